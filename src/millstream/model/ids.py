@@ -1,0 +1,57 @@
+"""Names and numbers that identify things: streams, shards, sources, tables, writers.
+
+All are plain ints, strings or UUIDs at run time; the NewTypes keep them apart in signatures.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final, NewType
+from uuid import UUID
+
+from millstream.errors import UsageError
+
+StreamId = NewType("StreamId", UUID)
+"""A stream's identity; a stream whose folder and catalog are both gone gets a new one."""
+ShardId = NewType("ShardId", int)
+RegionId = NewType("RegionId", int)
+"""0 on a single site."""
+WriterId = NewType("WriterId", int)
+SourceId = NewType("SourceId", int)
+"""The catalog's number (from 1) for one PostgreSQL database's one history; 0 for none (applications)."""
+TableId = NewType("TableId", int)
+"""The catalog's number (from 1) for one relation of one source; survives renames and a new timeline."""
+SchemaVersion = NewType("SchemaVersion", int)
+"""Counts a table's schemas from 1."""
+Epoch = NewType("Epoch", int)
+"""A writer incarnation's fencing epoch; it only grows. 0 is nobody's."""
+GroupNumber = NewType("GroupNumber", int)
+"""A commit group's number within its writer's shards; it only grows, also across epochs."""
+
+_STREAM_NAME: Final = re.compile(r"[a-z][a-z0-9_]*\Z")
+
+
+def check_stream_name(name: str) -> str:
+    """The name itself, where it is one that a stream may have; else `UsageError`."""
+    if _STREAM_NAME.match(name) is None or len(name) > 63:
+        raise UsageError(
+            f"{name!r} can't name a stream",
+            hint="Stream names are lower-case letters, digits and _, start with a letter, and have at most 63 characters.",
+        )
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One PostgreSQL database's one history.
+
+    A promotion that branched off at or above what the log has reached makes a new branch of the same system and
+    database; the catalog numbers each branch.
+    """
+
+    id: SourceId
+    system_identifier: int
+    """`pg_control_system().system_identifier`, as IDENTIFY_SYSTEM gives it."""
+    database: str
+    timeline: int

@@ -1,0 +1,149 @@
+"""Positions: LSNs of a source, offsets of a shard, numbers (`seq`) of a stream, and tokens.
+
+Ranges of offsets are half-open, `[start, end)`. Rows between two tokens lie in `(A, B]`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final, NewType, Self
+
+from millstream.errors import InvalidToken, InvalidValue
+from millstream.model.ids import StreamId, WriterId
+
+Lsn = NewType("Lsn", int)
+"""A byte position in a source's WAL, as PostgreSQL's pg_lsn: 0 is invalid."""
+Offset = NewType("Offset", int)
+"""A record's number in its shard: dense, from 0."""
+Seq = NewType("Seq", int)
+"""A record's number in its stream: unique, from 1, with gaps; 0 stands before the first."""
+
+_LSN_TEXT: Final = re.compile(r"([0-9A-Fa-f]{1,8})/([0-9A-Fa-f]{1,8})\Z")
+_TOKEN_TEXT: Final = re.compile(r"([0-9a-f]{8})\.(?:s([0-9]+)|m([0-9]+)((?:~[0-9]+\.[0-9]+)+))\Z")
+_SEQ_MAX: Final = 2**63 - 1
+
+
+def format_lsn(lsn: Lsn) -> str:
+    """PostgreSQL's own text, such as `16/B374D848`."""
+    return f"{lsn >> 32:X}/{lsn & 0xFFFFFFFF:08X}"
+
+
+def parse_lsn(text: str) -> Lsn:
+    """The LSN of PostgreSQL's text; `InvalidValue` for any other text."""
+    found = _LSN_TEXT.match(text)
+    if found is None:
+        raise InvalidValue(f"{text!r} is not an LSN", hint="An LSN reads like 16/B374D848.")
+    return Lsn((int(found[1], 16) << 32) | int(found[2], 16))
+
+
+def short_stream_id(stream: StreamId) -> str:
+    """The first eight hex digits of the stream's UUID: what tokens begin with."""
+    return stream.hex[:8]
+
+
+@dataclass(frozen=True, slots=True)
+class SeqRange:
+    """Numbers `first … first + count - 1`."""
+
+    first: Seq
+    count: int
+
+    @property
+    def last(self) -> Seq:
+        """The greatest number in the range (`first - 1` where it is empty)."""
+        return Seq(self.first + self.count - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamToken:
+    """A vector position: a minimum `seq`, and the positions of the writers that are ahead of it.
+
+    Text: `<short stream id>.s<n>` where every writer stands at n, else `<short stream id>.m<min>~<writer>.<pos>~…`.
+    Tokens are partially ordered, pointwise: `<=` exists and `<` does not, for a total order would be a lie.
+    """
+
+    stream: str
+    """The stream's short id."""
+    minimum: Seq
+    ahead: Mapping[WriterId, Seq] = field(default_factory=dict)
+    """Positions above the minimum, by writer; entries at or below it are dropped."""
+
+    def __post_init__(self) -> None:
+        kept = {w: p for w, p in sorted(self.ahead.items()) if p > self.minimum}
+        object.__setattr__(self, "ahead", MappingProxyType(kept))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (StreamToken, (self.stream, self.minimum, dict(self.ahead)))
+
+    def __hash__(self) -> int:
+        return hash((self.stream, self.minimum, tuple(self.ahead.items())))
+
+    @classmethod
+    def scalar(cls, stream: StreamId, seq: Seq) -> Self:
+        """The token at which every writer stands at `seq`: what linear readers use."""
+        return cls(short_stream_id(stream), seq)
+
+    @classmethod
+    def parse(cls, text: str, *, stream: StreamId | None = None) -> Self:
+        """The token of its text.
+
+        Raises:
+            InvalidToken: the text is malformed, or belongs to another stream than `stream`.
+        """
+        found = _TOKEN_TEXT.match(text)
+        if found is None:
+            raise InvalidToken(f"{text!r} is not a token", hint="A token reads like 5f0c21aa.s1024.")
+        ahead: dict[WriterId, Seq] = {}
+        minimum = int(found[2] or found[3])
+        for part in (found[4] or "").split("~")[1:]:
+            writer, position = part.split(".")
+            ahead[WriterId(int(writer))] = Seq(int(position))
+        if any(number > _SEQ_MAX for number in (minimum, *ahead.values())):
+            raise InvalidToken(f"{text!r} holds a number that no stream can reach")
+        token = cls(found[1], Seq(minimum), ahead)
+        if stream is not None and token.stream != short_stream_id(stream):
+            raise InvalidToken(
+                f"{text!r} is a token of another stream (this one is {short_stream_id(stream)})",
+                hint="Use a token that this stream gave out; a stream that was made anew has a new id.",
+            )
+        return token
+
+    def __str__(self) -> str:
+        if not self.ahead:
+            return f"{self.stream}.s{self.minimum}"
+        return f"{self.stream}.m{self.minimum}" + "".join(f"~{w}.{p}" for w, p in self.ahead.items())
+
+    def of(self, writer: WriterId) -> Seq:
+        """The position of one writer."""
+        return self.ahead.get(writer, self.minimum)
+
+    def __le__(self, other: StreamToken) -> bool:
+        self._same_stream(other)
+        writers = set(self.ahead) | set(other.ahead)
+        return self.minimum <= other.minimum and all(self.of(w) <= other.of(w) for w in writers)
+
+    def join(self, other: StreamToken) -> StreamToken:
+        """The least token that is at or above both."""
+        self._same_stream(other)
+        return self._pointwise(other, max)
+
+    def meet(self, other: StreamToken) -> StreamToken:
+        """The greatest token that is at or below both."""
+        self._same_stream(other)
+        return self._pointwise(other, min)
+
+    def _pointwise(self, other: StreamToken, pick: Callable[[Seq, Seq], Seq]) -> StreamToken:
+        ahead = {w: pick(self.of(w), other.of(w)) for w in set(self.ahead) | set(other.ahead)}
+        return StreamToken(self.stream, pick(self.minimum, other.minimum), ahead)
+
+    def _same_stream(self, other: StreamToken) -> None:
+        if self.stream != other.stream:
+            raise InvalidToken(f"tokens of two streams ({self.stream}, {other.stream}) can't be compared")
+
+
+def greatest(positions: Iterable[Lsn]) -> Lsn:
+    """The greatest LSN, 0 where there is none."""
+    return max(positions, default=Lsn(0))
