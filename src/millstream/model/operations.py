@@ -1,0 +1,114 @@
+"""Operations: what one transaction, one copy chunk or one request did, on its way into the log.
+
+A hundred thousand one-row transactions a second leave no room for a Python object each, so operations travel in
+columns: `WriteOps` holds many consecutive whole ones, `SpilledOp` holds one that is too large for memory. Both are
+immutable and can be read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Final
+
+import pyarrow as pa
+
+from millstream.model.ids import ShardId, SourceId, TableId
+from millstream.model.positions import Lsn, Offset, SeqRange
+from millstream.model.records import INSTANT
+from millstream.model.schema import TableSchema
+
+FIRST_SHARD: Final = ShardId(0)
+
+
+class OperationKind(IntEnum):
+    """What an operation is."""
+
+    TRANSACTION = 1
+    COPY_CHUNK = 2
+    APPEND = 3
+    MESSAGE = 4
+    """A logical message outside of any transaction."""
+
+
+OPERATION_SCHEMA: Final = pa.schema(
+    [
+        pa.field("kind", pa.uint8(), nullable=False),
+        pa.field("source", pa.int32(), nullable=False),
+        pa.field("commit_lsn", pa.int64()),
+        pa.field("commit_end_lsn", pa.int64()),
+        pa.field("xid", pa.int64()),
+        pa.field("commit_ts", INSTANT),
+        pa.field("chunk_id", pa.string()),
+        pa.field("session", pa.string()),
+        pa.field("session_number", pa.int64()),
+        pa.field("idempotency_key", pa.string()),
+        pa.field("trace_id", pa.string()),
+    ]
+)
+"""One row an operation. A copy chunk's `commit_lsn` is the insert LSN read right after its snapshot and its `commit_ts` that
+moment; its records show the LSN and the date, and no commit time."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableRows:
+    """Rows of one table and schema version for one shard, in `append_row_schema`, sorted by (`__operation`, `__index`)."""
+
+    schema: TableSchema
+    rows: pa.RecordBatch
+    shard: ShardId = FIRST_SHARD
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOps:
+    """Consecutive whole operations in columns.
+
+    `operations` has one row an operation, in order; every operation has at least one row in `tables`; a table may
+    stand there several times (with several schema versions), its later rows in later entries.
+    `reached` says, for each source, the commit *end* LSN up to which all is in this or an earlier append.
+    """
+
+    operations: pa.RecordBatch
+    tables: tuple[TableRows, ...]
+    reached: Mapping[SourceId, Lsn] = field(default_factory=dict)
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that the columns hold."""
+        return int(sum(t.rows.nbytes for t in self.tables) + self.operations.nbytes)
+
+    @property
+    def row_count(self) -> int:
+        """Records in all tables."""
+        return int(sum(t.rows.num_rows for t in self.tables))
+
+
+@dataclass(frozen=True, slots=True)
+class SpilledOp:
+    """One operation that is too large for memory; its rows lie elsewhere and can be read again and again.
+
+    `chunks()` starts over at each call; it yields pieces of bounded size whose rows' `__index` continue where the piece
+    before ended, `__operation` always 0. `counts` holds the exact number of rows of every (shard, table).
+    """
+
+    operation: pa.RecordBatch
+    counts: Mapping[tuple[ShardId, TableId], int]
+    chunks: Callable[[], Iterator[tuple[TableRows, ...]]]
+    reached: Mapping[SourceId, Lsn] = field(default_factory=dict)
+    size_bytes: int = 0
+
+    @property
+    def row_count(self) -> int:
+        """Records in all tables."""
+        return sum(self.counts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """What a caller learns once its operations are durable on all their shards."""
+
+    offsets: Mapping[ShardId, tuple[Offset, Offset]]
+    """The half-open range of offsets on each shard touched."""
+    seqs: SeqRange
+    """The numbers given to the call's records, over all its tables."""

@@ -1,0 +1,86 @@
+"""Records: the columns that Millstream adds to a table's own, in the log and as readers see them.
+
+Two shapes of a table's rows exist, and only two:
+
+- *log rows* (`log_row_schema`): what an appender hands over and what a frame's payload holds. They carry only what the
+  directory of the frame can't say for a whole operation: offset, index, op, and the three sparse columns.
+- *records* (`record_schema`): what every reader gets. The directory's facts (seq, source, LSN, times) are spread over
+  the rows.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Final
+
+import pyarrow as pa
+
+from millstream.model.schema import TableSchema
+
+
+class Op(IntEnum):
+    """What a record says; the value is its letter's ASCII code (Debezium's letters where it has one)."""
+
+    CREATE = ord("c")
+    UPDATE = ord("u")
+    DELETE = ord("d")
+    COPY = ord("r")
+    TRUNCATE = ord("t")
+    MESSAGE = ord("m")
+
+    @property
+    def letter(self) -> str:
+        """The letter that readers see."""
+        return chr(self)
+
+
+TEXT_BY_COLUMN: Final = pa.map_(pa.string(), pa.string())
+"""From a column's name to PostgreSQL's text of a value; a null item is SQL's NULL."""
+INSTANT: Final = pa.timestamp("us", tz="UTC")
+
+LOG_ROW_PREFIX: Final = (
+    pa.field("__offset", pa.int64(), nullable=False),
+    pa.field("__index", pa.int64(), nullable=False),
+    pa.field("__op", pa.uint8(), nullable=False),
+    pa.field("__unchanged", pa.list_(pa.string())),
+    pa.field("__exact", TEXT_BY_COLUMN),
+    pa.field("__before", TEXT_BY_COLUMN),
+)
+"""`__index` is the record's index in its operation over all tables, from 0: a transaction's `commit_index`. The three
+sparse columns are null where they say nothing. Appenders leave `__offset` out and put `__operation` in its place."""
+
+OPERATION_ORDINAL: Final = pa.field("__operation", pa.int32(), nullable=False)
+"""In rows being appended: which operation of the `WriteOps` a row belongs to. Rows stand sorted by it, then by `__index`."""
+
+RECORD_PREFIX: Final = (
+    pa.field("__op", pa.string(), nullable=False),
+    pa.field("__seq", pa.int64(), nullable=False),
+    pa.field("__source", pa.int32(), nullable=False),
+    pa.field("__commit_lsn", pa.int64()),
+    pa.field("__commit_index", pa.int64()),
+    pa.field("__commit_ts", INSTANT),
+    pa.field("__commit_date", pa.date32()),
+    pa.field("__xid", pa.int64()),
+    pa.field("__unchanged", pa.list_(pa.string())),
+    pa.field("__exact", TEXT_BY_COLUMN),
+    pa.field("__before", TEXT_BY_COLUMN),
+)
+"""What readers see before the table's own columns (a log reader may ask for `__offset` too, then first)."""
+
+RECORD_COLUMNS: Final = frozenset(field.name for field in RECORD_PREFIX)
+RECORD_OFFSET: Final = pa.field("__offset", pa.int64(), nullable=False)
+
+
+def append_row_schema(table: TableSchema) -> pa.Schema:
+    """The schema of rows on their way into the log: `__operation` stands where `__offset` will."""
+    return table.to_arrow((OPERATION_ORDINAL, *LOG_ROW_PREFIX[1:]))
+
+
+def log_row_schema(table: TableSchema) -> pa.Schema:
+    """The schema of a frame's payload for one table and schema version."""
+    return table.to_arrow(LOG_ROW_PREFIX)
+
+
+def record_schema(table: TableSchema, *, offsets: bool = False) -> pa.Schema:
+    """The schema of the records that readers get, with `__offset` first where asked."""
+    return table.to_arrow((RECORD_OFFSET, *RECORD_PREFIX) if offsets else RECORD_PREFIX)

@@ -1,0 +1,134 @@
+"""Table schemas: what one version of a table's columns was, as the source's own stream said it.
+
+A schema travels with the rows: each segment holds the schemas its rows need, so that a log can be read without the
+catalog. `arrow` types are those of the log; the lake's may differ (see `millstream.model.pgtypes`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final, Self
+
+import pyarrow as pa
+
+from millstream.model.ids import SchemaVersion, SourceId, TableId
+
+
+class ReplicaIdentity(StrEnum):
+    """What the source sends of a row's old values; PostgreSQL's own letters (`pg_class.relreplident`)."""
+
+    DEFAULT = "d"
+    NOTHING = "n"
+    FULL = "f"
+    INDEX = "i"
+
+
+class TableKind(StrEnum):
+    """What a table's rows are."""
+
+    TABLE = "table"
+    """Rows of a relation."""
+    MESSAGES = "messages"
+    """A source's logical messages: columns `prefix`, `content`, `transactional`; its history is `_messages`."""
+    RAW = "raw"
+    """Changes of a table that is set aside, as they came: one column `message`, bytes of the protocol."""
+
+
+@dataclass(frozen=True, slots=True)
+class PgType:
+    """A column's type in PostgreSQL."""
+
+    oid: int
+    modifier: int
+    """`atttypmod`; -1 where the type has none."""
+    name: str
+    """`format_type(oid, NULL)` where known (`integer`, `public.mood`), else `?`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column: its name, its type in the log and, for a captured one, its type in PostgreSQL."""
+
+    name: str
+    arrow: pa.DataType
+    pg: PgType | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TableSchema:
+    """One version of one table's schema.
+
+    `identity` names the columns of which the source sends old values (all of them under FULL, none under NOTHING);
+    `key` names those that tell rows of `current` apart (empty: rows have no key).
+    """
+
+    table_id: TableId
+    version: SchemaVersion
+    source: SourceId
+    namespace: str
+    name: str
+    columns: tuple[Column, ...]
+    identity: tuple[str, ...] = ()
+    key: tuple[str, ...] = ()
+    replica_identity: ReplicaIdentity = ReplicaIdentity.DEFAULT
+    kind: TableKind = TableKind.TABLE
+    relation_oid: int = 0
+
+    def column(self, name: str) -> Column:
+        """The column of that name; `KeyError` where there is none."""
+        for column in self.columns:
+            if column.name == name:
+                return column
+        raise KeyError(name)
+
+    def to_arrow(self, prefix: tuple[pa.Field, ...] = ()) -> pa.Schema:
+        """`prefix` and the table's own columns as an Arrow schema whose metadata holds all the rest of this value."""
+        fields = [*prefix, *(pa.field(c.name, c.arrow, nullable=True) for c in self.columns)]
+        return pa.schema(fields, metadata={_METADATA_KEY: json.dumps(self._facts(), separators=(",", ":")).encode()})
+
+    @classmethod
+    def from_arrow(cls, schema: pa.Schema) -> Self:
+        """The value that `to_arrow` put into a schema. `KeyError`, `ValueError` where it holds none."""
+        facts: Mapping[str, Any] = json.loads((schema.metadata or {})[_METADATA_KEY])
+        names = [column["name"] for column in facts["columns"]]
+        types = {field.name: field.type for field in list(schema)[len(schema) - len(names) :]}
+        columns = tuple(
+            Column(c["name"], types[c["name"]], None if c["pg"] is None else PgType(*c["pg"])) for c in facts["columns"]
+        )
+        return cls(
+            table_id=TableId(facts["table_id"]),
+            version=SchemaVersion(facts["version"]),
+            source=SourceId(facts["source"]),
+            namespace=facts["namespace"],
+            name=facts["name"],
+            columns=columns,
+            identity=tuple(facts["identity"]),
+            key=tuple(facts["key"]),
+            replica_identity=ReplicaIdentity(facts["replica_identity"]),
+            kind=TableKind(facts["kind"]),
+            relation_oid=facts["relation_oid"],
+        )
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "table_id": self.table_id,
+            "version": self.version,
+            "source": self.source,
+            "namespace": self.namespace,
+            "name": self.name,
+            "columns": [
+                {"name": c.name, "pg": None if c.pg is None else [c.pg.oid, c.pg.modifier, c.pg.name]}
+                for c in self.columns
+            ],
+            "identity": list(self.identity),
+            "key": list(self.key),
+            "replica_identity": self.replica_identity.value,
+            "kind": self.kind.value,
+            "relation_oid": self.relation_oid,
+        }
+
+
+_METADATA_KEY: Final = b"millstream.table"

@@ -1,0 +1,125 @@
+"""The seams, as Protocols: what rooms need of one another and of the world, and the contract of each.
+
+An implementation of a port passes the port's conformance suite in `millstream.testing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+from millstream.model.ids import Epoch, SourceId
+from millstream.model.operations import Ack, SpilledOp, WriteOps
+from millstream.model.positions import Lsn, Seq
+
+
+class Clock(Protocol):
+    """Time, and waiting for it to pass."""
+
+    def now_ns(self) -> int:
+        """Wall clock: nanoseconds since 1970-01-01 UTC; may step."""
+
+    def monotonic_ns(self) -> int:
+        """Nanoseconds since some moment; never steps back."""
+
+    def sleep(self, seconds: float) -> None:
+        """Return after that much time."""
+
+
+class WritableFile(Protocol):
+    """A file open for writing at positions. Nothing is durable before `sync` has returned."""
+
+    def pwrite(self, data: bytes | memoryview, position: int) -> None:
+        """Write all of `data`, or raise `OSError` (then any part of it may have been written)."""
+
+    def pwritev(self, buffers: Sequence[bytes | memoryview], position: int) -> None:
+        """Write all buffers one after the other, as `pwrite` does one."""
+
+    def sync(self) -> None:
+        """fdatasync (F_FULLFSYNC on macOS). After an `OSError` nothing may be assumed of what was written before."""
+
+    def truncate(self, size: int) -> None:
+        """Set the file's length."""
+
+    def size(self) -> int:
+        """The file's present length in bytes."""
+
+    def close(self) -> None:
+        """Close; doesn't sync."""
+
+
+class Files(Protocol):
+    """The file system under the log: real, in memory, or faulty. Paths are absolute strings.
+
+    A new, renamed or removed name is durable only after `sync_dir` of its folder.
+    """
+
+    def create(self, path: str) -> WritableFile:
+        """Make a new file; `FileExistsError` where there is one."""
+
+    def open_write(self, path: str) -> WritableFile:
+        """Open an existing file for writing."""
+
+    def read(self, path: str, position: int = 0, length: int | None = None) -> bytes:
+        """Bytes `[position, position + length)`; fewer at the end of the file."""
+
+    def size(self, path: str) -> int:
+        """The file's length; `FileNotFoundError` where there is none."""
+
+    def listdir(self, path: str) -> list[str]:
+        """Names in a folder, sorted; `FileNotFoundError` where there is none."""
+
+    def exists(self, path: str) -> bool:
+        """Whether there is a file or folder of that name."""
+
+    def rename(self, old: str, new: str) -> None:
+        """Atomic; replaces `new`."""
+
+    def remove(self, path: str) -> None:
+        """Remove a file."""
+
+    def makedirs(self, path: str) -> None:
+        """Make a folder and those above it; fine where it exists."""
+
+    def sync_dir(self, path: str) -> None:
+        """Make the folder's names durable."""
+
+    def disk_usage(self, path: str) -> tuple[int, int]:
+        """(bytes used, bytes in all) of the disk under a path, as seen by an ordinary user."""
+
+
+class SeqReservations(Protocol):
+    """Durable upper bounds of the numbers that may have been given out; the embedded sequencer's store."""
+
+    def reserved(self) -> Seq:
+        """The greatest number ever reserved; numbers up to it may have been given out."""
+
+    def reserve_to(self, seq: Seq, *, epoch: Epoch) -> None:
+        """Durably reserve up to `seq` (only upward). `StaleEpoch` where a newer writer has registered."""
+
+
+class LogAppender(Protocol):
+    """Where capture and ingest put operations: the writer of a stream's shards."""
+
+    def submit(self, ops: WriteOps | SpilledOp, *, deadline_s: float | None = None) -> Future[Ack]:
+        """Queue for the next commit group, in order of the calls; blocks while the queue is full.
+
+        The future ends when the operations are durable on all their shards. Any number of threads may call.
+
+        Raises (or ends the future with):
+            Overloaded: the queue stayed full past the deadline; nothing was queued.
+            DiskFull: no space; nothing was appended.
+            AppendOutcomeUnknown: the disk failed under the group. Every later call gets `WriterClosed`.
+            WriterClosed: this writer takes no more.
+        """
+
+    def reached(self) -> Mapping[SourceId, Lsn]:
+        """For each source, the commit end LSN up to which the durable log has everything."""
+
+
+class LandedPositions(Protocol):
+    """What must keep segments: for retention."""
+
+    def needed_from(self) -> Mapping[str, Seq]:
+        """By name of the pipeline (or consumer): the lowest `seq` that it may still ask for."""
