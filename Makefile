@@ -1,0 +1,60 @@
+# Two commands need nothing but Python >= 3.11 (with its pip, or uv) and make: `make demo` and `make test`.
+# Everything else stands on the same `.venv`, which scripts/bootstrap.py fills from the locks in requirements/.
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+LOCKS := requirements/all.txt requirements/build.txt requirements/uv.txt
+PYTHON_DIRS := src tests scripts docs $(wildcard bench examples)
+
+# An empty variable is not an unset one: OpenSSL would look for certificates in the file named "".
+ifeq ($(strip $(SSL_CERT_FILE)),)
+unexport SSL_CERT_FILE
+endif
+ifeq ($(strip $(SSL_CERT_DIR)),)
+unexport SSL_CERT_DIR
+endif
+
+.PHONY: help install demo test check format soak bench docs lock clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):[^#]*##/\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r target text; do \
+	  printf '  make %-8s %s\n' "$$target" "$$text"; done
+
+# Remade when a lock, the project's metadata or the script is newer; the script itself looks at their
+# content, so that a checkout, which touches every file, costs nothing.
+$(INSTALLED): $(LOCKS) pyproject.toml scripts/bootstrap.py scripts/python
+	@sh scripts/python scripts/bootstrap.py install
+
+install: $(INSTALLED)  ## fill .venv from the locks
+
+demo: $(INSTALLED)  ## PostgreSQL, the log, Spark and lake tables, with crashes on the way; leaves its home in demo/
+	@$(BIN)/millstream demo
+
+test: $(INSTALLED)  ## the whole suite, its servers included (ARGS='-k name' picks)
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(INSTALLED)  ## format, lint, types, layers, house rules, documentation
+	@$(BIN)/python scripts/check.py $(PYTHON_DIRS)
+
+format: $(INSTALLED)  ## put the code into the project's format
+	@$(BIN)/ruff format $(PYTHON_DIRS)
+	@$(BIN)/ruff check --fix --exit-zero --quiet $(PYTHON_DIRS)
+
+soak: $(INSTALLED)  ## the crash tests for hours, with a printed seed (ARGS='--hypothesis-seed=…' repeats)
+	@HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest -m soak --timeout=0 -s $(ARGS)
+
+bench: $(INSTALLED)  ## figures beside their peers, a JSON line each (ONLY=prefix picks)
+	@$(BIN)/python -m bench $(if $(ONLY),--only '$(ONLY)')
+
+docs: $(INSTALLED)  ## the site, in docs/_build/html
+	@$(BIN)/python scripts/check.py --only docs
+
+lock: $(INSTALLED)  ## requirements/*.txt from pyproject.toml (ARGS=--upgrade for the newest versions)
+	@sh scripts/python scripts/bootstrap.py lock $(ARGS)
+
+clean:  ## take away what make has made
+	rm -rf $(VENV) .cache build demo docs/_build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
