@@ -179,8 +179,8 @@ def find_uv(environment: dict[str, str]) -> Path:
         run([PYTHON, "-m", "ensurepip"], environment, to="put pip into .venv")
     target = VENV / "uv"
     shutil.rmtree(target, ignore_errors=True)
-    options = ["--quiet", "--no-cache-dir", "--disable-pip-version-check", "--no-input", "--no-deps"]
-    options += ["--only-binary=:all:", "--require-hashes", "--requirement", str(REQUIREMENTS / "uv.txt")]
+    options = ["--quiet", "--no-cache-dir", "--disable-pip-version-check", "--no-input", "--root-user-action=ignore"]
+    options += ["--no-deps", "--only-binary=:all:", "--require-hashes", "--requirement", str(REQUIREMENTS / "uv.txt")]
     run([pip_python, "-m", "pip", "install", *options, "--target", target], environment, to="install uv with pip")
     marker.write_bytes(wanted)
     return PRIVATE_UV
