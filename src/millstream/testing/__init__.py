@@ -1,0 +1,29 @@
+"""Millstream's public test kit: real servers, a clock under control, workloads that use everything, faulty files.
+
+Each name is imported at its first use, so that the kit costs nothing where it isn't used and needs only the packages
+of the parts that are.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from millstream.testing.postgres import EmbeddedPostgres, PostgresStartError, PostgresUnavailable
+
+_HOMES = {
+    "EmbeddedPostgres": "postgres",
+    "PostgresStartError": "postgres",
+    "PostgresUnavailable": "postgres",
+}
+
+__all__ = ["EmbeddedPostgres", "PostgresStartError", "PostgresUnavailable"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

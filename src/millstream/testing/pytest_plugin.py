@@ -1,0 +1,73 @@
+"""Fixtures for pytest, found by it wherever Millstream is installed: a real PostgreSQL, a database for each test.
+
+Nothing is imported or started before a test asks for a fixture.
+
+- `postgres_server`: one server for the whole session (`EmbeddedPostgres`, without fsync).
+- `postgres`: a fresh database on it for one test (`Database`), dropped with its connections and slots afterwards.
+
+`--millstream-postgres VERSION` (or `MILLSTREAM_TEST_POSTGRES`) chooses the server's major version.
+"""
+
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    import psycopg
+
+    from millstream.testing.postgres import EmbeddedPostgres
+
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Database:
+    """One test's database.
+
+    Attributes:
+        server: the server that it's on, shared with other tests: don't stop it.
+        name: the database's name.
+        dsn: its `postgresql://` address as the superuser.
+    """
+
+    server: "EmbeddedPostgres"
+    name: str
+    dsn: str
+
+    def connect(self, *, autocommit: bool = True, **parameters: str) -> "psycopg.Connection":
+        """Return a new psycopg connection to it; one left open is ended with the database."""
+        return self.server.connect(self.name, autocommit=autocommit, **parameters)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that chooses the server's version."""
+    group = parser.getgroup("millstream")
+    group.addoption(
+        "--millstream-postgres",
+        metavar="VERSION",
+        type=int,
+        default=int(os.environ.get("MILLSTREAM_TEST_POSTGRES", "18")),
+        help="major version of the embedded PostgreSQL that fixtures start (14 to 18; default: 18)",
+    )
+
+
+@pytest.fixture(scope="session")
+def postgres_server(request: pytest.FixtureRequest) -> "Iterator[EmbeddedPostgres]":
+    """A running PostgreSQL for the whole session, set up for logical replication; fast, thus without fsync."""
+    from millstream.testing.postgres import EmbeddedPostgres
+
+    with EmbeddedPostgres(request.config.getoption("--millstream-postgres"), fsync=False) as server:
+        yield server
+
+
+@pytest.fixture
+def postgres(postgres_server: "EmbeddedPostgres") -> Iterator[Database]:
+    """A fresh database for this test on the session's server."""
+    name = f"test_{os.getpid()}_{next(_numbers)}"
+    dsn = postgres_server.create_database(name)
+    yield Database(postgres_server, name, dsn)
+    postgres_server.drop_database(name)
