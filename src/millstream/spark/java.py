@@ -139,7 +139,7 @@ def _wrap(home: Path, cache: Path) -> Path:
         with tempfile.NamedTemporaryFile("w", dir=java.parent, prefix=".java-", delete=False) as file:
             file.write(script)
         made = Path(file.name)
-        made.chmod(0o755)  # noqa: S103 - whoever may enter the cache may run it
+        made.chmod(0o755)
         made.replace(java)
         for entry in home.iterdir():
             if entry.name != "bin":
