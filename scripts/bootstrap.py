@@ -37,7 +37,7 @@ LOCKS = {
     "uv.txt": ["--group=bootstrap"],
 }
 
-# pip's options on the left (https://pip.pypa.io/en/stable/cli/pip_install/), uv's variables on the right, and
+# pip's options on the left, as `pip install --help` spells them, uv's variables on the right, and
 # what stands between several values there.
 PIP_TO_UV = {
     "index-url": ("UV_DEFAULT_INDEX", ""),

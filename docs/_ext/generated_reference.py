@@ -1,0 +1,210 @@
+"""Reference pages that cannot lie: the commands, the configuration and the errors, written from the code itself.
+
+A page asks with a line of its own: `<!-- generated: cli -->`, `config` or `errors`. What stands there instead is MyST
+text, so that its headings are the page's and other pages can link to them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import click
+    from pydantic import BaseModel
+    from sphinx.application import Sphinx
+
+CLI = ("millstream.cli.main", "cli")
+CONFIG = ("millstream.app.config", "Config")
+REQUEST = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
+NOT_BUILT = "*Not in this version.*"
+
+
+def load(module: str, name: str) -> Any | None:
+    """Return the object; None only where its module isn't part of this version yet."""
+    try:
+        present = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        return None
+    return None if present is None else getattr(importlib.import_module(module), name)
+
+
+def cell(text: str) -> str:
+    """Make text fit into a table's cell."""
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def code(text: object) -> str:
+    """Make text a code span of a table's cell."""
+    return f"`{cell(str(text))}`"
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+def cli() -> Iterator[str]:
+    """Yield a section a command, the whole tree of them."""
+    import click
+
+    group = load(*CLI)
+    if group is None:
+        yield NOT_BUILT
+        return
+    context = click.Context(group, info_name="millstream")
+    yield "## millstream"
+    yield from command(group, context)
+    yield from subcommands(group, context)
+
+
+def subcommands(group: click.Command, parent: click.Context) -> Iterator[str]:
+    """Yield the sections of a group's commands, each followed by its own."""
+    import click
+
+    if not isinstance(group, click.Group):
+        return
+    for name in group.list_commands(parent):
+        found = group.get_command(parent, name)
+        if found is None or found.hidden:
+            continue
+        context = click.Context(found, info_name=name, parent=parent)
+        yield f"## {context.command_path}"
+        yield from command(found, context)
+        yield from subcommands(found, context)
+
+
+def command(command: click.Command, context: click.Context) -> Iterator[str]:
+    """Yield one command: how it is called, what it does, its options."""
+    import click
+
+    yield "```text\n" + " ".join([context.command_path, *command.collect_usage_pieces(context)]) + "\n```"
+    if command.help:
+        yield re.sub(r"[\b\f]", "", click.formatting.wrap_text(command.help, 10_000, preserve_paragraphs=True))
+    rows = []
+    for parameter in command.get_params(context):
+        if not isinstance(parameter, click.Option) or parameter.hidden or parameter.name == "help":
+            continue
+        names = ", ".join(code(name) for name in (*parameter.opts, *parameter.secondary_opts))
+        value = "" if parameter.is_flag or parameter.count else f" {code(parameter.make_metavar(context))}"
+        rows.append(f"| {names}{value} | {cell(parameter.help or '')} |")
+    if rows:
+        yield "\n".join(["| option | |", "| --- | --- |", *rows])
+
+
+# --- configuration ---------------------------------------------------------------------------------------------------
+
+
+def config() -> Iterator[str]:
+    """Yield a section a table of the TOML file, with every key."""
+    model = load(*CONFIG)
+    if model is None:
+        yield NOT_BUILT
+        return
+    yield from table(model, [])
+
+
+def table(model: type[BaseModel], path: list[str]) -> Iterator[str]:
+    """Yield the keys of one TOML table, then the tables inside it."""
+    if path:
+        yield f"## `[{'.'.join(path)}]`"
+    if path and model.__doc__:
+        yield " ".join(model.__doc__.split())
+    rows, inner = [], []
+    for name, field in model.model_fields.items():
+        key = field.alias or name
+        nested = nested_model(field.annotation)
+        if nested:
+            of_several, kind = nested
+            inner.append((kind, [*path, key, *(["<name>"] if of_several else [])]))
+            continue
+        default = "required" if field.is_required() else code(plain(field.get_default(call_default_factory=True)))
+        rows.append(
+            f"| {code(key)} | {code(type_name(field.annotation))} | {default} | {cell(field.description or '')} |"
+        )
+    if rows:
+        yield "\n".join(["| key | type | default | |", "| --- | --- | --- | --- |", *rows])
+    for kind, inner_path in inner:
+        yield from table(kind, inner_path)
+
+
+def nested_model(annotation: object) -> tuple[bool, type[BaseModel]] | None:
+    """Return the model that a key's table holds, and whether it holds one a name."""
+    from pydantic import BaseModel
+
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return False, annotation
+    arguments = typing.get_args(annotation)
+    for argument in arguments:
+        found = nested_model(argument)
+        if found:
+            return found[0] or typing.get_origin(annotation) is dict, found[1]
+    return None
+
+
+def type_name(annotation: object) -> str:
+    """Return a type as a person says it."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return " | ".join(map(str, arguments))
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(type_name(argument) for argument in arguments if argument is not type(None))
+    if origin is typing.Annotated:
+        return type_name(arguments[0])
+    if origin is not None:
+        inner = ", ".join(type_name(argument) for argument in arguments if argument is not Ellipsis)
+        return f"{getattr(origin, '__name__', origin)}[{inner}]"
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return " | ".join(str(member.value) for member in annotation)
+    if annotation in (str, bool):
+        return "text" if annotation is str else "true | false"
+    return str(getattr(annotation, "__name__", annotation))
+
+
+def plain(value: object) -> object:
+    """Return a default as TOML would write it."""
+    if isinstance(value, Enum):
+        value = value.value
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    return "none" if value is None else value
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def errors() -> Iterator[str]:
+    """Yield the tree of errors as one table, a parent before its children."""
+    from millstream.errors import MillstreamError
+
+    def rows(kind: type[MillstreamError], depth: int) -> Iterator[str]:
+        summary = (kind.__doc__ or "").strip().split("\n\n")[0]
+        name = f"{'↳ ' * depth}`{kind.__name__}`"
+        mending = cell(f"{summary} {kind.default_hint}")
+        yield f"| {name} | {code(kind.code)} | {kind.retry.value} | {kind.exit_code} | {mending} |"
+        for child in kind.__subclasses__():
+            if child.__module__ == kind.__module__:
+                yield from rows(child, depth + 1)
+
+    header = ["| error | code | retry | exit | what happened, what to do |", "| --- | --- | --- | --- | --- |"]
+    yield "\n".join([*header, *rows(MillstreamError, 0)])
+
+
+GENERATORS: dict[str, Callable[[], Iterator[str]]] = {"cli": cli, "config": config, "errors": errors}
+
+
+def fill(_app: Sphinx, _page: str, source: list[str]) -> None:
+    """Put the generated text where a page asks for it."""
+    source[0] = REQUEST.sub(lambda request: "\n\n".join(GENERATORS[request[1]]()), source[0])
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Register with Sphinx."""
+    app.connect("source-read", fill)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

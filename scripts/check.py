@@ -1,0 +1,69 @@
+"""What `make check` runs: format, lint, types, layers, house rules, documentation.
+
+Each step runs to its end, whatever the ones before it said. One line a step, after the words of those that failed.
+Exit 0 only if all passed.
+
+    check.py [--only STEP] FOLDER…
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+
+
+def steps(folders: list[str]) -> dict[str, list[str]]:
+    """Return the command of every step, by the step's name; those that fail fast and say most come first."""
+    python, site = str(BIN / "python"), "docs/_build/html"
+    # --keep-going: all broken references at once; -W: each of them is a failure. -E: a page that nothing touched can break too.
+    sphinx = [python, "-m", "sphinx", "--builder=html", "-W", "--keep-going", "-E", "--quiet", "docs", site]
+    return {
+        "format": [str(BIN / "ruff"), "format", "--check", "--quiet", "--diff", *folders],
+        "lint": [str(BIN / "ruff"), "check", "--quiet", *folders],
+        "types": [str(BIN / "mypy")],
+        "layers": [str(BIN / "lint-imports"), "--no-cache"],
+        "rules": [python, "scripts/house_rules.py"],
+        "examples": [python, "scripts/doc_examples.py"],
+        "docs": sphinx,
+    }
+
+
+def main(arguments: list[str]) -> int:
+    """Run the steps that were asked for; 1 if one failed."""
+    parser = argparse.ArgumentParser(description="Format, lint, types, layers, house rules, documentation.")
+    parser.add_argument("--only", choices=list(steps([])), help="one step alone")
+    parser.add_argument("folders", nargs="*", default=["src", "tests", "scripts", "docs"])
+    chosen = parser.parse_args(arguments)
+    failed = []
+    for name, command in steps(chosen.folders).items():
+        if chosen.only not in (None, name):
+            continue
+        started = time.monotonic()
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=os.environ | {"COLUMNS": "160"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            failed.append(name)
+            print(done.stdout.rstrip(), flush=True)
+        verdict = "FAILED" if done.returncode else "ok"
+        print(f"{name:<10} {verdict:<7} {time.monotonic() - started:5.1f} s", flush=True)
+    print(f"check failed: {', '.join(failed)}" if failed else "check passed", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

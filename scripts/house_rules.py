@@ -1,0 +1,111 @@
+"""Rules of this repository that no linter knows. One line a breach, `file:line: what`; exit 1 if there is one.
+
+- A module of `src` has at most 600 lines: past that it is two modules.
+- No marks of unfinished work, and no function that does nothing.
+- Addresses: only hosts that are named here. Packages and jars are found by their clients' own defaults and the
+  user's mirrors, so no registry's address belongs into a file.
+- No path that exists on one developer's machine only.
+- Every room that must stay pure is named in import-linter's contract once it stands.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LINES_MAX = 600
+PURE_ROOMS = ("errors", "model", "codec", "protocol", "crdt")
+
+UNFINISHED = re.compile(r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "X" * 3]) + r")\b")
+MACHINE_PATH = re.compile(r"(?<![\w.{}/-])/(?:root|work|home|Users)/[\w.-]+")
+ADDRESS = re.compile(r"\b(?:https?|ftp)://(?:[^/\s@]*@)?([\w.-]+)")
+HOSTS = {
+    "127.0.0.1",
+    "localhost",
+    "0.0.0.0",  # noqa: S104 - the text, not a socket
+    # documents that pages and licences refer to
+    "datatracker.ietf.org",
+    "docs.delta.io",
+    "github.com",
+    "iceberg.apache.org",
+    "keepachangelog.com",
+    "semver.org",
+    "spark.apache.org",
+    "www.apache.org",
+    "www.postgresql.org",
+    "www.w3.org",
+}
+EXAMPLE_DOMAINS = (".example", "example.com", "example.org", ".invalid", ".test")
+
+
+def tracked_text() -> Iterator[tuple[Path, str]]:
+    """Yield every tracked text file that is there, with its content."""
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listing.split("\0")):
+        path = ROOT / name
+        if path.is_file() and not path.is_symlink():
+            data = path.read_bytes()
+            if b"\0" not in data:
+                yield path.relative_to(ROOT), data.decode("utf-8", errors="replace")
+
+
+def line_breaches(path: Path, text: str) -> Iterator[str]:
+    """Yield what single lines break."""
+    for number, line in enumerate(text.splitlines(), 1):
+        where = f"{path}:{number}"
+        if UNFINISHED.search(line):
+            yield f"{where}: a mark of unfinished work; finish it, or open an issue"
+        for found in MACHINE_PATH.finditer(line):
+            yield f"{where}: {found[0]} is a path of one machine"
+        for found in ADDRESS.finditer(line):
+            host = found[1].lower()
+            if host not in HOSTS and not host.endswith(EXAMPLE_DOMAINS) and "." in host:
+                yield f"{where}: {host} is not among the hosts of scripts/house_rules.py"
+
+
+def module_breaches(path: Path, text: str) -> Iterator[str]:
+    """Yield what a module of Python breaks as a whole."""
+    lines = text.count("\n")
+    if path.parts[0] == "src" and lines > LINES_MAX:
+        yield f"{path}:1: {lines} lines; past {LINES_MAX} it is two modules"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = [part for part in node.body if not is_docstring(part)]
+            if body and all(isinstance(part, ast.Pass) for part in body):
+                yield f"{path}:{node.lineno}: {node.name}() does nothing"
+
+
+def is_docstring(node: ast.stmt) -> bool:
+    """Tell whether a statement is text alone."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def contract_breaches() -> Iterator[str]:
+    """Yield the rooms that should be under the contract of purity and are not."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    pure = next(contract for contract in contracts if contract["id"] == "pure")
+    for room in PURE_ROOMS:
+        stands = any((ROOT / "src" / "millstream" / name).exists() for name in (f"{room}.py", f"{room}/__init__.py"))
+        if stands and f"millstream.{room}" not in pure["source_modules"]:
+            yield f"pyproject.toml:1: millstream.{room} is missing from the import contract 'pure'"
+
+
+def main() -> int:
+    """Print every breach; 1 if there is one."""
+    breaches = list(contract_breaches())
+    for path, text in tracked_text():
+        breaches += line_breaches(path, text)
+        if path.suffix == ".py":
+            breaches += module_breaches(path, text)
+    print("\n".join(breaches), end="\n" if breaches else "")
+    return 1 if breaches else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
