@@ -123,7 +123,7 @@ def check_make(targets: list[str]) -> None:
 def check_extras(command: str) -> None:
     """Look every extra of Millstream up in pyproject.toml."""
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for extras in re.findall(r"millstream\[([^\]]+)\]", command):
+    for extras in re.findall(r"(?:millstream|\.)\[([^\]]+)\]", command):
         for extra in extras.split(","):
             if extra.strip() not in known:
                 raise WrongExampleError(f"there is no extra {extra.strip()!r}")
