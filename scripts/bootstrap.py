@@ -74,7 +74,7 @@ def fingerprint() -> str:
 
 
 def pip_settings(environment: dict[str, str]) -> dict[str, str]:
-    """Return this machine's pip options from its files and variables, the more special ones last.
+    """Return this machine's pip options from its files and variables, where the more special ones win.
 
     The order is pip's own: `[global]`, `[install]`, then `PIP_…` variables. A Python without pip has only those.
     """
@@ -86,6 +86,11 @@ def pip_settings(environment: dict[str, str]) -> dict[str, str]:
         text=True,
         check=False,
     ).stdout
+    return parse_pip_settings(listing, environment)
+
+
+def parse_pip_settings(listing: str, environment: dict[str, str]) -> dict[str, str]:
+    """Return the options of `pip config list`, or of the variables alone where it is empty, for `pip install`."""
     found: dict[tuple[str, str], str] = {}
     for line in listing.splitlines():
         name, equals, quoted = line.partition("=")

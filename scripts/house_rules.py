@@ -23,7 +23,7 @@ LINES_MAX = 600
 PURE_ROOMS = ("errors", "model", "codec", "protocol", "crdt")
 
 UNFINISHED = re.compile(r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "X" * 3]) + r")\b")
-MACHINE_PATH = re.compile(r"(?<![\w.{}/-])/(?:root|work|home|Users)/[\w.-]+")
+MACHINE_PATH = re.compile(r"(?<![\w.~{}/-])/(?:root|work|home|Users)/[\w.-]+")
 ADDRESS = re.compile(r"\b(?:https?|ftp)://(?:[^/\s@]*@)?([\w.-]+)")
 HOSTS = {
     "127.0.0.1",

@@ -1,0 +1,36 @@
+"""Each house rule finds its breach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture
+def rules(script: Callable[[str], ModuleType]) -> ModuleType:
+    return script("house_rules")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["# TO" + "DO: later", "see https://registry.unheard-" + "of.net/simple", "open('/ro" + "ot/.cache/x')"],
+)
+def test_a_line_that_breaks_a_rule_is_found(rules: ModuleType, line: str) -> None:
+    assert len(list(rules.line_breaches(Path("a.py"), f"fine\n{line}\n"))) == 1
+
+
+@pytest.mark.parametrize("line", ["http://127.0.0.1:8787/", "https://user@shop.example/x", "a/work/b", "~/root/x"])
+def test_a_line_that_keeps_the_rules_passes(rules: ModuleType, line: str) -> None:
+    assert list(rules.line_breaches(Path("a.py"), line)) == []
+
+
+def test_a_long_module_and_an_idle_function_are_found(rules: ModuleType) -> None:
+    long = "\n" * 601
+    idle = 'def idle():\n    """Say nothing."""\n    pass\n'
+
+    assert list(rules.module_breaches(Path("src/a.py"), long)) == ["src/a.py:1: 601 lines; past 600 it is two modules"]
+    assert list(rules.module_breaches(Path("tests/a.py"), long)) == []
+    assert list(rules.module_breaches(Path("tests/a.py"), idle)) == ["tests/a.py:1: idle() does nothing"]
