@@ -16,7 +16,7 @@ def rules(script: Callable[[str], ModuleType]) -> ModuleType:
 
 @pytest.mark.parametrize(
     "line",
-    ["# TO" + "DO: later", "see https://registry.unheard-" + "of.net/simple", "open('/ro" + "ot/.cache/x')"],
+    ["# TO" + "DO: later", "see https://registry" + ".unheard-of.net/simple", "open('/ro" + "ot/.cache/x')"],
 )
 def test_a_line_that_breaks_a_rule_is_found(rules: ModuleType, line: str) -> None:
     assert len(list(rules.line_breaches(Path("a.py"), f"fine\n{line}\n"))) == 1
