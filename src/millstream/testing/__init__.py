@@ -8,15 +8,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from millstream.testing.clock import ManualClock
     from millstream.testing.postgres import EmbeddedPostgres, PostgresStartError, PostgresUnavailable
 
 _HOMES = {
     "EmbeddedPostgres": "postgres",
+    "ManualClock": "clock",
     "PostgresStartError": "postgres",
     "PostgresUnavailable": "postgres",
 }
 
-__all__ = ["EmbeddedPostgres", "PostgresStartError", "PostgresUnavailable"]
+__all__ = ["EmbeddedPostgres", "ManualClock", "PostgresStartError", "PostgresUnavailable"]
 
 
 def __getattr__(name: str) -> Any:

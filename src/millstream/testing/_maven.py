@@ -12,11 +12,17 @@ import sys
 import tempfile
 from pathlib import Path
 
+from millstream.errors import MillstreamError, Retry
+
 _DOWNLOAD_TIMEOUT_S = 300
 
 
-class ArtifactUnavailable(Exception):
+class ArtifactUnavailable(MillstreamError):
     """The artifact isn't in the cache and couldn't be fetched, or isn't the one that was pinned."""
+
+    code = "artifact_unavailable"
+    retry = Retry.OPERATOR
+    default_hint = "Fetching takes the Python package jgo and a reachable Maven repository."
 
 
 def cache_dir() -> Path:
@@ -70,7 +76,9 @@ def _download(group: str, artifact: str, version: str, folder: Path) -> Path:
         env.setdefault("REQUESTS_CA_BUNDLE", env["SSL_CERT_FILE"])
     command = [sys.executable, "-m", __name__, group, artifact, version, str(folder)]
     try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_DOWNLOAD_TIMEOUT_S)
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=_DOWNLOAD_TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired as error:
         raise ArtifactUnavailable(f"{group}:{artifact}:{version}: not fetched in {_DOWNLOAD_TIMEOUT_S} s") from error
     if done.returncode != 0:
@@ -98,7 +106,7 @@ def _main() -> None:
         remote_repos={**GlobalSettings.load().repositories, **DEFAULT_REMOTE_REPOS},
         timeout=60,
     )
-    print(context.project(group, artifact).at_version(version).artifact().resolve())
+    sys.stdout.write(f"{context.project(group, artifact).at_version(version).artifact().resolve()}\n")
 
 
 if __name__ == "__main__":

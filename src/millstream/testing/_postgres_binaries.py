@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from millstream.errors import MillstreamError, Retry
 from millstream.testing import _maven
 
 _PIP_FOLDERS = {16: "pginstall", 18: "pginstall18"}
@@ -44,8 +45,12 @@ _NOBODY = 65534
 _TRIAL_TIMEOUT_S = 30
 
 
-class PostgresUnavailable(Exception):
+class PostgresUnavailable(MillstreamError):
     """An embedded PostgreSQL of that version can't be had or can't be run here; the message says why."""
+
+    code = "embedded_postgres_unavailable"
+    retry = Retry.OPERATOR
+    default_hint = "Install the extra that the message names, or give a bin_dir with programs of your own."
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,7 @@ class Installation:
         return int(self.version.split(".")[0])
 
     def program(self, name: str) -> Path:
-        """Return the path of `initdb`, `postgres`, `pg_recvlogical`, `pgbench`, `psql` …
+        """Return the path of `initdb`, `postgres`, `pg_recvlogical`, `pgbench`, `psql` and others.
 
         Raises:
             PostgresUnavailable: this distribution doesn't have it (those from Maven have three programs).
@@ -107,7 +112,7 @@ def install(version: int, bin_dir: Path | None = None) -> Installation:
 def open_folders() -> Iterator[Path]:
     """Folders for files that another identity may have to enter: temporary ones, the usual first."""
     seen: set[Path] = set()
-    for name in (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"):  # noqa: S108 - only made private folders in
+    for name in (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"):
         folder = Path(name)
         if folder not in seen and folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):
             seen.add(folder)
@@ -265,6 +270,7 @@ def _trial(bin_dir: Path, identity: Identity) -> str:
 def _run(command: list[str], identity: Identity) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         command,
+        check=False,
         cwd="/",
         user=identity.uid,
         group=identity.gid,

@@ -54,7 +54,7 @@ def _start(spec: dict[str, Any]) -> "subprocess.Popen[bytes]":
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            preexec_fn=_die_with_guardian(),
+            preexec_fn=_die_with_guardian(),  # noqa: PLW1509 - this process has one thread
             **identity,
         )
 

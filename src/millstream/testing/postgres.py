@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 from urllib.parse import quote, urlencode
 
+from millstream.errors import MillstreamError
 from millstream.testing import _postgres_guardian
 from millstream.testing._postgres_binaries import (
     VERSIONS,
@@ -52,12 +53,18 @@ _DEFAULT_SETTINGS = {
     "timezone": "UTC",
 }
 _UNSAFE_SETTINGS = {"fsync": "off", "full_page_writes": "off"}
-_TRUST = ("local all all trust", "local replication all trust", "host all all samehost trust")
-_TRUST += ("host replication all samehost trust",)
+_TRUST = (
+    "local all all trust",
+    "local replication all trust",
+    "host all all samehost trust",
+    "host replication all samehost trust",
+)
 
 
-class PostgresStartError(Exception):
+class PostgresStartError(MillstreamError):
     """The server didn't start; the message ends with what it wrote to its log."""
+
+    code = "embedded_postgres_start"
 
 
 class EmbeddedPostgres:
@@ -111,7 +118,7 @@ class EmbeddedPostgres:
         return install(*self._wanted)
 
     def program(self, name: str) -> Path:
-        """Return the path of a client program of this version: `pg_recvlogical`, `pgbench`, `psql` …"""
+        """Return the path of a client program of this version: `pg_recvlogical`, `pgbench` or `psql`."""
         return self.installation.program(name)
 
     @property
@@ -159,13 +166,23 @@ class EmbeddedPostgres:
             raise ValueError("this server has no TCP port: start it with tcp=True")
         place = f"127.0.0.1:{self.port}" if tcp else ""
         query = ({} if tcp else {"host": str(self.socket_dir), "port": str(self.port)}) | parameters
-        return f"postgresql://{credentials}@{place}/{quote(dbname, safe='')}" + (f"?{urlencode(query)}" if query else "")
+        return f"postgresql://{credentials}@{place}/{quote(dbname, safe='')}" + (
+            f"?{urlencode(query)}" if query else ""
+        )
 
-    def connect(self, dbname: str = "postgres", *, autocommit: bool = True, **parameters: str) -> "psycopg.Connection":
+    def connect(
+        self,
+        dbname: str = "postgres",
+        *,
+        user: str = _SUPERUSER,
+        tcp: bool = False,
+        autocommit: bool = True,
+        **parameters: str,
+    ) -> "psycopg.Connection":
         """Return a new psycopg connection (autocommit unless told otherwise); the caller closes it."""
         import psycopg
 
-        return psycopg.connect(self.dsn(dbname, **parameters), autocommit=autocommit)
+        return psycopg.connect(self.dsn(dbname, user=user, tcp=tcp, **parameters), autocommit=autocommit)
 
     # Its life
 
@@ -190,7 +207,7 @@ class EmbeddedPostgres:
                 return self
             except PostgresStartError as error:
                 # Processes of a killed server take a moment to go; a free port may be taken before we have it.
-                passing = "pre-existing shared memory block" in str(error) or "lock file" in str(error)
+                passing = "pre-existing shared memory block" in str(error)
                 passing |= "could not bind" in str(error) and not port_chosen
                 if not passing or time.monotonic() > deadline:
                     raise
@@ -312,6 +329,7 @@ class EmbeddedPostgres:
         identity = installation.identity
         done = subprocess.run(
             command,
+            check=False,
             cwd=data_dir,
             env=_environment(),
             user=identity.uid,
