@@ -1,0 +1,44 @@
+"""Points in the code at which a test may kill the process, named in the environment.
+
+`MILLSTREAM_FAILPOINTS="capture.before_confirm:2,wal.before_fsync"` kills the process by SIGKILL the second time that it
+comes to the first point, and the first time that it comes to the second. Nothing is done, and next to nothing spent,
+where the variable is unset. Child processes inherit it, each with counts of its own.
+
+Names are `<room>.<moment>`; they are listed where they are hit.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import Final
+
+VARIABLE: Final = "MILLSTREAM_FAILPOINTS"
+
+_lock: Final = threading.Lock()
+
+
+def _parse(text: str) -> dict[str, int]:
+    """Hits left by name. `ValueError` where a count is no number."""
+    left: dict[str, int] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        name, _, count = part.partition(":")
+        left[name] = int(count or "1")
+    return left
+
+
+_left: dict[str, int] = _parse(os.environ.get(VARIABLE, ""))
+
+
+def hit(name: str) -> None:
+    """Come to a point: return at once, unless the environment asks for the process to die here."""
+    if not _left:
+        return
+    with _lock:
+        left = _left.get(name, 0) - 1
+        if left < 0:
+            return
+        _left[name] = left
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
