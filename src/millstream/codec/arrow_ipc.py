@@ -1,0 +1,51 @@
+"""Record batches as Arrow IPC messages without their schema, which stands elsewhere.
+
+Large batches are LZ4-compressed buffer by buffer, as the IPC format has it; a message says itself whether it is, so
+readers need no flag. Small ones are not: below a few KiB the fixed cost is larger than what it saves.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pyarrow as pa
+from pyarrow import ipc
+
+from millstream.codec.checksums import Bytes
+from millstream.errors import CorruptFrame
+
+COMPRESS_FROM_BYTES: Final = 8192
+_LZ4: Final = ipc.IpcWriteOptions(compression="lz4")
+
+
+def encode_batch(batch: pa.RecordBatch) -> pa.Buffer:
+    """One encapsulated RecordBatch message; its length is a multiple of 8."""
+    if batch.nbytes < COMPRESS_FROM_BYTES:
+        return batch.serialize()
+    sink = pa.BufferOutputStream()
+    with ipc.new_stream(sink, batch.schema, options=_LZ4) as stream:
+        stream.write_batch(batch)
+        end = sink.tell()  # before the stream's end marker
+    start = len(batch.schema.serialize())  # what the stream wrote first
+    return sink.getvalue().slice(start, end - start)
+
+
+def decode_batch(message: Bytes, schema: pa.Schema) -> pa.RecordBatch:
+    """The batch of a message made under `schema`; `CorruptFrame` where it isn't one."""
+    try:
+        return ipc.read_record_batch(pa.py_buffer(message), schema)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise CorruptFrame(f"not an Arrow record batch of the expected schema: {error}") from error
+
+
+def encode_schema(schema: pa.Schema) -> pa.Buffer:
+    """One encapsulated Schema message, metadata included."""
+    return schema.serialize()
+
+
+def decode_schema(message: Bytes) -> pa.Schema:
+    """The schema of a message; `CorruptFrame` where it isn't one."""
+    try:
+        return ipc.read_schema(pa.py_buffer(message))
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise CorruptFrame(f"not an Arrow schema: {error}") from error

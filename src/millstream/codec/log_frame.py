@@ -1,0 +1,463 @@
+"""Frames: a commit group's part for one shard, in bytes.
+
+    +------------------------- head, under one CRC32C -------------------------+--------- payload ---------+
+    | fixed header | other shards | reached | parts | operations | batches     | part | part | ...         |
+    +--------------------------------------------------------------------------+---------------------------+
+
+The head names each payload part (a table's rows under one schema version) with its length and its own CRC32C. So one
+checksum covers everything, and yet a reader of one table reads and checks the head and that table's bytes only. Shard,
+region, epoch and offset stand in the head: an old frame that a recycled file still holds can't pass for a new one.
+
+Rows in a part stand in the directory's order, entry by entry; their `__offset` says where they stand in the shard. The
+layout, byte by byte, is in docs/internals/FORMAT.md.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+
+from millstream.codec.arrow_ipc import decode_batch, decode_schema, encode_batch, encode_schema
+from millstream.codec.checksums import Bytes, crc32c
+from millstream.codec.log_records import records_of
+from millstream.errors import CorruptFrame, TruncatedFrame, UnsupportedFormat
+from millstream.model.ids import Epoch, GroupNumber, RegionId, SchemaVersion, ShardId, SourceId, TableId, WriterId
+from millstream.model.operations import OPERATION_SCHEMA
+from millstream.model.positions import Lsn, Offset, Seq
+from millstream.model.records import LOG_ROW_PREFIX
+from millstream.model.schema import TableSchema
+
+BATCH_HEADER_VERSION: Final = 2
+FRAME_HEADER_MIN: Final = 16
+"""Bytes that tell a frame's extent: length, crc, head length, version, kind, flags."""
+
+BATCH_SCHEMA: Final = pa.schema(
+    [
+        pa.field("operation", pa.int32(), nullable=False),
+        pa.field("table_id", pa.int64(), nullable=False),
+        pa.field("schema_version", pa.int32(), nullable=False),
+        pa.field("partition", pa.string()),
+        pa.field("first_seq", pa.int64(), nullable=False),
+        pa.field("count", pa.int64(), nullable=False),
+    ]
+)
+"""One row for every (operation, table, partition) of a frame: `operation` is the row in the frame's operations; the numbers of
+its `count` records in this frame are `first_seq …`."""
+
+_START: Final = struct.Struct("<IIIBBH")
+"""length, crc, head length, version, kind, flags"""
+_FIXED: Final = struct.Struct("<qqqqqqqqqIIIHHIII")
+"""first offset, count, first seq, last seq, group's last seq, reserved to, group, epoch, hybrid time, region, shard,
+writer, other shards, sources, parts, operations length, batches length"""
+_SHARD: Final = struct.Struct("<I")
+_REACHED: Final = struct.Struct("<IQ")
+_PART: Final = struct.Struct("<qIIII")
+"""table id, schema version, rows, length, crc"""
+_FLAG_MORE: Final = 1
+_KNOWN_FLAGS: Final = _FLAG_MORE
+FRAME_SIZE_MAX: Final = 2**32 - 8
+
+
+class FrameKind(IntEnum):
+    """What a frame holds."""
+
+    SCHEMA = 1
+    RECORDS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """The Arrow schemas of a frame's two directory tables; the segment's header holds them."""
+
+    operations: pa.Schema
+    batches: pa.Schema
+
+
+DIRECTORY: Final = Directory(OPERATION_SCHEMA, BATCH_SCHEMA)
+"""What this version writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadPart:
+    """A table's rows in a frame, under one schema version."""
+
+    table_id: TableId
+    schema_version: SchemaVersion
+    rows: int
+    length: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class FrameHeader:
+    """Batch header, version 2. A schema frame has `count` 0 and takes no numbers."""
+
+    kind: FrameKind
+    first_offset: Offset
+    count: int
+    first_seq: Seq
+    last_seq: Seq
+    """Least and greatest number in this frame; (0, 0) where it has none."""
+    group_last_seq: Seq
+    """What `persisted_upto` becomes once the group is durable on all its shards."""
+    group: GroupNumber
+    epoch: Epoch
+    region: RegionId
+    shard: ShardId
+    writer: WriterId
+    other_shards: tuple[ShardId, ...] = ()
+    """The other shards on which this group has frames."""
+    reserved_to: Seq = Seq(0)
+    """Numbers up to it may have been given out."""
+    hybrid_time: int = 0
+    reached: Mapping[SourceId, Lsn] = field(default_factory=dict)
+    """For each source, the commit end LSN up to which the log has everything once this group is durable."""
+    more: bool = False
+    """The group goes on in this shard's next frame."""
+    parts: tuple[PayloadPart, ...] = ()
+    """Filled in by the encoder."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reached", MappingProxyType(dict(self.reached)))
+
+    @property
+    def payload_length(self) -> int:
+        """Bytes behind the head."""
+        return sum(part.length for part in self.parts)
+
+
+@dataclass(slots=True)
+class SchemaSet:
+    """The schemas of one segment: of its directory, and of the tables seen so far."""
+
+    directory: Directory = DIRECTORY
+    tables: dict[tuple[TableId, SchemaVersion], TableSchema] = field(default_factory=dict)
+    _log_rows: dict[tuple[TableId, SchemaVersion], pa.Schema] = field(default_factory=dict)
+
+    def add(self, schema: TableSchema) -> None:
+        """Remember a schema frame's content."""
+        self.tables[schema.table_id, schema.version] = schema
+        self._log_rows.pop((schema.table_id, schema.version), None)
+
+    def __contains__(self, key: tuple[TableId, SchemaVersion]) -> bool:
+        return key in self.tables
+
+    def find(self, table_id: TableId, version: SchemaVersion) -> TableSchema:
+        """The schema; `CorruptFrame` where the segment hasn't brought it before."""
+        try:
+            return self.tables[table_id, version]
+        except KeyError:
+            raise CorruptFrame(
+                f"schema {version} of table {table_id} isn't in the segment before its first use"
+            ) from None
+
+    def log_rows(self, table_id: TableId, version: SchemaVersion) -> pa.Schema:
+        """`log_row_schema` of one of them, made once."""
+        key = (table_id, version)
+        if key not in self._log_rows:
+            self._log_rows[key] = self.find(table_id, version).to_arrow(LOG_ROW_PREFIX)
+        return self._log_rows[key]
+
+
+@dataclass(frozen=True, slots=True)
+class FrameExtent:
+    """How many bytes a frame's head and the whole of it take; not verified yet."""
+
+    head_length: int
+    length: int
+    kind: FrameKind
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaFrame:
+    """A frame that brings a table's schema."""
+
+    header: FrameHeader
+    schema: TableSchema
+
+
+@dataclass(frozen=True, slots=True)
+class RecordsFrame:
+    """A frame with records: its verified head, and its payload, read and verified part by part when asked for."""
+
+    header: FrameHeader
+    operations: pa.RecordBatch
+    batches: pa.RecordBatch
+    schemas: SchemaSet
+    read_payload: Callable[[int, int], Bytes]
+    """Payload bytes at (position behind the head, length)."""
+
+    def table_ids(self) -> list[TableId]:
+        """The tables with rows here, in payload order."""
+        return list(dict.fromkeys(part.table_id for part in self.header.parts))
+
+    def table_bytes(self, table_id: TableId) -> int:
+        """Payload bytes of one table."""
+        return sum(part.length for part in self.header.parts if part.table_id == table_id)
+
+    def log_rows(self, table_id: TableId, version: SchemaVersion) -> pa.RecordBatch:
+        """One part's rows as they lie in the log (`log_row_schema`). `KeyError` where the frame has no such part."""
+        position = 0
+        for part in self.header.parts:
+            if (part.table_id, part.schema_version) == (table_id, version):
+                return self._read_part(part, position)
+            position += part.length
+        raise KeyError((table_id, version))
+
+    def records(self, table_id: TableId, *, offsets: bool = False) -> Iterator[tuple[TableSchema, pa.RecordBatch]]:
+        """A table's records in `record_schema`, one batch a schema version, rows in directory order.
+
+        Raises:
+            CorruptFrame: a part fails its checksum, or rows and directory disagree.
+        """
+        position = 0
+        for part in self.header.parts:
+            if part.table_id == table_id:
+                schema = self.schemas.find(part.table_id, part.schema_version)
+                rows = self._read_part(part, position)
+                yield schema, records_of(schema, rows, self.operations, self.batches, offsets=offsets)
+            position += part.length
+
+    def _read_part(self, part: PayloadPart, position: int) -> pa.RecordBatch:
+        data = self.read_payload(position, part.length)
+        if len(data) < part.length:
+            raise TruncatedFrame("the file ends inside of a frame's payload")
+        if crc32c(data) != part.crc:
+            raise CorruptFrame(f"the rows of table {part.table_id} fail their checksum")
+        rows = decode_batch(data, self.schemas.log_rows(part.table_id, part.schema_version))
+        if rows.num_rows != part.rows:
+            raise CorruptFrame(f"{part.rows} rows of table {part.table_id} were announced, {rows.num_rows} are there")
+        return rows
+
+
+# --- encoding ------------------------------------------------------------------------------------------------------
+
+
+def encode_schema_frame(header: FrameHeader, schema: TableSchema) -> list[Bytes]:
+    """The buffers of a schema frame, head first. `header.count` is 0."""
+    data = encode_schema(schema.to_arrow(LOG_ROW_PREFIX))
+    part = PayloadPart(schema.table_id, schema.version, 0, len(data), crc32c(data))
+    return [_encode_head(header, (part,), b"", b""), data]
+
+
+def encode_records_frame(
+    header: FrameHeader,
+    operations: pa.RecordBatch,
+    batches: pa.RecordBatch,
+    payload: Sequence[tuple[TableSchema, pa.RecordBatch]],
+) -> list[Bytes]:
+    """The buffers of a records frame, head first, to be written one after the other.
+
+    Args:
+        header: its `parts` are filled in here.
+        operations: `OPERATION_SCHEMA`.
+        batches: `BATCH_SCHEMA`; entries of one (table, version) stand in the order of that part's rows.
+        payload: one (schema, rows in `log_row_schema`) for every table and schema version, each at most once.
+    """
+    parts = []
+    buffers: list[Bytes] = []
+    for schema, rows in payload:
+        data = encode_batch(rows)
+        parts.append(PayloadPart(schema.table_id, schema.version, rows.num_rows, len(data), crc32c(data)))
+        buffers.append(data)
+    return [_encode_head(header, tuple(parts), encode_batch(operations), encode_batch(batches)), *buffers]
+
+
+def _encode_head(header: FrameHeader, parts: tuple[PayloadPart, ...], operations: Bytes, batches: Bytes) -> bytes:
+    pieces: list[bytes] = [
+        _FIXED.pack(
+            header.first_offset, header.count, header.first_seq, header.last_seq, header.group_last_seq,
+            header.reserved_to, header.group, header.epoch, header.hybrid_time, header.region, header.shard,
+            header.writer, len(header.other_shards), len(header.reached), len(parts), len(operations), len(batches),
+        )
+    ]  # fmt: skip
+    pieces.extend(_SHARD.pack(shard) for shard in header.other_shards)
+    pieces.extend(_REACHED.pack(source, lsn) for source, lsn in header.reached.items())
+    pieces.extend(_PART.pack(p.table_id, p.schema_version, p.rows, p.length, p.crc) for p in parts)
+    body = b"".join(pieces)
+    padding = bytes(-(_START.size + len(body)) % 8)  # Arrow's messages want to lie at multiples of 8
+    body = b"".join((body, padding, bytes(operations), bytes(batches)))
+    head_length = _START.size + len(body)
+    length = head_length + sum(part.length for part in parts)
+    if length > FRAME_SIZE_MAX:
+        raise AssertionError("a frame can't exceed 4 GiB: the writer splits what is larger")
+    flags = _FLAG_MORE if header.more else 0
+    start = _START.pack(length, 0, head_length, BATCH_HEADER_VERSION, header.kind, flags)
+    crc = crc32c(start[:4], start[8:], body)
+    return b"".join((start[:4], struct.pack("<I", crc), start[8:], body))
+
+
+# --- decoding ------------------------------------------------------------------------------------------------------
+
+
+def frame_extent(start: bytes | memoryview) -> FrameExtent:
+    """Where a frame's head and the frame end, from its first `FRAME_HEADER_MIN` bytes. Nothing is verified yet.
+
+    Raises:
+        TruncatedFrame: fewer bytes than that.
+        CorruptFrame: these bytes can't begin a frame (zeros among them).
+        UnsupportedFormat: a header version that this code doesn't know.
+    """
+    if len(start) < FRAME_HEADER_MIN:
+        raise TruncatedFrame("the file ends inside of a frame's header")
+    length, _, head_length, version, kind, flags = _START.unpack_from(start)
+    if length == 0 or kind not in FrameKind.__members__.values():
+        raise CorruptFrame("no frame begins here")
+    if not _START.size + _FIXED.size <= head_length <= length:
+        raise CorruptFrame("a frame's lengths contradict each other")
+    if version != BATCH_HEADER_VERSION or flags & ~_KNOWN_FLAGS:
+        raise UnsupportedFormat(f"batch header version {version} with flags {flags:#x} is unknown", version=version)
+    return FrameExtent(head_length, length, FrameKind(kind))
+
+
+def decode_frame_head(head: bytes | memoryview) -> tuple[FrameHeader, FrameExtent, memoryview, memoryview]:
+    """A frame's verified header, its extent, and the encoded operations and batches.
+
+    Args:
+        head: at least the frame's whole head.
+
+    Raises:
+        TruncatedFrame, CorruptFrame, UnsupportedFormat: as `frame_extent`, or the head fails its checksum.
+    """
+    view = memoryview(head)
+    try:
+        extent = frame_extent(view)
+    except UnsupportedFormat:
+        # A damaged version byte is damage, not a newer format: only a head that passes its checksum may say so.
+        _verify_head(view, _START.unpack_from(view)[2])
+        raise
+    _verify_head(view, extent.head_length)
+    flags = _START.unpack_from(view)[5]
+    (first_offset, count, first_seq, last_seq, group_last_seq, reserved_to, group, epoch, hybrid_time, region, shard,
+     writer, n_shards, n_sources, n_parts, n_ops, n_batches) = _FIXED.unpack_from(view, _START.size)  # fmt: skip
+    at = _START.size + _FIXED.size
+    shards_end = at + n_shards * _SHARD.size
+    reached_end = shards_end + n_sources * _REACHED.size
+    parts_end = reached_end + n_parts * _PART.size
+    directory = extent.head_length - n_batches - n_ops
+    if not parts_end <= directory < parts_end + 8:
+        raise CorruptFrame("a frame's header contradicts its length")
+    header = FrameHeader(
+        kind=extent.kind,
+        first_offset=Offset(first_offset),
+        count=count,
+        first_seq=Seq(first_seq),
+        last_seq=Seq(last_seq),
+        group_last_seq=Seq(group_last_seq),
+        group=GroupNumber(group),
+        epoch=Epoch(epoch),
+        region=RegionId(region),
+        shard=ShardId(shard),
+        writer=WriterId(writer),
+        other_shards=tuple(ShardId(s) for (s,) in _SHARD.iter_unpack(view[at:shards_end])),
+        reserved_to=Seq(reserved_to),
+        hybrid_time=hybrid_time,
+        reached={SourceId(s): Lsn(lsn) for s, lsn in _REACHED.iter_unpack(view[shards_end:reached_end])},
+        more=bool(flags & _FLAG_MORE),
+        parts=tuple(
+            PayloadPart(TableId(table), SchemaVersion(version), rows, length, crc)
+            for table, version, rows, length, crc in _PART.iter_unpack(view[reached_end:parts_end])
+        ),
+    )
+    if extent.head_length + header.payload_length != extent.length:
+        raise CorruptFrame("a frame's parts contradict its length")
+    operations_end = directory + n_ops
+    return header, extent, view[directory:operations_end], view[operations_end : extent.head_length]
+
+
+def decode_frame_header(head: bytes | memoryview) -> tuple[FrameHeader, int]:
+    """The verified header of a frame and the frame's whole length; `head` holds at least the head."""
+    header, extent, _, _ = decode_frame_head(head)
+    return header, extent.length
+
+
+def decode_frame(
+    data: bytes | memoryview,
+    schemas: SchemaSet,
+    *,
+    read_payload: Callable[[int, int], Bytes] | None = None,
+) -> SchemaFrame | RecordsFrame:
+    """A frame from its bytes; a schema frame's schema is added to `schemas`.
+
+    Args:
+        data: the whole frame, or only its head where `read_payload` is given.
+        schemas: what the segment has brought so far.
+        read_payload: payload bytes at (position behind the head, length); parts are then read when asked for.
+
+    Raises:
+        TruncatedFrame, CorruptFrame, UnsupportedFormat: never wrong data. Payload parts are verified when read.
+    """
+    header, extent, operations, batches = decode_frame_head(data)
+    if read_payload is None:
+        view = memoryview(data)
+        if len(view) < extent.length:
+            raise TruncatedFrame("the bytes end inside of a frame's payload")
+
+        def read_payload(position: int, length: int) -> Bytes:
+            return view[extent.head_length + position : extent.head_length + position + length]
+
+    if header.kind is FrameKind.SCHEMA:
+        schema = _decode_schema_payload(header, read_payload)
+        schemas.add(schema)
+        return SchemaFrame(header, schema)
+    frame = RecordsFrame(
+        header,
+        decode_batch(operations, schemas.directory.operations),
+        decode_batch(batches, schemas.directory.batches),
+        schemas,
+        read_payload,
+    )
+    _check_directory(frame)
+    return frame
+
+
+def verify_payload(header: FrameHeader, payload: Bytes) -> None:
+    """Check every part of a frame's payload against its CRC32C; `CorruptFrame` or `TruncatedFrame` where it fails."""
+    view = memoryview(payload)
+    if len(view) < header.payload_length:
+        raise TruncatedFrame("the file ends inside of a frame's payload")
+    position = 0
+    for part in header.parts:
+        if crc32c(view[position : position + part.length]) != part.crc:
+            raise CorruptFrame(f"the rows of table {part.table_id} fail their checksum")
+        position += part.length
+
+
+def _verify_head(view: memoryview, head_length: int) -> None:
+    if len(view) < head_length:
+        raise TruncatedFrame("the file ends inside of a frame's head")
+    (crc,) = struct.unpack_from("<I", view, 4)
+    if crc != crc32c(view[:4], view[8:head_length]):
+        raise CorruptFrame("a frame's head fails its checksum")
+
+
+def _decode_schema_payload(header: FrameHeader, read: Callable[[int, int], Bytes]) -> TableSchema:
+    if len(header.parts) != 1:
+        raise CorruptFrame("a schema frame holds one schema")
+    part = header.parts[0]
+    data = read(0, part.length)
+    if len(data) < part.length:
+        raise TruncatedFrame("the file ends inside of a schema frame")
+    if crc32c(data) != part.crc:
+        raise CorruptFrame("a schema frame's payload fails its checksum")
+    try:
+        return TableSchema.from_arrow(decode_schema(data))
+    except (KeyError, ValueError, TypeError) as error:
+        raise CorruptFrame(f"a schema frame holds no table schema: {error!r}") from error
+
+
+def _check_directory(frame: RecordsFrame) -> None:
+    """What readers rely on: the directory's counts add up, and its operations are there."""
+    counts = frame.batches.column("count").to_numpy()
+    ordinals = frame.batches.column("operation").to_numpy()
+    if int(counts.sum()) != frame.header.count:
+        raise CorruptFrame("a frame's directory and its record count disagree")
+    if len(ordinals) and not (int(np.min(ordinals)) >= 0 and int(np.max(ordinals)) < frame.operations.num_rows):
+        raise CorruptFrame("a frame's directory names an operation that it doesn't hold")

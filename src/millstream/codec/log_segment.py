@@ -1,0 +1,259 @@
+"""A segment's header and footer: the first and, once it is sealed, the last bytes of a `.wal` file.
+
+    +----------------+-------+-------+- - -+--------------+---------+
+    | header, 4096 B | frame | frame | ... | footer index | trailer |
+    +----------------+-------+-------+- - -+--------------+---------+
+
+The header names the stream, shard and epoch that the file belongs to, and holds the Arrow schemas of the directory that
+every frame carries, so that columns can be added to the directory without a new format. The footer is an index of the
+frames; its trailer has a fixed size and stands at the very end, so that a sealed file is known by its last 64 bytes.
+The layout, byte by byte, is in docs/internals/FORMAT.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, Self
+from uuid import UUID
+
+import pyarrow as pa
+from pyarrow import ipc
+
+from millstream.codec.arrow_ipc import decode_schema, encode_schema
+from millstream.codec.checksums import crc32c
+from millstream.codec.log_frame import DIRECTORY, Directory, FrameKind
+from millstream.errors import CorruptFrame, TruncatedFrame, UnsupportedFormat
+from millstream.model.ids import Epoch, GroupNumber, RegionId, SchemaVersion, ShardId, StreamId, TableId
+from millstream.model.positions import Offset, Seq
+
+SEGMENT_HEADER_SIZE: Final = 4096
+SEGMENT_TRAILER_SIZE: Final = 64
+SEGMENT_VERSION: Final = 2
+HASH_SIZE: Final = 32
+NO_HASH: Final = bytes(HASH_SIZE)
+
+_HEADER_MAGIC: Final = b"MILLWAL\n"
+_FOOTER_MAGIC: Final = b"MILLEND\n"
+_HEADER: Final = struct.Struct("<8sIHH16sIIqq32sqII")
+"""magic, crc, version, unused, stream, region, shard, epoch, base offset, previous hash, created, two schema lengths"""
+_TRAILER: Final = struct.Struct("<IIqq32s8s")
+"""crc, index length, end offset, record count, frames' hash, magic"""
+_TABLES: Final = pa.list_(
+    pa.struct(
+        [
+            pa.field("table_id", pa.int64(), nullable=False),
+            pa.field("schema_version", pa.int32(), nullable=False),
+            pa.field("rows", pa.int64(), nullable=False),
+            pa.field("bytes", pa.int64(), nullable=False),
+        ]
+    )
+)
+_INDEX: Final = pa.schema(
+    [
+        pa.field("offset", pa.int64(), nullable=False),
+        pa.field("count", pa.int64(), nullable=False),
+        pa.field("position", pa.int64(), nullable=False),
+        pa.field("length", pa.int64(), nullable=False),
+        pa.field("kind", pa.uint8(), nullable=False),
+        pa.field("more", pa.bool_(), nullable=False),
+        pa.field("first_seq", pa.int64(), nullable=False),
+        pa.field("last_seq", pa.int64(), nullable=False),
+        pa.field("group_last_seq", pa.int64(), nullable=False),
+        pa.field("group", pa.int64(), nullable=False),
+        pa.field("commit_ts_min_us", pa.int64()),
+        pa.field("commit_ts_max_us", pa.int64()),
+        pa.field("tables", _TABLES, nullable=False),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    """Who a segment belongs to and where it begins."""
+
+    stream: StreamId
+    region: RegionId
+    shard: ShardId
+    epoch: Epoch
+    base_offset: Offset
+    previous_hash: bytes = NO_HASH
+    """Hash of the footer of the segment before; zeros for a shard's first."""
+    created_ns: int = 0
+    """Wall clock of the writer, nanoseconds since 1970 UTC."""
+    directory: Directory = field(default=DIRECTORY, compare=False)
+    """The schemas under which this segment's frames wrote their directory."""
+
+    def encode(self) -> bytes:
+        """`SEGMENT_HEADER_SIZE` bytes."""
+        operations = bytes(encode_schema(self.directory.operations))
+        batches = bytes(encode_schema(self.directory.batches))
+        fixed = _HEADER.pack(
+            _HEADER_MAGIC, 0, SEGMENT_VERSION, 0, self.stream.bytes, self.region, self.shard, self.epoch,
+            self.base_offset, self.previous_hash, self.created_ns, len(operations), len(batches),
+        )  # fmt: skip
+        body = fixed + operations + batches
+        if len(body) > SEGMENT_HEADER_SIZE:
+            raise AssertionError("the directory's schemas no longer fit into the segment header")
+        body = body.ljust(SEGMENT_HEADER_SIZE, b"\0")
+        crc = crc32c(body[:8], body[12:])
+        return body[:8] + struct.pack("<I", crc) + body[12:]
+
+    @classmethod
+    def decode(cls, data: bytes | memoryview) -> Self:
+        """The header of a segment's first bytes.
+
+        Raises:
+            TruncatedFrame: fewer than `SEGMENT_HEADER_SIZE` bytes.
+            UnsupportedFormat: a version that this code doesn't know.
+            CorruptFrame: not a segment, or damaged.
+        """
+        head = bytes(data[:SEGMENT_HEADER_SIZE])
+        if len(head) < SEGMENT_HEADER_SIZE:
+            raise TruncatedFrame(f"a segment header has {SEGMENT_HEADER_SIZE} bytes, here are {len(head)}")
+        (magic, crc, version, _, stream, region, shard, epoch, base, previous, created, n_ops, n_batches) = (
+            _HEADER.unpack_from(head)
+        )
+        if magic != _HEADER_MAGIC:
+            raise CorruptFrame("not a Millstream segment: the magic bytes are missing")
+        if crc != crc32c(head[:8], head[12:]):
+            raise CorruptFrame("the segment header fails its checksum")
+        if version != SEGMENT_VERSION:
+            raise UnsupportedFormat(f"segment format version {version} is unknown", version=version)
+        middle = _HEADER.size + n_ops
+        directory = Directory(
+            decode_schema(head[_HEADER.size : middle]), decode_schema(head[middle : middle + n_batches])
+        )
+        return cls(
+            StreamId(UUID(bytes=stream)), RegionId(region), ShardId(shard), Epoch(epoch), Offset(base), previous,
+            created, directory,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TableEntry:
+    """What a frame holds of one table and schema version; for a schema frame 0 rows."""
+
+    table_id: TableId
+    schema_version: SchemaVersion
+    rows: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FrameEntry:
+    """One frame in a segment: where it lies and what it holds."""
+
+    kind: FrameKind
+    offset: Offset
+    count: int
+    position: int
+    """Byte position in the file."""
+    length: int
+    """Bytes of the whole frame."""
+    more: bool
+    first_seq: Seq
+    last_seq: Seq
+    group_last_seq: Seq
+    group: GroupNumber
+    commit_ts_min_us: int | None = None
+    commit_ts_max_us: int | None = None
+    tables: tuple[TableEntry, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentFooter:
+    """The index of a sealed segment."""
+
+    frames: tuple[FrameEntry, ...]
+    end_offset: Offset
+    """Exclusive end of the offsets in the segment."""
+    record_count: int
+    frames_hash: bytes
+    """SHA-256 over the heads of all frames in order; a head holds the checksums of its frame's payload."""
+
+    def encode(self) -> bytes:
+        """Index and trailer, to stand right behind the last frame."""
+        columns: dict[str, list[Any]] = {name: [] for name in _INDEX.names}
+        for frame in self.frames:
+            for name in _INDEX.names[:-1]:
+                columns[name].append(getattr(frame, name))
+            columns["tables"].append(
+                [
+                    {"table_id": t.table_id, "schema_version": t.schema_version, "rows": t.rows, "bytes": t.size_bytes}
+                    for t in frame.tables
+                ]
+            )
+        sink = pa.BufferOutputStream()
+        with ipc.new_stream(sink, _INDEX, options=ipc.IpcWriteOptions(compression="lz4")) as stream:
+            stream.write_batch(pa.record_batch(columns, schema=_INDEX))
+        index: bytes = sink.getvalue().to_pybytes()
+        rest = _TRAILER.pack(
+            0, len(index), self.end_offset, self.record_count, self.frames_hash, _FOOTER_MAGIC
+        )[4:]  # fmt: skip
+        return index + struct.pack("<I", crc32c(index, rest)) + rest
+
+    @classmethod
+    def decode_tail(cls, read: Callable[[int, int], bytes], file_size: int) -> Self | None:
+        """The footer of a file of `file_size` bytes, or None where the file isn't sealed.
+
+        Args:
+            read: bytes at (position, length).
+            file_size: the file's length.
+
+        Raises:
+            CorruptFrame: the file ends as a sealed one does, and its footer is damaged.
+        """
+        if file_size < SEGMENT_HEADER_SIZE + SEGMENT_TRAILER_SIZE:
+            return None
+        trailer = read(file_size - SEGMENT_TRAILER_SIZE, SEGMENT_TRAILER_SIZE)
+        if len(trailer) < SEGMENT_TRAILER_SIZE or not trailer.endswith(_FOOTER_MAGIC):
+            return None
+        crc, index_length, end_offset, record_count, frames_hash, _ = _TRAILER.unpack(trailer)
+        start = file_size - SEGMENT_TRAILER_SIZE - index_length
+        if start < SEGMENT_HEADER_SIZE:
+            raise CorruptFrame("the segment footer's length can't be")
+        index = read(start, index_length)
+        if len(index) < index_length or crc != crc32c(index, trailer[4:]):
+            raise CorruptFrame("the segment footer fails its checksum")
+        return cls(_decode_index(index), Offset(end_offset), record_count, frames_hash)
+
+    @staticmethod
+    def encoded_hash(encoded: bytes) -> bytes:
+        """What the next segment's header holds as `previous_hash`: SHA-256 of the encoded footer."""
+        return hashlib.sha256(encoded).digest()
+
+    @staticmethod
+    def size_in(trailer: bytes) -> int:
+        """Bytes of index and trailer together, from a sealed file's last `SEGMENT_TRAILER_SIZE` bytes."""
+        return int(_TRAILER.unpack(trailer)[1]) + SEGMENT_TRAILER_SIZE
+
+
+def _decode_index(index: bytes) -> tuple[FrameEntry, ...]:
+    try:
+        rows = ipc.open_stream(index).read_all().to_pylist()
+        return tuple(
+            FrameEntry(
+                kind=FrameKind(row["kind"]),
+                offset=Offset(row["offset"]),
+                count=row["count"],
+                position=row["position"],
+                length=row["length"],
+                more=row["more"],
+                first_seq=Seq(row["first_seq"]),
+                last_seq=Seq(row["last_seq"]),
+                group_last_seq=Seq(row["group_last_seq"]),
+                group=GroupNumber(row["group"]),
+                commit_ts_min_us=row["commit_ts_min_us"],
+                commit_ts_max_us=row["commit_ts_max_us"],
+                tables=tuple(
+                    TableEntry(TableId(t["table_id"]), SchemaVersion(t["schema_version"]), t["rows"], t["bytes"])
+                    for t in row["tables"]
+                ),
+            )
+            for row in rows
+        )
+    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+        raise CorruptFrame(f"the segment footer's index can't be read: {error}") from error
