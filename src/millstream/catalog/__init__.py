@@ -1,0 +1,33 @@
+"""The catalog: what must be agreed on between processes and outlive them, but is not the log's own.
+
+Streams and their ids, writers and epochs, number reservations, sources and the positions reached, tables with their
+states and schema versions, table-copy chunks, pipelines' positions. Embedded in SQLite (`data/catalog.db`); the owner,
+the pipeline's driver and commands have it open at once.
+
+Values go in and out as those of `millstream.model` and `millstream.catalog.values`. Readers of the log never come here:
+segments and the mark file are enough for them.
+"""
+
+from millstream.catalog.store import Catalog
+from millstream.catalog.values import (
+    ChunkState,
+    CopyChunk,
+    PipelinePosition,
+    SourceRow,
+    StreamRow,
+    TableRow,
+    TableState,
+    WriterRow,
+)
+
+__all__ = [
+    "Catalog",
+    "ChunkState",
+    "CopyChunk",
+    "PipelinePosition",
+    "SourceRow",
+    "StreamRow",
+    "TableRow",
+    "TableState",
+    "WriterRow",
+]

@@ -1,0 +1,23 @@
+"""The catalog's migrations, run by Alembic from inside the package: no `alembic.ini`, no command of its own.
+
+Revisions are named by four digits that grow, so that a newer one can be told from an older one. A migration is never
+changed once it was released; a new one follows it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sqlalchemy import Connection
+
+
+def upgrade(connection: Connection) -> None:
+    """Run every migration that is missing, in the connection's open transaction."""
+    from alembic import command
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
+    config.set_main_option("path_separator", "os")
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")

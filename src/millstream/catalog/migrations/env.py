@@ -1,0 +1,10 @@
+"""Alembic's entry: runs migrations on the connection that `upgrade` hands over, in its transaction."""
+
+from __future__ import annotations
+
+from alembic import context
+
+from millstream.catalog.tables import metadata
+
+context.configure(connection=context.config.attributes["connection"], target_metadata=metadata)
+context.run_migrations()

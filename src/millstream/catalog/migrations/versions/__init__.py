@@ -1,0 +1,1 @@
+"""Alembic finds the migrations here: one file a revision."""

@@ -1,0 +1,133 @@
+"""What the catalog gives back: frozen rows, and the states that tables and copy chunks go through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from millstream.model.ids import Epoch, SchemaVersion, ShardId, SourceId, StreamId, TableId, WriterId
+from millstream.model.positions import Lsn, Seq
+from millstream.model.schema import TableKind
+
+
+class TableState(StrEnum):
+    """Where a table stands."""
+
+    COPY_REQUESTED = "copy_requested"
+    """Known; its existing rows have to be copied (again)."""
+    COPYING = "copying"
+    """Its existing rows are being copied while its changes are captured."""
+    STREAMING = "streaming"
+    """The copy is whole; its changes are captured."""
+    HISTORY_ONLY = "history_only"
+    """Captured, but without a usable identity: it has no `current`. The reason says why."""
+    SET_ASIDE = "set_aside"
+    """It failed; its changes enter the log undecoded until it is retried. The reason says what happened."""
+    GONE = "gone"
+    """Dropped at the source or left out by the configuration; its records stay."""
+
+
+class ChunkState(StrEnum):
+    """Where a chunk of a table copy stands."""
+
+    PLANNED = "planned"
+    """Its key range is known."""
+    READ = "read"
+    """Its rows were read under `snapshot`; they wait for the stream to pass it."""
+    DURABLE = "durable"
+    """Its rows are in the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRow:
+    """A stream."""
+
+    id: StreamId
+    name: str
+    created_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriterRow:
+    """A writer's newest incarnation."""
+
+    stream: StreamId
+    id: WriterId
+    name: str
+    epoch: Epoch
+    pid: int
+    registered_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRow:
+    """A source and how far the log has it."""
+
+    id: SourceId
+    stream: StreamId
+    system_identifier: int
+    database: str
+    timeline: int
+    reached: Lsn
+    """The commit end LSN up to which everything is durable in the log or was none of ours; 0 at first."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """A table of a stream."""
+
+    id: TableId
+    stream: StreamId
+    source: SourceId
+    """The branch of the source under which it was first seen."""
+    relation_oid: int
+    namespace: str
+    name: str
+    kind: TableKind
+    shard: ShardId
+    state: TableState
+    reason: str
+    """One sentence for people; empty where there is nothing to say."""
+    details: dict[str, Any]
+    """Facts for programs beside the reason, JSON-able."""
+    schema_version: SchemaVersion
+    """The newest version put; 0 before the first."""
+    copy_id: str
+    """The copy that is running or was the last to run; empty before the first."""
+    changed_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyChunk:
+    """A key range of one copy of one table. Bounds are opaque text of the copier's own, half-open: `[lower, upper)`."""
+
+    table: TableId
+    copy_id: str
+    number: int
+    lower: str | None = None
+    """None: from the first key."""
+    upper: str | None = None
+    """None: to the last key."""
+    state: ChunkState = ChunkState.PLANNED
+    snapshot: str | None = None
+    """`pg_current_snapshot()` under which the rows were read."""
+    lsn: Lsn | None = None
+    """The insert LSN read right after the snapshot."""
+    row_count: int = 0
+    size_bytes: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Whatever else the copier has to remember, JSON-able."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelinePosition:
+    """How far a pipeline (or another holder of segments) is."""
+
+    stream: StreamId
+    name: str
+    needed_from: Seq | None
+    """The lowest number that it may still ask for; None where it holds nothing."""
+    landed: Seq
+    """Everything up to here is committed in all its tables; 0 at first."""
+    changed_us: int
