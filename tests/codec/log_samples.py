@@ -1,0 +1,168 @@
+"""Generated frames: schemas, directories and rows that a writer could have made."""
+
+from __future__ import annotations
+
+import datetime as dt
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+import pyarrow as pa
+from hypothesis import strategies as st
+
+from millstream.codec.checksums import Bytes
+from millstream.codec.log_frame import BATCH_SCHEMA, FrameHeader, FrameKind, encode_records_frame, encode_schema_frame
+from millstream.model.ids import Epoch, GroupNumber, RegionId, SchemaVersion, ShardId, SourceId, TableId, WriterId
+from millstream.model.operations import OPERATION_SCHEMA, OperationKind
+from millstream.model.positions import Lsn, Offset, Seq
+from millstream.model.records import Op, log_row_schema
+from millstream.model.schema import Column, PgType, ReplicaIdentity, TableKind, TableSchema
+
+UTC = dt.UTC
+NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12)
+ARROW_TYPES: dict[pa.DataType, st.SearchStrategy[Any]] = {
+    pa.int16(): st.integers(-(2**15), 2**15 - 1),
+    pa.int64(): st.integers(-(2**63), 2**63 - 1),
+    pa.string(): st.text(st.characters(codec="utf-8"), max_size=20),
+    pa.binary(): st.binary(max_size=20),
+    pa.bool_(): st.booleans(),
+    pa.float64(): st.floats(allow_nan=False),
+    pa.decimal128(12, 2): st.decimals(Decimal("-9999999999.99"), Decimal("9999999999.99"), places=2),
+    pa.date32(): st.dates(),
+    pa.timestamp("us", tz="UTC"): st.datetimes(timezones=st.just(UTC)),
+    pa.list_(pa.int32()): st.lists(st.integers(-(2**31), 2**31 - 1) | st.none(), max_size=3),
+}
+INT63 = st.integers(0, 2**63 - 1)
+TEXT_MAP = st.dictionaries(NAMES, st.text(max_size=8) | st.none(), max_size=3).map(lambda d: list(d.items()))
+
+
+@st.composite
+def schemas(draw: st.DrawFn, table_id: int = 1) -> TableSchema:
+    names = draw(st.lists(NAMES.filter(lambda n: not n.startswith("__")), min_size=1, max_size=5, unique=True))
+    columns = tuple(
+        Column(
+            name,
+            draw(st.sampled_from(list(ARROW_TYPES))),
+            draw(st.none() | st.builds(PgType, st.integers(0, 2**32 - 1), st.integers(-1, 2**31 - 1), NAMES)),
+        )
+        for name in names
+    )
+    key = tuple(draw(st.lists(st.sampled_from(names), unique=True)))
+    return TableSchema(
+        table_id=TableId(table_id),
+        version=SchemaVersion(draw(st.integers(1, 2**31 - 1))),
+        source=SourceId(draw(st.integers(0, 2**31 - 1))),
+        namespace=draw(NAMES),
+        name=draw(NAMES),
+        columns=columns,
+        identity=key,
+        key=key,
+        replica_identity=draw(st.sampled_from(ReplicaIdentity)),
+        kind=draw(st.sampled_from(TableKind)),
+        relation_oid=draw(st.integers(0, 2**32 - 1)),
+    )
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A records frame, with what went in."""
+
+    header: FrameHeader
+    tables: tuple[TableSchema, ...]
+    operations: pa.RecordBatch
+    batches: pa.RecordBatch
+    payload: tuple[tuple[TableSchema, pa.RecordBatch], ...]
+
+    def buffers(self) -> list[Bytes]:
+        return encode_records_frame(self.header, self.operations, self.batches, self.payload)
+
+    def schema_frames(self) -> list[list[Bytes]]:
+        return [encode_schema_frame(schema_header(self.header), table) for table in self.tables]
+
+
+def schema_header(of: FrameHeader) -> FrameHeader:
+    """A schema frame's header beside a records frame's."""
+    return FrameHeader(
+        FrameKind.SCHEMA, of.first_offset, 0, Seq(0), Seq(0), of.group_last_seq, of.group, of.epoch, of.region, of.shard,
+        of.writer, of.other_shards, of.reserved_to, of.hybrid_time, of.reached, more=True,
+    )  # fmt: skip
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> Sample:
+    """Frames of 1 to 6 operations over 1 to 3 tables."""
+    tables = tuple(draw(schemas(table_id=number)) for number in range(1, draw(st.integers(1, 3)) + 1))
+    n_ops = draw(st.integers(1, 6))
+    operations = pa.RecordBatch.from_pylist([draw(operation_rows()) for _ in range(n_ops)], schema=OPERATION_SCHEMA)
+    seq = first_seq = draw(st.integers(1, 2**62))
+    offset = draw(st.integers(0, 2**62))
+    entries: list[dict[str, Any]] = []
+    rows: dict[int, list[dict[str, Any]]] = {t.table_id: [] for t in tables}
+    for ordinal in range(n_ops):
+        index = 0
+        touched = draw(st.lists(st.sampled_from(tables), min_size=1, unique_by=lambda t: t.table_id))
+        for table in sorted(touched, key=lambda t: t.table_id):
+            count = draw(st.integers(1, 3))
+            entries.append(
+                {"operation": ordinal, "table_id": table.table_id, "schema_version": table.version,
+                 "partition": None, "first_seq": seq, "count": count}
+            )  # fmt: skip
+            for _ in range(count):
+                row = {c.name: draw(st.none() | ARROW_TYPES[c.arrow]) for c in table.columns}
+                row |= {
+                    "__offset": offset,
+                    "__index": index,
+                    "__op": int(draw(st.sampled_from(Op))),
+                    "__unchanged": draw(st.none() | st.lists(NAMES, max_size=2)),
+                    "__exact": draw(st.none() | TEXT_MAP),
+                    "__before": draw(st.none() | TEXT_MAP),
+                }
+                rows[table.table_id].append(row)
+                seq, offset, index = seq + 1, offset + 1, index + 1
+    payload = tuple(
+        (table, pa.RecordBatch.from_pylist(rows[table.table_id], schema=log_row_schema(table)))
+        for table in tables
+        if rows[table.table_id]
+    )
+    count = sum(len(r) for r in rows.values())
+    header = FrameHeader(
+        kind=FrameKind.RECORDS,
+        first_offset=Offset(offset - count),
+        count=count,
+        first_seq=Seq(first_seq),
+        last_seq=Seq(seq - 1),
+        group_last_seq=Seq(draw(INT63)),
+        group=GroupNumber(draw(INT63)),
+        epoch=Epoch(draw(INT63)),
+        region=RegionId(draw(st.integers(0, 2**32 - 1))),
+        shard=ShardId(draw(st.integers(0, 2**32 - 1))),
+        writer=WriterId(draw(st.integers(0, 2**32 - 1))),
+        other_shards=tuple(ShardId(s) for s in draw(st.lists(st.integers(0, 2**32 - 1), max_size=3))),
+        reserved_to=Seq(draw(INT63)),
+        hybrid_time=draw(INT63),
+        reached={
+            SourceId(s): Lsn(p)
+            for s, p in draw(st.dictionaries(st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1), max_size=2)).items()
+        },
+        more=draw(st.booleans()),
+    )
+    return Sample(header, tables, operations, pa.RecordBatch.from_pylist(entries, schema=BATCH_SCHEMA), payload)
+
+
+@st.composite
+def operation_rows(draw: st.DrawFn) -> dict[str, Any]:
+    """One row of a directory's operations."""
+    text = st.none() | st.text(max_size=8)
+    return {
+        "kind": int(draw(st.sampled_from(OperationKind))),
+        "source": draw(st.integers(0, 2**31 - 1)),
+        "commit_lsn": draw(st.none() | INT63),
+        "commit_end_lsn": draw(st.none() | INT63),
+        "xid": draw(st.none() | INT63),
+        "commit_ts": draw(st.none() | st.datetimes(timezones=st.just(UTC))),
+        "chunk_id": draw(text),
+        "session": draw(text),
+        "session_number": draw(st.none() | INT63),
+        "idempotency_key": draw(text),
+        "trace_id": draw(text),
+    }

@@ -1,0 +1,151 @@
+"""Frames: every field comes back; any flipped or missing byte is a typed error, never wrong data."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.codec.log_samples import Sample, samples
+
+from millstream.codec.log_frame import (
+    FRAME_HEADER_MIN,
+    RecordsFrame,
+    SchemaFrame,
+    SchemaSet,
+    decode_frame,
+    decode_frame_header,
+    frame_extent,
+)
+from millstream.errors import CodecError, CorruptFrame, LogError, TruncatedFrame
+from millstream.model.operations import OperationKind
+from millstream.model.records import Op, record_schema
+
+DAMAGE = (CodecError, LogError)
+
+
+def joined(sample: Sample) -> bytes:
+    return b"".join(bytes(b) for b in sample.buffers())
+
+
+def schemas_of(sample: Sample) -> SchemaSet:
+    known = SchemaSet()
+    for buffers in sample.schema_frames():
+        frame = decode_frame(b"".join(bytes(b) for b in buffers), known)
+        assert isinstance(frame, SchemaFrame)
+    return known
+
+
+@given(samples())
+def test_a_schema_frame_gives_back_the_schema(sample: Sample) -> None:
+    known = schemas_of(sample)
+    assert list(known.tables.values()) == list(sample.tables)
+
+
+@given(samples())
+def test_a_records_frame_gives_back_every_field(sample: Sample) -> None:
+    data = joined(sample)
+    frame = decode_frame(data, schemas_of(sample))
+    assert isinstance(frame, RecordsFrame)
+    header, length = decode_frame_header(data)
+    assert length == len(data)
+    assert frame.header == header
+    for name in FIELDS:
+        assert getattr(header, name) == getattr(sample.header, name), name
+    assert frame.operations.equals(sample.operations)
+    assert frame.batches.equals(sample.batches)
+    for table, rows in sample.payload:
+        assert frame.log_rows(table.table_id, table.version).equals(rows)
+
+
+FIELDS = (
+    "kind", "first_offset", "count", "first_seq", "last_seq", "group_last_seq", "group", "epoch", "region", "shard",
+    "writer", "other_shards", "reserved_to", "hybrid_time", "reached", "more",
+)  # fmt: skip
+
+
+@given(samples())
+def test_records_spread_the_directory_over_the_rows(sample: Sample) -> None:
+    frame = decode_frame(joined(sample), schemas_of(sample))
+    assert isinstance(frame, RecordsFrame)
+    operations = sample.operations.to_pylist()
+    for table, rows in sample.payload:
+        ((schema, records),) = list(frame.records(table.table_id, offsets=True))
+        assert schema == table
+        assert records.schema.equals(record_schema(table, offsets=True), check_metadata=True)
+        records.validate(full=True)
+        expected = []
+        for entry in sample.batches.to_pylist():
+            if entry["table_id"] == table.table_id:
+                expected += [(entry["first_seq"] + i, operations[entry["operation"]]) for i in range(entry["count"])]
+        for got, row, (seq, operation) in zip(records.to_pylist(), rows.to_pylist(), expected, strict=True):
+            copied = operation["kind"] == OperationKind.COPY_CHUNK
+            unindexed = copied or operation["kind"] == OperationKind.MESSAGE
+            assert got["__seq"] == seq
+            assert got["__offset"] == row["__offset"]
+            assert got["__op"] == Op(row["__op"]).letter
+            assert got["__commit_lsn"] == operation["commit_lsn"]
+            assert got["__commit_index"] == (None if unindexed else row["__index"])
+            assert got["__commit_ts"] == (None if copied else operation["commit_ts"])
+            moment = operation["commit_ts"]
+            assert got["__commit_date"] == (None if moment is None else moment.date())
+            assert got["__xid"] == operation["xid"]
+            for name in ("__unchanged", "__exact", "__before", *(c.name for c in table.columns)):
+                assert got[name] == row[name]
+
+
+@given(samples(), st.data())
+def test_a_frame_cut_anywhere_is_truncated(sample: Sample, data: st.DataObject) -> None:
+    whole = joined(sample)
+    cut = whole[: data.draw(st.integers(0, len(whole) - 1))]
+    with pytest.raises(TruncatedFrame):
+        decode_frame(cut, schemas_of(sample))
+
+
+@given(samples(), st.data())
+def test_a_flipped_byte_anywhere_is_a_typed_error(sample: Sample, data: st.DataObject) -> None:
+    whole = bytearray(joined(sample))
+    known = schemas_of(sample)
+    at = data.draw(st.integers(0, len(whole) - 1))
+    whole[at] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(DAMAGE):  # noqa: PT012 - parts are verified when they're read
+        frame = decode_frame(bytes(whole), known)
+        assert isinstance(frame, RecordsFrame)
+        for table in sample.tables:
+            list(frame.records(table.table_id))
+
+
+@given(samples(), st.data())
+def test_a_flipped_byte_in_a_schema_frame_is_a_typed_error(sample: Sample, data: st.DataObject) -> None:
+    whole = bytearray(b"".join(bytes(b) for b in sample.schema_frames()[0]))
+    at = data.draw(st.integers(0, len(whole) - 1))
+    whole[at] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(DAMAGE):
+        decode_frame(bytes(whole), SchemaSet())
+
+
+@given(st.binary(min_size=FRAME_HEADER_MIN, max_size=400))
+def test_garbage_is_a_typed_error(garbage: bytes) -> None:
+    with pytest.raises(DAMAGE):
+        decode_frame(garbage, SchemaSet())
+
+
+def test_zeros_are_no_frame() -> None:
+    with pytest.raises(CorruptFrame):
+        frame_extent(bytes(4096))
+
+
+@given(samples())
+def test_a_table_is_read_without_the_bytes_of_the_others(sample: Sample) -> None:
+    whole = joined(sample)
+    head_length = frame_extent(whole).head_length
+    wanted = sample.payload[-1][0]
+    asked: list[int] = []
+
+    def read(position: int, length: int) -> bytes:
+        asked.append(length)
+        return whole[head_length + position : head_length + position + length]
+
+    frame = decode_frame(whole[:head_length], schemas_of(sample), read_payload=read)
+    assert isinstance(frame, RecordsFrame)
+    list(frame.records(wanted.table_id))
+    assert sum(asked) == frame.table_bytes(wanted.table_id)

@@ -1,0 +1,138 @@
+"""Writes segment-v2.wal and segment-v2.json, once, when the format was fixed.
+
+Run again only to add files for a new format version: old golden files stay as they are, for ever.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+import json
+from decimal import Decimal
+from pathlib import Path
+from uuid import UUID
+
+import pyarrow as pa
+
+from millstream.codec.log_frame import (
+    BATCH_SCHEMA,
+    FrameHeader,
+    FrameKind,
+    RecordsFrame,
+    SchemaSet,
+    decode_frame,
+    encode_records_frame,
+    encode_schema_frame,
+)
+from millstream.codec.log_segment import FrameEntry, SegmentFooter, SegmentHeader, TableEntry
+from millstream.model.ids import (
+    Epoch,
+    GroupNumber,
+    RegionId,
+    SchemaVersion,
+    ShardId,
+    SourceId,
+    StreamId,
+    TableId,
+    WriterId,
+)
+from millstream.model.operations import OPERATION_SCHEMA, OperationKind
+from millstream.model.positions import Lsn, Offset, Seq
+from millstream.model.records import Op, log_row_schema
+from millstream.model.schema import Column, PgType, TableSchema
+
+HERE = Path(__file__).parent
+MOMENT = dt.datetime(2026, 11, 20, 12, 34, 56, 789000, tzinfo=dt.UTC)
+ORDERS = TableSchema(
+    table_id=TableId(3),
+    version=SchemaVersion(2),
+    source=SourceId(1),
+    namespace="public",
+    name="orders",
+    columns=(
+        Column("id", pa.int64(), PgType(20, -1, "bigint")),
+        Column("total", pa.decimal128(12, 2), PgType(1700, 786438, "numeric")),
+        Column("note", pa.string(), PgType(25, -1, "text")),
+        Column("tags", pa.list_(pa.string()), PgType(1009, -1, "text[]")),
+    ),
+    identity=("id",),
+    key=("id",),
+    relation_oid=16385,
+)
+
+
+def records_frame(header: FrameHeader) -> list[object]:
+    """A transaction with an insert and an update of a toasted row, and a copied row."""
+    operations = pa.RecordBatch.from_pylist(
+        [
+            {"kind": OperationKind.TRANSACTION, "source": 1, "commit_lsn": 0x16B374D848, "commit_end_lsn": 0x16B374D900,
+             "xid": 771, "commit_ts": MOMENT},
+            {"kind": OperationKind.COPY_CHUNK, "source": 1, "commit_lsn": 0x16B374DA00, "commit_ts": MOMENT,
+             "chunk_id": "3/1/0"},
+        ],
+        schema=OPERATION_SCHEMA,
+    )  # fmt: skip
+    batches = pa.RecordBatch.from_pylist(
+        [
+            {"operation": 0, "table_id": 3, "schema_version": 2, "first_seq": 5001, "count": 2},
+            {"operation": 1, "table_id": 3, "schema_version": 2, "first_seq": 5003, "count": 1},
+        ],
+        schema=BATCH_SCHEMA,
+    )
+    rows = pa.RecordBatch.from_pylist(
+        [
+            {"__offset": 1000, "__index": 0, "__op": Op.CREATE, "id": 1, "total": Decimal("12.50"), "note": "first",
+             "tags": ["a", None]},
+            {"__offset": 1001, "__index": 1, "__op": Op.UPDATE, "id": 2, "__unchanged": ["note"],
+             "__exact": [("total", "NaN")], "__before": [("id", "1")]},
+            {"__offset": 1002, "__index": 0, "__op": Op.COPY, "id": 9, "total": Decimal("0.01"), "note": "", "tags": []},
+        ],
+        schema=log_row_schema(ORDERS),
+    )  # fmt: skip
+    return list(encode_records_frame(header, operations, batches, [(ORDERS, rows)]))
+
+
+def main() -> None:
+    """Write both files."""
+    stream = StreamId(UUID("5f0c21aa-0d5e-4b7e-9c1e-0123456789ab"))
+    segment = SegmentHeader(
+        stream, RegionId(0), ShardId(1), Epoch(7), Offset(1000), bytes(range(32)), 1_795_178_096_789_000_000
+    )
+    facts = {
+        "group_last_seq": Seq(5003), "group": GroupNumber(42), "epoch": Epoch(7), "region": RegionId(0),
+        "shard": ShardId(1), "writer": WriterId(1), "other_shards": (ShardId(0),), "reserved_to": Seq(1_000_000),
+        "reached": {SourceId(1): Lsn(0x16B374D900)},
+    }  # fmt: skip
+    schema_header = FrameHeader(FrameKind.SCHEMA, Offset(1000), 0, Seq(0), Seq(0), more=True, **facts)
+    records_header = FrameHeader(FrameKind.RECORDS, Offset(1000), 3, Seq(5001), Seq(5003), **facts)
+    file = bytearray(segment.encode())
+    heads = hashlib.sha256()
+    entries = []
+    known = SchemaSet()
+    rows = []
+    for buffers in (encode_schema_frame(schema_header, ORDERS), records_frame(records_header)):
+        data = b"".join(bytes(b) for b in buffers)
+        heads.update(bytes(buffers[0]))
+        frame = decode_frame(data, known)
+        header = frame.header
+        stamp = None
+        if isinstance(frame, RecordsFrame):
+            stamp = int(MOMENT.timestamp() * 1_000_000)
+            for schema, records in frame.records(ORDERS.table_id, offsets=True):
+                rows += [{"table": schema.name} | row for row in records.to_pylist()]
+        entries.append(
+            FrameEntry(
+                header.kind, header.first_offset, header.count, len(file), len(data), header.more, header.first_seq,
+                header.last_seq, header.group_last_seq, header.group, stamp, stamp,
+                tuple(TableEntry(p.table_id, p.schema_version, p.rows, p.length) for p in header.parts),
+            )
+        )  # fmt: skip
+        file += data
+    file += SegmentFooter(tuple(entries), Offset(1003), 3, heads.digest()).encode()
+    (HERE / "segment-v2.wal").write_bytes(bytes(file))
+    expected = {"stream": str(stream), "end_offset": 1003, "rows": json.loads(json.dumps(rows, default=str))}
+    (HERE / "segment-v2.json").write_text(json.dumps(expected, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
