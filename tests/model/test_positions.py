@@ -78,7 +78,7 @@ def test_order_join_and_meet_are_pointwise(a: StreamToken, b: StreamToken, write
     assert a <= a.join(b)
     assert b <= a.join(b)
     assert a.meet(b) <= a
-    assert (a <= b and b <= a) == (a == b)
+    assert (a <= b <= a) == (a == b)
     assert (a <= b) == (a.join(b) == b)
 
 
