@@ -280,6 +280,13 @@ class ProtocolViolation(CodecError):
     retry = Retry.OPERATOR
 
 
+class TableUndecodable(CodecError):
+    """A change of one table can't be decoded; the table has to be set aside. Details: table, relation_oid, reason."""
+
+    code = "table_undecodable"
+    retry = Retry.OPERATOR
+
+
 class InvalidValue(CodecError):
     """A value's text is not one of its type; details: column, type."""
 

@@ -1,0 +1,423 @@
+"""One message of pgoutput (protocol version 2, text values) to one value, and nothing else.
+
+Layouts: PostgreSQL's manual, "Logical Replication Message Formats". The parser trusts nothing: whatever the bytes, it
+returns a message or raises `ProtocolViolation`. Inside a streamed block (between StreamStart and StreamStop) every
+message but Origin carries the id of its (sub)transaction right after its type byte: say `streamed=True` there.
+
+Times are microseconds since 1970-01-01 UTC (the protocol counts from 2000).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from millstream.errors import ProtocolViolation
+from millstream.model.names import qualified_name
+from millstream.model.pgtypes import builtin_name
+from millstream.model.positions import Lsn
+from millstream.model.schema import ReplicaIdentity
+
+POSTGRES_EPOCH_US: Final = 946_684_800_000_000
+"""2000-01-01 UTC in microseconds since 1970."""
+
+
+class Unchanged:
+    """The type of `UNCHANGED`: what stands for a TOAST value that the source didn't send, as it didn't change."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "UNCHANGED"
+
+
+UNCHANGED: Final = Unchanged()
+
+Value = bytes | None | Unchanged
+"""A column's text (in UTF-8), SQL's NULL, or an unchanged TOAST value."""
+Row = tuple[Value, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The start of a transaction. `commit_lsn` is where its commit record starts."""
+
+    commit_lsn: Lsn
+    commit_ts_us: int
+    xid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The end of a transaction. `end_lsn` is where its commit record ends: what a slot is confirmed with."""
+
+    flags: int
+    commit_lsn: Lsn
+    end_lsn: Lsn
+    commit_ts_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The transaction came to the source from elsewhere."""
+
+    commit_lsn: Lsn
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class RelationColumn:
+    """A column as a Relation message tells it. `type_name` is filled in from Type messages and the built-in list."""
+
+    name: str
+    type_oid: int
+    type_modifier: int
+    in_identity: bool
+    type_name: str = "?"
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """What the rows that follow look like. `encoded` is the message itself, without a streamed one's xid."""
+
+    oid: int
+    namespace: str
+    name: str
+    replica_identity: ReplicaIdentity
+    columns: tuple[RelationColumn, ...]
+    encoded: bytes
+    xid: int | None = None
+
+    @property
+    def qualified_name(self) -> str:
+        """`schema.name`, quoted where PostgreSQL would."""
+        return qualified_name(self.namespace, self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Type:
+    """The name of a type that isn't built in."""
+
+    oid: int
+    namespace: str
+    name: str
+    xid: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Insert:
+    """A row came."""
+
+    relation_oid: int
+    row: Row
+    xid: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """A row changed. At most one of `old_key` and `old_row` is there; `old_key` has nulls outside of the key."""
+
+    relation_oid: int
+    row: Row
+    old_key: Row | None = None
+    old_row: Row | None = None
+    xid: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """A row went. Exactly one of `old_key` and `old_row` is there."""
+
+    relation_oid: int
+    old_key: Row | None = None
+    old_row: Row | None = None
+    xid: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Truncate:
+    """Tables were emptied together."""
+
+    relation_oids: tuple[int, ...]
+    cascade: bool
+    restart_identity: bool
+    xid: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LogicalMessage:
+    """What `pg_logical_emit_message` sent."""
+
+    transactional: bool
+    lsn: Lsn
+    prefix: str
+    content: bytes
+    xid: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStart:
+    """A block of a transaction that is still open begins; `first` marks the transaction's first block."""
+
+    xid: int
+    first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStop:
+    """The block ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamCommit:
+    """The streamed transaction committed."""
+
+    xid: int
+    flags: int
+    commit_lsn: Lsn
+    end_lsn: Lsn
+    commit_ts_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamAbort:
+    """The streamed transaction (`subxid == xid`), or one subtransaction of it, rolled back."""
+
+    xid: int
+    subxid: int
+
+
+Message = (
+    Begin
+    | Commit
+    | Origin
+    | Relation
+    | Type
+    | Insert
+    | Update
+    | Delete
+    | Truncate
+    | LogicalMessage
+    | StreamStart
+    | StreamStop
+    | StreamCommit
+    | StreamAbort
+)
+
+
+class _Reader:
+    """A cursor over one message; every step checks that the bytes are there."""
+
+    __slots__ = ("data", "position")
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.position = 0
+
+    def take(self, count: int) -> bytes:
+        end = self.position + count
+        if count < 0 or end > len(self.data):
+            raise ProtocolViolation(f"a message of {len(self.data)} bytes ends too early")
+        found = self.data[self.position : end]
+        self.position = end
+        return found
+
+    def unpack(self, layout: struct.Struct) -> tuple[int, ...]:
+        return layout.unpack(self.take(layout.size))
+
+    def u8(self) -> int:
+        return self.take(1)[0]
+
+    def u16(self) -> int:
+        return self.unpack(_U16)[0]
+
+    def u32(self) -> int:
+        return self.unpack(_U32)[0]
+
+    def text(self) -> str:
+        end = self.data.find(b"\0", self.position)
+        if end < 0:
+            raise ProtocolViolation("a text in a message has no end")
+        found = self.data[self.position : end]
+        self.position = end + 1
+        try:
+            return found.decode()
+        except UnicodeDecodeError as error:
+            raise ProtocolViolation("a name in a message isn't UTF-8") from error
+
+    def finish(self) -> None:
+        if self.position != len(self.data):
+            raise ProtocolViolation(f"{len(self.data) - self.position} bytes stand behind the end of a message")
+
+
+_U16: Final = struct.Struct(">H")
+_U32: Final = struct.Struct(">I")
+_BEGIN: Final = struct.Struct(">QqI")
+_COMMIT: Final = struct.Struct(">BQQq")
+_COLUMN: Final = struct.Struct(">Ii")
+_STREAM_COMMIT: Final = struct.Struct(">IBQQq")
+
+
+def parse_message(data: bytes, *, streamed: bool = False) -> Message:
+    """The message that `data` holds, from its first byte to its last.
+
+    Raises:
+        ProtocolViolation: the bytes are no message that this protocol version knows.
+    """
+    reader = _Reader(data)
+    kind = reader.u8()
+    xid = reader.u32() if streamed and kind in _WITH_XID else None
+    parser = _PARSERS.get(kind)
+    if parser is None:
+        raise ProtocolViolation(f"a message of unknown kind {chr(kind)!r}", kind=chr(kind))
+    message = parser(reader, xid)
+    reader.finish()
+    return message
+
+
+def _begin(reader: _Reader, xid: int | None) -> Begin:
+    lsn, time, own = reader.unpack(_BEGIN)
+    return Begin(Lsn(lsn), time + POSTGRES_EPOCH_US, own)
+
+
+def _commit(reader: _Reader, xid: int | None) -> Commit:
+    flags, lsn, end, time = reader.unpack(_COMMIT)
+    return Commit(flags, Lsn(lsn), Lsn(end), time + POSTGRES_EPOCH_US)
+
+
+def _origin(reader: _Reader, xid: int | None) -> Origin:
+    lsn = Lsn(int.from_bytes(reader.take(8), "big"))
+    return Origin(lsn, reader.text())
+
+
+def _relation(reader: _Reader, xid: int | None) -> Relation:
+    body = reader.data[reader.position :]
+    oid = reader.u32()
+    namespace = reader.text() or "pg_catalog"
+    name = reader.text()
+    letter = chr(reader.u8())
+    try:
+        identity = ReplicaIdentity(letter)
+    except ValueError as error:
+        raise ProtocolViolation(f"unknown replica identity {letter!r} of {namespace}.{name}") from error
+    columns = []
+    for _ in range(reader.u16()):
+        flags = reader.u8()
+        column = reader.text()
+        type_oid, modifier = reader.unpack(_COLUMN)
+        columns.append(RelationColumn(column, type_oid, modifier, bool(flags & 1), builtin_name(type_oid) or "?"))
+    return Relation(oid, namespace, name, identity, tuple(columns), b"R" + body, xid)
+
+
+def _type(reader: _Reader, xid: int | None) -> Type:
+    oid = reader.u32()
+    namespace = reader.text() or "pg_catalog"
+    return Type(oid, namespace, reader.text(), xid)
+
+
+def _row(reader: _Reader) -> Row:
+    values: list[Value] = []
+    for _ in range(reader.u16()):
+        kind = reader.u8()
+        if kind == _TEXT:
+            values.append(reader.take(reader.u32()))
+        elif kind == _NULL:
+            values.append(None)
+        elif kind == _UNCHANGED:
+            values.append(UNCHANGED)
+        else:
+            raise ProtocolViolation(f"a value of unknown kind {chr(kind)!r}", kind=chr(kind))
+    return tuple(values)
+
+
+def _insert(reader: _Reader, xid: int | None) -> Insert:
+    oid = reader.u32()
+    _expect(reader, _NEW)
+    return Insert(oid, _row(reader), xid)
+
+
+def _update(reader: _Reader, xid: int | None) -> Update:
+    oid = reader.u32()
+    kind = reader.u8()
+    old_key = old_row = None
+    if kind == _KEY:
+        old_key = _row(reader)
+        kind = reader.u8()
+    elif kind == _OLD:
+        old_row = _row(reader)
+        kind = reader.u8()
+    if kind != _NEW:
+        raise ProtocolViolation("an update has no new row")
+    return Update(oid, _row(reader), old_key, old_row, xid)
+
+
+def _delete(reader: _Reader, xid: int | None) -> Delete:
+    oid = reader.u32()
+    kind = reader.u8()
+    if kind == _KEY:
+        return Delete(oid, old_key=_row(reader), xid=xid)
+    if kind == _OLD:
+        return Delete(oid, old_row=_row(reader), xid=xid)
+    raise ProtocolViolation("a delete has no old row")
+
+
+def _truncate(reader: _Reader, xid: int | None) -> Truncate:
+    count = reader.u32()
+    flags = reader.u8()
+    if count * 4 > len(reader.data):
+        raise ProtocolViolation(f"a truncate of {count} tables in {len(reader.data)} bytes")
+    oids = tuple(reader.u32() for _ in range(count))
+    return Truncate(oids, bool(flags & 1), bool(flags & 2), xid)
+
+
+def _logical_message(reader: _Reader, xid: int | None) -> LogicalMessage:
+    flags = reader.u8()
+    lsn = Lsn(int.from_bytes(reader.take(8), "big"))
+    prefix = reader.text()
+    return LogicalMessage(bool(flags & 1), lsn, prefix, reader.take(reader.u32()), xid)
+
+
+def _stream_start(reader: _Reader, xid: int | None) -> StreamStart:
+    return StreamStart(reader.u32(), reader.u8() == 1)
+
+
+def _stream_stop(reader: _Reader, xid: int | None) -> StreamStop:
+    return StreamStop()
+
+
+def _stream_commit(reader: _Reader, xid: int | None) -> StreamCommit:
+    own, flags, lsn, end, time = reader.unpack(_STREAM_COMMIT)
+    return StreamCommit(own, flags, Lsn(lsn), Lsn(end), time + POSTGRES_EPOCH_US)
+
+
+def _stream_abort(reader: _Reader, xid: int | None) -> StreamAbort:
+    return StreamAbort(reader.u32(), reader.u32())
+
+
+def _expect(reader: _Reader, kind: int) -> None:
+    found = reader.u8()
+    if found != kind:
+        raise ProtocolViolation(f"expected {chr(kind)!r} in a message, found {chr(found)!r}")
+
+
+_TEXT, _NULL, _UNCHANGED = ord("t"), ord("n"), ord("u")
+_NEW, _KEY, _OLD = ord("N"), ord("K"), ord("O")
+_WITH_XID: Final = frozenset(b"RYIUDTM")
+_PARSERS: Final[dict[int, Callable[[_Reader, int | None], Message]]] = {
+    ord("B"): _begin,
+    ord("C"): _commit,
+    ord("O"): _origin,
+    ord("R"): _relation,
+    ord("Y"): _type,
+    ord("I"): _insert,
+    ord("U"): _update,
+    ord("D"): _delete,
+    ord("T"): _truncate,
+    ord("M"): _logical_message,
+    ord("S"): _stream_start,
+    ord("E"): _stream_stop,
+    ord("c"): _stream_commit,
+    ord("A"): _stream_abort,
+}

@@ -1,0 +1,258 @@
+"""What a decoder knows of tables: the Relation messages in force, and the catalog's answer to each.
+
+A Relation message holds for the changes that follow it *in the stream*, until the next one of the same table. Blocks of
+streamed transactions lie in the stream long before their commit, so their Relation messages get into force only then,
+and only where no newer one of the same table has come in the meantime (as pgoutput itself counts: `schema_sent` and
+`streamed_txns` in its RelationSyncEntry).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
+
+import pyarrow as pa
+
+from millstream.codec.pgoutput.messages import (
+    Begin,
+    Commit,
+    Delete,
+    Insert,
+    Relation,
+    StreamCommit,
+    Truncate,
+    Type,
+    Update,
+    parse_message,
+)
+from millstream.errors import ProtocolViolation
+from millstream.model.ids import SchemaVersion, SourceId, TableId
+from millstream.model.names import qualified_name
+from millstream.model.pgtypes import log_type
+from millstream.model.positions import Lsn
+from millstream.model.schema import Column, PgType, TableKind, TableSchema
+
+HEARTBEAT_PREFIX: Final = "millstream/heartbeat"
+"""Logical messages of this prefix move the slot on; they never become records."""
+
+MESSAGES_COLUMNS: Final = (
+    Column("prefix", pa.string()),
+    Column("content", pa.binary()),
+    Column("transactional", pa.bool_()),
+)
+"""The columns of a source's messages table (`TableKind.MESSAGES`)."""
+
+RAW_COLUMNS: Final = (Column("message", pa.binary()),)
+"""The column of a table that is set aside (`TableKind.RAW`): see `encode_raw`."""
+
+
+class TableDirectory(Protocol):
+    """The catalog's side of decoding: table ids, schema versions, and which tables are captured at all.
+
+    Asked once a run for each relation that the run uses: answer from memory. Equal relations get equal answers within a
+    run.
+    """
+
+    @property
+    def source(self) -> SourceId:
+        """The source whose stream is decoded."""
+
+    def schema_for(self, relation: Relation) -> TableSchema | None:
+        """The table's schema under this relation, of the kind TABLE or RAW (set aside); None where it isn't captured.
+
+        A TABLE schema has the relation's columns, in its order: `table_schema` makes one.
+        """
+
+    def messages_schema(self) -> TableSchema | None:
+        """The schema of the source's logical messages (kind MESSAGES); None where they aren't captured."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransactionFacts:
+    """What is known of a transaction as a whole."""
+
+    xid: int
+    commit_lsn: Lsn
+    commit_end_lsn: Lsn
+    commit_ts_us: int
+
+    @classmethod
+    def of(cls, begin: Begin, commit: Commit) -> TransactionFacts:
+        """The facts of an ordinary transaction."""
+        return cls(begin.xid, commit.commit_lsn, commit.end_lsn, commit.commit_ts_us)
+
+    @classmethod
+    def of_streamed(cls, commit: StreamCommit) -> TransactionFacts:
+        """The facts of a streamed transaction."""
+        return cls(commit.xid, commit.commit_lsn, commit.end_lsn, commit.commit_ts_us)
+
+
+class RelationCache:
+    """The relations in force on one replication connection. A new connection starts with a new cache.
+
+    Decoders work on a `draft` and `adopt` it once a run is decoded, so that a run which failed can be decoded again.
+    One thread.
+    """
+
+    def __init__(self) -> None:
+        self._relations: dict[int, Relation] = {}
+        self._arrivals: dict[int, int] = {}
+        self._streamed: dict[int, dict[int, tuple[int, Relation]]] = {}
+        self._type_names: dict[int, str] = {}
+        self._arrival = 0
+
+    def get(self, oid: int) -> Relation:
+        """The relation in force; `ProtocolViolation` where the source never sent one."""
+        found = self._relations.get(oid)
+        if found is None:
+            raise ProtocolViolation(f"a change of the relation {oid}, which the source never described", relation_oid=oid)
+        return found
+
+    def oids(self) -> Iterable[int]:
+        """The oids of all relations known."""
+        return self._relations.keys()
+
+    def add(self, message: Relation | Type) -> None:
+        """Put a Relation or Type message of an ordinary transaction into force."""
+        self._arrival += 1
+        if isinstance(message, Type):
+            self._type_names[message.oid] = qualified_name(message.namespace, message.name)
+        else:
+            self._relations[message.oid] = self.named(message)
+            self._arrivals[message.oid] = self._arrival
+
+    def note_streamed(self, xid: int, message: Relation | Type) -> None:
+        """Remember a Relation or Type message of a streamed block (of the top transaction `xid`) as it arrives."""
+        self._arrival += 1
+        if isinstance(message, Type):
+            self._type_names[message.oid] = qualified_name(message.namespace, message.name)
+        else:
+            self._streamed.setdefault(xid, {})[message.oid] = (self._arrival, self.named(message))
+
+    def commit_streamed(self, xid: int) -> None:
+        """Put a streamed transaction's relations into force, but those that a newer one has replaced meanwhile."""
+        for oid, (arrival, relation) in self._streamed.pop(xid, {}).items():
+            if arrival > self._arrivals.get(oid, 0):
+                self._relations[oid] = relation
+                self._arrivals[oid] = arrival
+
+    def abort_streamed(self, xid: int) -> None:
+        """Forget a streamed transaction's relations.
+
+        Also right when only a subtransaction of it aborted: pgoutput then sends again what is still needed.
+        """
+        self._streamed.pop(xid, None)
+
+    def named(self, relation: Relation) -> Relation:
+        """The relation with its columns' type names as far as Type messages have told them."""
+        if all(column.type_name != "?" for column in relation.columns):
+            return relation
+        names = self._type_names
+        columns = tuple(
+            replace(c, type_name=names.get(c.type_oid, "?")) if c.type_name == "?" else c for c in relation.columns
+        )
+        return replace(relation, columns=columns)
+
+    def draft(self) -> RelationCache:
+        """A copy to work on."""
+        copy = RelationCache()
+        copy._relations = dict(self._relations)  # noqa: SLF001 — its own class
+        copy._arrivals = dict(self._arrivals)  # noqa: SLF001
+        copy._streamed = self._streamed  # noqa: SLF001 — decoders of runs never touch it
+        copy._type_names = dict(self._type_names)  # noqa: SLF001
+        copy._arrival = self._arrival  # noqa: SLF001
+        return copy
+
+    def adopt(self, draft: RelationCache) -> None:
+        """Take over what was learnt in a draft."""
+        self._relations = draft._relations  # noqa: SLF001
+        self._arrivals = draft._arrivals  # noqa: SLF001
+        self._type_names = draft._type_names  # noqa: SLF001
+        self._arrival = draft._arrival  # noqa: SLF001
+
+
+def relation_columns(relation: Relation) -> tuple[Column, ...]:
+    """The log's columns for a relation, by the type table of docs/reference/types.md."""
+    return tuple(
+        Column(c.name, log_type(c.type_oid, c.type_modifier), PgType(c.type_oid, c.type_modifier, c.type_name))
+        for c in relation.columns
+    )
+
+
+def table_schema(
+    relation: Relation,
+    *,
+    source: SourceId,
+    key: tuple[str, ...] | None = None,
+    table_id: TableId = TableId(0),
+    version: SchemaVersion = SchemaVersion(0),
+) -> TableSchema:
+    """The schema of a captured table under this relation.
+
+    Args:
+        relation: as the stream gave it.
+        source: the source.
+        key: what tells rows apart; None: the identity's columns (under FULL none: say the primary key if there is one).
+        table_id: the catalog's number; 0 where it isn't known yet.
+        version: the same.
+    """
+    identity = tuple(c.name for c in relation.columns if c.in_identity)
+    if key is None:
+        key = () if relation.replica_identity == "f" else identity
+    return TableSchema(
+        table_id=table_id,
+        version=version,
+        source=source,
+        namespace=relation.namespace,
+        name=relation.name,
+        columns=relation_columns(relation),
+        identity=identity,
+        key=key,
+        replica_identity=relation.replica_identity,
+        relation_oid=relation.oid,
+    )
+
+
+def raw_schema(relation: Relation, *, source: SourceId, table_id: TableId, version: SchemaVersion) -> TableSchema:
+    """The schema under which a table that is set aside enters the log."""
+    return TableSchema(
+        table_id=table_id,
+        version=version,
+        source=source,
+        namespace=relation.namespace,
+        name=relation.name,
+        columns=RAW_COLUMNS,
+        replica_identity=relation.replica_identity,
+        kind=TableKind.RAW,
+        relation_oid=relation.oid,
+    )
+
+
+_LENGTH: Final = struct.Struct(">I")
+
+
+def encode_raw(relation: Relation, change: bytes) -> bytes:
+    """A change as it came, with the relation that it was made under: what a RAW row's `message` holds.
+
+    Layout: length of the Relation message (4 bytes, big endian), the Relation message, the change (without a streamed
+    one's xid). It repeats the relation in every row, so that a row can be decoded years later from the log alone;
+    LZ4 takes the repetition away again.
+    """
+    return _LENGTH.pack(len(relation.encoded)) + relation.encoded + change
+
+
+def decode_raw(message: bytes, type_names: Mapping[int, str] | None = None) -> tuple[Relation, Insert | Update | Delete | Truncate]:
+    """What `encode_raw` put together. `ProtocolViolation` where it's something else."""
+    if len(message) < _LENGTH.size:
+        raise ProtocolViolation("a raw row is too short")
+    (length,) = _LENGTH.unpack_from(message)
+    relation = parse_message(message[_LENGTH.size : _LENGTH.size + length] or b"\0")
+    change = parse_message(message[_LENGTH.size + length :] or b"\0")
+    if not isinstance(relation, Relation) or not isinstance(change, Insert | Update | Delete | Truncate):
+        raise ProtocolViolation("a raw row holds no relation with its change")
+    cache = RelationCache()
+    for oid, name in (type_names or {}).items():
+        cache._type_names[oid] = name  # noqa: SLF001 — its own class's neighbour
+    return cache.named(relation), change

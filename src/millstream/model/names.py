@@ -1,0 +1,159 @@
+"""Names of PostgreSQL objects as text: quoted where PostgreSQL would quote them, parsed back, and matched by patterns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final, Self
+
+from millstream.errors import UsageError
+
+_PLAIN: Final = re.compile(r"[a-z_][a-z0-9_]*\Z")
+
+# Every keyword of PostgreSQL 14 to 18 that isn't "unreserved" (pg_get_keywords().catcode <> 'U'): quote_identifier in
+# ruleutils.c quotes just these. The union over versions, so that a name reads the same whatever the source's version.
+_KEYWORDS: Final = frozenset(
+    """
+    all analyse analyze and any array as asc asymmetric authorization between bigint binary bit boolean both case cast char
+    character check coalesce collate collation column concurrently constraint create cross current_catalog current_date
+    current_role current_schema current_time current_timestamp current_user dec decimal default deferrable desc distinct do
+    else end except exists extract false fetch float for foreign freeze from full grant greatest group grouping having ilike
+    in initially inner inout int integer intersect interval into is isnull join json json_array json_arrayagg json_exists
+    json_object json_objectagg json_query json_scalar json_serialize json_table json_value lateral leading least left like
+    limit localtime localtimestamp merge_action national natural nchar none normalize not notnull null nullif numeric offset
+    on only or order out outer overlaps overlay placing position precision primary real references returning right row
+    select session_user setof similar smallint some substring symmetric system_user table tablesample then time timestamp to
+    trailing treat trim true union unique user using values varchar variadic verbose when where window with xmlattributes
+    xmlconcat xmlelement xmlexists xmlforest xmlnamespaces xmlparse xmlpi xmlroot xmlserialize xmltable
+    """.split()
+)
+
+
+def quote_ident(name: str) -> str:
+    """The identifier as PostgreSQL's `quote_ident` gives it: bare where that is safe, else in double quotes."""
+    if _PLAIN.match(name) is not None and name not in _KEYWORDS:
+        return name
+    return '"' + name.replace('"', '""') + '"'
+
+
+@lru_cache(maxsize=65536)
+def qualified_name(namespace: str, name: str) -> str:
+    """`schema.name`, each part quoted where it must be."""
+    return f"{quote_ident(namespace)}.{quote_ident(name)}"
+
+
+_PART: Final = re.compile(r'"((?:[^"]|"")+)"|([^\s".*?!]+)')
+
+
+def parse_qualified_name(text: str) -> tuple[str, str]:
+    """The (schema, name) that a text like `public.orders` or `"My schema"."T"` names.
+
+    Unquoted parts are taken in lower case, as PostgreSQL does; a text without a schema means `public`.
+
+    Raises:
+        UsageError: the text is no such name.
+    """
+    parts: list[str] = []
+    position = 0
+    while True:
+        found = _PART.match(text, position)
+        if found is None:
+            raise _invalid(text)
+        parts.append(found[2].lower() if found[1] is None else found[1].replace('""', '"'))
+        position = found.end()
+        if position == len(text):
+            break
+        if text[position] != "." or len(parts) == 2:
+            raise _invalid(text)
+        position += 1
+    return (parts[0], parts[1]) if len(parts) == 2 else ("public", parts[0])
+
+
+def _invalid(text: str) -> UsageError:
+    return UsageError(
+        f"{text!r} is not the name of a table",
+        hint='Write schema.table; a part with capitals, spaces or dots goes in double quotes: public."My.Table".',
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TablePattern:
+    """One pattern: `public.*`, `public.orders`, `!public.audit_*`. `*` is any text and `?` any character, dots excepted."""
+
+    text: str
+    leaves_out: bool
+    namespace: re.Pattern[str]
+    name: re.Pattern[str]
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The pattern of a text; a part in double quotes is taken literally, capitals and stars too.
+
+        Raises:
+            UsageError: the text is no pattern.
+        """
+        body = text.strip()
+        leaves_out = body.startswith("!")
+        parts = _split_pattern(body[1:] if leaves_out else body, text)
+        if len(parts) == 1:
+            parts = [re.escape("public"), *parts]
+        return cls(text, leaves_out, re.compile(parts[0] + r"\Z", re.DOTALL), re.compile(parts[1] + r"\Z", re.DOTALL))
+
+    def matches(self, namespace: str, name: str) -> bool:
+        """Whether the table is one of those meant (also of a pattern that leaves out)."""
+        return self.namespace.match(namespace) is not None and self.name.match(name) is not None
+
+
+_PATTERN_PART: Final = re.compile(r'"((?:[^"]|"")+)"|([^\s".!]+)')
+
+
+def _split_pattern(body: str, text: str) -> list[str]:
+    parts: list[str] = []
+    position = 0
+    while True:
+        found = _PATTERN_PART.match(body, position)
+        if found is None:
+            raise _invalid_pattern(text)
+        if found[1] is not None:
+            parts.append(re.escape(found[1].replace('""', '"')))
+        else:
+            escaped = (".*" if c == "*" else "." if c == "?" else re.escape(c) for c in found[2].lower())
+            parts.append("".join(escaped))
+        position = found.end()
+        if position == len(body):
+            break
+        if body[position] != "." or len(parts) == 2:
+            raise _invalid_pattern(text)
+        position += 1
+    return parts
+
+
+def _invalid_pattern(text: str) -> UsageError:
+    return UsageError(
+        f"{text!r} is not a pattern of tables",
+        hint='Write schema.table with * for any text, "!" before what is left out: ["public.*", "!public.audit_*"].',
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TablePatterns:
+    """A list of patterns: a table is selected where one of them matches and none that leaves out does.
+
+    Only patterns that leave out select all else.
+    """
+
+    patterns: tuple[TablePattern, ...]
+
+    @classmethod
+    def parse(cls, texts: Iterable[str]) -> Self:
+        """The patterns of some texts. `UsageError` names the one that is none."""
+        return cls(tuple(TablePattern.parse(text) for text in texts))
+
+    def select(self, namespace: str, name: str) -> bool:
+        """Whether the table is selected."""
+        taken: Sequence[TablePattern] = [p for p in self.patterns if not p.leaves_out]
+        if any(p.leaves_out and p.matches(namespace, name) for p in self.patterns):
+            return False
+        return not taken or any(p.matches(namespace, name) for p in taken)
