@@ -1,1 +1,5 @@
 """Lets Spark find `format("millstream")` by itself: it imports every package whose name begins with `pyspark_`."""
+
+from millstream.spark.source import MillstreamSource as DefaultSource
+
+__all__ = ["DefaultSource"]

@@ -1,0 +1,126 @@
+"""The Spark session that Millstream's own processes run on: local by default, quiet, and gone when its driver is.
+
+Spark starts a JVM as a child of the driver's Python; the JVM ends when the pipe to it closes, and Python workers
+when the JVM does. So a driver that is killed leaves nothing behind that could write, but for a task that is just at its lake
+commit: that one is harmless through the lake's transactions.
+
+A process has one session. Nothing is downloaded: Ivy isn't used, and jars come from `spark.jars` where a user sets them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from py4j.protocol import Py4JError
+from pyspark import SparkConf, SparkContext
+from pyspark.errors import PySparkException
+from pyspark.java_gateway import launch_gateway
+from pyspark.sql import SparkSession
+
+from millstream.errors import EngineError
+from millstream.spark.java import find_java
+
+_LOG4J: Final = """\
+status = error
+rootLogger.level = warn
+rootLogger.appenderRef.file.ref = file
+appender.file.type = RollingFile
+appender.file.name = file
+appender.file.fileName = {log}
+appender.file.filePattern = {log}.%i
+appender.file.policies.type = Policies
+appender.file.policies.size.type = SizeBasedTriggeringPolicy
+appender.file.policies.size.size = 16MB
+appender.file.strategy.type = DefaultRolloverStrategy
+appender.file.strategy.max = 2
+appender.file.layout.type = PatternLayout
+appender.file.layout.pattern = %d{{yyyy-MM-dd'T'HH:mm:ss.SSSXXX}} %p %c{{1}}: %m%n%ex
+# A trigger interval that a slow batch overruns is no news: the next batch is larger.
+logger.trigger.name = org.apache.spark.sql.execution.streaming.runtime.ProcessingTimeExecutor
+logger.trigger.level = error
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class SparkOptions:
+    """What a session is made of.
+
+    `work_dir` takes what Spark spills, its log and a wrapper of Java where one is needed; it is on this machine's disk
+    and stays as long as the session. `conf` is passed through and wins over everything that is chosen here.
+    """
+
+    work_dir: Path
+    app_name: str = "millstream"
+    master: str = "local[*]"
+    conf: Mapping[str, str] = field(default_factory=dict)
+
+
+def open_session(options: SparkOptions) -> SparkSession:
+    """Return the process's session; start it where there is none (3 to 20 seconds).
+
+    Raises:
+        JavaMissing: there is no Java to run it on.
+        EngineError: Spark doesn't start; the log in `work_dir` says why.
+
+    Concurrency: one caller, before any other thread uses Spark.
+    """
+    work_dir = options.work_dir.absolute()
+    work_dir.mkdir(parents=True, exist_ok=True)
+    # Spark's launcher and the data sources' look-up read the environment, once, when the JVM starts.
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+    os.environ["JAVA_HOME"] = str(find_java(work_dir).path)
+    if options.master.startswith("local"):
+        # A laptop whose host name doesn't resolve, or whose network changes, must not matter.
+        os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    facts = {"spark.app.name": options.app_name, "spark.master": options.master}
+    conf = SparkConf(loadDefaults=False).setAll([*(_defaults(options, work_dir) | facts | dict(options.conf)).items()])
+    try:
+        if SparkContext._active_spark_context is None:  # noqa: SLF001 - there is no public way to ask
+            # What the JVM and Python workers print goes to a file: this terminal is for people.
+            with (work_dir / "spark.out").open("ab") as output:
+                gateway = launch_gateway(conf, {"stdout": output, "stderr": output})
+            SparkContext(conf=conf, gateway=gateway)
+        return SparkSession.builder.getOrCreate()
+    except (PySparkException, Py4JError, OSError, RuntimeError) as error:
+        raise EngineError(
+            f"Spark did not start on {options.master}: {error}",
+            hint=f"{work_dir / 'spark.out'} and spark.log beside it say why.",
+            master=options.master,
+        ) from error
+
+
+def _defaults(options: SparkOptions, work_dir: Path) -> dict[str, str]:
+    defaults = {
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.sql.session.timeZone": "UTC",
+        "spark.python.worker.reuse": "true",
+        # Frames are large rows: a batch of the default 10 000 of them would not fit anywhere.
+        "spark.sql.execution.arrow.maxBytesPerBatch": str(64 << 20),
+        "spark.sql.execution.arrow.pyspark.enabled": "true",
+        # Each batch leaves files in the spark checkpoint; replay needs the last one, a person perhaps ten.
+        "spark.sql.streaming.minBatchesToRetain": "10",
+        "spark.sql.streaming.stopTimeout": "30000",
+        "spark.log.structuredLogging.enabled": "false",
+    }
+    if options.master.startswith("local"):
+        log4j = work_dir / "log4j2.properties"
+        log4j.write_text(_LOG4J.format(log=work_dir / "spark.log"))
+        defaults |= {
+            "spark.driver.host": "127.0.0.1",
+            "spark.driver.bindAddress": "127.0.0.1",
+            "spark.driver.memory": "1g",
+            "spark.driver.extraJavaOptions": f"-Dlog4j2.configurationFile={log4j.as_uri()} -XX:+UseSerialGC",
+            "spark.local.dir": str(work_dir / "tmp"),
+            "spark.sql.warehouse.dir": str(work_dir / "warehouse"),
+            # Tasks here are small and few; 200 partitions would cost a second a batch.
+            "spark.sql.shuffle.partitions": str(min(4, max(2, os.cpu_count() or 2))),
+            "spark.default.parallelism": str(min(4, max(2, os.cpu_count() or 2))),
+        }
+    return defaults

@@ -1,0 +1,387 @@
+"""`spark.read.format("millstream")` and `spark.readStream.format("millstream")`: a stream's log as a Spark source.
+
+Rules:
+
+- A micro-batch is a consistent cut: it ends at the end of a commit group, so no operation is ever seen in part.
+- An offset is `{"stream": <uuid>, "token": <token>}`. The same two offsets give the same rows for ever, in any process; after a
+  restart Spark asks `partitions` for the batch that it had begun, without ever asking `initialOffset`. So nothing here
+  remembers anything from one call to the next, but for the target of an AvailableNow query.
+- Only the log's folder is read: segments and the mark, neither catalog nor owner. `read` runs in other processes, on other
+  cores or machines, than the rest.
+- Spark's `commit` lags behind by a batch and the last one never comes: nothing here depends on it.
+
+Options: see `SourceOptions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal, Self
+
+import pyarrow as pa
+from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxBytes,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
+from pyspark.sql.types import StructType
+
+from millstream.errors import CheckpointForeign, InvalidToken, TokenFromFuture, UnknownStream, UnknownTable, UsageError
+from millstream.model.ids import StreamId, TableId
+from millstream.model.positions import Seq, StreamToken
+from millstream.model.records import record_schema
+from millstream.model.schema import TableKind, TableSchema
+from millstream.spark.columns import arrow_schema, conform, spark_schema
+from millstream.spark.envelope import ENVELOPE_SCHEMA, envelopes
+from millstream.spark.frames import FRAMES_SCHEMA, is_raw, pack
+from millstream.wal.reader import LogSpan, StreamReader, TableRecords
+
+PARTITION_BYTES: Final = 16 << 20
+"""Of the log, a partition: about a quarter of a second's work for a Python worker, several times what a task costs."""
+BATCH_ROWS: Final = 16_384
+"""Small frames are put together to about this many rows: an Arrow batch costs Spark some 50 µs, whatever its size."""
+
+_OPTIONS: Final = frozenset(
+    {"path", "wal", "stream", "table", "tables", "columns", "starting", "ending", "layout"}
+    | {"max_rows_per_trigger", "max_bytes_per_trigger", "partition_bytes"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOptions:
+    """What a reader was asked for.
+
+    Options, all optional but `path` and `stream`:
+        path, stream: the home's folder, and the stream's name.
+        wal: the folder of the stream's log, in place of both.
+        table: `schema.table`; its own columns after the `__` columns. Without it: every record as an envelope.
+        columns: names, separated by commas; only these are decoded for Spark.
+        starting: `earliest` (default), `latest`, or a token: the rows after it.
+        ending: a token: the rows up to it. Default: what is durable when the batch (or each trigger) is planned.
+        max_rows_per_trigger, max_bytes_per_trigger: bounds of a micro-batch; an operation is never split, and bytes win
+            where both are given and the engine asks for one.
+        layout: `records` (default) or `frames` (see `millstream.spark.frames`).
+        tables: with frames, table ids separated by commas.
+        partition_bytes: bytes of the log a Spark partition.
+    """
+
+    wal: Path
+    table: str | None = None
+    table_ids: frozenset[TableId] | None = None
+    columns: tuple[str, ...] = ()
+    starting: str = "earliest"
+    ending: str | None = None
+    rows_max: int | None = None
+    bytes_max: int | None = None
+    layout: Literal["records", "frames"] = "records"
+    partition_bytes: int = PARTITION_BYTES
+
+    @classmethod
+    def parse(cls, options: Mapping[str, str]) -> Self:
+        """The options as Spark hands them over, names in any case.
+
+        Raises:
+            UsageError: an option is unknown, missing or malformed; the message names it.
+            UnknownStream: there is no such log.
+        """
+        given = {name.lower(): value for name, value in options.items()}
+        unknown = sorted(set(given) - _OPTIONS)
+        if unknown:
+            raise UsageError(
+                f"the millstream source has no option {unknown[0]!r}", hint=f"It has: {', '.join(sorted(_OPTIONS))}."
+            )
+        layout = given.get("layout", "records")
+        if layout not in {"records", "frames"}:
+            raise UsageError(f"layout {layout!r} is unknown", hint="It is `records` or `frames`.")
+        if layout == "frames" and ("table" in given or "columns" in given):
+            raise UsageError("layout=frames takes neither table nor columns", hint="Use `tables` with table ids.")
+        if "tables" in given and layout != "frames":
+            raise UsageError("tables goes with layout=frames only", hint="Use `table` with a name.")
+        return cls(
+            wal=_wal_folder(given),
+            table=given.get("table"),
+            table_ids=frozenset(TableId(int(t)) for t in _names(given["tables"])) if "tables" in given else None,
+            columns=_names(given.get("columns", "")),
+            starting=given.get("starting", "earliest"),
+            ending=given.get("ending"),
+            rows_max=_count(given, "max_rows_per_trigger"),
+            bytes_max=_count(given, "max_bytes_per_trigger"),
+            layout="frames" if layout == "frames" else "records",
+            partition_bytes=_count(given, "partition_bytes") or PARTITION_BYTES,
+        )
+
+
+class MillstreamSource(DataSource):
+    """The source as Spark knows it; Spark makes one for each `load()` and pickles it from process to process."""
+
+    @classmethod
+    def name(cls) -> str:
+        """What `format(…)` is given."""
+        return "millstream"
+
+    def schema(self) -> StructType:
+        """The columns, from the log's latest schema of the table; they stay so for the life of the DataFrame."""
+        options = SourceOptions.parse(self.options)
+        if options.layout == "frames":
+            return spark_schema(FRAMES_SCHEMA)
+        if options.table is None:
+            whole = ENVELOPE_SCHEMA
+        else:
+            whole = record_schema(_latest(_tables_named(StreamReader(str(options.wal)), options.table)))
+        for name in options.columns:
+            if name not in whole.names:
+                raise UsageError(f"there is no column {name!r}", hint=f"There are: {', '.join(whole.names)}.")
+        return spark_schema(pa.schema([whole.field(name) for name in options.columns]) if options.columns else whole)
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        """For `spark.read`."""
+        return MillstreamReader(_Scan(SourceOptions.parse(self.options), schema))
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
+        """For `spark.readStream`."""
+        return MillstreamStreamReader(_Scan(SourceOptions.parse(self.options), schema))
+
+
+@dataclass
+class LogPartition(InputPartition):
+    """One task's part of `(after, upto]`."""
+
+    span: LogSpan | None
+    """None: no records, a frames marker alone."""
+    after: Seq
+    upto: Seq
+    table_ids: frozenset[TableId] | None
+    """None: all."""
+
+
+@dataclass(frozen=True)
+class _Scan:
+    """What batch and stream have in common. Picklable, and cheap to make: the log is opened on first use of each process."""
+
+    options: SourceOptions
+    declared: StructType
+    _opened: list[StreamReader] = field(default_factory=list, compare=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Scan, (self.options, self.declared))
+
+    @property
+    def log(self) -> StreamReader:
+        if not self._opened:
+            self._opened.append(StreamReader(str(self.options.wal)))
+        return self._opened[0]
+
+    def start(self) -> Seq:
+        """Where `starting` says; `TokenFromFuture`, `InvalidToken` where it can't be."""
+        if self.options.starting == "earliest":
+            return Seq(max(0, self.log.first_seq() - 1))
+        if self.options.starting == "latest":
+            return self.log.persisted_upto()
+        return self._existing(self.options.starting)
+
+    def end(self) -> Seq:
+        """What there is now, and not beyond `ending`."""
+        return self.log.persisted_upto() if self.options.ending is None else self._existing(self.options.ending)
+
+    def bound(self) -> Seq | None:
+        """Where `ending` says that a stream stops; it may lie ahead."""
+        return None if self.options.ending is None else self._parse(self.options.ending)
+
+    def partitions(self, after: Seq, upto: Seq) -> list[LogPartition]:
+        if upto <= after:
+            return []
+        table_ids = self.options.table_ids
+        if self.options.table is not None:
+            table_ids = frozenset(t.table_id for t in _tables_named(self.log, self.options.table))
+        spans = self.log.spans(after, upto, bytes_target=self.options.partition_bytes)
+        if not spans and self.options.layout == "frames":
+            return [LogPartition(None, after, upto, table_ids)]
+        return [LogPartition(span, after, upto, table_ids) for span in spans]
+
+    def read(self, partition: LogPartition) -> Iterator[pa.RecordBatch]:
+        tables = None if partition.table_ids is None else set(partition.table_ids)
+        records = iter(()) if partition.span is None else self.log.read_span(partition.span, tables=tables)
+        pieces = (piece for piece in records if not is_raw(piece))
+        target = arrow_schema(self.declared)
+        if self.options.layout == "frames":
+            yield from pack(pieces, partition.after, partition.upto)
+        else:
+            yield from _together(self._rows(pieces, target), target)
+
+    def _rows(self, pieces: Iterator[TableRecords], target: pa.Schema) -> Iterator[pa.RecordBatch]:
+        for piece in pieces:
+            rows = piece.batch if self.options.table is not None else envelopes(piece.schema, piece.batch, target.names)
+            yield conform(rows, target)
+
+    def _existing(self, text: str) -> Seq:
+        token = StreamToken.parse(text, stream=self.log.stream_id)
+        if token.ahead:
+            raise InvalidToken(
+                f"{text} is a vector token", hint="Spark reads a stream in one line: use a token `….s<n>`."
+            )
+        if token.minimum > self.log.persisted_upto():
+            raise TokenFromFuture(f"{text} lies beyond what the stream has, which is up to {self.log.persisted_upto()}")
+        return token.minimum
+
+
+class MillstreamReader(DataSourceReader):
+    """One batch: what was durable when it was planned."""
+
+    def __init__(self, scan: _Scan) -> None:
+        self._scan = scan
+
+    def partitions(self) -> Sequence[InputPartition]:
+        """The stretches of the log between `starting` and `ending`, sized by bytes."""
+        return self._scan.partitions(self._scan.start(), self._scan.end())
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """The rows of one of them. Spark hands over an empty partition of its own where there is none."""
+        if isinstance(partition, LogPartition):
+            yield from self._scan.read(partition)
+
+
+class MillstreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """A streaming query's view of the log."""
+
+    def __init__(self, scan: _Scan) -> None:
+        self._scan = scan
+        self._target: Seq | None = None
+
+    def initialOffset(self) -> dict[str, str]:  # noqa: N802 - Spark's name
+        """Where a query without a spark checkpoint begins."""
+        return self._offset(self._scan.start())
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
+        """The bound of a micro-batch that the options name; bytes before rows."""
+        if self._scan.options.bytes_max is not None:
+            return ReadMaxBytes(self._scan.options.bytes_max)
+        if self._scan.options.rows_max is not None:
+            return ReadMaxRows(self._scan.options.rows_max)
+        return ReadAllAvailable()
+
+    def latestOffset(self, start: dict[str, str], limit: ReadLimit) -> dict[str, str]:  # noqa: N802 - Spark's name
+        """The greatest cut within the limit; at least one whole group where there is one beyond `start`."""
+        after = self._position(start)
+        rows_max = limit.max_rows if isinstance(limit, ReadMaxRows) else None
+        bytes_max = limit.max_bytes if isinstance(limit, ReadMaxBytes) else None
+        if bytes_max is not None:
+            rows_max = self._scan.options.rows_max
+        upto = self._scan.log.cut(after, rows_max=rows_max, bytes_max=bytes_max)
+        for bound in (self._target, self._scan.bound()):
+            upto = upto if bound is None else min(upto, bound)
+        return self._offset(max(after, upto))
+
+    def reportLatestOffset(self) -> dict[str, str]:  # noqa: N802 - Spark's name
+        """What is durable now, for the query's progress."""
+        return self._offset(self._scan.log.persisted_upto())
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
+        """Fix what "now" is."""
+        self._target = self._scan.log.persisted_upto()
+
+    def partitions(self, start: dict[str, str], end: dict[str, str]) -> Sequence[InputPartition]:
+        """The stretches of the log between two offsets: the same for ever."""
+        return self._scan.partitions(self._position(start), self._position(end))
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """The rows of one of them."""
+        assert isinstance(partition, LogPartition)
+        yield from self._scan.read(partition)
+
+    def _offset(self, seq: Seq) -> dict[str, str]:
+        stream = self._scan.log.stream_id
+        return {"stream": str(stream), "token": str(StreamToken.scalar(stream, seq))}
+
+    def _position(self, offset: Mapping[str, str]) -> Seq:
+        return position_of(offset, self._scan.log.stream_id)
+
+
+def position_of(offset: Mapping[str, Any], stream: StreamId) -> Seq:
+    """The position that a spark checkpoint's offset stands for.
+
+    Raises:
+        CheckpointForeign: it is another stream's, or no offset of Millstream's at all.
+    """
+    if offset.get("stream") != str(stream):
+        raise CheckpointForeign(
+            f"the spark checkpoint belongs to stream {offset.get('stream', '?')}, and this is stream {stream}",
+            hint="Name another spark checkpoint (checkpointLocation), or the stream that this one was made for.",
+        )
+    try:
+        token = StreamToken.parse(str(offset.get("token", "")), stream=stream)
+    except InvalidToken as error:
+        raise CheckpointForeign(f"the spark checkpoint's offset can't be read: {error}") from error
+    return token.minimum
+
+
+def _together(batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """The same rows in fewer batches, of about `BATCH_ROWS` where they were smaller."""
+    held: list[pa.RecordBatch] = []
+    rows = 0
+    for batch in batches:
+        held.append(batch)
+        rows += batch.num_rows
+        if rows >= BATCH_ROWS:
+            yield from pa.Table.from_batches(held, schema).combine_chunks().to_batches()
+            held, rows = [], 0
+    if rows:
+        yield from pa.Table.from_batches(held, schema).combine_chunks().to_batches()
+
+
+def _tables_named(log: StreamReader, name: str) -> list[TableSchema]:
+    """The latest schemas of all tables of that name: one that was dropped and made again is two."""
+    schemas = list(log.schemas().values())
+    found = [s for s in schemas if name in table_names(s) and s.kind is not TableKind.RAW]
+    if not found:
+        known = sorted({table_names(s)[0] for s in schemas})
+        raise UnknownTable(f"the log has no table {name!r}", hint=f"It has: {', '.join(known) or 'none yet'}.")
+    return found
+
+
+def table_names(schema: TableSchema) -> tuple[str, ...]:
+    """The names under which a table may be asked for; the first is the one to show."""
+    return (f"{schema.namespace}.{schema.name}",)
+
+
+def _latest(schemas: Sequence[TableSchema]) -> TableSchema:
+    return max(schemas, key=lambda schema: schema.table_id)
+
+
+def _wal_folder(given: Mapping[str, str]) -> Path:
+    where = given.get("wal") or given.get("path")
+    if not where:
+        raise UsageError("the millstream source needs the option path", hint='Give the home: .option("path", "shop").')
+    if "://" in where and not where.startswith("file://"):
+        raise UsageError(f"{where} can't be read", hint="Give a folder on this machine's disks.")
+    folder = Path(where.removeprefix("file://"))
+    if "wal" not in given:
+        name = given.get("stream")
+        logs = folder / "data" / "wal"
+        streams = sorted(entry.name for entry in logs.iterdir() if entry.is_dir()) if logs.is_dir() else []
+        if name is None and len(streams) != 1:
+            raise UnknownStream(f"{folder} has {len(streams)} streams", hint='Name one: .option("stream", "shop").')
+        folder = logs / (name or streams[0])
+    if not folder.is_dir():
+        raise UnknownStream(f"there is no log in {folder}", hint="It comes with the first `millstream run`.")
+    return folder
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _count(given: Mapping[str, str], name: str) -> int | None:
+    if name not in given:
+        return None
+    try:
+        count = int(given[name])
+    except ValueError as error:
+        raise UsageError(f"{name} is not a number: {given[name]!r}") from error
+    if count < 1:
+        raise UsageError(f"{name} is {count}", hint="It has to be at least 1.")
+    return count
