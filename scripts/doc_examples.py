@@ -4,7 +4,7 @@ By the language of a fenced block:
 
 - `console`: after `$ `, each `millstream` names commands and options that exist, each `make` a target, each extra in
   `pip install 'millstream[…]'` one of pyproject.toml's. Output is free.
-- `toml`, `json`: parse. `python`: runs as a doctest where it has prompts, else compiles; what it takes from
+- `toml`: is a part of a `millstream.toml`. `json`: parses. `python`: runs as a doctest where it has prompts, else compiles; what it takes from
   `millstream` is there.
 - `sql`, `text`, `bash` scripts and the rest of LANGUAGES: free. A block of no or of another language fails, so that nothing
   slips past for want of a name.
@@ -28,6 +28,7 @@ from pathlib import Path
 
 import click
 from markdown_it import MarkdownIt
+from pydantic import BaseModel, ValidationError
 
 ROOT = Path(__file__).resolve().parent.parent
 LANGUAGES = {"console", "toml", "json", "python", "sql", "text", "ini", "yaml", "mermaid", "c"}
@@ -129,6 +130,21 @@ def check_extras(command: str) -> None:
                 raise WrongExampleError(f"there is no extra {extra.strip()!r}")
 
 
+def check_toml(text: str) -> None:
+    """Parse it, and hold it against the configuration's model: it may be a part, but what is there must be right."""
+    document = tomllib.loads(text)
+    if not is_built("app.config"):
+        return
+    model: type[BaseModel] = importlib.import_module("millstream.app.config").Config
+    try:
+        model.model_validate(document)
+    except ValidationError as error:
+        wrong = [problem for problem in error.errors() if problem["type"] != "missing"]
+        if wrong:
+            where = ".".join(map(str, wrong[0]["loc"]))
+            raise WrongExampleError(f"{where}: {wrong[0]['msg']}") from error
+
+
 def check_python(text: str) -> None:
     """Run it where it has prompts; else compile it and look up what it takes from Millstream."""
     if ">>>" in text:
@@ -162,7 +178,7 @@ def require_name(module: str, name: str) -> None:
 
 CHECKS: dict[str, Callable[[str], object]] = {
     "console": check_console,
-    "toml": tomllib.loads,
+    "toml": check_toml,
     "json": json.loads,
     "python": check_python,
 }

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import click
 import pytest
+from pydantic import BaseModel
 
 
 @click.group()
@@ -26,12 +27,28 @@ def show(as_json: bool, limit: int, words: tuple[str, ...]) -> None:  # noqa: FB
     click.echo((as_json, limit, words))
 
 
+class Log(BaseModel, extra="forbid"):
+    """Stand in for a table of the configuration."""
+
+    name: str
+    retention_age: str = "7d"
+
+
+class Config(BaseModel, extra="forbid"):
+    """Stand in for the configuration."""
+
+    streams: dict[str, Log]
+
+
 @pytest.fixture
 def checker(script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     module = script("doc_examples")
     program = ModuleType("millstream.cli.main")
     program.cli = cli  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "millstream.cli.main", program)
+    configuration = ModuleType("millstream.app.config")
+    configuration.Config = Config  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "millstream.app.config", configuration)
     monkeypatch.setattr(module, "is_built", lambda _room: True)
     monkeypatch.setattr(module, "ROOT", tmp_path)
     (tmp_path / "Makefile").write_text("test:\n")
@@ -51,7 +68,7 @@ def found(checker: ModuleType, tmp_path: Path, language: str, text: str) -> str:
         ("console", "$ millstream --home shop show --json --limit 3 --limit=3 --help x -- --any"),
         ("console", "$ A=1 millstream show \\\n  --limit 3 | wc --lines > --file"),
         ("console", "$ pip install '.[spark]' 'millstream[spark]'\n$ make test ARGS='-k x'\nwhat it prints --nonsense"),
-        ("toml", "a = 1"),
+        ("toml", '[streams.shop]\nretention_age = "1d"'),
         ("python", ">>> 1 + 1\n2"),
         ("python", "from millstream.errors import JavaMissing"),
         ("text", "anything"),
@@ -71,6 +88,8 @@ def test_a_right_example_passes(checker: ModuleType, tmp_path: Path, language: s
         ("console", "$ pip install 'millstream[sparkle]'", "no extra 'sparkle'"),
         ("console", "millstream show", "without a line that begins"),
         ("toml", "a = ", "page.md:3"),
+        ("toml", '[streams.shop]\nretention_aeg = "1d"', "streams.shop.retention_aeg"),
+        ("toml", "[streams.shop]\nretention_age = 7", "streams.shop.retention_age"),
         ("json", "{", "page.md:3"),
         ("python", "def", "page.md:3"),
         ("python", ">>> 1 + 1\n3", "doctest fails"),
