@@ -2,7 +2,9 @@
 
 `MILLSTREAM_FAILPOINTS="capture.before_confirm:2,wal.before_fsync"` kills the process by SIGKILL the second time that it
 comes to the first point, and the first time that it comes to the second. Nothing is done, and next to nothing spent,
-where the variable is unset. Child processes inherit it, each with counts of its own.
+where the variable is unset. Child processes inherit it, each with counts of its own. Where
+`MILLSTREAM_FAILPOINTS_DIR` names a folder too, each point kills once only, over all processes, and leaves a file
+of its name there: so a supervised process may be killed, restarted and left in peace, and a test can count its kills.
 
 Names are `<room>.<moment>`; they are listed where they are hit.
 """
@@ -15,6 +17,7 @@ import threading
 from typing import Final
 
 VARIABLE: Final = "MILLSTREAM_FAILPOINTS"
+WITNESS_VARIABLE: Final = "MILLSTREAM_FAILPOINTS_DIR"
 
 _lock: Final = threading.Lock()
 
@@ -40,5 +43,17 @@ def hit(name: str) -> None:
         if left < 0:
             return
         _left[name] = left
-        if left == 0:
+        if left == 0 and _first_kill(name):
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _first_kill(name: str) -> bool:
+    """Leave the witness of a kill; False where there is one already."""
+    folder = os.environ.get(WITNESS_VARIABLE)
+    if folder is None:
+        return True
+    try:
+        os.close(os.open(os.path.join(folder, name), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        return False
+    return True
