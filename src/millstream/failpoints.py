@@ -3,8 +3,9 @@
 `MILLSTREAM_FAILPOINTS="capture.before_confirm:2,wal.before_fsync"` kills the process by SIGKILL the second time that it
 comes to the first point, and the first time that it comes to the second. Nothing is done, and next to nothing spent,
 where the variable is unset. Child processes inherit it, each with counts of its own. Where
-`MILLSTREAM_FAILPOINTS_DIR` names a folder too, each point kills once only, over all processes, and leaves a file
-of its name there: so a supervised process may be killed, restarted and left in peace, and a test can count its kills.
+`MILLSTREAM_FAILPOINTS_DIR` names a folder too, a point kills only while no file of its name lies there, and leaves one
+when it does: so a supervised process may be killed once, restarted and left in peace, and a test counts its kills and
+arms the point again by removing the file.
 
 Names are `<room>.<moment>`; they are listed where they are hit.
 """
@@ -39,16 +40,15 @@ def hit(name: str) -> None:
     if not _left:
         return
     with _lock:
-        left = _left.get(name, 0) - 1
-        if left < 0:
+        if name not in _left:
             return
-        _left[name] = left
-        if left == 0 and _first_kill(name):
+        _left[name] -= 1
+        if _left[name] <= 0 and _leave_witness(name):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _first_kill(name: str) -> bool:
-    """Leave the witness of a kill; False where there is one already."""
+def _leave_witness(name: str) -> bool:
+    """Say that the process is killed here; False where a witness lies there already."""
     folder = os.environ.get(WITNESS_VARIABLE)
     if folder is None:
         return True

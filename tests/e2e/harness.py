@@ -1,0 +1,163 @@
+"""A home driven through the command line, as a user would: the product is a black box here.
+
+`Home` makes a home, runs `millstream run` with or without failpoints, kills what it's told to, and waits with
+deadlines. It reads nothing of the product's own but its exit codes, its JSON and the folders that its contract names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MILLSTREAM = str(Path(sys.executable).parent / "millstream")
+
+
+@dataclass
+class Home:
+    """A home of one stream, `shop`."""
+
+    path: Path
+    dsn: str
+    tables: Sequence[str] = ("public.*",)
+    extra_config: str = ""
+    runs: int = field(default=0, init=False)
+
+    def init(self) -> None:
+        """`millstream init`; the settings of the test are added at the end of the file."""
+        arguments = [a for table in self.tables for a in ("--tables", table)]
+        self.command("init", str(self.path), "--stream", "shop", "--source", self.dsn, *arguments, home=False)
+        config = self.path / "millstream.toml"
+        config.write_text(config.read_text() + "\n" + self.extra_config)
+
+    def command(self, *arguments: str, home: bool = True, check: bool = True, timeout_s: float = 120) -> str:
+        """A command's stdout; the test fails with its stderr where it doesn't end with 0."""
+        done = subprocess.run(
+            self._argv(arguments, home=home), capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+        if check and done.returncode != 0:
+            raise AssertionError(f"millstream {' '.join(arguments)}: exit {done.returncode}\n{done.stderr[-4000:]}")
+        return done.stdout
+
+    def caught_up(self, *, timeout_s: float = 240) -> None:
+        """`run --until-caught-up`, which must end with 0."""
+        self.runs += 1
+        log = self.path.parent / f"{self.path.name}-run-{self.runs}.log"
+        with log.open("wb") as stderr:
+            done = subprocess.run(
+                self._argv(["run", "--until-caught-up"]), stderr=stderr, stdout=stderr, timeout=timeout_s, check=False
+            )
+        if done.returncode != 0:
+            raise AssertionError(f"run --until-caught-up: exit {done.returncode}\n{log.read_text()[-6000:]}")
+
+    @contextmanager
+    def running(self, *, failpoints: str = "", witnesses: Path | None = None) -> Iterator[Run]:
+        """`run` in the background; at the end it's killed with all that it started, unless it has ended."""
+        self.runs += 1
+        environment = dict(os.environ)
+        if failpoints:
+            environment["MILLSTREAM_FAILPOINTS"] = failpoints
+        if witnesses is not None:
+            environment["MILLSTREAM_FAILPOINTS_DIR"] = str(witnesses)
+        log = self.path.parent / f"{self.path.name}-run-{self.runs}.log"
+        with log.open("wb") as stderr:
+            process = subprocess.Popen(self._argv(["run"]), stderr=stderr, stdout=stderr, env=environment)
+            run = Run(process, log)
+            try:
+                yield run
+            finally:
+                run.kill_all()
+
+    def status(self) -> dict[str, Any]:
+        """`status --json`."""
+        return dict(json.loads(self.command("status", "--json")))
+
+    def records(self, *arguments: str) -> list[dict[str, Any]]:
+        """`wal cat`, one record a line."""
+        text = self.command("wal", "cat", "--format", "ndjson", *arguments)
+        return [json.loads(line) for line in text.splitlines()]
+
+    def lake(self, view: str, table: str) -> Path:
+        """The folder of a table."""
+        return self.path / "lake" / "shop" / view / table
+
+    def _argv(self, arguments: Sequence[str], *, home: bool = True) -> list[str]:
+        return [MILLSTREAM, *(["--home", str(self.path)] if home else []), *arguments]
+
+
+@dataclass
+class Run:
+    """A `millstream run` and its children."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def children(self) -> list[int]:
+        """The ids of all processes below, children of children included."""
+        parents: dict[int, list[int]] = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            parents.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+        found: list[int] = []
+        todo = [self.process.pid]
+        while todo:
+            below = parents.get(todo.pop(), [])
+            found += below
+            todo += below
+        return found
+
+    def child(self, words: str) -> int | None:
+        """The direct child whose command line holds `words`, such as `capture run`."""
+        for pid in self.children():
+            try:
+                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            if words in line and "millstream" in line:
+                return pid
+        return None
+
+    def kill_all(self) -> None:
+        """SIGKILL for the supervisor; its children must end by themselves, soon."""
+        below = self.children()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait(30)
+        wait_for(lambda: not any(alive(pid) for pid in below), "every child of a killed run ends", timeout_s=60)
+
+    def stop(self, *, timeout_s: float = 120) -> int:
+        """SIGTERM, and the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout_s)
+
+    def output(self) -> str:
+        """What it has printed so far."""
+        return self.log.read_text(errors="replace")
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie doesn't)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for(condition: Any, what: str, *, timeout_s: float = 60) -> None:
+    """Return once `condition()` is true; the test fails at the deadline."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > end:
+            raise AssertionError(f"waited {timeout_s} s for: {what}")
+        time.sleep(0.05)  # between two looks; the condition decides
