@@ -182,7 +182,9 @@ class CorruptWal(LogError):
 
     code = "corrupt_wal"
     retry = Retry.OPERATOR
-    default_hint = "`millstream wal verify` says what is lost and what is not; restore the file from a copy if there is one."
+    default_hint = (
+        "`millstream wal verify` says what is lost and what is not; restore the file from a copy if there is one."
+    )
 
 
 class UnsupportedFormat(LogError):
