@@ -1,0 +1,186 @@
+"""Commit cuts: one row `(n, table versions)` once all tables of a batch have it, in the Delta table `_commits`.
+
+A query reads all tables as the last row says. Each row tells all tables, those that the batch didn't touch as they stood, so
+that an idle table holds nothing back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from deltalake import write_deltalake
+
+from millstream.errors import LakeTableForeign
+from millstream.lake.delta import WRITER, OpenTable, create_table, lake_errors, open_table
+from millstream.lake.layout import LakeLayout, TableCommit
+from millstream.model.ids import TableId
+from millstream.model.positions import Seq
+from millstream.model.records import INSTANT
+
+_SCHEMA: Final = pa.schema(
+    [
+        pa.field("number", pa.int64(), nullable=False),
+        pa.field("n", pa.int64(), nullable=False),
+        pa.field("committed_at", INSTANT, nullable=False),
+        pa.field("commit_ts_max", INSTANT),
+        pa.field("tables", pa.string(), nullable=False),
+    ]
+)
+_COMPACT_VERSIONS: Final = 500
+"""A file a row: every so many rows the table's small files are made one."""
+
+
+@dataclass(frozen=True, slots=True)
+class CutTable:
+    """One table as a cut names it."""
+
+    table_id: TableId
+    name: str
+    """`schema.table`, unquoted."""
+    history: int
+    """Delta version of history; -1 where there is none."""
+    current: int = -1
+    """Delta version of `current`; -1 before its first fold."""
+    current_n: Seq = Seq(0)
+    """What `current` was folded up to in that version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """All tables at one token."""
+
+    number: int
+    """Counts cuts from 1; two may have one n, where folds came between."""
+    n: Seq
+    committed_at: datetime
+    commit_ts_max: datetime | None
+    """The greatest commit time of this and all earlier cuts."""
+    tables: Mapping[str, CutTable] = field(default_factory=dict)
+    """By folder name."""
+
+
+def commit_cut(
+    layout: LakeLayout,
+    n: Seq,
+    commits: Iterable[TableCommit],
+    *,
+    committed_at: datetime,
+    commit_ts_max: datetime | None = None,
+) -> Cut:
+    """Commit that every table has everything up to `n`; returns the cut, or the later one that is there already.
+
+    Args:
+        layout: where the lake is.
+        n: what the batch ends at.
+        commits: what writes since the last cut returned, folds too; other tables stay as they stood.
+        committed_at: now, with a time zone.
+        commit_ts_max: the greatest commit time of the batch, where it had any.
+
+    Raises:
+        LakeConflict: another driver committed a cut first.
+    """
+    commits = list(commits)
+    opened = _open(layout)
+    if opened is None:
+        opened = create_table(
+            layout,
+            layout.commits_path,
+            layout.commits_app_id,
+            _SCHEMA,
+            description=f"Which table versions stand at one position, written by Millstream (stream {layout.stream_name}).",
+        )
+    last = _read_last(opened)
+    tables = merged({} if last is None else last.tables, commits)
+    if last is not None and (last.n > n or (last.n == n and tables == last.tables)):
+        return last
+    times = [time for time in (commit_ts_max, last and last.commit_ts_max) if time is not None]
+    cut = Cut(1 if last is None else last.number + 1, n, committed_at, max(times, default=None), tables)
+    row = {
+        "number": [cut.number],
+        "n": [int(n)],
+        "committed_at": [cut.committed_at],
+        "commit_ts_max": [cut.commit_ts_max],
+        "tables": [_encode(cut.tables)],
+    }
+    with lake_errors(layout.commits_path):
+        write_deltalake(
+            opened.table,
+            pa.table(row, schema=_SCHEMA),
+            mode="append",
+            writer_properties=WRITER,
+            commit_properties=opened.commit(n),
+        )
+    return cut
+
+
+def last_cut(layout: LakeLayout) -> Cut | None:
+    """The last cut; None before the first.
+
+    Raises:
+        LakeTableForeign: somebody else wrote into `_commits`.
+    """
+    opened = _open(layout)
+    return None if opened is None else _read_last(opened)
+
+
+def compact_cuts(layout: LakeLayout) -> None:
+    """Make `_commits`' small files one, where there are many."""
+    opened = _open(layout)
+    if opened is not None and len(opened.table.file_uris()) >= _COMPACT_VERSIONS:
+        with lake_errors(layout.commits_path):
+            opened.table.optimize.compact(writer_properties=WRITER, commit_properties=opened.upkeep())
+
+
+def merged(tables: Mapping[str, CutTable], commits: Iterable[TableCommit]) -> dict[str, CutTable]:
+    """The tables as they stand after some commits, in any order; versions never go back."""
+    result = dict(tables)
+    for commit in commits:
+        had = result.get(commit.folder)
+        if had is not None and had.table_id > commit.table_id:
+            continue
+        if had is None or had.table_id != commit.table_id:
+            had = CutTable(commit.table_id, commit.name, -1 if had is None else had.history)
+        if commit.view == "history":
+            had = replace(had, history=max(had.history, commit.version))
+        elif commit.version >= had.current:
+            had = replace(had, current=commit.version, current_n=commit.n)
+        result[commit.folder] = replace(had, name=commit.name)
+    return result
+
+
+def _open(layout: LakeLayout) -> OpenTable | None:
+    return open_table(layout, layout.commits_path, layout.commits_app_id)
+
+
+def _read_last(opened: OpenTable) -> Cut | None:
+    if opened.n is None:
+        return None
+    with lake_errors(opened.path):
+        files = opened.table.to_pyarrow_dataset(file_pruning_predicate=f"n >= {int(opened.n)}")
+        rows = files.to_table(filter=pc.field("n") == int(opened.n)).sort_by("number").to_pylist()
+    if not rows:
+        raise LakeTableForeign(
+            f"{opened.path} lacks the cut at {opened.n} that it once had", path=opened.path, version=opened.version
+        )
+    return _decode(rows[-1])
+
+
+def _encode(tables: Mapping[str, CutTable]) -> str:
+    facts = {
+        folder: [int(t.table_id), t.name, t.history, t.current, int(t.current_n)] for folder, t in sorted(tables.items())
+    }
+    return json.dumps(facts, separators=(",", ":"), ensure_ascii=False)
+
+
+def _decode(row: Mapping[str, Any]) -> Cut:
+    tables = {
+        folder: CutTable(TableId(table_id), name, history, current, Seq(current_n))
+        for folder, (table_id, name, history, current, current_n) in json.loads(row["tables"]).items()
+    }
+    return Cut(row["number"], Seq(row["n"]), row["committed_at"], row["commit_ts_max"], tables)

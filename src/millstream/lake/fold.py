@@ -1,0 +1,330 @@
+"""The fold: what a run of records does to the rows of `current`. Pure, but for asking for rows of `current`.
+
+Records are taken in order of `__seq`. The rules:
+
+- `c`, `r` and `u` put a row at their key; the last record of a key wins, deletes included.
+- `u` whose `__before` holds another key moves the row: the old key goes. `t` empties the table.
+- Columns named in `__unchanged` come from the row's own past: its last record before this one (under its old key, where it
+  moved), or, where the run holds none, from `current`.
+- A table without a key (identity FULL) is a bag: `d` and `u` take out one row equal to the old one. As rows taken out are
+  there, only the count of each distinct row matters, and no order.
+
+Nearly all records neither move nor leave columns out; those are folded by sorting codes of their keys. Only the
+rows of keys that do are walked one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.errors import LakeError
+from millstream.lake.keys import Codes, Keys, key_codes, last_of_each
+from millstream.lake.types import conform, from_text, text_maps, texts_of
+from millstream.model.records import TEXT_BY_COLUMN
+from millstream.model.schema import TableSchema
+
+EXACT: Final = pa.field("__exact", TEXT_BY_COLUMN)
+
+Indexes = npt.NDArray[np.int64]
+Lookup = Callable[[Keys], pa.Table]
+"""Rows of `current` (its columns and `__exact`) that hold at least all those with one of the keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """What a run of records does to `current`: forget all (where `truncated`), take out, put in."""
+
+    rows: pa.Table
+    """Rows to put in, `columns` and `__exact`."""
+    gone: Keys
+    """Keyed: rows with these keys are taken out before `rows` are put in (the keys of `rows` among them). Bag: each of these
+    whole rows, as often as it stands here, takes out one equal row."""
+    truncated: bool
+    records: int
+    """Records folded."""
+
+
+@dataclass(slots=True)
+class _State:
+    """A live row while its records are walked: the record that wrote it, and where its unchanged columns come from."""
+
+    base: int
+    filled: dict[str, int] = field(default_factory=dict)
+    """By column: a record's index, or `-1 - k` for row `k` of those asked of `current`."""
+
+
+def fold_records(tail: pa.Table, schema: TableSchema, columns: pa.Schema, lookup: Lookup) -> Folded:
+    """Fold records into rows.
+
+    Args:
+        tail: history's rows (the records' own columns and the table's), any order; columns missing from it are null.
+        schema: the table's latest schema: its key, its name.
+        columns: the columns of `current`, in the lake's types, without `__exact`.
+        lookup: asked once at most, and only for rows whose past is needed.
+
+    Raises:
+        LakeError: a record leaves a column unchanged and the lake holds no earlier row of it.
+    """
+    tail = _in_order(tail)
+    ops = _ops(tail)
+    truncates = np.flatnonzero(ops == ord("t"))
+    records = tail.num_rows
+    if len(truncates):
+        tail = tail.slice(int(truncates[-1]) + 1)
+        ops = ops[int(truncates[-1]) + 1 :]
+    wanted = np.isin(ops, np.frombuffer(b"curd", np.uint8))
+    if not wanted.all():
+        tail, ops = tail.filter(pa.array(wanted)), ops[wanted]
+    values = conform(tail, pa.schema([*columns, EXACT]))
+    run = _Run(tail, ops, values, schema, truncated=bool(len(truncates)))
+    if not schema.key:
+        rows, gone = _fold_bag(run)
+    else:
+        rows, gone = _fold_keyed(run, lookup)
+    return Folded(rows, gone, run.truncated, records)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Records after the last truncate, in order."""
+
+    tail: pa.Table
+    ops: npt.NDArray[np.uint8]
+    values: pa.Table
+    schema: TableSchema
+    truncated: bool
+
+    def old(self, names: tuple[str, ...]) -> tuple[Indexes, Keys]:
+        """The updates that carry an old key or row, and its `names`; a column that it lacks is as in the new row."""
+        before = self.tail.column("__before").combine_chunks()
+        at = np.flatnonzero((self.ops == ord("u")) & np.asarray(before.is_valid()))
+        maps, here = before.take(pa.array(at)), pa.array(at)
+        new = Keys.of(self.values, names).take(at)
+        present = _names_in(maps)
+        columns, exact = [], []
+        for place, name in enumerate(names):
+            has = present.get(name)
+            if has is None:
+                columns.append(new.columns[place])
+                exact.append(new.exact[place])
+                continue
+            value, text = from_text(self.values.schema.field(name).type, texts_of(maps, name))
+            kept = pa.nulls(len(here), pa.string()) if new.exact[place] is None else new.exact[place]
+            columns.append(pc.if_else(pa.array(has), value, new.columns[place]))
+            text = pc.if_else(pa.array(has), text, kept)
+            exact.append(None if text.null_count == len(text) else text)
+        return at, Keys(names, tuple(columns), tuple(exact))
+
+    def unchanged(self) -> tuple[Indexes, list[list[str]]]:
+        """The updates that leave columns out, and which."""
+        lists = self.tail.column("__unchanged").combine_chunks()
+        lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
+        at = np.flatnonzero((lengths > 0) & (self.ops == ord("u")))
+        return at, lists.take(pa.array(at)).to_pylist() if len(at) else []
+
+
+def _fold_keyed(run: _Run, lookup: Lookup) -> tuple[pa.Table, Keys]:
+    key = run.schema.key
+    new_keys = Keys.of(run.values, key)
+    at, old_keys = run.old(key)
+    new, old_some = key_codes([new_keys, old_keys])
+    old = new.copy()
+    old[at] = old_some
+    moved = np.flatnonzero(old != new)
+    sparse, names = run.unchanged()
+
+    walked = np.union1d(np.union1d(new[moved], old[moved]), new[sparse])
+    by_walk = np.isin(new, walked)
+    plain = np.flatnonzero(~by_walk)
+    winners = plain[last_of_each(new[plain])]
+    winners = winners[run.ops[winners] != ord("d")]
+
+    walk = _Walk(run.ops, new, old, dict(zip(sparse.tolist(), names, strict=True)), truncated=run.truncated)
+    states = walk.play(np.flatnonzero(by_walk))
+    rows = _materialize(run, winners, states, _ask(walk, new_keys, old_keys, at, lookup))
+    everything = np.concatenate([new, old_some])
+    seen = np.unique(everything, return_index=True)[1]
+    return rows, _concat(new_keys, old_keys).take(seen.astype(np.int64))
+
+
+@dataclass(slots=True)
+class _Walk:
+    """Rows of keys that move or leave columns out, record by record."""
+
+    ops: npt.NDArray[np.uint8]
+    new: Codes
+    old: Codes
+    unchanged: Mapping[int, list[str]]
+    truncated: bool
+    asked: dict[int, int] = field(default_factory=dict)
+    """By key code, the place of the row among those asked of `current`."""
+    asked_by: list[int] = field(default_factory=list)
+    """For each place, a record that needs it."""
+
+    def play(self, records: Indexes) -> list[_State]:
+        """The rows that live at the end, in order of their keys' first records."""
+        live: dict[int, _State | None] = {}
+        for record in records.tolist():
+            key, origin = int(self.new[record]), int(self.old[record])
+            if self.ops[record] == ord("d"):
+                live[key] = None
+                continue
+            state = _State(record)
+            for name in self.unchanged.get(record, ()):
+                state.filled[name] = self._past(live, record, origin, name)
+            if origin != key:
+                live[origin] = None
+            live[key] = state
+        return [state for state in live.values() if state is not None]
+
+    def _past(self, live: Mapping[int, _State | None], record: int, origin: int, name: str) -> int:
+        past = live.get(origin)
+        if past is not None:
+            return past.filled.get(name, past.base)
+        if origin in live or self.truncated:
+            raise LakeError(
+                f"record {record} of this run leaves column {name} unchanged, and the row it changes was deleted before it",
+                column=name,
+            )
+        place = self.asked.setdefault(origin, len(self.asked))
+        if place == len(self.asked_by):
+            self.asked_by.append(record)
+        return -1 - place
+
+
+def _ask(walk: _Walk, new_keys: Keys, old_keys: Keys, at: Indexes, lookup: Lookup) -> pa.Table | None:
+    """Rows of `current` in order of the places that the walk gave out."""
+    if not walk.asked:
+        return None
+    positions = {int(record): place for place, record in enumerate(at)}
+    both = _concat(new_keys, old_keys)
+    wanted = both.take(
+        np.array(
+            [
+                len(new_keys) + positions[record] if record in positions else record
+                for record in walk.asked_by
+            ],
+            np.int64,
+        )
+    )
+    found = lookup(wanted)
+    asked, have = key_codes([wanted, Keys.of(found, wanted.names)])
+    row_of = {int(code): row for row, code in enumerate(have)}
+    missing = [place for place, code in enumerate(asked.tolist()) if code not in row_of]
+    if missing:
+        facts = wanted.take(np.array(missing[:1], np.int64)).to_table().to_pylist()[0]
+        raise LakeError(f"an update of row {facts} leaves columns unchanged, and the lake holds no earlier state of the row")
+    return found.take(pa.array([row_of[int(code)] for code in asked], pa.int64()))
+
+
+def _materialize(run: _Run, winners: Indexes, states: list[_State], past: pa.Table | None) -> pa.Table:
+    """Rows of the winning records, with unchanged columns taken from where the walk said."""
+    bases = np.concatenate([winners, np.array([state.base for state in states], np.int64)])
+    if all(not state.filled for state in states):
+        return run.values.take(pa.array(bases))
+    count = run.values.num_rows
+    sources = run.values if past is None else pa.concat_tables([run.values, conform(past, run.values.schema)])
+    maps = sources.column(EXACT.name).combine_chunks()
+    any_exact = maps.null_count < len(maps)
+    columns, texts = [], []
+    names = [name for name in run.values.column_names if name != EXACT.name]
+    for name in names:
+        where = bases.copy()
+        for row, state in enumerate(states, len(winners)):
+            at = state.filled.get(name)
+            if at is not None:
+                where[row] = at if at >= 0 else count - 1 - at
+        columns.append(sources.column(name).take(pa.array(where)))
+        if any_exact:
+            texts.append(texts_of(maps, name).take(pa.array(where)))
+    exact = text_maps(names, texts, len(bases)) if any_exact else pa.nulls(len(bases), EXACT.type)
+    return pa.table([*columns, exact], schema=run.values.schema)
+
+
+def _fold_bag(run: _Run) -> tuple[pa.Table, Keys]:
+    names = tuple(name for name in run.values.column_names if name != EXACT.name)
+    at, old = run.old(names)
+    run = _fill_from_before(run, at, old)
+    rows = Keys.of(run.values, names)
+    new, gone = key_codes([rows, old], signed_zero=True)
+    puts = run.ops != ord("d")
+    codes = np.concatenate([new, gone])
+    distinct, first, inverse = np.unique(codes, return_index=True, return_inverse=True)
+    steps = np.concatenate([np.where(puts, 1, -1), np.full(len(gone), -1)])
+    net = np.zeros(len(distinct), np.int64)
+    np.add.at(net, inverse, steps)
+    more, fewer = np.maximum(net, 0), np.maximum(-net, 0)
+    both = _concat(rows, old)
+    # A row to put in was put by some record, though an old row equal to it may have been met first.
+    putting = np.full(len(distinct), -1, np.int64)
+    putting[inverse[: len(new)][puts]] = np.flatnonzero(puts)
+    return run.values.take(pa.array(np.repeat(putting, more))), both.take(np.repeat(first, fewer).astype(np.int64))
+
+
+def _fill_from_before(run: _Run, at: Indexes, old: Keys) -> _Run:
+    """A bag's updates with their unchanged columns: FULL sends the whole old row."""
+    sparse, names = run.unchanged()
+    if not len(sparse):
+        return run
+    place_of = {int(record): place for place, record in enumerate(at)}
+    count = run.values.num_rows
+    maps = run.values.column(EXACT.name).combine_chunks()
+    columns, texts = [], []
+    for place, name in enumerate(old.names):
+        where = np.arange(count)
+        for record, left_out in zip(sparse.tolist(), names, strict=True):
+            if name in left_out and record in place_of:
+                where[record] = count + place_of[record]
+        column = run.values.column(name).combine_chunks()
+        kept = pa.nulls(len(old), pa.string()) if old.exact[place] is None else old.exact[place]
+        columns.append(pa.concat_arrays([column, old.columns[place]]).take(pa.array(where)))
+        texts.append(pa.concat_arrays([texts_of(maps, name), kept]).take(pa.array(where)))
+    values = pa.table([*columns, text_maps(old.names, texts, count)], schema=run.values.schema)
+    return _Run(run.tail, run.ops, values, run.schema, run.truncated)
+
+
+def _in_order(tail: pa.Table) -> pa.Table:
+    seqs = tail.column("__seq").to_numpy()
+    if len(seqs) < 2 or bool(np.all(seqs[1:] > seqs[:-1])):
+        return tail
+    return tail.take(pa.array(np.argsort(seqs, kind="stable")))
+
+
+def _ops(tail: pa.Table) -> npt.NDArray[np.uint8]:
+    encoded = pc.dictionary_encode(tail.column("__op").combine_chunks())
+    letters = np.array([ord(op) for op in encoded.dictionary.to_pylist()], np.uint8)
+    return letters[np.asarray(encoded.indices)] if len(letters) else np.zeros(0, np.uint8)
+
+
+def _names_in(maps: pa.Array) -> dict[str, npt.NDArray[np.bool_]]:
+    """By column, which of the maps have an entry for it (be it null)."""
+    offsets = np.asarray(maps.offsets)
+    rows = np.repeat(np.arange(len(maps)), np.diff(offsets))
+    encoded = pc.dictionary_encode(maps.keys.slice(int(offsets[0]), int(offsets[-1] - offsets[0])) if len(maps) else maps.keys)
+    codes = np.asarray(encoded.indices)
+    present: dict[str, npt.NDArray[np.bool_]] = {}
+    for code, name in enumerate(encoded.dictionary.to_pylist()):
+        has = np.zeros(len(maps), bool)
+        has[rows[codes == code]] = True
+        present[name] = has
+    return present
+
+
+def _concat(one: Keys, other: Keys) -> Keys:
+    exact = []
+    for a, b in zip(one.exact, other.exact, strict=True):
+        if a is None and b is None:
+            exact.append(None)
+            continue
+        left = pa.nulls(len(one), pa.string()) if a is None else a
+        right = pa.nulls(len(other), pa.string()) if b is None else b
+        exact.append(pa.concat_arrays([left, right]))
+    columns = tuple(pa.concat_arrays([a, b]) for a, b in zip(one.columns, other.columns, strict=True))
+    return Keys(one.names, columns, tuple(exact))

@@ -1,0 +1,228 @@
+"""History: every record of a table, appended exactly once, partitioned by the day of its commit.
+
+Runs in executors: the core package and deltalake are enough. A table's records go into history in order of `seq`; the
+Delta table keeps the union of all versions' columns, the newest schema stands in its properties.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from deltalake import write_deltalake
+
+from millstream import failpoints
+from millstream.errors import LakeTableForeign
+from millstream.lake.delta import STREAM_PROPERTY, WRITER, OpenTable, create_table, lake_errors, open_table
+from millstream.lake.layout import LakeLayout, TableCommit
+from millstream.lake.types import conform, lake_columns, same_type, to_lake, union_schema
+from millstream.model.ids import TableId
+from millstream.model.positions import Seq
+from millstream.model.records import RECORD_PREFIX
+from millstream.model.schema import TableKind, TableSchema
+
+SCHEMA_PROPERTY: Final = "millstream.schema"
+FROM_SEQ_PROPERTY: Final = "millstream.from_seq"
+"""The first `seq` of the table that now bears this name, where one of that name was dropped before."""
+PARTITION: Final = "__commit_date"
+
+__all__ = ["FROM_SEQ_PROPERTY", "SCHEMA_PROPERTY", "STREAM_PROPERTY", "append_history", "newest_schema", "read_history"]
+
+
+def append_history(
+    layout: LakeLayout, schema: TableSchema, batches: Sequence[pa.RecordBatch], n: Seq
+) -> TableCommit:
+    """Append one table's records up to `n` to its history, exactly once, in one commit.
+
+    Records at or below what the table has already are dropped, so any earlier batch bounds, a second call and a call by a
+    task that was thought dead do no harm.
+
+    Args:
+        layout: where the lake is.
+        schema: the newest of the batches' schemas.
+        batches: in `record_schema`, possibly of several versions (each batch's metadata holds its own), `seq` ascending,
+            none above `n`.
+        n: the cut that these records end at.
+
+    Raises:
+        LakeSchemaConflict: a column can't follow its change; nothing was written.
+        LakeTableForeign: somebody else wrote into the table; nothing was written.
+        LakeConflict: another task committed first; call again.
+    """
+    assert schema.kind is not TableKind.RAW, "rows of a table that is set aside have no place in the lake"
+    path = layout.table_path("history", schema)
+    app = layout.app_id("history", schema.table_id)
+    opened = open_table(layout, path, app)
+    if opened is None or (opened.n or 0) < n:
+        rows = _rows(schema, batches, layout.types, after=Seq(0) if opened is None or opened.n is None else opened.n, upto=n)
+        if rows.num_rows:
+            opened = _ready(layout, schema, path, app, rows)
+            rows = conform(rows, _arranged(opened, rows.schema))
+            failpoints.hit("lake.before_history_commit")
+            with lake_errors(path):
+                write_deltalake(
+                    opened.table,
+                    rows,
+                    mode="append",
+                    schema_mode="merge",
+                    writer_properties=WRITER,
+                    commit_properties=opened.commit(n),
+                )
+            failpoints.hit("lake.after_history_commit")
+            return _commit(schema, path, opened, rows.num_rows, n)
+    if opened is None:
+        opened = _create(layout, schema, path, app)
+    return _commit(schema, path, opened, 0, n)
+
+
+def newest_schema(opened: OpenTable) -> TableSchema:
+    """The schema that the table's newest records had.
+
+    Raises:
+        LakeTableForeign: the table's properties don't hold it.
+    """
+    encoded = opened.properties.get(SCHEMA_PROPERTY)
+    if encoded is None:
+        raise LakeTableForeign(f"{opened.path} doesn't say what its columns were at the source", path=opened.path)
+    return TableSchema.from_arrow(pa.ipc.read_schema(pa.py_buffer(base64.b64decode(encoded))))
+
+
+def read_history(
+    opened: OpenTable, *, after: Seq, upto: Seq, columns: Sequence[str] | None = None, table: TableSchema | None = None
+) -> pa.Table:
+    """History's records in `(after, upto]`, in any order; files that hold none of them aren't opened.
+
+    Args:
+        opened: the history table.
+        after: exclusive.
+        upto: inclusive.
+        columns: all where None; names that the table lacks are left out.
+        table: where given, only records of this table, not of one that bore its name before.
+    """
+    if table is not None:
+        after = max(after, first_seq(opened) - 1)  # type: ignore[assignment]
+    with lake_errors(opened.path):
+        files = opened.table.to_pyarrow_dataset(file_pruning_predicate=f"__seq > {int(after)} AND __seq <= {int(upto)}")
+        names = None if columns is None else [name for name in columns if name in files.schema.names]
+        return files.to_table(columns=names, filter=(pc.field("__seq") > int(after)) & (pc.field("__seq") <= int(upto)))
+
+
+def first_seq(opened: OpenTable) -> Seq:
+    """The lowest `seq` that a record of the table that now bears this name can have."""
+    return Seq(int(opened.properties.get(FROM_SEQ_PROPERTY) or 0))
+
+
+def _rows(
+    schema: TableSchema, batches: Sequence[pa.RecordBatch], types: Mapping[str, str], *, after: Seq, upto: Seq
+) -> pa.Table:
+    """The batches' records above `after` in lake types, over the union of their columns."""
+    tables = []
+    for batch in batches:
+        last = pc.max(batch.column("__seq")).as_py() if batch.num_rows else None
+        assert last is None or last <= upto, f"record {last} lies above the cut {upto}"
+        if last is not None and last > after:
+            first = pc.min(batch.column("__seq")).as_py()
+            kept = batch if first > after else batch.filter(pc.greater(batch.column("__seq"), int(after)))
+            tables.append(to_lake(TableSchema.from_arrow(batch.schema), kept, types))
+    union = pa.schema([*RECORD_PREFIX, *lake_columns(schema, types)])
+    for table in tables:
+        union = union_schema(f"{schema.namespace}.{schema.name}", union, table.schema)
+    return pa.concat_tables([conform(table, union) for table in tables]) if tables else union.empty_table()
+
+
+def _create(layout: LakeLayout, schema: TableSchema, path: str, app: str) -> OpenTable:
+    name = "logical messages" if schema.kind is TableKind.MESSAGES else f"{schema.namespace}.{schema.name}"
+    return create_table(
+        layout,
+        path,
+        app,
+        pa.schema([*RECORD_PREFIX, *lake_columns(schema, layout.types)]),
+        description=f"Every change of {name}, written by Millstream (stream {layout.stream_name}). Append-only; don't write here.",
+        partition_by=[PARTITION],
+        properties=_properties(schema),
+    )
+
+
+def _properties(schema: TableSchema) -> dict[str, str]:
+    return {SCHEMA_PROPERTY: base64.b64encode(schema.to_arrow().serialize().to_pybytes()).decode()}
+
+
+def _ready(layout: LakeLayout, schema: TableSchema, path: str, app: str, rows: pa.Table) -> OpenTable:
+    """The table with columns wide enough and properties that are true of the rows about to be appended."""
+    opened = open_table(layout, path, app)
+    if opened is None:
+        opened = _create(layout, schema, path, app)
+    name = f"{schema.namespace}.{schema.name}"
+    have = opened.schema()
+    union = union_schema(name, have, rows.schema)
+    if any(not same_type(union.field(field.name).type, field.type) for field in have):
+        _rewrite(opened, union)
+        opened = _reopen(layout, path, app)
+    known = newest_schema(opened)
+    if schema.kind is TableKind.MESSAGES or not _newer(schema, known):
+        return opened
+    properties = _properties(schema)
+    if schema.table_id != known.table_id:
+        properties[FROM_SEQ_PROPERTY] = str(pc.min(rows.column("__seq")).as_py())
+    with lake_errors(path):
+        opened.table.alter.set_table_properties(
+            properties, raise_if_not_exists=False, commit_properties=opened.upkeep()
+        )
+    return _reopen(layout, path, app)
+
+
+def _newer(schema: TableSchema, known: TableSchema) -> bool:
+    return (schema.table_id, schema.version) > (known.table_id, known.version)
+
+
+def _rewrite(opened: OpenTable, union: pa.Schema) -> None:
+    """Rewrite all files with wider columns: Delta's type widening is beyond delta-rs. Rare, and bounded in memory."""
+    with lake_errors(opened.path):
+        batches = opened.table.to_pyarrow_dataset().scanner().to_batches()
+        wide = (
+            piece
+            for batch in batches
+            if batch.num_rows
+            for piece in conform(pa.Table.from_batches([batch]), union).to_batches()
+        )
+        write_deltalake(
+            opened.table,
+            pa.RecordBatchReader.from_batches(union, wide),
+            mode="overwrite",
+            schema_mode="overwrite",
+            partition_by=[PARTITION],
+            writer_properties=WRITER,
+            commit_properties=opened.upkeep(),
+        )
+
+
+def _arranged(opened: OpenTable, rows: pa.Schema) -> pa.Schema:
+    """The rows' columns in the types that the table has (an older version's may be narrower), new ones as they are."""
+    have = opened.schema()
+    fields = []
+    for field in rows:
+        index = have.get_field_index(field.name)
+        wider = index >= 0 and not same_type(have.field(index).type, field.type)
+        fields.append(pa.field(field.name, have.field(index).type) if wider else field)
+    return pa.schema(fields)
+
+
+def _reopen(layout: LakeLayout, path: str, app: str) -> OpenTable:
+    opened = open_table(layout, path, app)
+    assert opened is not None
+    return opened
+
+
+def _commit(schema: TableSchema, path: str, opened: OpenTable, rows: int, n: Seq) -> TableCommit:
+    return TableCommit(
+        table_id=TableId(schema.table_id),
+        name=f"{schema.namespace}.{schema.name}",
+        folder=path.rsplit("/", 1)[1],
+        view="history",
+        version=opened.version,
+        rows=rows,
+        n=n,
+    )

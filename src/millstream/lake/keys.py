@@ -1,0 +1,116 @@
+"""Identity of rows: values of some columns, and PostgreSQL's text where a typed value can't hold one.
+
+Rows of different tables are told equal or different by codes: `key_codes` numbers the distinct rows of several sets at once.
+Nulls equal nulls. As a key, -0.0 equals 0.0 (PostgreSQL's `=`); as a whole row it doesn't (its text differs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.lake.types import texts_of
+
+Codes = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Rows' identities in columns, all of one length."""
+
+    names: tuple[str, ...]
+    columns: tuple[pa.Array, ...]
+    exact: tuple[pa.Array | None, ...]
+    """PostgreSQL's texts where `columns` is null for want of a type that holds them; None: no row has any."""
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    @classmethod
+    def of(cls, rows: pa.Table, names: Sequence[str], *, exact: str = "__exact") -> Keys:
+        """The identities of a table's rows; `exact` names its map of texts, if it has one."""
+        columns = tuple(_whole(rows.column(name)) for name in names)
+        maps = _whole(rows.column(exact)) if exact in rows.column_names else None
+        if maps is None or maps.null_count == len(maps):
+            return cls(tuple(names), columns, tuple(None for _ in names))
+        return cls(tuple(names), columns, tuple(_some(texts_of(maps, name)) for name in names))
+
+    def take(self, indexes: npt.NDArray[np.int64]) -> Keys:
+        """Some of the rows."""
+        at = pa.array(indexes)
+        columns = tuple(column.take(at) for column in self.columns)
+        return Keys(self.names, columns, tuple(None if e is None else _some(e.take(at)) for e in self.exact))
+
+    def to_table(self) -> pa.Table:
+        """The key columns alone."""
+        return pa.table(list(self.columns), names=list(self.names))
+
+    @property
+    def typed(self) -> bool:
+        """Whether the typed values alone tell all rows apart: no nulls, no texts."""
+        return all(e is None for e in self.exact) and all(c.null_count == 0 for c in self.columns)
+
+
+def key_codes(sets: Sequence[Keys], *, signed_zero: bool = False) -> list[Codes]:
+    """For each set, each row's code: equal just where the rows are equal. Codes are not dense.
+
+    Args:
+        sets: of the same columns and types.
+        signed_zero: whether -0.0 differs from 0.0.
+    """
+    lengths = [len(keys) for keys in sets]
+    codes = np.zeros(sum(lengths), np.int64)
+    room = 1
+    for place in range(len(sets[0].columns)):
+        parts = [_codes(pa.concat_arrays([keys.columns[place] for keys in sets]), signed_zero=signed_zero)]
+        if any(keys.exact[place] is not None for keys in sets):
+            texts = [
+                pa.nulls(n, pa.string()) if k.exact[place] is None else k.exact[place]
+                for k, n in zip(sets, lengths, strict=True)
+            ]
+            parts.append(_codes(pa.concat_arrays(texts), signed_zero=signed_zero))
+        for part in parts:
+            size = int(part.max()) + 1 if len(part) else 1
+            if room * size >= 2**62:
+                codes = np.unique(codes, return_inverse=True)[1].astype(np.int64)
+                room = int(codes.max()) + 1
+            codes = codes * size + part
+            room *= size
+    return list(np.split(codes, np.cumsum(lengths)[:-1]))
+
+
+def last_of_each(codes: Codes) -> npt.NDArray[np.int64]:
+    """The index of each code's last occurrence, ascending by code."""
+    order = np.argsort(codes, kind="stable")
+    grouped = codes[order]
+    return order[np.flatnonzero(np.append(grouped[1:] != grouped[:-1], True))] if len(codes) else order
+
+
+def _codes(values: pa.Array, *, signed_zero: bool) -> Codes:
+    if pa.types.is_nested(values.type):
+        values = pa.array([None if v is None else repr(v) for v in values.to_pylist()], pa.string())
+    if pa.types.is_floating(values.type):
+        if signed_zero:
+            bits = np.int32 if values.type == pa.float32() else np.int64
+            plain = values.fill_null(0).to_numpy(zero_copy_only=False)
+            plain = np.where(np.isnan(plain), np.nan, plain).astype(plain.dtype)
+            values = pa.array(plain.view(bits), mask=np.asarray(values.is_null()))
+        else:
+            values = pc.add(values, pa.scalar(0.0, values.type))
+    return np.asarray(pc.dictionary_encode(values, null_encoding="encode").indices, np.int64)
+
+
+def _whole(column: Any) -> pa.Array:
+    if not isinstance(column, pa.ChunkedArray):
+        return column
+    return column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+
+
+def _some(texts: pa.Array) -> pa.Array | None:
+    return None if texts.null_count == len(texts) else texts

@@ -1,0 +1,128 @@
+"""Where a stream's lake tables lie, and the names under which they are committed.
+
+Promises that no two tables share a folder, on any file system: folder names are made of lower-case letters, digits and
+`_`, each other byte of a name is escaped. The escape character is `~`, not `%`, because delta-rs (1.6) undoes percent signs in
+paths half of the time: a table at `a%20b` is written to `a%20b` and looked for in `a b`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from millstream.model.ids import StreamId, TableId
+from millstream.model.positions import Seq
+from millstream.model.schema import ReplicaIdentity, TableKind, TableSchema
+
+View = Literal["current", "history"]
+
+MESSAGES: Final = "_messages"
+COMMITS: Final = "_commits"
+_PLAIN: Final = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789_")
+_FOLDER_BYTES_MAX: Final = 200
+"""File systems take 255; engines add suffixes of their own."""
+
+
+def escape_part(part: str) -> str:
+    """One part of a table's name as it stands in a folder name: injective, also where case is ignored."""
+    encoded = part.encode()
+    text = "".join(chr(byte) if byte in _PLAIN else f"~{byte:02x}" for byte in encoded)
+    return "~5f" + text[1:] if text.startswith("_") else text
+
+
+def folder_name(namespace: str, name: str) -> str:
+    """`<schema>.<table>`, escaped; a name too long for a file system ends in a hash of the whole."""
+    folder = f"{escape_part(namespace)}.{escape_part(name)}"
+    if len(folder) <= _FOLDER_BYTES_MAX:
+        return folder
+    digest = hashlib.sha256(folder.encode()).hexdigest()[:16]
+    return f"{folder[: _FOLDER_BYTES_MAX - 18].rstrip('~')}~~{digest}"
+
+
+def has_current(schema: TableSchema) -> bool:
+    """Whether a table's rows can be told apart: by a key, or as whole rows under FULL; else it has history only."""
+    if schema.kind is not TableKind.TABLE:
+        return False
+    return bool(schema.key) or schema.replica_identity is ReplicaIdentity.FULL
+
+
+@dataclass(frozen=True, slots=True)
+class LakeLayout:
+    """One stream's part of a lake. A value: picklable, sent to executors."""
+
+    location: str
+    """A folder (absolute) or the URL of an object store's prefix; without the stream's name."""
+    stream_name: str
+    stream_id: StreamId
+    pipeline: str = "lake"
+    storage_options: Mapping[str, str] = field(default_factory=dict)
+    types: Mapping[str, str] = field(default_factory=dict)
+    """The configuration's `[streams.S.types]`: by `schema.table.column`, the type that a column has in the lake."""
+
+    @property
+    def root(self) -> str:
+        """`<location>/<stream>`."""
+        return f"{self.location.rstrip('/')}/{self.stream_name}"
+
+    @property
+    def commits_path(self) -> str:
+        """The table of commit cuts."""
+        return f"{self.root}/{COMMITS}"
+
+    def table_path(self, view: View, schema: TableSchema) -> str:
+        """The folder of one view of one table."""
+        if schema.kind is TableKind.MESSAGES:
+            return f"{self.root}/{view}/{MESSAGES}"
+        return f"{self.root}/{view}/{folder_name(schema.namespace, schema.name)}"
+
+    def app_id(self, view: View, table: TableId) -> str:
+        """Who commits to a view of a table, in Delta's `txn`: nothing in it changes with a restart."""
+        return f"millstream/{self.stream_id}/{self.pipeline}/{view}/{table}"
+
+    @property
+    def commits_app_id(self) -> str:
+        """Who commits cuts."""
+        return f"millstream/{self.stream_id}/{self.pipeline}/commits"
+
+
+@dataclass(frozen=True, slots=True)
+class TableCommit:
+    """What a write left behind: one view of one table stands at `n` in Delta version `version`."""
+
+    table_id: TableId
+    name: str
+    """`schema.table` for people, unquoted."""
+    folder: str
+    """The last part of the table's path: how `_commits` names it."""
+    view: View
+    version: int
+    rows: int
+    """Rows that this call wrote: 0 where all was there already."""
+    n: Seq
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able, for executors' answers."""
+        return {
+            "table_id": int(self.table_id),
+            "name": self.name,
+            "folder": self.folder,
+            "view": self.view,
+            "version": self.version,
+            "rows": self.rows,
+            "n": int(self.n),
+        }
+
+    @classmethod
+    def from_dict(cls, facts: Mapping[str, Any]) -> TableCommit:
+        """The value that `as_dict` told."""
+        return cls(
+            table_id=TableId(facts["table_id"]),
+            name=facts["name"],
+            folder=facts["folder"],
+            view=facts["view"],
+            version=facts["version"],
+            rows=facts["rows"],
+            n=Seq(facts["n"]),
+        )

@@ -1,0 +1,199 @@
+"""Log columns to lake columns: types, their union over a table's versions, and values from PostgreSQL's text.
+
+A lake column is null, and `__exact` holds PostgreSQL's text, where its type can't hold a value. The union of two versions'
+types exists only where every value of the narrower one is one of the wider; all else is a conflict for that table alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import date, datetime
+from decimal import Decimal
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.errors import LakeSchemaConflict
+from millstream.model.pgtypes import lake_type
+from millstream.model.records import RECORD_PREFIX, TEXT_BY_COLUMN
+from millstream.model.schema import TableSchema
+
+_INTEGERS: Final = (pa.int8(), pa.int16(), pa.int32(), pa.int64())
+_INTEGER_DIGITS: Final = {pa.int8(): 3, pa.int16(): 5, pa.int32(): 10, pa.int64(): 19}
+
+
+def lake_columns(schema: TableSchema, types: Mapping[str, str] = MappingProxyType({})) -> pa.Schema:
+    """The table's own columns in the lake's types.
+
+    Args:
+        schema: one version of the table.
+        types: what the configuration asks for, by `schema.table.column`.
+
+    Raises:
+        ConfigError: a column can't have the type asked for.
+        LakeSchemaConflict: two columns' names differ only by case (Delta can't tell them apart), or one bears the name of
+            a record's own column.
+    """
+    seen = {field.name: field.name for field in RECORD_PREFIX}
+    for column in schema.columns:
+        other = seen.setdefault(column.name.lower(), column.name)
+        if other is not column.name:
+            raise LakeSchemaConflict(
+                f"{schema.namespace}.{schema.name}: columns {other} and {column.name} have one name in a Delta table",
+                hint="Rename the column at the source, or leave the table out.",
+                table=f"{schema.namespace}.{schema.name}",
+                column=column.name,
+            )
+    return pa.schema([pa.field(c.name, lake_type(c, types.get(f"{schema.namespace}.{schema.name}.{c.name}"))) for c in schema.columns])
+
+
+def same_type(one: pa.DataType, other: pa.DataType) -> bool:
+    """Whether two types hold the same values; names of list items, which engines choose differently, don't count."""
+    if pa.types.is_list(one) and pa.types.is_list(other):
+        return same_type(one.value_type, other.value_type)
+    if pa.types.is_map(one) and pa.types.is_map(other):
+        return same_type(one.key_type, other.key_type) and same_type(one.item_type, other.item_type)
+    return bool(one.equals(other))
+
+
+def widest(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """The type that holds every value of both exactly, by an Arrow cast; None where there is none.
+
+    Text takes whole numbers in, since PostgreSQL prints them as Arrow does; other types' texts differ.
+    """
+    if same_type(one, other):
+        return one
+    for narrow, wide in ((one, other), (other, one)):
+        if narrow in _INTEGER_DIGITS:
+            if wide in _INTEGER_DIGITS and _INTEGER_DIGITS[narrow] < _INTEGER_DIGITS[wide]:
+                return wide
+            if pa.types.is_decimal(wide) and wide.precision - wide.scale >= _INTEGER_DIGITS[narrow]:
+                return wide
+            if pa.types.is_string(wide):
+                return wide
+        if pa.types.is_float32(narrow) and pa.types.is_float64(wide):
+            return wide
+    if pa.types.is_decimal(one) and pa.types.is_decimal(other):
+        scale = max(one.scale, other.scale)
+        precision = max(one.precision - one.scale, other.precision - other.scale) + scale
+        return pa.decimal128(precision, scale) if precision <= 38 else None
+    return None
+
+
+def union_schema(table: str, have: pa.Schema, want: pa.Schema) -> pa.Schema:
+    """The columns of both, each in the widest type; those of `have` first, in their order.
+
+    Raises:
+        LakeSchemaConflict: a column's type changed to one that doesn't hold its old values.
+    """
+    fields = []
+    for field in have:
+        index = want.get_field_index(field.name)
+        if index < 0:
+            fields.append(field)
+            continue
+        wide = widest(field.type, want.field(index).type)
+        if wide is None:
+            raise LakeSchemaConflict(
+                f"{table}.{field.name} was {field.type} in the lake and is now {want.field(index).type}",
+                hint=f"Move the table's lake folders away and run `millstream tables copy {table}` to build them anew.",
+                table=table,
+                column=field.name,
+            )
+        fields.append(pa.field(field.name, wide))
+    lower = {field.name.lower() for field in have}
+    for field in want:
+        if have.get_field_index(field.name) < 0:
+            if field.name.lower() in lower:
+                raise LakeSchemaConflict(
+                    f"{table}: a column's name changed by case only ({field.name}); a Delta table can't tell them apart",
+                    hint=f"Move the table's lake folders away and run `millstream tables copy {table}`.",
+                    table=table,
+                    column=field.name,
+                )
+            fields.append(field)
+    return pa.schema(fields)
+
+
+def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """The table's columns as `schema` has them: wider types by cast, missing columns null, others left out."""
+    columns = []
+    for field in schema:
+        index = table.schema.get_field_index(field.name)
+        if index < 0:
+            columns.append(pa.chunked_array([pa.nulls(table.num_rows, field.type)], field.type))
+        else:
+            column = table.column(index)
+            columns.append(column if column.type.equals(field.type) else column.cast(field.type))
+    return pa.table(columns, schema=schema)
+
+
+def to_lake(schema: TableSchema, batch: pa.RecordBatch, types: Mapping[str, str] = MappingProxyType({})) -> pa.Table:
+    """Records in `record_schema(schema)` as history's rows: the table's columns in the lake's types.
+
+    What a lake type can't hold is null there, and its text is added to `__exact`.
+    """
+    columns = lake_columns(schema, types)
+    target = pa.schema([*RECORD_PREFIX, *columns])
+    return conform(pa.Table.from_batches([batch]), target)
+
+
+def from_text(type_: pa.DataType, texts: pa.Array) -> tuple[pa.Array, pa.Array]:
+    """Values of PostgreSQL's texts, and the texts of those that the type can't hold (null elsewhere)."""
+    nothing = pa.nulls(len(texts), pa.string())
+    if pa.types.is_string(type_):
+        return texts, nothing
+    if type_ in _INTEGERS:
+        return texts.cast(type_), nothing
+    values: list[Any] = []
+    exact: list[str | None] = []
+    for text in texts.to_pylist():
+        value = None if text is None else _value(type_, text)
+        values.append(value)
+        exact.append(text if value is None else None)
+    return pa.array(values, type_), pa.array(exact, pa.string())
+
+
+def _value(type_: pa.DataType, text: str) -> Any:
+    """One text's value; None where the type can't hold it."""
+    try:
+        if pa.types.is_boolean(type_):
+            return {"t": True, "f": False, "true": True, "false": False}[text]
+        if pa.types.is_floating(type_):
+            value = float(text)
+            return float(np.float32(value)) if pa.types.is_float32(type_) else value
+        if pa.types.is_decimal(type_):
+            number = Decimal(text)
+            return number if number.is_finite() and pa.scalar(number, type_) is not None else None
+        if pa.types.is_date(type_):
+            return date.fromisoformat(text)
+        if pa.types.is_timestamp(type_):
+            return datetime.fromisoformat(text)
+        if pa.types.is_binary(type_):
+            return bytes.fromhex(text.removeprefix("\\x"))
+    except (KeyError, ValueError, ArithmeticError, pa.ArrowInvalid):
+        return None
+    return None
+
+
+def texts_of(maps: pa.Array | pa.ChunkedArray, name: str) -> pa.Array:
+    """The text that each row's map (`__exact`, `__before`) holds for a column; null where it holds none."""
+    found = pc.map_lookup(maps, pa.scalar(name, pa.string()), "first")
+    return found.combine_chunks() if isinstance(found, pa.ChunkedArray) else found
+
+
+def text_maps(names: Sequence[str], texts: Sequence[pa.Array], length: int) -> pa.Array:
+    """`__exact` maps of the texts of some columns, null where a row has none; the reverse of `texts_of`."""
+    rows: list[list[tuple[str, str]] | None] = [None] * length
+    for name, column in zip(names, texts, strict=True):
+        for index in np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False)):
+            entry = (name, column[int(index)].as_py())
+            held = rows[index]
+            if held is None:
+                rows[index] = [entry]
+            else:
+                held.append(entry)
+    return pa.array(rows, TEXT_BY_COLUMN)
