@@ -1,3 +1,42 @@
-"""Millstream: an ordered, durable change log for PostgreSQL, with its data pipeline on Spark."""
+"""Millstream: an ordered, durable change log for PostgreSQL, with its data pipeline on Spark.
+
+Everything public is importable from here, from `millstream.errors` or from `millstream.testing`; the rest may change.
+Names are looked up when they are first used (PEP 562), so that `import millstream` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from millstream import errors as errors
+    from millstream.app.opened import OpenHome as OpenHome
+    from millstream.app.opened import open_home as open  # noqa: A004 - `millstream.open` is the name of the thing
+    from millstream.errors import MillstreamError as MillstreamError
+    from millstream.model.positions import StreamToken as StreamToken
 
 __version__ = "0.1.0"
+
+_PUBLIC = {
+    "MillstreamError": ("millstream.errors", "MillstreamError"),
+    "OpenHome": ("millstream.app.opened", "OpenHome"),
+    "StreamToken": ("millstream.model.positions", "StreamToken"),
+    "errors": ("millstream.errors", None),
+    "open": ("millstream.app.opened", "open_home"),
+}
+
+
+def __getattr__(name: str) -> object:
+    try:
+        module, attribute = _PUBLIC[name]
+    except KeyError:
+        raise AttributeError(f"module 'millstream' has no attribute {name!r}") from None
+    found = importlib.import_module(module)
+    value = found if attribute is None else getattr(found, attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC])

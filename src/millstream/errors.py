@@ -106,6 +106,14 @@ class HomeBusy(MillstreamError):
     default_hint = "Stop the other `millstream run` first; `millstream status` shows it."
 
 
+class HomeUnwritable(MillstreamError):
+    """The home's folder, or one that it needs, can't be written by this user; details: path."""
+
+    code = "home_unwritable"
+    retry = Retry.OPERATOR
+    default_hint = "Give this user the folder, or choose another home with --home."
+
+
 class MissingExtra(UsageError):
     """A command needs an extra that isn't installed; details: extra."""
 

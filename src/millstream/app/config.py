@@ -1,0 +1,178 @@
+"""`millstream.toml` as a checked value: every key, its default, and what it does.
+
+The descriptions here are the reference documentation. Loading (interpolation, environment, places of errors) is
+`millstream.app.config_file`'s.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from millstream.app.quantities import check_duration, check_size, check_size_or_share, duration_s, size_bytes
+
+Duration = Annotated[str, AfterValidator(check_duration)]
+"""`500ms`, `10s`, `7d`."""
+Size = Annotated[str, AfterValidator(check_size)]
+"""`64MiB`."""
+SizeOrShare = Annotated[str, AfterValidator(check_size_or_share)]
+"""`64MiB`, or a share of the disk such as `20%`."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SourceConfig(_Section):
+    """The PostgreSQL database that a stream captures."""
+
+    dsn: str = Field(
+        description="Its address, as libpq takes it: a URL or keywords; services and pgpass files work too. A variable "
+        "where user or password stands is put in as it is: nobody has to escape it."
+    )
+    tables: list[str] = Field(
+        default=["public.*"],
+        min_length=1,
+        description='Patterns of tables; `*` stands for any characters, a `!` in front leaves out. `"public.*"` alone takes '
+        "the whole schema.",
+    )
+    publication: str | None = Field(
+        default=None,
+        pattern=r"^.{1,56}$",
+        description="The publication; made if it is missing and the role may. `<publication>_inserts` stands beside it for tables without an "
+        "identity. `millstream_<stream>` where it isn't set.",
+    )
+    slot: str | None = Field(
+        default=None,
+        pattern=r"^[a-z0-9_]{1,63}$",
+        description="The replication slot; made at the first run. `millstream_<stream>` where it isn't set.",
+    )
+    copy_workers: int = Field(default=2, ge=1, le=64, description="Connections that copy existing rows side by side.")
+    copy_chunk_rows: int = Field(
+        default=50_000, ge=1, description="Rows of a chunk of the table copy, at most: what a restart repeats."
+    )
+    heartbeat_interval: Duration = Field(
+        default="10s", description="How often an idle source gets a heartbeat message, so that its slot moves on."
+    )
+    memory: Size = Field(
+        default="32MiB",
+        description="Undecoded bytes held in memory; larger transactions spill to disk, and the source waits.",
+    )
+
+
+class LakeConfig(_Section):
+    """Where a stream's tables land."""
+
+    format: Literal["delta", "iceberg", "parquet", "postgres"] = Field(
+        default="delta", description="The tables' format. This version writes `delta`."
+    )
+    location: str = Field(
+        default="lake",
+        min_length=1,
+        description="A folder (from the home, where it isn't absolute) or the URL of an object store's prefix. The stream's tables lie in a "
+        "folder of its name in it.",
+    )
+    views: list[Literal["current", "history"]] = Field(
+        default=["current", "history"],
+        min_length=1,
+        description="What readers get: `current` has one row a key, `history` every record. History is written in any "
+        "case: `current` is folded from it.",
+    )
+    engine: Literal["auto", "delta-rs", "spark"] = Field(
+        default="auto", description="Who writes the files. `auto` takes `delta-rs`, the one that this version has."
+    )
+    disk_factor: float = Field(
+        default=5.0,
+        ge=1.5,
+        description="Bytes on disk over live bytes that folding `current` may reach: lower folds large tables less often.",
+    )
+    storage_options: dict[str, str] = Field(
+        default={}, description="Keys, region, endpoint … of the object store, as delta-rs names them."
+    )
+
+
+class LogConfig(_Section):
+    """A stream's log on disk."""
+
+    shards: int = Field(default=1, ge=1, le=1024, description="Shards of the stream.")
+    retention_age: Duration = Field(
+        default="7d", description="Segments older than this go, once every pipeline has them."
+    )
+    retention_bytes: SizeOrShare = Field(
+        default="20%",
+        description="The oldest segments go where the log is larger than this (a size, or a share of the disk).",
+    )
+    disk_used_max: float = Field(
+        default=0.9, gt=0, le=1, description="Appends are refused while more of the disk than this is used."
+    )
+    segment_bytes: Size = Field(default="64MiB", description="A segment is sealed when it has grown to this size …")
+    segment_age: Duration = Field(default="1h", description="… or has held records for this long.")
+    queue_bytes: Size = Field(
+        default="64MiB", description="Operations waiting for the disk; beyond it their senders wait."
+    )
+
+    @property
+    def retention_age_s(self) -> float:
+        """`retention_age` in seconds."""
+        return duration_s(self.retention_age)
+
+    def retention_bytes_of(self, disk_bytes: int) -> int:
+        """`retention_bytes` on a disk of that size."""
+        return size_bytes(self.retention_bytes, whole=disk_bytes)
+
+
+class StreamConfig(_Section):
+    """One stream: a source, its log and its lake tables."""
+
+    source: SourceConfig = Field(description="The PostgreSQL database that the stream captures.")
+    lake: LakeConfig = Field(default_factory=LakeConfig, description="Where its tables land.")
+    types: dict[str, str] = Field(
+        default={},
+        description='Lake types of numeric columns without a precision, by column: `"public.orders.total" = "decimal(38,9)"`. The log keeps the '
+        "text; a value that doesn't fit is null there and whole in `__exact`.",
+    )
+    log: LogConfig = Field(default_factory=LogConfig, description="Its log on disk.")
+    shards: dict[str, int] = Field(
+        default={}, description='The shard of a table, by name: `"public.big" = 1`. Others lie on shard 0.'
+    )
+
+
+class SparkConfig(_Section):
+    """The engine of the pipeline."""
+
+    master: str = Field(
+        default="local[*]", min_length=1, description="Where Spark runs: `local[*]`, `spark://…`, `yarn`, `k8s://…`."
+    )
+    trigger_interval: Duration = Field(default="500ms", description="The least time between two batches.")
+    batch_bytes: Size = Field(default="64MiB", description="Bytes of the log that one batch takes, about.")
+    conf: dict[str, str] = Field(default={}, description='Passed through to Spark: `"spark.driver.memory" = "2g"`.')
+
+    @property
+    def trigger_interval_s(self) -> float:
+        """`trigger_interval` in seconds."""
+        return duration_s(self.trigger_interval)
+
+
+class HttpConfig(_Section):
+    """What `serve` listens on: `/metrics` for Prometheus, `/healthz`, `/status`."""
+
+    listen: str = Field(
+        default="127.0.0.1:8787",
+        pattern=r"^(\[[0-9a-fA-F:.]+\]|[^:\s\[\]]*):\d{1,5}$",
+        description="Host and port. Anybody who reaches it may read positions and names of tables.",
+    )
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port, apart."""
+        host, _, port = self.listen.rpartition(":")
+        return host.strip("[]") or "0.0.0.0", int(port)  # noqa: S104 - the user wrote `:8787`
+
+
+class Config(_Section):
+    """The whole configuration of a home."""
+
+    streams: dict[str, StreamConfig] = Field(default={}, description="The streams, by name.")
+    spark: SparkConfig = Field(default_factory=SparkConfig, description="The engine of the pipeline.")
+    http: HttpConfig = Field(default_factory=HttpConfig, description="What `serve` listens on.")

@@ -1,0 +1,327 @@
+"""Loading `millstream.toml`: text, variables, environment, checks, and the place of every value and every error.
+
+Three layers, the later wins: defaults, the file, variables `MILLSTREAM_<SECTION>__<KEY>` of the environment as
+pydantic-settings reads them. Every mistake is a `ConfigError` that names file, line and key and says what is allowed; all
+mistakes of a file are told at once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
+from pydantic_settings.exceptions import SettingsError
+
+from millstream.app.config import Config
+from millstream.app.interpolation import MissingVariable, interpolate, interpolate_dsn, mask
+from millstream.app.toml_lines import KeyPath, key_lines
+from millstream.errors import ConfigError, LakeFormatUnsupported, MillstreamError, UsageError
+from millstream.model.ids import check_stream_name
+
+FILE_NAME: Final = "millstream.toml"
+ENV_PREFIX: Final = "MILLSTREAM_"
+_DECIMAL: Final = re.compile(r"decimal\(\s*(\d{1,2})\s*,\s*(\d{1,2})\s*\)\Z")
+_BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedConfig:
+    """A configuration, and where each of its values came from."""
+
+    config: Config
+    file: Path
+    origins: Mapping[KeyPath, str] = field(default_factory=dict)
+
+    def items(self) -> Iterator[tuple[KeyPath, Any, str]]:
+        """Yield every effective value with its path and origin (`millstream.toml:3`, `env NAME`, `default`), secrets masked."""
+        yield from self._walk((), self.config)
+
+    def _walk(self, path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any, str]]:
+        if isinstance(value, BaseModel):
+            for name in type(value).model_fields:
+                yield from self._walk((*path, name), getattr(value, name))
+        elif isinstance(value, dict) and (value or len(path) == 1):
+            for name, item in value.items():
+                yield from self._walk((*path, name), item)
+        else:
+            yield path, mask(path, value), self.origin(path)
+
+    def origin(self, path: KeyPath) -> str:
+        """Where a value came from: its own place, or that of the table that holds it."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.origins and (length == len(path) or self._is_leaf(path[:length])):
+                return self.origins[path[:length]]
+        return "default"
+
+    def _is_leaf(self, path: KeyPath) -> bool:
+        return not any(other[: len(path)] == path and len(other) > len(path) for other in self.origins)
+
+
+def load_config(file: Path, environ: Mapping[str, str] | None = None) -> LoadedConfig:
+    """Read, fill in and check a configuration.
+
+    Raises:
+        ConfigError: the file can't be read or parsed, or something in it or in the environment is wrong; details: file, line,
+            key of the first mistake, and `mistakes`, all of them.
+        LakeFormatUnsupported: it asks for a lake format (or its writer) that this version doesn't have.
+    """
+    environ = os.environ if environ is None else environ
+    text = _read(file)
+    try:
+        written = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        place = re.search(r"at line (\d+)", str(error))
+        line = int(place[1]) if place else text.count("\n") + 1
+        raise _config_error(file, [_Mistake(f"{file.name}:{line}", "", f"not TOML: {error}", line)]) from error
+    return _Loader(file, written, key_lines(text), environ).load()
+
+
+@dataclass(frozen=True, slots=True)
+class _Mistake:
+    place: str
+    key: str
+    what: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.key}: {self.what}" if self.key else f"{self.place}: {self.what}"
+
+
+def _config_error(file: Path, mistakes: list[_Mistake]) -> ConfigError:
+    first = mistakes[0]
+    return ConfigError(
+        "\n".join(map(str, mistakes)),
+        hint=f"Mend {file}; `millstream config show` prints the configuration once it is right.",
+        file=str(file),
+        line=first.line,
+        key=first.key,
+        mistakes=[str(mistake) for mistake in mistakes],
+    )
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_bytes().decode().removeprefix("\ufeff").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        mistake = _Mistake(f"{file.name}:{line}", "", "not UTF-8 text", line)
+        raise _config_error(file, [mistake]) from error
+    except OSError as error:
+        raise _config_error(file, [_Mistake(str(file), "", f"can't be read: {error.strerror}")]) from error
+
+
+class _Loader:
+    def __init__(
+        self, file: Path, written: dict[str, Any], lines: Mapping[KeyPath, int], environ: Mapping[str, str]
+    ) -> None:
+        self._file = file
+        self._written = written
+        self._lines = lines
+        self._environ = environ
+        self._mistakes: dict[KeyPath, _Mistake] = {}
+        self._variables: dict[KeyPath, str] = {}
+
+    def load(self) -> LoadedConfig:
+        filled = self._fill((), self._written)
+        self._check(filled, strict=True)
+        overrides = self._overrides()
+        config = self._check(_merge(filled, overrides), strict=False)
+        if config is not None and not self._mistakes:
+            for path, what in _clashes(config):
+                self._note(path, what)
+        if self._mistakes:
+            raise _config_error(self._file, list(self._mistakes.values()))
+        assert config is not None
+        self._refuse_what_is_not_built(config)
+        origins = {path: f"{self._file.name}:{line}" for path, line in self._lines.items()}
+        origins |= {path: f"env {name}" for path, name in self._variables.items()}
+        return LoadedConfig(config, self._file, origins)
+
+    def _fill(self, path: KeyPath, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: self._fill((*path, name), item) for name, item in value.items()}
+        if isinstance(value, list):
+            return [self._fill((*path, index), item) for index, item in enumerate(value)]
+        if not isinstance(value, str):
+            return value
+        try:
+            return (interpolate_dsn if path[-1] == "dsn" else interpolate)(value, self._environ)
+        except MissingVariable as error:
+            self._note(path, str(error))
+            return value
+
+    def _overrides(self) -> dict[str, Any]:
+        """What the environment sets, as nested dicts; notes which variable each value came from."""
+        names = {name.lower(): name for name in self._environ if name.upper().startswith(ENV_PREFIX)}
+        source = _Environment(_Settings, self._environ)
+        try:
+            found: dict[str, Any] = source()
+        except SettingsError as error:
+            name = next((n for low, n in names.items() if low.removeprefix("millstream_") in str(error).lower()), "")
+            self._note((name or ENV_PREFIX,), f"the variable holds no value of its kind: {error}", place="env")
+            return {}
+        for low, name in names.items():
+            path = tuple(low.removeprefix("millstream_").split("__"))
+            if path[0] in Config.model_fields:
+                self._variables[path] = name
+        return {name: value for name, value in found.items() if name in Config.model_fields}
+
+    def _check(self, data: dict[str, Any], *, strict: bool) -> Config | None:
+        """Validate; of the file alone strictly, of all layers with what text in a variable stands for."""
+        try:
+            return Config.model_validate(data, strict=strict)
+        except ValidationError as error:
+            for mistake in error.errors():
+                path = tuple(part for part in mistake["loc"] if part != "[key]")
+                if not (strict and mistake["type"] == "missing"):
+                    self._note(path, _say(path, dict(mistake)))
+            return None
+
+    def _note(self, path: KeyPath, what: str, *, place: str | None = None) -> None:
+        line = None
+        if place is None:
+            variable = next((n for p, n in self._variables.items() if p == path[: len(p)]), None)
+            nearest = next((self._lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self._lines), None)
+            line = None if variable else nearest
+            place = f"env {variable}" if variable else f"{self._file.name}:{nearest or 1}"
+        self._mistakes.setdefault(path, _Mistake(place, key_text(path), what, line))
+
+    def _refuse_what_is_not_built(self, config: Config) -> None:
+        for name, stream in config.streams.items():
+            for key, value, built in (
+                ("format", stream.lake.format, ("delta",)),
+                ("engine", stream.lake.engine, ("auto", "delta-rs")),
+            ):
+                if value not in built:
+                    path = ("streams", name, "lake", key)
+                    place = LoadedConfig(
+                        config, self._file, {p: f"{self._file.name}:{n}" for p, n in self._lines.items()}
+                    )
+                    raise LakeFormatUnsupported(
+                        f"{place.origin(path)}: {key_text(path)}: this version has no {value!r}",
+                        hint=f"Set it to {' or '.join(repr(one) for one in built)}.",
+                        file=str(self._file),
+                        line=self._lines.get(path),
+                        key=key_text(path),
+                    )
+
+
+class _Settings(Config, BaseSettings):
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_nested_delimiter="__", extra="ignore")
+
+
+class _Environment(EnvSettingsSource):
+    """pydantic-settings' reading of variables, over an environment that is handed in."""
+
+    def __init__(self, settings: type[BaseSettings], environ: Mapping[str, str]) -> None:
+        self._given = environ
+        super().__init__(settings)
+
+    def _load_env_vars(self) -> Mapping[str, str | None]:
+        return {name.lower(): value for name, value in self._given.items()}
+
+
+def key_text(path: KeyPath) -> str:
+    """A key's path as TOML writes it: `streams.shop.shards."public.big"`."""
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += ("." if text else "") + (part if _BARE_KEY.match(part) else f'"{part}"')
+    return text
+
+
+def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for name, value in above.items():
+        old = merged.get(name)
+        merged[name] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _say(path: KeyPath, mistake: dict[str, Any]) -> str:
+    """A mistake of pydantic's in our words; never the value itself, which may be a secret."""
+    kind, context = mistake["type"], mistake.get("ctx", {})
+    if kind == "extra_forbidden":
+        return f"unknown key; allowed here: {', '.join(_allowed(path[:-1])) or 'nothing'}"
+    if kind == "missing":
+        return "is required"
+    if kind == "value_error":
+        return str(context.get("error", mistake["msg"]))
+    if kind == "literal_error":
+        return f"must be one of {context['expected']}"
+    names = {
+        "string_type": "text in quotes",
+        "int_type": "a whole number",
+        "int_from_float": "a whole number",
+        "int_parsing": "a whole number",
+        "float_type": "a number",
+        "float_parsing": "a number",
+        "list_type": 'a list such as ["…"]',
+        "dict_type": "a table",
+        "model_type": "a table",
+        "model_attributes_type": "a table",
+        "bool_type": "true or false",
+        "string_pattern_mismatch": f"text of the form {context.get('pattern')}",
+        "too_short": f"a list of at least {context.get('min_length')}",
+        "string_too_short": "text that isn't empty",
+    }
+    said = names.get(kind)
+    return f"must be {said}" if said else str(mistake["msg"])
+
+
+def _allowed(path: KeyPath) -> list[str]:
+    """The keys of the table at a path."""
+    model: Any = Config
+    for part in path:
+        if isinstance(model, type) and issubclass(model, BaseModel):
+            fields = model.model_fields
+            model = fields[str(part)].annotation if str(part) in fields else None
+        else:
+            model = next(iter(get_args(model)[1:]), None)
+    return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
+
+
+def _clashes(config: Config) -> Iterator[tuple[KeyPath, str]]:
+    """Yield what is right by itself and wrong together."""
+    slots: dict[tuple[str, str], str] = {}
+    for name, stream in config.streams.items():
+        at: KeyPath = ("streams", name)
+        try:
+            check_stream_name(name)
+        except UsageError as error:
+            yield at, f"{error.message}. {error.hint}"
+        slot = stream.source.slot or f"millstream_{name}"
+        other = slots.setdefault((mask(("dsn",), stream.source.dsn), slot), name)
+        if other != name:
+            yield (*at, "source", "slot"), f"stream {other} uses the slot {slot} of the same server: each needs its own"
+        for table, shard in stream.shards.items():
+            if not 0 <= shard < stream.log.shards:
+                yield (
+                    (*at, "shards", table),
+                    f"the stream has shards 0 to {stream.log.shards - 1} ([streams.{name}.log] shards)",
+                )
+        for column, kind in stream.types.items():
+            found = _DECIMAL.match(kind)
+            if found is None or not 1 <= int(found[1]) <= 38 or int(found[2]) > int(found[1]):
+                yield (*at, "types", column), "must be decimal(p,s) with p from 1 to 38 and s from 0 to p"
+            if column.count(".") < 2 and '"' not in column:
+                yield (*at, "types", column), "must name a column as schema.table.column"
+        try:
+            _check_patterns(stream.source.tables)
+        except MillstreamError as error:
+            yield (*at, "source", "tables"), f"{error.message}. {error.hint}"
+
+
+def _check_patterns(patterns: list[str]) -> None:
+    from millstream.capture.patterns import TablePatterns
+
+    TablePatterns.of(patterns)

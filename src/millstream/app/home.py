@@ -1,0 +1,263 @@
+"""A home: one folder with its configuration, its data and, unless told otherwise, its lake.
+
+Finding one, the paths in it, its format, and the folder of its sockets. Reading the log needs nothing of the
+configuration: `Home.streams_on_disk` works on a copied folder too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from millstream.errors import CatalogError, HomeNotFound, HomeTooNew, HomeUnwritable, UnknownStream
+from millstream.model.ids import check_stream_name
+
+if TYPE_CHECKING:
+    from millstream.app.config import Config, StreamConfig
+    from millstream.app.config_file import LoadedConfig
+    from millstream.catalog import Catalog
+
+FILE_NAME: Final = "millstream.toml"
+FORMAT: Final = 1
+"""The format of the home's folder; one that is written by a later Millstream may have a higher one."""
+SOCKET_PATH_BYTES_MAX: Final = 100  # sun_path holds 104 bytes on macOS, 108 on Linux
+PIPELINE: Final = "lake"
+"""The pipeline's name: part of what Delta transactions are told apart by, so it never changes."""
+
+
+@dataclass(frozen=True)
+class Home:
+    """A home at a path. Making one touches nothing."""
+
+    path: Path
+
+    # --- finding -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def find(
+        cls, named: str | Path | None = None, *, environ: Mapping[str, str] | None = None, start: Path | None = None
+    ) -> Home:
+        """The home that is named, else that of MILLSTREAM_HOME, else the nearest folder upward with a configuration.
+
+        Raises:
+            HomeNotFound: none of these is one. A folder that holds a log and no configuration (a copied one) counts
+                where it is named.
+        """
+        environ = os.environ if environ is None else environ
+        for origin, text in (("--home", named), ("MILLSTREAM_HOME", environ.get("MILLSTREAM_HOME"))):
+            if text:
+                path = Path(text).expanduser().absolute()
+                if (path / FILE_NAME).exists() or (path / "data" / "wal").is_dir():
+                    return cls(path)
+                what = "holds no millstream.toml" if path.is_dir() else "is no folder"
+                raise HomeNotFound(f"{path} ({origin}) {what}", path=str(path))
+        folder = (start or Path.cwd()).absolute()
+        for candidate in (folder, *folder.parents):
+            if (candidate / FILE_NAME).exists():
+                return cls(candidate)
+        raise HomeNotFound(f"no {FILE_NAME} in {folder} or a folder above it", path=str(folder))
+
+    # --- paths -------------------------------------------------------------------------------------------------
+
+    @property
+    def config_file(self) -> Path:
+        """`millstream.toml`."""
+        return self.path / FILE_NAME
+
+    @property
+    def data(self) -> Path:
+        """Everything that Millstream keeps, the lake excepted."""
+        return self.path / "data"
+
+    @property
+    def catalog_file(self) -> Path:
+        """The embedded catalog."""
+        return self.data / "catalog.db"
+
+    def wal_folder(self, stream: str) -> Path:
+        """The log of one stream: a folder a shard and the durable mark."""
+        return self.data / "wal" / stream
+
+    def spill_folder(self, stream: str) -> Path:
+        """Where capture puts transactions that are too large for memory."""
+        return self.data / "spill" / stream
+
+    @property
+    def pipeline_folder(self) -> Path:
+        """Spark checkpoints and Spark's own log."""
+        return self.data / "spark" / PIPELINE
+
+    @property
+    def run_folder(self) -> Path:
+        """Locks, pid files, and the link to the sockets."""
+        return self.data / "run"
+
+    def lake_location(self, stream: StreamConfig) -> str:
+        """A stream's lake as an absolute folder or a URL."""
+        location = stream.lake.location
+        return location if "://" in location else str(self.path / Path(location).expanduser())
+
+    def streams_on_disk(self) -> list[str]:
+        """Names of the streams that have a log here, sorted."""
+        try:
+            return sorted(entry.name for entry in (self.data / "wal").iterdir() if entry.is_dir())
+        except FileNotFoundError:
+            return []
+
+    def pick_stream(self, named: str | None, *, of: list[str] | None = None) -> str:
+        """The stream that is named, or the only one there is.
+
+        Raises:
+            UnknownStream: there is none of that name, none at all, or several and none was named.
+        """
+        names = self.streams_on_disk() if of is None else of
+        known = f"Streams here: {', '.join(names) or 'none yet'}."
+        if named is not None:
+            if named not in names:
+                raise UnknownStream(f"no stream {named}", hint=known, stream=named, known=names)
+            return check_stream_name(named)
+        if len(names) != 1:
+            what = "several streams" if names else "no stream yet"
+            hint = f"Name one with --stream. {known}" if names else "Streams appear when `millstream run` has started."
+            raise UnknownStream(f"{self.path} has {what}", hint=hint, known=names)
+        return names[0]
+
+    # --- what it says ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def loaded_config(self) -> LoadedConfig:
+        """The configuration with the origins of its values, read once. Raises what `load_config` raises."""
+        from millstream.app.config_file import load_config
+
+        return load_config(self.config_file)
+
+    @property
+    def config(self) -> Config:
+        """The configuration, read once."""
+        return self.loaded_config.config
+
+    def stream_config(self, named: str | None = None) -> tuple[str, StreamConfig]:
+        """A configured stream, by name or the only one; `UnknownStream` as `pick_stream`."""
+        name = self.pick_stream(named, of=sorted(self.config.streams))
+        return name, self.config.streams[name]
+
+    # --- what it keeps -----------------------------------------------------------------------------------------
+
+    def check_format(self) -> None:
+        """Refuse a home that a newer Millstream wrote.
+
+        Raises:
+            HomeTooNew: its format is above ours.
+            CatalogError: the file that says so is damaged.
+        """
+        file = self.data / "home.json"
+        try:
+            facts: dict[str, Any] = json.loads(file.read_bytes())
+            found = int(facts["format"])
+        except FileNotFoundError:
+            return
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise CatalogError(
+                f"{file} can't be read: {error}", hint='Restore it; for this version it reads {"format": 1}.'
+            ) from error
+        if found > FORMAT:
+            raise HomeTooNew(
+                f"{self.path} has format {found}; this Millstream knows up to {FORMAT}", found=found, known=FORMAT
+            )
+
+    def prepare(self) -> None:
+        """Check the format and make the folders that writing needs.
+
+        Raises:
+            HomeTooNew, CatalogError: as `check_format`.
+            HomeUnwritable: a folder can't be made or written.
+        """
+        self.check_format()
+        try:
+            for folder in (self.data, self.run_folder, self.data / "wal"):
+                folder.mkdir(parents=True, exist_ok=True)
+            file = self.data / "home.json"
+            if not file.exists():
+                from millstream import __version__
+
+                replace_file(file, json.dumps({"format": FORMAT, "made_by": __version__}) + "\n")
+            probe = self.run_folder / f".probe-{os.getpid()}"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise HomeUnwritable(f"{error.filename or self.path}: {error.strerror}", path=str(self.path)) from error
+
+    def open_catalog(self) -> Catalog:
+        """Open the catalog; `CatalogError` and its kin where it can't be."""
+        from millstream.catalog import Catalog
+
+        return Catalog(self.catalog_file)
+
+    # --- sockets -----------------------------------------------------------------------------------------------
+
+    def make_socket_folder(self) -> Path:
+        """A folder for this home's sockets that is short enough for AF_UNIX, linked from `data/run/sockets`.
+
+        Raises:
+            HomeUnwritable: there is no folder for it, or somebody else's stands in its place.
+        """
+        digest = hashlib.sha256(os.fsencode(self.path.resolve())).hexdigest()[:12]
+        problems = []
+        for base in _socket_bases():
+            folder = base / f"millstream-{os.getuid()}-{digest}"
+            if len(os.fsencode(folder)) > SOCKET_PATH_BYTES_MAX - 16:
+                problems.append(f"{folder}: too long for a socket")
+                continue
+            try:
+                folder.mkdir(mode=0o700, exist_ok=True)
+                facts = folder.lstat()
+                if facts.st_uid != os.getuid() or facts.st_mode & 0o077 or folder.is_symlink():
+                    problems.append(f"{folder}: belongs to somebody else, or is open to others")
+                    continue
+                self._link_sockets(folder)
+                return folder
+            except OSError as error:
+                problems.append(f"{folder}: {error.strerror}")
+        raise HomeUnwritable("; ".join(problems), hint="Set TMPDIR to a short folder of this user's own.")
+
+    def socket_folder(self) -> Path | None:
+        """Where the home's sockets are, as the link says; None where it has never been run."""
+        with contextlib.suppress(OSError):
+            return (self.run_folder / "sockets").readlink()
+        return None
+
+    def _link_sockets(self, folder: Path) -> None:
+        link = self.run_folder / "sockets"
+        fresh = self.run_folder / f".sockets-{os.getpid()}"
+        with contextlib.suppress(FileNotFoundError):
+            fresh.unlink()
+        fresh.symlink_to(folder)
+        fresh.rename(link)
+
+
+def replace_file(file: Path, text: str) -> None:
+    """Write a small file whole or not at all, durably."""
+    fresh = file.with_name(f".{file.name}.{os.getpid()}")
+    with fresh.open("w") as output:
+        output.write(text)
+        output.flush()
+        os.fsync(output.fileno())
+    fresh.rename(file)
+    folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _socket_bases() -> list[Path]:
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return [Path(base) for base in (runtime, tempfile.gettempdir(), "/tmp") if base and Path(base).is_dir()]  # noqa: S108 - the folder in it is private and checked

@@ -1,0 +1,93 @@
+"""`${NAME}` in the strings of a configuration, and the masking of what must not be shown.
+
+In a DSN a variable may stand for a part only, and that part has rules of its own (`@` and `/` in a URL's password, spaces
+and quotes in a keyword's value). The variable holds the plain text; it is escaped here, as its place demands.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+from urllib.parse import quote
+
+_VARIABLE: Final = re.compile(r"\$\$\{|\$\{([^}]*)\}|\$\{")
+_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+_URL_USERINFO: Final = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?P<userinfo>[^/?#]*)@")
+_KEYWORD_VARIABLE: Final = re.compile(r"(?P<key>\w+\s*=\s*)(?P<quote>'?)\$\{(?P<name>[^}]*)\}(?P=quote)(?=\s|$)")
+
+MASK: Final = "***"
+_SECRET_KEY: Final = re.compile(
+    r"pass(word|wd|phrase)?$|secret|token|credential|access_?key|account_?key|sas", re.IGNORECASE
+)
+_KEYWORD_PASSWORD: Final = re.compile(r"(\b(?:ssl)?password\s*=\s*)('(?:\\.|[^'\\])*'|(?:\\.|\S)+)", re.IGNORECASE)
+_QUERY_PASSWORD: Final = re.compile(r"([?&](?:ssl)?password=)[^&#]*", re.IGNORECASE)
+
+
+class MissingVariable(LookupError):
+    """A string names a variable that isn't set (or isn't a name)."""
+
+
+def interpolate(text: str, environ: Mapping[str, str]) -> str:
+    """Put variables into a string; `$${` stands for `${` itself. `MissingVariable` names the one that is missing."""
+
+    def value(found: re.Match[str]) -> str:
+        return "${" if found[0] == "$${" else _lookup(found[1], environ)
+
+    return _VARIABLE.sub(value, text)
+
+
+def interpolate_dsn(text: str, environ: Mapping[str, str]) -> str:
+    """Put variables into a DSN, each escaped as its place demands; a DSN that is one variable is taken as it is."""
+    userinfo = _URL_USERINFO.match(text)
+    if userinfo is not None:
+        quoted = {name: quote(value, safe="") for name, value in environ.items() if f"${{{name}}}" in text}
+        head = userinfo["scheme"] + interpolate(userinfo["userinfo"], quoted) + "@"
+        return head + interpolate(text[userinfo.end() :], environ)
+
+    def value(found: re.Match[str]) -> str:
+        plain = _lookup(found["name"], environ)
+        return found["key"] + "'" + plain.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+    if "://" in text:
+        return interpolate(text, environ)
+    pieces = []
+    at = 0
+    for found in _KEYWORD_VARIABLE.finditer(text):
+        pieces += [interpolate(text[at : found.start()], environ), value(found)]
+        at = found.end()
+    return "".join(pieces) + interpolate(text[at:], environ)
+
+
+def variables(text: str) -> list[str]:
+    """The names of the variables in a string."""
+    return [found[1] for found in _VARIABLE.finditer(text) if found[1]]
+
+
+def mask_dsn(dsn: str) -> str:
+    """The DSN without its passwords, in URL and in keyword form."""
+    userinfo = re.match(r"([A-Za-z][A-Za-z0-9+.-]*://)([^/?#]*)@", dsn)
+    if userinfo is not None:
+        user, colon, _ = userinfo[2].partition(":")
+        dsn = f"{userinfo[1]}{user}{colon and ':' + MASK}@{dsn[userinfo.end() :]}"
+    return (_QUERY_PASSWORD if "://" in dsn else _KEYWORD_PASSWORD).sub(rf"\g<1>{MASK}", dsn)
+
+
+def mask(path: tuple[str | int, ...], value: Any) -> Any:
+    """A configuration value as it may be shown: DSNs without passwords, and nothing of values whose key says secret."""
+    if not isinstance(value, str):
+        return value
+    key = str(path[-1]) if path else ""
+    if _SECRET_KEY.search(key):
+        return MASK
+    return mask_dsn(value) if key == "dsn" or "://" in value else value
+
+
+def _lookup(name: str | None, environ: Mapping[str, str]) -> str:
+    if name is None or _NAME.match(name) is None:
+        raise MissingVariable(
+            f"${{{name or ''} is not a variable; write ${{NAME}}, or $${{ for the characters themselves"
+        )
+    if name not in environ:
+        raise MissingVariable(f"the environment variable {name} is not set")
+    return environ[name]

@@ -1,0 +1,54 @@
+"""Durations and sizes as people write them in a configuration: `500ms`, `7d`, `64MiB`, `20%`."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+_DURATION: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d)\s*\Z")
+_SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|[kKMGT]B|[KMGT]iB|%)?\s*\Z")
+_BYTES: Final = {"B": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("KMGT", 1)
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
+
+
+def duration_s(text: str) -> float:
+    """Seconds; `ValueError` for text that is no duration."""
+    found = _DURATION.match(text)
+    if found is None:
+        raise ValueError(f"{text!r} is not a duration; write a number with ms, s, min, h or d, such as 500ms or 7d")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+def size_bytes(text: str, *, whole: int | None = None) -> int:
+    """Bytes; a percentage is taken of `whole`. `ValueError` for text that is no size, or no share where none may be."""
+    found = _SIZE.match(text)
+    if found is None:
+        raise ValueError(f"{text!r} is not a size; write a number with B, KB, MB, GB, KiB, MiB, GiB, such as 64MiB")
+    number, unit = float(found[1]), found[2] or "B"
+    if unit == "%":
+        if whole is None or number > 100:
+            raise ValueError(f"{text!r} can't be a share here; write a size such as 64MiB")
+        return int(whole * number / 100)
+    return int(number * _BYTES[unit.replace("k", "K")])
+
+
+def check_duration(text: str) -> str:
+    """The text itself, where it is a duration."""
+    duration_s(text)
+    return text
+
+
+def check_size(text: str) -> str:
+    """The text itself, where it is a size in bytes."""
+    size_bytes(text)
+    return text
+
+
+def check_size_or_share(text: str) -> str:
+    """The text itself, where it is a size in bytes or a percentage."""
+    size_bytes(text, whole=100)
+    return text
