@@ -268,26 +268,30 @@ def parse_message(data: bytes, *, streamed: bool = False) -> Message:
     """
     reader = _Reader(data)
     kind = reader.u8()
-    xid = reader.u32() if streamed and kind in _WITH_XID else None
-    parser = _PARSERS.get(kind)
-    if parser is None:
+    message: Message
+    if kind in _CHANGE_PARSERS:
+        message = _CHANGE_PARSERS[kind](reader, reader.u32() if streamed else None)
+    elif kind in _PARSERS:
+        message = _PARSERS[kind](reader)
+    elif kind == ord("E"):
+        message = StreamStop()
+    else:
         raise ProtocolViolation(f"a message of unknown kind {chr(kind)!r}", kind=chr(kind))
-    message = parser(reader, xid)
     reader.finish()
     return message
 
 
-def _begin(reader: _Reader, xid: int | None) -> Begin:
+def _begin(reader: _Reader) -> Begin:
     lsn, time, own = reader.unpack(_BEGIN)
     return Begin(Lsn(lsn), time + POSTGRES_EPOCH_US, own)
 
 
-def _commit(reader: _Reader, xid: int | None) -> Commit:
+def _commit(reader: _Reader) -> Commit:
     flags, lsn, end, time = reader.unpack(_COMMIT)
     return Commit(flags, Lsn(lsn), Lsn(end), time + POSTGRES_EPOCH_US)
 
 
-def _origin(reader: _Reader, xid: int | None) -> Origin:
+def _origin(reader: _Reader) -> Origin:
     lsn = Lsn(int.from_bytes(reader.take(8), "big"))
     return Origin(lsn, reader.text())
 
@@ -379,20 +383,16 @@ def _logical_message(reader: _Reader, xid: int | None) -> LogicalMessage:
     return LogicalMessage(bool(flags & 1), lsn, prefix, reader.take(reader.u32()), xid)
 
 
-def _stream_start(reader: _Reader, xid: int | None) -> StreamStart:
+def _stream_start(reader: _Reader) -> StreamStart:
     return StreamStart(reader.u32(), reader.u8() == 1)
 
 
-def _stream_stop(reader: _Reader, xid: int | None) -> StreamStop:
-    return StreamStop()
-
-
-def _stream_commit(reader: _Reader, xid: int | None) -> StreamCommit:
+def _stream_commit(reader: _Reader) -> StreamCommit:
     own, flags, lsn, end, time = reader.unpack(_STREAM_COMMIT)
     return StreamCommit(own, flags, Lsn(lsn), Lsn(end), time + POSTGRES_EPOCH_US)
 
 
-def _stream_abort(reader: _Reader, xid: int | None) -> StreamAbort:
+def _stream_abort(reader: _Reader) -> StreamAbort:
     return StreamAbort(reader.u32(), reader.u32())
 
 
@@ -404,11 +404,16 @@ def _expect(reader: _Reader, kind: int) -> None:
 
 _TEXT, _NULL, _UNCHANGED = ord("t"), ord("n"), ord("u")
 _NEW, _KEY, _OLD = ord("N"), ord("K"), ord("O")
-_WITH_XID: Final = frozenset(b"RYIUDTM")
-_PARSERS: Final[dict[int, Callable[[_Reader, int | None], Message]]] = {
+_PARSERS: Final[dict[int, Callable[[_Reader], Message]]] = {
     ord("B"): _begin,
     ord("C"): _commit,
     ord("O"): _origin,
+    ord("S"): _stream_start,
+    ord("c"): _stream_commit,
+    ord("A"): _stream_abort,
+}
+# Those that carry the id of their (sub)transaction inside a streamed block.
+_CHANGE_PARSERS: Final[dict[int, Callable[[_Reader, int | None], Message]]] = {
     ord("R"): _relation,
     ord("Y"): _type,
     ord("I"): _insert,
@@ -416,8 +421,4 @@ _PARSERS: Final[dict[int, Callable[[_Reader, int | None], Message]]] = {
     ord("D"): _delete,
     ord("T"): _truncate,
     ord("M"): _logical_message,
-    ord("S"): _stream_start,
-    ord("E"): _stream_stop,
-    ord("c"): _stream_commit,
-    ord("A"): _stream_abort,
 }

@@ -48,6 +48,10 @@ RAW_COLUMNS: Final = (Column("message", pa.binary()),)
 """The column of a table that is set aside (`TableKind.RAW`): see `encode_raw`."""
 
 
+_UNKNOWN_TABLE: Final = TableId(0)
+_UNKNOWN_VERSION: Final = SchemaVersion(0)
+
+
 class TableDirectory(Protocol):
     """The catalog's side of decoding: table ids, schema versions, and which tables are captured at all.
 
@@ -107,7 +111,9 @@ class RelationCache:
         """The relation in force; `ProtocolViolation` where the source never sent one."""
         found = self._relations.get(oid)
         if found is None:
-            raise ProtocolViolation(f"a change of the relation {oid}, which the source never described", relation_oid=oid)
+            raise ProtocolViolation(
+                f"a change of the relation {oid}, which the source never described", relation_oid=oid
+            )
         return found
 
     def oids(self) -> Iterable[int]:
@@ -147,30 +153,38 @@ class RelationCache:
 
     def named(self, relation: Relation) -> Relation:
         """The relation with its columns' type names as far as Type messages have told them."""
-        if all(column.type_name != "?" for column in relation.columns):
-            return relation
-        names = self._type_names
-        columns = tuple(
-            replace(c, type_name=names.get(c.type_oid, "?")) if c.type_name == "?" else c for c in relation.columns
-        )
-        return replace(relation, columns=columns)
+        return with_type_names(relation, self._type_names)
 
     def draft(self) -> RelationCache:
         """A copy to work on."""
         copy = RelationCache()
-        copy._relations = dict(self._relations)  # noqa: SLF001 — its own class
-        copy._arrivals = dict(self._arrivals)  # noqa: SLF001
-        copy._streamed = self._streamed  # noqa: SLF001 — decoders of runs never touch it
-        copy._type_names = dict(self._type_names)  # noqa: SLF001
-        copy._arrival = self._arrival  # noqa: SLF001
+        copy._relations = dict(self._relations)
+        copy._arrivals = dict(self._arrivals)
+        copy._streamed = self._streamed
+        copy._type_names = dict(self._type_names)
+        copy._arrival = self._arrival
         return copy
+
+    def adopt_type_names(self, other: RelationCache) -> None:
+        """Take over another cache's names of types, not its relations."""
+        self._type_names = dict(other._type_names)
 
     def adopt(self, draft: RelationCache) -> None:
         """Take over what was learnt in a draft."""
-        self._relations = draft._relations  # noqa: SLF001
-        self._arrivals = draft._arrivals  # noqa: SLF001
-        self._type_names = draft._type_names  # noqa: SLF001
-        self._arrival = draft._arrival  # noqa: SLF001
+        self._relations = draft._relations
+        self._arrivals = draft._arrivals
+        self._type_names = draft._type_names
+        self._arrival = draft._arrival
+
+
+def with_type_names(relation: Relation, names: Mapping[int, str]) -> Relation:
+    """The relation with the names of types that weren't known yet, by oid."""
+    if all(column.type_name != "?" for column in relation.columns):
+        return relation
+    columns = tuple(
+        replace(c, type_name=names.get(c.type_oid, "?")) if c.type_name == "?" else c for c in relation.columns
+    )
+    return replace(relation, columns=columns)
 
 
 def relation_columns(relation: Relation) -> tuple[Column, ...]:
@@ -186,8 +200,8 @@ def table_schema(
     *,
     source: SourceId,
     key: tuple[str, ...] | None = None,
-    table_id: TableId = TableId(0),
-    version: SchemaVersion = SchemaVersion(0),
+    table_id: TableId = _UNKNOWN_TABLE,
+    version: SchemaVersion = _UNKNOWN_VERSION,
 ) -> TableSchema:
     """The schema of a captured table under this relation.
 
@@ -243,7 +257,9 @@ def encode_raw(relation: Relation, change: bytes) -> bytes:
     return _LENGTH.pack(len(relation.encoded)) + relation.encoded + change
 
 
-def decode_raw(message: bytes, type_names: Mapping[int, str] | None = None) -> tuple[Relation, Insert | Update | Delete | Truncate]:
+def decode_raw(
+    message: bytes, type_names: Mapping[int, str] | None = None
+) -> tuple[Relation, Insert | Update | Delete | Truncate]:
     """What `encode_raw` put together. `ProtocolViolation` where it's something else."""
     if len(message) < _LENGTH.size:
         raise ProtocolViolation("a raw row is too short")
@@ -252,7 +268,4 @@ def decode_raw(message: bytes, type_names: Mapping[int, str] | None = None) -> t
     change = parse_message(message[_LENGTH.size + length :] or b"\0")
     if not isinstance(relation, Relation) or not isinstance(change, Insert | Update | Delete | Truncate):
         raise ProtocolViolation("a raw row holds no relation with its change")
-    cache = RelationCache()
-    for oid, name in (type_names or {}).items():
-        cache._type_names[oid] = name  # noqa: SLF001 — its own class's neighbour
-    return cache.named(relation), change
+    return with_type_names(relation, type_names or {}), change

@@ -1,0 +1,111 @@
+"""One huge transaction whose messages lie elsewhere: decoded piece by piece, as often as asked, in bounded memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+
+from millstream.codec.pgoutput.messages import Relation
+from millstream.codec.pgoutput.relations import RelationCache, TableDirectory, TransactionFacts
+from millstream.codec.pgoutput.rows import OperationFacts, operations_batch
+from millstream.codec.pgoutput.runs import MessageRun
+from millstream.codec.pgoutput.vectorised import decode_block
+from millstream.model.ids import ShardId, SourceId, TableId
+from millstream.model.operations import OperationKind, SpilledOp, TableRows
+from millstream.model.schema import TableSchema
+
+
+def decode_spilled(
+    read: Callable[[], Iterable[MessageRun]],
+    directory: TableDirectory,
+    relations: RelationCache,
+    facts: TransactionFacts,
+    *,
+    aborted: Collection[int] = frozenset(),
+    streamed: bool = True,
+) -> SpilledOp | None:
+    """The operation of a spilled transaction; None where nothing captured is in it.
+
+    Everything is decoded once here, to count and to check, so the operation's `chunks()` (one for each run that `read`
+    yields and that holds records) don't fail later. What the directory said is kept: later answers of it change nothing.
+
+    Args:
+        read: the transaction's messages from the start, at every call the same: changes, Relation, Type, Origin; no
+            Begin, Commit or StreamStart.
+        directory: the catalog's answers.
+        relations: what is in force on the connection. A streamed transaction brings all its relations itself and
+            changes nothing here; an ordinary one (`streamed=False`) leaves behind what it brought.
+        facts: from its commit.
+        aborted: xids of rolled back subtransactions.
+        streamed: whether messages carry xids.
+
+    Raises:
+        TableUndecodable: one table has to be set aside; call again then. `relations` is as it was.
+        ProtocolViolation: the messages are no transaction's.
+    """
+    answers = _KeptAnswers(directory)
+    dropped = frozenset(aborted)
+    start = RelationCache() if streamed else relations.draft()
+    if streamed:
+        start.adopt_type_names(relations)
+
+    def pieces(cache: RelationCache) -> Iterator[tuple[TableRows, ...]]:
+        index = 0
+        for run in read():
+            tables, index = decode_block(run, answers, cache, streamed=streamed, aborted=dropped, first_index=index)
+            if tables:
+                yield tables
+
+    counts: Counter[tuple[ShardId, TableId]] = Counter()
+    size_bytes = 0
+    last = start.draft()
+    for tables in pieces(last):
+        for table in tables:
+            counts[table.shard, table.schema.table_id] += table.rows.num_rows
+            size_bytes += table.rows.nbytes
+    if not streamed:
+        relations.adopt(last)
+    if not counts:
+        return None
+    operation = operations_batch(
+        [
+            OperationFacts(
+                OperationKind.TRANSACTION,
+                directory.source,
+                facts.commit_lsn,
+                facts.commit_end_lsn,
+                facts.xid,
+                facts.commit_ts_us,
+            )
+        ]
+    )
+    return SpilledOp(
+        operation=operation,
+        counts=dict(counts),
+        chunks=lambda: pieces(start.draft()),
+        reached={directory.source: facts.commit_end_lsn},
+        size_bytes=size_bytes,
+    )
+
+
+class _KeptAnswers:
+    """A directory that answers the same for ever, whatever happens to tables meanwhile."""
+
+    def __init__(self, directory: TableDirectory) -> None:
+        self._directory = directory
+        self._schemas: dict[Relation, TableSchema | None] = {}
+        self._messages: list[TableSchema | None] = []
+
+    @property
+    def source(self) -> SourceId:
+        return self._directory.source
+
+    def schema_for(self, relation: Relation) -> TableSchema | None:
+        if relation not in self._schemas:
+            self._schemas[relation] = self._directory.schema_for(relation)
+        return self._schemas[relation]
+
+    def messages_schema(self) -> TableSchema | None:
+        if not self._messages:
+            self._messages.append(self._directory.messages_schema())
+        return self._messages[0]

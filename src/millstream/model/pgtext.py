@@ -1,0 +1,292 @@
+r"""PostgreSQL's text of a value to what an Arrow column of the log holds, and back to the very same text.
+
+One rule makes this exact: a text is *held* by a type only where rendering what was parsed gives the text again.
+Everything else (infinite or BC dates, years beyond 9999, NaN in a numeric, arrays with lower bounds or of several
+dimensions …) is `INEXACT`: its column is null and the text goes into the record's `__exact` map.
+
+The texts are those of a session with DateStyle ISO, TimeZone UTC, IntervalStyle postgres, bytea_output hex and
+extra_float_digits of 1 or more.
+
+*Storage values* stand between text and Arrow, and are what `pa.array` takes: int, float, bool, str, bytes, Decimal; a
+date as days and a timestamp as microseconds since 1970; a list of such values (None for NULL) for a list.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from datetime import date
+from decimal import Decimal
+from functools import lru_cache
+from typing import Any, Final
+
+import pyarrow as pa
+
+from millstream.model.floats import render_float4, render_float8
+
+
+class Inexact:
+    """The type of `INEXACT`."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "INEXACT"
+
+
+INEXACT: Final = Inexact()
+"""What `parse_text` gives for a text that a type can't hold exactly."""
+
+_EPOCH_ORDINAL: Final = date(1970, 1, 1).toordinal()
+_DAY_US: Final = 86_400_000_000
+
+Parser = Callable[[str], Any]
+Renderer = Callable[[Any], str]
+
+
+def parse_text(text: str, kind: pa.DataType) -> Any:
+    """The storage value that a column of this type holds for PostgreSQL's text, or `INEXACT`."""
+    return text_parser(kind)(text)
+
+
+def render_value(value: Any, kind: pa.DataType) -> str:
+    """PostgreSQL's text of a storage value."""
+    return text_renderer(kind)(value)
+
+
+@lru_cache(maxsize=1024)
+def text_parser(kind: pa.DataType) -> Parser:
+    """`parse_text` for one type."""
+    parse, render = _pair(kind)
+    if pa.types.is_string(kind):
+        return parse
+
+    def parse_exactly(text: str) -> Any:
+        try:
+            value = parse(text)
+        except (ValueError, OverflowError, ArithmeticError):
+            return INEXACT
+        return value if value is not INEXACT and render(value) == text else INEXACT
+
+    return parse_exactly
+
+
+@lru_cache(maxsize=1024)
+def text_renderer(kind: pa.DataType) -> Renderer:
+    """`render_value` for one type."""
+    return _pair(kind)[1]
+
+
+def array_of(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    """An Arrow array of storage values (None for NULL)."""
+    return pa.array(values, type=kind)
+
+
+def storage_values(array: pa.Array) -> list[Any]:
+    """The storage values of an Arrow array (None for NULL)."""
+    storage = _storage_type(array.type)
+    values: list[Any] = (array if storage == array.type else array.cast(storage)).to_pylist()
+    return values
+
+
+def _storage_type(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_date32(kind):
+        return pa.int32()
+    if pa.types.is_timestamp(kind):
+        return pa.int64()
+    if pa.types.is_list(kind):
+        return pa.list_(_storage_type(kind.value_type))
+    return kind
+
+
+def _pair(kind: pa.DataType) -> tuple[Parser, Renderer]:
+    if pa.types.is_list(kind):
+        return _array_pair(kind.value_type)
+    if pa.types.is_decimal128(kind):
+        return _decimal_pair(kind.precision, kind.scale)
+    if pa.types.is_timestamp(kind):
+        return (
+            (_parse_timestamptz, _render_timestamptz) if kind.tz is not None else (_parse_timestamp, _render_timestamp)
+        )
+    found = _PAIRS.get(kind)
+    return (_refuse, str) if found is None else found
+
+
+def _refuse(text: str) -> Inexact:  # noqa: ARG001 — a parser takes a text
+    return INEXACT
+
+
+def _same(text: str) -> str:
+    return text
+
+
+# --- numbers -----------------------------------------------------------------------------------------------------
+
+
+def _integer_parser(bits: int) -> Parser:
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+
+    def parse(text: str) -> Any:
+        value = int(text)
+        return value if low <= value <= high else INEXACT
+
+    return parse
+
+
+def _parse_float4(text: str) -> float:
+    import numpy as np
+
+    return float(np.float32(text))
+
+
+_DECIMAL_TEXT: Final = re.compile(r"-?[0-9]+(?:\.[0-9]+)?\Z")
+
+
+def _decimal_pair(precision: int, scale: int) -> tuple[Parser, Renderer]:
+    def parse(text: str) -> Any:
+        if _DECIMAL_TEXT.match(text) is None:
+            return INEXACT
+        value = Decimal(text)
+        _, digits, exponent = value.as_tuple()
+        if exponent != -scale or len(digits) > precision or (value.is_zero() and text[0] == "-"):
+            return INEXACT
+        return value
+
+    return parse, _render_decimal
+
+
+def _render_decimal(value: Decimal) -> str:
+    return format(value, "f")
+
+
+# --- dates -------------------------------------------------------------------------------------------------------
+
+
+def _parse_date(text: str) -> int:
+    return date.fromisoformat(text).toordinal() - _EPOCH_ORDINAL
+
+
+def _render_date(days: int) -> str:
+    return date.fromordinal(days + _EPOCH_ORDINAL).isoformat()
+
+
+_TIMESTAMP_TEXT: Final = re.compile(
+    r"([0-9]{4}-[0-9]{2}-[0-9]{2}) ([0-9]{2}):([0-9]{2}):([0-9]{2})(?:\.([0-9]{1,6}))?\Z"
+)
+
+
+def _parse_timestamp(text: str) -> Any:
+    found = _TIMESTAMP_TEXT.match(text)
+    if found is None:
+        return INEXACT
+    hours, minutes, seconds = int(found[2]), int(found[3]), int(found[4])
+    micros = int((found[5] or "0").ljust(6, "0"))
+    return _parse_date(found[1]) * _DAY_US + ((hours * 60 + minutes) * 60 + seconds) * 1_000_000 + micros
+
+
+def _render_timestamp(micros: int) -> str:
+    days, rest = divmod(micros, _DAY_US)
+    seconds, fraction = divmod(rest, 1_000_000)
+    text = f"{_render_date(days)} {seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+    return text if fraction == 0 else f"{text}.{fraction:06}".rstrip("0")
+
+
+def _parse_timestamptz(text: str) -> Any:
+    return _parse_timestamp(text[:-3]) if text.endswith("+00") else INEXACT
+
+
+def _render_timestamptz(micros: int) -> str:
+    return _render_timestamp(micros) + "+00"
+
+
+# --- the rest ----------------------------------------------------------------------------------------------------
+
+
+def _parse_bool(text: str) -> bool:
+    return text == "t"
+
+
+def _render_bool(value: bool) -> str:  # noqa: FBT001 — it is the value
+    return "t" if value else "f"
+
+
+def _parse_bytea(text: str) -> Any:
+    return bytes.fromhex(text[2:]) if text.startswith("\\x") else INEXACT
+
+
+def _render_bytea(value: bytes) -> str:
+    return "\\x" + value.hex()
+
+
+# array_out in arrayfuncs.c quotes an element that is empty, reads NULL, or holds one of these.
+_QUOTED_ELEMENT: Final = re.compile(r'[{}",\\ \t\n\r\v\f]|\A\Z|\A[nN][uU][lL][lL]\Z')
+_ESCAPED: Final = re.compile(r'(["\\])')
+_ELEMENT: Final = re.compile(r'"((?:[^"\\]|\\.)*)"|([^{}",\\]+)', re.DOTALL)
+_UNESCAPED: Final = re.compile(r"\\(.)", re.DOTALL)
+
+
+def _array_pair(element: pa.DataType) -> tuple[Parser, Renderer]:
+    parse_element = text_parser(element)
+    render_element = text_renderer(element)
+
+    def parse(text: str) -> Any:
+        texts = _array_elements(text)
+        if texts is None:
+            return INEXACT
+        values = [None if item is None else parse_element(item) for item in texts]
+        return INEXACT if any(value is INEXACT for value in values) else values
+
+    def render(values: list[Any]) -> str:
+        return "{" + ",".join("NULL" if v is None else _quote_element(render_element(v)) for v in values) + "}"
+
+    return parse, render
+
+
+def _quote_element(text: str) -> str:
+    return text if _QUOTED_ELEMENT.search(text) is None else '"' + _ESCAPED.sub(r"\\\1", text) + '"'
+
+
+def _array_elements(text: str) -> list[str | None] | None:
+    """The elements of a one-dimensional array's text; None for any other text."""
+    if len(text) < 2 or text[0] != "{" or text[-1] != "}":
+        return None
+    if text == "{}":
+        return []
+    elements: list[str | None] = []
+    position, end = 1, len(text) - 1
+    while True:
+        found = _ELEMENT.match(text, position, end)
+        if found is None:
+            return None
+        if found[1] is not None:
+            elements.append(_UNESCAPED.sub(r"\1", found[1]))
+        else:
+            elements.append(None if found[2] == "NULL" else found[2])
+        position = found.end()
+        if position == end:
+            return elements
+        if text[position] != ",":
+            return None
+        position += 1
+
+
+def parse_float8(text: str) -> float:
+    """The double of a text; ValueError where it's none."""
+    value = float(text)
+    if math.isinf(value) and text not in {"Infinity", "-Infinity"}:
+        raise ValueError(text)
+    return value
+
+
+_PAIRS: Final[dict[pa.DataType, tuple[Parser, Renderer]]] = {
+    pa.int16(): (_integer_parser(16), str),
+    pa.int32(): (_integer_parser(32), str),
+    pa.int64(): (_integer_parser(64), str),
+    pa.bool_(): (_parse_bool, _render_bool),
+    pa.float32(): (_parse_float4, render_float4),
+    pa.float64(): (parse_float8, render_float8),
+    pa.string(): (_same, _same),
+    pa.date32(): (_parse_date, _render_date),
+    pa.binary(): (_parse_bytea, _render_bytea),
+}

@@ -1,0 +1,113 @@
+"""Messages of pgoutput as a source would send them, made by hand: for tests of what decodes them.
+
+Each function gives one message, without the XLogData header. `xid` is the (sub)transaction's id that messages inside a
+streamed block carry. A value of a row is its text, None for NULL, or `UNCHANGED`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Final
+
+from millstream.codec.pgoutput.messages import POSTGRES_EPOCH_US, UNCHANGED, Unchanged
+
+RowValues = Sequence[str | bytes | Unchanged | None]
+ColumnFacts = tuple[str, int, int, bool]
+"""Name, type oid, modifier, whether it is part of the replica identity."""
+
+START_TS_US: Final = 1_700_000_000_000_000
+
+
+def begin(commit_lsn: int, xid: int, *, ts_us: int = START_TS_US) -> bytes:
+    """Begin."""
+    return b"B" + struct.pack(">QqI", commit_lsn, ts_us - POSTGRES_EPOCH_US, xid)
+
+
+def commit(commit_lsn: int, end_lsn: int, *, ts_us: int = START_TS_US) -> bytes:
+    """Commit."""
+    return b"C" + struct.pack(">BQQq", 0, commit_lsn, end_lsn, ts_us - POSTGRES_EPOCH_US)
+
+
+def relation(
+    oid: int, namespace: str, name: str, columns: Sequence[ColumnFacts], *, identity: str = "d", xid: int | None = None
+) -> bytes:
+    """Relation."""
+    parts = [b"R", _xid(xid), struct.pack(">I", oid), _text(namespace), _text(name), identity.encode()]
+    parts.append(struct.pack(">H", len(columns)))
+    for column, type_oid, modifier, in_identity in columns:
+        parts.append(bytes([in_identity]) + _text(column) + struct.pack(">Ii", type_oid, modifier))
+    return b"".join(parts)
+
+
+def type_(oid: int, namespace: str, name: str, *, xid: int | None = None) -> bytes:
+    """Type."""
+    return b"Y" + _xid(xid) + struct.pack(">I", oid) + _text(namespace) + _text(name)
+
+
+def origin(commit_lsn: int, name: str) -> bytes:
+    """Origin."""
+    return b"O" + struct.pack(">Q", commit_lsn) + _text(name)
+
+
+def insert(oid: int, values: RowValues, *, xid: int | None = None) -> bytes:
+    """Insert."""
+    return b"I" + _xid(xid) + struct.pack(">I", oid) + b"N" + row(values)
+
+
+def update(
+    oid: int,
+    values: RowValues,
+    *,
+    old_key: RowValues | None = None,
+    old_row: RowValues | None = None,
+    xid: int | None = None,
+) -> bytes:
+    """Update."""
+    old = b"" if old_key is None else b"K" + row(old_key)
+    old = old if old_row is None else b"O" + row(old_row)
+    return b"U" + _xid(xid) + struct.pack(">I", oid) + old + b"N" + row(values)
+
+
+def delete(
+    oid: int, *, old_key: RowValues | None = None, old_row: RowValues | None = None, xid: int | None = None
+) -> bytes:
+    """Delete."""
+    old = b"K" + row(old_key) if old_key is not None else b"O" + row(old_row or ())
+    return b"D" + _xid(xid) + struct.pack(">I", oid) + old
+
+
+def truncate(oids: Sequence[int], *, flags: int = 0, xid: int | None = None) -> bytes:
+    """Truncate."""
+    return b"T" + _xid(xid) + struct.pack(">IB", len(oids), flags) + b"".join(struct.pack(">I", oid) for oid in oids)
+
+
+def logical_message(
+    lsn: int, prefix: str, content: bytes, *, transactional: bool = True, xid: int | None = None
+) -> bytes:
+    """What pg_logical_emit_message sends."""
+    head = struct.pack(">BQ", transactional, lsn)
+    return b"M" + _xid(xid) + head + _text(prefix) + struct.pack(">I", len(content)) + content
+
+
+def row(values: RowValues) -> bytes:
+    """TupleData."""
+    parts = [struct.pack(">H", len(values))]
+    for value in values:
+        if value is None:
+            parts.append(b"n")
+        elif isinstance(value, Unchanged):
+            assert value is UNCHANGED
+            parts.append(b"u")
+        else:
+            data = value.encode() if isinstance(value, str) else value
+            parts.append(b"t" + struct.pack(">I", len(data)) + data)
+    return b"".join(parts)
+
+
+def _text(text: str) -> bytes:
+    return text.encode() + b"\0"
+
+
+def _xid(xid: int | None) -> bytes:
+    return b"" if xid is None else struct.pack(">I", xid)
