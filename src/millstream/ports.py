@@ -42,6 +42,12 @@ class WritableFile(Protocol):
     def truncate(self, size: int) -> None:
         """Set the file's length."""
 
+    def allocate(self, size: int) -> None:
+        """Reserve space for `size` bytes, so that writing them later needs no free space; the file has that length then."""
+
+    def lock(self) -> bool:
+        """Take the file's exclusive lock, kept until `close` or the process's death; False where another holds it."""
+
     def size(self) -> int:
         """The file's present length in bytes."""
 

@@ -226,6 +226,11 @@ class SegmentFooter:
         return hashlib.sha256(encoded).digest()
 
     @staticmethod
+    def is_trailer(data: bytes) -> bool:
+        """Whether a file that ends with these `SEGMENT_TRAILER_SIZE` bytes was sealed (if they are undamaged)."""
+        return len(data) == SEGMENT_TRAILER_SIZE and data.endswith(_FOOTER_MAGIC)
+
+    @staticmethod
     def size_in(trailer: bytes) -> int:
         """Bytes of index and trailer together, from a sealed file's last `SEGMENT_TRAILER_SIZE` bytes."""
         return int(_TRAILER.unpack(trailer)[1]) + SEGMENT_TRAILER_SIZE

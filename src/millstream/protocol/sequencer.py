@@ -1,0 +1,100 @@
+"""The embedded sequencer: one writer gives out a stream's numbers.
+
+Rules, kept by this machine and checked by its tests:
+
+1. A number is given at most once, over all incarnations: an incarnation begins above everything that was ever reserved,
+   and gives out no number above what is reserved durably.
+2. A range is *in flight* from `allocate` until `finish` (durable) or `abort` (will never be).
+3. `persisted_upto` is below everything in flight, only grows, and with nothing in flight is the newest number given.
+
+The machine does nothing by itself: `to_reserve` says what has to be reserved durably before `allocate` may be called,
+`reserved` tells it that this was done. Ranges end in any order; ending one costs the same however many are in flight.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+from millstream.model.positions import Seq, SeqRange
+
+RESERVE_BLOCK: Final = 1_000_000
+"""Numbers a reservation: at a million records a second the catalog is asked once a second, and a restart skips at most
+this many of 2**63."""
+
+
+class Sequencer:
+    """Gives out ranges of numbers and knows up to where all are settled.
+
+    Args:
+        reserved_to: the greatest number that anybody may have been given; this incarnation begins behind it.
+        persisted_upto: what was settled when it began (with nothing in flight: recovery has decided everything).
+        block: numbers to reserve at once.
+
+    Concurrency: none; the caller serialises.
+    """
+
+    def __init__(self, *, reserved_to: Seq, persisted_upto: Seq, block: int = RESERVE_BLOCK) -> None:
+        if persisted_upto > reserved_to:
+            raise AssertionError(f"{persisted_upto} is persisted, but only {reserved_to} reserved")
+        self._next = reserved_to + 1
+        self._reserved_to = reserved_to
+        self._persisted_upto = persisted_upto
+        self._block = block
+        self._in_flight: deque[SeqRange] = deque()
+        self._ended: set[Seq] = set()
+
+    @property
+    def reserved_to(self) -> Seq:
+        """Numbers up to it are reserved durably."""
+        return self._reserved_to
+
+    @property
+    def persisted_upto(self) -> Seq:
+        """The greatest n such that every number up to and including n is durable or will never be."""
+        return self._persisted_upto
+
+    @property
+    def newest(self) -> Seq:
+        """The greatest number given out (by this incarnation or any before)."""
+        return Seq(self._next - 1)
+
+    def to_reserve(self, count: int) -> Seq | None:
+        """Up to where to reserve before `count` numbers can be given; None where there is room."""
+        last = self._next + count - 1
+        if last <= self._reserved_to:
+            return None
+        return Seq(max(last, self._reserved_to + self._block))
+
+    def reserved(self, upto: Seq) -> None:
+        """It has been reserved durably up to there."""
+        self._reserved_to = max(self._reserved_to, upto)
+
+    def allocate(self, count: int) -> SeqRange:
+        """The next `count` numbers, in flight from now on."""
+        if count < 1:
+            raise AssertionError("an empty range can't be in flight")
+        if self.to_reserve(count) is not None:
+            raise AssertionError("numbers must be reserved before they are given out")
+        given = SeqRange(Seq(self._next), count)
+        self._next += count
+        self._in_flight.append(given)
+        return given
+
+    def finish(self, given: SeqRange) -> Seq:
+        """The range is durable; returns `persisted_upto`."""
+        return self._end(given)
+
+    def abort(self, given: SeqRange) -> Seq:
+        """The range will never be; returns `persisted_upto`."""
+        return self._end(given)
+
+    def _end(self, given: SeqRange) -> Seq:
+        if given.first in self._ended or given.first <= self._persisted_upto or given.last >= self._next:
+            raise AssertionError(f"{given} is not in flight")
+        self._ended.add(given.first)
+        while self._in_flight and self._in_flight[0].first in self._ended:
+            ended = self._in_flight.popleft()
+            self._ended.remove(ended.first)
+            self._persisted_upto = ended.last
+        return self._persisted_upto

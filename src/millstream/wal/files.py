@@ -1,0 +1,157 @@
+"""The real file system behind `ports.Files`, and the system's clock.
+
+Every byte of the log goes through this seam, so that tests can play every crash (`millstream.testing.files`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Final
+
+_IOV_MAX: Final = 1024
+"""Buffers that one pwritev takes on Linux and macOS."""
+
+
+class RealFile:
+    """A file open for writing; see `ports.WritableFile`."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def pwrite(self, data: bytes | memoryview, position: int) -> None:
+        """Write all of it."""
+        self.pwritev([data], position)
+
+    def pwritev(self, buffers: Sequence[bytes | memoryview], position: int) -> None:
+        """Write all of them, however many system calls it takes."""
+        views = [view for buffer in buffers if (view := memoryview(buffer).cast("B")).nbytes]
+        while views:
+            written = os.pwritev(self._descriptor, views[:_IOV_MAX], position)
+            position += written
+            done = 0
+            while done < len(views) and written >= views[done].nbytes:
+                written -= views[done].nbytes
+                done += 1
+            views = views[done:]
+            if written:
+                views[0] = views[0][written:]
+
+    def sync(self) -> None:
+        """fdatasync; on macOS F_FULLFSYNC, since fsync there leaves the bytes in the drive's cache."""
+        if sys.platform == "darwin":
+            fcntl.fcntl(self._descriptor, fcntl.F_FULLFSYNC)
+        else:
+            os.fdatasync(self._descriptor)
+
+    def truncate(self, size: int) -> None:
+        """Set the length."""
+        os.ftruncate(self._descriptor, size)
+
+    def allocate(self, size: int) -> None:
+        """Reserve space for that many bytes; the file grows to that length."""
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(self._descriptor, 0, size)
+        else:
+            os.ftruncate(self._descriptor, size)
+
+    def lock(self) -> bool:
+        """Take the file's lock for this process, until close or death; False where somebody else holds it."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def size(self) -> int:
+        """The length now."""
+        return os.fstat(self._descriptor).st_size
+
+    def close(self) -> None:
+        """Close; closing twice is fine."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class RealFiles:
+    """`ports.Files` of the operating system."""
+
+    def create(self, path: str) -> RealFile:
+        """Make a new file; `FileExistsError` where there is one."""
+        return RealFile(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+
+    def open_write(self, path: str) -> RealFile:
+        """Open an existing file."""
+        return RealFile(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+
+    def read(self, path: str, position: int = 0, length: int | None = None) -> bytes:
+        """Bytes at a position; fewer at the end of the file."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            wanted = os.fstat(descriptor).st_size - position if length is None else length
+            pieces: list[bytes] = []
+            while wanted > 0 and (piece := os.pread(descriptor, wanted, position)):
+                pieces.append(piece)
+                position += len(piece)
+                wanted -= len(piece)
+        finally:
+            os.close(descriptor)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def size(self, path: str) -> int:
+        """The file's length."""
+        return os.stat(path).st_size
+
+    def listdir(self, path: str) -> list[str]:
+        """Names in a folder, sorted."""
+        return sorted(os.listdir(path))
+
+    def exists(self, path: str) -> bool:
+        """Whether anything has that name."""
+        return os.path.exists(path)
+
+    def rename(self, old: str, new: str) -> None:
+        """Atomic; replaces `new`."""
+        os.replace(old, new)
+
+    def remove(self, path: str) -> None:
+        """Remove a file."""
+        os.unlink(path)
+
+    def makedirs(self, path: str) -> None:
+        """Make a folder and those above it."""
+        os.makedirs(path, exist_ok=True)
+
+    def sync_dir(self, path: str) -> None:
+        """Make the folder's names durable."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def disk_usage(self, path: str) -> tuple[int, int]:
+        """(used, in all), as an ordinary user sees them: blocks kept for root count as used."""
+        stat = os.statvfs(path)
+        total = stat.f_blocks * stat.f_frsize
+        return total - stat.f_bavail * stat.f_frsize, total
+
+
+class SystemClock:
+    """`ports.Clock` of the operating system."""
+
+    def now_ns(self) -> int:
+        """Wall clock."""
+        return time.time_ns()
+
+    def monotonic_ns(self) -> int:
+        """Never steps back."""
+        return time.monotonic_ns()
+
+    def sleep(self, seconds: float) -> None:
+        """Return after that much time."""
+        time.sleep(seconds)

@@ -1,0 +1,272 @@
+"""Numbers for a commit group: from appended rows to the plan of each shard's frames.
+
+Everything is whole columns: a group may hold tens of thousands of one-row operations, and no Python runs for each. Order:
+
+- `seq`: operation by operation; in an operation table entry by table entry; in an entry row by row.
+- `offset`, per shard: operation by operation; in an operation by `__index`, over all its tables.
+
+A *run* is the rows of one operation in one entry (`TableRows`): what becomes one entry of a frame's directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.codec.log_frame import BATCH_SCHEMA
+from millstream.model.ids import SchemaVersion, ShardId, TableId
+from millstream.model.operations import OPERATION_SCHEMA, TableRows, WriteOps
+from millstream.model.positions import Offset, Seq
+from millstream.model.schema import TableSchema
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class FramePlan:
+    """What one records frame will hold; only the header's facts of the whole group are missing."""
+
+    first_offset: Offset
+    count: int
+    first_seq: Seq
+    last_seq: Seq
+    operations: pa.RecordBatch
+    batches: pa.RecordBatch
+    payload: tuple[tuple[TableSchema, pa.RecordBatch], ...]
+    commit_ts_us: tuple[int, int] | None
+    """Least and greatest commit time among its operations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Runs of a group, in row order: parallel arrays."""
+
+    operation: Ints
+    entry: Ints
+    count: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One `TableRows` of the group, its runs numbered."""
+
+    table: TableRows
+    operations: Ints
+    run_start: Ints
+    """Row of the entry at which each run begins."""
+    run_count: Ints
+    run_operation: Ints
+    run_seq: Ints
+    order: int
+    """Place among the group's entries: the order of numbers inside an operation."""
+
+
+def plan_group(
+    group: Sequence[WriteOps], *, first_seq: Seq, base: Mapping[ShardId, Offset], frame_bytes_max: int
+) -> dict[ShardId, list[FramePlan]]:
+    """The frames of a group of submissions, by shard.
+
+    Args:
+        group: in order; at least one row in all.
+        first_seq: of as many numbers as there are rows.
+        base: the next offset of every shard that is touched.
+        frame_bytes_max: rows beyond it go into more frames (sizes are estimated by each table's mean row).
+    """
+    tables: list[TableRows] = []
+    first_operation: list[int] = []
+    known = 0
+    for ops in group:
+        tables.extend(ops.tables)
+        first_operation.extend([known] * len(ops.tables))
+        known += ops.operations.num_rows
+
+    def number(runs: Runs) -> Ints:
+        order = np.lexsort((runs.entry, runs.operation)) if len(tables) > 1 else slice(None)
+        counts = runs.count[order]
+        firsts = np.empty(len(counts), dtype=np.int64)
+        firsts[order] = first_seq + np.cumsum(counts) - counts
+        return firsts
+
+    operations = _one_batch([ops.operations for ops in group], OPERATION_SCHEMA)
+    return _plan(operations, tables, first_operation, number, base, frame_bytes_max)
+
+
+def plan_chunk(
+    operation: pa.RecordBatch,
+    tables: Sequence[TableRows],
+    *,
+    next_seq: dict[tuple[ShardId, TableId], Seq],
+    base: Mapping[ShardId, Offset],
+    frame_bytes_max: int,
+) -> dict[ShardId, list[FramePlan]]:
+    """The frames of one chunk of a spilled operation; `next_seq` moves on by the chunk's rows of each (shard, table)."""
+    tables = [table for table in tables if table.rows.num_rows]
+
+    def number(runs: Runs) -> Ints:
+        firsts = np.empty(len(runs.count), dtype=np.int64)
+        for run, (entry, count) in enumerate(zip(runs.entry.tolist(), runs.count.tolist(), strict=True)):
+            key = (tables[entry].shard, tables[entry].schema.table_id)
+            firsts[run] = next_seq[key]
+            next_seq[key] = Seq(next_seq[key] + count)
+        return firsts
+
+    return _plan(operation, tables, [0] * len(tables), number, base, frame_bytes_max)
+
+
+def _plan(
+    operations: pa.RecordBatch,
+    tables: Sequence[TableRows],
+    first_operation: Sequence[int],
+    number: Callable[[Runs], Ints],
+    base: Mapping[ShardId, Offset],
+    frame_bytes_max: int,
+) -> dict[ShardId, list[FramePlan]]:
+    by_shard: dict[ShardId, list[_Entry]] = {}
+    for entry in _entries(tables, first_operation, number):
+        by_shard.setdefault(entry.table.shard, []).append(entry)
+    plans: dict[ShardId, list[FramePlan]] = {}
+    for shard, entries in by_shard.items():
+        offsets = _offsets(entries, base[shard])
+        cuts = _frame_cuts(entries, offsets, base[shard], frame_bytes_max)
+        plans[shard] = [
+            _plan_frame(operations, entries, offsets, low, high) for low, high in zip(cuts, cuts[1:], strict=False)
+        ]
+    return plans
+
+
+def _entries(
+    tables: Sequence[TableRows], first_operation: Sequence[int], number: Callable[[Runs], Ints]
+) -> Iterable[_Entry]:
+    """Cut every entry's rows into runs and number them."""
+    found = []
+    for table, first in zip(tables, first_operation, strict=True):
+        of_row = table.rows.column("__operation").to_numpy().astype(np.int64) + first
+        starts = np.flatnonzero(np.diff(of_row, prepend=-1)) if len(of_row) else np.empty(0, dtype=np.int64)
+        found.append((of_row, starts, np.diff(starts, append=len(of_row))))
+    runs = Runs(
+        operation=np.concatenate([of_row[starts] for of_row, starts, _ in found]),
+        entry=np.repeat(np.arange(len(found)), [len(starts) for _, starts, _ in found]),
+        count=np.concatenate([counts for _, _, counts in found]),
+    )
+    seqs = number(runs)
+    done = 0
+    for order, (table, (of_row, starts, counts)) in enumerate(zip(tables, found, strict=True)):
+        end = done + len(starts)
+        if len(starts):
+            yield _Entry(table, of_row, starts, counts, runs.operation[done:end], seqs[done:end], order)
+        done = end
+
+
+def _offsets(entries: Sequence[_Entry], base: Offset) -> list[Ints]:
+    """Each entry's rows' offsets: dense over the entries by (operation, index)."""
+    sizes = [len(entry.operations) for entry in entries]
+    if len(entries) == 1:
+        return [np.arange(base, base + sizes[0], dtype=np.int64)]
+    index = np.concatenate([entry.table.rows.column("__index").to_numpy() for entry in entries])
+    operation = np.concatenate([entry.operations for entry in entries])
+    offsets = np.empty(len(index), dtype=np.int64)
+    offsets[np.lexsort((index, operation))] = np.arange(base, base + len(index), dtype=np.int64)
+    return np.split(offsets, np.cumsum(sizes)[:-1])
+
+
+def _frame_cuts(entries: Sequence[_Entry], offsets: Sequence[Ints], base: Offset, frame_bytes_max: int) -> list[int]:
+    """Offsets at which frames begin, and the end."""
+    sizes = [entry.table.rows.nbytes for entry in entries]
+    end = base + sum(len(of_entry) for of_entry in offsets)
+    if sum(sizes) <= frame_bytes_max:
+        return [base, end]
+    row_bytes = np.empty(end - base)
+    for size, of_entry in zip(sizes, offsets, strict=True):
+        row_bytes[of_entry - base] = size / len(of_entry)
+    frame_of_row = ((np.cumsum(row_bytes) - row_bytes) // frame_bytes_max).astype(np.int64)
+    return [base, *(int(cut) + 1 + base for cut in np.flatnonzero(np.diff(frame_of_row))), end]
+
+
+def _plan_frame(
+    operations: pa.RecordBatch, entries: Sequence[_Entry], offsets: Sequence[Ints], low: int, high: int
+) -> FramePlan:
+    """The frame of the rows with offsets `[low, high)`."""
+    pieces: dict[tuple[TableId, SchemaVersion], list[pa.RecordBatch]] = {}
+    schemas: dict[tuple[TableId, SchemaVersion], TableSchema] = {}
+    columns: list[tuple[Ints, Ints, Ints, Ints]] = []
+    last_operation: dict[tuple[TableId, SchemaVersion], int] = {}
+    for place, (entry, of_entry) in enumerate(zip(entries, offsets, strict=True)):
+        start, end = (int(at) for at in np.searchsorted(of_entry, (low, high)))
+        if start == end:
+            continue
+        schema = entry.table.schema
+        key = (schema.table_id, schema.version)
+        if last_operation.get(key, -1) > entry.operations[start]:
+            raise AssertionError(f"rows of table {schema.table_id} don't stand in the order of operations")
+        last_operation[key] = int(entry.operations[end - 1])
+        schemas.setdefault(key, schema)
+        pieces.setdefault(key, []).append(_with_offsets(entry.table, of_entry, start, end))
+        first_run = int(np.searchsorted(entry.run_start, start, side="right")) - 1
+        end_run = int(np.searchsorted(entry.run_start, end, side="left"))
+        starts = np.maximum(entry.run_start[first_run:end_run], start)
+        ends = np.minimum(entry.run_start[first_run:end_run] + entry.run_count[first_run:end_run], end)
+        seqs = entry.run_seq[first_run:end_run] + (starts - entry.run_start[first_run:end_run])
+        places = np.full(len(starts), place, dtype=np.int64)
+        columns.append((entry.run_operation[first_run:end_run], places, seqs, ends - starts))
+
+    operation, place_of, seq, count = (
+        np.concatenate(column) if len(columns) > 1 else column[0] for column in zip(*columns, strict=True)
+    )
+    if len(columns) > 1:
+        order = np.lexsort((place_of, operation))
+        operation, place_of, seq, count = operation[order], place_of[order], seq[order], count[order]
+    used, ordinal = np.unique(operation, return_inverse=True)
+    own = operations if len(used) == operations.num_rows else operations.take(pa.array(used))
+    table_ids = np.array([entry.table.schema.table_id for entry in entries], dtype=np.int64)
+    versions = np.array([entry.table.schema.version for entry in entries], dtype=np.int32)
+    batches = pa.record_batch(
+        [
+            pa.array(ordinal.astype(np.int32)),
+            pa.array(table_ids[place_of]),
+            pa.array(versions[place_of]),
+            pa.nulls(len(seq), pa.string()),
+            pa.array(seq),
+            pa.array(count.astype(np.int64)),
+        ],
+        schema=BATCH_SCHEMA,
+    )
+    return FramePlan(
+        first_offset=Offset(low),
+        count=high - low,
+        first_seq=Seq(int(seq.min())),
+        last_seq=Seq(int((seq + count).max()) - 1),
+        operations=own,
+        batches=batches,
+        payload=tuple((schemas[key], _one_batch(rows, rows[0].schema)) for key, rows in pieces.items()),
+        commit_ts_us=_time_range(own),
+    )
+
+
+def _with_offsets(table: TableRows, offsets: Ints, start: int, end: int) -> pa.RecordBatch:
+    """Rows `[start, end)` as log rows: `__offset` stands where `__operation` stood."""
+    rows = table.rows.slice(start, end - start)
+    field = pa.field("__offset", pa.int64(), nullable=False)
+    schema = pa.schema([field, *list(rows.schema)[1:]], metadata=rows.schema.metadata)
+    return pa.RecordBatch.from_arrays([pa.array(offsets[start:end]), *rows.columns[1:]], schema=schema)
+
+
+def _one_batch(batches: Sequence[pa.RecordBatch], schema: pa.Schema) -> pa.RecordBatch:
+    if len(batches) == 1:
+        return batches[0]
+    whole = pa.Table.from_batches(batches, schema=schema).combine_chunks().to_batches()
+    if len(whole) != 1:
+        raise AssertionError("a group's rows of one table exceed what one Arrow array holds")
+    return whole[0]
+
+
+def _time_range(operations: pa.RecordBatch) -> tuple[int, int] | None:
+    found = pc.min_max(operations.column("commit_ts"))
+    if not found["min"].is_valid:
+        return None
+    return found["min"].value, found["max"].value
