@@ -15,7 +15,8 @@ from millstream.codec.checksums import Bytes
 from millstream.errors import CorruptFrame
 
 COMPRESS_FROM_BYTES: Final = 8192
-_LZ4: Final = ipc.IpcWriteOptions(compression="lz4")
+# Without Arrow's thread pool: handing a group's few buffers to other threads took 190 µs where compressing them takes 50.
+_LZ4: Final = ipc.IpcWriteOptions(compression="lz4", use_threads=False)
 
 
 def encode_batch(batch: pa.RecordBatch) -> pa.Buffer:
