@@ -42,7 +42,7 @@ class CutTable:
 
     table_id: TableId
     name: str
-    """`schema.table`, unquoted."""
+    """`schema.table`, each part quoted where PostgreSQL would."""
     history: int
     """Delta version of history; -1 where there is none."""
     current: int = -1
@@ -99,7 +99,7 @@ def commit_cut(
     tables = merged({} if last is None else last.tables, commits)
     if last is not None and (last.n > n or (last.n == n and tables == last.tables)):
         return last
-    times = [time for time in (commit_ts_max, last and last.commit_ts_max) if time is not None]
+    times = [time for time in (commit_ts_max, None if last is None else last.commit_ts_max) if time is not None]
     cut = Cut(1 if last is None else last.number + 1, n, committed_at, max(times, default=None), tables)
     row = {
         "number": [cut.number],
@@ -173,7 +173,8 @@ def _read_last(opened: OpenTable) -> Cut | None:
 
 def _encode(tables: Mapping[str, CutTable]) -> str:
     facts = {
-        folder: [int(t.table_id), t.name, t.history, t.current, int(t.current_n)] for folder, t in sorted(tables.items())
+        folder: [int(t.table_id), t.name, t.history, t.current, int(t.current_n)]
+        for folder, t in sorted(tables.items())
     }
     return json.dumps(facts, separators=(",", ":"), ensure_ascii=False)
 

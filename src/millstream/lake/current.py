@@ -24,6 +24,7 @@ from millstream.lake.history import newest_schema, read_history
 from millstream.lake.keys import Keys, key_codes
 from millstream.lake.layout import LakeLayout, TableCommit, has_current
 from millstream.lake.types import conform, lake_columns, same_type, widest
+from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 
@@ -35,7 +36,9 @@ _PLAIN_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 """Names that need no thought inside a MERGE's expressions; tables with others are rewritten."""
 
 
-def fold_table(layout: LakeLayout, schema: TableSchema, upto: Seq, *, rewrite_bytes_max: int = REWRITE_BYTES_MAX) -> TableCommit:
+def fold_table(
+    layout: LakeLayout, schema: TableSchema, upto: Seq, *, rewrite_bytes_max: int = REWRITE_BYTES_MAX
+) -> TableCommit:
     """Bring a table's `current` to `upto`, in one commit; nothing is done where it stands there.
 
     Call it only once the history up to `upto` is committed, and not while the table's copy runs.
@@ -63,7 +66,9 @@ def fold_table(layout: LakeLayout, schema: TableSchema, upto: Seq, *, rewrite_by
     if newest.table_id == schema.table_id:
         schema = newest
     columns = current_columns(layout, schema, history)
-    tail = read_history(history, after=(opened and opened.n) or Seq(0), upto=upto, columns=tail_columns(columns), table=schema)
+    tail = read_history(
+        history, after=(opened and opened.n) or Seq(0), upto=upto, columns=tail_columns(columns), table=schema
+    )
     first = opened is None or opened.n is None
     if opened is None:
         opened = _create(layout, schema, path, app, columns)
@@ -242,7 +247,7 @@ def _merge(opened: OpenTable, target: pa.Schema, folded: Folded, key: tuple[str,
 def _commit(schema: TableSchema, opened: OpenTable, rows: int, n: Seq) -> TableCommit:
     return TableCommit(
         table_id=schema.table_id,
-        name=f"{schema.namespace}.{schema.name}",
+        name=qualified_name(schema.namespace, schema.name),
         folder=opened.path.rsplit("/", 1)[1],
         view="current",
         version=opened.version,

@@ -207,10 +207,7 @@ def _ask(walk: _Walk, new_keys: Keys, old_keys: Keys, at: Indexes, lookup: Looku
     both = _concat(new_keys, old_keys)
     wanted = both.take(
         np.array(
-            [
-                len(new_keys) + positions[record] if record in positions else record
-                for record in walk.asked_by
-            ],
+            [len(new_keys) + positions[record] if record in positions else record for record in walk.asked_by],
             np.int64,
         )
     )
@@ -220,7 +217,9 @@ def _ask(walk: _Walk, new_keys: Keys, old_keys: Keys, at: Indexes, lookup: Looku
     missing = [place for place, code in enumerate(asked.tolist()) if code not in row_of]
     if missing:
         facts = wanted.take(np.array(missing[:1], np.int64)).to_table().to_pylist()[0]
-        raise LakeError(f"an update of row {facts} leaves columns unchanged, and the lake holds no earlier state of the row")
+        raise LakeError(
+            f"an update of row {facts} leaves columns unchanged, and the lake holds no earlier state of the row"
+        )
     return found.take(pa.array([row_of[int(code)] for code in asked], pa.int64()))
 
 
@@ -307,7 +306,9 @@ def _names_in(maps: pa.Array) -> dict[str, npt.NDArray[np.bool_]]:
     """By column, which of the maps have an entry for it (be it null)."""
     offsets = np.asarray(maps.offsets)
     rows = np.repeat(np.arange(len(maps)), np.diff(offsets))
-    encoded = pc.dictionary_encode(maps.keys.slice(int(offsets[0]), int(offsets[-1] - offsets[0])) if len(maps) else maps.keys)
+    encoded = pc.dictionary_encode(
+        maps.keys.slice(int(offsets[0]), int(offsets[-1] - offsets[0])) if len(maps) else maps.keys
+    )
     codes = np.asarray(encoded.indices)
     present: dict[str, npt.NDArray[np.bool_]] = {}
     for code, name in enumerate(encoded.dictionary.to_pylist()):
@@ -318,7 +319,7 @@ def _names_in(maps: pa.Array) -> dict[str, npt.NDArray[np.bool_]]:
 
 
 def _concat(one: Keys, other: Keys) -> Keys:
-    exact = []
+    exact: list[pa.Array | None] = []
     for a, b in zip(one.exact, other.exact, strict=True):
         if a is None and b is None:
             exact.append(None)

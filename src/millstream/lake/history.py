@@ -20,6 +20,7 @@ from millstream.lake.delta import STREAM_PROPERTY, WRITER, OpenTable, create_tab
 from millstream.lake.layout import LakeLayout, TableCommit
 from millstream.lake.types import conform, lake_columns, same_type, to_lake, union_schema
 from millstream.model.ids import TableId
+from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
 from millstream.model.records import RECORD_PREFIX
 from millstream.model.schema import TableKind, TableSchema
@@ -32,9 +33,7 @@ PARTITION: Final = "__commit_date"
 __all__ = ["FROM_SEQ_PROPERTY", "SCHEMA_PROPERTY", "STREAM_PROPERTY", "append_history", "newest_schema", "read_history"]
 
 
-def append_history(
-    layout: LakeLayout, schema: TableSchema, batches: Sequence[pa.RecordBatch], n: Seq
-) -> TableCommit:
+def append_history(layout: LakeLayout, schema: TableSchema, batches: Sequence[pa.RecordBatch], n: Seq) -> TableCommit:
     """Append one table's records up to `n` to its history, exactly once, in one commit.
 
     Records at or below what the table has already are dropped, so any earlier batch bounds, a second call and a call by a
@@ -57,7 +56,9 @@ def append_history(
     app = layout.app_id("history", schema.table_id)
     opened = open_table(layout, path, app)
     if opened is None or (opened.n or 0) < n:
-        rows = _rows(schema, batches, layout.types, after=Seq(0) if opened is None or opened.n is None else opened.n, upto=n)
+        rows = _rows(
+            schema, batches, layout.types, after=Seq(0) if opened is None or opened.n is None else opened.n, upto=n
+        )
         if rows.num_rows:
             opened = _ready(layout, schema, path, app, rows)
             rows = conform(rows, _arranged(opened, rows.schema))
@@ -219,7 +220,7 @@ def _reopen(layout: LakeLayout, path: str, app: str) -> OpenTable:
 def _commit(schema: TableSchema, path: str, opened: OpenTable, rows: int, n: Seq) -> TableCommit:
     return TableCommit(
         table_id=TableId(schema.table_id),
-        name=f"{schema.namespace}.{schema.name}",
+        name=qualified_name(schema.namespace, schema.name),
         folder=path.rsplit("/", 1)[1],
         view="history",
         version=opened.version,

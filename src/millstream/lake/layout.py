@@ -93,7 +93,7 @@ class TableCommit:
 
     table_id: TableId
     name: str
-    """`schema.table` for people, unquoted."""
+    """`schema.table`, each part quoted where PostgreSQL would."""
     folder: str
     """The last part of the table's path: how `_commits` names it."""
     view: View

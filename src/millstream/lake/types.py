@@ -6,9 +6,8 @@ types exists only where every value of the narrower one is one of the wider; all
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from datetime import date, datetime
-from decimal import Decimal
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal, localcontext
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -17,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.errors import LakeSchemaConflict
+from millstream.model.pgtext import INEXACT, array_of, storage_values, text_parser, text_renderer
 from millstream.model.pgtypes import lake_type
 from millstream.model.records import RECORD_PREFIX, TEXT_BY_COLUMN
 from millstream.model.schema import TableSchema
@@ -47,7 +47,12 @@ def lake_columns(schema: TableSchema, types: Mapping[str, str] = MappingProxyTyp
                 table=f"{schema.namespace}.{schema.name}",
                 column=column.name,
             )
-    return pa.schema([pa.field(c.name, lake_type(c, types.get(f"{schema.namespace}.{schema.name}.{c.name}"))) for c in schema.columns])
+    return pa.schema(
+        [
+            pa.field(c.name, lake_type(c, types.get(f"{schema.namespace}.{schema.name}.{c.name}")))
+            for c in schema.columns
+        ]
+    )
 
 
 def same_type(one: pa.DataType, other: pa.DataType) -> bool:
@@ -134,49 +139,61 @@ def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
 def to_lake(schema: TableSchema, batch: pa.RecordBatch, types: Mapping[str, str] = MappingProxyType({})) -> pa.Table:
     """Records in `record_schema(schema)` as history's rows: the table's columns in the lake's types.
 
-    What a lake type can't hold is null there, and its text is added to `__exact`.
+    What a lake type can't hold is null there, and its text is added to `__exact`; a text that stood in `__exact` and that the
+    lake's type holds becomes the value.
     """
+    rows = pa.Table.from_batches([batch])
     columns = lake_columns(schema, types)
     target = pa.schema([*RECORD_PREFIX, *columns])
-    return conform(pa.Table.from_batches([batch]), target)
+    other = [c.name for c in schema.columns if not same_type(c.arrow, columns.field(c.name).type)]
+    if other:
+        maps = batch.column("__exact")
+        texts = {name: texts_of(maps, name) for name in columns.names}
+        for name in other:
+            at = rows.schema.get_field_index(name)
+            whole = pc.coalesce(texts[name], to_text(batch.column(at)))
+            value, texts[name] = from_text(columns.field(name).type, whole)
+            rows = rows.set_column(at, name, value)
+        exact = text_maps(list(texts), list(texts.values()), batch.num_rows)
+        rows = rows.set_column(rows.schema.get_field_index("__exact"), "__exact", exact)
+    return conform(rows, target)
 
 
-def from_text(type_: pa.DataType, texts: pa.Array) -> tuple[pa.Array, pa.Array]:
+def to_text(values: pa.Array) -> pa.Array:
+    """PostgreSQL's texts of a log column's values."""
+    if pa.types.is_string(values.type):
+        return values
+    render = text_renderer(values.type)
+    return pa.array([None if v is None else render(v) for v in storage_values(values)], pa.string())
+
+
+def from_text(kind: pa.DataType, texts: pa.Array) -> tuple[pa.Array, pa.Array]:
     """Values of PostgreSQL's texts, and the texts of those that the type can't hold (null elsewhere)."""
-    nothing = pa.nulls(len(texts), pa.string())
-    if pa.types.is_string(type_):
-        return texts, nothing
-    if type_ in _INTEGERS:
-        return texts.cast(type_), nothing
-    values: list[Any] = []
-    exact: list[str | None] = []
-    for text in texts.to_pylist():
-        value = None if text is None else _value(type_, text)
-        values.append(value)
-        exact.append(text if value is None else None)
-    return pa.array(values, type_), pa.array(exact, pa.string())
+    if pa.types.is_string(kind):
+        return texts, pa.nulls(len(texts), pa.string())
+    if kind in _INTEGERS and pc.all(pc.match_substring_regex(texts, "^-?[0-9]{1,4}$")).as_py() is not False:
+        return texts.cast(kind), pa.nulls(len(texts), pa.string())
+    parse = _decimal_parser(kind) if pa.types.is_decimal(kind) else text_parser(kind)
+    held = texts.to_pylist()
+    values = [None if text is None else parse(text) for text in held]
+    exact = [text if value is INEXACT else None for text, value in zip(held, values, strict=True)]
+    return array_of([None if v is INEXACT else v for v in values], kind), pa.array(exact, pa.string())
 
 
-def _value(type_: pa.DataType, text: str) -> Any:
-    """One text's value; None where the type can't hold it."""
-    try:
-        if pa.types.is_boolean(type_):
-            return {"t": True, "f": False, "true": True, "false": False}[text]
-        if pa.types.is_floating(type_):
-            value = float(text)
-            return float(np.float32(value)) if pa.types.is_float32(type_) else value
-        if pa.types.is_decimal(type_):
-            number = Decimal(text)
-            return number if number.is_finite() and pa.scalar(number, type_) is not None else None
-        if pa.types.is_date(type_):
-            return date.fromisoformat(text)
-        if pa.types.is_timestamp(type_):
-            return datetime.fromisoformat(text)
-        if pa.types.is_binary(type_):
-            return bytes.fromhex(text.removeprefix("\\x"))
-    except (KeyError, ValueError, ArithmeticError, pa.ArrowInvalid):
-        return None
-    return None
+def _decimal_parser(kind: pa.DataType) -> Callable[[str], Any]:
+    """Held is what has no more digits than the type, on either side of the point: the lake's scale may be the configuration's."""
+    step, digits_max = Decimal(1).scaleb(-kind.scale), kind.precision
+
+    def parse(text: str) -> Any:
+        number = Decimal(text)
+        if not number.is_finite():
+            return INEXACT
+        with localcontext() as context:
+            context.prec = 76
+            scaled = number.quantize(step) if number.adjusted() < digits_max else number
+        return scaled if scaled == number and len(scaled.as_tuple().digits) <= digits_max else INEXACT
+
+    return parse
 
 
 def texts_of(maps: pa.Array | pa.ChunkedArray, name: str) -> pa.Array:
