@@ -113,7 +113,8 @@ class LakeSession:
         self._prepare(sql)
         try:
             relation = self._connection.sql(sql)
-            result: pa.Table = pa.table({}) if relation is None else relation.to_arrow_table()
+            # What gives no rows gives no relation, though DuckDB's stubs say that there always is one.
+            result: pa.Table = pa.table({}) if relation is None else relation.to_arrow_table()  # type: ignore[redundant-expr]
             return result
         except duckdb.Error as error:
             raise InvalidQuery(str(error), hint=self._hint()) from error
@@ -123,12 +124,12 @@ class LakeSession:
         self._prepare(None)
         return self._connection
 
-    def _hint(self) -> str | None:
+    def _hint(self) -> str:
         if self._missing:
             return "Not readable: " + "; ".join(f"{name} ({reason})" for name, reason in self._missing.items())
-        names = sorted(table.name for table in self._tables.values())
-        if not names:
+        if not self._tables:
             return "No table has landed in the lake yet; `millstream status` shows what goes on."
+        names = sorted(table.name for table in self._tables.values())
         return "Tables: " + ", ".join(names[:20]) + (" …" if len(names) > 20 else "")
 
     def _prepare(self, sql: str | None) -> None:
@@ -212,7 +213,7 @@ class LakeSession:
             if schema.key:
                 kept += f" ANTI JOIN {gone} g ON {_same_key(folded.gone, with_exact=EXACT.name in have)}"
             else:
-                kept = f"({kept} EXCEPT ALL SELECT {_list(names)} FROM {gone})"
+                kept = _without(kept, f"SELECT {_list(names)} FROM {gone}", names, columns)
         return f"{kept} UNION ALL {fresh}"
 
     def _register(self, data: object) -> str:
@@ -274,9 +275,16 @@ def _list(names: list[str]) -> str:
 
 def _duck_type(connection: duckdb.DuckDBPyConnection, view: str, name: str) -> str:
     """DuckDB's name for the type of a registered column."""
-    found = connection.execute(f"SELECT typeof({quote(name)}) FROM (SELECT 1) LEFT JOIN {view} ON false").fetchone()
-    assert found is not None
-    return str(found[0])
+    # fetchall ends the result: an open one keeps the connection from registering more.
+    found = connection.execute(f"SELECT typeof({quote(name)}) FROM (SELECT 1) LEFT JOIN {view} ON false").fetchall()
+    return str(found[0][0])
+
+
+def _without(kept: str, gone: str, names: list[str], columns: pa.Schema) -> str:
+    """A bag's rows without as many equal ones as `gone` has; 0 and -0, equal in SQL, are told apart by their texts."""
+    signs = "".join(f", CAST({quote(f.name)} AS VARCHAR)" for f in columns if pa.types.is_floating(f.type))
+    both = " EXCEPT ALL ".join(f"SELECT {_list(names)}{signs} FROM ({rows})" for rows in (kept, gone))
+    return f"SELECT {_list(names)} FROM ({both})"
 
 
 def _gone_table(gone: Keys) -> pa.Table:
