@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -134,9 +135,7 @@ def _plan(
     for shard, entries in by_shard.items():
         offsets = _offsets(entries, base[shard])
         cuts = _frame_cuts(entries, offsets, base[shard], frame_bytes_max)
-        plans[shard] = [
-            _plan_frame(operations, entries, offsets, low, high) for low, high in zip(cuts, cuts[1:], strict=False)
-        ]
+        plans[shard] = [_plan_frame(operations, entries, offsets, low, high) for low, high in pairwise(cuts)]
     return plans
 
 
@@ -211,9 +210,10 @@ def _plan_frame(
         end_run = int(np.searchsorted(entry.run_start, end, side="left"))
         starts = np.maximum(entry.run_start[first_run:end_run], start)
         ends = np.minimum(entry.run_start[first_run:end_run] + entry.run_count[first_run:end_run], end)
-        seqs = entry.run_seq[first_run:end_run] + (starts - entry.run_start[first_run:end_run])
-        places = np.full(len(starts), place, dtype=np.int64)
-        columns.append((entry.run_operation[first_run:end_run], places, seqs, ends - starts))
+        seqs: Ints = entry.run_seq[first_run:end_run] + (starts - entry.run_start[first_run:end_run])
+        counts: Ints = ends - starts
+        places: Ints = np.full(len(starts), place, dtype=np.int64)
+        columns.append((entry.run_operation[first_run:end_run], places, seqs, counts))
 
     operation, place_of, seq, count = (
         np.concatenate(column) if len(columns) > 1 else column[0] for column in zip(*columns, strict=True)

@@ -34,6 +34,7 @@ from millstream.errors import CorruptFrame, CorruptWal, DiskFull, LogError, Stal
 from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, SourceId, StreamId
 from millstream.model.positions import Lsn, Offset, Seq
 from millstream.ports import Files
+from millstream.wal.index import damage
 from millstream.wal.layout import SPARE_NAME, SegmentFile, list_segments, shard_folder
 from millstream.wal.mark import DurableMark, read_dropped, read_mark
 from millstream.wal.scan import ScannedFrame, Window, commit_times, frames_behind, read_frame, reader_of, scan_frames
@@ -63,6 +64,8 @@ class Recovered:
     shards: Mapping[ShardId, RecoveredShard]
     last_group: GroupNumber
     persisted_upto: Seq
+    shown: Seq
+    """What marks have shown as `persisted_upto` before: at most that."""
     reserved_to: Seq
     """Greatest reservation that any frame or mark tells of."""
     reached: Mapping[SourceId, Lsn]
@@ -123,18 +126,6 @@ class _Tail:
             offset_from=self.end_offset,
             offset_to=None,
         )
-
-
-def damage(why: str, *, file: str, byte: int, offset_from: Offset, offset_to: Offset | None) -> CorruptWal:
-    """The error for bytes that no crash explains."""
-    upto = "the end" if offset_to is None else str(offset_to)
-    return CorruptWal(
-        f"{file} is damaged at byte {byte}: {why}; offsets {offset_from} to {upto} can't be read",
-        file=file,
-        byte=byte,
-        offset_from=int(offset_from),
-        offset_to=None if offset_to is None else int(offset_to),
-    )
 
 
 def recover(
@@ -356,20 +347,21 @@ def _check_marks(tails: Iterable[_Tail], stream: StreamId) -> None:
 def _make_durable(files: Files, tails: Mapping[ShardId, _Tail], cut_bytes: int) -> Recovered:
     last = _last_frame(tails.values())
     shards: dict[ShardId, RecoveredShard] = {}
-    try:
-        for shard, tail in tails.items():
+    for shard, tail in tails.items():
+        try:
             shards[shard] = _seal_tail(files, tail)
-    except OSError as error:
-        if error.errno in NO_SPACE:
-            raise DiskFull(
-                f"recovery has no space to rewrite the end of {tail.folder}; the log stays readable as it was"
-            ) from error
-        raise
+        except OSError as error:
+            if error.errno in NO_SPACE:
+                raise DiskFull(
+                    f"recovery has no space to rewrite the end of {tail.folder}; the log stays readable as it was"
+                ) from error
+            raise
     marks = [tail.mark for tail in tails.values() if tail.mark is not None]
     return Recovered(
         shards=shards,
         last_group=GroupNumber(0) if last is None else last.header.group,
         persisted_upto=Seq(0) if last is None else last.header.group_last_seq,
+        shown=Seq(max([mark.persisted_upto for mark in marks], default=0)),
         reserved_to=Seq(max([0 if last is None else last.header.reserved_to, *(m.reserved_to for m in marks)])),
         reached={} if last is None else dict(last.header.reached),
         cut_bytes=cut_bytes,
@@ -378,7 +370,7 @@ def _make_durable(files: Files, tails: Mapping[ShardId, _Tail], cut_bytes: int) 
 
 def _last_frame(tails: Iterable[_Tail]) -> ScannedFrame | None:
     """A frame of the last group that stays: its header says how far the whole log has got."""
-    frames = [frame for tail in tails for frame in (tail.frames[-1:] or [tail.sealed_last]) if frame is not None]
+    frames = [frame for tail in tails for frame in (tail.frames[-1] if tail.frames else tail.sealed_last,) if frame]
     return max(frames, key=lambda frame: frame.header.group, default=None)
 
 

@@ -37,8 +37,9 @@ _WINDOW = 4 << 20
 class Window:
     """A file's bytes, read ahead piece by piece."""
 
-    def __init__(self, read: Callable[[int, int], bytes]) -> None:
+    def __init__(self, read: Callable[[int, int], bytes], ahead_bytes: int = _WINDOW) -> None:
         self._read = read
+        self._ahead_bytes = ahead_bytes
         self._start = 0
         self._data = memoryview(b"")
 
@@ -46,7 +47,7 @@ class Window:
         """Bytes `[position, position + length)`; fewer where the file ends."""
         inside = position - self._start
         if inside < 0 or inside + length > len(self._data):
-            self._data = memoryview(self._read(position, max(length, _WINDOW)))
+            self._data = memoryview(self._read(position, max(length, self._ahead_bytes)))
             self._start, inside = position, 0
         return self._data[inside : inside + length]
 

@@ -186,7 +186,7 @@ class OpenSegment:
             tables = [(schema, rows.num_rows) for schema, rows in plan.payload]
             end = self._stage_one(header, encoded, tables, end, plan.commit_ts_us)
             buffers += encoded
-        self._file.pwritev(buffers, self._staged_end)
+        self._file.pwritev([memoryview(buffer) for buffer in buffers], self._staged_end)
         self._staged_end = end
 
     def _stage_one(

@@ -1,0 +1,193 @@
+"""What lies where in a shard, for readers: frames of sealed segments from their footers, of the open one by its heads.
+
+Only the folder is needed. How far to look is the caller's to say, by a mark; what lies behind is never touched.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from millstream.codec.log_frame import FrameKind, SchemaFrame, SchemaSet, decode_frame
+from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, FrameEntry, SegmentFooter, SegmentHeader
+from millstream.errors import CorruptFrame, CorruptWal
+from millstream.model.ids import Epoch, ShardId
+from millstream.model.positions import Offset, Seq
+from millstream.ports import Files
+from millstream.wal.layout import SegmentFile, list_segments
+from millstream.wal.mark import DurableMark
+from millstream.wal.scan import Window, read_frame, reader_of, scan_frames
+from millstream.wal.segment import entry_of
+
+_CACHED_FRAMES_MAX: Final = 200_000
+"""Frames of footers kept in memory, about 100 MiB of them."""
+
+
+def damage(why: object, *, file: str, byte: int, offset_from: Offset, offset_to: Offset | None) -> CorruptWal:
+    """The error for bytes that no crash explains."""
+    upto = "the end" if offset_to is None else str(offset_to)
+    return CorruptWal(
+        f"{file} is damaged at byte {byte}: {why}; offsets {offset_from} to {upto} can't be read",
+        file=file,
+        byte=byte,
+        offset_from=int(offset_from),
+        offset_to=None if offset_to is None else int(offset_to),
+    )
+
+
+def read_header(files: Files, segment: SegmentFile) -> SegmentHeader:
+    """A segment's header. Raises `CorruptWal`, `UnsupportedFormat`; `FileNotFoundError` where the file is gone."""
+    try:
+        return SegmentHeader.decode(files.read(segment.path, 0, SEGMENT_HEADER_SIZE))
+    except CorruptFrame as error:
+        raise damage(error, file=segment.path, byte=0, offset_from=segment.base_offset, offset_to=None) from error
+
+
+@dataclass(slots=True)
+class _OpenFrames:
+    """The frames of the segment being written, as far as the mark has let us see."""
+
+    base_offset: Offset
+    epoch: Epoch
+    header: SegmentHeader
+    entries: list[FrameEntry] = field(default_factory=list)
+    byte_end: int = SEGMENT_HEADER_SIZE
+    end_offset: Offset = Offset(0)
+
+
+class ShardIndex:
+    """The frames of one shard up to its mark, in order.
+
+    Every method may raise `CorruptWal`, and `FileNotFoundError` where retention has dropped a segment meanwhile.
+    """
+
+    def __init__(self, files: Files, shard_dir: str, shard: ShardId) -> None:
+        self._files = files
+        self._dir = shard_dir
+        self._shard = shard
+        self._sealed: OrderedDict[Offset, tuple[FrameEntry, ...]] = OrderedDict()
+        self._cached_frames = 0
+        self._first_group_end: dict[Offset, Seq] = {}
+        self._open: _OpenFrames | None = None
+
+    def segments(self, mark: DurableMark) -> list[SegmentFile]:
+        """The segments that hold what the mark shows."""
+        return [s for s in list_segments(self._files, self._dir) if s.base_offset <= mark.base_offset]
+
+    def frames(self, segment: SegmentFile, mark: DurableMark) -> tuple[FrameEntry, ...] | list[FrameEntry]:
+        """A segment's frames that the mark shows."""
+        if segment.base_offset == mark.base_offset:
+            return self._open_frames(segment, mark)
+        known = self._sealed.get(segment.base_offset)
+        if known is None:
+            known = self._footer(segment).frames
+            self._sealed[segment.base_offset] = known
+            self._cached_frames += len(known)
+            while self._cached_frames > _CACHED_FRAMES_MAX and len(self._sealed) > 1:
+                self._cached_frames -= len(self._sealed.popitem(last=False)[1])
+        else:
+            self._sealed.move_to_end(segment.base_offset)
+        return known
+
+    def from_seq(self, after: Seq, mark: DurableMark) -> Iterator[tuple[SegmentFile, FrameEntry]]:
+        """Frames of all groups that end behind `after`, in order, schema frames among them."""
+        segments = self.segments(mark)
+        # Ends of the groups with which segments begin grow; the group that holds `after` may be in the one before.
+        low, high = 0, len(segments)
+        while low < high:
+            middle = (low + high) // 2
+            end = self._group_end_at_start(segments[middle], mark)
+            if end is not None and end <= after:
+                low = middle + 1
+            else:
+                high = middle
+        for segment in segments[max(low - 1, 0) :]:
+            for entry in self.frames(segment, mark):
+                if entry.group_last_seq > after:
+                    yield segment, entry
+
+    def from_offset(self, offset: Offset, mark: DurableMark) -> Iterator[tuple[SegmentFile, FrameEntry]]:
+        """Frames with records at or behind an offset, in order."""
+        segments = self.segments(mark)
+        start = bisect_right([segment.base_offset for segment in segments], offset) - 1
+        for segment in segments[max(start, 0) :]:
+            for entry in self.frames(segment, mark):
+                if entry.offset + entry.count > offset:
+                    yield segment, entry
+
+    def schema_frames(self, segment: SegmentFile, mark: DurableMark, before: int) -> tuple[tuple[int, int], ...]:
+        """(position, length) of a segment's schema frames that stand before a position."""
+        return tuple(
+            (entry.position, entry.length)
+            for entry in self.frames(segment, mark)
+            if entry.kind is FrameKind.SCHEMA and entry.position < before
+        )
+
+    def _group_end_at_start(self, segment: SegmentFile, mark: DurableMark) -> Seq | None:
+        """Last number of the group that a segment begins with; None where the mark shows nothing of it yet."""
+        known = self._first_group_end.get(segment.base_offset)
+        if known is not None:
+            return known
+        if segment.base_offset == mark.base_offset and mark.byte_end <= SEGMENT_HEADER_SIZE:
+            return None
+        try:
+            frame = read_frame(Window(reader_of(self._files, segment.path)), SEGMENT_HEADER_SIZE, payload=False)
+        except CorruptFrame:
+            # What follows may still be whole: the footer tells.
+            entries = self.frames(segment, mark)
+            return entries[0].group_last_seq if entries else None
+        self._first_group_end[segment.base_offset] = frame.header.group_last_seq
+        return frame.header.group_last_seq
+
+    def _footer(self, segment: SegmentFile) -> SegmentFooter:
+        size = self._files.size(segment.path)
+        try:
+            footer = SegmentFooter.decode_tail(reader_of(self._files, segment.path), size)
+            if footer is None:
+                raise CorruptFrame("the segment's footer is missing")
+        except CorruptFrame as error:
+            raise damage(
+                error, file=segment.path, byte=size, offset_from=segment.base_offset, offset_to=None
+            ) from error
+        return footer
+
+    def _open_frames(self, segment: SegmentFile, mark: DurableMark) -> list[FrameEntry]:
+        known = self._open
+        if known is None or (known.base_offset, known.epoch) != (mark.base_offset, mark.epoch):
+            header = read_header(self._files, segment)
+            known = self._open = _OpenFrames(segment.base_offset, mark.epoch, header, end_offset=segment.base_offset)
+        if known.byte_end > mark.byte_end:
+            return [entry for entry in known.entries if entry.position < mark.byte_end]
+        window = Window(reader_of(self._files, segment.path))
+        try:
+            for frame in scan_frames(
+                window, known.header, position=known.byte_end, offset=known.end_offset, end=mark.byte_end, payload=False
+            ):
+                known.entries.append(entry_of(frame.header, frame.position, frame.length, None))
+                known.byte_end = frame.end
+                known.end_offset = Offset(frame.header.first_offset + frame.header.count)
+        except CorruptFrame as error:
+            raise damage(
+                error,
+                file=segment.path,
+                byte=known.byte_end,
+                offset_from=known.end_offset,
+                offset_to=mark.durable_offset,
+            ) from error
+        return known.entries
+
+
+def load_schemas(files: Files, path: str, header: SegmentHeader, frames: tuple[tuple[int, int], ...]) -> SchemaSet:
+    """The schemas of a segment's schema frames at (position, length). Raises `CorruptWal`."""
+    schemas = SchemaSet(header.directory)
+    for position, length in frames:
+        try:
+            frame = decode_frame(files.read(path, position, length), schemas)
+            if not isinstance(frame, SchemaFrame):
+                raise CorruptFrame("a schema frame was to be here")
+        except CorruptFrame as error:
+            raise damage(error, file=path, byte=position, offset_from=header.base_offset, offset_to=None) from error
+    return schemas

@@ -1,0 +1,589 @@
+"""Reading a stream's log from its folder alone: any process, at any time, also while it is being written.
+
+A reader believes the marks, so it never sees what isn't durable, nor half an operation. What lies in `(A, B]` is the same
+every time it is asked for, until retention drops it: then `OffsetExpired` says so. Frames are split nowhere but at rows
+that a token inside of a group asks for.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from millstream.codec.log_frame import FrameKind, RecordsFrame, SchemaSet, decode_frame
+from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, FrameEntry, SegmentHeader
+from millstream.errors import CorruptFrame, LogError, OffsetBeyondEnd, OffsetExpired, TokenFromFuture
+from millstream.model.ids import ShardId, StreamId, TableId
+from millstream.model.positions import Offset, Seq, StreamToken
+from millstream.model.schema import TableSchema
+from millstream.ports import Files
+from millstream.wal.files import RealFiles
+from millstream.wal.index import ShardIndex, damage, load_schemas, read_header
+from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard_folder
+from millstream.wal.mark import DurableMark, read_dropped, read_mark
+from millstream.wal.scan import ScannedFrame, Window, read_frame, reader_of
+from millstream.wal.whole import marks_of_whole_groups
+
+_POLL_FIRST_S: Final = 0.0005
+_POLL_MAX_S: Final = 0.02
+"""How often an idle reader looks at the mark: a twentieth of what a person notices, and nothing to a CPU."""
+_HEAD_WINDOW: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class LogSpan:
+    """A piece of one segment to read, for any process that sees the folder; picklable."""
+
+    shard: ShardId
+    path: str
+    byte_start: int
+    byte_end: int
+    after: Seq
+    upto: Seq
+    """Rows with numbers in `(after, upto]`."""
+    schema_frames: tuple[tuple[int, int], ...]
+    """(position, length) of the schema frames in front."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its frames."""
+        return self.byte_end - self.byte_start
+
+
+@dataclass(frozen=True, slots=True)
+class TableRecords:
+    """Records of one table under one schema version, out of one frame, in the order of their numbers."""
+
+    schema: TableSchema
+    batch: pa.RecordBatch
+    """`record_schema(schema)`, with `__offset` first where asked."""
+    shard: ShardId
+    first_seq: Seq
+    last_seq: Seq
+    operation_seq: pa.Array
+    """For each record the first number that its operation has on this shard: what shards are merged by."""
+
+
+class StreamReader:
+    """Reads one stream's log.
+
+    Args:
+        folder: `data/wal/<stream>`.
+        files: the file system.
+        without_mark: show every valid whole group instead of what marks say: for a folder that was copied without them.
+
+    Concurrency: one thread a reader; any number of readers.
+    """
+
+    def __init__(self, folder: str, *, files: Files | None = None, without_mark: bool = False) -> None:
+        self._folder = folder
+        self._files: Files = RealFiles() if files is None else files
+        self._without_mark = without_mark
+        self._indexes: dict[ShardId, ShardIndex] = {}
+        self._stream: StreamId | None = None
+
+    # --- positions -------------------------------------------------------------------------------------------------
+
+    @property
+    def stream_id(self) -> StreamId:
+        """Whose log it is. `LogError` where nothing has been written yet."""
+        if self._stream is None:
+            marks, _ = self._marks()
+            self._stream = next((mark.stream for mark in marks.values()), None)
+        if self._stream is None:
+            raise LogError(f"{self._folder} holds no log yet", hint="Nothing has been captured or appended so far.")
+        return self._stream
+
+    @property
+    def shards(self) -> tuple[ShardId, ...]:
+        """The shards that the folder has."""
+        return tuple(list_shards(self._files, self._folder))
+
+    def persisted_upto(self) -> Seq:
+        """Every number up to it is durable and readable, or will never be."""
+        return self._marks()[1]
+
+    def token(self) -> StreamToken:
+        """The newest consistent cut as a token."""
+        return StreamToken.scalar(self.stream_id, self.persisted_upto())
+
+    def first_seq(self) -> Seq:
+        """The lowest number that can still be asked for: reading may begin at a token of one less."""
+        dropped = [self._dropped(shard)[0] for shard in self.shards]
+        return Seq(max(dropped, default=0) + 1)
+
+    def durable_offset(self, shard: ShardId) -> Offset:
+        """Exclusive end of the durable offsets of a shard."""
+        mark = self._marks()[0].get(shard)
+        return Offset(0) if mark is None else mark.durable_offset
+
+    def first_offset(self, shard: ShardId) -> Offset:
+        """The first offset of a shard that is still there."""
+        return self._dropped(shard)[1]
+
+    def wait_beyond(self, seq: Seq, deadline_s: float) -> bool:
+        """Return True once `persisted_upto` is greater than `seq`, or False after that many seconds."""
+        end = time.monotonic() + deadline_s
+        pause = _POLL_FIRST_S
+        while self.persisted_upto() <= seq:
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(pause, left))
+            pause = min(pause * 1.5, _POLL_MAX_S)
+        return True
+
+    # --- cuts and spans --------------------------------------------------------------------------------------------
+
+    def cut(self, after: Seq, *, rows_max: int | None = None, bytes_max: int | None = None) -> Seq:
+        """The greatest end of a commit group that can be read up to, within the bounds.
+
+        Args:
+            after: where reading stands.
+            rows_max: records in `(after, cut]`; one group may exceed it.
+            bytes_max: bytes of their frames; one group may exceed it.
+
+        Returns:
+            `after` itself where nothing is behind it.
+
+        Raises:
+            OffsetExpired, TokenFromFuture, CorruptWal.
+        """
+        marks, persisted = self._marks()
+        self._check_range(after, after, persisted)
+        if rows_max is None and bytes_max is None:
+            return persisted
+        rows = size = 0
+        reached = after
+        for group in self._groups(after, marks, persisted):
+            rows += group.rows
+            size += group.size_bytes
+            over = (rows_max is not None and rows > rows_max) or (bytes_max is not None and size > bytes_max)
+            if over and reached > after:
+                return reached
+            reached = group.last_seq
+            if over:
+                return reached
+        # Behind the last group there may be numbers that will never be: everything has been read all the same.
+        return max(reached, persisted)
+
+    def spans(self, after: Seq, upto: Seq, *, bytes_target: int = 32 << 20) -> list[LogSpan]:
+        """Pieces that together hold exactly the rows of `(after, upto]`, split at frames.
+
+        Args:
+            after: exclusive.
+            upto: inclusive; at most `persisted_upto`.
+            bytes_target: about how large a piece is.
+        """
+        marks, persisted = self._marks()
+        self._check_range(after, upto, persisted)
+        spans: list[LogSpan] = []
+        for shard, mark in marks.items():
+            piece: list[FrameEntry] = []
+            of: SegmentFile | None = None
+            with self._expiry():
+                for _, segment, entry in self._frames_of(shard, after, upto, mark):
+                    size = piece[-1].position - piece[0].position if piece else 0
+                    if of is not None and (segment != of or size + entry.length > bytes_target):
+                        spans.append(self._span(shard, of, piece, after, upto, mark))
+                        piece = []
+                    of = segment
+                    piece.append(entry)
+                if of is not None and piece:
+                    spans.append(self._span(shard, of, piece, after, upto, mark))
+        return spans
+
+    def _span(
+        self, shard: ShardId, segment: SegmentFile, piece: list[FrameEntry], after: Seq, upto: Seq, mark: DurableMark
+    ) -> LogSpan:
+        end = piece[-1].position + piece[-1].length
+        return LogSpan(
+            shard,
+            segment.path,
+            piece[0].position,
+            end,
+            after,
+            upto,
+            self._index(shard).schema_frames(segment, mark, end),
+        )
+
+    # --- records ---------------------------------------------------------------------------------------------------
+
+    def read_span(
+        self, span: LogSpan, *, tables: Iterable[TableId] | None = None, offsets: bool = False
+    ) -> Iterator[TableRecords]:
+        """The records of a span, of some tables or all, frame by frame.
+
+        Reads only the bytes of those tables and the heads of frames. Needs neither mark nor footer.
+        """
+        wanted = None if tables is None else frozenset(tables)
+        with self._expiry():
+            source = _SegmentSource.open(self._files, span.path, span.schema_frames)
+            position = span.byte_start
+            while position < span.byte_end:
+                scanned = source.frame(position)
+                position = scanned.end
+                if scanned.header.kind is FrameKind.RECORDS:
+                    yield from source.records(scanned, span.after, span.upto, wanted, offsets=offsets)
+
+    def read_between(
+        self, after: Seq, upto: Seq, *, table: TableId | None = None, offsets: bool = False
+    ) -> Iterator[TableRecords]:
+        """The records of `(after, upto]`, frame by frame, shards merged by their operations' numbers.
+
+        Raises:
+            OffsetExpired: retention has dropped part of it.
+            TokenFromFuture: `upto` is beyond `persisted_upto`.
+            CorruptWal: it is damaged; what came before was right.
+        """
+        marks, persisted = self._marks()
+        self._check_range(after, upto, persisted)
+        wanted = None if table is None else frozenset((table,))
+        frames = heapq.merge(
+            *(self._frames_of(shard, after, upto, mark) for shard, mark in marks.items()),
+            key=lambda found: (found[2].group, found[2].first_seq),
+        )
+        sources: dict[ShardId, tuple[str, _SegmentSource]] = {}
+        with self._expiry():
+            for shard, segment, entry in frames:
+                if wanted is not None and not any(t.table_id in wanted for t in entry.tables):
+                    continue
+                source = self._source(sources, shard, segment, entry, marks[shard])
+                yield from source.records(source.frame(entry.position), after, upto, wanted, offsets=offsets)
+
+    def read(
+        self,
+        shard: ShardId,
+        from_offset: Offset,
+        *,
+        tables: Iterable[TableId] | None = None,
+        upto: Offset | None = None,
+    ) -> Iterator[TableRecords]:
+        """A shard's records from an offset to the durable end (or `upto`), with their offsets.
+
+        Raises:
+            OffsetBeyondEnd: `from_offset` lies past the durable end.
+            OffsetExpired: retention has dropped it; details: first.
+            CorruptWal.
+        """
+        mark = self._marks()[0].get(shard)
+        end = Offset(0) if mark is None else mark.durable_offset
+        if from_offset > end:
+            raise OffsetBeyondEnd(f"shard {shard} ends at offset {end}, {from_offset} was asked for", end=int(end))
+        first = self.first_offset(shard)
+        if from_offset < first:
+            raise OffsetExpired(
+                f"retention has dropped shard {shard} up to offset {first}", first=int(first), shard=int(shard)
+            )
+        if mark is None:
+            return
+        last = end if upto is None else min(upto, end)
+        wanted = None if tables is None else frozenset(tables)
+        sources: dict[ShardId, tuple[str, _SegmentSource]] = {}
+        with self._expiry():
+            for segment, entry in self._index(shard).from_offset(from_offset, mark):
+                if entry.offset >= last:
+                    return
+                if entry.kind is not FrameKind.RECORDS:
+                    continue
+                if wanted is not None and not any(t.table_id in wanted for t in entry.tables):
+                    continue
+                source = self._source(sources, shard, segment, entry, mark)
+                for found in source.records(source.frame(entry.position), None, None, wanted, offsets=True):
+                    yield from _within_offsets(found, from_offset, last)
+
+    def schemas(self) -> dict[TableId, TableSchema]:
+        """The latest schema of every table that the log has rows of."""
+        latest: dict[TableId, TableSchema] = {}
+        newest: dict[TableId, tuple[int, SegmentFile, tuple[int, int]]] = {}
+        with self._expiry():
+            for shard, mark in self._marks()[0].items():
+                index = self._index(shard)
+                for segment in index.segments(mark):
+                    for entry in index.frames(segment, mark):
+                        if entry.kind is FrameKind.SCHEMA and entry.tables:
+                            table = entry.tables[0]
+                            if table.schema_version >= newest.get(table.table_id, (0,))[0]:
+                                at = (entry.position, entry.length)
+                                newest[table.table_id] = (table.schema_version, segment, at)
+            for table_id, (version, segment, at) in sorted(newest.items()):
+                schemas = load_schemas(self._files, segment.path, read_header(self._files, segment), (at,))
+                latest[table_id] = next(s for key, s in schemas.tables.items() if key == (table_id, version))
+        return latest
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _marks(self) -> tuple[Mapping[ShardId, DurableMark], Seq]:
+        """Marks of all shards, and a number up to which each of them shows everything."""
+        shards = self.shards
+        if self._without_mark:
+            return marks_of_whole_groups(self._files, self._folder, shards)
+        marks = self._read_marks(shards)
+        persisted = Seq(max((mark.persisted_upto for mark in marks.values()), default=0))
+        if len(shards) > 1:
+            # The number first, positions after it: writers move positions on all shards before the number on any.
+            marks = self._read_marks(shards)
+        return marks, persisted
+
+    def _read_marks(self, shards: Iterable[ShardId]) -> dict[ShardId, DurableMark]:
+        marks = {}
+        for shard in shards:
+            shard_dir = shard_folder(self._folder, shard)
+            mark = read_mark(self._files, shard_dir)
+            if mark is not None:
+                marks[shard] = mark
+            elif any(self._holds_frames(segment) for segment in list_segments(self._files, shard_dir)):
+                raise LogError(
+                    f"shard {shard} has segments but no mark that says how far they are durable",
+                    hint="Start the writer once, or read the folder without marks.",
+                    shard=int(shard),
+                )
+        return marks
+
+    def _holds_frames(self, segment: SegmentFile) -> bool:
+        """Whether there is more than a header: a shard's very first segment is there before its mark has moved."""
+        with suppress(FileNotFoundError):
+            return segment.base_offset > 0 or self._files.size(segment.path) > SEGMENT_HEADER_SIZE
+        return False
+
+    def _dropped(self, shard: ShardId) -> tuple[Seq, Offset]:
+        """(last number dropped, first offset left) of a shard."""
+        shard_dir = shard_folder(self._folder, shard)
+        dropped = read_dropped(self._files, shard_dir)
+        segments = list_segments(self._files, shard_dir)
+        first = segments[0].base_offset if segments else Offset(0)
+        if dropped is not None and dropped.offset >= first:
+            return dropped.seq, dropped.offset
+        if first == 0:
+            return Seq(0), Offset(0)
+        # A copy without the mark: what was dropped lies below the first frame that is there.
+        frame = read_frame(Window(reader_of(self._files, segments[0].path)), SEGMENT_HEADER_SIZE, payload=False)
+        first_seq = frame.header.first_seq or frame.header.group_last_seq
+        return Seq(first_seq - 1), first
+
+    def _check_range(self, after: Seq, upto: Seq, persisted: Seq) -> None:
+        first = self.first_seq()
+        if after < first - 1:
+            raise OffsetExpired(
+                f"retention has dropped numbers up to {first - 1}, reading was to begin behind {after}",
+                first=int(first),
+            )
+        if max(after, upto) > persisted:
+            raise TokenFromFuture(
+                f"{max(after, upto)} is beyond what the log shows, {persisted}", persisted_upto=int(persisted)
+            )
+
+    def _index(self, shard: ShardId) -> ShardIndex:
+        if shard not in self._indexes:
+            self._indexes[shard] = ShardIndex(self._files, shard_folder(self._folder, shard), shard)
+        return self._indexes[shard]
+
+    def _expiry(self) -> _Expiry:
+        return _Expiry(self)
+
+    def _frames_of(
+        self, shard: ShardId, after: Seq, upto: Seq, mark: DurableMark
+    ) -> Iterator[tuple[ShardId, SegmentFile, FrameEntry]]:
+        """A shard's records frames with rows in `(after, upto]`."""
+        for segment, entry in self._index(shard).from_seq(after, mark):
+            if entry.kind is not FrameKind.RECORDS:
+                continue
+            if entry.first_seq > upto and entry.group_last_seq > upto and not entry.more:
+                return
+            if _overlaps(entry, after, upto):
+                yield shard, segment, entry
+
+    def _groups(self, after: Seq, marks: Mapping[ShardId, DurableMark], persisted: Seq) -> Iterator[_Group]:
+        """The commit groups behind `after`, in order, over all shards."""
+        frames = heapq.merge(
+            *(self._frames_of(shard, after, persisted, mark) for shard, mark in marks.items()),
+            key=lambda found: found[2].group,
+        )
+        current: _Group | None = None
+        with self._expiry():
+            for _, _, entry in frames:
+                if current is None or entry.group != current.group:
+                    if current is not None:
+                        yield current
+                    current = _Group(entry.group, entry.group_last_seq, 0, 0)
+                current.rows += entry.count
+                current.size_bytes += entry.length
+        if current is not None:
+            yield current
+
+    def _source(
+        self,
+        sources: dict[ShardId, tuple[str, _SegmentSource]],
+        shard: ShardId,
+        segment: SegmentFile,
+        entry: FrameEntry,
+        mark: DurableMark,
+    ) -> _SegmentSource:
+        """The open source of a shard's segment; its schemas are those in front of the frame."""
+        known = sources.get(shard)
+        frames = self._index(shard).schema_frames(segment, mark, entry.position)
+        if known is None or known[0] != segment.path:
+            source = _SegmentSource.open(self._files, segment.path, frames)
+            sources[shard] = (segment.path, source)
+            return source
+        known[1].bring_schemas(frames)
+        return known[1]
+
+
+@dataclass(slots=True)
+class _Group:
+    group: int
+    last_seq: Seq
+    rows: int
+    size_bytes: int
+
+
+class _Expiry:
+    """Turns a segment that is gone into `OffsetExpired`: retention was faster."""
+
+    def __init__(self, reader: StreamReader) -> None:
+        self._reader = reader
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, FileNotFoundError):
+            first = self._reader.first_seq()
+            raise OffsetExpired(
+                f"retention has dropped {error.filename} while it was read; {first} is the first number left",
+                first=int(first),
+            ) from error
+
+
+class _SegmentSource:
+    """One segment's file, read frame by frame."""
+
+    def __init__(self, files: Files, path: str, header: SegmentHeader, schemas: SchemaSet, brought: int) -> None:
+        self._files = files
+        self._path = path
+        self._header = header
+        self._schemas = schemas
+        self._brought = brought
+        self._heads = Window(reader_of(files, path), _HEAD_WINDOW)
+
+    @classmethod
+    def open(cls, files: Files, path: str, schema_frames: tuple[tuple[int, int], ...]) -> _SegmentSource:
+        base = Offset(int(path.rsplit("/", 1)[-1].removesuffix(".wal")))
+        header = read_header(files, SegmentFile(base, path))
+        return cls(files, path, header, load_schemas(files, path, header, schema_frames), len(schema_frames))
+
+    def bring_schemas(self, schema_frames: tuple[tuple[int, int], ...]) -> None:
+        """Add the schemas of the frames that are new."""
+        for key, schema in load_schemas(
+            self._files, self._path, self._header, schema_frames[self._brought :]
+        ).tables.items():
+            if key not in self._schemas:
+                self._schemas.add(schema)
+        self._brought = len(schema_frames)
+
+    def frame(self, position: int) -> ScannedFrame:
+        """The head of the frame at a position, verified."""
+        try:
+            return read_frame(self._heads, position, payload=False)
+        except CorruptFrame as error:
+            raise self._damage(error, position, None) from error
+
+    def records(
+        self,
+        scanned: ScannedFrame,
+        after: Seq | None,
+        upto: Seq | None,
+        wanted: frozenset[TableId] | None,
+        *,
+        offsets: bool,
+    ) -> Iterator[TableRecords]:
+        """A frame's records of the tables wanted, with numbers in `(after, upto]`."""
+        header = scanned.header
+        if wanted is not None and not any(part.table_id in wanted for part in header.parts):
+            return
+        behind = scanned.position + len(scanned.head)
+
+        def read_payload(position: int, length: int) -> bytes:
+            return self._files.read(self._path, behind + position, length)
+
+        try:
+            frame = decode_frame(scanned.head, self._schemas, read_payload=read_payload)
+            assert isinstance(frame, RecordsFrame)
+            straddles = (after is not None and header.first_seq <= after) or (
+                upto is not None and header.last_seq > upto
+            )
+            for table_id in frame.table_ids():
+                if wanted is not None and table_id not in wanted:
+                    continue
+                for schema, batch in frame.records(table_id, offsets=offsets):
+                    found = _table_records(frame, schema, batch)
+                    yield from _within_seqs(found, after, upto) if straddles else (found,)
+        except CorruptFrame as error:
+            raise self._damage(error, scanned.position, scanned) from error
+
+    def _damage(self, error: CorruptFrame, position: int, scanned: ScannedFrame | None) -> LogError:
+        first = self._header.base_offset if scanned is None else scanned.header.first_offset
+        end = None if scanned is None else Offset(first + scanned.header.count)
+        return damage(error, file=self._path, byte=position, offset_from=first, offset_to=end)
+
+
+def _overlaps(entry: FrameEntry, after: Seq, upto: Seq) -> bool:
+    return entry.last_seq > after and entry.first_seq <= upto
+
+
+def _table_records(frame: RecordsFrame, schema: TableSchema, batch: pa.RecordBatch) -> TableRecords:
+    batches = frame.batches
+    operation = batches.column("operation").to_numpy()
+    first = np.full(frame.operations.num_rows, np.iinfo(np.int64).max, dtype=np.int64)
+    np.minimum.at(first, operation, batches.column("first_seq").to_numpy())
+    mine = (batches.column("table_id").to_numpy() == schema.table_id) & (
+        batches.column("schema_version").to_numpy() == schema.version
+    )
+    of_row = np.repeat(operation[mine], batches.column("count").to_numpy()[mine])
+    seqs = batch.column("__seq")
+    return TableRecords(
+        schema, batch, frame.header.shard, Seq(seqs[0].as_py()), Seq(seqs[-1].as_py()), pa.array(first[of_row])
+    )
+
+
+def _within_seqs(found: TableRecords, after: Seq | None, upto: Seq | None) -> Iterator[TableRecords]:
+    seqs = found.batch.column("__seq").to_numpy()
+    keep = np.ones(len(seqs), dtype=bool)
+    if after is not None:
+        keep &= seqs > after
+    if upto is not None:
+        keep &= seqs <= upto
+    yield from _filtered(found, keep)
+
+
+def _within_offsets(found: TableRecords, start: Offset, end: Offset) -> Iterator[TableRecords]:
+    offsets = found.batch.column("__offset").to_numpy()
+    yield from _filtered(found, (offsets >= start) & (offsets < end))
+
+
+def _filtered(found: TableRecords, keep: npt.NDArray[np.bool_]) -> Iterator[TableRecords]:
+    if keep.all():
+        yield found
+        return
+    if not keep.any():
+        return
+    mask = pa.array(keep)
+    batch = found.batch.filter(mask)
+    seqs = batch.column("__seq")
+    yield TableRecords(
+        found.schema,
+        batch,
+        found.shard,
+        Seq(seqs[0].as_py()),
+        Seq(seqs[-1].as_py()),
+        found.operation_seq.filter(mask),
+    )
