@@ -219,13 +219,17 @@ class _Scan:
             yield conform(rows, target)
 
     def _existing(self, text: str) -> Seq:
+        seq = self._parse(text)
+        if seq > self.log.persisted_upto():
+            raise TokenFromFuture(f"{text} lies beyond what the stream has, which is up to {self.log.persisted_upto()}")
+        return seq
+
+    def _parse(self, text: str) -> Seq:
         token = StreamToken.parse(text, stream=self.log.stream_id)
         if token.ahead:
             raise InvalidToken(
                 f"{text} is a vector token", hint="Spark reads a stream in one line: use a token `….s<n>`."
             )
-        if token.minimum > self.log.persisted_upto():
-            raise TokenFromFuture(f"{text} lies beyond what the stream has, which is up to {self.log.persisted_upto()}")
         return token.minimum
 
 

@@ -1,0 +1,220 @@
+"""Landing a micro-batch: one Spark job appends every table's records, then one commit cut says that all have them.
+
+The order, and why a crash after any step repeats nothing and loses nothing:
+
+1. Executors append each table's records to its history, in a transaction that says "this table has everything up to n". Done
+   again, each appends what it lacks.
+2. The cut (n, versions) is committed. Done again, it is there already.
+3. The catalog learns that the log is needed from the batch's start on: Spark may still ask for this batch again.
+4. Spark notes the batch as done.
+
+A table that fails is set aside, durably, before the cut that leaves it out: no later batch is appended to it, so it can never get
+a gap, and the log keeps what it lacks.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from pyspark.sql import DataFrame, SparkSession
+
+from millstream import failpoints
+from millstream.catalog import Catalog
+from millstream.errors import EngineError, LakeError, Retry
+from millstream.lake.layout import TableCommit
+from millstream.model.ids import TableId
+from millstream.model.positions import Seq
+from millstream.spark.frames import MARKER
+from millstream.spark.landing import ANSWER_COLUMNS, TableError, table_writer
+from millstream.spark.ledger import HeldTable, Ledger
+from millstream.spark.pipeline import OnProgress, PipelineConfig, PipelineProgress
+from millstream.wal.reader import StreamReader
+
+ATTEMPTS_MAX: Final = 4
+"""Of a table's write in one batch, where its error may pass."""
+_LOOK_S: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """What one job did."""
+
+    after: Seq
+    upto: Seq
+    commits: Mapping[TableId, TableCommit]
+    errors: Mapping[TableId, TableError]
+    newest_us: int | None
+    """The newest commit time among the records."""
+
+
+@dataclass(slots=True)
+class BatchLander:
+    """What the streaming query calls for each micro-batch. One thread at a time: Spark's own."""
+
+    config: PipelineConfig
+    catalog: Catalog
+    log: StreamReader
+    ledger: Ledger
+    on_progress: OnProgress
+    landed: Callable[[], None]
+    """Told after each cut."""
+    wait: Callable[[float], None] = time.sleep
+    failure: BaseException | None = field(default=None)
+    """What ended the query, as it was before Spark made text of it."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while a batch lands or a table catches up."""
+    closed: bool = False
+
+    def __call__(self, batch: DataFrame, _batch_id: int) -> None:
+        """Land one micro-batch; `foreachBatch` of the query."""
+        # Spark's thread waits for this call, and stopping the query waits for Spark's thread: never wait blindly.
+        while not self.lock.acquire(timeout=_LOOK_S):
+            if self.closed:
+                break
+        else:
+            try:
+                if not self.closed:
+                    return self._land(batch)
+            except BaseException as error:
+                self.failure = error
+                raise
+            finally:
+                self.lock.release()
+        # Returning would note the batch as done.
+        raise EngineError("the pipeline is stopping")
+
+    def close(self) -> None:
+        """Take no more batches; returns when none is landing. The batch that comes next is refused and stays undone."""
+        with self.lock:
+            self.closed = True
+
+    def retry_held(self, spark: SparkSession) -> None:
+        """Try tables again that were set aside, where it is time for it or somebody asked. Any thread."""
+        for held in self.ledger.retries_due():
+            with self.lock:
+                self._catch_up(spark, held)
+            self.landed()
+
+    def _catch_up(self, spark: SparkSession, held: HeldTable) -> None:
+        """Append to a table what it lacks up to the last cut, then let it land with the others; or set it aside again."""
+        upto = self.ledger.cut.n if self.ledger.cut is not None else held.after
+        after = held.after
+        while after < upto:
+            end = min(upto, self.log.cut(after, bytes_max=self.config.batch_bytes_max))
+            if end <= after:
+                break
+            reader = spark.read.format("millstream").options(
+                wal=str(self.config.wal_folder),
+                layout="frames",
+                tables=str(held.table_id),
+                starting=self.config.token(after),
+                ending=self.config.token(end),
+            )
+            landed = self._run(reader.load(), frozenset())
+            if landed is not None and landed.errors:
+                self._hold(held.table_id, after, landed.errors[held.table_id])
+                return
+            if landed is not None:
+                self.ledger.appended(landed.commits.values())
+                self.ledger.commit(None, landed.commits.values())
+            after = end
+        self.ledger.release(held.table_id)
+
+    def _land(self, batch: DataFrame) -> None:
+        started = time.monotonic()
+        failpoints.hit("pipeline.before_batch")
+        landed = self._write(batch, frozenset(self.ledger.held))
+        if landed is None:
+            return  # a replay of a batch that the lake has, on other notes than those that planned it
+        for table_id, error in landed.errors.items():
+            self._hold(table_id, landed.after, error)
+        self.ledger.appended(landed.commits.values())
+        self.ledger.commit(landed.upto, landed.commits.values(), newest_us=landed.newest_us)
+        failpoints.hit("pipeline.after_lake_commit")
+        stream, pipeline = self.config.stream_id, self.config.pipeline
+        self.catalog.set_landed(stream, pipeline, landed.upto)
+        self.catalog.set_needed_from(stream, pipeline, max(Seq(1), landed.after))
+        self.landed()
+        self._report(landed, time.monotonic() - started)
+
+    def _write(self, batch: DataFrame, held: frozenset[TableId]) -> Landed | None:
+        """Run the job; repeat it for tables whose error may pass. None where the batch has no row, not even a marker."""
+        landed = self._run(batch, held)
+        for attempt in range(1, ATTEMPTS_MAX):
+            failing = [table_id for table_id, error in (landed.errors if landed else {}).items() if _may_pass(error)]
+            if landed is None or not failing:
+                return landed
+            self.wait(0.2 * 4**attempt)
+            again = self._run(batch.where(batch["table_id"].isin([int(table_id) for table_id in failing])), held)
+            assert again is not None, "a table that failed has rows"
+            landed = _joined(landed, again)
+        if landed is not None and landed.errors and not landed.commits and all(map(_may_pass, landed.errors.values())):
+            # Not one table's trouble: the disk, the mount, the network. Setting all of them aside would help nobody.
+            error = next(iter(landed.errors.values()))
+            raise EngineError(f"no table of the lake can be written: {error.message}", hint=error.hint, code=error.code)
+        return landed
+
+    def _run(self, batch: DataFrame, held: frozenset[TableId]) -> Landed | None:
+        answers = (
+            batch.groupBy("table_id").applyInArrow(table_writer(self.config.layout, held), ANSWER_COLUMNS).collect()
+        )
+        if not answers:
+            return None
+        commits: dict[TableId, TableCommit] = {}
+        errors: dict[TableId, TableError] = {}
+        for answer in answers:
+            table_id = TableId(answer["table_id"])
+            if answer["commit"] is not None:
+                commits[table_id] = TableCommit.from_dict(json.loads(answer["commit"]))
+            if answer["error"] is not None:
+                errors[table_id] = TableError.from_json(answer["error"])
+        assert MARKER not in errors, "a marker has nothing to write"
+        times = [answer["commit_us"] for answer in answers if answer["commit_us"] is not None]
+        after, upto = Seq(answers[0]["batch_after"]), Seq(answers[0]["batch_upto"])
+        return Landed(after, upto, commits, errors, max(times, default=None))
+
+    def _hold(self, table_id: TableId, after: Seq, error: TableError) -> None:
+        name = self.ledger.tables[table_id].name if table_id in self.ledger.tables else ""
+        if not name:
+            schema = self.log.schemas().get(table_id)
+            name = f"table {table_id}" if schema is None else f"{schema.namespace}.{schema.name}"
+        self.ledger.hold(HeldTable(table_id, name, after, error.message, error.code, error.hint))
+
+    def _report(self, landed: Landed, batch_s: float) -> None:
+        rows = sum(commit.rows for commit in landed.commits.values())
+        self.on_progress(
+            PipelineProgress(
+                n=landed.upto,
+                rows=self.ledger.rows,
+                rows_per_s=rows / batch_s if batch_s else 0.0,
+                batch_s=batch_s,
+                lag_s=None if landed.newest_us is None else max(0.0, time.time() - landed.newest_us / 1e6),
+                lag_records=max(0, self.log.persisted_upto() - landed.upto),
+                tables=self.ledger.progress(),
+                set_aside=self.ledger.set_aside(),
+            )
+        )
+
+
+def _may_pass(error: TableError) -> bool:
+    """Whether the error may be gone by the next attempt; what the file system said is one of those ("lake")."""
+    return error.retry in {Retry.BACKOFF, Retry.REOPEN} or error.code == LakeError.code
+
+
+def _joined(first: Landed, again: Landed) -> Landed:
+    """A job's answers with those of its repetition for some tables."""
+    repeated = set(again.commits) | set(again.errors)
+    errors = {table_id: error for table_id, error in first.errors.items() if table_id not in repeated}
+    times = [time for time in (first.newest_us, again.newest_us) if time is not None]
+    return Landed(
+        first.after,
+        first.upto,
+        {**first.commits, **again.commits},
+        {**errors, **again.errors},
+        max(times, default=None),
+    )

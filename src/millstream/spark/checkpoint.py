@@ -1,0 +1,65 @@
+"""Spark's own notes of a pipeline (`data/spark/<pipeline>/`), checked against the lake before a query starts on them.
+
+The lake's last cut is the truth. Spark's notes make a restart replay the very batch that was in flight, nothing more: a
+pipeline without them, or with older ones, does the right thing, since each table drops what it has. Notes that run *ahead* of
+the lake are another matter: the lake was moved away or restored from a copy, and starting from them would leave a gap.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Final
+
+from millstream.model.ids import StreamId
+from millstream.model.positions import Seq
+from millstream.spark.source import position_of
+
+_VERSION_LINE: Final = "v1"
+
+
+def prepare_checkpoint(folder: Path, stream: StreamId, cut: Seq | None) -> bool:
+    """Make sure that a query may start on `folder`: drop notes that run ahead of `cut`, the lake's last.
+
+    Returns:
+        Whether notes were dropped.
+
+    Raises:
+        CheckpointForeign: the notes are another stream's; nothing was dropped.
+    """
+    planned = _offsets(folder)
+    for offset in planned.values():
+        position_of(offset, stream)  # any offset of another stream, an old one too, makes the folder foreign
+    done = [number for number in _numbers(folder / "commits") if number in planned]
+    # A batch is noted as done only after its cut stands in the lake. One that is only planned is replayed, whatever the lake has.
+    begun = [number for number in planned if not done or number > max(done)]
+    ahead = bool(done) and position_of(planned[max(done)], stream) > (cut or Seq(0))
+    # Without a batch that is done, the query would go on from the first planned batch's start, which only the lake knows.
+    unfounded = bool(begun) and not done and min(planned) > 0
+    if ahead or unfounded or _is_torn(folder):
+        shutil.rmtree(folder)
+        return True
+    return False
+
+
+def _offsets(folder: Path) -> dict[int, dict[str, Any]]:
+    """By batch, the offset at which it ends."""
+    found = {}
+    for number in _numbers(folder / "offsets"):
+        lines = (folder / "offsets" / str(number)).read_text().splitlines()
+        if len(lines) >= 3 and lines[0] == _VERSION_LINE:
+            found[number] = json.loads(lines[2])
+    return found
+
+
+def _numbers(folder: Path) -> list[int]:
+    if not folder.is_dir():
+        return []
+    return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdecimal())
+
+
+def _is_torn(folder: Path) -> bool:
+    """Whether a power cut left an empty file, which Spark refuses to start on (it doesn't sync its notes)."""
+    names = [folder / "metadata", *(folder / "offsets").glob("[0-9]*"), *(folder / "commits").glob("[0-9]*")]
+    return any(name.is_file() and name.stat().st_size == 0 for name in names)

@@ -1,0 +1,215 @@
+"""A pipeline's driver: one streaming query for all tables of a stream, folds beside it, until told to stop or caught up.
+
+The driver coordinates; executors read, append and fold. Where it starts: the lake's last cut, or Spark's own notes where they
+agree with it. It ends in order when `stop` or `drain` is set, and with an error when the engine fails: whoever supervises starts
+another process then, for a JVM that died can't be had again in this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from pathlib import Path
+from typing import Final
+
+from py4j.protocol import Py4JError
+from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
+
+from millstream import errors
+from millstream.catalog import Catalog
+from millstream.errors import EngineError, MillstreamError, OffsetExpired
+from millstream.model.positions import Seq
+from millstream.spark.batches import BatchLander
+from millstream.spark.checkpoint import prepare_checkpoint
+from millstream.spark.folding import Folder
+from millstream.spark.ledger import Ledger
+from millstream.spark.pipeline import OnProgress, PipelineConfig, PipelineOutcome
+from millstream.spark.session import open_session
+from millstream.wal.reader import StreamReader
+
+_POLL_S: Final = 0.1
+"""How often the driver looks whether it should stop; a wait inside Python, which costs next to nothing."""
+_RETRY_ROUND_S: Final = 5.0
+
+
+def run_pipeline(
+    config: PipelineConfig,
+    catalog: Catalog,
+    *,
+    stop: threading.Event,
+    drain: threading.Event,
+    on_progress: OnProgress = lambda _progress: None,
+) -> PipelineOutcome:
+    """Run a pipeline until `stop` or `drain`.
+
+    Args:
+        config: what to run.
+        catalog: open; used from several threads.
+        stop: set from anywhere: end after the batch that is in flight. What has landed stays.
+        drain: set from anywhere, or before the call: take what is durable in the log at that moment, land all of it, fold
+            every table, then end. The log needn't be idle for it.
+        on_progress: called after each cut and each fold, from other threads.
+
+    Returns:
+        Where the lake stands, and which tables were set aside.
+
+    Raises:
+        CheckpointForeign: `checkpoint_dir` holds another stream's notes.
+        OffsetExpired: the log no longer has what the lake lacks.
+        LakeTableForeign: somebody else wrote into `_commits`.
+        JavaMissing, EngineError: Spark doesn't start, or failed; nothing is lost, start another process.
+    """
+    log = StreamReader(str(config.wal_folder))
+    assert log.stream_id == config.stream_id, "the configuration names this log's stream"
+    ledger = Ledger(config, catalog)
+    start = Seq(0) if ledger.cut is None else ledger.cut.n
+    prepare_checkpoint(config.checkpoint_dir, config.stream_id, None if ledger.cut is None else start)
+    _check_log_reaches(log, start, config)
+    # Before the first batch is planned: nothing above the lake's own cut may go.
+    catalog.set_needed_from(config.stream_id, config.pipeline, max(Seq(1), start))
+    spark = open_session(config.spark)
+    return _Run(config, catalog, log, ledger, spark, on_progress).until(stop, drain)
+
+
+class _Run:
+    """One query and what goes beside it."""
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        catalog: Catalog,
+        log: StreamReader,
+        ledger: Ledger,
+        spark: SparkSession,
+        on_progress: OnProgress,
+    ) -> None:
+        self.config = config
+        self.log = log
+        self.ledger = ledger
+        self.spark = spark
+        self.news = threading.Event()
+        self.folder = Folder(config, catalog, log, ledger, spark, self.news.set)
+        self.lander = BatchLander(config, catalog, log, ledger, on_progress, self._landed)
+
+    def until(self, stop: threading.Event, drain: threading.Event) -> PipelineOutcome:
+        """Run the query; see `run_pipeline`."""
+        target: Seq | None = None
+        try:
+            self.lander.retry_held(self.spark)
+            query = self._start()
+            self.folder.start()
+            rounds = 0
+            while not stop.is_set():
+                if drain.is_set() and target is None:
+                    self.folder.observe_copies()
+                    target = self.log.persisted_upto()
+                if target is not None and (self.ledger.cut.n if self.ledger.cut else Seq(0)) >= target:
+                    break
+                self._check(query)
+                self.news.wait(_POLL_S)
+                self.news.clear()
+                rounds += 1
+                if rounds % round(_RETRY_ROUND_S / _POLL_S) == 0:
+                    self.lander.retry_held(self.spark)
+            self.lander.close()
+            query.stop()
+            self.folder.stop()
+            caught_up = target is not None and not stop.is_set()
+            if caught_up:
+                self.lander.retry_held(self.spark)
+                self.folder.fold_all()
+            return self._outcome(caught_up=caught_up)
+        except (PySparkException, Py4JError, OSError) as error:
+            raise self._translated(error) from error
+        finally:
+            self.folder.abandon()
+
+    def _start(self) -> StreamingQuery:
+        cut = self.ledger.cut
+        frames = self.spark.readStream.format("millstream").options(
+            wal=str(self.config.wal_folder),
+            layout="frames",
+            # Looked at only where there are no notes of Spark's.
+            starting="earliest" if cut is None else self.config.token(cut.n),
+            max_bytes_per_trigger=str(self.config.batch_bytes_max),
+        )
+        self.config.checkpoint_dir.parent.mkdir(parents=True, exist_ok=True)
+        return (
+            frames.load()
+            .writeStream.queryName(f"millstream {self.config.stream} {self.config.pipeline}")
+            .option("checkpointLocation", self.config.checkpoint_dir.absolute().as_uri())
+            .trigger(processingTime=f"{self.config.trigger_interval_ms} milliseconds")
+            .foreachBatch(self.lander)
+            .start()
+        )
+
+    def _landed(self) -> None:
+        self.folder.wake()
+        self.news.set()
+
+    def _check(self, query: StreamingQuery) -> None:
+        """Raise where the query, the folds or the JVM have ended."""
+        gateway = self.spark.sparkContext._gateway  # noqa: SLF001 - there is no public way to its process
+        process = getattr(gateway, "proc", None)
+        if process is not None and process.poll() is not None:
+            raise EngineError(
+                f"Spark's Java process ended ({process.returncode})",
+                hint=f"{self.config.spark.work_dir / 'spark.out'} may say why; out of memory is the usual reason.",
+            )
+        if self.folder.failure is not None:
+            raise self._translated(self.folder.failure) from self.folder.failure
+        if not query.isActive:
+            failure = self.lander.failure or query.exception()
+            raise self._translated(failure) from failure
+
+    def _translated(self, error: BaseException | None) -> MillstreamError:
+        """An error of our tree for what Spark, py4j or our own code in Spark's threads raised."""
+        known = self.lander.failure or error
+        if isinstance(known, MillstreamError):
+            return known
+        return _typed(str(known)) or EngineError(
+            f"Spark failed: {str(known).strip() or type(known).__name__}",
+            hint=f"{self.config.spark.work_dir / 'spark.log'} has the whole story.",
+        )
+
+    def _outcome(self, *, caught_up: bool) -> PipelineOutcome:
+        n = self.ledger.cut.n if self.ledger.cut is not None else Seq(0)
+        return PipelineOutcome(n, self.config.token(n), self.ledger.rows, caught_up, self.ledger.set_aside())
+
+
+_RAISED: Final = re.compile(r"millstream\.errors\.([A-Za-z]+): (.*)")
+
+
+def _typed(text: str) -> MillstreamError | None:
+    """The error that a Python process of Spark's raised: Spark hands its traceback on as text."""
+    for name, message in _RAISED.findall(text):
+        kind = getattr(errors, name, None)
+        if isinstance(kind, type) and issubclass(kind, MillstreamError):
+            return kind(message.strip())
+    return None
+
+
+def _check_log_reaches(log: StreamReader, start: Seq, config: PipelineConfig) -> None:
+    """Raise where the log begins above what the lake lacks."""
+    try:
+        log.cut(start)
+    except OffsetExpired as error:
+        raise OffsetExpired(
+            f"the log of {config.stream} begins at {log.first_seq()}, and the lake stands at {start}: what lies between is gone",
+            hint="Copy the tables again (`millstream tables copy T`), or restore the lake or the log.",
+            first=int(log.first_seq()),
+        ) from error
+
+
+def stop_session(spark: SparkSession) -> None:
+    """Stop the process's session, also where its JVM is gone already."""
+    with contextlib.suppress(PySparkException, Py4JError, OSError):
+        spark.stop()
+
+
+def checkpoint_folder(data: Path, pipeline: str) -> Path:
+    """Where Spark's notes of a pipeline lie in a home's data folder."""
+    return data / "spark" / pipeline

@@ -1,0 +1,184 @@
+"""Folding `current` beside the streaming query: a thread of the driver starts Spark jobs of its own.
+
+What is folded is what the last cut covers, never more, so that `current` holds no half of a transaction. After each round the
+cut names the new versions. A table waits until its copy is whole in the lake: then its `current` is built, once. A fold
+that fails stops nothing but itself: history goes on, the fold is tried again later, and `query` answers from the older fold
+and a longer tail.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from py4j.protocol import Py4JError
+from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
+
+from millstream.catalog import Catalog, TableState
+from millstream.errors import EngineError
+from millstream.lake.layout import has_current
+from millstream.model.ids import TableId
+from millstream.model.positions import Seq
+from millstream.model.schema import TableSchema
+from millstream.spark.landing import FoldAnswer, FoldTask, fold_one
+from millstream.spark.ledger import Ledger, TableEntry
+from millstream.spark.pipeline import PipelineConfig
+from millstream.spark.schedule import FoldHistory, fold_is_due
+from millstream.wal.reader import StreamReader
+
+_ROUND_S: Final = 1.0
+"""How long the thread waits for news at most: tables become due by time too."""
+_FAILED_JOBS_MAX: Final = 5
+"""In a row: then it isn't a killed worker but something that a new process may mend."""
+_COPYING: Final = frozenset({TableState.COPY_REQUESTED, TableState.COPYING})
+
+
+class Folder:
+    """See the module."""
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        catalog: Catalog,
+        log: StreamReader,
+        ledger: Ledger,
+        spark: SparkSession,
+        folded: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._catalog = catalog
+        self._log = log
+        self._ledger = ledger
+        self._spark = spark
+        self._folded = folded
+        self._whole_at: dict[TableId, Seq] = {}
+        """By table whose copy is whole in the log: a position by which it is."""
+        self._schemas: dict[TableId, TableSchema] = {}
+        self._news = threading.Event()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="millstream-fold", daemon=True)
+        self.failure: BaseException | None = None
+
+    def start(self) -> None:
+        """Begin folding, beside the query."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """A cut was committed: look again. Any thread."""
+        self._news.set()
+
+    def stop(self) -> None:
+        """End the thread after the round that it is in."""
+        self._stopped.set()
+        self._news.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def abandon(self) -> None:
+        """Let the thread end by itself, without waiting for it: the engine may be gone."""
+        self._stopped.set()
+        self._news.set()
+
+    def fold_all(self) -> None:
+        """Fold every table to the last cut, whatever its schedule; tables that fail are left as they are, with the error.
+
+        Only while the thread isn't running.
+        """
+        for _ in range(_FAILED_JOBS_MAX):
+            waiting = self._tasks(lambda _entry: True)
+            if not waiting:
+                return
+            try:
+                self._round(waiting)
+            except (Py4JError, PySparkException) as error:
+                self.failure = error
+                continue
+            if all(self._ledger.tables[task.table_id].fold_error for task in waiting):
+                return
+        if self.failure is not None:
+            raise EngineError(f"folding fails again and again: {self.failure}") from self.failure
+
+    def observe_copies(self) -> None:
+        """Note which copies are whole in the log by now: their tables are folded once the lake has got as far."""
+        for row in self._catalog.tables(self._config.stream_id):
+            if row.state in _COPYING:
+                self._whole_at.pop(row.id, None)
+            else:
+                self._whole_at.setdefault(row.id, self._log.persisted_upto())
+
+    def _loop(self) -> None:
+        failures = 0
+        try:
+            while not self._stopped.is_set():
+                self._news.wait(_ROUND_S)
+                self._news.clear()
+                tasks = [] if self._stopped.is_set() else self._tasks(self._is_due)
+                if not tasks:
+                    continue
+                try:
+                    self._round(tasks)
+                    failures = 0
+                except (Py4JError, PySparkException):
+                    # The job failed as a whole: a worker was killed, or the JVM is gone (the driver sees to that).
+                    failures += 1
+                    if failures >= _FAILED_JOBS_MAX:
+                        raise
+                    self._stopped.wait(0.2 * 2**failures)
+        except BaseException as error:  # noqa: BLE001 - the driver raises it in its own thread
+            self.failure = error
+            self._folded()
+
+    def _is_due(self, entry: TableEntry) -> bool:
+        now = time.monotonic()
+        return now >= entry.fold_again_s and fold_is_due(entry.fold, now, disk_factor=self._config.disk_factor)
+
+    def _tasks(self, wanted: Callable[[TableEntry], bool]) -> list[FoldTask]:
+        """What to fold now, each table to the last cut."""
+        cut = self._ledger.cut
+        if cut is None or "current" not in self._config.views:
+            return []
+        waiting = [e for e in list(self._ledger.tables.values()) if e.waiting_since_s is not None and wanted(e)]
+        if not waiting:
+            return []
+        self.observe_copies()
+        copying = {row.id for row in self._catalog.tables(self._config.stream_id) if row.state in _COPYING}
+        tasks = []
+        for entry in waiting:
+            schema = self._schema(entry.table_id)
+            if schema is None or not has_current(schema):
+                entry.waiting_since_s = None
+                continue
+            if entry.table_id in copying or self._whole_at.get(entry.table_id, 0) > cut.n:
+                continue
+            tasks.append(
+                FoldTask(self._config.layout, schema.to_arrow().serialize().to_pybytes(), cut.n, entry.table_id)
+            )
+        return tasks
+
+    def _schema(self, table_id: TableId) -> TableSchema | None:
+        """A schema that names the table and tells whether it can have `current`; history holds the newest columns."""
+        self._schemas = self._catalog.latest_schemas(self._config.stream_id) or self._log.schemas()
+        return self._schemas.get(table_id)
+
+    def _round(self, tasks: list[FoldTask]) -> None:
+        """One job: fold the tables, on all cores but one, which the batches keep; then a cut that names their new versions."""
+        context = self._spark.sparkContext
+        slices = max(1, min(len(tasks), context.defaultParallelism - 1))
+        started = time.monotonic()
+        answers: list[FoldAnswer] = context.parallelize(tasks, slices).map(fold_one).collect()
+        self._note(answers, {task.table_id: task.upto for task in tasks}, started)
+        self._ledger.commit(None, [answer.commit for answer in answers if answer.commit is not None])
+        self._folded()
+
+    def _note(self, answers: Iterable[FoldAnswer], upto: dict[TableId, Seq], started: float) -> None:
+        ended = time.monotonic()
+        for answer in answers:
+            if answer.commit is None:
+                assert answer.error is not None, "a fold ends with a commit or an error"
+                self._ledger.fold_failed(answer.table_id, answer.error)
+            else:
+                last = FoldHistory(ended, answer.took_s, answer.live_bytes, answer.removed_bytes)
+                self._ledger.folded(answer.commit, upto[answer.table_id], last, started)

@@ -1,0 +1,171 @@
+"""What executors do for a pipeline: append a table's records to its history, and fold a table.
+
+Every function here runs in a Python worker of Spark, perhaps twice (retries, speculation, a driver that came back while the old
+one's task still ran): the lake's transactions make all but one of them harmless. An error belongs to one table: it comes
+back as an answer, so that the other tables of the batch land.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream import failpoints
+from millstream.errors import MillstreamError, Retry
+from millstream.lake.current import fold_table
+from millstream.lake.delta import open_table
+from millstream.lake.history import append_history
+from millstream.lake.layout import LakeLayout, TableCommit
+from millstream.model.ids import TableId
+from millstream.model.positions import Seq
+from millstream.model.schema import TableSchema
+from millstream.spark.frames import MARKER, unpack
+from millstream.spark.schedule import SMALL_BYTES
+
+ANSWER_COLUMNS: Final = "table_id long, batch_after long, batch_upto long, commit string, commit_us long, error string"
+_ANSWER_SCHEMA: Final = pa.schema(
+    [
+        ("table_id", pa.int64()),
+        ("batch_after", pa.int64()),
+        ("batch_upto", pa.int64()),
+        ("commit", pa.string()),
+        ("commit_us", pa.int64()),
+        ("error", pa.string()),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TableError:
+    """Why a table could not be written, as facts that cross processes."""
+
+    code: str
+    message: str
+    hint: str
+    retry: Retry
+
+    @classmethod
+    def of(cls, error: Exception) -> TableError:
+        """The facts of an error; one that isn't of Millstream's tree is a bug of ours, told with its place."""
+        if isinstance(error, MillstreamError):
+            return cls(error.code, error.message, error.hint, error.retry)
+        # What the operating system refuses (a full disk, a lost mount) passes; a bug doesn't.
+        retry = Retry.BACKOFF if isinstance(error, OSError | MemoryError) else Retry.NEVER
+        where = "".join(traceback.format_exception(error, limit=-4))
+        return cls("unexpected", f"{type(error).__name__}: {error}", where, retry)
+
+    def to_json(self) -> str:
+        """Its text."""
+        return json.dumps({"code": self.code, "message": self.message, "hint": self.hint, "retry": self.retry.value})
+
+    @classmethod
+    def from_json(cls, text: str) -> TableError:
+        """The value of its text."""
+        facts: dict[str, Any] = json.loads(text)
+        return cls(facts["code"], facts["message"], facts["hint"], Retry(facts["retry"]))
+
+
+def table_writer(layout: LakeLayout, held: frozenset[TableId]) -> Callable[[pa.Table], pa.Table]:
+    """The function that Spark applies to each table's rows of a batch; tables in `held` are passed over.
+
+    A table that failed before must not be appended to: its next batch would leave a gap.
+    """
+
+    def write(rows: pa.Table) -> pa.Table:
+        rows = rows.sort_by("first_seq")
+        table_id = TableId(rows.column("table_id")[0].as_py())
+        after, upto = Seq(rows.column("batch_after")[0].as_py()), Seq(rows.column("batch_upto")[0].as_py())
+        commit: str | None = None
+        commit_us: int | None = None
+        error: str | None = None
+        if table_id != MARKER and table_id not in held:
+            try:
+                landed, commit_us = _append(layout, rows, upto)
+                commit = json.dumps(landed.as_dict())
+            except Exception as failure:  # noqa: BLE001 - whatever it is, it is this table's alone
+                error = TableError.of(failure).to_json()
+        answer = [[table_id], [after], [upto], [commit], [commit_us], [error]]
+        return pa.Table.from_arrays(
+            [pa.array(value, field.type) for value, field in zip(answer, _ANSWER_SCHEMA, strict=True)],
+            schema=_ANSWER_SCHEMA,
+        )
+
+    return write
+
+
+def _append(layout: LakeLayout, rows: pa.Table, upto: Seq) -> tuple[TableCommit, int | None]:
+    """Append one table's records, sorted by `seq`; also the newest commit time among them, µs since 1970."""
+    newest: TableSchema | None = None
+    batches: list[pa.RecordBatch] = []
+    for ipc in rows.column("ipc"):
+        schema, some = unpack(ipc.as_buffer())
+        batches.extend(some)
+        newest = schema if newest is None or schema.version > newest.version else newest
+    assert newest is not None, "a group of rows has at least one"
+    times = [pc.max(batch.column("__commit_ts").cast(pa.int64())).as_py() for batch in batches]
+    commit = append_history(layout, newest, batches, upto)
+    return commit, max((time for time in times if time is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class FoldTask:
+    """One table to fold, for an executor."""
+
+    layout: LakeLayout
+    schema: bytes
+    """The table's newest schema: Arrow's serialised form of `to_arrow()`."""
+    upto: Seq
+    table_id: TableId
+
+
+@dataclass(frozen=True, slots=True)
+class FoldAnswer:
+    """What became of a `FoldTask`: a commit, or an error."""
+
+    table_id: TableId
+    commit: TableCommit | None = None
+    took_s: float = 0.0
+    live_bytes: int = 0
+    """Of `current`'s files now."""
+    removed_bytes: int = 0
+    """Of the files that this fold replaced; not measured where the table is small."""
+    error: TableError | None = None
+
+
+def fold_one(task: FoldTask) -> FoldAnswer:
+    """Fold one table."""
+    schema = TableSchema.from_arrow(pa.ipc.read_schema(pa.py_buffer(task.schema)))
+    failpoints.hit("fold.start")
+    started = time.monotonic()
+    try:
+        commit = fold_table(task.layout, schema, task.upto)
+        live, removed = _bytes_of(task.layout, schema, commit)
+    except Exception as failure:  # noqa: BLE001 - as above
+        return FoldAnswer(schema.table_id, error=TableError.of(failure))
+    return FoldAnswer(schema.table_id, commit, time.monotonic() - started, live, removed)
+
+
+def _bytes_of(layout: LakeLayout, schema: TableSchema, commit: TableCommit) -> tuple[int, int]:
+    """Bytes of `current`'s live files after a fold's commit, and of those that it replaced."""
+    path, app = layout.table_path("current", schema), layout.app_id("current", schema.table_id)
+    after = _files(layout, path, app, commit.version)
+    live = sum(after.values())
+    if live < SMALL_BYTES or commit.rows == 0 or commit.version == 0:
+        return live, 0
+    before = _files(layout, path, app, commit.version - 1)
+    return live, sum(size for name, size in before.items() if name not in after)
+
+
+def _files(layout: LakeLayout, path: str, app: str, version: int) -> dict[str, int]:
+    opened = open_table(layout, path, app, version=version)
+    if opened is None:
+        return {}
+    actions = pa.table(opened.table.get_add_actions(flatten=True))
+    return dict(zip(actions.column("path").to_pylist(), actions.column("size_bytes").to_pylist(), strict=True))

@@ -1,0 +1,228 @@
+"""What the driver knows of its tables: how far each stands, what waits for a fold, which are held back, and the cut.
+
+One object a run, shared by the thread that lands batches and the one that folds. Cuts are committed under its lock, so
+that rows of `_commits` follow one another and each names versions that go together.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+
+from millstream.catalog import Catalog
+from millstream.lake.commits import Cut, commit_cut, last_cut
+from millstream.lake.layout import TableCommit
+from millstream.model.ids import TableId
+from millstream.model.positions import Seq
+from millstream.spark.landing import TableError
+from millstream.spark.pipeline import PipelineConfig, TableProgress
+from millstream.spark.schedule import FoldHistory
+
+RETRY_HELD_S_MIN: Final = 30.0
+RETRY_HELD_S_MAX: Final = 600.0
+"""A table that was set aside is tried again after so long, first and at most: what a person mends takes minutes, and each
+attempt reads up to a batch of the log."""
+RETRY_FOLD_S_MAX: Final = 300.0
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+@dataclass(slots=True)
+class TableEntry:
+    """One table, as this run has seen it."""
+
+    table_id: TableId
+    name: str = ""
+    rows: int = 0
+    history_n: Seq = Seq(0)
+    current_n: Seq | None = None
+    waiting_since_s: float | None = None
+    """When the oldest record that waits for a fold was appended; None where none waits."""
+    fold: FoldHistory = field(default_factory=FoldHistory)
+    fold_error: TableError | None = None
+    fold_again_s: float = float("-inf")
+    """Not before this moment, after a fold that failed."""
+    fold_failures: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTable:
+    """A table whose history can't be written for now. Its records wait in the log, from `after` on."""
+
+    table_id: TableId
+    name: str
+    after: Seq
+    """Its history has everything up to here."""
+    reason: str
+    code: str
+    hint: str
+
+    def as_fact(self) -> dict[str, Any]:
+        """For the catalog."""
+        return {
+            "table_id": int(self.table_id),
+            "name": self.name,
+            "after": int(self.after),
+            "reason": self.reason,
+            "code": self.code,
+            "hint": self.hint,
+        }
+
+    @classmethod
+    def from_fact(cls, fact: Mapping[str, Any]) -> HeldTable:
+        """From the catalog."""
+        return cls(
+            TableId(fact["table_id"]), fact["name"], Seq(fact["after"]), fact["reason"], fact["code"], fact["hint"]
+        )
+
+
+class Ledger:
+    """See the module. `commit` is for any thread; all else for the thread that lands batches, unless it says otherwise."""
+
+    def __init__(self, config: PipelineConfig, catalog: Catalog) -> None:
+        self._config = config
+        self._catalog = catalog
+        self._lock = threading.Lock()
+        self._scope = held_scope(config)
+        self.tables: dict[TableId, TableEntry] = {}
+        self.held: dict[TableId, HeldTable] = {}
+        self.rows = 0
+        self.cut = last_cut(config.layout)
+        """The last cut; None before the lake's first."""
+        self._again_s: dict[TableId, float] = {}
+        """By table set aside, when to try it again; at once where this run hasn't yet."""
+        self._pause_s: dict[TableId, float] = {}
+        if self.cut is not None:
+            now = time.monotonic()
+            for table in self.cut.tables.values():
+                # What an earlier run left unfolded; a fold of a table with nothing to fold costs little.
+                self.tables[table.table_id] = TableEntry(
+                    table.table_id, table.name, history_n=self.cut.n, current_n=table.current_n, waiting_since_s=now
+                )
+        for fact in catalog.facts(self._scope).values():
+            held = HeldTable.from_fact(fact)
+            self.held[held.table_id] = held
+
+    def _entry(self, table_id: TableId, name: str = "") -> TableEntry:
+        """The table's entry, made where it is new."""
+        entry = self.tables.setdefault(table_id, TableEntry(table_id))
+        entry.name = name or entry.name
+        return entry
+
+    def appended(self, commits: Iterable[TableCommit]) -> None:
+        """Note what a batch appended."""
+        now = time.monotonic()
+        with self._lock:
+            for commit in commits:
+                entry = self._entry(commit.table_id, commit.name)
+                entry.rows += commit.rows
+                self.rows += commit.rows
+                entry.history_n = max(entry.history_n, commit.n)
+                if entry.waiting_since_s is None:
+                    entry.waiting_since_s = now
+
+    def folded(self, commit: TableCommit, upto: Seq, last: FoldHistory, started_s: float) -> None:
+        """Note a fold to `upto` that began at `started_s`. Any thread."""
+        with self._lock:
+            entry = self.tables[commit.table_id]
+            entry.fold, entry.fold_error, entry.fold_failures = last, None, 0
+            entry.current_n = commit.n
+            entry.waiting_since_s = started_s if entry.history_n > upto else None
+
+    def fold_failed(self, table_id: TableId, error: TableError) -> None:
+        """Note a fold that failed; the next try waits twice as long as this one did. Any thread."""
+        with self._lock:
+            entry = self.tables[table_id]
+            entry.fold_error = error
+            entry.fold_failures += 1
+            entry.fold_again_s = time.monotonic() + min(RETRY_FOLD_S_MAX, 0.5 * 2**entry.fold_failures)
+
+    def commit(self, n: Seq | None, commits: Iterable[TableCommit], *, newest_us: int | None = None) -> Cut | None:
+        """Commit a cut: at `n`, or where the last one is, with the tables' new versions. Any thread.
+
+        Args:
+            n: what all tables that aren't set aside have; None: no more than before.
+            commits: what writes since the last cut returned.
+            newest_us: the newest commit time among the batch's records, µs since 1970.
+        """
+        commits = list(commits)
+        with self._lock:
+            if n is None and not commits:
+                return self.cut
+            at = self.cut.n if n is None and self.cut is not None else n
+            if at is None:
+                return None  # a fold before the first cut: impossible, for folds need one
+            self.cut = commit_cut(
+                self._config.layout,
+                at,
+                commits,
+                committed_at=datetime.now(UTC),
+                commit_ts_max=None if newest_us is None else _EPOCH + timedelta(microseconds=newest_us),
+            )
+            return self.cut
+
+    def hold(self, table: HeldTable) -> None:
+        """Set a table aside, durably; its records stay in the log until it is released."""
+        self._catalog.set_needed_from(self._config.stream_id, self._holder(table.table_id), max(Seq(1), table.after))
+        self._catalog.put_fact(self._scope, str(table.table_id), table.as_fact())
+        self.held[table.table_id] = table
+        pause = min(RETRY_HELD_S_MAX, 2 * self._pause_s.get(table.table_id, RETRY_HELD_S_MIN / 2))
+        self._pause_s[table.table_id] = pause
+        self._again_s[table.table_id] = time.monotonic() + pause
+
+    def release(self, table_id: TableId) -> None:
+        """The table has caught up: let it land with the others again."""
+        del self.held[table_id]
+        self._pause_s.pop(table_id, None)
+        self._catalog.drop_fact(self._scope, str(table_id))
+        self._catalog.release(self._config.stream_id, self._holder(table_id))
+
+    def retries_due(self) -> list[HeldTable]:
+        """Tables set aside whose time to be tried again has come, or that somebody asked for (`request_retry`)."""
+        if not self.held:
+            return []
+        now = time.monotonic()
+        facts = self._catalog.facts(self._scope)
+        asked = {TableId(int(table_id)) for table_id, fact in facts.items() if fact.get("retry")}
+        return [t for t in list(self.held.values()) if t.table_id in asked or now >= self._again_s.get(t.table_id, 0.0)]
+
+    def set_aside(self) -> dict[str, str]:
+        """Names of the tables that failed, with the reason: in history, or in the fold. Any thread."""
+        found = {entry.name: entry.fold_error.message for entry in list(self.tables.values()) if entry.fold_error}
+        return found | {table.name: table.reason for table in list(self.held.values())}
+
+    def progress(self) -> tuple[TableProgress, ...]:
+        """All tables of this run, by name. Any thread."""
+        now = time.monotonic()
+        entries = sorted(self.tables.values(), key=lambda entry: (entry.name, entry.table_id))
+        return tuple(
+            TableProgress(
+                entry.table_id,
+                entry.name,
+                entry.rows,
+                entry.history_n,
+                entry.current_n,
+                0.0 if entry.waiting_since_s is None else now - entry.waiting_since_s,
+            )
+            for entry in entries
+        )
+
+    def _holder(self, table_id: TableId) -> str:
+        return f"{self._config.pipeline}/{table_id}"
+
+
+def held_scope(config: PipelineConfig) -> str:
+    """The scope of the catalog's facts that name the tables which this pipeline has set aside, by table id."""
+    return f"lake/{config.stream_id}/{config.pipeline}"
+
+
+def request_retry(catalog: Catalog, scope: str, table_id: TableId) -> bool:
+    """Ask the pipeline to try a table again that it set aside; False where it hasn't. It is also tried at each start."""
+    fact = catalog.facts(scope).get(str(table_id))
+    if fact is None:
+        return False
+    catalog.put_fact(scope, str(table_id), fact | {"retry": True})
+    return True

@@ -1,0 +1,94 @@
+"""What a pipeline is: its configuration, what it reports while it runs, and how it ends. Values only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from millstream.lake.layout import LakeLayout, View
+from millstream.model.ids import StreamId, TableId
+from millstream.model.positions import Seq, StreamToken
+from millstream.spark.schedule import DISK_FACTOR
+from millstream.spark.session import SparkOptions
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineConfig:
+    """One pipeline: a stream's log into one lake."""
+
+    stream: str
+    stream_id: StreamId
+    wal_folder: Path
+    layout: LakeLayout
+    """Where the lake is, and the pipeline's name."""
+    checkpoint_dir: Path
+    """Spark's own notes. Without them, or with those of an older run, the lake's last cut says where to go on."""
+    spark: SparkOptions
+    views: tuple[View, ...] = ("current", "history")
+    trigger_interval_ms: int = 500
+    """Spark asks for new records this often; by default it would do so some 90 times a second."""
+    batch_bytes_max: int = 64 << 20
+    """Of the log, a batch: what a table's rows of it weigh in a worker's memory is a few times that."""
+    disk_factor: float = DISK_FACTOR
+    """Bound of `current`'s disk bytes over its live bytes."""
+
+    @property
+    def pipeline(self) -> str:
+        """Its name."""
+        return self.layout.pipeline
+
+    def token(self, n: Seq) -> str:
+        """The stream's token at `n`."""
+        return str(StreamToken.scalar(self.stream_id, n))
+
+
+@dataclass(frozen=True, slots=True)
+class TableProgress:
+    """One table in the lake."""
+
+    table_id: TableId
+    name: str
+    rows: int
+    """Records appended to its history by this run."""
+    history_n: Seq
+    """Its history has everything up to here, as of its last append."""
+    current_n: Seq | None
+    """`current` was last folded up to here; None where this run hasn't folded it."""
+    fold_lag_s: float | None
+    """How long records have waited for a fold; 0 where none wait; None where the table has no `current`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineProgress:
+    """How far a pipeline is, after a batch or a fold."""
+
+    n: Seq
+    """The last cut: all tables that aren't set aside stand there."""
+    rows: int
+    """Records landed by this run."""
+    rows_per_s: float
+    """Of the last batch, from its plan to its cut."""
+    batch_s: float
+    lag_s: float | None
+    """From the newest landed record's commit at the source to its cut here; None before the first."""
+    lag_records: int
+    """Numbers between the cut and what is durable in the log: at most that many records wait."""
+    tables: tuple[TableProgress, ...]
+    set_aside: Mapping[str, str]
+    """Names of tables that failed, each with its reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineOutcome:
+    """How a run ended: asked to stop, or caught up."""
+
+    n: Seq
+    token: str
+    rows: int
+    caught_up: bool
+    set_aside: Mapping[str, str] = field(default_factory=dict)
+    """Names of tables that failed, each with its reason; the others are whole."""
+
+
+OnProgress = Callable[[PipelineProgress], None]

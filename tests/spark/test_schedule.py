@@ -1,0 +1,45 @@
+"""When a table is folded: the bound on dead bytes, as arithmetic."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.spark.schedule import (
+    DISK_FACTOR,
+    KEEP_REMOVED_S,
+    SMALL_BYTES,
+    FoldHistory,
+    fold_interval_s,
+    fold_is_due,
+)
+
+
+def test_a_table_that_was_never_folded_is_due() -> None:
+    assert fold_is_due(FoldHistory(), 0.0)
+
+
+def test_a_large_table_that_is_rewritten_whole_folds_every_75_seconds() -> None:
+    last = FoldHistory(ended_s=100.0, took_s=0.6, live_bytes=100 << 20, removed_bytes=100 << 20)
+
+    assert fold_interval_s(last) == 75.0
+    assert not fold_is_due(last, 174.9)
+    assert fold_is_due(last, 175.0)
+
+
+def test_a_small_table_waits_no_longer_than_its_last_fold_took() -> None:
+    assert fold_interval_s(FoldHistory(0.0, 0.05, SMALL_BYTES - 1, SMALL_BYTES - 1)) == 0.05
+
+
+@given(
+    live=st.integers(SMALL_BYTES, 1 << 40),
+    share=st.floats(0, 1),
+    took=st.floats(0, 60),
+)
+def test_steady_folds_keep_disk_bytes_within_the_factor(live: int, share: float, took: float) -> None:
+    removed = int(live * share)
+    interval = fold_interval_s(FoldHistory(0.0, took, live, removed))
+    # Files that a fold replaced are gone after KEEP_REMOVED_S: so many folds' worth of them lie there at any time.
+    dead = removed * (KEEP_REMOVED_S / interval) if interval else 0
+
+    assert live + dead <= DISK_FACTOR * live * 1.000001

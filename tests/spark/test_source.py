@@ -1,0 +1,285 @@
+"""The data source against the log itself: the same records, between the same bounds, however Spark asks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
+from tests.spark.hand_made import Change, Home, delete, insert, update
+
+from millstream.errors import CheckpointForeign, TokenFromFuture, UnknownStream, UnknownTable, UsageError
+from millstream.model.positions import Seq, StreamToken
+from millstream.model.records import Op
+from millstream.model.schema import TableSchema
+from millstream.spark.frames import MARKER, unpack
+from millstream.spark.source import SourceOptions, position_of
+
+
+def orders_of(home: Home) -> TableSchema:
+    return home.table("public.orders", id=pa.int64(), total=pa.decimal128(12, 2), note=pa.string())
+
+
+def some_transactions(orders: TableSchema, items: TableSchema, first: int, count: int) -> list[list[Change]]:
+    return [
+        [
+            insert(orders, id=number, total=None, note=f"order {number}"),
+            insert(items, id=number * 10, order=number),
+            insert(items, id=number * 10 + 1, order=number),
+        ]
+        for number in range(first, first + count)
+    ]
+
+
+def items_of(home: Home) -> TableSchema:
+    return home.table("public.items", id=pa.int64(), order=pa.int64())
+
+
+def in_log(home: Home, schema: TableSchema, after: int = 0, upto: int | None = None) -> list[dict[str, Any]]:
+    """The table's records as the log's own reader gives them."""
+    log = home.log
+    pieces = log.read_between(Seq(after), log.persisted_upto() if upto is None else Seq(upto), table=schema.table_id)
+    return [row for piece in pieces for row in piece.batch.to_pylist()]
+
+
+def rows_of(frame: DataFrame) -> list[dict[str, Any]]:
+    """As Arrow gives them: maps as pairs, times with their zone."""
+    rows: list[dict[str, Any]] = frame.toArrow().to_pylist()
+    return sorted(rows, key=lambda row: row["__seq"])
+
+
+def load(spark: SparkSession, home: Home, **options: str) -> DataFrame:
+    return spark.read.format("millstream").options(path=str(home.path), stream="shop", **options).load()
+
+
+def test_a_batch_read_gives_the_records_of_the_log(spark: SparkSession, home: Home) -> None:
+    orders, items = orders_of(home), items_of(home)
+    home.commits(some_transactions(orders, items, 1, 50))
+    home.commit(
+        update(orders, id=1, note="changed"),
+        delete(items, id=10),
+        Change(orders, Op.UPDATE, {"id": 77}, before={"id": "7"}, unchanged=["note"]),
+        Change(items, Op.TRUNCATE),
+    )
+
+    assert rows_of(load(spark, home, table="public.orders")) == in_log(home, orders)
+    assert rows_of(load(spark, home, table="public.items")) == in_log(home, items)
+
+
+def test_columns_are_pruned_and_tokens_bound_what_is_read(spark: SparkSession, home: Home) -> None:
+    orders, items = orders_of(home), items_of(home)
+    first = home.commits(some_transactions(orders, items, 1, 5))
+    second = home.commits(some_transactions(orders, items, 6, 5))
+    home.commits(some_transactions(orders, items, 11, 5))
+    bounds = {
+        "starting": str(StreamToken.scalar(home.stream, first)),
+        "ending": str(StreamToken.scalar(home.stream, second)),
+    }
+
+    frame = load(spark, home, table="public.orders", columns="note,__seq", **bounds)
+
+    assert frame.columns == ["note", "__seq"]
+    expected = [{"note": row["note"], "__seq": row["__seq"]} for row in in_log(home, orders, first, second)]
+    assert rows_of(frame) == expected
+    assert len(expected) == 5
+
+
+def test_older_rows_come_in_the_columns_of_the_latest_schema(spark: SparkSession, home: Home) -> None:
+    orders = orders_of(home)
+    home.commit(insert(orders, id=1, note="old"))
+    wider = home.add_column(orders, "paid", pa.bool_())
+    home.commit(insert(wider, id=2, note="new", paid=True))
+
+    rows = rows_of(load(spark, home, table="public.orders", columns="id,paid,__seq"))
+
+    assert [(row["id"], row["paid"]) for row in rows] == [(1, None), (2, True)]
+
+
+def test_without_a_table_every_record_comes_as_an_envelope(spark: SparkSession, home: Home) -> None:
+    orders, items = orders_of(home), items_of(home)
+    home.commit(insert(orders, id=2**60, note='a "quoted" note'), insert(items, id=1, order=2))
+    home.commit(Change(orders, Op.UPDATE, {"id": 1}, before={"id": "5"}, unchanged=["note", "total"]))
+
+    rows = rows_of(load(spark, home))
+
+    assert [row["table"] for row in rows] == ["public.orders", "public.items", "public.orders"]
+    assert [json.loads(row["row"]) for row in rows] == [
+        {"id": str(2**60), "total": None, "note": 'a "quoted" note'},
+        {"id": 1, "order": 2},
+        {"id": 1},
+    ]
+    assert rows[2]["__before"] == [("id", "5")]
+
+
+def test_frames_hold_every_record_once_and_mark_their_bounds(spark: SparkSession, home: Home) -> None:
+    orders, items = orders_of(home), items_of(home)
+    home.commits(some_transactions(orders, items, 1, 40))
+    wider = home.add_column(orders, "paid", pa.bool_())
+    upto = home.commit(insert(wider, id=900, paid=True))
+
+    rows = load(spark, home, layout="frames").collect()
+
+    assert {(row["batch_after"], row["batch_upto"]) for row in rows} == {(0, upto)}
+    assert [row for row in rows if row["table_id"] == MARKER]
+    for schema in (orders, items):
+        found = []
+        for row in sorted((r for r in rows if r["table_id"] == schema.table_id), key=lambda r: r["first_seq"]):
+            stored, batches = unpack(bytes(row["ipc"]))
+            assert (stored.table_id, stored.version) == (schema.table_id, row["schema_version"])
+            found += [record for batch in batches for record in batch.to_pylist()]
+        assert found == in_log(home, schema)
+
+
+def run_query(
+    spark: SparkSession, home: Home, checkpoint: Path, seen: list[list[int]], **options: str
+) -> StreamingQuery:
+    """An AvailableNow query to its end; `seen` gets each batch's numbers."""
+
+    def note(batch: DataFrame, _number: int) -> None:
+        seen.append(sorted(row["__seq"] for row in batch.select("__seq").collect()))
+
+    frame = spark.readStream.format("millstream").options(path=str(home.path), stream="shop", **options).load()
+    query = (
+        frame.writeStream.foreachBatch(note)
+        .option("checkpointLocation", str(checkpoint))
+        .trigger(availableNow=True)
+        .start()
+    )
+    assert query.awaitTermination(120)
+    return query
+
+
+def test_available_now_reads_what_there_is_in_cuts_within_the_bound(
+    spark: SparkSession, home: Home, tmp_path: Path
+) -> None:
+    orders, items = orders_of(home), items_of(home)
+    for first in range(1, 13, 3):
+        home.commits(some_transactions(orders, items, first, 3))  # 9 records a group
+    seen: list[list[int]] = []
+    run_query(spark, home, tmp_path / "notes", seen, max_rows_per_trigger="20")
+
+    expected = sorted(row["__seq"] for schema in (orders, items) for row in in_log(home, schema))
+    assert [number for batch in seen for number in batch] == expected
+    assert [len(batch) for batch in seen] == [18, 18]
+
+
+def test_a_query_goes_on_where_its_notes_end(spark: SparkSession, home: Home, tmp_path: Path) -> None:
+    orders, items = orders_of(home), items_of(home)
+    home.commits(some_transactions(orders, items, 1, 3))
+    seen: list[list[int]] = []
+    run_query(spark, home, tmp_path / "notes", seen)
+    first = len(seen)
+    home.commits(some_transactions(orders, items, 4, 2))
+    run_query(spark, home, tmp_path / "notes", seen)
+
+    assert [len(batch) for batch in seen] == [9, 6]
+    assert first == 1
+    assert len({number for batch in seen for number in batch}) == 15
+
+
+def test_a_batch_that_was_begun_is_replayed_with_its_own_bounds(
+    spark: SparkSession, home: Home, tmp_path: Path
+) -> None:
+    orders, items = orders_of(home), items_of(home)
+    notes = tmp_path / "notes"
+    home.commits(some_transactions(orders, items, 1, 3))
+    seen: list[list[int]] = []
+    run_query(spark, home, notes, seen)
+    home.commits(some_transactions(orders, items, 4, 3))
+    run_query(spark, home, notes, seen)
+    for name in ("1", ".1.crc"):
+        (notes / "commits" / name).unlink(missing_ok=True)  # as a crash leaves it before the batch is noted as done
+    home.commits(some_transactions(orders, items, 7, 1))
+    run_query(spark, home, notes, seen)
+
+    assert [len(batch) for batch in seen] == [9, 9, 9, 3]
+    assert seen[2] == seen[1]
+
+
+def test_notes_of_another_stream_are_refused(spark: SparkSession, home: Home, tmp_path: Path) -> None:
+    orders, items = orders_of(home), items_of(home)
+    home.commits(some_transactions(orders, items, 1, 1))
+    run_query(spark, home, tmp_path / "notes", [])
+    other = Home(tmp_path / "other")
+    try:
+        other.commit(insert(items_of(other), id=1, order=1))
+        with pytest.raises(Exception, match="checkpoint belongs to stream"):
+            run_query(spark, other, tmp_path / "notes", [])
+        with pytest.raises(CheckpointForeign):
+            position_of({"stream": str(home.stream), "token": "0.s1"}, other.stream)
+    finally:
+        other.close()
+
+
+def test_an_operation_larger_than_the_bound_comes_whole(spark: SparkSession, home: Home, tmp_path: Path) -> None:
+    items = items_of(home)
+    home.commit(*(insert(items, id=number, order=0) for number in range(50)))
+    home.commit(insert(items, id=99, order=0))
+    seen: list[list[int]] = []
+    run_query(spark, home, tmp_path / "notes", seen, max_rows_per_trigger="10")
+
+    assert [len(batch) for batch in seen] == [50, 1]
+
+
+def test_an_ending_stops_a_stream(spark: SparkSession, home: Home, tmp_path: Path) -> None:
+    items = items_of(home)
+    upto = home.commit(insert(items, id=1, order=0))
+    home.commit(insert(items, id=2, order=0))
+    seen: list[list[int]] = []
+    run_query(spark, home, tmp_path / "notes", seen, ending=str(StreamToken.scalar(home.stream, upto)))
+
+    assert seen == [[upto]]
+
+
+def test_an_empty_log_gives_no_rows(spark: SparkSession, home: Home, tmp_path: Path) -> None:
+    seen: list[list[int]] = []
+    run_query(spark, home, tmp_path / "notes", seen)
+
+    assert seen == []
+    assert load(spark, home).collect() == []
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"path": "/nowhere", "stream": "shop"}, UnknownStream),
+        ({"stream": "shop"}, UsageError),
+        ({"path": "s3://bucket/shop", "stream": "shop"}, UsageError),
+        ({"path": "HOME", "stream": "shop", "colums": "id"}, UsageError),
+        ({"path": "HOME", "stream": "shop", "layout": "wide"}, UsageError),
+        ({"path": "HOME", "stream": "shop", "max_rows_per_trigger": "0"}, UsageError),
+        ({"path": "HOME", "stream": "shop", "max_bytes_per_trigger": "many"}, UsageError),
+        ({"path": "HOME", "stream": "shop", "layout": "frames", "table": "public.a"}, UsageError),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(home: Home, options: dict[str, str], error: type[Exception]) -> None:
+    given = {name: str(home.path) if value == "HOME" else value for name, value in options.items()}
+    with pytest.raises(error):
+        SourceOptions.parse(given)
+
+
+def test_the_only_stream_of_a_home_needs_no_name(home: Home) -> None:
+    assert SourceOptions.parse({"PATH": str(home.path)}).wal == home.wal
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"table": "public.nothing"}, UnknownTable),
+        ({"table": "public.items", "columns": "id,nothing"}, UsageError),
+        ({"ending": "LATER"}, TokenFromFuture),
+    ],
+)
+def test_spark_tells_the_errors_of_the_source(
+    spark: SparkSession, home: Home, options: dict[str, str], error: type[Exception]
+) -> None:
+    items = items_of(home)
+    upto = home.commit(insert(items, id=1, order=0))
+    later = str(StreamToken.scalar(home.stream, Seq(upto + 1000)))
+    given = {name: later if value == "LATER" else value for name, value in options.items()}
+    with pytest.raises(Exception, match=error.__name__):
+        load(spark, home, **given).collect()
