@@ -1,0 +1,96 @@
+"""What capture of one stream is told, and what it tells when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from millstream.errors import MillstreamError
+from millstream.model.ids import ShardId
+from millstream.model.operations import FIRST_SHARD
+from millstream.model.positions import Lsn
+
+
+def one_shard(table: str) -> ShardId:
+    """Put every table on the first shard."""
+    del table
+    return FIRST_SHARD
+
+
+CHUNK_ROWS: Final = 50_000  # some 5 MiB of common rows: small beside memory, large beside a round trip
+BUFFER_BYTES_MAX: Final = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureConfig:
+    """Capture of one stream from one database.
+
+    Attributes:
+        stream: the stream's name.
+        dsn: the source's address; its secrets never appear in a message.
+        tables: patterns (see `millstream.model.names`).
+        publication: of tables with a usable identity; `<publication>_inserts` is that of the others.
+        slot: the replication slot's name.
+        spill_dir: a folder of this stream's own for transactions that are too large for memory; emptied at start.
+        shard_of: the shard of a table, by `schema.name`; asked once, when the table is new.
+        copy_workers: connections that read existing rows side by side.
+        chunk_rows: rows of a chunk of a table copy, at most.
+        buffer_bytes_max: undecoded bytes held in memory; the source waits beyond it.
+        heartbeat_s: how often an idle source gets a heartbeat message.
+        look_s: how often the source's catalogs and the states of tables are looked at.
+        status_s: how often the source hears how far the log is, at least.
+    """
+
+    stream: str
+    dsn: str = field(repr=False)
+    tables: tuple[str, ...]
+    publication: str
+    slot: str
+    spill_dir: str
+    shard_of: Callable[[str], ShardId] = one_shard
+    copy_workers: int = 2
+    chunk_rows: int = CHUNK_ROWS
+    buffer_bytes_max: int = BUFFER_BYTES_MAX
+    heartbeat_s: float = 10.0
+    look_s: float = 3.0
+    status_s: float = 10.0
+
+    @property
+    def publication_inserts(self) -> str:
+        """The publication of tables whose updates and deletes carry no identity."""
+        return f"{self.publication}_inserts"
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureProgress:
+    """How capture stands, told about once a second."""
+
+    received: Lsn
+    """The source's WAL is read up to here."""
+    durable: Lsn
+    """… and durable in the log up to here."""
+    source_end: Lsn
+    """The end of the source's WAL, when it was last told."""
+    records: int
+    """Records made durable by this run."""
+    copies: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """By table being copied: `rows`, `rows_estimate`, `state`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureOutcome:
+    """How capture ended."""
+
+    reached: Lsn
+    """The commit end LSN up to which all is durable; the slot is confirmed there."""
+    caught_up: bool
+    """Whether the target of `until_caught_up` was met."""
+    tables: tuple[str, ...]
+    """Tables captured, `schema.name`."""
+    set_aside: Mapping[str, str] = field(default_factory=dict)
+    """Tables set aside, each with its reason."""
+    slot: str = ""
+    slot_holds_bytes: int | None = None
+    """WAL that the slot keeps at the source, where it could be asked."""
+    error: MillstreamError | None = None

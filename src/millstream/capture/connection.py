@@ -1,0 +1,217 @@
+"""Connections to the source, and the one place where PostgreSQL's errors become ours.
+
+Both kinds of connection, ordinary and replication, pin their session: the text of a value never depends on what a role
+or a database sets. Nothing here retries; callers do, by `MillstreamError.retry`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import psycopg
+from psycopg import conninfo, pq
+
+from millstream.errors import (
+    MillstreamError,
+    NoFreeSlot,
+    SlotActive,
+    SlotLost,
+    SourceAuthenticationFailed,
+    SourceDatabaseMissing,
+    SourceDsnInvalid,
+    SourceError,
+    SourcePrivilegeMissing,
+    SourceUnreachable,
+    SourceVersionUnsupported,
+    WalLevelNotLogical,
+)
+
+VERSION_MIN: Final = 140000
+CONNECT_TIMEOUT_S: Final = 10
+
+# A session's settings: the text that values have in Millstream, and nothing that could cut a long COPY short or filter
+# its rows unsaid (with row_security off, a policy that would hide rows raises an error).
+_SESSION: Final = "; ".join(
+    f"SET {name} = {value}"
+    for name, value in {
+        "client_encoding": "'UTF8'",
+        "datestyle": "'ISO, MDY'",
+        "timezone": "'UTC'",
+        "intervalstyle": "'postgres'",
+        "extra_float_digits": "3",
+        "bytea_output": "'hex'",
+        "lc_monetary": "'C'",
+        "search_path": "pg_catalog",
+        "standard_conforming_strings": "on",
+        "row_security": "off",
+        "statement_timeout": "0",
+        "lock_timeout": "0",
+        "idle_in_transaction_session_timeout": "0",
+    }.items()
+)
+
+
+def parse_dsn(dsn: str) -> dict[str, Any]:
+    """The DSN's parameters; `SourceDsnInvalid` where it can't be parsed."""
+    try:
+        return dict(conninfo.conninfo_to_dict(dsn))
+    except psycopg.Error as error:
+        raise SourceDsnInvalid(
+            f"the source's DSN can't be parsed: {_without_secret(str(error), dsn)}",
+            hint="A DSN reads like postgresql://user@host:5432/database; special characters in it are %-encoded.",
+        ) from error
+
+
+def describe_dsn(dsn: str) -> str:
+    """Where a DSN points to, without its secrets."""
+    parameters = parse_dsn(dsn)
+    host = parameters.get("host") or parameters.get("hostaddr") or "the default socket"
+    return f"{host}:{parameters.get('port', 5432)}/{parameters.get('dbname', parameters.get('user', ''))}"
+
+
+def connect(dsn: str, *, purpose: str) -> psycopg.Connection[tuple[Any, ...]]:
+    """Open an ordinary connection with a pinned session, in autocommit; the caller closes it.
+
+    Args:
+        dsn: where to.
+        purpose: what it is for; stands in `application_name`.
+
+    Raises:
+        SourceError: which one says why (DSN, authentication, database, version, reachability).
+    """
+    return _connect(dsn, f"millstream {purpose}")
+
+
+def connect_replication(dsn: str) -> psycopg.Connection[tuple[Any, ...]]:
+    """Open a logical replication connection with a pinned session; only simple queries go over it."""
+    return _connect(dsn, "millstream stream", replication="database")
+
+
+def _connect(dsn: str, name: str, **more: str) -> psycopg.Connection[tuple[Any, ...]]:
+    parameters = parse_dsn(dsn)
+    parameters.setdefault("connect_timeout", CONNECT_TIMEOUT_S)
+    # A peer that is gone without a word is noticed after about half a minute, not after two hours.
+    for key, value in {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 4}.items():
+        parameters.setdefault(key, value)
+    parameters |= {"application_name": name, **more}
+    try:
+        connection = psycopg.connect(autocommit=True, prepare_threshold=None, **parameters)
+    except psycopg.Error as error:
+        raise _translate_refusal(error, dsn) from error
+    try:
+        if connection.info.server_version < VERSION_MIN:
+            raise SourceVersionUnsupported(
+                f"the source is PostgreSQL {connection.info.server_version // 10000}; 14 is the oldest that can be captured"
+            )
+        with translated():
+            result = connection.pgconn.exec_(_SESSION.encode())
+            if result.status != pq.ExecStatus.COMMAND_OK:
+                raise translate_result(result)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _without_secret(text: str, dsn: str) -> str:
+    """A message that may quote the DSN, without what could be a password."""
+    return "its syntax is wrong" if dsn in text or "://" in text else text.strip()
+
+
+def _translate_refusal(error: psycopg.Error, dsn: str) -> SourceError:
+    """The error of a connection that wasn't had. libpq gives no SQLSTATE here, only the server's words."""
+    text = " ".join(str(error).split())
+    lower = text.lower()
+    where = describe_dsn(dsn)
+    kinds: tuple[tuple[tuple[str, ...], type[SourceError], str], ...] = (
+        (
+            ("password authentication failed", "no password supplied", "pg_hba.conf", "authentication failed"),
+            SourceAuthenticationFailed,
+            "Check user and password in the DSN (or the environment, or ~/.pgpass) and pg_hba.conf on the server.",
+        ),
+        (
+            ("permission denied", "must be superuser or replication role", "permission to start wal sender"),
+            SourcePrivilegeMissing,
+            "Run `ALTER ROLE <role> REPLICATION` (and `GRANT CONNECT ON DATABASE …`) as a superuser.",
+        ),
+        (("number of requested standby connections exceeds",), NoFreeSlot, NoFreeSlot.default_hint),
+        (
+            ("definition of service", "service file", "invalid port", "invalid sslmode", "invalid connection option"),
+            SourceDsnInvalid,
+            "Correct the DSN in millstream.toml, or the file that it names.",
+        ),
+    )
+    if "database" in lower and "does not exist" in lower:
+        return SourceDatabaseMissing(f"{where}: {text}", hint="Create the database, or correct its name in the DSN.")
+    if "role" in lower and "does not exist" in lower:
+        return SourceAuthenticationFailed(f"{where}: {text}", hint="Create the role, or correct the user in the DSN.")
+    for parts, kind, hint in kinds:
+        if any(part in lower for part in parts):
+            return kind(f"{where}: {text}", hint=hint)
+    return SourceUnreachable(f"{where}: {text}")
+
+
+_BY_SQLSTATE: Final[dict[str, tuple[type[SourceError], str | None]]] = {
+    "28000": (SourceAuthenticationFailed, None),
+    "28P01": (SourceAuthenticationFailed, None),
+    "3D000": (SourceDatabaseMissing, None),
+    "42501": (SourcePrivilegeMissing, "Grant what the message names; `millstream doctor --sql` prints the script."),
+    "53400": (NoFreeSlot, None),
+    "53300": (SourceUnreachable, "The server has no connection left; Millstream keeps trying."),
+    "55006": (SlotActive, "Another connection reads the slot; it is tried again."),
+    "57P01": (SourceUnreachable, None),
+    "57P02": (SourceUnreachable, None),
+    "57P03": (SourceUnreachable, None),
+    "08000": (SourceUnreachable, None),
+    "08003": (SourceUnreachable, None),
+    "08006": (SourceUnreachable, None),
+}
+
+
+def translate(error: psycopg.Error) -> MillstreamError:
+    """Our error for one of psycopg's on an open connection."""
+    return _of_sqlstate(error.sqlstate, " ".join(str(error).split()), lost=isinstance(error, psycopg.OperationalError))
+
+
+def translate_result(result: pq.abc.PGresult) -> MillstreamError:
+    """Our error for a failed result of the `pq` layer."""
+    state = result.error_field(pq.DiagnosticField.SQLSTATE)
+    message = (
+        result.error_field(pq.DiagnosticField.MESSAGE_PRIMARY) or result.error_message or b"the connection was lost"
+    )
+    return _of_sqlstate(
+        None if state is None else state.decode(), message.decode("utf-8", "replace"), lost=state is None
+    )
+
+
+def _of_sqlstate(state: str | None, text: str, *, lost: bool) -> MillstreamError:
+    lower = text.lower()
+    if state == "55000" and "wal_level" in lower:
+        return WalLevelNotLogical(f"the source can't decode its WAL: {text}")
+    if state == "55000" and ("no longer" in lower or "invalidated" in lower or "cannot read from" in lower):
+        return SlotLost(f"the slot's WAL is gone: {text}", hint=RECOPY_HINT)
+    if state == "42704" and "replication slot" in lower:
+        return SlotLost(f"the slot is gone: {text}", hint=RECOPY_HINT)
+    if state in _BY_SQLSTATE:
+        kind, hint = _BY_SQLSTATE[state]
+        return kind(text, hint=hint, sqlstate=state)
+    if state is None and lost:
+        return SourceUnreachable(text)
+    return SourceError(text, hint="The message is PostgreSQL's own.", sqlstate=state)
+
+
+RECOPY_HINT: Final = (
+    "The changes between can't be had any more. To go on, run `millstream slot drop`, then `millstream tables copy` for "
+    "every table: capture then begins anew, with a new slot, and copies the tables again."
+)
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Within it, psycopg's errors become ours."""
+    try:
+        yield
+    except psycopg.Error as error:
+        raise translate(error) from error

@@ -1,0 +1,176 @@
+"""The decoder's view of the catalog: which relation is which table, under which schema version, captured or not.
+
+Answers come from memory. The catalog is asked when a relation is met for the first time and whenever a Relation message
+differs from the one before, and told of new tables and new schema versions.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from millstream.capture.config import CaptureConfig
+from millstream.capture.source import SourceTable
+from millstream.catalog import Catalog, TableRow, TableState
+from millstream.codec.pgoutput import MESSAGES_COLUMNS, Relation, raw_schema, table_schema
+from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, TableId
+from millstream.model.names import TablePatterns
+from millstream.model.operations import FIRST_SHARD
+from millstream.model.schema import ReplicaIdentity, TableKind, TableSchema
+
+NO_IDENTITY: Final = (
+    "its replica identity gives updates and deletes no key; inserts and truncates alone are captured, into history"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    encoded: bytes
+    raw: bool
+    schema: TableSchema | None
+
+
+class CatalogDirectory:
+    """`codec.pgoutput.TableDirectory` over the catalog, for one source.
+
+    Concurrency: the decoding thread asks; `learn` and `forget` may be called from others.
+    """
+
+    def __init__(self, catalog: Catalog, stream: StreamId, source: SourceId, config: CaptureConfig) -> None:
+        self._catalog = catalog
+        self._stream = stream
+        self._source = source
+        self._config = config
+        self._patterns = TablePatterns.parse(config.tables)
+        self._lock = threading.Lock()
+        self._facts: dict[int, SourceTable] = {}
+        self._rows: dict[int, TableRow] = {row.relation_oid: row for row in self._captured()}
+        self._answers: dict[int, _Answer] = {}
+        self._messages: TableSchema | None = None
+
+    @property
+    def source(self) -> SourceId:
+        """The source whose stream is decoded."""
+        return self._source
+
+    def learn(self, facts: Mapping[int, SourceTable]) -> None:
+        """Take in what the source's catalogs say now: primary keys under FULL, and usable identities."""
+        with self._lock:
+            self._facts = dict(facts)
+
+    def refresh(self) -> list[TableRow]:
+        """Take in the tables' states as the catalog has them now; give them back."""
+        rows = self._captured()
+        with self._lock:
+            self._rows = {row.relation_oid: row for row in rows}
+        return rows
+
+    def table_row(self, facts: SourceTable) -> TableRow:
+        """The catalog's row of a table of the source, made where it's new."""
+        with self._lock:
+            self._facts[facts.oid] = facts
+        return self._row(facts.oid, facts.namespace, facts.name, has_identity=facts.usable)
+
+    def schema_for(self, relation: Relation) -> TableSchema | None:
+        """The table's schema under this relation: kind TABLE, or RAW where it's set aside; None: not captured."""
+        with self._lock:
+            row = self._rows.get(relation.oid)
+            known = self._answers.get(relation.oid)
+        raw = row is not None and row.state is TableState.SET_ASIDE
+        if known is not None and known.encoded == relation.encoded and known.raw == raw and (row or not known.schema):
+            return known.schema
+        answer = _Answer(relation.encoded, raw, self._resolve(relation))
+        with self._lock:
+            self._answers[relation.oid] = answer
+        return answer.schema
+
+    def messages_schema(self) -> TableSchema:
+        """The schema of the source's logical messages."""
+        if self._messages is None:
+            row = self._catalog.table_for(
+                self._stream, self._source, 0, "", "_messages", kind=TableKind.MESSAGES, state=TableState.STREAMING
+            )
+            schema = TableSchema(
+                table_id=row.id,
+                version=SchemaVersion(0),
+                source=self._source,
+                namespace="",
+                name="_messages",
+                columns=MESSAGES_COLUMNS,
+                kind=TableKind.MESSAGES,
+            )
+            self._messages = self._catalog.put_schema(self._stream, schema)
+        return self._messages
+
+    def set_aside(self, relation_oid: int, reason: str) -> TableId | None:
+        """Set a table aside: from the next run on its changes enter the log undecoded."""
+        with self._lock:
+            row = self._rows.get(relation_oid)
+        if row is None:
+            return None
+        self._catalog.set_state(row.id, TableState.SET_ASIDE, reason)
+        self.refresh()
+        return row.id
+
+    def shard_of(self, table: TableId) -> ShardId:
+        """The shard on which a table lies."""
+        for row in self._rows.values():
+            if row.id == table:
+                return row.shard
+        return FIRST_SHARD
+
+    def row_of(self, table: TableId) -> TableRow | None:
+        """A captured table by its id, as last refreshed."""
+        with self._lock:
+            return next((row for row in self._rows.values() if row.id == table), None)
+
+    def _captured(self) -> list[TableRow]:
+        return [row for row in self._catalog.tables(self._stream) if row.kind is TableKind.TABLE]
+
+    def _row(self, oid: int, namespace: str, name: str, *, has_identity: bool) -> TableRow:
+        row = self._catalog.table_for(
+            self._stream,
+            self._source,
+            oid,
+            namespace,
+            name,
+            shard=self._config.shard_of(f"{namespace}.{name}"),
+            state=TableState.COPY_REQUESTED if has_identity else TableState.HISTORY_ONLY,
+            reason="" if has_identity else NO_IDENTITY,
+        )
+        with self._lock:
+            self._rows[oid] = row
+        return row
+
+    def _resolve(self, relation: Relation) -> TableSchema | None:
+        with self._lock:
+            row, facts = self._rows.get(relation.oid), self._facts.get(relation.oid)
+        identity = relation.replica_identity
+        named = [c.name for c in relation.columns if c.in_identity]
+        has_identity = bool(named) and identity is not ReplicaIdentity.NOTHING
+        if row is None:
+            if not self._patterns.select(relation.namespace, relation.name):
+                return None
+            usable = facts.usable if facts is not None else has_identity
+            row = self._row(relation.oid, relation.namespace, relation.name, has_identity=usable)
+        elif (row.namespace, row.name) != (relation.namespace, relation.name):
+            row = self._row(relation.oid, relation.namespace, relation.name, has_identity=True)
+        if row.state is TableState.SET_ASIDE:
+            plain = raw_schema(relation, source=self._source, table_id=row.id, version=SchemaVersion(0))
+            return self._catalog.put_schema(self._stream, plain)
+        key = self._key(relation, facts)
+        if row.state is TableState.HISTORY_ONLY:
+            key = ()
+        schema = table_schema(relation, source=self._source, key=key, table_id=row.id)
+        return self._catalog.put_schema(self._stream, schema)
+
+    @staticmethod
+    def _key(relation: Relation, facts: SourceTable | None) -> tuple[str, ...] | None:
+        """The key under FULL: the primary key where all its columns are sent; elsewhere the identity's columns."""
+        if relation.replica_identity is not ReplicaIdentity.FULL or facts is None:
+            return None
+        names = {c.name for c in relation.columns}
+        primary = tuple(c.name for c in facts.key)
+        return primary if set(primary) <= names else ()

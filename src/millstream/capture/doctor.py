@@ -1,0 +1,271 @@
+"""What `doctor` asks the source: each finding says whether it stops the source or one table only, and the SQL to run.
+
+Nothing is changed here but by `drop_slot`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from psycopg import sql
+
+from millstream.capture.config import CaptureConfig
+from millstream.capture.connection import connect, connect_replication, parse_dsn, translated
+from millstream.capture.publication import missing_publications
+from millstream.capture.slot import drop_slot_of, read_slot
+from millstream.capture.source import Connection, SourceTable, list_tables
+from millstream.catalog import Catalog
+from millstream.codec.pgoutput import relation_columns
+from millstream.errors import MillstreamError
+from millstream.model.names import TablePatterns
+from millstream.model.pgtypes import is_text_for_want_of_better
+
+_HELD_WARN_BYTES: Final = 4 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that isn't as it should be.
+
+    Attributes:
+        code: stable, as the error's that it would end in where there is one.
+        message: what is found.
+        blocks: `source` (nothing can be captured), `table` (one table can't), or `nothing` (a warning).
+        table: `schema.name` where it concerns one.
+        fix: what to do, one sentence.
+        sql: what a DBA runs; empty where SQL doesn't mend it.
+    """
+
+    code: str
+    message: str
+    blocks: str
+    table: str = ""
+    fix: str = ""
+    sql: str = ""
+
+
+def check_source(config: CaptureConfig) -> list[Finding]:
+    """Everything about the source that would stop capture or a table, and what is worth a warning. Changes nothing."""
+    try:
+        with connect(config.dsn, purpose="doctor") as connection:
+            return [
+                *_check_server(connection, config),
+                *_check_replication(config),
+                *_check_tables(connection, config),
+            ]
+    except MillstreamError as error:
+        return [_of_error(error)]
+
+
+def doctor_sql(config: CaptureConfig) -> str:
+    """One script for a DBA that mends all that SQL can mend; empty where there is nothing."""
+    lines: list[str] = []
+    for finding in check_source(config):
+        if finding.sql and finding.sql not in lines:
+            lines += [f"-- {finding.message}", finding.sql]
+    return "\n".join(lines) + ("\n" if lines else "")
+
+
+def drop_slot(config: CaptureConfig, catalog: Catalog | None = None) -> int | None:
+    """Drop the stream's slot and give the source back its disk.
+
+    Args:
+        config: the stream's.
+        catalog: where to remember that it was on purpose: the next run then makes a new slot and copies every table
+            again, where it would otherwise stop with `SlotLost`.
+
+    Returns:
+        Bytes of WAL that it held; None where there was no such slot (it's remembered all the same).
+
+    Raises:
+        SlotActive: it is in use.
+        SourceError: the source can't be reached, or refuses.
+    """
+    held = drop_slot_of(config.dsn, config.slot)
+    if catalog is not None:
+        catalog.put_fact(f"capture/{catalog.stream(config.stream).id}", "slot_dropped", value=True)
+    return held
+
+
+def _of_error(error: MillstreamError) -> Finding:
+    return Finding(error.code, error.message, "source", fix=error.hint)
+
+
+def _check_server(connection: Connection, config: CaptureConfig) -> list[Finding]:
+    findings: list[Finding] = []
+    names = ["wal_level", "max_replication_slots", "max_wal_senders", "max_slot_wal_keep_size"]
+    with translated():
+        rows = connection.execute("SELECT name, setting FROM pg_settings WHERE name = ANY(%s)", [names]).fetchall()
+        used = connection.execute(
+            "SELECT (SELECT count(*) FROM pg_replication_slots), (SELECT count(*) FROM pg_stat_replication)"
+        ).fetchone()
+    settings = {str(name): str(value) for name, value in rows}
+    assert used is not None
+    slot = read_slot(connection, config.slot)
+    if settings.get("wal_level") != "logical":
+        findings.append(
+            Finding(
+                "wal_level_not_logical",
+                f"wal_level is {settings.get('wal_level')}",
+                "source",
+                fix="Set wal_level to logical and restart the server.",
+                sql="ALTER SYSTEM SET wal_level = 'logical'; -- then restart the server",
+            )
+        )
+    if slot is None and int(used[0]) >= int(settings["max_replication_slots"]):
+        more = int(settings["max_replication_slots"]) + 4
+        findings.append(
+            Finding(
+                "no_free_slot",
+                f"all {settings['max_replication_slots']} replication slots are in use",
+                "source",
+                fix="Raise max_replication_slots and restart the server, or drop a slot that nobody uses.",
+                sql=f"ALTER SYSTEM SET max_replication_slots = {more}; -- then restart the server",
+            )
+        )
+    if int(used[1]) >= int(settings["max_wal_senders"]):
+        more = int(settings["max_wal_senders"]) + 4
+        findings.append(
+            Finding(
+                "no_free_slot",
+                f"all {settings['max_wal_senders']} WAL senders are in use",
+                "source",
+                fix="Raise max_wal_senders and restart the server.",
+                sql=f"ALTER SYSTEM SET max_wal_senders = {more}; -- then restart the server",
+            )
+        )
+    if slot is not None and (slot.wal_status == "lost" or slot.invalidation):
+        findings.append(
+            Finding(
+                "slot_lost",
+                f"the slot {slot.name} was invalidated",
+                "source",
+                fix="Run `millstream slot drop`; capture then begins anew and copies the tables again.",
+            )
+        )
+    if slot is not None and (slot.held_bytes or 0) > _HELD_WARN_BYTES:
+        findings.append(
+            Finding(
+                "slot_holds_disk",
+                f"the slot {slot.name} holds {(slot.held_bytes or 0) >> 20} MiB of WAL",
+                "nothing",
+                fix="Let `millstream run` catch up, or drop the slot with `millstream slot drop`.",
+            )
+        )
+    if settings.get("max_slot_wal_keep_size") == "-1":
+        findings.append(
+            Finding(
+                "slot_unbounded",
+                "max_slot_wal_keep_size is -1: a slot that nobody reads may fill the server's disk",
+                "nothing",
+                fix="Bound it to what the disk can spare; a slot that falls further behind is lost, and tables are copied"
+                " again.",
+                sql="ALTER SYSTEM SET max_slot_wal_keep_size = '50GB'; SELECT pg_reload_conf();",
+            )
+        )
+    return findings
+
+
+def _check_replication(config: CaptureConfig) -> list[Finding]:
+    try:
+        connect_replication(config.dsn).close()
+    except MillstreamError as error:
+        user = parse_dsn(config.dsn).get("user")
+        role = sql.Identifier(str(user)).as_string(None) if user else "<role>"
+        script = f"ALTER ROLE {role} REPLICATION;" if error.code == "source_privilege_missing" else ""
+        return [Finding(error.code, error.message, "source", fix=error.hint, sql=script)]
+    return []
+
+
+def _check_tables(connection: Connection, config: CaptureConfig) -> list[Finding]:
+    tables = list_tables(connection, TablePatterns.parse(config.tables))
+    if not tables:
+        return [
+            Finding(
+                "no_tables_match",
+                f"no table matches {', '.join(config.tables)}",
+                "source",
+                fix="Correct `tables` in millstream.toml.",
+            )
+        ]
+    findings = [finding for table in tables for finding in _check_table(connection, table)]
+    absent = missing_publications(connection, config.publication, tables)
+    with translated():
+        row = connection.execute(
+            "SELECT has_database_privilege(current_database(), 'CREATE'),"
+            " (SELECT coalesce(bool_and(pg_has_role(c.relowner, 'USAGE')), true) FROM pg_class c WHERE c.oid = ANY(%s))",
+            [[table.oid for table in tables]],
+        ).fetchone()
+    if absent and row is not None and not all(row):
+        findings.append(
+            Finding(
+                "publication_missing",
+                "publications are missing, or lack tables, and this role may not make them",
+                "source",
+                fix="Have the tables' owner (or a superuser) run the SQL.",
+                sql="\n".join(absent),
+            )
+        )
+    return findings
+
+
+def _check_table(connection: Connection, table: SourceTable) -> list[Finding]:
+    findings: list[Finding] = []
+    name = sql.Identifier(table.namespace, table.name).as_string(connection)
+    with translated():
+        row = connection.execute(
+            "SELECT has_schema_privilege(relnamespace, 'USAGE'), has_table_privilege(oid, 'SELECT'),"
+            " relrowsecurity AND NOT pg_has_role(relowner, 'USAGE')"
+            " AND NOT (SELECT rolbypassrls FROM pg_roles WHERE rolname = current_user), current_user"
+            " FROM pg_class WHERE oid = %s",
+            [table.oid],
+        ).fetchone()
+    if row is None:
+        return []
+    role = sql.Identifier(str(row[3])).as_string(connection)
+    if not (row[0] and row[1]):
+        schema = sql.Identifier(table.namespace).as_string(connection)
+        findings.append(
+            Finding(
+                "source_privilege_missing",
+                f"the role may not read {table.full_name}",
+                "table",
+                table.full_name,
+                "Grant it; else the table's existing rows can't be copied.",
+                f"GRANT USAGE ON SCHEMA {schema} TO {role}; GRANT SELECT ON {name} TO {role};",
+            )
+        )
+    if row[2]:
+        findings.append(
+            Finding(
+                "row_security",
+                f"row security hides rows of {table.full_name} from the role",
+                "table",
+                table.full_name,
+                "Let the role bypass it; else the table's existing rows can't be copied.",
+                f"ALTER ROLE {role} BYPASSRLS;",
+            )
+        )
+    if not table.usable:
+        findings.append(
+            Finding(
+                "replica_identity_unusable",
+                f"{table.full_name} has no usable replica identity: inserts only, into history only",
+                "table",
+                table.full_name,
+                "Give it a primary key, or another identity.",
+                f"ALTER TABLE {name} REPLICA IDENTITY FULL;",
+            )
+        )
+    return findings + [
+        Finding(
+            "column_is_text",
+            f"{table.full_name}.{column.name} ({column.pg.name if column.pg else '?'}) will be text in the lake",
+            "nothing",
+            table.full_name,
+            "Nothing has to be done; `[streams.S.types]` can give numeric columns a precision.",
+        )
+        for column in relation_columns(table.relation)
+        if is_text_for_want_of_better(column)
+    ]

@@ -1,0 +1,340 @@
+"""Capture of one stream: connects, compares slot and log, streams, copies tables, and begins again when a connection breaks.
+
+A *session* is what lies between two connections: it starts at X, the position up to which the log (or, where only
+keepalives moved it, the catalog) has everything, and drops whatever ends at or below it.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+from psycopg import pq, sql
+
+from millstream.capture.applier import Applier
+from millstream.capture.config import CaptureConfig, CaptureOutcome, CaptureProgress
+from millstream.capture.connection import connect, connect_replication, translate_result, translated
+from millstream.capture.copying import TableCopies
+from millstream.capture.directory import CatalogDirectory
+from millstream.capture.receiver import HEADER_BYTES, Receiver
+from millstream.capture.slot import check_slot, create_slot, read_slot, setting_ms
+from millstream.capture.source import Connection, Identity, check_same, identify_replication, insert_lsn
+from millstream.capture.spill import SpillFolder
+from millstream.capture.watcher import Tables, Watcher
+from millstream.catalog import Catalog, TableState
+from millstream.codec.pgoutput import warm
+from millstream.errors import DiskFull, MillstreamError, NoTablesMatch, Retry, SlotActive, SourceReplaced
+from millstream.model.ids import SourceId, StreamId
+from millstream.model.positions import Lsn, format_lsn
+from millstream.ports import Clock, LogAppender
+
+logger = structlog.get_logger("millstream.capture")
+
+_BACKOFF_FIRST_S: Final = 0.1
+_BACKOFF_MAX_S: Final = 10.0
+_SLOT_ACTIVE_MAX_S: Final = 2.0  # a killed capture's server process goes within seconds; then every second counts
+_GIVE_UP_S: Final = 120.0
+"""How long `until_caught_up` goes on without a connection."""
+_DRAIN_S: Final = 60.0
+_CONFIRM_S: Final = 10.0
+
+
+def run_capture(
+    config: CaptureConfig,
+    catalog: Catalog,
+    log: LogAppender,
+    *,
+    stop: threading.Event,
+    until_caught_up: bool = False,
+    on_progress: Callable[[CaptureProgress], None] | None = None,
+    clock: Clock | None = None,
+) -> CaptureOutcome:
+    """Capture until `stop` is set, or until all that the source had committed at the call is durable.
+
+    Args:
+        config: what to capture.
+        catalog: the home's; the stream's row must be there.
+        log: the stream's writer. Its operations of this stream's source come from nobody else.
+        stop: ends capture: what is in flight becomes durable, is confirmed, and the call returns.
+        until_caught_up: end when the source's present is durable, every table copied, and the slot confirmed there.
+        on_progress: called about once a second, on this thread.
+        clock: for waiting between attempts; real time by default.
+
+    Returns:
+        How it ended. Tables that were set aside are in it; they are no error.
+
+    Raises:
+        MillstreamError: what can't be mended by trying again: the first connection failed, the slot is lost, the log is
+            closed … Broken connections and a full disk are waited for instead.
+    """
+    return _Capture(config, catalog, log, stop, until_caught_up, on_progress, clock).run()
+
+
+@dataclass(slots=True)
+class _Session:
+    """What belongs to one connection."""
+
+    applier: Applier
+    receiver: Receiver
+    watcher: Watcher
+    tables: Tables
+    copies: TableCopies
+
+
+class _Capture:
+    def __init__(
+        self,
+        config: CaptureConfig,
+        catalog: Catalog,
+        log: LogAppender,
+        stop: threading.Event,
+        until_caught_up: bool,  # noqa: FBT001 - private, called once
+        on_progress: Callable[[CaptureProgress], None] | None,
+        clock: Clock | None,
+    ) -> None:
+        self._config = config
+        self._catalog = catalog
+        self._log = log
+        self._stop = stop
+        self._until_caught_up = until_caught_up
+        self._on_progress = on_progress
+        self._clock = clock
+        self._stream: StreamId = catalog.stream(config.stream).id
+        self._scope = f"capture/{self._stream}"
+        self._spill = SpillFolder(config.spill_dir, header_bytes=HEADER_BYTES)
+        self._target: Lsn | None = None
+        self._records = 0
+        self._connected = False
+
+    # --- sessions ----------------------------------------------------------------------------------------------
+
+    def run(self) -> CaptureOutcome:
+        """Sessions one after the other until one ends by itself."""
+        warm()
+        attempt = 0
+        failing_since: float | None = None
+        while True:
+            self._spill.clear()
+            self._connected = False
+            try:
+                return self._run_session()
+            except MillstreamError as error:
+                if self._connected:
+                    attempt, failing_since = 0, None
+                failing_since = failing_since or time.monotonic()
+                if not self._worth_another_try(error, time.monotonic() - failing_since):
+                    raise
+                attempt += 1
+                wait_s = min(_BACKOFF_MAX_S, _BACKOFF_FIRST_S * 2**attempt) * random.uniform(0.5, 1.0)  # noqa: S311
+                if isinstance(error, SlotActive):
+                    wait_s = min(wait_s, _SLOT_ACTIVE_MAX_S)
+                logger.warning("capture begins again", code=error.code, error=error.message, in_s=round(wait_s, 2))
+                self._wait(wait_s)
+                if self._stop.is_set():
+                    return CaptureOutcome(Lsn(0), caught_up=False, tables=(), slot=self._config.slot, error=error)
+
+    def _worth_another_try(self, error: MillstreamError, failing_s: float) -> bool:
+        if isinstance(error, DiskFull):
+            return not self._until_caught_up or failing_s < _GIVE_UP_S
+        if error.retry is not Retry.BACKOFF or self._stop.is_set():
+            return False
+        if isinstance(error, SlotActive) or self._was_connected():
+            return not self._until_caught_up or failing_s < _GIVE_UP_S
+        return False
+
+    def _was_connected(self) -> bool:
+        return self._connected or self._target is not None or self._records > 0 or self._ever
+
+    _ever = False
+
+    def _wait(self, seconds: float) -> None:
+        if self._clock is not None:
+            self._clock.sleep(seconds)
+        else:
+            self._stop.wait(seconds)
+
+    def _run_session(self) -> CaptureOutcome:
+        config = self._config
+        with connect(config.dsn, purpose="control") as control, connect_replication(config.dsn) as replication:
+            identity = identify_replication(replication)
+            source = self._resolve_source(identity)
+            reached = self._reached(source)
+            slot = read_slot(control, config.slot)
+            renewed = slot is None and bool(self._catalog.fact(self._scope, "slot_dropped", default=False))
+            check_slot(slot, name=config.slot, database=identity.database, reached=Lsn(0) if renewed else reached)
+            directory = CatalogDirectory(self._catalog, self._stream, source, config)
+            tables = Tables(config, self._catalog, directory)
+            tables.look(control, Lsn(0))
+            if not tables.facts:
+                raise NoTablesMatch(
+                    f"no table of the source matches {', '.join(config.tables)}",
+                    hint="Correct `tables` in millstream.toml, or grant USAGE on the schema and SELECT on its tables.",
+                )
+            if slot is None:
+                reached = self._begin_slot(replication, source)
+            elif reached == 0:
+                reached = self._catalog.move_reached(source, slot.confirmed)
+            if self._until_caught_up and self._target is None:
+                self._target = insert_lsn(control)
+            self._start_streaming(replication, reached, tables)
+            timeout_ms = setting_ms(control, "wal_sender_timeout")
+            status_s = config.status_s if timeout_ms == 0 else min(config.status_s, timeout_ms / 4000)
+            receiver = Receiver(
+                replication,
+                self._spill,
+                confirmed=reached,
+                buffer_bytes_max=config.buffer_bytes_max,
+                status_s=status_s,
+            )
+            copies = TableCopies(config, self._catalog, directory, tables, receiver.nudge)
+            applier = Applier(receiver, self._log, directory, self._catalog, reached=reached, copies=copies)
+            watcher = Watcher(config, tables, directory, passed=lambda: applier.passed, on_look=copies.see)
+            self._connected = self._ever = True
+            logger.info("streaming", slot=config.slot, source=source, after=format_lsn(reached))
+            return self._stream_until_done(_Session(applier, receiver, watcher, tables, copies), control)
+
+    def _stream_until_done(self, session: _Session, control: Connection) -> CaptureOutcome:
+        applier, receiver = session.applier, session.receiver
+        begun = applier.durable
+        receiver.start()
+        session.watcher.start()
+        session.copies.start()
+        told_at = asked_at = 0.0
+        failed = True
+        try:
+            while not self._stop.is_set():
+                applier.step(0.2)
+                now = time.monotonic()
+                if now - told_at >= 1.0:
+                    told_at = now
+                    self._tell(session)
+                if self._target is not None:
+                    if self._caught_up(session):
+                        break
+                    if now - asked_at >= 0.2 and (applier.passed < self._target or session.copies.waits_for_stream):
+                        asked_at = now
+                        self._hurry(session)
+                elif session.copies.waits_for_stream and now - asked_at >= 0.2:
+                    asked_at = now
+                    self._hurry(session)
+            failed = False
+        finally:
+            session.copies.stop()
+            session.watcher.stop()
+            drained = applier.drain(_DRAIN_S)
+            final = None
+            if not failed and drained:
+                applier.store_position()
+                final = applier.confirmed
+            receiver.stop(final=final)
+            self._records += applier.records
+            assert applier.durable >= begun
+        return self._outcome(session, control)
+
+    def _hurry(self, session: _Session) -> None:
+        """Have the source say how far it has sent, and write WAL that makes it flush what it holds."""
+        session.receiver.ask_position()
+        session.watcher.beat_soon()
+
+    def _caught_up(self, session: _Session) -> bool:
+        applier = session.applier
+        assert self._target is not None
+        if applier.passed < self._target or not applier.idle or not session.copies.all_done:
+            return False
+        applier.store_position()
+        return applier.confirmed >= self._target
+
+    # --- before streaming --------------------------------------------------------------------------------------
+
+    def _resolve_source(self, identity: Identity) -> SourceId:
+        known = self._catalog.sources(self._stream)
+        if known:
+            last = known[-1]
+            check_same(
+                Identity(
+                    last.system_identifier, last.database, last.timeline, identity.on_standby, identity.server_version
+                ),
+                identity,
+            )
+            return last.id
+        return self._catalog.resolve_source(
+            self._stream, identity.system_identifier, identity.database, identity.timeline
+        )
+
+    def _reached(self, source: SourceId) -> Lsn:
+        """X: up to here everything is in the log, whatever happens next."""
+        return max(self._log.reached().get(source, Lsn(0)), self._catalog.reached(source))
+
+    def _begin_slot(self, replication: Connection, source: SourceId) -> Lsn:
+        """Make the slot. Where there was one before, what lay between is lost to the stream: all tables are copied anew."""
+        for row in self._catalog.tables(self._stream):
+            if row.state in {TableState.STREAMING, TableState.COPYING}:
+                self._catalog.set_state(row.id, TableState.COPY_REQUESTED, "the slot was made anew")
+        start = create_slot(replication, self._config.slot)
+        reached = self._catalog.move_reached(source, start)
+        self._catalog.drop_fact(self._scope, "slot_dropped")
+        if reached != start:
+            raise SourceReplaced(
+                f"a new slot begins at {format_lsn(start)}, below {format_lsn(reached)}, which the log has reached",
+                hint="The source was set back to an older state: begin another stream (a home of its own).",
+            )
+        return reached
+
+    def _start_streaming(self, replication: Connection, reached: Lsn, tables: Tables) -> None:
+        names = ",".join('"' + name.replace('"', '""') + '"' for name in tables.coverage.publications)
+        command = sql.SQL(
+            "START_REPLICATION SLOT {} LOGICAL {} (proto_version '2', publication_names {}, streaming 'on', messages 'true')"
+        ).format(sql.Identifier(self._config.slot), sql.SQL(format_lsn(reached)), sql.Literal(names))
+        with translated():
+            pgconn = replication.pgconn
+            pgconn.send_query(command.as_bytes(replication))
+            result = pgconn.get_result()
+        if result is None or result.status != pq.ExecStatus.COPY_BOTH:
+            assert result is not None
+            raise translate_result(result)
+        pgconn.nonblocking = 0
+
+    # --- telling -----------------------------------------------------------------------------------------------
+
+    def _tell(self, session: _Session) -> None:
+        if self._on_progress is None:
+            return
+        self._on_progress(
+            CaptureProgress(
+                received=session.receiver.received,
+                durable=session.applier.durable,
+                source_end=max(session.receiver.source_end, session.receiver.received),
+                records=self._records + session.applier.records,
+                copies=session.copies.progress(),
+            )
+        )
+
+    def _outcome(self, session: _Session, control: Connection) -> CaptureOutcome:
+        held: int | None = None
+        try:
+            deadline = time.monotonic() + _CONFIRM_S
+            while True:
+                slot = read_slot(control, self._config.slot)
+                held = None if slot is None else slot.held_bytes
+                if slot is None or slot.confirmed >= session.applier.confirmed or time.monotonic() > deadline:
+                    break
+                time.sleep(0.02)
+        except MillstreamError as error:
+            logger.info("the slot couldn't be asked at the end", code=error.code, error=error.message)
+        rows = [row for row in self._catalog.tables(self._stream) if row.relation_oid]
+        self._tell(session)
+        return CaptureOutcome(
+            reached=session.applier.confirmed,
+            caught_up=self._target is not None
+            and session.applier.confirmed >= self._target
+            and not self._stop.is_set(),
+            tables=tuple(f"{row.namespace}.{row.name}" for row in rows),
+            set_aside={f"{row.namespace}.{row.name}": row.reason for row in rows if row.state is TableState.SET_ASIDE},
+            slot=self._config.slot,
+            slot_holds_bytes=held,
+        )

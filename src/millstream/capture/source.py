@@ -1,0 +1,223 @@
+"""What a PostgreSQL source is and has: its identity, and the tables that a stream's patterns take in.
+
+Everything here only reads. Facts about tables are today's; what a row's columns were when it was written, only the
+stream itself says (its relation messages).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import psycopg
+
+from millstream.capture.connection import translated
+from millstream.codec.pgoutput import Relation, RelationColumn
+from millstream.errors import SourceReplaced
+from millstream.model.names import TablePatterns, qualified_name
+from millstream.model.pgtypes import builtin_name
+from millstream.model.positions import Lsn, parse_lsn
+from millstream.model.schema import ReplicaIdentity
+
+Connection = psycopg.Connection[tuple[Any, ...]]
+
+PAGE_BYTES: Final = 8192
+_PAGE_HEADER_BYTES_MAX: Final = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Whose WAL answers under a DSN: one history of one database."""
+
+    system_identifier: int
+    database: str
+    timeline: int
+    on_standby: bool
+    server_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeyColumn:
+    """A column of a table's key, in the order of the index that backs it."""
+
+    name: str
+    type: str
+    """`format_type` with the modifier: what a literal of it is cast to."""
+    operator_namespace: str
+    """Where the ordering operators of the index live; not `pg_catalog` for types of extensions."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTable:
+    """A table as the source's catalogs have it now."""
+
+    oid: int
+    namespace: str
+    name: str
+    partitioned: bool
+    replica_identity: ReplicaIdentity
+    usable: bool
+    """Whether updates and deletes carry an identity: publishing them without one would break the application's own."""
+    relation: Relation
+    """What the stream's next Relation message will say, as far as the catalogs tell: columns neither dropped nor generated."""
+    key: tuple[KeyColumn, ...]
+    """The identity's columns (FULL: the primary key's); empty where there is none."""
+    row_estimate: int
+    size_bytes: int
+    relfilenode: int
+
+    @property
+    def full_name(self) -> str:
+        """`schema.name`, unquoted: for people and for keys of maps."""
+        return f"{self.namespace}.{self.name}"
+
+
+_TABLES: Final = """
+SELECT c.oid, n.nspname, c.relname, c.relkind = 'p', c.relreplident::text,
+       (SELECT bool_and(CASE r.relreplident
+                          WHEN 'f' THEN true
+                          WHEN 'd' THEN EXISTS (SELECT FROM pg_index i WHERE i.indrelid = r.oid AND i.indisprimary)
+                          WHEN 'i' THEN EXISTS (SELECT FROM pg_index i WHERE i.indrelid = r.oid AND i.indisreplident)
+                          ELSE false END)
+          FROM pg_class r
+         WHERE r.oid = c.oid OR (c.relkind = 'p' AND r.oid IN
+               (SELECT p.relid FROM pg_partition_tree(c.oid) p WHERE p.isleaf))),
+       (SELECT json_agg(json_build_array(a.attname, a.atttypid::bigint, a.atttypmod, y.nspname, t.typname, c.relreplident = 'f'
+                        OR EXISTS (SELECT FROM pg_index i WHERE i.indrelid = c.oid AND a.attnum = ANY (i.indkey::int2[])
+                                   AND CASE c.relreplident WHEN 'd' THEN i.indisprimary WHEN 'i' THEN i.indisreplident
+                                       ELSE false END)) ORDER BY a.attnum)
+          FROM pg_attribute a JOIN pg_type t ON t.oid = a.atttypid JOIN pg_namespace y ON y.oid = t.typnamespace
+         WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated = ''),
+       (SELECT json_agg(json_build_array(a.attname, format_type(a.atttypid, a.atttypmod),
+                                         (SELECT n2.nspname FROM pg_opclass oc JOIN pg_namespace n2 ON n2.oid = oc.opcnamespace
+                                           WHERE oc.oid = i.indclass[k.n - 1]))
+                        ORDER BY k.n)
+          FROM pg_index i
+          CROSS JOIN LATERAL unnest(i.indkey::int2[]) WITH ORDINALITY AS k(attnum, n)
+          JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum = k.attnum
+         WHERE i.indrelid = c.oid AND k.n <= i.indnkeyatts
+           AND CASE c.relreplident WHEN 'i' THEN i.indisreplident WHEN 'n' THEN false ELSE i.indisprimary END),
+       greatest(0, CASE c.relkind WHEN 'p' THEN
+           (SELECT sum(greatest(0, l.reltuples)) FROM pg_partition_tree(c.oid) p JOIN pg_class l ON l.oid = p.relid
+             WHERE p.isleaf) ELSE c.reltuples END)::bigint,
+       CASE c.relkind WHEN 'p' THEN
+           (SELECT coalesce(sum(pg_relation_size(p.relid)), 0) FROM pg_partition_tree(c.oid) p WHERE p.isleaf)
+           ELSE pg_relation_size(c.oid) END::bigint,
+       c.relfilenode::bigint,
+       ARRAY(SELECT p.relid::oid::bigint FROM pg_partition_ancestors(c.oid) p WHERE p.relid <> c.oid)
+  FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+ WHERE c.relkind IN ('r', 'p') AND c.relpersistence = 'p'
+   AND n.nspname NOT IN ('pg_catalog', 'information_schema', 'pg_toast') AND n.nspname NOT LIKE 'pg\\_temp\\_%'
+   AND NOT EXISTS (SELECT FROM pg_depend d WHERE d.classid = 'pg_class'::regclass AND d.objid = c.oid AND d.deptype = 'e'
+                   AND n.nspname = 'pg_catalog')
+ ORDER BY n.nspname, c.relname
+"""
+
+
+def identify(connection: Connection) -> Identity:
+    """Whose WAL this connection sees. Over an ordinary connection; needs no privilege."""
+    with translated():
+        row = connection.execute(
+            "SELECT system_identifier, current_database(), pg_is_in_recovery() FROM pg_control_system()"
+        ).fetchone()
+        assert row is not None
+        timeline = connection.execute("SELECT timeline_id FROM pg_control_checkpoint()").fetchone()
+        assert timeline is not None
+    # IDENTIFY_SYSTEM has the system identifier unsigned.
+    return Identity(
+        system_identifier=int(row[0]) & (2**64 - 1),
+        database=str(row[1]),
+        timeline=int(timeline[0]),
+        on_standby=bool(row[2]),
+        server_version=connection.info.server_version,
+    )
+
+
+def identify_replication(connection: Connection) -> Identity:
+    """Whose WAL this replication connection streams (IDENTIFY_SYSTEM)."""
+    with translated():
+        row = connection.execute("IDENTIFY_SYSTEM").fetchone()
+        assert row is not None
+        recovery = connection.execute("SELECT pg_is_in_recovery()").fetchone()
+        assert recovery is not None
+    return Identity(
+        system_identifier=int(row[0]),
+        timeline=int(row[1]),
+        database=str(row[3]),
+        on_standby=bool(recovery[0]),
+        server_version=connection.info.server_version,
+    )
+
+
+def check_same(known: Identity, found: Identity) -> None:
+    """`SourceReplaced` unless both are the same history of the same database."""
+    if (known.system_identifier, known.database, known.timeline) == (
+        found.system_identifier,
+        found.database,
+        found.timeline,
+    ):
+        return
+    what = "system" if known.system_identifier != found.system_identifier else "database"
+    if (known.system_identifier, known.database) == (found.system_identifier, found.database):
+        what = "timeline"
+    raise SourceReplaced(
+        f"another {what} answers under this DSN: system {found.system_identifier}, database {found.database}, timeline "
+        f"{found.timeline}; the log follows system {known.system_identifier}, database {known.database}, timeline "
+        f"{known.timeline}",
+        hint="Point the DSN back to the source that this stream follows, or begin another stream (a home of its own).",
+    )
+
+
+def list_tables(connection: Connection, patterns: TablePatterns) -> list[SourceTable]:
+    """The tables that the patterns take in, by name; a partition only where no partitioned table above it is one."""
+    with translated():
+        rows = connection.execute(_TABLES).fetchall()
+    taken = {int(row[0]) for row in rows if patterns.select(row[1], row[2])}
+    return [_table(row) for row in rows if int(row[0]) in taken and not taken.intersection(row[11])]
+
+
+def _table(row: tuple[Any, ...]) -> SourceTable:
+    identity = ReplicaIdentity(row[4])
+    columns = tuple(
+        RelationColumn(name, oid, modifier, in_identity, builtin_name(oid) or qualified_name(namespace, type_name))
+        for name, oid, modifier, namespace, type_name, in_identity in row[6] or ()
+    )
+    return SourceTable(
+        oid=int(row[0]),
+        namespace=row[1],
+        name=row[2],
+        partitioned=bool(row[3]),
+        replica_identity=identity,
+        usable=bool(row[5]),
+        relation=Relation(int(row[0]), row[1], row[2], identity, columns, b""),
+        key=tuple(KeyColumn(*column) for column in row[7] or ()),
+        row_estimate=int(row[8]),
+        size_bytes=int(row[9]),
+        relfilenode=int(row[10]),
+    )
+
+
+def insert_lsn(connection: Connection) -> Lsn:
+    """The end of the WAL written so far, as record ends are counted.
+
+    PostgreSQL gives the place where the next record will begin: right behind a page's header where the last record
+    ended with a page. No record ends in there, and a stream that has all would never seem to reach it.
+    """
+    function = "pg_last_wal_replay_lsn()" if on_standby(connection) else "pg_current_wal_insert_lsn()"
+    with translated():
+        row = connection.execute(f"SELECT {function}::text").fetchone()
+    assert row is not None
+    return as_record_end(parse_lsn(row[0]))
+
+
+def on_standby(connection: Connection) -> bool:
+    """Whether the server replays another's WAL."""
+    with translated():
+        row = connection.execute("SELECT pg_is_in_recovery()").fetchone()
+    assert row is not None
+    return bool(row[0])
+
+
+def as_record_end(lsn: Lsn) -> Lsn:
+    """The greatest LSN at or below `lsn` at which a record can end."""
+    return Lsn(lsn - lsn % PAGE_BYTES) if lsn % PAGE_BYTES <= _PAGE_HEADER_BYTES_MAX else lsn

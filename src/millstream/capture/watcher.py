@@ -1,0 +1,192 @@
+"""A thread beside the stream: looks at the source's catalogs and at the tables' states, and keeps an idle source moving.
+
+Every few seconds: tables that appeared join the publications and the catalog, tables that left are noticed, identities
+that came or went change a table's state. Every second: states that commands wrote (`tables retry`, `tables copy`) are
+taken in. On an idle source a logical message moves the WAL on, so that a busy neighbour database can't make the slot
+hold its WAL. What fails here is tried again at the next look; nothing here stops the stream.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import structlog
+
+from millstream.capture.config import CaptureConfig
+from millstream.capture.connection import connect, translated
+from millstream.capture.directory import NO_IDENTITY, CatalogDirectory
+from millstream.capture.publication import Coverage, covered_tables, sync_publications
+from millstream.capture.source import Connection, SourceTable, insert_lsn, list_tables, on_standby
+from millstream.catalog import Catalog, TableRow, TableState
+from millstream.codec.pgoutput import HEARTBEAT_PREFIX
+from millstream.errors import MillstreamError
+from millstream.model.names import TablePatterns
+from millstream.model.positions import Lsn
+
+_HEARTBEAT: Final = f"SELECT pg_logical_emit_message(false, '{HEARTBEAT_PREFIX}', '')"
+_STATES_EVERY_S: Final = 1.0
+_HEARTBEAT_BYTES: Final = 64 << 10
+"""An idle source whose WAL grew by less is left alone: a heartbeat is WAL too."""
+NOT_PUBLISHED: Final = "publication"
+"""In a table's details, what it was set aside for: no publication sends it."""
+
+logger = structlog.get_logger("millstream.capture")
+
+
+class Tables:
+    """What the source's tables are, and their rows in the catalog; brought up to date by `look`."""
+
+    def __init__(self, config: CaptureConfig, catalog: Catalog, directory: CatalogDirectory) -> None:
+        self._config = config
+        self._catalog = catalog
+        self._directory = directory
+        self._patterns = TablePatterns.parse(config.tables)
+        self._leaving: dict[int, Lsn] = {}
+        self.facts: dict[int, SourceTable] = {}
+        self.coverage = Coverage((), frozenset(), {})
+
+    def look(self, connection: Connection, passed: Lsn) -> None:
+        """Bring publications, catalog and directory in step with the source's tables.
+
+        Args:
+            connection: an ordinary one.
+            passed: how far the stream is in the log; a table that is gone is given up once all its changes are.
+
+        Raises:
+            PublicationMissing, SourceError: as they say; what was done until then stands.
+        """
+        tables = list_tables(connection, self._patterns)
+        self.facts = {table.oid: table for table in tables}
+        self._directory.learn(self.facts)
+        known = {row.relation_oid: row for row in self._directory.refresh()}
+        before = covered_tables(connection, self._config.publication)
+        for oid, row in known.items():
+            # It left the publication and will rejoin: changes between were not sent. Noted before it rejoins.
+            if oid in self.facts and oid not in before and row.state in {TableState.STREAMING, TableState.COPYING}:
+                self._catalog.set_state(row.id, TableState.COPY_REQUESTED, "it had left the publication")
+        self.coverage = sync_publications(connection, self._config.publication, tables)
+        for table in tables:
+            self._settle(table, self._directory.table_row(table))
+        self._notice_leaving(connection, known.values(), passed)
+        self._directory.refresh()
+
+    def _settle(self, table: SourceTable, row: TableRow) -> None:
+        """Bring a table's state in step with its identity and with the publications."""
+        if table.oid not in self.coverage.oids:
+            why = self.coverage.refused.get(table.oid, f"no publication sends it ({self._config.publication})")
+            if row.state is not TableState.SET_ASIDE:
+                logger.warning("table set aside", table=table.full_name, reason=why)
+                self._catalog.set_state(row.id, TableState.SET_ASIDE, why, details={"cause": NOT_PUBLISHED})
+        elif row.state is TableState.SET_ASIDE and row.details.get("cause") == NOT_PUBLISHED:
+            self._catalog.set_state(row.id, TableState.COPY_REQUESTED, "a publication sends it now")
+        elif table.usable and row.state is TableState.HISTORY_ONLY:
+            self._catalog.set_state(row.id, TableState.COPY_REQUESTED, "it has got a usable replica identity")
+        elif not table.usable and row.state in {TableState.STREAMING, TableState.COPYING, TableState.COPY_REQUESTED}:
+            logger.warning("table in history only", table=table.full_name, reason=NO_IDENTITY)
+            self._catalog.set_state(row.id, TableState.HISTORY_ONLY, NO_IDENTITY)
+
+    def _notice_leaving(self, connection: Connection, rows: Iterable[TableRow], passed: Lsn) -> None:
+        """Give up tables that are dropped or left out, once the log has all their changes."""
+        for row in rows:
+            if row.relation_oid in self.facts:
+                self._leaving.pop(row.relation_oid, None)
+            elif row.relation_oid not in self._leaving:
+                self._leaving[row.relation_oid] = insert_lsn(connection)
+            elif passed >= self._leaving[row.relation_oid]:
+                logger.info("table gone", table=f"{row.namespace}.{row.name}")
+                reason = "it was dropped at the source, or the configuration leaves it out"
+                self._catalog.set_state(row.id, TableState.GONE, reason)
+                del self._leaving[row.relation_oid]
+
+
+class Watcher:
+    """The thread. Holds one ordinary connection, opened again when it breaks.
+
+    Args:
+        config: of the capture.
+        tables: kept up to date.
+        directory: whose states are refreshed every second.
+        passed: how far the stream is.
+        on_look: called after every look and every refresh of the states, with the tables' rows.
+    """
+
+    def __init__(
+        self,
+        config: CaptureConfig,
+        tables: Tables,
+        directory: CatalogDirectory,
+        *,
+        passed: Callable[[], Lsn],
+        on_look: Callable[[list[TableRow]], None],
+    ) -> None:
+        self._config = config
+        self._tables = tables
+        self._directory = directory
+        self._passed = passed
+        self._on_look = on_look
+        self._stop = threading.Event()
+        self._beat = threading.Event()
+        self._last_end = Lsn(0)
+        self._last_beat = time.monotonic()
+        self._can_beat = True
+        self._thread = threading.Thread(target=self._main, name="millstream-watcher", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; returns when it has."""
+        self._stop.set()
+        self._beat.set()
+        self._thread.join()
+
+    def beat_soon(self) -> None:
+        """Send a heartbeat at the next second, idle or not."""
+        self._beat.set()
+
+    def _main(self) -> None:
+        while not self._stop.is_set():
+            try:
+                with connect(self._config.dsn, purpose="watch") as connection:
+                    self._watch(connection)
+            except MillstreamError as error:
+                logger.warning("looking at the source failed", code=error.code, error=error.message)
+                self._stop.wait(self._config.look_s)
+
+    def _watch(self, connection: Connection) -> None:
+        standby = on_standby(connection)
+        looked_at = time.monotonic()
+        asked = False
+        while not self._stop.is_set():
+            if time.monotonic() - looked_at >= self._config.look_s:
+                try:
+                    self._tables.look(connection, self._passed())
+                except MillstreamError as error:
+                    logger.warning("the source's tables couldn't be looked at", code=error.code, error=error.message)
+                    if connection.broken:
+                        raise
+                looked_at = time.monotonic()
+            self._on_look(self._directory.refresh())
+            if not standby and self._can_beat:
+                self._beat_where_idle(connection, asked=asked)
+            asked = self._beat.wait(min(_STATES_EVERY_S, self._config.look_s))
+            self._beat.clear()
+
+    def _beat_where_idle(self, connection: Connection, *, asked: bool) -> None:
+        if not asked and time.monotonic() - self._last_beat < self._config.heartbeat_s:
+            return
+        self._last_beat = time.monotonic()
+        end = insert_lsn(connection)
+        if not asked and end - self._last_end < _HEARTBEAT_BYTES:
+            return
+        try:
+            with translated():
+                connection.execute(_HEARTBEAT)
+        except MillstreamError as error:
+            logger.info("no heartbeat: the role may not emit logical messages", error=error.message)
+            self._can_beat = False
+        self._last_end = insert_lsn(connection)
