@@ -7,6 +7,7 @@ from decimal import Decimal
 import pyarrow as pa
 import pytest
 
+from millstream.errors import UsageError
 from millstream.model.records import RECORD_PREFIX
 from millstream.spark.columns import arrow_schema, conform, spark_schema, spark_type
 
@@ -61,3 +62,9 @@ def test_the_declared_schema_says_which_record_columns_are_never_null() -> None:
     declared = arrow_schema(spark_schema(pa.schema(RECORD_PREFIX)))
 
     assert declared.equals(pa.schema(RECORD_PREFIX))
+
+
+def test_a_value_that_does_not_fit_the_declared_type_is_an_error() -> None:
+    batch = pa.RecordBatch.from_arrays([pa.array(["1", "many"])], ["a"])
+    with pytest.raises(UsageError, match="column a"):
+        conform(batch, pa.schema([pa.field("a", pa.int64())]))

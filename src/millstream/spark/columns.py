@@ -11,6 +11,8 @@ import pyarrow as pa
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import StructType
 
+from millstream.errors import UsageError
+
 _DECIMAL_DIGITS_MAX = 38
 _NUMBERS = (pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64())
 _TIMES = (pa.date32(), pa.timestamp("us"), pa.timestamp("us", tz="UTC"))
@@ -65,8 +67,10 @@ def arrow_schema(declared: StructType) -> pa.Schema:
 def conform(batch: pa.RecordBatch, target: pa.Schema) -> pa.RecordBatch:
     """The rows of `batch` in the columns and types of `target`.
 
-    A column that the rows don't have is null; one that `target` doesn't name is left out. Types are cast exactly:
-    `pyarrow.ArrowInvalid` where a value doesn't fit, which needs a table whose later schema is narrower than an earlier one.
+    A column that the rows don't have is null; one that `target` doesn't name is left out.
+
+    Raises:
+        UsageError: values of an older version of the table don't fit the declared type; nothing is rounded or cut.
     """
     columns = []
     for field in target:
@@ -75,5 +79,19 @@ def conform(batch: pa.RecordBatch, target: pa.Schema) -> pa.RecordBatch:
             columns.append(pa.nulls(batch.num_rows, field.type))
             continue
         column = batch.column(index)
-        columns.append(column if column.type.equals(field.type) else column.cast(field.type))
+        columns.append(column if column.type.equals(field.type) else _cast(column, field))
     return pa.RecordBatch.from_arrays(columns, schema=target)
+
+
+def _cast(column: pa.Array, field: pa.Field) -> pa.Array:
+    try:
+        if pa.types.is_integer(column.type) and pa.types.is_decimal128(field.type):
+            # Arrow asks for room for every int64, be the values small or not.
+            column = column.cast(pa.decimal128(_DECIMAL_DIGITS_MAX, field.type.scale))
+        return column.cast(field.type)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise UsageError(
+            f"column {field.name} was {column.type} once, and a value of then is no {field.type}: {error}",
+            hint="Read from a token after the change, leave the column out (`columns`), or read envelopes (no `table`).",
+            column=field.name,
+        ) from error

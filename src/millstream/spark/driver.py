@@ -7,7 +7,6 @@ another process then, for a JVM that died can't be had again in this one.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import threading
 from pathlib import Path
@@ -202,12 +201,6 @@ def _check_log_reaches(log: StreamReader, start: Seq, config: PipelineConfig) ->
             hint="Copy the tables again (`millstream tables copy T`), or restore the lake or the log.",
             first=int(log.first_seq()),
         ) from error
-
-
-def stop_session(spark: SparkSession) -> None:
-    """Stop the process's session, also where its JVM is gone already."""
-    with contextlib.suppress(PySparkException, Py4JError, OSError):
-        spark.stop()
 
 
 def checkpoint_folder(data: Path, pipeline: str) -> Path:

@@ -9,6 +9,7 @@ A process has one session. Nothing is downloaded: Ivy isn't used, and jars come 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Mapping
@@ -93,6 +94,12 @@ def open_session(options: SparkOptions) -> SparkSession:
             hint=f"{work_dir / 'spark.out'} and spark.log beside it say why.",
             master=options.master,
         ) from error
+
+
+def stop_session(spark: SparkSession) -> None:
+    """Stop the process's session, also where its JVM is gone already."""
+    with contextlib.suppress(PySparkException, Py4JError, OSError):
+        spark.stop()
 
 
 def _defaults(options: SparkOptions, work_dir: Path) -> dict[str, str]:

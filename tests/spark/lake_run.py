@@ -1,0 +1,95 @@
+"""Runs of a pipeline over a hand-made home, and the lake as deltalake alone reads it.
+
+As a program (`python -m tests.spark.lake_run HOME WORK`) it drains the home's log into its lake: what tests kill.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deltalake import DeltaTable
+
+from millstream.catalog import Catalog
+from millstream.lake.layout import LakeLayout
+from millstream.model.ids import StreamId
+from millstream.spark.driver import run_pipeline
+from millstream.spark.pipeline import PipelineConfig, PipelineOutcome, PipelineProgress
+from millstream.spark.session import SparkOptions
+
+
+def config_of(home: Path, stream: StreamId, spark: SparkOptions, **changes: Any) -> PipelineConfig:
+    facts: dict[str, Any] = {
+        "stream": "shop",
+        "stream_id": stream,
+        "wal_folder": home / "data" / "wal" / "shop",
+        "layout": LakeLayout(str(home / "lake"), "shop", stream),
+        "checkpoint_dir": home / "data" / "spark" / "lake",
+        "spark": spark,
+        "trigger_interval_ms": 100,
+    }
+    return PipelineConfig(**facts | changes)
+
+
+def drain(config: PipelineConfig, catalog: Catalog, seen: list[PipelineProgress] | None = None) -> PipelineOutcome:
+    """Land all that is durable now."""
+    asked = threading.Event()
+    asked.set()
+    progress: list[PipelineProgress] = [] if seen is None else seen
+    return run_pipeline(config, catalog, stop=threading.Event(), drain=asked, on_progress=progress.append)
+
+
+@dataclass
+class RunningPipeline:
+    """A pipeline in a thread of its own, until `finish`."""
+
+    config: PipelineConfig
+    catalog: Catalog
+    on_progress: Callable[[PipelineProgress], None] = lambda _progress: None
+    stop: threading.Event = field(default_factory=threading.Event)
+    drain: threading.Event = field(default_factory=threading.Event)
+    outcome: PipelineOutcome | None = None
+    error: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.outcome = run_pipeline(
+                self.config, self.catalog, stop=self.stop, drain=self.drain, on_progress=self.on_progress
+            )
+        except BaseException as error:  # noqa: BLE001 - handed to the test's thread
+            self.error = error
+
+    def finish(self, event: threading.Event) -> PipelineOutcome:
+        event.set()
+        self._thread.join(120)
+        assert not self._thread.is_alive(), "the pipeline doesn't end"
+        if self.error is not None:
+            raise self.error
+        assert self.outcome is not None
+        return self.outcome
+
+
+def rows_in(home: Path, view: str, table: str) -> list[dict[str, Any]]:
+    """A lake table's rows as plain values."""
+    rows: list[dict[str, Any]] = (
+        DeltaTable(str(home / "lake" / "shop" / view / table)).to_pyarrow_dataset().to_table().to_pylist()
+    )
+    return rows
+
+
+def main(home: Path, work: Path) -> None:
+    with Catalog(home / "data" / "catalog.db") as catalog:
+        config = config_of(home, catalog.stream("shop").id, SparkOptions(work), batch_bytes_max=20_000)
+        drain(config, catalog)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,264 @@
+"""A pipeline lands the log in Delta tables exactly once: across restarts, other bounds, lost notes, failing tables and kills."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable, write_deltalake
+from tests.spark.hand_made import Change, Home, delete, insert, update
+from tests.spark.lake_run import RunningPipeline, config_of, drain, rows_in
+
+from millstream.catalog import TableState
+from millstream.errors import CheckpointForeign
+from millstream.lake.commits import last_cut
+from millstream.model.records import Op
+from millstream.model.schema import TableSchema
+from millstream.spark.pipeline import PipelineProgress
+from millstream.spark.session import SparkOptions
+
+pytestmark = pytest.mark.usefixtures("spark")
+
+ITEMS = {"id": pa.int64(), "size": pa.int64(), "note": pa.string()}
+
+
+class Model:
+    """What a table must be, and the changes that make it so."""
+
+    def __init__(self, schema: TableSchema, seed: int) -> None:
+        self.schema = schema
+        self.rows: dict[int, dict[str, Any]] = {}
+        self.records = 0
+        self._random = random.Random(seed)
+
+    def some(self, count: int) -> list[Change]:
+        """So many random changes."""
+        changes = []
+        for _ in range(count):
+            key = self._random.randrange(200)
+            draw = self._random.random()
+            row = {"id": key, "size": self._random.randrange(1000), "note": f"n{self._random.randrange(10)}"}
+            if draw < 0.01:
+                self.rows.clear()
+                changes.append(Change(self.schema, Op.TRUNCATE))
+            elif key not in self.rows:
+                self.rows[key] = row
+                changes.append(insert(self.schema, **row))
+            elif draw < 0.2:
+                del self.rows[key]
+                changes.append(delete(self.schema, id=key))
+            elif draw < 0.5:
+                self.rows[key] = row | {"note": self.rows[key]["note"]}
+                changes.append(Change(self.schema, Op.UPDATE, {"id": key, "size": row["size"]}, unchanged=["note"]))
+            else:
+                self.rows[key] = row
+                changes.append(update(self.schema, **row))
+        self.records += count
+        return changes
+
+    def check(self, home: Path) -> None:
+        """`current` is the model; history holds every record once."""
+        name = f"{self.schema.namespace}.{self.schema.name}"
+        assert sorted(rows_in(home, "current", name), key=lambda row: row["id"]) == [
+            self.rows[key] for key in sorted(self.rows)
+        ]
+        numbers = [row["__seq"] for row in rows_in(home, "history", name)]
+        assert len(numbers) == len(set(numbers)) == self.records
+
+
+def two_tables(home: Home) -> list[Model]:
+    return [Model(home.table(f"public.{name}", **ITEMS), seed) for seed, name in enumerate(["items", "parts"])]
+
+
+def write(home: Home, models: list[Model], groups: int = 5) -> None:
+    for number in range(groups):
+        home.commits([[change for model in models for change in model.some(number * 3 + 1)] for _ in range(4)])
+
+
+def test_every_table_lands_and_ends_folded_at_one_cut(home: Home, spark_options: SparkOptions) -> None:
+    models = two_tables(home)
+    write(home, models)
+    config = config_of(home.path, home.stream, spark_options)
+    seen: list[PipelineProgress] = []
+    outcome = drain(config, home.catalog, seen)
+
+    assert outcome.caught_up
+    assert outcome.set_aside == {}
+    assert outcome.n == home.log.persisted_upto()
+    assert outcome.rows == sum(model.records for model in models) == seen[-1].rows
+    for model in models:
+        model.check(home.path)
+    cut = last_cut(config.layout)
+    assert cut is not None
+    assert {name: table.current_n for name, table in cut.tables.items()} == {
+        "public.items": outcome.n,
+        "public.parts": outcome.n,
+    }
+    assert home.catalog.landed(home.stream, "lake") == outcome.n
+    assert 0 < home.catalog.needed_from(home.stream)["lake"] <= outcome.n
+
+
+@pytest.mark.parametrize("notes", ["kept", "deleted", "older"])
+def test_a_restart_goes_on_exactly_whatever_became_of_sparks_notes(
+    home: Home, spark_options: SparkOptions, notes: str, tmp_path: Path
+) -> None:
+    models = two_tables(home)
+    config = config_of(home.path, home.stream, spark_options, batch_bytes_max=20_000)
+    write(home, models, 3)
+    drain(config, home.catalog)
+    shutil.copytree(config.checkpoint_dir, tmp_path / "older")
+    write(home, models, 3)
+    drain(config, home.catalog)
+    write(home, models, 3)
+    if notes != "kept":
+        shutil.rmtree(config.checkpoint_dir)
+    if notes == "older":
+        shutil.copytree(tmp_path / "older", config.checkpoint_dir)
+    drain(config_of(home.path, home.stream, spark_options, batch_bytes_max=7_000), home.catalog)
+
+    for model in models:
+        model.check(home.path)
+
+
+def test_a_lake_that_was_moved_away_is_built_again(home: Home, spark_options: SparkOptions) -> None:
+    models = two_tables(home)
+    config = config_of(home.path, home.stream, spark_options)
+    write(home, models)
+    drain(config, home.catalog)
+    shutil.rmtree(home.path / "lake")
+    drain(config, home.catalog)
+
+    for model in models:
+        model.check(home.path)
+
+
+def test_new_tables_and_columns_land_while_the_pipeline_runs(home: Home, spark_options: SparkOptions) -> None:
+    [first, _] = two_tables(home)
+    home.commit(*first.some(10))
+    landed: list[int] = []
+    cut = threading.Condition()
+
+    def note(progress: PipelineProgress) -> None:
+        with cut:
+            landed.append(progress.n)
+            cut.notify_all()
+
+    def until(upto: int) -> None:
+        with cut:
+            assert cut.wait_for(lambda: bool(landed) and landed[-1] >= upto, 60)
+
+    running = RunningPipeline(config_of(home.path, home.stream, spark_options), home.catalog, note)
+    until(home.log.persisted_upto())
+    new = home.table("public.late", id=pa.int64(), name=pa.string())
+    until(home.commit(insert(new, id=1, name="a")))
+    wider = home.add_column(new, "extra", pa.float64())
+    until(home.commit(insert(wider, id=2, name="b", extra=0.5), update(wider, id=1, name="c", extra=1.5)))
+    running.finish(running.drain)
+
+    assert sorted(rows_in(home.path, "current", "public.late"), key=lambda row: row["id"]) == [
+        {"id": 1, "name": "c", "extra": 1.5},
+        {"id": 2, "name": "b", "extra": 0.5},
+    ]
+    assert len(rows_in(home.path, "history", "public.late")) == 3
+    first.check(home.path)
+
+
+def test_a_table_whose_copy_runs_is_appended_and_not_folded(home: Home, spark_options: SparkOptions) -> None:
+    [whole, _] = two_tables(home)
+    copying = Model(home.table("public.copying", state=TableState.COPYING, **ITEMS), 9)
+    write(home, [whole, copying])
+    config = config_of(home.path, home.stream, spark_options)
+    drain(config, home.catalog)
+
+    whole.check(home.path)
+    assert not (home.path / "lake" / "shop" / "current" / "public.copying").exists()
+    assert len(rows_in(home.path, "history", "public.copying")) == copying.records
+
+    home.catalog.set_state(copying.schema.table_id, TableState.STREAMING)
+    drain(config, home.catalog)
+    copying.check(home.path)
+    assert DeltaTable(str(home.path / "lake" / "shop" / "current" / "public.copying")).version() <= 1
+
+
+def test_a_table_that_fails_is_set_aside_alone_and_catches_up_once_mended(
+    home: Home, spark_options: SparkOptions
+) -> None:
+    [good, bad] = two_tables(home)
+    write(home, [good, bad])
+    config = config_of(home.path, home.stream, spark_options)
+    foreign = home.path / "lake" / "shop" / "history" / "public.parts"
+    write_deltalake(str(foreign), pa.table({"a": [1]}))
+    outcome = drain(config, home.catalog)
+
+    assert list(outcome.set_aside) == ["public.parts"]
+    assert outcome.n == home.log.persisted_upto()
+    good.check(home.path)
+    needed = home.catalog.needed_from(home.stream)
+    assert min(needed.values()) <= 1
+
+    shutil.rmtree(foreign)
+    write(home, [good, bad])
+    outcome = drain(config, home.catalog)
+    assert outcome.set_aside == {}
+    assert set(home.catalog.needed_from(home.stream)) == {"lake"}
+    good.check(home.path)
+    bad.check(home.path)
+
+
+def test_notes_of_another_stream_are_refused_and_kept(home: Home, spark_options: SparkOptions, tmp_path: Path) -> None:
+    write(home, two_tables(home), 1)
+    config = config_of(home.path, home.stream, spark_options)
+    drain(config, home.catalog)
+    other = Home(tmp_path / "other")
+    try:
+        write(other, two_tables(other), 1)
+        shutil.copytree(config.checkpoint_dir, other.path / "data" / "spark" / "lake")
+        with pytest.raises(CheckpointForeign):
+            drain(config_of(other.path, other.stream, spark_options), other.catalog)
+        assert (other.path / "data" / "spark" / "lake" / "offsets").is_dir()
+    finally:
+        other.close()
+
+
+POINTS = [
+    "pipeline.before_batch:2",
+    "lake.before_history_commit:2",
+    "lake.after_history_commit:1",
+    "pipeline.after_lake_commit:2",
+    "fold.start",
+    "lake.before_fold_commit",
+    "lake.after_fold_commit",
+]
+
+
+@pytest.mark.timeout(600)
+def test_killed_at_every_point_it_lands_everything_once(home: Home, tmp_path: Path) -> None:
+    models = two_tables(home)
+    (tmp_path / "witness").mkdir()
+    environ = os.environ | {"MILLSTREAM_FAILPOINTS_DIR": str(tmp_path / "witness")}
+    command = [sys.executable, "-m", "tests.spark.lake_run", str(home.path), str(tmp_path / "work")]
+    for point in POINTS:
+        write(home, models, 4)
+        done = subprocess.run(
+            command, env=environ | {"MILLSTREAM_FAILPOINTS": point}, capture_output=True, text=True, timeout=120
+        )
+        name = point.partition(":")[0]
+        assert (tmp_path / "witness" / name).exists(), f"{name} was never reached: {done.stderr}"
+        if name.startswith("pipeline."):
+            assert (
+                done.returncode == -signal.SIGKILL
+            )  # in the driver; the others are a worker's, which Spark or we retry
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+    for model in models:
+        model.check(home.path)
