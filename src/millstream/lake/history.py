@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from deltalake import write_deltalake
 
 from millstream import failpoints
-from millstream.errors import LakeTableForeign
+from millstream.errors import LakeConflict, LakeTableForeign
 from millstream.lake.delta import STREAM_PROPERTY, WRITER, OpenTable, create_table, lake_errors, open_table
 from millstream.lake.layout import LakeLayout, TableCommit
 from millstream.lake.types import conform, lake_columns, same_type, to_lake, union_schema
@@ -54,29 +54,29 @@ def append_history(layout: LakeLayout, schema: TableSchema, batches: Sequence[pa
     assert schema.kind is not TableKind.RAW, "rows of a table that is set aside have no place in the lake"
     path = layout.table_path("history", schema)
     app = layout.app_id("history", schema.table_id)
-    opened = open_table(layout, path, app)
-    if opened is None or (opened.n or 0) < n:
-        rows = _rows(
-            schema, batches, layout.types, after=Seq(0) if opened is None or opened.n is None else opened.n, upto=n
+    opened = open_table(layout, path, app) or _create(layout, schema, path, app)
+    if opened.n is not None and opened.n >= n:
+        return _commit(schema, path, opened, 0, n)
+    rows = _rows(schema, batches, layout.types, after=opened.n or Seq(0), upto=n)
+    if not rows.num_rows:
+        return _commit(schema, path, opened, 0, n)
+    ready = _ready(layout, schema, opened, rows)
+    if ready.n != opened.n:
+        # What was filtered by the first handle's n may not be written through one that has seen another commit.
+        raise LakeConflict(f"another task appended to {path} meanwhile", path=path)
+    rows = conform(rows, _arranged(ready, rows.schema))
+    failpoints.hit("lake.before_history_commit")
+    with lake_errors(path):
+        write_deltalake(
+            ready.table,
+            rows,
+            mode="append",
+            schema_mode="merge",
+            writer_properties=WRITER,
+            commit_properties=ready.commit(n),
         )
-        if rows.num_rows:
-            opened = _ready(layout, schema, path, app, rows)
-            rows = conform(rows, _arranged(opened, rows.schema))
-            failpoints.hit("lake.before_history_commit")
-            with lake_errors(path):
-                write_deltalake(
-                    opened.table,
-                    rows,
-                    mode="append",
-                    schema_mode="merge",
-                    writer_properties=WRITER,
-                    commit_properties=opened.commit(n),
-                )
-            failpoints.hit("lake.after_history_commit")
-            return _commit(schema, path, opened, rows.num_rows, n)
-    if opened is None:
-        opened = _create(layout, schema, path, app)
-    return _commit(schema, path, opened, 0, n)
+    failpoints.hit("lake.after_history_commit")
+    return _commit(schema, path, ready, rows.num_rows, n)
 
 
 def newest_schema(opened: OpenTable) -> TableSchema:
@@ -151,11 +151,9 @@ def _properties(schema: TableSchema) -> dict[str, str]:
     return {SCHEMA_PROPERTY: base64.b64encode(schema.to_arrow().serialize().to_pybytes()).decode()}
 
 
-def _ready(layout: LakeLayout, schema: TableSchema, path: str, app: str, rows: pa.Table) -> OpenTable:
+def _ready(layout: LakeLayout, schema: TableSchema, opened: OpenTable, rows: pa.Table) -> OpenTable:
     """The table with columns wide enough and properties that are true of the rows about to be appended."""
-    opened = open_table(layout, path, app)
-    if opened is None:
-        opened = _create(layout, schema, path, app)
+    path, app = opened.path, opened.app
     name = f"{schema.namespace}.{schema.name}"
     have = opened.schema()
     union = union_schema(name, have, rows.schema)

@@ -1,0 +1,72 @@
+"""Tables and records for the lake's tests, made by hand: no part of the log or of capture is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pyarrow as pa
+import pytest
+
+from millstream.lake.layout import LakeLayout
+from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId
+from millstream.model.records import record_schema
+from millstream.model.schema import Column, TableSchema
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> LakeLayout:
+    return LakeLayout(str(tmp_path / "lake"), "shop", StreamId(UUID(int=42)))
+
+
+@pytest.fixture
+def orders() -> TableSchema:
+    return TableSchema(
+        table_id=TableId(3),
+        version=SchemaVersion(1),
+        source=SourceId(1),
+        namespace="public",
+        name="orders",
+        columns=(Column("id", pa.int64()), Column("total", pa.decimal128(10, 2)), Column("note", pa.string())),
+        identity=("id",),
+        key=("id",),
+    )
+
+
+@pytest.fixture
+def evolved(orders: TableSchema) -> Callable[..., TableSchema]:
+    """The orders table with other columns, a version on."""
+
+    def change(**columns: pa.DataType | None) -> TableSchema:
+        kept = [Column(c.name, columns.pop(c.name, c.arrow)) for c in orders.columns]
+        added = [Column(name, kind) for name, kind in columns.items()]
+        live = tuple(c for c in (*kept, *added) if c.arrow is not None)
+        return replace(orders, version=SchemaVersion(orders.version + 1), columns=live)
+
+    return change
+
+
+@pytest.fixture
+def records() -> Callable[..., pa.RecordBatch]:
+    """A batch of records: `records(schema, ("c", 1, {"id": 1}), …)`; a row may hold the records' own columns too."""
+
+    def make(schema: TableSchema, *rows: tuple[str, int, dict[str, Any]]) -> pa.RecordBatch:
+        shape = record_schema(schema)
+        facts = [
+            {
+                **dict.fromkeys(shape.names),
+                "__op": op,
+                "__seq": seq,
+                "__source": 1,
+                "__commit_date": date(2026, 3, 1 + seq % 2),
+                **row,
+            }
+            for op, seq, row in rows
+        ]
+        return pa.RecordBatch.from_pylist(facts, schema=shape)
+
+    return make

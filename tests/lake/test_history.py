@@ -1,0 +1,279 @@
+"""History: appended once whatever is replayed, following the source's columns, refused where others wrote."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from uuid import UUID
+
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable, write_deltalake
+
+from millstream.errors import LakeConflict, LakeSchemaConflict, LakeTableForeign
+from millstream.lake.current import fold_table
+from millstream.lake.history import append_history
+from millstream.lake.layout import LakeLayout
+from millstream.model.ids import SchemaVersion, StreamId, TableId
+from millstream.model.positions import Seq
+from millstream.model.schema import Column, PgType, ReplicaIdentity, TableKind, TableSchema
+
+Records = Callable[..., pa.RecordBatch]
+Evolved = Callable[..., TableSchema]
+
+
+def stored(layout: LakeLayout, schema: TableSchema, view: str = "history") -> pa.Table:
+    table = DeltaTable(layout.table_path(view, schema)).to_pyarrow_table()  # type: ignore[arg-type]
+    return table.sort_by("__seq" if view == "history" else "id")
+
+
+def seqs(layout: LakeLayout, schema: TableSchema) -> list[int]:
+    return stored(layout, schema).column("__seq").to_pylist()
+
+
+def test_records_that_are_there_are_not_appended_again(layout: LakeLayout, orders: TableSchema, records: Records):
+    first = append_history(layout, orders, [records(orders, ("c", 1, {"id": 1}), ("c", 2, {"id": 2}))], Seq(2))
+    again = append_history(layout, orders, [records(orders, ("c", 1, {"id": 1}), ("c", 2, {"id": 2}))], Seq(2))
+    other = append_history(layout, orders, [records(orders, ("c", 2, {"id": 2}), ("d", 9, {"id": 2}))], Seq(9))
+    older = append_history(layout, orders, [records(orders, ("c", 2, {"id": 2}))], Seq(5))
+    assert [c.rows for c in (first, again, other, older)] == [2, 0, 1, 0]
+    assert seqs(layout, orders) == [1, 2, 9]
+
+
+def test_tasks_that_append_the_same_batch_at_once_leave_it_there_once(
+    layout: LakeLayout, orders: TableSchema, records: Records
+):
+    append_history(layout, orders, [records(orders, ("c", 1, {"id": 1}))], Seq(1))
+    batch = records(orders, *(("c", seq, {"id": seq}) for seq in range(2, 50)))
+
+    def attempt(_: int) -> str:
+        try:
+            append_history(layout, orders, [batch], Seq(50))
+        except LakeConflict:
+            return "refused"
+        return "done"
+
+    with ThreadPoolExecutor(4) as pool:
+        outcomes = list(pool.map(attempt, range(8)))
+    assert "done" in outcomes
+    assert seqs(layout, orders) == list(range(1, 50))
+
+
+def test_an_empty_batch_makes_the_table_and_nothing_else(layout: LakeLayout, orders: TableSchema):
+    assert append_history(layout, orders, [], Seq(5)).version == 0
+    assert stored(layout, orders).num_rows == 0
+
+
+def test_the_table_says_what_it_is(layout: LakeLayout, orders: TableSchema, records: Records):
+    append_history(layout, orders, [records(orders, ("c", 1, {"id": 1}))], Seq(1))
+    facts = DeltaTable(layout.table_path("history", orders)).metadata()
+    assert "public.orders" in facts.description
+    assert "Millstream" in facts.description
+    assert facts.partition_columns == ["__commit_date"]
+
+
+@pytest.mark.parametrize("mode", ["append", "overwrite"])
+def test_a_table_that_somebody_else_wrote_into_is_refused_by_name(
+    layout: LakeLayout, orders: TableSchema, records: Records, mode: str
+):
+    append_history(layout, orders, [records(orders, ("c", 1, {"id": 1}))], Seq(1))
+    path = layout.table_path("history", orders)
+    write_deltalake(path, stored(layout, orders), mode=mode)  # type: ignore[call-overload]
+    for _ in range(2):
+        with pytest.raises(LakeTableForeign) as caught:
+            append_history(layout, orders, [records(orders, ("c", 2, {"id": 2}))], Seq(2))
+        assert caught.value.details == {"path": path, "version": 2}
+        assert pickle.loads(pickle.dumps(caught.value)).details == caught.value.details
+    assert DeltaTable(path).version() == 2
+
+
+def test_rows_deleted_by_somebody_else_are_noticed(layout: LakeLayout, orders: TableSchema, records: Records):
+    append_history(layout, orders, [records(orders, ("c", 1, {"id": 1}))], Seq(1))
+    DeltaTable(layout.table_path("history", orders)).delete("id = 1")
+    with pytest.raises(LakeTableForeign, match="DELETE"):
+        append_history(layout, orders, [records(orders, ("c", 2, {"id": 2}))], Seq(2))
+
+
+def test_upkeep_by_somebody_else_does_no_harm(layout: LakeLayout, orders: TableSchema, records: Records):
+    for seq in (1, 2, 3):
+        append_history(layout, orders, [records(orders, ("c", seq, {"id": seq}))], Seq(seq))
+    table = DeltaTable(layout.table_path("history", orders))
+    table.optimize.compact()
+    table.create_checkpoint()
+    append_history(layout, orders, [records(orders, ("c", 4, {"id": 4}))], Seq(4))
+    assert seqs(layout, orders) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("view", ["history", "current"])
+def test_a_table_that_stood_there_before_is_left_alone(
+    layout: LakeLayout, orders: TableSchema, records: Records, view: str
+):
+    path = layout.table_path(view, orders)  # type: ignore[arg-type]
+    Path(path).mkdir(parents=True)
+    write_deltalake(path, pa.table({"x": [1]}))
+    batch = records(orders, ("c", 1, {"id": 1}))
+    steps = {
+        "history": lambda: append_history(layout, orders, [batch], Seq(1)),
+        "current": lambda: append_history(layout, orders, [batch], Seq(1)) and fold_table(layout, orders, Seq(1)),
+    }
+    with pytest.raises(LakeTableForeign, match="didn't make"):
+        steps[view]()
+    assert DeltaTable(path).version() == 0
+
+
+def test_another_streams_lake_is_left_alone(layout: LakeLayout, orders: TableSchema, records: Records):
+    append_history(layout, orders, [records(orders, ("c", 1, {"id": 1}))], Seq(1))
+    renewed = replace(layout, stream_id=StreamId(UUID(int=43)))
+    with pytest.raises(LakeTableForeign, match=str(layout.stream_id)):
+        append_history(renewed, orders, [records(orders, ("c", 1, {"id": 1}))], Seq(1))
+
+
+def test_columns_follow_the_source(layout: LakeLayout, orders: TableSchema, records: Records, evolved: Evolved):
+    append_history(layout, orders, [records(orders, ("c", 1, {"id": 1, "note": "old"}))], Seq(1))
+    fold_table(layout, orders, Seq(1))
+    added = evolved(note=None, colour=pa.string())
+    both = [records(orders, ("c", 2, {"id": 2, "note": "kept"})), records(added, ("c", 3, {"id": 3, "colour": "red"}))]
+    append_history(layout, added, both, Seq(3))
+    assert stored(layout, orders).column("note").to_pylist() == ["old", "kept", None]
+    assert stored(layout, orders).column("colour").to_pylist() == [None, None, "red"]
+    fold_table(layout, added, Seq(3))
+    current = stored(layout, orders, "current")
+    assert current.to_pylist() == [
+        {"id": 1, "total": None, "colour": None},
+        {"id": 2, "total": None, "colour": None},
+        {"id": 3, "total": None, "colour": "red"},
+    ]
+
+
+def test_a_new_column_reaches_a_large_current_too(
+    layout: LakeLayout, orders: TableSchema, records: Records, evolved: Evolved
+):
+    append_history(layout, orders, [records(orders, ("c", 1, {"id": 1}), ("c", 2, {"id": 2}))], Seq(2))
+    fold_table(layout, orders, Seq(2), rewrite_bytes_max=0)
+    added = evolved(colour=pa.string())
+    update = records(added, ("u", 3, {"id": 2, "colour": "red", "total": None, "__exact": [("total", "NaN")]}))
+    append_history(layout, added, [update], Seq(3))
+    fold_table(layout, added, Seq(3), rewrite_bytes_max=0)
+    assert DeltaTable(layout.table_path("current", orders)).history(1)[0]["operation"] == "MERGE"
+    assert stored(layout, orders, "current").to_pylist() == [
+        {"id": 1, "total": None, "note": None, "colour": None, "__exact": None},
+        {"id": 2, "total": None, "note": None, "colour": "red", "__exact": [("total", "NaN")]},
+    ]
+
+
+def test_a_wider_type_takes_the_old_values_along(layout: LakeLayout, orders: TableSchema, records: Records):
+    narrow = replace(orders, columns=(Column("id", pa.int32()), *orders.columns[1:]))
+    append_history(layout, narrow, [records(narrow, ("c", 1, {"id": 1}))], Seq(1))
+    fold_table(layout, narrow, Seq(1))
+    wide = replace(orders, version=SchemaVersion(2))
+    append_history(layout, wide, [records(wide, ("c", 2, {"id": 2**40}))], Seq(2))
+    append_history(layout, wide, [records(narrow, ("c", 3, {"id": 3}))], Seq(3))
+    fold_table(layout, wide, Seq(3))
+    assert stored(layout, orders).column("id").to_pylist() == [1, 2**40, 3]
+    assert stored(layout, orders, "current").column("id").to_pylist() == [1, 3, 2**40]
+
+
+def test_a_type_that_old_values_do_not_fit_is_an_error_that_writes_nothing(
+    layout: LakeLayout, orders: TableSchema, records: Records, evolved: Evolved
+):
+    append_history(layout, orders, [records(orders, ("c", 1, {"id": 1, "note": "x"}))], Seq(1))
+    other = evolved(note=pa.date32())
+    with pytest.raises(LakeSchemaConflict) as caught:
+        append_history(layout, other, [records(other, ("c", 2, {"id": 2}))], Seq(2))
+    assert caught.value.details == {"table": "public.orders", "column": "note"}
+    assert seqs(layout, orders) == [1]
+
+
+@pytest.mark.parametrize("name", ["NOTE", "__seq", "__Op"])
+def test_names_that_delta_cannot_tell_apart_are_an_error_with_the_column(
+    layout: LakeLayout, evolved: Evolved, name: str
+):
+    clash = evolved(**{name: pa.string()})
+    with pytest.raises(LakeSchemaConflict) as caught:
+        append_history(layout, clash, [], Seq(2))
+    assert caught.value.details["column"] == name
+
+
+def test_the_configured_type_holds_numbers_and_keeps_the_rest_as_text(
+    layout: LakeLayout, orders: TableSchema, records: Records
+):
+    text = replace(orders, columns=(orders.columns[0], Column("note", pa.string()), Column("total", pa.string())))
+    numeric = replace(text, columns=(*text.columns[:2], replace(text.columns[2], pg=PgType(1700, -1, "numeric"))))
+    typed = replace(layout, types={"public.orders.total": "decimal(38,3)"})
+    values = ["1.5", "NaN", "0.12345", None]
+    batch = records(numeric, *(("c", i + 1, {"id": i, "total": value}) for i, value in enumerate(values)))
+    append_history(typed, numeric, [batch], Seq(4))
+    fold_table(typed, numeric, Seq(4))
+    for view in ("history", "current"):
+        rows = stored(typed, numeric, view)
+        assert [None if v is None else str(v) for v in rows.column("total").to_pylist()] == ["1.500", None, None, None]
+        assert rows.column("__exact").to_pylist() == [None, [("total", "NaN")], [("total", "0.12345")], None]
+
+
+def test_a_table_dropped_and_made_again_starts_over_in_current_and_goes_on_in_history(
+    layout: LakeLayout, orders: TableSchema, records: Records
+):
+    append_history(layout, orders, [records(orders, ("c", 1, {"id": 1}), ("c", 2, {"id": 2}))], Seq(4))
+    fold_table(layout, orders, Seq(4))
+    again = replace(orders, table_id=TableId(8))
+    append_history(layout, again, [records(again, ("c", 6, {"id": 1, "note": "new"}))], Seq(9))
+    append_history(layout, orders, [records(orders, ("d", 5, {"id": 2}))], Seq(9))
+    fold_table(layout, again, Seq(9))
+    fold_table(layout, again, Seq(10))
+    assert seqs(layout, orders) == [1, 2, 5, 6]
+    assert stored(layout, again, "current").to_pylist() == [{"id": 1, "total": None, "note": "new"}]
+
+
+def test_messages_of_several_sources_lie_in_one_table(layout: LakeLayout, orders: TableSchema, records: Records):
+    columns = (Column("prefix", pa.string()), Column("content", pa.binary()), Column("transactional", pa.bool_()))
+    first = replace(
+        orders, kind=TableKind.MESSAGES, columns=columns, key=(), identity=(), replica_identity=ReplicaIdentity.NOTHING
+    )
+    second = replace(first, table_id=TableId(9))
+    for schema, seq in ((first, 1), (second, 2), (first, 3)):
+        append_history(layout, schema, [records(schema, ("m", seq, {"prefix": "p", "content": b"\0\xff"}))], Seq(seq))
+    assert layout.table_path("history", first).endswith("/history/_messages")
+    assert seqs(layout, first) == [1, 2, 3]
+
+
+WRITER = """
+import pickle, sys
+from millstream.lake.current import fold_table
+from millstream.lake.history import append_history
+layout, schema, batch, n = pickle.load(sys.stdin.buffer)
+append_history(layout, schema, [batch], n)
+fold_table(layout, schema, n)
+"""
+
+
+@pytest.mark.parametrize(
+    "point",
+    ["lake.before_history_commit", "lake.after_history_commit", "lake.before_fold_commit", "lake.after_fold_commit"],
+)
+def test_a_writer_killed_at_any_point_repeats_and_loses_nothing(
+    layout: LakeLayout, orders: TableSchema, records: Records, point: str
+):
+    done = records(orders, ("c", 1, {"id": 1, "note": "a"}))
+    append_history(layout, orders, [done], Seq(1))
+    fold_table(layout, orders, Seq(1))
+    batch = records(
+        orders, ("c", 2, {"id": 2}), ("u", 3, {"id": 1, "__unchanged": ["note"], "total": None}), ("c", 4, {"id": 3})
+    )
+    work = pickle.dumps((layout, orders, batch, Seq(4)))
+    for attempt in range(2):
+        environment = dict(os.environ) if attempt else {**os.environ, "MILLSTREAM_FAILPOINTS": point}
+        ended = subprocess.run([sys.executable, "-c", WRITER], input=work, env=environment, timeout=120, check=False)
+        assert ended.returncode == (0 if attempt else -signal.SIGKILL)
+    assert seqs(layout, orders) == [1, 2, 3, 4]
+    assert [(r["id"], r["note"]) for r in stored(layout, orders, "current").to_pylist()] == [
+        (1, "a"),
+        (2, None),
+        (3, None),
+    ]
