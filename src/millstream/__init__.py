@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from millstream import errors as errors
     from millstream.app.opened import OpenHome as OpenHome
-    from millstream.app.opened import open_home as open  # noqa: A004 - `millstream.open` is the name of the thing
+    from millstream.app.opened import open as open  # noqa: A004 - `millstream.open` is the name of the thing
     from millstream.errors import MillstreamError as MillstreamError
     from millstream.model.positions import StreamToken as StreamToken
 
@@ -23,7 +23,7 @@ _PUBLIC = {
     "OpenHome": ("millstream.app.opened", "OpenHome"),
     "StreamToken": ("millstream.model.positions", "StreamToken"),
     "errors": ("millstream.errors", None),
-    "open": ("millstream.app.opened", "open_home"),
+    "open": ("millstream.app.opened", "open"),
 }
 
 

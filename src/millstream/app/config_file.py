@@ -322,6 +322,6 @@ def _clashes(config: Config) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _check_patterns(patterns: list[str]) -> None:
-    from millstream.capture.patterns import TablePatterns
+    from millstream.model.names import TablePatterns
 
     TablePatterns.of(patterns)
