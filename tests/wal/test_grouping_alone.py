@@ -1,0 +1,67 @@
+"""The short way through planning a group says what the long way says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.model.ids import SchemaVersion, ShardId, SourceId, TableId
+from millstream.model.operations import OPERATION_SCHEMA, OperationKind, TableRows, WriteOps
+from millstream.model.positions import Offset, Seq
+from millstream.model.records import Op, append_row_schema, log_row_schema
+from millstream.model.schema import Column, TableSchema
+from millstream.wal.grouping import FramePlan, plan_group
+
+SHARD = ShardId(3)
+
+
+def table(version: int) -> TableSchema:
+    columns = (Column("id", pa.int64()), Column("note", pa.string()))
+    return TableSchema(TableId(7), SchemaVersion(version), SourceId(1), "public", "t", columns, ("id",), ("id",))
+
+
+def one_operation(schema: TableSchema, rows: int, first_index: int, commit_ts: int | None) -> WriteOps:
+    operation = {field.name: None for field in OPERATION_SCHEMA}
+    operation |= {"kind": int(OperationKind.TRANSACTION), "source": 1, "commit_lsn": 5, "commit_ts": commit_ts}
+    arrow = append_row_schema(schema)
+    columns = [
+        pa.array(np.zeros(rows, dtype=np.int32)),
+        pa.array(np.arange(first_index, first_index + rows)),
+        pa.array(np.full(rows, int(Op.CREATE), dtype=np.uint8)),
+        *(pa.nulls(rows, field.type) for field in list(arrow)[3:6]),
+        pa.array(np.arange(rows)),
+        pa.array([f"row {n}" for n in range(rows)]),
+    ]
+    return WriteOps(
+        pa.RecordBatch.from_pylist([operation], schema=OPERATION_SCHEMA),
+        (TableRows(schema, pa.RecordBatch.from_arrays(columns, schema=arrow), SHARD),),
+    )
+
+
+@given(
+    version=st.integers(1, 4),
+    rows=st.integers(1, 40),
+    first_index=st.integers(0, 5),
+    seq=st.integers(1, 10**12),
+    base=st.integers(0, 10**12),
+    commit_ts=st.none() | st.integers(0, 10**15),
+)
+def test_an_operation_alone_is_planned_as_one_among_others(
+    version: int, rows: int, first_index: int, seq: int, base: int, commit_ts: int | None
+):
+    schema = table(version)
+    ops = one_operation(schema, rows, first_index, commit_ts)
+    empty = TableRows(schema, ops.tables[0].rows.slice(0, 0), SHARD)
+
+    short = plan_group([ops], first_seq=Seq(seq), base={SHARD: Offset(base)}, frame_bytes_max=1 << 24)
+    # An entry without rows changes nothing, but it isn't the simplest case any more.
+    whole = WriteOps(ops.operations, (*ops.tables, empty))
+    long = plan_group([whole], first_seq=Seq(seq), base={SHARD: Offset(base)}, frame_bytes_max=1 << 24)
+
+    assert list(short) == list(long) == [SHARD]
+    (one,), (other,) = short[SHARD], long[SHARD]
+    for name in FramePlan.__slots__:
+        assert getattr(one, name) == getattr(other, name), name
+    assert one.payload[0][1].schema.equals(log_row_schema(schema), check_metadata=True)
