@@ -242,7 +242,8 @@ def _plan_frame(
         end_run = int(np.searchsorted(entry.run_start, end, side="left"))
         starts = np.maximum(entry.run_start[first_run:end_run], start)
         ends = np.minimum(entry.run_start[first_run:end_run] + entry.run_count[first_run:end_run], end)
-        seqs: Ints = entry.run_seq[first_run:end_run] + (starts - entry.run_start[first_run:end_run])
+        shift = starts - entry.run_start[first_run:end_run]
+        seqs: Ints = (entry.run_seq[first_run:end_run] + shift).astype(np.int64)
         counts: Ints = ends - starts
         places: Ints = np.full(len(starts), place, dtype=np.int64)
         columns.append((entry.run_operation[first_run:end_run], places, seqs, counts))

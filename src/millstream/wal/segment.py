@@ -29,6 +29,14 @@ from millstream.wal.grouping import FramePlan
 from millstream.wal.layout import segment_path
 
 
+class WriteFailed(Exception):
+    """A write to a segment failed, in any part of it; says so apart from errors of where rows come from."""
+
+    def __init__(self, cause: OSError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
     """What every frame header of a commit group says."""
@@ -165,7 +173,7 @@ class OpenSegment:
             more: whether the group goes on in this shard after the last of them.
 
         Raises:
-            OSError: any part of it may have been written.
+            WriteFailed: any part of it may have been written.
         """
         buffers: list[Bytes] = []
         shard = self.header.shard
@@ -186,7 +194,10 @@ class OpenSegment:
             tables = [(schema, rows.num_rows) for schema, rows in plan.payload]
             end = self._stage_one(header, encoded, tables, end, plan.commit_ts_us)
             buffers += encoded
-        self._file.pwritev([memoryview(buffer) for buffer in buffers], self._staged_end)
+        try:
+            self._file.pwritev([memoryview(buffer) for buffer in buffers], self._staged_end)
+        except OSError as error:
+            raise WriteFailed(error) from error
         self._staged_end = end
 
     def _stage_one(

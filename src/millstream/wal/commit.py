@@ -1,0 +1,484 @@
+"""Commit groups: from submissions to durable frames on all shards of a writer, and what happens when the disk fails.
+
+Everything here is blocking and runs on one thread; `writer` puts a queue and that thread around it. One group at a time is
+numbered, written as one run of frames a shard, fsynced (the shards side by side), and shown by the marks; only then are
+its callers answered.
+
+When the disk fails:
+
+- for want of space before any fsync: what was written is cut back durably, the callers get `DiskFull`, the writer goes on;
+- any other failed write, and every failed fsync: the writer is *poisoned*. The group's outcome is unknown, nothing is tried
+  again on the same files, and only recovery, by a new writer, decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from millstream import failpoints
+from millstream.codec.log_segment import SegmentHeader
+from millstream.errors import AppendOutcomeUnknown, DiskFull, MillstreamError, ShardLocked, StaleEpoch, WriterClosed
+from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, SourceId, StreamId, TableId, WriterId
+from millstream.model.operations import Ack, SpilledOp, WriteOps
+from millstream.model.positions import Lsn, Offset, Seq, SeqRange
+from millstream.ports import Clock, Files, SeqReservations
+from millstream.protocol.sequencer import Sequencer
+from millstream.wal.grouping import FramePlan, plan_chunk, plan_group
+from millstream.wal.layout import shard_folder
+from millstream.wal.mark import DurableMark, MarkFile
+from millstream.wal.recover import NO_SPACE, Recovered, keep_spare, recover
+from millstream.wal.segment import GroupFacts, OpenSegment, WriteFailed
+
+_MIB: Final = 1 << 20
+_SPARE_EXTRA_BYTES: Final = 4 * _MIB
+"""A tail may exceed its segment's size by its last group and its footer."""
+Submitted: TypeAlias = WriteOps | SpilledOp
+
+
+@dataclass(frozen=True, slots=True)
+class LogOptions:
+    """How a log is written."""
+
+    segment_bytes: int = 64 * _MIB
+    """A segment is sealed once it has reached this size …"""
+    segment_age_s: float = 3600.0
+    """… or this age, where it holds records."""
+    queue_bytes_max: int = 64 * _MIB
+    """Memory of what waits; one larger submission may stretch it."""
+    group_bytes_max: int = 16 * _MIB
+    """Memory of the submissions that go into one commit group; a single one may stretch it."""
+    disk_used_max: float = 0.9
+    """Share of the disk above which appends get `DiskFull`."""
+    frame_bytes_max: int = 16 * _MIB
+    """Rows of a group beyond this go on in further frames."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriterIdentity:
+    """Who writes what."""
+
+    stream: StreamId
+    region: RegionId
+    writer: WriterId
+    epoch: Epoch
+
+
+@dataclass(slots=True)
+class CommitCounts:
+    """Counts since the open."""
+
+    groups: int = 0
+    operations: int = 0
+    records: int = 0
+    bytes_written: int = 0
+    recovered_cut_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Shard:
+    folder: str
+    mark: MarkFile
+    segment: OpenSegment
+
+
+class GroupCommitter:
+    """The shards of one writer. Made by `open`; used by one thread (positions may be read by any)."""
+
+    def __init__(
+        self,
+        files: Files,
+        clock: Clock,
+        options: LogOptions,
+        identity: WriterIdentity,
+        shards: dict[ShardId, _Shard],
+        recovered: Recovered,
+        reservations: SeqReservations,
+        *,
+        side_by_side: bool,
+    ) -> None:
+        self._files = files
+        self._clock = clock
+        self._options = options
+        self._identity = identity
+        self._shards = shards
+        self._reservations = reservations
+        floor = max(recovered.reserved_to, recovered.persisted_upto, reservations.reserved())
+        self._sequencer = Sequencer(reserved_to=Seq(floor), persisted_upto=recovered.persisted_upto)
+        self._group = recovered.last_group
+        self._shown = recovered.shown
+        self._syncers = ThreadPoolExecutor(len(shards), "wal-sync") if side_by_side and len(shards) > 1 else None
+        self.persisted_upto = recovered.persisted_upto
+        """Every number up to it is durable or will never be."""
+        self.reached: Mapping[SourceId, Lsn] = dict(recovered.reached)
+        """For each source, the commit end LSN up to which the durable log has everything."""
+        self.failure: MillstreamError | None = None
+        """Why nothing more is taken; None while all is well."""
+        self.counts = CommitCounts(recovered_cut_bytes=recovered.cut_bytes)
+
+    @classmethod
+    def open(
+        cls,
+        folder: str,
+        identity: WriterIdentity,
+        shards: Sequence[ShardId],
+        *,
+        reservations: SeqReservations,
+        files: Files,
+        clock: Clock,
+        options: LogOptions,
+        side_by_side: bool = True,
+    ) -> GroupCommitter:
+        """Take the locks, recover, begin a new segment on each shard, show what is there.
+
+        Args:
+            folder: the stream's; made where it isn't there.
+            identity: who writes.
+            shards: all of this writer's.
+            reservations: the durable store of reserved numbers.
+            files: the file system.
+            clock: for ages and creation times.
+            options: sizes and bounds.
+            side_by_side: fsync several shards by several threads; without, in order, for tests that count.
+
+        Raises:
+            ShardLocked, CorruptWal, UnexpectedFile, UnsupportedFormat, StaleEpoch, DiskFull: see `LogWriter.open`.
+        """
+        marks = _lock_shards(files, folder, shards)
+        try:
+            recovered = recover(
+                files, folder, stream=identity.stream, region=identity.region, shards=shards, epoch=identity.epoch
+            )
+            opened = {}
+            for shard in shards:
+                end = recovered.shards[shard]
+                shard_dir = shard_folder(folder, shard)
+                header = _next_header(identity, shard, end.end_offset, end.last_footer_hash, clock)
+                opened[shard] = _Shard(shard_dir, marks[shard], _create_segment(files, shard_dir, header))
+            spare_bytes = options.segment_bytes + min(options.segment_bytes, _SPARE_EXTRA_BYTES)
+            keep_spare(files, [shard.folder for shard in opened.values()], spare_bytes)
+            committer = cls(files, clock, options, identity, opened, recovered, reservations, side_by_side=side_by_side)
+            committer._move_marks()
+        except BaseException:
+            for mark in marks.values():
+                mark.close()
+            raise
+        return committer
+
+    @property
+    def shards(self) -> frozenset[ShardId]:
+        """The shards of this writer."""
+        return frozenset(self._shards)
+
+    def durable_offset(self, shard: ShardId) -> Offset:
+        """Exclusive end of what is durable on a shard."""
+        return self._shards[shard].segment.end_offset
+
+    def commit(self, submitted: Sequence[Submitted]) -> list[Ack]:
+        """Make a commit group durable and readable; one Ack for each submission.
+
+        Args:
+            submitted: in order; a `SpilledOp` stands alone.
+
+        Raises:
+            DiskFull: nothing of it is in the log, the next group may be.
+            AppendOutcomeUnknown: the disk failed; nothing more is taken.
+            WriterClosed: it failed before.
+            StaleEpoch: another writer has taken over; nothing of it is in the log, and nothing more is taken.
+        """
+        if self.failure is not None:
+            raise WriterClosed("the log's writer failed before this was written; nothing of it was") from self.failure
+        count = sum(ops.row_count for ops in submitted)
+        reached = dict(self.reached)
+        for ops in submitted:
+            for source, lsn in ops.reached.items():
+                reached[source] = max(lsn, reached.get(source, lsn))
+        if count == 0:
+            self.reached = reached
+            return [Ack({}, SeqRange(Seq(self._sequencer.newest + 1), 0)) for _ in submitted]
+        self._check_disk()
+        self._open_segments()
+        self._reserve(count)
+        given = self._sequencer.allocate(count)
+        facts = GroupFacts(
+            group=GroupNumber(self._group + 1),
+            group_last_seq=given.last,
+            epoch=self._identity.epoch,
+            region=self._identity.region,
+            writer=self._identity.writer,
+            reserved_to=self._sequencer.reserved_to,
+            hybrid_time=self._clock.now_ns(),
+            reached=reached,
+            shards=frozenset(shard for ops in submitted for shard in shards_of(ops)),
+        )
+        touched = [self._shards[shard].segment for shard in sorted(facts.shards)]
+        starts = {shard: self._shards[shard].segment.end_offset for shard in facts.shards}
+        try:
+            self._stage(submitted, facts, given.first)
+        except Exception as error:
+            self._sequencer.abort(given)
+            self._undo(touched, error)
+            raise
+        failpoints.hit("wal.before_fsync")
+        self._sync(touched)
+        failpoints.hit("wal.after_fsync")
+        self._show(touched, facts, given)
+        self.counts.records += count
+        self.counts.operations += sum(1 if isinstance(ops, SpilledOp) else ops.operations.num_rows for ops in submitted)
+        return _acks(submitted, given.first, starts)
+
+    def roll(self) -> None:
+        """Seal what is large or old enough, and begin the next segment. A failure is in `failure`, or the next append's."""
+        age_ns = int(self._options.segment_age_s * 1e9)
+        now = self._clock.now_ns()
+        due = [
+            shard.segment
+            for shard in self._shards.values()
+            if shard.segment.byte_end >= self._options.segment_bytes or now - shard.segment.header.created_ns >= age_ns
+        ]
+        if due:
+            self._seal(due)
+            try:
+                self._open_segments()
+            except (DiskFull, AppendOutcomeUnknown):
+                return  # the next append tries again, or finds the failure
+
+    def close(self) -> None:
+        """Seal what holds records, give up the locks. After a failure the files are left as they are."""
+        if self.failure is None:
+            self._seal([shard.segment for shard in self._shards.values()])
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Give up the locks and close the files, as the end of the process would."""
+        if self._syncers is not None:
+            self._syncers.shutdown()
+        for shard in self._shards.values():
+            shard.segment.close()
+            shard.mark.close()
+
+    # --- a group's steps -------------------------------------------------------------------------------------------
+
+    def _check_disk(self) -> None:
+        used, total = self._files.disk_usage(next(iter(self._shards.values())).folder)
+        if used > total * self._options.disk_used_max:
+            raise DiskFull(
+                f"{used} of {total} bytes of the disk are used, more than disk_used_max = {self._options.disk_used_max}",
+                used_bytes=used,
+                total_bytes=total,
+            )
+
+    def _reserve(self, count: int) -> None:
+        upto = self._sequencer.to_reserve(count)
+        if upto is None:
+            return
+        try:
+            self._reservations.reserve_to(upto, epoch=self._identity.epoch)
+        except StaleEpoch as error:
+            self.failure = error
+            raise
+        self._sequencer.reserved(upto)
+
+    def _stage(self, submitted: Sequence[Submitted], facts: GroupFacts, first_seq: Seq) -> None:
+        """Write the group's frames behind the last ones of its shards."""
+        base = {shard: self._shards[shard].segment.end_offset for shard in facts.shards}
+        if isinstance(submitted[0], SpilledOp):
+            assert len(submitted) == 1
+            self._stage_spilled(submitted[0], facts, first_seq, base)
+            return
+        group = [ops for ops in submitted if isinstance(ops, WriteOps)]
+        plans = plan_group(group, first_seq=first_seq, base=base, frame_bytes_max=self._options.frame_bytes_max)
+        for shard, frames in plans.items():
+            self._shards[shard].segment.stage(facts, frames, more=False)
+
+    def _stage_spilled(self, op: SpilledOp, facts: GroupFacts, first_seq: Seq, base: dict[ShardId, Offset]) -> None:
+        """Write one large operation chunk by chunk. One chunk a shard waits, until it's known whether more follows."""
+        next_seq: dict[tuple[ShardId, TableId], Seq] = {}
+        number = first_seq
+        for key, count in op.counts.items():
+            next_seq[key] = number
+            number = Seq(number + count)
+        ends = {key: Seq(first + op.counts[key]) for key, first in next_seq.items()}
+        waiting: dict[ShardId, list[FramePlan]] = {}
+        for tables in op.chunks():
+            plans = plan_chunk(
+                op.operation, tables, next_seq=next_seq, base=base, frame_bytes_max=self._options.frame_bytes_max
+            )
+            for shard, frames in plans.items():
+                if shard in waiting:
+                    self._shards[shard].segment.stage(facts, waiting[shard], more=True)
+                waiting[shard] = frames
+                base[shard] = Offset(base[shard] + sum(frame.count for frame in frames))
+        if next_seq != ends:
+            raise AssertionError(f"a spilled operation announced {dict(op.counts)} rows, others came")
+        for shard, frames in waiting.items():
+            self._shards[shard].segment.stage(facts, frames, more=False)
+
+    def _sync(self, segments: Sequence[OpenSegment]) -> None:
+        """fsync all, side by side; return when all are durable."""
+        try:
+            if self._syncers is None or len(segments) == 1:
+                for segment in segments:
+                    segment.sync()
+                return
+            outcomes = [self._syncers.submit(segment.sync) for segment in segments]
+            for error in [outcome.exception() for outcome in outcomes]:
+                if error is not None:
+                    raise error
+        except OSError as error:
+            raise self._poison("an fsync of the log failed", error) from error
+
+    def _show(self, touched: Sequence[OpenSegment], facts: GroupFacts, given: SeqRange) -> None:
+        """The group is durable on all its shards: it belongs to the log, and readers may see it."""
+        for segment in touched:
+            before = segment.byte_end
+            segment.keep()
+            self.counts.bytes_written += segment.byte_end - before
+        self._group = facts.group
+        self.counts.groups += 1
+        self._sequencer.finish(given)
+        self.persisted_upto = given.last
+        self.reached = facts.reached
+        try:
+            self._move_marks()
+        except OSError as error:
+            raise self._poison("the mark of what is durable couldn't be moved", error) from error
+
+    def _undo(self, segments: Sequence[OpenSegment], error: Exception) -> None:
+        """Cut a group back that wasn't written whole. Raises where the disk is at fault, or won't do that either."""
+        if isinstance(error, WriteFailed) and error.cause.errno not in NO_SPACE:
+            raise self._poison("a write to the log failed", error.cause) from error.cause
+        try:
+            for segment in segments:
+                segment.cut_back()
+        except OSError as second:
+            raise self._poison("a failed write to the log couldn't be undone", second) from second
+        if isinstance(error, WriteFailed):
+            raise DiskFull(f"the disk has no space for the group: {error.cause}") from error.cause
+
+    def _poison(self, what: str, error: OSError) -> AppendOutcomeUnknown:
+        self.failure = AppendOutcomeUnknown(f"{what}: {error}; whether the group is durable is unknown")
+        return self.failure
+
+    def _move_marks(self) -> None:
+        """Show what is durable: with several shards all positions first, then what is complete up to them."""
+        if len(self._shards) > 1:
+            for shard in self._shards.values():
+                shard.mark.move(self._mark(shard, self._shown))
+        for shard in self._shards.values():
+            shard.mark.move(self._mark(shard, self.persisted_upto))
+        self._shown = self.persisted_upto
+
+    def _mark(self, shard: _Shard, persisted_upto: Seq) -> DurableMark:
+        return DurableMark(
+            stream=self._identity.stream,
+            epoch=self._identity.epoch,
+            base_offset=shard.segment.header.base_offset,
+            byte_end=shard.segment.byte_end,
+            durable_offset=shard.segment.end_offset,
+            group=self._group,
+            persisted_upto=persisted_upto,
+            reserved_to=self._sequencer.reserved_to,
+        )
+
+    # --- segments --------------------------------------------------------------------------------------------------
+
+    def _seal(self, segments: Sequence[OpenSegment]) -> None:
+        """Seal those that hold records. For want of space one stays open, to be sealed later."""
+        for segment in segments:
+            if segment.sealed_hash is not None or not segment.holds_records:
+                continue
+            try:
+                segment.seal()
+            except OSError as error:
+                if error.errno not in NO_SPACE:
+                    self._poison("sealing a segment failed", error)
+                    return
+                try:
+                    segment.cut_back()
+                except OSError as second:
+                    self._poison("a failed seal couldn't be undone", second)
+                    return
+
+    def _open_segments(self) -> None:
+        """Begin the next segment wherever the last one is sealed. Raises `DiskFull`, `AppendOutcomeUnknown`."""
+        for number, shard in self._shards.items():
+            sealed = shard.segment
+            if sealed.sealed_hash is None:
+                continue
+            header = _next_header(self._identity, number, sealed.end_offset, sealed.sealed_hash, self._clock)
+            try:
+                shard.segment = _create_segment(self._files, shard.folder, header)
+                sealed.close()
+                self._move_marks()
+            except OSError as error:
+                raise self._poison("a new segment couldn't be made", error) from error
+
+
+def _next_header(
+    identity: WriterIdentity, shard: ShardId, base: Offset, previous_hash: bytes, clock: Clock
+) -> SegmentHeader:
+    return SegmentHeader(identity.stream, identity.region, shard, identity.epoch, base, previous_hash, clock.now_ns())
+
+
+def _create_segment(files: Files, shard_dir: str, header: SegmentHeader) -> OpenSegment:
+    try:
+        return OpenSegment.create(files, shard_dir, header)
+    except OSError as error:
+        if error.errno in NO_SPACE:
+            raise DiskFull(f"{shard_dir} has no space for a new segment: {error}") from error
+        raise
+
+
+def _lock_shards(files: Files, folder: str, shards: Sequence[ShardId]) -> dict[ShardId, MarkFile]:
+    marks: dict[ShardId, MarkFile] = {}
+    try:
+        for shard in shards:
+            shard_dir = shard_folder(folder, shard)
+            files.makedirs(shard_dir)
+            files.sync_dir(folder)
+            marks[shard] = MarkFile.open(files, shard_dir)
+            if not marks[shard].file.lock():
+                raise ShardLocked(
+                    f"another process writes {shard_dir}",
+                    hint="Stop it first; `millstream status` shows who it is.",
+                    shard=int(shard),
+                )
+    except BaseException:
+        for mark in marks.values():
+            mark.close()
+        raise
+    return marks
+
+
+def shards_of(ops: Submitted) -> set[ShardId]:
+    """The shards on which a submission has rows."""
+    if isinstance(ops, SpilledOp):
+        return {shard for (shard, _), count in ops.counts.items() if count}
+    return {table.shard for table in ops.tables if table.rows.num_rows}
+
+
+def _acks(submitted: Sequence[Submitted], first_seq: Seq, starts: Mapping[ShardId, Offset]) -> list[Ack]:
+    """What each submission was given: submissions follow one another in numbers and, on every shard, in offsets."""
+    next_offset = dict(starts)
+    acks = []
+    number = first_seq
+    for ops in submitted:
+        counts: dict[ShardId, int] = {}
+        if isinstance(ops, SpilledOp):
+            for (shard, _), count in ops.counts.items():
+                counts[shard] = counts.get(shard, 0) + count
+        else:
+            for table in ops.tables:
+                counts[table.shard] = counts.get(table.shard, 0) + table.rows.num_rows
+        offsets = {}
+        for shard, count in counts.items():
+            if count:
+                offsets[shard] = (next_offset[shard], Offset(next_offset[shard] + count))
+                next_offset[shard] = offsets[shard][1]
+        rows = sum(counts.values())
+        acks.append(Ack(offsets, SeqRange(number, rows)))
+        number = Seq(number + rows)
+    return acks
