@@ -9,7 +9,7 @@ and only where no newer one of the same table has come in the meantime (as pgout
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
@@ -116,9 +116,9 @@ class RelationCache:
             )
         return found
 
-    def oids(self) -> Iterable[int]:
-        """The oids of all relations known."""
-        return self._relations.keys()
+    def all(self) -> list[Relation]:
+        """All relations in force."""
+        return list(self._relations.values())
 
     def add(self, message: Relation | Type) -> None:
         """Put a Relation or Type message of an ordinary transaction into force."""

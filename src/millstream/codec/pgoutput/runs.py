@@ -36,6 +36,10 @@ class MessageRun:
     def __len__(self) -> int:
         return len(self.starts)
 
+    def __getitem__(self, number: int) -> bytes:
+        """One message."""
+        return self.buffer[self.starts[number] : self.ends[number]].tobytes()
+
     def __iter__(self) -> Iterator[bytes]:
         data = self.buffer.tobytes()
         for start, end in zip(self.starts.tolist(), self.ends.tolist(), strict=True):

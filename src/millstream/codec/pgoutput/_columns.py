@@ -1,0 +1,200 @@
+"""Columns of texts that lie in a buffer, to Arrow arrays of the log's types: in machine code, the odd value in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.codec.pgoutput import _values as machine
+from millstream.codec.pgoutput.messages import Relation
+from millstream.codec.pgoutput.rows import decode_text, parse_column, undecodable
+from millstream.model.pgtext import Inexact, array_of, text_parser
+from millstream.model.records import TEXT_BY_COLUMN
+
+Bytes = npt.NDArray[np.uint8]
+Positions = npt.NDArray[np.int32]
+
+_INT_BOUNDS = {bits: (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (16, 32, 64)}
+_FIXED_BELOW = {pa.float32(): 6, pa.float64(): 15}  # as millstream.model.floats
+
+
+class Texts:
+    """One column's texts: where each lies in the buffer, and of which table it is."""
+
+    __slots__ = ("buffer", "relation", "size", "value_at")
+
+    def __init__(self, buffer: Bytes, value_at: Positions, size: Positions, relation: Relation) -> None:
+        self.buffer = buffer
+        self.value_at = value_at
+        self.size = size
+        self.relation = relation
+
+    def __len__(self) -> int:
+        return len(self.size)
+
+    def text(self, row: int) -> str | None:
+        """One text; None for NULL and what wasn't sent."""
+        if self.size[row] < 0:
+            return None
+        at = int(self.value_at[row])
+        return decode_text(self.relation, self.buffer[at : at + int(self.size[row])].tobytes())
+
+    def strings(self) -> pa.Array:
+        """All texts as a string array. `TableUndecodable` where one isn't UTF-8."""
+        offsets = np.empty(len(self) + 1, np.int32)
+        data = np.empty(machine.measure(self.size, offsets), np.uint8)
+        machine.gather(self.buffer, self.value_at, self.size, offsets, data)
+        buffers = [validity(self.size >= 0), pa.py_buffer(offsets), pa.py_buffer(data)]
+        array = pa.Array.from_buffers(pa.binary(), len(self), buffers)
+        try:
+            return array.cast(pa.string())  # checks, doesn't copy
+        except pa.ArrowInvalid as error:
+            raise undecodable(self.relation, "a value isn't UTF-8") from error
+
+
+def validity(valid: npt.NDArray[np.bool_]) -> pa.Buffer | None:
+    """A validity bitmap; None where all is valid."""
+    return None if valid.all() else pa.py_buffer(np.packbits(valid, bitorder="little"))
+
+
+def read_column(texts: Texts, kind: pa.DataType) -> tuple[pa.Array, dict[int, str]]:
+    """A column as an array of its type in the log, and the texts that it can't hold exactly, by row.
+
+    Raises:
+        TableUndecodable: a value isn't UTF-8.
+    """
+    if pa.types.is_string(kind):
+        return texts.strings(), {}
+    state = np.empty(len(texts), np.uint8)
+    reader = _reader(kind)
+    read = None if reader is None else reader(texts, kind, state)
+    if read is None:
+        return parse_column([texts.text(row) for row in range(len(texts))], kind)
+    bad, data = read
+    valid = state == machine.OK
+    array = pa.Array.from_buffers(kind, len(texts), [validity(valid), *(pa.py_buffer(part) for part in data)])
+    return (array, {}) if bad == 0 else _decide(texts, kind, array, np.flatnonzero(state == machine.BAD).tolist())
+
+
+def _decide(texts: Texts, kind: pa.DataType, array: pa.Array, bad: list[int]) -> tuple[pa.Array, dict[int, str]]:
+    """Let the plain parser decide about values that machine code left alone: held after all, or exact as text."""
+    parse = text_parser(kind)
+    exact: dict[int, str] = {}
+    held: dict[int, Any] = {}
+    for row in bad:
+        text = texts.text(row)
+        assert text is not None
+        value = parse(text)
+        if isinstance(value, Inexact):
+            exact[row] = text
+        else:
+            held[row] = value
+    if held:
+        mask = np.zeros(len(array), np.bool_)
+        mask[list(held)] = True
+        array = pc.replace_with_mask(array, mask, array_of(list(held.values()), kind))
+    return array, exact
+
+
+Read = tuple[int, tuple[npt.NDArray[Any], ...]]
+"""How many values are BAD, and the array's buffers but for the validity."""
+
+
+def _read_integers(texts: Texts, kind: pa.DataType, state: Bytes) -> Read:
+    out = np.empty(len(texts), np.int64)
+    low, high = _INT_BOUNDS[kind.bit_width]
+    bad = machine.read_integers(texts.buffer, texts.value_at, texts.size, low, high, out, state)
+    return bad, (out.astype(f"int{kind.bit_width}", copy=False),)
+
+
+def _read_booleans(texts: Texts, kind: pa.DataType, state: Bytes) -> Read:
+    out = np.empty(len(texts), np.uint8)
+    bad = machine.read_booleans(texts.buffer, texts.value_at, texts.size, out, state)
+    return bad, (np.packbits(out, bitorder="little"),)
+
+
+def _read_decimals(texts: Texts, kind: pa.DataType, state: Bytes) -> Read:
+    out = np.empty(2 * len(texts), np.int64)
+    bad = machine.read_decimals(texts.buffer, texts.value_at, texts.size, kind.precision, kind.scale, out, state)
+    return bad, (out,)
+
+
+def _read_dates(texts: Texts, kind: pa.DataType, state: Bytes) -> Read:
+    out = np.empty(len(texts), np.int32)
+    return machine.read_dates(texts.buffer, texts.value_at, texts.size, out, state), (out,)
+
+
+def _read_timestamps(texts: Texts, kind: pa.DataType, state: Bytes) -> Read:
+    out = np.empty(len(texts), np.int64)
+    zoned = kind.tz is not None
+    return machine.read_timestamps(texts.buffer, texts.value_at, texts.size, zoned, out, state), (out,)
+
+
+def _read_bytea(texts: Texts, kind: pa.DataType, state: Bytes) -> Read:
+    offsets = np.empty(len(texts) + 1, np.int32)
+    data = np.empty(machine.measure_bytea(texts.buffer, texts.value_at, texts.size, offsets, state), np.uint8)
+    bad = machine.read_bytea(texts.buffer, texts.value_at, offsets, data, state)
+    return bad, (offsets, data)
+
+
+def _read_floats(texts: Texts, kind: pa.DataType, state: Bytes) -> Read | None:
+    """None where some text is no number at all: the plain parser takes the whole column then."""
+    try:
+        array = texts.strings().cast(kind)
+    except pa.ArrowInvalid:
+        return None
+    shortest = array.cast(pa.string())
+    _, offsets, data = shortest.buffers()
+    bad = machine.check_floats(
+        texts.buffer,
+        texts.value_at,
+        texts.size,
+        np.frombuffer(offsets, np.int32),
+        np.frombuffer(data, np.uint8) if data is not None and data.size else _NO_BYTES,
+        _FIXED_BELOW[kind],
+        state,
+    )
+    return bad, (np.frombuffer(array.buffers()[1], np.dtype(f"float{kind.bit_width}"), len(texts)),)
+
+
+_NO_BYTES = np.frombuffer(b"\0", np.uint8)
+
+
+def _reader(kind: pa.DataType) -> Callable[[Texts, pa.DataType, Bytes], Read | None] | None:
+    if pa.types.is_integer(kind):
+        return _read_integers
+    if pa.types.is_decimal128(kind):
+        return _read_decimals
+    if pa.types.is_timestamp(kind):
+        return _read_timestamps
+    return _READERS.get(kind)
+
+
+_READERS: dict[pa.DataType, Callable[[Texts, pa.DataType, Bytes], Read | None]] = {
+    pa.bool_(): _read_booleans,
+    pa.date32(): _read_dates,
+    pa.binary(): _read_bytea,
+    pa.float32(): _read_floats,
+    pa.float64(): _read_floats,
+}
+
+
+def text_map(rows: int, offsets: Positions, there: npt.NDArray[np.bool_], keys: pa.Array, items: pa.Array) -> pa.Array:
+    """An array of `TEXT_BY_COLUMN`: row i's entries are `offsets[i]` to `offsets[i + 1]`, null where `there` is false."""
+    entries = pa.StructArray.from_arrays([keys, items], fields=[TEXT_BY_COLUMN.key_field, TEXT_BY_COLUMN.item_field])
+    return pa.Array.from_buffers(TEXT_BY_COLUMN, rows, [validity(there), pa.py_buffer(offsets)], children=[entries])
+
+
+def exact_map(rows: int, exact: list[tuple[int, int, str]], names: list[str]) -> pa.Array:
+    """The `__exact` column of texts by (row, column number)."""
+    exact.sort()
+    counts = np.bincount(np.fromiter((row for row, _, _ in exact), np.int64, len(exact)), minlength=rows)
+    offsets = np.zeros(rows + 1, np.int32)
+    np.cumsum(counts, out=offsets[1:])
+    keys = pa.array([names[column] for _, column, _ in exact], pa.string())
+    return text_map(rows, offsets, counts > 0, keys, pa.array([text for _, _, text in exact], pa.string()))
