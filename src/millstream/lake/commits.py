@@ -32,7 +32,7 @@ _SCHEMA: Final = pa.schema(
         pa.field("tables", pa.string(), nullable=False),
     ]
 )
-_COMPACT_VERSIONS: Final = 500
+_COMPACT_FILES: Final = 500
 """A file a row: every so many rows the table's small files are made one."""
 
 
@@ -132,7 +132,7 @@ def last_cut(layout: LakeLayout) -> Cut | None:
 def compact_cuts(layout: LakeLayout) -> None:
     """Make `_commits`' small files one, where there are many."""
     opened = _open(layout)
-    if opened is not None and len(opened.table.file_uris()) >= _COMPACT_VERSIONS:
+    if opened is not None and len(opened.table.file_uris()) >= _COMPACT_FILES:
         with lake_errors(layout.commits_path):
             opened.table.optimize.compact(writer_properties=WRITER, commit_properties=opened.upkeep())
 

@@ -1,0 +1,74 @@
+"""Commit cuts: all tables at one position, idle ones too."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from deltalake import DeltaTable, write_deltalake
+
+from millstream.errors import LakeTableForeign
+from millstream.lake import commits
+from millstream.lake.commits import CutTable, commit_cut, compact_cuts, last_cut
+from millstream.lake.layout import LakeLayout, TableCommit, View
+from millstream.model.ids import TableId
+from millstream.model.positions import Seq
+
+NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)
+
+
+def landed(folder: str, view: View, version: int, n: int, table: int = 1) -> TableCommit:
+    return TableCommit(TableId(table), folder, folder, view, version, 1, Seq(n))
+
+
+def test_before_the_first_there_is_none(layout: LakeLayout):
+    assert last_cut(layout) is None
+    compact_cuts(layout)
+
+
+def test_a_cut_tells_every_table_the_idle_ones_as_they_stood(layout: LakeLayout):
+    commit_cut(layout, Seq(5), [landed("s.a", "history", 3, 5), landed("s.b", "history", 7, 5, 2)], committed_at=NOON)
+    commit_cut(layout, Seq(9), [landed("s.a", "history", 4, 9)], committed_at=NOON)
+    cut = commit_cut(layout, Seq(9), [landed("s.b", "current", 1, 5, 2)], committed_at=NOON)
+    assert last_cut(layout) == cut
+    assert cut.number == 3
+    assert cut.tables == {
+        "s.a": CutTable(TableId(1), "s.a", 4),
+        "s.b": CutTable(TableId(2), "s.b", 7, 1, Seq(5)),
+    }
+
+
+def test_a_repeated_or_older_cut_adds_nothing(layout: LakeLayout):
+    first = commit_cut(layout, Seq(5), [landed("s.a", "history", 3, 5)], committed_at=NOON)
+    assert commit_cut(layout, Seq(5), [landed("s.a", "history", 3, 5)], committed_at=NOON) == first
+    assert commit_cut(layout, Seq(4), [landed("s.a", "history", 2, 4)], committed_at=NOON) == first
+    assert DeltaTable(layout.commits_path).to_pyarrow_dataset().count_rows() == 1
+
+
+def test_commit_times_never_run_backward(layout: LakeLayout):
+    hour = timedelta(hours=1)
+    commit_cut(layout, Seq(1), [], committed_at=NOON, commit_ts_max=NOON)
+    commit_cut(layout, Seq(2), [], committed_at=NOON, commit_ts_max=NOON - hour)
+    cut = commit_cut(layout, Seq(3), [], committed_at=NOON)
+    assert cut.commit_ts_max == NOON
+
+
+def test_a_cut_that_somebody_else_wrote_is_refused(layout: LakeLayout):
+    commit_cut(layout, Seq(1), [], committed_at=NOON)
+    table = DeltaTable(layout.commits_path)
+    write_deltalake(layout.commits_path, table.to_pyarrow_table(), mode="append")
+    with pytest.raises(LakeTableForeign):
+        last_cut(layout)
+
+
+def test_many_cuts_become_few_files_and_stay_readable(layout: LakeLayout, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(commits, "_COMPACT_FILES", 10)
+    for n in range(1, 26):
+        commit_cut(layout, Seq(n), [landed("s.a", "history", n, n)], committed_at=NOON)
+        compact_cuts(layout)
+    cut = last_cut(layout)
+    assert cut is not None
+    assert (cut.n, cut.number, cut.tables["s.a"].history) == (25, 25, 25)
+    assert len(DeltaTable(layout.commits_path).file_uris()) < 12
+    assert Path(layout.commits_path, "_delta_log").is_dir()
