@@ -10,15 +10,28 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from millstream.testing.clock import ManualClock
     from millstream.testing.postgres import EmbeddedPostgres, PostgresStartError, PostgresUnavailable
+    from millstream.testing.shop import ShopWorkload
+    from millstream.testing.workload import StepInfo, Workload
 
 _HOMES = {
     "EmbeddedPostgres": "postgres",
     "ManualClock": "clock",
     "PostgresStartError": "postgres",
     "PostgresUnavailable": "postgres",
+    "ShopWorkload": "shop",
+    "StepInfo": "workload",
+    "Workload": "workload",
 }
 
-__all__ = ["EmbeddedPostgres", "ManualClock", "PostgresStartError", "PostgresUnavailable"]
+__all__ = [
+    "EmbeddedPostgres",
+    "ManualClock",
+    "PostgresStartError",
+    "PostgresUnavailable",
+    "ShopWorkload",
+    "StepInfo",
+    "Workload",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -231,12 +231,11 @@ class Workload:
 
     def _do_large(self, connection: Connection) -> None:
         size = self._transaction_rows_max
-        table = self._table(wide=False)
+        table = self._table(changes=True, wide=False)
         self._insert(connection, table, size - size // 4)
-        if table.changes:
-            chosen = [table.take(self._rng) for _ in range(min(size // 4, len(table.live)))]
-            self._update(connection, table, chosen)
-            table.live.extend(chosen)
+        chosen = [table.take(self._rng) for _ in range(size // 4)]
+        self._update(connection, table, chosen)
+        table.live.extend(chosen)
         self._shrink(connection, table)
 
     def _do_large_aborted(self, connection: Connection) -> None:
@@ -421,7 +420,7 @@ class Workload:
         chosen = [
             table
             for table in self.tables
-            if (table.changes or not changes)
+            if (not changes or (table.changes and table.has_current))
             and not (truncatable and table.cascades_to)
             and (wide or not table.name.startswith(("wide", "every")))
         ]
