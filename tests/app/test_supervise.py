@@ -32,8 +32,8 @@ with line.held():
 """
 
 
-def part(name: str, *words: str, may_end: bool = False) -> Part:
-    return Part(name, [sys.executable, "-c", WORKER, *words], may_end=may_end)
+def part(name: str, *words: str, may_end: bool = False, errors_max: int | None = None) -> Part:
+    return Part(name, [sys.executable, "-c", WORKER, *words], may_end=may_end, errors_max=errors_max)
 
 
 class Watch:
@@ -107,6 +107,13 @@ def test_an_error_that_may_pass_is_tried_again() -> None:
     watch = Watch(part("a", "flaky"), on=on)
     watch.run()
     assert watch.facts("a", "died")[0]["error"]["code"] == "source_unreachable"
+
+
+def test_an_error_that_may_pass_is_tried_only_so_often_where_that_is_asked_for() -> None:
+    watch = Watch(part("a", "flaky", errors_max=3), on=lambda *_: None)
+    watch.run()
+    assert len(watch.facts("a", "started")) == 3
+    assert watch.facts("a", "given_up")[0]["code"] == "source_unreachable"
 
 
 def test_a_part_may_end_by_itself_and_another_is_told_to_drain() -> None:

@@ -57,6 +57,7 @@ def test_a_writer_keeps_its_id_and_gets_a_higher_epoch_each_time(catalog: Catalo
     assert catalog.register_writer(stream, "b") == (WriterId(2), Epoch(2))
     assert catalog.register_writer(stream, "a") == (WriterId(1), Epoch(3))
     assert [(w.name, w.epoch) for w in catalog.writers(stream)] == [("a", 3), ("b", 2)]
+    assert catalog.register_writer(stream, "b", above=Epoch(9)) == (WriterId(2), Epoch(10))
 
 
 def test_reservations_only_grow_and_a_fenced_writer_reserves_nothing(catalog: Catalog, stream: StreamId) -> None:

@@ -324,4 +324,4 @@ def _clashes(config: Config) -> Iterator[tuple[KeyPath, str]]:
 def _check_patterns(patterns: list[str]) -> None:
     from millstream.model.names import TablePatterns
 
-    TablePatterns.of(patterns)
+    TablePatterns.parse(patterns)

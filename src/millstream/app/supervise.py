@@ -42,6 +42,8 @@ class Part:
     """Added to the supervisor's own."""
     may_end: bool = False
     """Whether an end with exit code 0, unasked for, is the end of its work rather than a death."""
+    errors_max: int | None = None
+    """Give it up after that many deaths in a row with an error told, whatever the error; None: never for that."""
 
 
 class PartState(StrEnum):
@@ -80,6 +82,7 @@ class Running:
     started_s: float = 0.0
     due_s: float = 0.0
     deaths: int = 0
+    errors: int = 0
     restarts: int = 0
     word: Word | None = None
     outcome: dict[str, Any] = field(default_factory=dict)
@@ -239,7 +242,7 @@ class Supervisor:
         facts = {"exit_code": process.returncode}
         if process.returncode == 0 and (running.word is not None or running.part.may_end):
             self._over(running, PartState.ENDED, facts)
-        elif running.error is not None and running.error.get("retry") in {"operator", "never"}:
+        elif running.error is not None and self._is_hopeless(running, running.error):
             self._over(running, PartState.GIVEN_UP, running.error)
         elif running.word == "stop":
             self._over(running, PartState.ENDED, facts)
@@ -250,6 +253,11 @@ class Supervisor:
             delay_s = self._backoff.delay_s(running.deaths)
             running.state, running.due_s = PartState.WAITING, time.monotonic() + delay_s
             self._on_event((running.part.name, "died", {**facts, "restart_in_s": delay_s, "error": running.error}))
+
+    def _is_hopeless(self, running: Running, error: dict[str, Any]) -> bool:
+        running.errors += 1
+        most = running.part.errors_max
+        return error.get("retry") in {"operator", "never"} or (most is not None and running.errors >= most)
 
     def _over(self, running: Running, state: PartState, facts: dict[str, Any]) -> None:
         running.state = state

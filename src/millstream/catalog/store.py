@@ -114,8 +114,15 @@ class Catalog:
 
     # --- writers and numbers -----------------------------------------------------------------------------------
 
-    def register_writer(self, stream: StreamId, name: str = "writer") -> tuple[WriterId, Epoch]:
+    def register_writer(
+        self, stream: StreamId, name: str = "writer", *, above: Epoch = Epoch(0)
+    ) -> tuple[WriterId, Epoch]:
         """Become the newest incarnation of a writer; the one before it is fenced from now on.
+
+        Args:
+            stream: whose shards it writes.
+            name: tells writers of a stream apart.
+            above: an epoch that the log bears, where the catalog is older than the log.
 
         Returns:
             The writer's id (from 1; the same for a name for ever) and an epoch above every one given before in the stream.
@@ -125,7 +132,7 @@ class Catalog:
             epoch = connection.execute(
                 update(t.streams)
                 .where(t.streams.c.id == str(stream))
-                .values(epoch=t.streams.c.epoch + 1)
+                .values(epoch=func.max(t.streams.c.epoch, above) + 1)
                 .returning(t.streams.c.epoch)
             ).scalar_one()
             mine = (t.writers.c.stream == str(stream)) & (t.writers.c.name == name)

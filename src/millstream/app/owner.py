@@ -1,0 +1,268 @@
+"""The owner: the one process that writes a home's streams. It captures, appends and drops what nobody needs any more.
+
+Each stream has a writer and a thread of its own. One that fails for good is reported, and the others go on; one that
+may recover is begun again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from millstream.app.control import ControlServer
+from millstream.app.home import Home
+from millstream.app.locks import RoleLock
+from millstream.app.part import Lifeline
+from millstream.app.wiring import capture_config, disk_bytes, log_options, place_compiled_code
+from millstream.errors import DiskFull, LogError, MillstreamError, Retry, ShardLocked, StaleEpoch
+from millstream.model.ids import Epoch, ShardId, StreamId
+from millstream.model.positions import Seq
+
+if TYPE_CHECKING:
+    from millstream.app.config import StreamConfig
+    from millstream.capture import CaptureOutcome, CaptureProgress
+    from millstream.catalog import Catalog
+    from millstream.wal.writer import LogWriter
+
+logger = structlog.get_logger("millstream.owner")
+
+LOCK_PATIENCE_S: Final = 30.0
+"""How long a supervised owner waits for one whose supervisor was killed: that one is gone within a second or two."""
+RETENTION_EVERY_S: Final = 30.0
+_BACKOFF_FIRST_S: Final = 0.5
+_BACKOFF_MAX_S: Final = 30.0
+
+
+class OwnedStream:
+    """One stream of the owner; all but `run` may be looked at from any thread."""
+
+    def __init__(self, home: Home, catalog: Catalog, name: str, config: StreamConfig) -> None:
+        self.name: Final = name
+        self.config: Final = config
+        self.home: Final = home
+        self.catalog: Final = catalog
+        self.writer: LogWriter | None = None
+        self.progress: CaptureProgress | None = None
+        self.outcome: CaptureOutcome | None = None
+        self.error: MillstreamError | None = None
+        self.gave_up = False
+        self.since_s = time.time()
+        self._stream_id: StreamId | None = None
+
+    def run(self, stop: threading.Event, *, until_caught_up: bool, tell: Callable[[], None]) -> None:
+        """Capture until it ends by itself, is stopped, or can't go on. Never raises what is in our tree of errors."""
+        attempt = 0
+        while True:
+            try:
+                self._capture(stop, until_caught_up=until_caught_up, tell=tell)
+            except MillstreamError as error:
+                self.error = error
+                seen = self.progress is not None
+                attempt = 1 if seen else attempt + 1
+                self.progress = None
+                mends_itself = error.retry is Retry.BACKOFF or isinstance(error, DiskFull)
+                patient = error.retry is Retry.REOPEN or (mends_itself and not until_caught_up)
+                if not patient or stop.is_set():
+                    self.gave_up = True
+                    logger.error(  # noqa: TRY400 - a person reads the error, not its traceback
+                        "the stream stops", stream=self.name, code=error.code, error=error.message, hint=error.hint
+                    )
+                    return
+                wait_s = min(_BACKOFF_MAX_S, _BACKOFF_FIRST_S * 2 ** min(attempt - 1, 10))
+                logger.warning(
+                    "the stream begins again",
+                    stream=self.name,
+                    code=error.code,
+                    error=error.message,
+                    hint=error.hint,
+                    in_s=wait_s,
+                )
+                if stop.wait(wait_s):
+                    return
+            else:
+                self.error = None if self.outcome is None else self.outcome.error
+                return
+
+    def facts(self) -> dict[str, Any]:
+        """What is known of it now, JSON-able."""
+        progress, writer = self.progress, self.writer
+        return {
+            "stream": self.name,
+            "since": self.since_s,
+            "progress": None if progress is None else dataclasses.asdict(progress),
+            "writer": None if writer is None else dataclasses.asdict(writer.stats()),
+            "outcome": None if self.outcome is None else _outcome_facts(self.outcome),
+            "error": None if self.error is None else self.error.as_dict(),
+            "gave_up": self.gave_up,
+        }
+
+    def drop_old_segments(self) -> None:
+        """Let go of segments that nobody needs and that are too old or too many."""
+        if self._stream_id is None or self.writer is None:
+            return
+        from millstream.wal.retain import drop_segments
+
+        log = self.config.log
+        needed = self.catalog.needed_from(self._stream_id)
+        folder = self.home.wal_folder(self.name)
+        dropped = drop_segments(
+            str(folder),
+            # Before its pipeline has said what it needs, it needs everything.
+            needed_from=min(needed.values(), default=Seq(0)),
+            age_s=log.retention_age_s,
+            bytes_max=log.retention_bytes_of(disk_bytes(folder)),
+        )
+        if dropped:
+            logger.info("segments dropped", stream=self.name, segments=len(dropped))
+
+    def _capture(self, stop: threading.Event, *, until_caught_up: bool, tell: Callable[[], None]) -> None:
+        from millstream.capture import run_capture
+
+        def on_progress(progress: CaptureProgress) -> None:
+            self.progress = progress
+            tell()
+
+        self.writer = self._open_writer()
+        try:
+            self.outcome = run_capture(
+                capture_config(self.home, self.name, self.config),
+                self.catalog,
+                self.writer,
+                stop=stop,
+                until_caught_up=until_caught_up,
+                on_progress=on_progress,
+            )
+        finally:
+            self.writer.close()
+            self.writer = None
+
+    def _open_writer(self) -> LogWriter:
+        from millstream.wal.reader import StreamReader
+        from millstream.wal.writer import LogWriter
+
+        folder = self.home.wal_folder(self.name)
+        found = None
+        if folder.is_dir():
+            with contextlib.suppress(LogError):
+                found = StreamReader(str(folder)).stream_id
+        stream = self._stream_id = self.catalog.resolve_stream(self.name, found=found)
+        above = Epoch(0)
+        deadline = time.monotonic() + LOCK_PATIENCE_S
+        while True:
+            writer, epoch = self.catalog.register_writer(stream, above=above)
+            try:
+                return LogWriter.open(
+                    str(folder),
+                    stream=stream,
+                    shards=[ShardId(shard) for shard in range(self.config.log.shards)],
+                    epoch=epoch,
+                    reservations=self.catalog.reservations(stream),
+                    options=log_options(self.config),
+                    writer=writer,
+                )
+            except StaleEpoch as error:
+                # The shards' locks were ours, so that nobody newer writes: the catalog is older than the log.
+                if above >= error.details.get("epoch", 0):
+                    raise
+                above = Epoch(error.details["epoch"])
+            except ShardLocked:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
+
+
+def run_owner(
+    home: Home, lifeline: Lifeline, *, until_caught_up: bool = False, on_progress: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Own a home until told to stop, or until all its streams have caught up.
+
+    Args:
+        home: whose configured streams to capture.
+        lifeline: says when to stop, and hears progress.
+        until_caught_up: end when all that the sources had committed at the call is durable and copied.
+        on_progress: called about once a second a stream, from their threads.
+
+    Returns:
+        By stream: `caught_up`, `set_aside`, `slot`, `slot_holds_bytes`, `tables`.
+
+    Raises:
+        HomeBusy: another process owns the home.
+        MillstreamError: a stream couldn't go on (the first one's error, after the others have ended).
+    """
+    home.prepare()
+    place_compiled_code(home)
+    with (
+        RoleLock.take(home.run_folder, "owner", patience_s=LOCK_PATIENCE_S if lifeline.supervised else 0.5),
+        home.open_catalog() as catalog,
+        contextlib.ExitStack() as stack,
+    ):
+        streams = [OwnedStream(home, catalog, name, config) for name, config in home.config.streams.items()]
+
+        def facts() -> dict[str, Any]:
+            return {"streams": {stream.name: stream.facts() for stream in streams}}
+
+        def tell(stream: OwnedStream) -> None:
+            told = stream.facts()
+            lifeline.tell("progress", told)
+            on_progress(told)
+
+        stack.enter_context(ControlServer(home, "owner", {"status": facts}))
+        threads = [
+            threading.Thread(
+                target=stream.run,
+                args=(lifeline.stop,),
+                kwargs={"until_caught_up": until_caught_up, "tell": lambda stream=stream: tell(stream)},
+                name=f"stream-{stream.name}",
+            )
+            for stream in streams
+        ]
+        done = threading.Event()
+        keeper = threading.Thread(target=_keep_retention, args=(streams, done), name="retention", daemon=True)
+        for thread in (*threads, keeper):
+            thread.start()
+        _wait_for(threads, streams, lifeline)
+        done.set()
+        keeper.join()
+    failed = [stream.error for stream in streams if stream.gave_up and stream.error is not None]
+    outcome = {s.name: _outcome_facts(s.outcome) for s in streams if s.outcome is not None}
+    lifeline.tell("outcome", {"streams": outcome})
+    if failed:
+        raise failed[0]
+    return outcome
+
+
+def _wait_for(threads: list[threading.Thread], streams: list[OwnedStream], lifeline: Lifeline) -> None:
+    reported: set[str] = set()
+    while any(thread.is_alive() for thread in threads):
+        for thread in threads:
+            thread.join(0.2)
+        for stream in streams:
+            if stream.gave_up and stream.error is not None and stream.name not in reported:
+                reported.add(stream.name)
+                lifeline.tell("stream_failed", {"stream": stream.name, **stream.error.as_dict()})
+
+
+def _keep_retention(streams: list[OwnedStream], done: threading.Event) -> None:
+    while not done.wait(RETENTION_EVERY_S):
+        for stream in streams:
+            try:
+                stream.drop_old_segments()
+            except MillstreamError as error:
+                logger.warning("retention waits", stream=stream.name, code=error.code, error=error.message)
+
+
+def _outcome_facts(outcome: CaptureOutcome) -> dict[str, Any]:
+    return {
+        "caught_up": outcome.caught_up,
+        "reached": int(outcome.reached),
+        "tables": list(outcome.tables),
+        "set_aside": dict(outcome.set_aside),
+        "slot": outcome.slot,
+        "slot_holds_bytes": outcome.slot_holds_bytes,
+    }

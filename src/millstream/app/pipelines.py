@@ -1,0 +1,172 @@
+"""The pipelines' process: one Spark session, and for each stream a driver thread that lands its log in the lake."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from millstream.app.control import ControlServer
+from millstream.app.home import Home
+from millstream.app.locks import RoleLock
+from millstream.app.owner import LOCK_PATIENCE_S
+from millstream.app.part import Lifeline
+from millstream.app.wiring import pipeline_config, spark_options
+from millstream.errors import LogError, MillstreamError, MissingExtra, Retry
+from millstream.model.ids import StreamId
+
+if TYPE_CHECKING:
+    from millstream.app.config import StreamConfig
+    from millstream.catalog import Catalog
+    from millstream.spark.pipeline import PipelineOutcome, PipelineProgress
+
+logger = structlog.get_logger("millstream.pipeline")
+
+_LOOK_EVERY_S: Final = 0.1
+
+
+class StreamPipeline:
+    """One stream's pipeline; all but `run` may be looked at from any thread."""
+
+    def __init__(self, home: Home, catalog: Catalog, name: str, config: StreamConfig) -> None:
+        self.name: Final = name
+        self._home = home
+        self._catalog = catalog
+        self._config = config
+        self.progress: PipelineProgress | None = None
+        self.outcome: PipelineOutcome | None = None
+        self.error: MillstreamError | None = None
+
+    def run(self, lifeline: Lifeline, tell: Callable[[], None]) -> None:
+        """Land the stream until told to stop or drained. Never raises what is in our tree of errors."""
+        from millstream.spark.driver import run_pipeline
+
+        def on_progress(progress: PipelineProgress) -> None:
+            self.progress = progress
+            tell()
+
+        try:
+            stream = self._wait_for_log(lifeline)
+            if stream is None:
+                return
+            config = pipeline_config(self._home, self.name, self._config, stream)
+            _make_folder(config.layout.location)
+            self.outcome = run_pipeline(
+                config, self._catalog, stop=lifeline.stop, drain=lifeline.drain, on_progress=on_progress
+            )
+        except MillstreamError as error:
+            self.error = error
+            logger.error(  # noqa: TRY400 - a person reads the error, not its traceback
+                "the pipeline stops", stream=self.name, code=error.code, error=error.message, hint=error.hint
+            )
+            if error.retry in {Retry.BACKOFF, Retry.REOPEN}:
+                # Another process may do better: the others drain, this one ends, and the supervisor starts it anew.
+                lifeline.stop.set()
+
+    def facts(self) -> dict[str, Any]:
+        """What is known of it now, JSON-able."""
+        progress = self.progress
+        return {
+            "stream": self.name,
+            "progress": None if progress is None else _progress_facts(progress),
+            "outcome": None if self.outcome is None else _outcome_facts(self.outcome),
+            "error": None if self.error is None else self.error.as_dict(),
+        }
+
+    def _wait_for_log(self, lifeline: Lifeline) -> StreamId | None:
+        """The stream's id once there is a log to read; None where the work ended before."""
+        from millstream.wal.reader import StreamReader
+
+        while not lifeline.stop.is_set():
+            folder = self._home.wal_folder(self.name)
+            if folder.is_dir():
+                with contextlib.suppress(LogError):
+                    return StreamReader(str(folder)).stream_id
+            if lifeline.drain.is_set():
+                return None
+            lifeline.stop.wait(_LOOK_EVERY_S)
+        return None
+
+
+def run_pipelines(home: Home, lifeline: Lifeline, *, on_progress: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Land every configured stream until told to stop, or to drain and end.
+
+    Returns:
+        By stream: `n`, `token`, `rows`, `caught_up`, `set_aside`.
+
+    Raises:
+        HomeBusy: another process runs the home's pipelines.
+        MissingExtra: pyspark isn't installed.
+        MillstreamError: a pipeline couldn't go on (the first one's error, after the others have ended).
+    """
+    home.prepare()
+    try:
+        from millstream.spark.session import open_session
+    except ImportError as error:
+        raise MissingExtra(
+            f"the pipeline needs {error.name}, which isn't installed",
+            hint="pip install 'millstream[spark]'",
+            extra="spark",
+        ) from error
+    with (
+        RoleLock.take(home.run_folder, "pipeline", patience_s=LOCK_PATIENCE_S if lifeline.supervised else 0.5),
+        home.open_catalog() as catalog,
+        contextlib.ExitStack() as stack,
+    ):
+        pipelines = [StreamPipeline(home, catalog, name, config) for name, config in home.config.streams.items()]
+
+        def facts() -> dict[str, Any]:
+            return {"streams": {pipeline.name: pipeline.facts() for pipeline in pipelines}}
+
+        def tell(pipeline: StreamPipeline) -> None:
+            told = pipeline.facts()
+            lifeline.tell("progress", told)
+            on_progress(told)
+
+        stack.enter_context(ControlServer(home, "pipeline", {"status": facts}))
+        # Spark starts while capture is still finding its place; the threads below share the session.
+        open_session(spark_options(home))
+        threads = [
+            threading.Thread(
+                target=pipeline.run,
+                args=(lifeline, lambda pipeline=pipeline: tell(pipeline)),
+                name=f"pipeline-{pipeline.name}",
+            )
+            for pipeline in pipelines
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    outcome = {p.name: _outcome_facts(p.outcome) for p in pipelines if p.outcome is not None}
+    lifeline.tell("outcome", {"streams": outcome})
+    for pipeline in pipelines:
+        if pipeline.error is not None:
+            raise pipeline.error
+    return outcome
+
+
+def _make_folder(location: str) -> None:
+    if "://" not in location:
+        Path(location).mkdir(parents=True, exist_ok=True)
+
+
+def _progress_facts(progress: PipelineProgress) -> dict[str, Any]:
+    facts = dataclasses.asdict(progress)
+    facts["set_aside"] = dict(progress.set_aside)
+    return facts
+
+
+def _outcome_facts(outcome: PipelineOutcome) -> dict[str, Any]:
+    return {
+        "n": int(outcome.n),
+        "token": outcome.token,
+        "rows": outcome.rows,
+        "caught_up": outcome.caught_up,
+        "set_aside": dict(outcome.set_aside),
+    }

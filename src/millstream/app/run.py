@@ -1,0 +1,120 @@
+"""`run`: all parts of a home under one supervisor, until a signal, or until everything has caught up."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from millstream.app.home import Home
+from millstream.app.locks import RoleLock
+from millstream.app.supervise import Event, Part, PartState, Supervisor
+from millstream.errors import ConfigError, MissingExtra
+
+_ERRORS_MAX: Final = 3
+"""How often a part of `--until-caught-up` may end with the same kind of trouble before a job should fail."""
+
+
+@dataclass(slots=True)
+class RunOutcome:
+    """How a `run` ended."""
+
+    caught_up: bool
+    interrupted: bool
+    set_aside: dict[str, str] = field(default_factory=dict)
+    """Tables that were set aside (`stream: schema.table`), each with its reason."""
+    errors: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By part, the error for which it was given up."""
+    slots: dict[str, int | None] = field(default_factory=dict)
+    """By slot, the bytes of WAL that it holds at the source."""
+
+
+def part_command(home: Home, *words: str) -> list[str]:
+    """How a part of a home is started: by this very Python, whatever PATH says."""
+    return [sys.executable, "-m", "millstream.cli", "--home", str(home.path), *words]
+
+
+def run_home(home: Home, *, until_caught_up: bool = False, on_event: Callable[[Event], None]) -> RunOutcome:
+    """Run a home's parts: capture, pipeline and, without `until_caught_up`, HTTP.
+
+    Args:
+        home: the home.
+        until_caught_up: end when all that the sources had committed at the call is durable, landed and folded.
+        on_event: told of everything that parts do and tell.
+
+    Raises:
+        HomeBusy: another `run` has the home.
+        ConfigError: it configures no stream.
+        MissingExtra: pyspark isn't installed.
+    """
+    if not home.config.streams:
+        raise ConfigError(
+            f"{home.config_file} names no stream",
+            hint="Add [streams.<name>.source], or make a home with `millstream init`.",
+        )
+    if importlib.util.find_spec("pyspark") is None:
+        raise MissingExtra(
+            "the pipeline needs pyspark, which isn't installed", hint="pip install 'millstream[spark]'", extra="spark"
+        )
+    home.prepare()
+    with RoleLock.take(home.run_folder, "run"):
+        conductor = _Conductor(home, on_event, until_caught_up=until_caught_up)
+        conductor.supervisor.run()
+        return conductor.outcome()
+
+
+class _Conductor:
+    """Knows in which order parts end."""
+
+    def __init__(self, home: Home, on_event: Callable[[Event], None], *, until_caught_up: bool) -> None:
+        self._until_caught_up = until_caught_up
+        self._on_event = on_event
+        option = ["--until-caught-up"] if until_caught_up else []
+        most = _ERRORS_MAX if until_caught_up else None
+        parts = [
+            Part("capture", part_command(home, "capture", "run", *option), may_end=until_caught_up, errors_max=most),
+            Part("pipeline", part_command(home, "pipeline", "run"), errors_max=most),
+        ]
+        if not until_caught_up:
+            parts.append(Part("serve", part_command(home, "serve")))
+        self.supervisor: Final = Supervisor(parts, on_event=self._heard)
+
+    def _heard(self, event: Event) -> None:
+        self._on_event(event)
+        name, what, _ = event
+        if what not in {"ended", "given_up"}:
+            return
+        capture, pipeline = self.supervisor.parts["capture"], self.supervisor.parts["pipeline"]
+        if capture.over and pipeline.over:
+            self.supervisor.stop()
+        elif name == "capture" and self._until_caught_up:
+            # The pipeline lands what is durable, whether capture reached its goal or not.
+            self.supervisor.tell("pipeline", "drain")
+
+    def outcome(self) -> RunOutcome:
+        """What came of it."""
+        parts = self.supervisor.parts
+        streams = {
+            name: list(parts[name].outcome.get("streams", {}).items()) if name in parts else []
+            for name in ("capture", "pipeline")
+        }
+        set_aside = {
+            f"{stream}: {table}": str(reason)
+            for told in streams.values()
+            for stream, facts in told
+            for table, reason in facts.get("set_aside", {}).items()
+        }
+        errors = {
+            name: running.error or {"message": "it could not be started"}
+            for name, running in parts.items()
+            if running.state is PartState.GIVEN_UP
+        }
+        caught_up = (
+            self._until_caught_up
+            and not errors
+            and all(bool(told) and all(facts.get("caught_up") for _, facts in told) for told in streams.values())
+        )
+        slots = {facts["slot"]: facts.get("slot_holds_bytes") for _, facts in streams["capture"] if facts.get("slot")}
+        return RunOutcome(caught_up, self.supervisor.interruptions > 0, set_aside, errors, slots)

@@ -1,0 +1,132 @@
+"""From the configuration to what each room asks for."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from millstream.app.home import PIPELINE, Home
+from millstream.app.quantities import duration_s, size_bytes
+from millstream.model.ids import ShardId, StreamId
+
+if TYPE_CHECKING:
+    from millstream.app.config import StreamConfig
+    from millstream.capture import CaptureConfig
+    from millstream.lake.layout import LakeLayout
+    from millstream.spark.pipeline import PipelineConfig
+    from millstream.spark.session import SparkOptions
+    from millstream.wal.writer import LogOptions
+
+
+def capture_config(home: Home, name: str, stream: StreamConfig) -> CaptureConfig:
+    """What capture of a stream is told."""
+    from millstream.capture import CaptureConfig
+
+    source = stream.source
+    return CaptureConfig(
+        stream=name,
+        dsn=source.dsn,
+        tables=tuple(source.tables),
+        publication=source.publication or f"millstream_{name}",
+        slot=slot_name(name, stream),
+        spill_dir=str(home.spill_folder(name)),
+        shard_of=_Shards(dict(stream.shards)),
+        copy_workers=source.copy_workers,
+        chunk_rows=source.copy_chunk_rows,
+        buffer_bytes_max=size_bytes(source.memory),
+        heartbeat_s=duration_s(source.heartbeat_interval),
+    )
+
+
+def slot_name(name: str, stream: StreamConfig) -> str:
+    """The stream's slot."""
+    return stream.source.slot or f"millstream_{name}"
+
+
+def log_options(stream: StreamConfig) -> LogOptions:
+    """How a stream's log is written."""
+    from millstream.wal.writer import LogOptions
+
+    log = stream.log
+    return LogOptions(
+        segment_bytes=size_bytes(log.segment_bytes),
+        segment_age_s=duration_s(log.segment_age),
+        queue_bytes_max=size_bytes(log.queue_bytes),
+        disk_used_max=log.disk_used_max,
+    )
+
+
+def lake_layout(home: Home, name: str, stream: StreamConfig, stream_id: StreamId) -> LakeLayout:
+    """Where a stream's lake tables lie."""
+    from millstream.lake.layout import LakeLayout
+
+    return LakeLayout(
+        location=home.lake_location(stream),
+        stream_name=name,
+        stream_id=stream_id,
+        pipeline=PIPELINE,
+        storage_options=dict(stream.lake.storage_options),
+    )
+
+
+def spark_options(home: Home) -> SparkOptions:
+    """What the Spark session is made of."""
+    from millstream.spark.session import SparkOptions
+
+    spark = home.config.spark
+    return SparkOptions(work_dir=home.pipeline_folder / "work", master=spark.master, conf=dict(spark.conf))
+
+
+def pipeline_config(home: Home, name: str, stream: StreamConfig, stream_id: StreamId) -> PipelineConfig:
+    """What the pipeline of a stream is told."""
+    from millstream.spark.pipeline import PipelineConfig
+
+    spark = home.config.spark
+    return PipelineConfig(
+        stream=name,
+        stream_id=stream_id,
+        wal_folder=home.wal_folder(name),
+        layout=lake_layout(home, name, stream, stream_id),
+        checkpoint_dir=home.pipeline_folder / name,
+        spark=spark_options(home),
+        views=tuple(stream.lake.views),
+        trigger_interval_ms=max(1, round(duration_s(spark.trigger_interval) * 1000)),
+        batch_bytes_max=size_bytes(spark.batch_bytes),
+        disk_factor=stream.lake.disk_factor,
+    )
+
+
+def disk_bytes(folder: Path) -> int:
+    """How large the disk is on which a folder lies (or will)."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).total
+
+
+def place_compiled_code(home: Home) -> None:
+    """Tell numba where to keep machine code: in the home, else in a private temporary folder. Before numba is imported.
+
+    Its own choice, the package's folder or HOME's, fails at import where both are read-only.
+    """
+    if "NUMBA_CACHE_DIR" in os.environ:
+        return
+    folder = home.data / "cache" / "numba"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            os.environ["NUMBA_CACHE_DIR"] = str(folder)
+    except OSError:
+        os.environ["NUMBA_CACHE_DIR"] = tempfile.mkdtemp(prefix="millstream-numba-")
+
+
+class _Shards:
+    """The shard of each table; picklable, unlike a closure."""
+
+    def __init__(self, shards: dict[str, int]) -> None:
+        self._shards = shards
+
+    def __call__(self, table: str) -> ShardId:
+        return ShardId(self._shards.get(table, 0))
