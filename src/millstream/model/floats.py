@@ -12,13 +12,13 @@ from typing import Final
 
 import numpy as np
 
-_FIXED_BELOW_8: Final = 15
-_FIXED_BELOW_4: Final = 6
+FIXED_BELOW_8: Final = 15
+FIXED_BELOW_4: Final = 6
 _FIXED_FROM: Final = -4
 # Only a whole number N * 10^j can lie half-way between two doubles (floats) with so few digits, and then 5^j divides the odd
 # number that the half-way point is made of: below 2^54 (2^25), hence j <= 23 (10) and these bounds.
-_HALF_WAY_8: Final = (2.0**53, 1e41)
-_HALF_WAY_4: Final = (2.0**24, 1e20)
+HALF_WAY_8: Final = (2.0**53, 1e41)
+HALF_WAY_4: Final = (2.0**24, 1e20)
 
 
 def render_float8(value: float) -> str:
@@ -26,9 +26,9 @@ def render_float8(value: float) -> str:
     if not math.isfinite(value):
         return _not_finite(value)
     digits, exponent = _digits(repr(abs(value)))
-    if _HALF_WAY_8[0] <= abs(value) < _HALF_WAY_8[1] and _is_half_way_8(digits, exponent, abs(value)):
+    if HALF_WAY_8[0] <= abs(value) < HALF_WAY_8[1] and _is_half_way_8(digits, exponent, abs(value)):
         digits, exponent = _shorten(abs(value))
-    return _notation(digits, exponent, negative=math.copysign(1.0, value) < 0, fixed_below=_FIXED_BELOW_8)
+    return _notation(digits, exponent, negative=math.copysign(1.0, value) < 0, fixed_below=FIXED_BELOW_8)
 
 
 def render_float4(value: float) -> str:
@@ -37,9 +37,9 @@ def render_float4(value: float) -> str:
         return _not_finite(value)
     single = np.float32(abs(value))
     digits, exponent = _digits(np.format_float_scientific(single, unique=True, trim="-"))
-    if _HALF_WAY_4[0] <= single < _HALF_WAY_4[1] and _is_half_way_4(digits, exponent, single):
+    if HALF_WAY_4[0] <= single < HALF_WAY_4[1] and _is_half_way_4(digits, exponent, single):
         digits, exponent = _shorten_4(single)
-    return _notation(digits, exponent, negative=math.copysign(1.0, value) < 0, fixed_below=_FIXED_BELOW_4)
+    return _notation(digits, exponent, negative=math.copysign(1.0, value) < 0, fixed_below=FIXED_BELOW_4)
 
 
 def _not_finite(value: float) -> str:

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from millstream.codec.pgoutput import _values as machine
 from millstream.codec.pgoutput.messages import Relation
 from millstream.codec.pgoutput.rows import decode_text, parse_column, undecodable
+from millstream.model.floats import FIXED_BELOW_4, FIXED_BELOW_8, HALF_WAY_4, HALF_WAY_8
 from millstream.model.pgtext import Inexact, array_of, text_parser
 from millstream.model.records import TEXT_BY_COLUMN
 
@@ -20,7 +21,10 @@ Bytes = npt.NDArray[np.uint8]
 Positions = npt.NDArray[np.int32]
 
 _INT_BOUNDS = {bits: (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (16, 32, 64)}
-_FIXED_BELOW = {pa.float32(): 6, pa.float64(): 15}  # as millstream.model.floats
+_FLOATS = {
+    pa.float32(): (FIXED_BELOW_4, *HALF_WAY_4),
+    pa.float64(): (FIXED_BELOW_8, *HALF_WAY_8),
+}
 
 
 class Texts:
@@ -112,7 +116,7 @@ def _read_integers(texts: Texts, kind: pa.DataType, state: Bytes) -> Read:
     return bad, (out.astype(f"int{kind.bit_width}", copy=False),)
 
 
-def _read_booleans(texts: Texts, kind: pa.DataType, state: Bytes) -> Read:
+def _read_booleans(texts: Texts, _kind: pa.DataType, state: Bytes) -> Read:
     out = np.empty(len(texts), np.uint8)
     bad = machine.read_booleans(texts.buffer, texts.value_at, texts.size, out, state)
     return bad, (np.packbits(out, bitorder="little"),)
@@ -124,7 +128,7 @@ def _read_decimals(texts: Texts, kind: pa.DataType, state: Bytes) -> Read:
     return bad, (out,)
 
 
-def _read_dates(texts: Texts, kind: pa.DataType, state: Bytes) -> Read:
+def _read_dates(texts: Texts, _kind: pa.DataType, state: Bytes) -> Read:
     out = np.empty(len(texts), np.int32)
     return machine.read_dates(texts.buffer, texts.value_at, texts.size, out, state), (out,)
 
@@ -135,7 +139,7 @@ def _read_timestamps(texts: Texts, kind: pa.DataType, state: Bytes) -> Read:
     return machine.read_timestamps(texts.buffer, texts.value_at, texts.size, zoned, out, state), (out,)
 
 
-def _read_bytea(texts: Texts, kind: pa.DataType, state: Bytes) -> Read:
+def _read_bytea(texts: Texts, _kind: pa.DataType, state: Bytes) -> Read:
     offsets = np.empty(len(texts) + 1, np.int32)
     data = np.empty(machine.measure_bytea(texts.buffer, texts.value_at, texts.size, offsets, state), np.uint8)
     bad = machine.read_bytea(texts.buffer, texts.value_at, offsets, data, state)
@@ -150,16 +154,18 @@ def _read_floats(texts: Texts, kind: pa.DataType, state: Bytes) -> Read | None:
         return None
     shortest = array.cast(pa.string())
     _, offsets, data = shortest.buffers()
+    values = np.frombuffer(array.buffers()[1], np.dtype(f"float{kind.bit_width}"), len(texts))
     bad = machine.check_floats(
         texts.buffer,
         texts.value_at,
         texts.size,
+        values.astype(np.float64),
         np.frombuffer(offsets, np.int32),
         np.frombuffer(data, np.uint8) if data is not None and data.size else _NO_BYTES,
-        _FIXED_BELOW[kind],
+        *_FLOATS[kind],
         state,
     )
-    return bad, (np.frombuffer(array.buffers()[1], np.dtype(f"float{kind.bit_width}"), len(texts)),)
+    return bad, (values,)
 
 
 _NO_BYTES = np.frombuffer(b"\0", np.uint8)

@@ -1,8 +1,10 @@
 """Machine code that walks messages: which records there are, which operation each belongs to, where its values lie.
 
 Everything is a plain loop over bytes; a position is checked before it is read. Nothing here raises: functions return a
-code from `Fault` and where it happened.
+fault (a number) and where it happened.
 """
+
+# ruff: noqa: PLR1714 — numba compiles comparisons better than sets
 
 from __future__ import annotations
 
@@ -71,13 +73,13 @@ def _find(keys: Array, oid: int) -> Any:
 
 
 @inlined
-def _among(values: Array, value: int) -> bool:
+def _among(values: Array, value: Any) -> Any:
     place = np.searchsorted(values, value)
     return place < len(values) and values[place] == value
 
 
 @compiled
-def scan(
+def scan(  # noqa: C901, PLR0911, PLR0912, PLR0915, PLR0917 — one loop over bytes, as machine code wants it
     buffer: Array,
     starts: Array,
     ends: Array,
@@ -95,7 +97,7 @@ def scan(
     record_message: Array,
     record_transaction: Array,
     transactions: Array,
-) -> tuple[int, int, int, int, int]:
+) -> Any:
     """Find the records and transactions of a run.
 
     A *slot* is one Relation message: the known ones first (`known_oids`), then those of the run in order; behind them
@@ -364,7 +366,7 @@ def walk_rows(
     old_at: Array,
     old_size: Array,
     old_row: Array,
-) -> tuple[int, int, int]:
+) -> Any:
     """Note where the values of a table's rows lie: `value_at` and `size` are [columns, rows].
 
     A size below 0 is NULL, UNCHANGED or NOT_SENT. Old keys and rows of updates go to `old_at` and `old_size`

@@ -5,6 +5,8 @@ goes through `millstream.model.pgtext`, which decides. `value_at` and `size` say
 (a size below 0: no text).
 """
 
+# ruff: noqa: C901, PLR0912, PLR0915, PLR1714 — loops over bytes, as machine code wants them
+
 from __future__ import annotations
 
 from typing import Any, Final
@@ -237,7 +239,7 @@ def read_dates(buffer: Array, value_at: Array, size: Array, out: Array, state: A
 
 
 @compiled
-def read_timestamps(buffer: Array, value_at: Array, size: Array, zoned: bool, out: Array, state: Array) -> int:
+def read_timestamps(buffer: Array, value_at: Array, size: Array, zoned: Any, out: Array, state: Array) -> int:
     """Read timestamps as microseconds since 1970, those with a zone in UTC (`+00`); how many are BAD."""
     bad = 0
     for row in range(len(size)):
@@ -351,9 +353,9 @@ def _shortest_text(text: Array, start: int, end: int, fixed_below: int, out: Arr
         at += 1
     digits = np.empty(32, np.uint8)
     count = 0
-    exponent = 0
+    exponent: Any = 0
     point = False
-    power = 0
+    power: Any = 0
     while at < end:
         byte = text[at]
         at += 1
@@ -425,11 +427,21 @@ def _shortest_text(text: Array, start: int, end: int, fixed_below: int, out: Arr
 
 @compiled
 def check_floats(
-    buffer: Array, value_at: Array, size: Array, shortest_at: Array, shortest: Array, fixed_below: int, state: Array
+    buffer: Array,
+    value_at: Array,
+    size: Array,
+    values: Array,
+    shortest_at: Array,
+    shortest: Array,
+    fixed_below: int,
+    half_way_from: float,
+    half_way_to: float,
+    state: Array,
 ) -> int:
     """Compare texts of floats with the shortest texts of what they were read as; how many are BAD.
 
-    `shortest_at` and `shortest` are a string array's offsets and bytes.
+    `shortest_at` and `shortest` are a string array's offsets and bytes. Numbers of the range in which PostgreSQL's digits
+    may differ from the shortest (see `millstream.model.floats`) are BAD.
     """
     bad = 0
     out = np.empty(64, np.uint8)
@@ -438,7 +450,7 @@ def check_floats(
             state[row] = NULL
             continue
         length = _shortest_text(shortest, shortest_at[row], shortest_at[row + 1], fixed_below, out)
-        fine = length == size[row]
+        fine = length == size[row] and not half_way_from <= abs(values[row]) < half_way_to
         if fine:
             for i in range(length):
                 if buffer[value_at[row] + i] != out[i]:

@@ -72,7 +72,7 @@ def decode_block(
 
 def _has_machine_code() -> bool:
     try:
-        import millstream.codec.pgoutput._scan  # noqa: F401, PLC0415
+        import millstream.codec.pgoutput._scan  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name not in {"numba", "llvmlite"}:
             raise
@@ -113,7 +113,7 @@ class _Walk:
         after: Lsn,
     ) -> _Walk:
         """Walk a run. Its Relation and Type messages are put into force."""
-        from millstream.codec.pgoutput import _scan as machine  # noqa: PLC0415
+        from millstream.codec.pgoutput import _scan as machine
 
         buffer = run.buffer.view()
         buffer.flags.writeable = False  # one machine code for all buffers
@@ -171,7 +171,7 @@ class _Walk:
 
     def tables(self, directory: TableDirectory, *, first_index: int) -> tuple[tuple[TableRows, ...], Ints]:
         """The rows of all captured tables, and the transaction of each operation."""
-        from millstream.codec.pgoutput import _scan as machine  # noqa: PLC0415
+        from millstream.codec.pgoutput import _scan as machine
 
         entry_of_slot, entries = self._entries(directory)
         start = np.zeros(len(entries) + 1, np.int64)
@@ -200,7 +200,7 @@ class _Walk:
 
     def _entries(self, directory: TableDirectory) -> tuple[Ints, list[tuple[Relation | None, TableSchema]]]:
         """Which entry of the result each slot's records go to (-1: not captured), by the order of first records."""
-        from millstream.codec.pgoutput import _scan as machine  # noqa: PLC0415
+        from millstream.codec.pgoutput import _scan as machine
 
         first = np.full(len(self.slots) + 1, self.records, np.int64)
         machine.first_uses(self.record_slot, self.records, first)
@@ -235,7 +235,7 @@ def _more_records(run: MessageRun, kinds: npt.NDArray[np.uint8], *, streamed: bo
 
 
 def _violation(fault: int, kind: str) -> ProtocolViolation:
-    from millstream.codec.pgoutput import _scan as machine  # noqa: PLC0415
+    from millstream.codec.pgoutput import _scan as machine
 
     said = {
         machine.TOO_SHORT: "is shorter or longer than it says",
@@ -286,8 +286,8 @@ class _Rows:
 
     def _walk(self, ops: npt.NDArray[np.uint8], value_at: Ints, size: Ints) -> pa.Array | None:
         """Find where values lie; the `__before` column where there are old values."""
-        from millstream.codec.pgoutput import _scan as machine  # noqa: PLC0415
-        from millstream.codec.pgoutput._columns import Texts, text_map  # noqa: PLC0415
+        from millstream.codec.pgoutput import _scan as machine
+        from millstream.codec.pgoutput._columns import Texts, text_map
 
         assert self.relation is not None
         walk, (width, rows) = self.walk, size.shape
@@ -326,7 +326,7 @@ class _Rows:
 
     def _columns(self, value_at: Ints, size: Ints) -> tuple[list[pa.Array], pa.Array]:
         """The table's own columns, and `__exact`."""
-        from millstream.codec.pgoutput._columns import Texts, exact_map, read_column  # noqa: PLC0415
+        from millstream.codec.pgoutput._columns import Texts, exact_map, read_column
 
         assert self.relation is not None
         columns = []
@@ -342,8 +342,8 @@ class _Rows:
 
     def _unchanged(self, size: Ints, names: pa.Array) -> pa.Array:
         """The `__unchanged` column."""
-        from millstream.codec.pgoutput import _scan as machine  # noqa: PLC0415
-        from millstream.codec.pgoutput._columns import validity  # noqa: PLC0415
+        from millstream.codec.pgoutput import _scan as machine
+        from millstream.codec.pgoutput._columns import validity
 
         kind, rows = pa.list_(pa.string()), size.shape[1]
         count = int(np.count_nonzero(size == machine.UNCHANGED))
@@ -424,7 +424,7 @@ class _WarmDirectory:
     source = SourceId(0)
 
     def schema_for(self, relation: Relation) -> TableSchema:
-        from millstream.codec.pgoutput.relations import table_schema  # noqa: PLC0415
+        from millstream.codec.pgoutput.relations import table_schema
 
         return table_schema(relation, source=self.source)
 
