@@ -1,0 +1,206 @@
+"""Random workloads under SIGKILL: nothing lost, doubled, reordered or changed, whatever dies when.
+
+A workload of every operation and type runs without pause while processes are killed: at named points, each several
+times, and at random moments. A kill counts only where something was in flight that nobody had acknowledged. Then
+`run --until-caught-up` must mend everything, and the judge compares.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from tests.e2e.harness import Home, Run, wait_for
+from tests.e2e.verdict import judge
+
+from millstream.testing.postgres import EmbeddedPostgres
+from millstream.testing.workload import StepInfo, Workload
+
+POINTS = {
+    "wal.before_fsync": "before the fsync",
+    "capture.before_confirm": "after the fsync, before the slot is confirmed",
+    "lake.before_history_commit": "lake files written, not committed",
+    "pipeline.after_lake_commit": "lake committed, spark checkpoint not",
+    "lake.before_fold_commit": "in a fold",
+    "capture.copy_chunk": "in a chunk of the table copy",
+}
+TIMES = 3
+RANDOM_KILLS = 4
+COPIED_ROWS = 3_000
+
+
+@dataclass
+class Siege:
+    """A home under a workload, and what was killed."""
+
+    home: Home
+    server: EmbeddedPostgres
+    database: str
+    workload: Workload
+    rng: random.Random
+    witnesses: Path
+    kills: Counter[str] = field(default_factory=Counter)
+    steps: list[StepInfo] = field(default_factory=list)
+    failure: list[BaseException] = field(default_factory=list)
+
+    def in_flight(self) -> bool:
+        """Whether the source holds something that capture hasn't confirmed."""
+        with self.server.connect(self.database, autocommit=True) as connection:
+            row = connection.execute(
+                "SELECT pg_current_wal_insert_lsn() > confirmed_flush_lsn FROM pg_replication_slots"
+                " WHERE database = current_database() AND NOT temporary"
+            ).fetchone()
+        return bool(row and row[0])
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """The workload, in a thread of its own."""
+        stop = threading.Event()
+
+        def work() -> None:
+            try:
+                with self.server.connect(self.database, autocommit=True) as connection:
+                    while not stop.is_set():
+                        self.steps.append(self.workload.step(connection))
+                        stop.wait(self.rng.random() * 0.05)
+            except Exception as error:  # noqa: BLE001 - the main thread raises it
+                self.failure.append(error)
+
+        thread = threading.Thread(target=work, name="workload")
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+        if self.failure:
+            raise self.failure[0]
+
+    def strike(self, point: str) -> None:
+        """Arm a point and wait until somebody has died there."""
+        witness = self.witnesses / point
+        witness.unlink()
+        wait_for(witness.exists, f"a kill at {point}; so far {dict(self.kills)}", timeout_s=120)
+        self.kills[point] += 1
+
+    def strike_at_random(self, run: Run) -> None:
+        """Kill one of the processes, whichever, once something is in flight."""
+        wait_for(lambda: run.children() and self.in_flight(), "something in flight", timeout_s=60)
+        victims = run.children()
+        if not victims:
+            return
+        try:
+            os.kill(self.rng.choice(victims), signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        self.kills["random"] += 1
+
+
+@contextmanager
+def siege(tmp_path: Path, server: EmbeddedPostgres, seed: int) -> Iterator[tuple[Siege, psycopg.Connection[Any]]]:
+    """A database with tables of every kind, and a home that captures it."""
+    database = f"kills_{seed}"
+    dsn = server.create_database(database)
+    with server.connect(database, autocommit=True) as connection:
+        # Defaults of added columns are values that were never sent: this test compares what was.
+        workload = Workload(seed, add_defaults=False)
+        workload.setup(connection)
+        connection.execute("CREATE TABLE public.copied (id bigint PRIMARY KEY, body text)")
+        connection.execute(
+            "INSERT INTO public.copied SELECT i, repeat(md5(i::text), 4) FROM generate_series(1, %s) AS i",
+            [COPIED_ROWS],
+        )
+        home = Home(tmp_path / "shop", dsn, tables=("*",))
+        home.init()
+        config = home.path / "millstream.toml"
+        config.write_text(
+            config.read_text().replace(
+                "[streams.shop.source]", "[streams.shop.source]\ncopy_chunk_rows = 200\ncopy_workers = 1", 1
+            )
+        )
+        witnesses = tmp_path / "witnesses"
+        witnesses.mkdir()
+        for point in POINTS:
+            (witnesses / point).touch()
+        yield Siege(home, server, database, workload, random.Random(seed), witnesses), connection
+
+
+def kill_everything_everywhere(
+    under: Siege, connection: psycopg.Connection[Any], *, times: int, at_random: int
+) -> None:
+    """All named points, each so many times, in random order after the copy's, then random moments."""
+    failpoints = ",".join(POINTS)
+    with under.home.running(failpoints=failpoints, witnesses=under.witnesses) as run:
+        # The slot first: transactions before it are rows to copy.
+        wait_for(
+            lambda: connection.execute(
+                "SELECT 1 FROM pg_replication_slots WHERE confirmed_flush_lsn IS NOT NULL"
+            ).fetchone(),
+            "capture to make its slot",
+        )
+        with under.working():
+            for _ in range(times):
+                under.strike("capture.copy_chunk")
+            others = [point for point in POINTS if point != "capture.copy_chunk"] * times
+            under.rng.shuffle(others)
+            for point in others:
+                under.strike(point)
+            while under.kills["random"] < at_random:
+                under.strike_at_random(run)
+        assert run.process.poll() is None, f"run ended:\n{run.output()[-4000:]}"
+
+
+def settle(under: Siege, connection: psycopg.Connection[Any]) -> list[str]:
+    """Catch up and judge."""
+    under.home.caught_up()
+    with_current = [(t.schema, t.name) for t in under.workload.tables if t.changes] + [("public", "copied")]
+    inserts_only = [(t.schema, t.name) for t in under.workload.tables if not t.changes]
+    return judge(under.home.path / "lake" / "shop", connection, with_current, under.steps, history_only=inserts_only)
+
+
+@pytest.mark.timeout(1800)
+def test_nothing_is_lost_doubled_or_reordered_whatever_is_killed_when(
+    tmp_path: Path, postgres_server: EmbeddedPostgres
+) -> None:
+    seed = 20
+    with siege(tmp_path, postgres_server, seed) as (under, connection):
+        kill_everything_everywhere(under, connection, times=TIMES, at_random=RANDOM_KILLS)
+        problems = settle(under, connection)
+        report(under, seed)
+        assert problems == []
+        assert all(under.kills[point] >= TIMES for point in POINTS)
+
+
+@pytest.mark.soak
+def test_soak_of_kills(tmp_path: Path, postgres_server: EmbeddedPostgres) -> None:
+    """For hours, a seed after the other; MILLSTREAM_SOAK_SEED repeats one."""
+    wanted = os.environ.get("MILLSTREAM_SOAK_SEED")
+    for round_ in range(1 if wanted else int(os.environ.get("MILLSTREAM_SOAK_ROUNDS", "1000"))):
+        seed = int(wanted) if wanted else random.SystemRandom().randrange(10**9)
+        print(f"seed {seed} (round {round_}; MILLSTREAM_SOAK_SEED={seed} repeats it)", flush=True)  # noqa: T201 - counts and seeds are told
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        with siege(folder, postgres_server, seed) as (under, connection):
+            kill_everything_everywhere(under, connection, times=TIMES, at_random=3 * RANDOM_KILLS)
+            problems = settle(under, connection)
+            report(under, seed)
+            assert problems == [], f"seed {seed}"
+        postgres_server.drop_database(under.database)
+
+
+def report(under: Siege, seed: int) -> None:
+    """What was killed: on the terminal, where -s or a failure shows it."""
+    committed = sum(1 for step in under.steps if step.committed)
+    print(f"seed {seed}: {committed} transactions; kills with work in flight:")  # noqa: T201 - counts and seeds are told
+    for point, count in sorted(under.kills.items()):
+        print(f"  {count} × {POINTS.get(point, 'a process at a random moment')}")  # noqa: T201 - counts and seeds are told
