@@ -1,0 +1,140 @@
+"""Whole columns of the log as text, as JSON, and in the lake's types: `millstream.model.pgtext` by the column.
+
+Fast where Arrow does what PostgreSQL does; value by value elsewhere. Both give the same.
+"""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.model.pgtext import storage_values, text_renderer
+from millstream.model.schema import Column
+
+JSON_INTEGER_MAX: Final = 2**53
+"""JSON readers hold numbers as doubles: whole ones up to here are exact."""
+
+
+def render_column(array: pa.Array, column: Column) -> list[str | None]:
+    """PostgreSQL's text of each value of a log column; None for NULL (and for what lies in `__exact`: see there first).
+
+    Bytes that aren't of a PostgreSQL column (the content of a logical message) are text where they are UTF-8, else hex.
+    """
+    kind = array.type
+    if pa.types.is_string(kind):
+        return _list(array)
+    if pa.types.is_integer(kind):
+        return _list(array.cast(pa.string()))
+    if pa.types.is_boolean(kind):
+        return _list(pc.if_else(array, "t", "f"))
+    if pa.types.is_date32(kind):
+        return _list(array.cast(pa.string()))
+    if pa.types.is_timestamp(kind) and kind.unit == "us":
+        return _render_timestamps(array)
+    if pa.types.is_decimal128(kind) and 0 <= kind.scale <= _DECIMAL_SCALE_FAST:
+        return _list(array.cast(pa.string()))
+    if pa.types.is_binary(kind) and column.pg is None:
+        return [None if value is None else render_content(value) for value in array.to_pylist()]
+    render = text_renderer(kind)
+    return [None if value is None else render(value) for value in storage_values(array)]
+
+
+# Arrow turns to an exponent where more than six zeros would stand behind the point.
+_DECIMAL_SCALE_FAST: Final = 6
+
+
+def render_content(value: bytes) -> str:
+    r"""Bytes of a logical message as text where they are UTF-8, else as `\x…`."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return "\\x" + value.hex()
+
+
+def _list(array: pa.Array) -> list[str | None]:
+    values: list[str | None] = array.to_pylist()
+    return values
+
+
+def _render_timestamps(array: pa.Array) -> list[str | None]:
+    zoned = array.type.tz is not None
+    texts = array.cast(pa.timestamp("us")).cast(pa.string())  # always six digits behind the point
+    texts = pc.utf8_rtrim(pc.utf8_rtrim(texts, characters="0"), characters=".")
+    return _list(pc.binary_join_element_wise(texts, "+00", "") if zoned else texts)
+
+
+def json_column(array: pa.Array, column: Column) -> list[Any]:
+    """Each value as JSON holds it exactly: numbers where it can, else PostgreSQL's text; None for NULL.
+
+    Numbers are integers up to 2^53 and finite floats (a `real` as the shortest digits that give it back). Decimals are
+    text: most aren't doubles, and their zeros count. Booleans of a PostgreSQL column are its text, `t` and `f`; those of
+    a logical message are JSON's.
+    """
+    kind = array.type
+    if pa.types.is_integer(kind):
+        return [v if v is None or -JSON_INTEGER_MAX <= v <= JSON_INTEGER_MAX else str(v) for v in array.to_pylist()]
+    if pa.types.is_floating(kind):
+        render = text_renderer(kind)
+        return [None if v is None else _json_float(v, render(v)) for v in array.to_pylist()]
+    if pa.types.is_boolean(kind) and column.pg is None:
+        values: list[Any] = array.to_pylist()
+        return values
+    return list(render_column(array, column))
+
+
+def _json_float(value: float, text: str) -> float | str:
+    return float(text) if math.isfinite(value) else text
+
+
+def to_lake(array: pa.Array, column: Column, wanted: pa.DataType) -> tuple[pa.Array, dict[int, str]]:
+    """A log column in its type of the lake (see `lake_type`), and the texts that this type can't hold, by row.
+
+    A decimal asked for holds a number whose digits fit; it does so whatever zeros PostgreSQL prints behind the point.
+    NaN, infinities, and digits that don't fit are null, and exact as text.
+    """
+    if array.type == wanted:
+        return array, {}
+    if pa.types.is_string(wanted):
+        return pa.array(render_column(array, column), pa.string()), {}
+    assert pa.types.is_decimal128(wanted), f"{column.name} can't become {wanted}"
+    try:
+        return array.cast(wanted), {}
+    except pa.ArrowInvalid:  # some value doesn't fit: look at each
+        return _to_decimals(render_column(array, column), wanted)
+
+
+def _to_decimals(texts: list[str | None], wanted: pa.DataType) -> tuple[pa.Array, dict[int, str]]:
+    exact: dict[int, str] = {}
+    values: list[Decimal | None] = []
+    for row, text in enumerate(texts):
+        value = None if text is None else _decimal(text, wanted.precision, wanted.scale)
+        if text is not None and value is None:
+            exact[row] = text
+        values.append(value)
+    return pa.array(values, type=wanted), exact
+
+
+def _decimal(text: str, precision: int, scale: int) -> Decimal | None:
+    try:
+        value = Decimal(text)
+    except ArithmeticError:
+        return None
+    if not value.is_finite():
+        return None
+    sign, digits, exponent = value.as_tuple()
+    assert isinstance(exponent, int)
+    number = "".join(map(str, digits)).lstrip("0")
+    dropped = -exponent - scale
+    if dropped > 0:
+        if number[-dropped:].strip("0"):
+            return None  # digits behind the scale
+        number = number[:-dropped]
+    else:
+        number = number + "0" * -dropped if number else ""
+    if len(number) > precision:
+        return None
+    return Decimal((sign, tuple(map(int, number or "0")), -scale))
