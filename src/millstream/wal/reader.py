@@ -70,6 +70,8 @@ class TableRecords:
     last_seq: Seq
     operation_seq: pa.Array
     """For each record the first number that its operation has on this shard: what shards are merged by."""
+    frame_offset: Offset
+    """The first offset of the frame: records of several tables are merged by offset within it."""
 
 
 class StreamReader:
@@ -551,7 +553,13 @@ def _table_records(frame: RecordsFrame, schema: TableSchema, batch: pa.RecordBat
     of_row = np.repeat(operation[mine], batches.column("count").to_numpy()[mine])
     seqs = batch.column("__seq")
     return TableRecords(
-        schema, batch, frame.header.shard, Seq(seqs[0].as_py()), Seq(seqs[-1].as_py()), pa.array(first[of_row])
+        schema,
+        batch,
+        frame.header.shard,
+        Seq(seqs[0].as_py()),
+        Seq(seqs[-1].as_py()),
+        pa.array(first[of_row]),
+        frame.header.first_offset,
     )
 
 
@@ -586,4 +594,5 @@ def _filtered(found: TableRecords, keep: npt.NDArray[np.bool_]) -> Iterator[Tabl
         Seq(seqs[0].as_py()),
         Seq(seqs[-1].as_py()),
         found.operation_seq.filter(mask),
+        found.frame_offset,
     )
