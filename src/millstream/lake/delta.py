@@ -128,6 +128,10 @@ def create_table(
                     STREAM_PROPERTY: str(layout.stream_id),
                     # Tables are opened anew for every write, which reads the commits since the last checkpoint.
                     "delta.checkpointInterval": "20",
+                    # Commits come every second: the log of a month would be millions of files.
+                    "delta.logRetentionDuration": "interval 6 hours",
+                    # How long the log remembers removed files, which `upkeep` deletes long before.
+                    "delta.deletedFileRetentionDuration": "interval 1 hours",
                     **(properties or {}),
                 },
                 storage_options=dict(layout.storage_options) or None,
