@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from millstream.capture.config import CaptureConfig
-from millstream.capture.source import SourceTable
+from millstream.capture.source import KeyColumn, SourceTable
 from millstream.catalog import Catalog, TableRow, TableState
 from millstream.codec.pgoutput import MESSAGES_COLUMNS, Relation, raw_schema, table_schema
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, TableId
@@ -27,8 +27,7 @@ NO_IDENTITY: Final = (
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    encoded: bytes
-    raw: bool
+    asked: tuple[bytes, TableState | None, tuple[KeyColumn, ...] | None]
     schema: TableSchema | None
 
 
@@ -76,15 +75,16 @@ class CatalogDirectory:
     def schema_for(self, relation: Relation) -> TableSchema | None:
         """The table's schema under this relation: kind TABLE, or RAW where it's set aside; None: not captured."""
         with self._lock:
-            row = self._rows.get(relation.oid)
+            row, facts = self._rows.get(relation.oid), self._facts.get(relation.oid)
             known = self._answers.get(relation.oid)
-        raw = row is not None and row.state is TableState.SET_ASIDE
-        if known is not None and known.encoded == relation.encoded and known.raw == raw and (row or not known.schema):
+        asked = (relation.encoded, None if row is None else row.state, None if facts is None else facts.key)
+        if known is not None and known.asked == asked:
             return known.schema
-        answer = _Answer(relation.encoded, raw, self._resolve(relation))
-        with self._lock:
-            self._answers[relation.oid] = answer
-        return answer.schema
+        schema = self._resolve(relation, row, facts)
+        if row is not None:
+            with self._lock:
+                self._answers[relation.oid] = _Answer(asked, schema)
+        return schema
 
     def messages_schema(self) -> TableSchema:
         """The schema of the source's logical messages."""
@@ -114,17 +114,14 @@ class CatalogDirectory:
         self.refresh()
         return row.id
 
+    def rows(self) -> list[TableRow]:
+        """The captured tables, as last refreshed."""
+        with self._lock:
+            return list(self._rows.values())
+
     def shard_of(self, table: TableId) -> ShardId:
         """The shard on which a table lies."""
-        for row in self._rows.values():
-            if row.id == table:
-                return row.shard
-        return FIRST_SHARD
-
-    def row_of(self, table: TableId) -> TableRow | None:
-        """A captured table by its id, as last refreshed."""
-        with self._lock:
-            return next((row for row in self._rows.values() if row.id == table), None)
+        return next((row.shard for row in self.rows() if row.id == table), FIRST_SHARD)
 
     def _captured(self) -> list[TableRow]:
         return [row for row in self._catalog.tables(self._stream) if row.kind is TableKind.TABLE]
@@ -144,9 +141,7 @@ class CatalogDirectory:
             self._rows[oid] = row
         return row
 
-    def _resolve(self, relation: Relation) -> TableSchema | None:
-        with self._lock:
-            row, facts = self._rows.get(relation.oid), self._facts.get(relation.oid)
+    def _resolve(self, relation: Relation, row: TableRow | None, facts: SourceTable | None) -> TableSchema | None:
         identity = relation.replica_identity
         named = [c.name for c in relation.columns if c.in_identity]
         has_identity = bool(named) and identity is not ReplicaIdentity.NOTHING

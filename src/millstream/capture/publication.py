@@ -63,6 +63,21 @@ def covered_tables(connection: Connection, publication: str) -> frozenset[int]:
     return frozenset(_members(connection, (publication, inserts_name(publication))))
 
 
+def restrictions(
+    connection: Connection, publications: Sequence[str], table: SourceTable
+) -> tuple[list[str] | None, str]:
+    """The columns (None: all) and the condition (empty: none) that a publication's lists and filters let through (15+)."""
+    if connection.info.server_version < 150000:
+        return None, ""
+    with translated():
+        row = connection.execute(
+            "SELECT attnames::text[], rowfilter FROM pg_publication_tables WHERE pubname = ANY(%s) AND schemaname = %s"
+            " AND tablename = %s ORDER BY pubname LIMIT 1",
+            [list(publications), table.namespace, table.name],
+        ).fetchone()
+    return (None, "") if row is None else (row[0], row[1] or "")
+
+
 def missing_publications(connection: Connection, publication: str, tables: Sequence[SourceTable]) -> list[str]:
     """The SQL that a DBA would have to run so that both publications send `tables`; empty where nothing is missing."""
     statements: list[str] = []

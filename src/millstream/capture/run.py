@@ -191,7 +191,7 @@ class _Capture:
                 buffer_bytes_max=config.buffer_bytes_max,
                 status_s=status_s,
             )
-            copies = TableCopies(config, self._catalog, directory, tables, receiver.nudge)
+            copies = TableCopies(config, self._catalog, directory, tables, self._stream, receiver.nudge)
             applier = Applier(receiver, self._log, directory, self._catalog, reached=reached, copies=copies)
             watcher = Watcher(config, tables, directory, passed=lambda: applier.passed, on_look=copies.see)
             self._connected = self._ever = True
@@ -232,7 +232,6 @@ class _Capture:
                 applier.store_position()
                 final = applier.confirmed
             receiver.stop(final=final)
-            self._records += applier.records
             assert applier.durable >= begun
         return self._outcome(session, control)
 
@@ -328,6 +327,7 @@ class _Capture:
             logger.info("the slot couldn't be asked at the end", code=error.code, error=error.message)
         rows = [row for row in self._catalog.tables(self._stream) if row.relation_oid]
         self._tell(session)
+        self._records += session.applier.records
         return CaptureOutcome(
             reached=session.applier.confirmed,
             caught_up=self._target is not None

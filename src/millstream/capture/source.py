@@ -107,11 +107,10 @@ SELECT c.oid, n.nspname, c.relname, c.relkind = 'p', c.relreplident::text,
        ARRAY(SELECT p.relid::oid::bigint FROM pg_partition_ancestors(c.oid) p WHERE p.relid <> c.oid)
   FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
  WHERE c.relkind IN ('r', 'p') AND c.relpersistence = 'p'
-   AND n.nspname NOT IN ('pg_catalog', 'information_schema', 'pg_toast') AND n.nspname NOT LIKE 'pg\\_temp\\_%'
-   AND NOT EXISTS (SELECT FROM pg_depend d WHERE d.classid = 'pg_class'::regclass AND d.objid = c.oid AND d.deptype = 'e'
-                   AND n.nspname = 'pg_catalog')
- ORDER BY n.nspname, c.relname
+   AND n.nspname NOT IN ('pg_catalog', 'information_schema', 'pg_toast') AND n.nspname NOT LIKE 'pg\\_temp\\_%%'
 """
+_ORDER: Final = " ORDER BY n.nspname, c.relname"
+_ONE: Final = " AND c.oid = %s"
 
 
 def identify(connection: Connection) -> Identity:
@@ -171,9 +170,16 @@ def check_same(known: Identity, found: Identity) -> None:
 def list_tables(connection: Connection, patterns: TablePatterns) -> list[SourceTable]:
     """The tables that the patterns take in, by name; a partition only where no partitioned table above it is one."""
     with translated():
-        rows = connection.execute(_TABLES).fetchall()
+        rows = connection.execute(_TABLES + _ORDER, []).fetchall()
     taken = {int(row[0]) for row in rows if patterns.select(row[1], row[2])}
     return [_table(row) for row in rows if int(row[0]) in taken and not taken.intersection(row[11])]
+
+
+def read_table(connection: Connection, oid: int) -> SourceTable | None:
+    """One table by its OID, as the connection's transaction sees it; None where there is none."""
+    with translated():
+        row = connection.execute(_TABLES + _ONE, [oid]).fetchone()
+    return None if row is None else _table(row)
 
 
 def _table(row: tuple[Any, ...]) -> SourceTable:

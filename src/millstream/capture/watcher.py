@@ -82,7 +82,7 @@ class Tables:
                 self._catalog.set_state(row.id, TableState.SET_ASIDE, why, details={"cause": NOT_PUBLISHED})
         elif row.state is TableState.SET_ASIDE and row.details.get("cause") == NOT_PUBLISHED:
             self._catalog.set_state(row.id, TableState.COPY_REQUESTED, "a publication sends it now")
-        elif table.usable and row.state is TableState.HISTORY_ONLY:
+        elif table.usable and row.state is TableState.HISTORY_ONLY and not row.details.get("cause"):
             self._catalog.set_state(row.id, TableState.COPY_REQUESTED, "it has got a usable replica identity")
         elif not table.usable and row.state in {TableState.STREAMING, TableState.COPYING, TableState.COPY_REQUESTED}:
             logger.warning("table in history only", table=table.full_name, reason=NO_IDENTITY)

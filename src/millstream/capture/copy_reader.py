@@ -1,0 +1,278 @@
+"""Reads chunks of existing rows from the source: each in one short transaction that locks nobody out.
+
+A chunk's transaction: take the lock that any SELECT takes, *then* the snapshot (so no rewrite or TRUNCATE can lie between
+the two: those show an empty table to older snapshots), then the end of WAL, then the rows, in the order of the key.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from psycopg import pq, sql
+
+from millstream.capture.connection import translate_result, translated
+from millstream.capture.copy_text import CopiedRows, read_copied
+from millstream.capture.publication import restrictions
+from millstream.capture.source import Connection, SourceTable, as_record_end, read_table
+from millstream.codec.pgoutput import table_schema
+from millstream.errors import SourceError
+from millstream.model.ids import SourceId, TableId
+from millstream.model.positions import Lsn, parse_lsn
+from millstream.model.schema import ReplicaIdentity, TableSchema
+from millstream.protocol.table_copy import Key, Snapshot, extend_xid
+
+CHUNK_BYTES: Final = 16 << 20
+"""A chunk's aim; its columns and its text take some three times as much."""
+CHUNK_BYTES_MAX: Final = 64 << 20
+"""Reading stops here: what was read until then is a chunk as well."""
+_SAMPLE_PAGES: Final = 300
+_LOCK_TIMEOUT: Final = "5s"
+
+
+class TableGone(SourceError):
+    """The table isn't there any more."""
+
+    code = "table_gone"
+
+
+class TableChanged(SourceError):
+    """The table's key isn't what it was: its chunks mean nothing now."""
+
+    code = "table_changed"
+
+
+class TableTooLarge(SourceError):
+    """The table has no key, and too many rows to be copied as one chunk."""
+
+    code = "table_too_large"
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a chunk takes: keys in `(after, upto]` (None: no bound), or the rows of the keys asked for."""
+
+    after: Key | None = None
+    upto: Key | None = None
+    keys: tuple[Key, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What was read."""
+
+    rows: CopiedRows
+    snapshot: Snapshot
+    snapshot_text: str
+    lsn: Lsn
+    at_us: int
+    table: SourceTable
+    last: bool
+    """Nothing is left in the bounds behind it."""
+
+
+class ChunkReader:
+    """Reads chunks over one ordinary connection of its own.
+
+    Args:
+        connection: pinned as `connect` pins it; its search path and planner settings are changed.
+        source: the source's number, for schemas.
+        publications: those whose column lists and row filters apply.
+    """
+
+    def __init__(self, connection: Connection, source: SourceId, publications: Sequence[str]) -> None:
+        self._connection = connection
+        self._source = source
+        self._publications = tuple(publications)
+        with translated():
+            # Chunks follow the key's index; a plan that sorts the table anew for each would be quadratic.
+            connection.execute(
+                "SET enable_seqscan = off; SET enable_bitmapscan = off; SET max_parallel_workers_per_gather = 0;"
+                f" SET jit = off; SET lock_timeout = '{_LOCK_TIMEOUT}'"
+            )
+
+    def running_bound(self) -> int:
+        """An id above every transaction that may have committed before now and be unseen yet.
+
+        A snapshot's xmax isn't enough: it counts from the latest *ended* transaction, and one that has its commit record
+        and waits for a standby may have a greater id. Every running transaction holds a lock on its own id, prepared
+        ones too.
+        """
+        with translated():
+            row = self._connection.execute(
+                "SELECT pg_current_snapshot()::text, ARRAY(SELECT transactionid::text::bigint FROM pg_locks"
+                " WHERE locktype = 'transactionid' AND mode = 'ExclusiveLock' AND granted)"
+            ).fetchone()
+        assert row is not None
+        snapshot = Snapshot.parse(row[0])
+        return max([snapshot.xmax, *(extend_xid(int(xid), snapshot.xmax) + 1 for xid in row[1])])
+
+    def current_snapshot(self) -> Snapshot:
+        """Who has ended by now."""
+        with translated():
+            row = self._connection.execute("SELECT pg_current_snapshot()::text").fetchone()
+        assert row is not None
+        return Snapshot.parse(row[0])
+
+    def read(self, table: SourceTable, table_id: TableId, bounds: Bounds, *, rows_max: int | None) -> Chunk:
+        """Read the rows in the bounds, from the lowest key on.
+
+        Args:
+            table: as last seen; by its key the bounds are.
+            table_id: the catalog's number.
+            bounds: what to read.
+            rows_max: stop after so many; None: read all.
+
+        Raises:
+            TableGone, TableChanged: as they say.
+            MillstreamError: PostgreSQL's refusal; the transaction is over.
+        """
+        connection = self._connection
+        name = sql.Identifier(table.namespace, table.name)
+        self._widen_search_path(table)
+        with translated(), connection.transaction():
+            connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+            connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE").format(name))
+            row = connection.execute("SELECT pg_current_snapshot()::text").fetchone()
+            assert row is not None
+            place = connection.execute(
+                "SELECT pg_current_wal_insert_lsn()::text, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
+            ).fetchone()
+            assert place is not None
+            found = read_table(connection, table.oid)
+            if found is None:
+                raise TableGone(f"the table {table.full_name} is gone")
+            if found.key != table.key:
+                raise TableChanged(f"the table {table.full_name} has got another key", table=table.full_name)
+            if (found.namespace, found.name) != (table.namespace, table.name):
+                raise SourceError(f"the table {table.full_name} was renamed", sqlstate="42P01")
+            found, condition = self._as_published(found)
+            schema = table_of(found, self._source, table_id)
+            query = _copy_query(found, bounds, condition, rows_max)
+            text, count, whole = self._copy_out(query.as_bytes(connection))
+        rows = read_copied(text, count, found.relation, schema)
+        return Chunk(
+            rows=rows,
+            snapshot=Snapshot.parse(row[0]),
+            snapshot_text=row[0],
+            lsn=as_record_end(parse_lsn(place[0])),
+            at_us=int(place[1]),
+            table=found,
+            last=whole and (rows_max is None or count < rows_max),
+        )
+
+    def split(self, table: SourceTable, parts: int) -> list[Key]:
+        """Keys that cut the table into about `parts` pieces of like size, by a sample; may be fewer, or none."""
+        pages = max(1, table.size_bytes // 8192)
+        percent = min(100.0, 100.0 * _SAMPLE_PAGES / pages)
+        keys = sql.SQL(", ").join(sql.Identifier(column.name) for column in table.key)
+        only = sql.SQL("") if table.partitioned else sql.SQL("ONLY ")
+        query = sql.SQL("SELECT {} FROM {}{} TABLESAMPLE SYSTEM ({}) ORDER BY {}").format(
+            keys, only, sql.Identifier(table.namespace, table.name), sql.Literal(percent), keys
+        )
+        self._widen_search_path(table)
+        with translated():
+            result = self._connection.pgconn.exec_(query.as_bytes(self._connection))
+        if result.status != pq.ExecStatus.TUPLES_OK:
+            raise translate_result(result)
+        found: list[Key] = []
+        for part in range(1, parts):
+            place = result.ntuples * part // parts
+            if 0 < place < result.ntuples:
+                values = [result.get_value(place, column) for column in range(len(table.key))]
+                key = tuple(value.decode() for value in values if value is not None)
+                if len(key) == len(table.key) and (not found or found[-1] != key):
+                    found.append(key)
+        return found
+
+    def _as_published(self, table: SourceTable) -> tuple[SourceTable, str]:
+        """The table with the columns that are sent, and the condition under which its rows are."""
+        names, condition = restrictions(self._connection, self._publications, table)
+        if names is None:
+            return table, condition
+        sent = tuple(column for column in table.relation.columns if column.name in names)
+        return replace(table, relation=replace(table.relation, columns=sent)), condition
+
+    def _widen_search_path(self, table: SourceTable) -> None:
+        """Comparison operators of an extension's type are found by the search path alone."""
+        spaces = ["pg_catalog", *sorted({k.operator_namespace for k in table.key} - {"pg_catalog"})]
+        with translated():
+            path = sql.SQL(", ").join(map(sql.Identifier, spaces))
+            self._connection.execute(sql.SQL("SET search_path = {}").format(path))
+
+    def _copy_out(self, query: bytes) -> tuple[bytes, int, bool]:
+        """COPY's text, its rows, and whether it is all that there was."""
+        pgconn = self._connection.pgconn
+        pgconn.send_query(query)
+        result = pgconn.get_result()
+        if result is None or result.status != pq.ExecStatus.COPY_OUT:
+            assert result is not None
+            raise translate_result(result)
+        parts: list[Any] = []
+        append, get = parts.append, pgconn.get_copy_data
+        size = 0
+        cut = False
+        while True:
+            count, data = get(0)
+            if count <= 0:
+                break
+            if cut:
+                continue
+            append(data)
+            size += count
+            if size >= CHUNK_BYTES_MAX:
+                cut = True
+                self._connection.cancel_safe()
+        failure = None
+        while (result := pgconn.get_result()) is not None:
+            if result.status != pq.ExecStatus.COMMAND_OK and not cut:
+                failure = translate_result(result)
+        if failure is not None:
+            raise failure
+        return b"".join(parts), len(parts), not cut
+
+
+def table_of(table: SourceTable, source: SourceId, table_id: TableId) -> TableSchema:
+    """The schema of a table as the source's catalogs have it now; its version isn't known yet."""
+    full = table.replica_identity is ReplicaIdentity.FULL
+    key = tuple(column.name for column in table.key) if full else None
+    return table_schema(table.relation, source=source, key=key, table_id=table_id)
+
+
+def _copy_query(table: SourceTable, bounds: Bounds, condition: str, rows_max: int | None) -> sql.Composed:
+    columns = sql.SQL(", ").join(sql.Identifier(c.name) for c in table.relation.columns)
+    only = sql.SQL("") if table.partitioned else sql.SQL("ONLY ")
+    query = sql.SQL("SELECT {} FROM {}{}").format(columns, only, sql.Identifier(table.namespace, table.name))
+    conditions: list[sql.Composable] = [sql.SQL("({})").format(sql.SQL(condition))] if condition else []
+    key = _row([sql.Identifier(c.name) for c in table.key]) if table.key else None
+    if key is not None:
+        if bounds.keys:
+            wanted = sql.SQL(", ").join(_row([sql.Literal(text) for text in one]) for one in bounds.keys)
+            conditions.append(sql.SQL("{} IN ({})").format(key, wanted))
+        if bounds.after is not None:
+            conditions.append(sql.SQL("{} > {}").format(key, _row([sql.Literal(t) for t in bounds.after])))
+        if bounds.upto is not None:
+            conditions.append(sql.SQL("{} <= {}").format(key, _row([sql.Literal(t) for t in bounds.upto])))
+    if conditions:
+        query += sql.SQL(" WHERE {}").format(sql.SQL(" AND ").join(conditions))
+    if key is not None and not bounds.keys:
+        query += sql.SQL(" ORDER BY {}").format(sql.SQL(", ").join(sql.Identifier(c.name) for c in table.key))
+    if rows_max is not None:
+        query += sql.SQL(" LIMIT {}").format(sql.Literal(rows_max))
+    return sql.SQL("COPY ({}) TO STDOUT").format(query)
+
+
+def _row(parts: Sequence[sql.Composable]) -> sql.Composed:
+    return sql.SQL("({})" if len(parts) == 1 else "ROW({})").format(sql.SQL(", ").join(parts))
+
+
+def encode_key(key: Key | None) -> str | None:
+    """A key as the catalog keeps it."""
+    return None if key is None else json.dumps(list(key))
+
+
+def decode_key(text: str | None) -> Key | None:
+    """The key that `encode_key` put down."""
+    return None if text is None else tuple(json.loads(text))

@@ -1,0 +1,184 @@
+"""When a chunk of existing rows may enter the log beside running changes, and which of its rows may not.
+
+The rules
+---------
+A chunk's rows were read under a snapshot S; L is the end of the WAL, read right after S was taken. So every transaction
+that S sees had committed (in the WAL) at or below L. The chunk enters once the log has everything up to L. All that S
+sees is then in the log, so nothing that comes later is older than the chunk's rows. What the log has and S does *not* see
+is newer than the chunk's rows, however early it came: commit order is not visibility order (a commit that waits for a
+synchronous standby is in the WAL, and in the log, long before any snapshot sees it). Keys touched by such a transaction
+are dropped from the chunk.
+
+- What touches a table as a whole (TRUNCATE, a transaction too large to keep its keys) and isn't seen by S has the chunk
+  read again.
+- An update that leaves a TOAST value unsent needs the row's older version for it. Where that version was in a chunk's
+  dropped row, the row is read again by its key, as a chunk of its own; a key asked for by name is judged the same way,
+  found or not.
+- Touches are remembered until every snapshot that is open, being taken or yet to come sees their transaction. xmin of
+  snapshots taken one after the other never falls, which gives the bound.
+- What was logged before the tracker began is not remembered: the caller takes no snapshot before all transactions that
+  were running at that moment have ended.
+
+Keys are tuples of PostgreSQL's texts; equal texts are equal keys. Transaction ids in the stream have 32 bits, snapshots
+have 64: an id means the one nearest to the snapshot's xmax (PostgreSQL keeps them within 2^31 of each other).
+
+Pure: no I/O, no clock. Not for several threads at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from millstream.errors import InvalidValue
+
+Key = tuple[str, ...]
+"""A row's key, as PostgreSQL's texts."""
+
+_SNAPSHOT: Final = re.compile(r"(\d+):(\d+):(\d+(?:,\d+)*)?\Z")
+_XID_SPAN: Final = 1 << 32
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """`pg_current_snapshot()`: who had ended when it was taken. Ids have 64 bits."""
+
+    xmin: int
+    """Everything below has ended."""
+    xmax: int
+    """Nothing at or above is seen."""
+    running: frozenset[int] = frozenset()
+    """Those between that are not seen."""
+
+    @classmethod
+    def parse(cls, text: str) -> Snapshot:
+        """The snapshot of its text, `xmin:xmax:xip,xip`; `InvalidValue` for any other."""
+        found = _SNAPSHOT.match(text)
+        if found is None:
+            raise InvalidValue(f"{text!r} is not a snapshot")
+        running = frozenset(int(xid) for xid in found[3].split(",")) if found[3] else frozenset[int]()
+        return cls(int(found[1]), int(found[2]), running)
+
+    def sees(self, xid: int) -> bool:
+        """Whether what that transaction (an id of 32 bits) did is seen, given that it committed."""
+        whole = extend_xid(xid, self.xmax)
+        return whole < self.xmin or (whole < self.xmax and whole not in self.running)
+
+
+def extend_xid(xid: int, near: int) -> int:
+    """The 64-bit id nearest to `near` whose lower 32 bits are `xid`'s."""
+    distance = (xid - near) % _XID_SPAN
+    return near + (distance if distance < _XID_SPAN // 2 else distance - _XID_SPAN)
+
+
+@dataclass(frozen=True, slots=True)
+class Touch:
+    """What one logged transaction did to the table."""
+
+    xid: int
+    keys: frozenset[Key]
+    """Every key that a row had before or after."""
+    incomplete: frozenset[Key] = frozenset()
+    """Those whose row lacks a TOAST value that wasn't sent."""
+    everything: bool = False
+    """It touched the table as a whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What becomes of a chunk whose time has come."""
+
+    again: bool = False
+    """Read it again; nothing of it enters."""
+    drop: frozenset[Key] = frozenset()
+    """Keys whose rows don't enter."""
+    reread: frozenset[Key] = frozenset()
+    """Keys to be read once more, by name."""
+
+
+@dataclass(slots=True)
+class _Reading:
+    floor: int
+    """Every transaction below is seen by the chunk's snapshot."""
+    snapshot: Snapshot | None = None
+
+
+class CopyTracker:
+    """The touches of one table while it is copied, and the chunks that are open.
+
+    A chunk: `begin` before its snapshot is taken, `take` with the snapshot, `judge` once the log has passed its LSN,
+    `end` when it has entered or was given up.
+    """
+
+    def __init__(self) -> None:
+        self._touches: list[Touch] = []
+        self._open: dict[int, _Reading] = {}
+        self._next = 1
+        self._xmin = 0
+        """xmin of the latest snapshot taken: those yet to come see everything below."""
+
+    @property
+    def touch_count(self) -> int:
+        """Touches remembered."""
+        return len(self._touches)
+
+    def touch(self, touch: Touch) -> None:
+        """A transaction that touched the table is about to be logged."""
+        self._touches.append(touch)
+
+    def begin(self) -> int:
+        """A chunk is about to take its snapshot; gives its ticket."""
+        ticket = self._next
+        self._next += 1
+        self._open[ticket] = _Reading(self._xmin)
+        return ticket
+
+    def take(self, ticket: int, snapshot: Snapshot) -> None:
+        """The chunk's snapshot is taken."""
+        self._open[ticket] = _Reading(snapshot.xmin, snapshot)
+        self._xmin = max(self._xmin, snapshot.xmin)
+
+    def judge(self, ticket: int, asked: Collection[Key] = ()) -> Verdict:
+        """What of the chunk may enter now, the log having passed its LSN.
+
+        Args:
+            ticket: the chunk's.
+            asked: where the chunk is of rows asked for by key: all those keys.
+        """
+        snapshot = self._open[ticket].snapshot
+        assert snapshot is not None, "a chunk is judged after its snapshot"
+        drop: set[Key] = set()
+        incomplete: set[Key] = set()
+        for touch in self._touches:
+            if snapshot.sees(touch.xid):
+                continue
+            if touch.everything:
+                return Verdict(again=True)
+            drop |= touch.keys
+            incomplete |= touch.incomplete
+        again = frozenset(incomplete.intersection(asked)) if asked else frozenset(incomplete)
+        return Verdict(drop=frozenset(drop), reread=again)
+
+    def end(self, ticket: int) -> None:
+        """The chunk has entered, or was given up."""
+        del self._open[ticket]
+        self._prune()
+
+    def _prune(self) -> None:
+        bound = min((reading.floor for reading in self._open.values()), default=self._xmin)
+        if bound:
+            self._touches = [t for t in self._touches if extend_xid(t.xid, bound) >= bound]
+
+
+def kept(keys: Iterable[Key], verdict: Verdict) -> tuple[list[bool], frozenset[Key]]:
+    """For each row of a chunk of a key range, whether it enters; and the keys of dropped ones to be read again by name."""
+    mask: list[bool] = []
+    found: set[Key] = set()
+    for key in keys:
+        dropped = key in verdict.drop
+        mask.append(not dropped)
+        if dropped and key in verdict.reread:
+            found.add(key)
+    return mask, frozenset(found)
