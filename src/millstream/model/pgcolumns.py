@@ -1,4 +1,4 @@
-"""Whole columns of the log as text, as JSON, and in the lake's types: `millstream.model.pgtext` by the column.
+"""Whole columns of the log as text and as JSON: `millstream.model.pgtext` by the column.
 
 Fast where Arrow does what PostgreSQL does; value by value elsewhere. Both give the same.
 """
@@ -6,7 +6,6 @@ Fast where Arrow does what PostgreSQL does; value by value elsewhere. Both give 
 from __future__ import annotations
 
 import math
-from decimal import Decimal
 from typing import Any, Final
 
 import pyarrow as pa
@@ -88,53 +87,3 @@ def json_column(array: pa.Array, column: Column) -> list[Any]:
 
 def _json_float(value: float, text: str) -> float | str:
     return float(text) if math.isfinite(value) else text
-
-
-def to_lake(array: pa.Array, column: Column, wanted: pa.DataType) -> tuple[pa.Array, dict[int, str]]:
-    """A log column in its type of the lake (see `lake_type`), and the texts that this type can't hold, by row.
-
-    A decimal asked for holds a number whose digits fit; it does so whatever zeros PostgreSQL prints behind the point.
-    NaN, infinities, and digits that don't fit are null, and exact as text.
-    """
-    if array.type == wanted:
-        return array, {}
-    if pa.types.is_string(wanted):
-        return pa.array(render_column(array, column), pa.string()), {}
-    assert pa.types.is_decimal128(wanted), f"{column.name} can't become {wanted}"
-    try:
-        return array.cast(wanted), {}
-    except pa.ArrowInvalid:  # some value doesn't fit: look at each
-        return _to_decimals(render_column(array, column), wanted)
-
-
-def _to_decimals(texts: list[str | None], wanted: pa.DataType) -> tuple[pa.Array, dict[int, str]]:
-    exact: dict[int, str] = {}
-    values: list[Decimal | None] = []
-    for row, text in enumerate(texts):
-        value = None if text is None else _decimal(text, wanted.precision, wanted.scale)
-        if text is not None and value is None:
-            exact[row] = text
-        values.append(value)
-    return pa.array(values, type=wanted), exact
-
-
-def _decimal(text: str, precision: int, scale: int) -> Decimal | None:
-    try:
-        value = Decimal(text)
-    except ArithmeticError:
-        return None
-    if not value.is_finite():
-        return None
-    sign, digits, exponent = value.as_tuple()
-    assert isinstance(exponent, int)
-    number = "".join(map(str, digits)).lstrip("0")
-    dropped = -exponent - scale
-    if dropped > 0:
-        if number[-dropped:].strip("0"):
-            return None  # digits behind the scale
-        number = number[:-dropped]
-    else:
-        number = number + "0" * -dropped if number else ""
-    if len(number) > precision:
-        return None
-    return Decimal((sign, tuple(map(int, number or "0")), -scale))

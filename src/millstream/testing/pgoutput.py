@@ -1,4 +1,4 @@
-"""Messages of pgoutput as a source would send them, made by hand: for tests of what decodes them.
+"""Messages of pgoutput as a source would send them, made by hand, and a catalog's side of decoding in memory.
 
 Each function gives one message, without the XLogData header. `xid` is the (sub)transaction's id that messages inside a
 streamed block carry. A value of a row is its text, None for NULL, or `UNCHANGED`.
@@ -7,10 +7,13 @@ streamed block carry. A value of a row is its text, None for NULL, or `UNCHANGED
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
-from millstream.codec.pgoutput.messages import POSTGRES_EPOCH_US, UNCHANGED, Unchanged
+from millstream.codec.pgoutput.messages import POSTGRES_EPOCH_US, UNCHANGED, Relation, Unchanged
+from millstream.codec.pgoutput.relations import MESSAGES_COLUMNS, raw_schema, table_schema
+from millstream.model.ids import SchemaVersion, SourceId, TableId
+from millstream.model.schema import TableKind, TableSchema
 
 RowValues = Sequence[str | bytes | Unchanged | None]
 ColumnFacts = tuple[str, int, int, bool]
@@ -111,3 +114,40 @@ def _text(text: str) -> bytes:
 
 def _xid(xid: int | None) -> bytes:
     return b"" if xid is None else struct.pack(">I", xid)
+
+
+class TablesByOid:
+    """A `TableDirectory` in memory: a table's id is its oid, its versions count the relations that differ.
+
+    Args:
+        ignored: oids of tables that aren't captured.
+        aside: oids of tables that are set aside.
+        messages: whether logical messages are captured (as table 1).
+    """
+
+    def __init__(self, *, ignored: Collection[int] = (), aside: Collection[int] = (), messages: bool = True) -> None:
+        self.source = SourceId(3)
+        self.ignored = set(ignored)
+        self.aside = set(aside)
+        self._messages = messages
+        self._versions: dict[int, list[object]] = {}
+
+    def schema_for(self, relation: Relation) -> TableSchema | None:
+        """The table's schema, numbered."""
+        if relation.oid in self.ignored:
+            return None
+        known = self._versions.setdefault(relation.oid, [])
+        facts = (relation.name, relation.columns, relation.replica_identity, relation.oid in self.aside)
+        if facts not in known:
+            known.append(facts)
+        table, version = TableId(relation.oid), SchemaVersion(known.index(facts) + 1)
+        if relation.oid in self.aside:
+            return raw_schema(relation, source=self.source, table_id=table, version=version)
+        return table_schema(relation, source=self.source, table_id=table, version=version)
+
+    def messages_schema(self) -> TableSchema | None:
+        """The schema of logical messages."""
+        if not self._messages:
+            return None
+        table, version = TableId(1), SchemaVersion(1)
+        return TableSchema(table, version, self.source, "", "_messages", MESSAGES_COLUMNS, kind=TableKind.MESSAGES)
