@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 _BLOCK: Final = 512
-"""What a disk writes whole or not at all where a tear isn't at any byte."""
+"""What a disk writes whole."""
 
 
 class Crash(BaseException):
@@ -300,8 +300,8 @@ class MemoryFiles:
         """The disk as a new process finds it, with a fresh plan.
 
         Args:
-            keep: for n unsynced changes of a file or folder, a number for each: 0 lost, 1 kept, between them torn there
-                (folders' changes are kept from 0.5 on); see `lose_all`, `keep_any`. Without it everything is kept.
+            keep: for n unsynced changes of a file or folder, a number for each: 0 lost, 1 kept, between them only a part
+                of it (names and lengths are kept from 0.5 on); see `lose_all`, `keep_any`. Without it all are kept.
             process_only: the process died but the system lives: everything is kept, synced or not, and what was not
                 synced still isn't.
         """
@@ -361,9 +361,21 @@ def _after_crash(node: _Node, keep: Callable[[int], Sequence[float]] | None, *, 
         if change.data is None:
             if share >= 0.5:
                 _apply(content, change)
-        elif share > 0:
-            _apply(content, _Write(change.position, change.data[: round(len(change.data) * share)]))
+        else:
+            for start, data in _surviving(change.data, share):
+                _apply(content, _Write(change.position + start, data))
     return _Node(content, bytearray(content))
+
+
+def _surviving(data: bytes, share: float) -> list[tuple[int, bytes]]:
+    """What a write leaves: below 0.5 its beginning, torn at a byte; above it any of its blocks."""
+    if share in {0.0, 1.0}:
+        return [(0, data)] if share else []
+    if share < 0.5:
+        return [(0, data[: round(len(data) * 2 * share)])]
+    chance = random.Random(share)
+    blocks = range(0, len(data), _BLOCK)
+    return [(start, data[start : start + _BLOCK]) for start in blocks if chance.random() < share]
 
 
 def lose_all(changes: int) -> list[float]:

@@ -27,7 +27,7 @@ from millstream.model.positions import Lsn, Offset, Seq, SeqRange
 from millstream.ports import Clock, Files, SeqReservations
 from millstream.protocol.sequencer import Sequencer
 from millstream.wal.grouping import FramePlan, plan_chunk, plan_group
-from millstream.wal.layout import shard_folder
+from millstream.wal.layout import list_shards, shard_folder
 from millstream.wal.mark import DurableMark, MarkFile
 from millstream.wal.recover import NO_SPACE, Recovered, keep_spare, recover
 from millstream.wal.segment import GroupFacts, OpenSegment, WriteFailed
@@ -136,7 +136,7 @@ class GroupCommitter:
         Args:
             folder: the stream's; made where it isn't there.
             identity: who writes.
-            shards: all of this writer's.
+            shards: all of this writer's; those that lie in the folder already are opened too.
             reservations: the durable store of reserved numbers.
             files: the file system.
             clock: for ages and creation times.
@@ -146,6 +146,7 @@ class GroupCommitter:
         Raises:
             ShardLocked, CorruptWal, UnexpectedFile, UnsupportedFormat, StaleEpoch, DiskFull: see `LogWriter.open`.
         """
+        shards = sorted({*shards, *list_shards(files, folder)})
         marks = _lock_shards(files, folder, shards)
         try:
             recovered = recover(
@@ -160,7 +161,7 @@ class GroupCommitter:
             spare_bytes = options.segment_bytes + min(options.segment_bytes, _SPARE_EXTRA_BYTES)
             keep_spare(files, [shard.folder for shard in opened.values()], spare_bytes)
             committer = cls(files, clock, options, identity, opened, recovered, reservations, side_by_side=side_by_side)
-            committer._move_marks()
+            committer._move_marks(anchor=True)
         except BaseException:
             for mark in marks.values():
                 mark.close()
@@ -362,18 +363,19 @@ class GroupCommitter:
         self.failure = AppendOutcomeUnknown(f"{what}: {error}; whether the group is durable is unknown")
         return self.failure
 
-    def _move_marks(self) -> None:
+    def _move_marks(self, *, anchor: bool = False) -> None:
         """Show what is durable: with several shards all positions first, then what is complete up to them."""
         if len(self._shards) > 1:
             for shard in self._shards.values():
                 shard.mark.move(self._mark(shard, self._shown))
         for shard in self._shards.values():
-            shard.mark.move(self._mark(shard, self.persisted_upto))
+            shard.mark.move(self._mark(shard, self.persisted_upto), anchor=anchor)
         self._shown = self.persisted_upto
 
     def _mark(self, shard: _Shard, persisted_upto: Seq) -> DurableMark:
         return DurableMark(
             stream=self._identity.stream,
+            writer=self._identity.writer,
             epoch=self._identity.epoch,
             base_offset=shard.segment.header.base_offset,
             byte_end=shard.segment.byte_end,

@@ -1,38 +1,41 @@
 """`durable.mark`: how far a shard is durable, told by its writer to every other process.
 
 The writer moves the mark after a group's last fsync, never before; a reader believes the mark and never a file's length.
-The file is never fsynced on the way: what it says was true when it was written, so an older mark (after a power cut)
-only shows less. With several shards the writer first moves the positions of all, then `persisted_upto` of all: a reader
-that has learned n from one mark finds every row up to n below every shard's position.
+The file isn't fsynced on the way: what it says was true when it was written, so an older mark (after a power cut) only
+shows less.
 
-Layout: two areas of two slots each, a slot every 512 bytes. A slot is written whole, the older of its pair, so that a
-torn write leaves the other one; counter and CRC tell which is which. The area *durable* is the writer's, the area
-*dropped* is retention's (that one is fsynced, before any file goes).
+With several shards the writer first moves the positions of all (with the new group number and the old `persisted_upto`),
+then `persisted_upto` of all. `common_cut` finds what all of them show, in whatever state a reader meets them: also those
+of a power cut, which may have kept one shard's new mark and another's old one.
+
+Layout: a slot every 512 bytes; each has a counter and a CRC, and the newest that holds counts. The area *durable* is the
+writer's: slot 0 is written at the open and fsynced, slots 1 and 2 in turn after each group, so that neither a torn write
+nor a power cut leaves none. The area *dropped* is retention's: two slots in turn, each fsynced before any file goes.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 from uuid import UUID
 
 from millstream.codec.checksums import crc32c
 from millstream.errors import LogError
-from millstream.model.ids import Epoch, GroupNumber, StreamId
+from millstream.model.ids import Epoch, GroupNumber, StreamId, WriterId
 from millstream.model.positions import Offset, Seq
 from millstream.ports import Files, WritableFile
 from millstream.wal.layout import MARK_NAME
 
-MARK_SIZE: Final = 2048
-_SLOT: Final = 512
-_DURABLE_AT: Final = 0
-_DROPPED_AT: Final = 1024
+MARK_SIZE: Final = 4096
+_DURABLE: Final = (0, 512, 1024)
+_DROPPED: Final = (2048, 2560)
 _MAGIC: Final = b"MILLMRK\n"
 _PREFIX: Final = struct.Struct("<8sIHHQ")
 """magic, crc, version, unused, counter"""
-_DURABLE: Final = struct.Struct("<16sqqqqqqq")
-_DROPPED: Final = struct.Struct("<qq")
+_DURABLE_FIELDS: Final = struct.Struct("<16siqqqqqqq")
+_DROPPED_FIELDS: Final = struct.Struct("<qq")
 _VERSION: Final = 1
 
 
@@ -41,6 +44,7 @@ class DurableMark:
     """What a shard's writer says."""
 
     stream: StreamId
+    writer: WriterId
     epoch: Epoch
     base_offset: Offset
     """The segment that is being written."""
@@ -49,9 +53,9 @@ class DurableMark:
     durable_offset: Offset
     """Exclusive end of the durable offsets of the shard."""
     group: GroupNumber
-    """The last group durable on all shards of the writer."""
+    """The last group of the writer, durable on all its shards, that the position covers."""
     persisted_upto: Seq
-    """Every number up to it, on all shards, is durable or will never be."""
+    """Every number up to it, on all shards, is durable or will never be; never beyond the group."""
     reserved_to: Seq
     """Numbers up to it may have been given out."""
 
@@ -79,36 +83,47 @@ class MarkFile:
         path = f"{shard_dir}/{MARK_NAME}"
         if files.exists(path):
             data = files.read(path)
-            return cls(files.open_write(path), (_newest(data, _DURABLE_AT)[0], _newest(data, _DROPPED_AT)[0]))
+            return cls(files.open_write(path), (_newest(data, _DURABLE)[0], _newest(data, _DROPPED)[0]))
         file = files.create(path)
         file.pwrite(bytes(MARK_SIZE), 0)
         file.sync()
         files.sync_dir(shard_dir)
         return cls(file, (0, 0))
 
-    def move(self, mark: DurableMark) -> None:
-        """Show a new position."""
+    def move(self, mark: DurableMark, *, anchor: bool = False) -> None:
+        """Show a new position; as an anchor it also survives a power cut, at the cost of an fsync."""
         self._durable_counter += 1
-        fields = _DURABLE.pack(
-            mark.stream.bytes, mark.epoch, mark.base_offset, mark.byte_end, mark.durable_offset, mark.group,
+        fields = _DURABLE_FIELDS.pack(
+            mark.stream.bytes, mark.writer, mark.epoch, mark.base_offset, mark.byte_end, mark.durable_offset, mark.group,
             mark.persisted_upto, mark.reserved_to,
         )  # fmt: skip
-        self._write(_DURABLE_AT, self._durable_counter, fields)
+        self._write(_DURABLE[0 if anchor else 1 + self._durable_counter % 2], self._durable_counter, fields)
+        if anchor:
+            self.file.sync()
 
     def move_dropped(self, mark: DroppedMark) -> None:
         """Say durably what is about to be dropped."""
         self._dropped_counter += 1
-        self._write(_DROPPED_AT, self._dropped_counter, _DROPPED.pack(mark.seq, mark.offset))
+        self._write(
+            _DROPPED[self._dropped_counter % 2], self._dropped_counter, _DROPPED_FIELDS.pack(mark.seq, mark.offset)
+        )
         self.file.sync()
 
     def close(self) -> None:
         """Close the file, and with it give up its lock."""
         self.file.close()
 
-    def _write(self, area: int, counter: int, fields: bytes) -> None:
+    def _write(self, position: int, counter: int, fields: bytes) -> None:
         rest = _PREFIX.pack(_MAGIC, 0, _VERSION, 0, counter)[12:] + fields
         slot = _MAGIC + struct.pack("<I", crc32c(rest)) + rest
-        self.file.pwrite(slot, area + _SLOT * (counter % 2))
+        self.file.pwrite(slot, position)
+
+
+def common_cut(marks: Iterable[DurableMark]) -> Seq:
+    """The greatest number up to which every one of a writer's marks shows everything; 0 where there's no mark."""
+    marks = list(marks)
+    covered = min((mark.group for mark in marks), default=0)
+    return Seq(max((mark.persisted_upto for mark in marks if mark.group == covered), default=0))
 
 
 def read_mark(files: Files, shard_dir: str) -> DurableMark | None:
@@ -117,22 +132,22 @@ def read_mark(files: Files, shard_dir: str) -> DurableMark | None:
     Raises:
         LogError: the mark is of a newer version.
     """
-    _, fields = _newest(_read(files, shard_dir), _DURABLE_AT)
+    _, fields = _newest(_read(files, shard_dir), _DURABLE)
     if fields is None:
         return None
-    stream, epoch, base, byte_end, offset, group, persisted, reserved = _DURABLE.unpack_from(fields)
+    stream, writer, epoch, base, byte_end, offset, group, persisted, reserved = _DURABLE_FIELDS.unpack_from(fields)
     return DurableMark(
-        StreamId(UUID(bytes=stream)), Epoch(epoch), Offset(base), byte_end, Offset(offset), GroupNumber(group),
+        StreamId(UUID(bytes=stream)), WriterId(writer), Epoch(epoch), Offset(base), byte_end, Offset(offset), GroupNumber(group),
         Seq(persisted), Seq(reserved),
     )  # fmt: skip
 
 
 def read_dropped(files: Files, shard_dir: str) -> DroppedMark | None:
     """What retention has dropped; None where it never did."""
-    _, fields = _newest(_read(files, shard_dir), _DROPPED_AT)
+    _, fields = _newest(_read(files, shard_dir), _DROPPED)
     if fields is None:
         return None
-    seq, offset = _DROPPED.unpack_from(fields)
+    seq, offset = _DROPPED_FIELDS.unpack_from(fields)
     return DroppedMark(Seq(seq), Offset(offset))
 
 
@@ -143,11 +158,11 @@ def _read(files: Files, shard_dir: str) -> bytes:
         return b""
 
 
-def _newest(data: bytes, area: int) -> tuple[int, bytes | None]:
-    """Counter and fields of the newest slot of an area that holds."""
-    length = _PREFIX.size + (_DURABLE if area == _DURABLE_AT else _DROPPED).size
+def _newest(data: bytes, slots: tuple[int, ...]) -> tuple[int, bytes | None]:
+    """Counter and fields of the newest slot that holds."""
+    length = _PREFIX.size + (_DURABLE_FIELDS if slots is _DURABLE else _DROPPED_FIELDS).size
     best: tuple[int, bytes | None] = (0, None)
-    for start in (area, area + _SLOT):
+    for start in slots:
         slot = data[start : start + length]
         if len(slot) < length:
             continue

@@ -28,7 +28,7 @@ from millstream.ports import Files
 from millstream.wal.files import RealFiles
 from millstream.wal.index import ShardIndex, damage, load_schemas, read_header
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard_folder
-from millstream.wal.mark import DurableMark, read_dropped, read_mark
+from millstream.wal.mark import DurableMark, common_cut, read_dropped, read_mark
 from millstream.wal.scan import ScannedFrame, Window, read_frame, reader_of
 from millstream.wal.whole import marks_of_whole_groups
 
@@ -329,11 +329,7 @@ class StreamReader:
         if self._without_mark:
             return marks_of_whole_groups(self._files, self._folder, shards)
         marks = self._read_marks(shards)
-        persisted = Seq(max((mark.persisted_upto for mark in marks.values()), default=0))
-        if len(shards) > 1:
-            # The number first, positions after it: writers move positions on all shards before the number on any.
-            marks = self._read_marks(shards)
-        return marks, persisted
+        return marks, common_cut(marks.values())
 
     def _read_marks(self, shards: Iterable[ShardId]) -> dict[ShardId, DurableMark]:
         marks = {}

@@ -86,7 +86,7 @@ class LogWriter:
         Args:
             folder: `data/wal/<stream>`; made where it isn't there.
             stream: the stream's identity.
-            shards: all shards of this writer.
+            shards: all shards of this writer; those that lie in the folder already are opened too.
             epoch: greater than that of any writer before.
             reservations: the durable store of reserved numbers.
             files: the file system.

@@ -1,0 +1,110 @@
+"""Every crash of append, seal and recovery: the process or the machine dies at each operation on the disk.
+
+What the disk kept of unsynced writes and names is varied: nothing, everything (a process kill), and any subset, torn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from millstream.testing.files import Crash, FaultPlan, MemoryFiles, keep_any, lose_all
+
+Keep = Callable[[int], Sequence[float]]
+
+OUTCOMES: dict[str, tuple[Keep | None, int, int]] = {
+    "all kept": (None, 1, 1),
+    "unsynced lost": (lose_all, 1, 1),
+    **{f"any subset, seed {seed}": (keep_any(seed), seed, 3) for seed in (1, 2, 3)},
+}
+"""What the disk keeps, and at which operations that is played: from one on, every so many."""
+
+
+def play(truth, files):
+    """Groups on one shard, on both, of several frames, spilled; a seal by size, by closing; a second writer."""
+    log = truth.open(files)
+    truth.commit(log, truth.ops([(1, 2)], [(2, 1)], [(1, 1), (2, 2), (1, 1)]))
+    truth.commit(log, truth.ops([(2, 3)]))
+    truth.commit(log, truth.ops([(1, 24), (2, 20), (3, 4)]), truth.ops([(4, 2)]))
+    truth.commit(log, truth.spilled([(1, 5), (2, 3)], [(1, 4)], [(2, 2), (3, 2)]))
+    truth.commit(log, truth.ops([(3, 1)], [(4, 1)]))
+    log.close()
+    log = truth.open(files)
+    truth.commit(log, truth.ops([(1, 1), (2, 1)]))
+    truth.commit(log, truth.ops([(2, 1)]))
+    log.abandon()
+
+
+def crashed(truth, at):
+    """The disk's system view when the process dies at an operation; None where it comes to the end before."""
+    files = MemoryFiles(FaultPlan(crash_at=at))
+    try:
+        play(truth, files)
+    except Crash:
+        return files
+    return None
+
+
+@pytest.fixture(scope="module")
+def operations(new_truth):
+    """How many operations the play takes."""
+    truth = new_truth()
+    files = MemoryFiles()
+    play(truth, files)
+    assert truth.shown(files) == truth.attempted
+    return files.plan.operations
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES)
+def test_a_crash_at_any_operation_loses_nothing_acknowledged_and_splits_no_operation(outcome, operations, new_truth):
+    keep, first, step = OUTCOMES[outcome]
+    for at in range(first, operations + 1, step):
+        truth = new_truth()
+        died = crashed(truth, at)
+        assert died is not None
+        seen = truth.shown(died)
+        files = died.crash(keep)
+        log = truth.open(files)
+        there = truth.judge(files, seen=seen)
+        truth.commit(log, truth.ops([(1, 1), (2, 2)], [(3, 1)]))
+        log.close()
+        assert truth.judge(files, seen=there)[: len(there)] == there
+        if at % 8 == 0:
+            truth.judge_every_way_of_reading(files)
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES)
+def test_a_crash_at_any_operation_of_recovery_changes_nothing_of_its_outcome(outcome, operations, new_truth):
+    keep, first, _ = OUTCOMES[outcome]
+    for at in range(10 + first, operations + 1, 31):
+        for died_again_at in range(1, 60):
+            truth = new_truth()
+            died = crashed(truth, at)
+            assert died is not None
+            seen = truth.shown(died)
+            files = died.crash(keep)
+            files.plan.crash_at = died_again_at
+            try:
+                truth.open(files)
+                break  # recovery takes fewer operations than that
+            except Crash:
+                seen = sorted({*seen, *truth.shown(files)})
+            files = files.crash(keep)
+            truth.open(files).abandon()
+            truth.judge(files, seen=seen)
+        else:
+            raise AssertionError("recovery takes more operations than were tried")
+
+
+def test_recovering_again_finds_the_same(operations, new_truth):
+    for at in range(3, operations + 1, 7):
+        truth = new_truth()
+        died = crashed(truth, at)
+        files = died.crash(keep_any(at))
+        truth.open(files).abandon()
+        once = truth.judge(files)
+        for keep in (None, lose_all):
+            files = files.crash(keep)
+            truth.open(files).abandon()
+            assert truth.judge(files, seen=once) == once
