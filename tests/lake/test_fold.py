@@ -217,16 +217,17 @@ def test_any_split_of_any_history_folds_to_the_sources_rows(
 
 
 @schemas
-@pytest.mark.parametrize("rewrite_bytes_max", [1 << 30, 0], ids=["rewritten", "merged"])
+@pytest.mark.parametrize("large", [False, True], ids=["as a small table", "as a large table"])
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(steps=STEPS, cuts=CUTS, again=st.integers(0, 3))
 def test_delta_tables_and_queries_follow_the_source_whatever_the_batches_and_replays(
-    schema: TableSchema, rewrite_bytes_max: int, steps: list[tuple[int, int, int, int]], cuts: list[int], again: int
+    schema: TableSchema, *, large: bool, steps: list[tuple[int, int, int, int]], cuts: list[int], again: int
 ):
     source = Source(schema)
     source.play(steps)
     if not source.records:
         return
+    sizes = {"rewrite_bytes_max": 0, "build_rows_min": 0} if large else {}
     with tempfile.TemporaryDirectory() as folder:
         layout = LakeLayout(folder, "shop", StreamId(UUID(int=7)))
         seqs = [int(str(r["__seq"])) for r in source.records]
@@ -237,13 +238,13 @@ def test_delta_tables_and_queries_follow_the_source_whatever_the_batches_and_rep
                 commit = append_history(layout, schema, [source.batch(start, end)], n)
             commit_cut(layout, n, [commit], committed_at=datetime.now(UTC))
             if place % 2 == 0:
-                fold_table(layout, schema, n, rewrite_bytes_max=rewrite_bytes_max)
+                fold_table(layout, schema, n, **sizes)
         with LakeSession(layout) as session:
             asked = session.query('SELECT * FROM public."Odd Name"')
             assert canonical(texts_in(asked)) == canonical(source.rows)
             records = session.query('SELECT __seq FROM history."public.Odd Name" ORDER BY __seq')
             assert records.column(0).to_pylist() == seqs
-        fold_table(layout, schema, n, rewrite_bytes_max=rewrite_bytes_max)
-        fold_table(layout, schema, n, rewrite_bytes_max=rewrite_bytes_max)
+        fold_table(layout, schema, n, **sizes)
+        fold_table(layout, schema, n, **sizes)
         stored = DeltaTable(layout.table_path("current", schema)).to_pyarrow_table()
         assert canonical(texts_in(stored)) == canonical(source.rows)

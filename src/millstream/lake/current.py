@@ -7,7 +7,7 @@ rows come out. Small tables are rewritten whole; large ones are merged, which re
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import numpy as np
@@ -18,9 +18,10 @@ from deltalake import DeltaTable, write_deltalake
 
 from millstream import failpoints
 from millstream.errors import LakeTableForeign
+from millstream.lake.build import Built, build_rows
 from millstream.lake.delta import WRITER, OpenTable, create_table, lake_errors, open_table, size_bytes
 from millstream.lake.fold import EXACT, Folded, Lookup, fold_records
-from millstream.lake.history import newest_schema, read_history
+from millstream.lake.history import count_history, newest_schema, read_history
 from millstream.lake.keys import Keys, key_codes
 from millstream.lake.layout import LakeLayout, TableCommit, has_current
 from millstream.lake.types import conform, lake_columns, same_type, widest
@@ -30,6 +31,8 @@ from millstream.model.schema import TableSchema
 
 REWRITE_BYTES_MAX: Final = 8 * 1024 * 1024
 """Tables up to here are rewritten whole by a fold: one file, and quicker than delta-rs's MERGE."""
+BUILD_ROWS_MIN: Final = 500_000
+"""Fewer records are folded in memory, in one read."""
 _BATCH_ROWS: Final = 1 << 19
 _GONE: Final = "__gone"
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -37,7 +40,12 @@ _PLAIN_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
 def fold_table(
-    layout: LakeLayout, schema: TableSchema, upto: Seq, *, rewrite_bytes_max: int = REWRITE_BYTES_MAX
+    layout: LakeLayout,
+    schema: TableSchema,
+    upto: Seq,
+    *,
+    rewrite_bytes_max: int = REWRITE_BYTES_MAX,
+    build_rows_min: int = BUILD_ROWS_MIN,
 ) -> TableCommit:
     """Bring a table's `current` to `upto`, in one commit; nothing is done where it stands there.
 
@@ -48,6 +56,7 @@ def fold_table(
         schema: names the table; the columns folded are those of the newest schema in history.
         upto: a cut that history has reached.
         rewrite_bytes_max: tables above this are merged instead of rewritten.
+        build_rows_min: a first fold of more records than this is done in bounded memory, reading history twice.
 
     Raises:
         LakeTableForeign: somebody else wrote into `current` or history.
@@ -66,12 +75,12 @@ def fold_table(
     if newest.table_id == schema.table_id:
         schema = newest
     columns = current_columns(layout, schema, history)
-    tail = read_history(
-        history, after=(opened and opened.n) or Seq(0), upto=upto, columns=tail_columns(columns), table=schema
-    )
     first = opened is None or opened.n is None
     if opened is None:
         opened = _create(layout, schema, path, app, columns)
+    if first and schema.key and count_history(history, after=Seq(0), upto=upto) > build_rows_min:
+        return _commit(schema, opened, _build(opened, build_rows(history, schema, columns, upto), columns, upto), upto)
+    tail = read_history(history, after=opened.n or Seq(0), upto=upto, columns=tail_columns(columns), table=schema)
     held = opened
 
     def lookup(keys: Keys) -> pa.Table:
@@ -147,6 +156,28 @@ def _create(layout: LakeLayout, schema: TableSchema, path: str, app: str, column
     )
 
 
+def _build(opened: OpenTable, built: Built, columns: pa.Schema, upto: Seq) -> int:
+    target = pa.schema([*columns, EXACT]) if built.exact else columns
+    failpoints.hit("lake.before_fold_commit")
+    with lake_errors(opened.path):
+        _overwrite(opened, target, built.rows, upto)
+    failpoints.hit("lake.after_fold_commit")
+    return built.count
+
+
+def _overwrite(opened: OpenTable, target: pa.Schema, rows: Iterable[pa.Table], upto: Seq) -> None:
+    """Make the table hold just these rows, in one commit; they are pulled one by one."""
+    pieces = (piece for some in rows for piece in conform(some, target).to_batches())
+    write_deltalake(
+        opened.table,
+        pa.RecordBatchReader.from_batches(target, pieces),
+        mode="overwrite",
+        schema_mode="overwrite",
+        writer_properties=WRITER,
+        commit_properties=opened.commit(upto),
+    )
+
+
 def _write(
     opened: OpenTable,
     schema: TableSchema,
@@ -197,22 +228,14 @@ def _rewrite(opened: OpenTable, target: pa.Schema, folded: Folded, upto: Seq, *,
     full = pa.schema([*(field for field in target if field.name != EXACT.name), EXACT])
     kept = iter(()) if replaced else opened.table.to_pyarrow_dataset().scanner(batch_size=_BATCH_ROWS).to_batches()
 
-    def rows() -> Iterator[pa.RecordBatch]:
+    def rows() -> Iterator[pa.Table]:
         taken = None if keyed else np.zeros(len(folded.gone), bool)
         for batch in kept:
             if batch.num_rows:
-                left = surviving(conform(pa.Table.from_batches([batch]), full), folded, taken)
-                yield from conform(left, target).to_batches()
-        yield from conform(folded.rows, target).to_batches()
+                yield surviving(conform(pa.Table.from_batches([batch]), full), folded, taken)
+        yield folded.rows
 
-    write_deltalake(
-        opened.table,
-        pa.RecordBatchReader.from_batches(target, rows()),
-        mode="overwrite",
-        schema_mode="overwrite",
-        writer_properties=WRITER,
-        commit_properties=opened.commit(upto),
-    )
+    _overwrite(opened, target, rows(), upto)
 
 
 def _merge(opened: OpenTable, target: pa.Schema, folded: Folded, key: tuple[str, ...], upto: Seq) -> None:

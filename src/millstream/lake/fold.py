@@ -52,12 +52,30 @@ class Folded:
 
 
 @dataclass(slots=True)
-class _State:
+class State:
     """A live row while its records are walked: the record that wrote it, and where its unchanged columns come from."""
 
     base: int
     filled: dict[str, int] = field(default_factory=dict)
     """By column: a record's index, or `-1 - k` for row `k` of those asked of `current`."""
+
+    def among(self, places: Mapping[int, int]) -> State:
+        """The same row where records are numbered otherwise; none of its columns may come from `current`."""
+        return State(places[self.base], {name: places[record] for name, record in self.filled.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Which records become rows."""
+
+    winners: Indexes
+    """Records that are rows as they stand."""
+    states: list[State]
+    """Rows that were walked."""
+    asked: Keys | None
+    """Rows of `current` that the states need, in order of their numbers."""
+    gone: Keys
+    """All keys met, once each; none where nobody asked."""
 
 
 def fold_records(tail: pa.Table, schema: TableSchema, columns: pa.Schema, lookup: Lookup) -> Folded:
@@ -72,10 +90,21 @@ def fold_records(tail: pa.Table, schema: TableSchema, columns: pa.Schema, lookup
     Raises:
         LakeError: a record leaves a column unchanged and the lake holds no earlier row of it.
     """
+    records = tail.num_rows
+    run = run_of(tail, schema, columns)
+    if not schema.key:
+        rows, gone = _fold_bag(run)
+        return Folded(rows, gone, run.truncated, records)
+    plan = plan_keyed(run)
+    rows = materialize(run.values, plan, past_rows(plan, lookup))
+    return Folded(rows, plan.gone, run.truncated, records)
+
+
+def run_of(tail: pa.Table, schema: TableSchema, columns: pa.Schema) -> Run:
+    """The records after the last truncate, in order, with `columns` of theirs as values."""
     tail = _in_order(tail)
     ops = _ops(tail)
     truncates = np.flatnonzero(ops == ord("t"))
-    records = tail.num_rows
     if len(truncates):
         tail = tail.slice(int(truncates[-1]) + 1)
         ops = ops[int(truncates[-1]) + 1 :]
@@ -83,16 +112,11 @@ def fold_records(tail: pa.Table, schema: TableSchema, columns: pa.Schema, lookup
     if not wanted.all():
         tail, ops = tail.filter(pa.array(wanted)), ops[wanted]
     values = conform(tail, pa.schema([*columns, EXACT]))
-    run = _Run(tail, ops, values, schema, truncated=bool(len(truncates)))
-    if not schema.key:
-        rows, gone = _fold_bag(run)
-    else:
-        rows, gone = _fold_keyed(run, lookup)
-    return Folded(rows, gone, run.truncated, records)
+    return Run(tail, ops, values, schema, truncated=bool(len(truncates)))
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class Run:
     """Records after the last truncate, in order."""
 
     tail: pa.Table
@@ -130,7 +154,8 @@ class _Run:
         return at, lists.take(pa.array(at)).to_pylist() if len(at) else []
 
 
-def _fold_keyed(run: _Run, lookup: Lookup) -> tuple[pa.Table, Keys]:
+def plan_keyed(run: Run, *, gone: bool = True) -> Plan:
+    """Which of a keyed table's records become rows; `gone` says whether the keys met are wanted."""
     key = run.schema.key
     new_keys = Keys.of(run.values, key)
     at, old_keys = run.old(key)
@@ -141,17 +166,19 @@ def _fold_keyed(run: _Run, lookup: Lookup) -> tuple[pa.Table, Keys]:
     sparse, names = run.unchanged()
 
     walked = np.union1d(np.union1d(new[moved], old[moved]), new[sparse])
-    by_walk = np.isin(new, walked)
-    plain = np.flatnonzero(~by_walk)
+    if len(walked):
+        by_walk = np.isin(new, walked)
+        plain, slow = np.flatnonzero(~by_walk), np.flatnonzero(by_walk)
+    else:
+        plain, slow = np.arange(len(new)), np.zeros(0, np.int64)
     winners = plain[last_of_each(new[plain])]
     winners = winners[run.ops[winners] != ord("d")]
 
     walk = _Walk(run.ops, new, old, dict(zip(sparse.tolist(), names, strict=True)), truncated=run.truncated)
-    states = walk.play(np.flatnonzero(by_walk))
-    rows = _materialize(run, winners, states, _ask(walk, new_keys, old_keys, at, lookup))
-    everything = np.concatenate([new, old_some])
-    seen = np.unique(everything, return_index=True)[1]
-    return rows, _concat(new_keys, old_keys).take(seen.astype(np.int64))
+    states = walk.play(slow)
+    everything = np.concatenate([new, old_some]) if gone else new[:0]
+    seen = np.unique(everything, return_index=True)[1].astype(np.int64)
+    return Plan(winners, states, _asked(walk, new_keys, old_keys, at), _concat(new_keys, old_keys).take(seen))
 
 
 @dataclass(slots=True)
@@ -168,15 +195,15 @@ class _Walk:
     asked_by: list[int] = field(default_factory=list)
     """For each place, a record that needs it."""
 
-    def play(self, records: Indexes) -> list[_State]:
+    def play(self, records: Indexes) -> list[State]:
         """The rows that live at the end, in order of their keys' first records."""
-        live: dict[int, _State | None] = {}
+        live: dict[int, State | None] = {}
         for record in records.tolist():
             key, origin = int(self.new[record]), int(self.old[record])
             if self.ops[record] == ord("d"):
                 live[key] = None
                 continue
-            state = _State(record)
+            state = State(record)
             for name in self.unchanged.get(record, ()):
                 state.filled[name] = self._past(live, record, origin, name)
             if origin != key:
@@ -184,7 +211,7 @@ class _Walk:
             live[key] = state
         return [state for state in live.values() if state is not None]
 
-    def _past(self, live: Mapping[int, _State | None], record: int, origin: int, name: str) -> int:
+    def _past(self, live: Mapping[int, State | None], record: int, origin: int, name: str) -> int:
         past = live.get(origin)
         if past is not None:
             return past.filled.get(name, past.base)
@@ -199,41 +226,53 @@ class _Walk:
         return -1 - place
 
 
-def _ask(walk: _Walk, new_keys: Keys, old_keys: Keys, at: Indexes, lookup: Lookup) -> pa.Table | None:
-    """Rows of `current` in order of the places that the walk gave out."""
+def _asked(walk: _Walk, new_keys: Keys, old_keys: Keys, at: Indexes) -> Keys | None:
+    """The keys of the rows of `current` that the walk gave places to."""
     if not walk.asked:
         return None
-    positions = {int(record): place for place, record in enumerate(at)}
-    both = _concat(new_keys, old_keys)
-    wanted = both.take(
-        np.array(
-            [len(new_keys) + positions[record] if record in positions else record for record in walk.asked_by],
-            np.int64,
-        )
-    )
-    found = lookup(wanted)
-    asked, have = key_codes([wanted, Keys.of(found, wanted.names)])
+    positions = {int(record): len(new_keys) + place for place, record in enumerate(at)}
+    records = [positions.get(record, record) for record in walk.asked_by]
+    return _concat(new_keys, old_keys).take(np.array(records, np.int64))
+
+
+def past_rows(plan: Plan, lookup: Lookup) -> pa.Table | None:
+    """The rows of `current` that a plan asks for, in its order.
+
+    Raises:
+        LakeError: one of them isn't there.
+    """
+    if plan.asked is None:
+        return None
+    found = lookup(plan.asked)
+    asked, have = key_codes([plan.asked, Keys.of(found, plan.asked.names)])
     row_of = {int(code): row for row, code in enumerate(have)}
     missing = [place for place, code in enumerate(asked.tolist()) if code not in row_of]
     if missing:
-        facts = wanted.take(np.array(missing[:1], np.int64)).to_table().to_pylist()[0]
+        facts = plan.asked.take(np.array(missing[:1], np.int64)).to_table().to_pylist()[0]
         raise LakeError(
             f"an update of row {facts} leaves columns unchanged, and the lake holds no earlier state of the row"
         )
     return found.take(pa.array([row_of[int(code)] for code in asked], pa.int64()))
 
 
-def _materialize(run: _Run, winners: Indexes, states: list[_State], past: pa.Table | None) -> pa.Table:
-    """Rows of the winning records, with unchanged columns taken from where the walk said."""
+def materialize(values: pa.Table, plan: Plan, past: pa.Table | None) -> pa.Table:
+    """Rows of a plan's records, with unchanged columns taken from where the walk said.
+
+    Args:
+        values: what the plan's indexes count in: columns and `__exact`.
+        plan: which of them.
+        past: what `past_rows` gave.
+    """
+    winners, states = plan.winners, plan.states
     bases = np.concatenate([winners, np.array([state.base for state in states], np.int64)])
     if all(not state.filled for state in states):
-        return run.values.take(pa.array(bases))
-    count = run.values.num_rows
-    sources = run.values if past is None else pa.concat_tables([run.values, conform(past, run.values.schema)])
+        return values.take(pa.array(bases))
+    count = values.num_rows
+    sources = values if past is None else pa.concat_tables([values, conform(past, values.schema)])
     maps = sources.column(EXACT.name).combine_chunks()
     any_exact = maps.null_count < len(maps)
     columns, texts = [], []
-    names = [name for name in run.values.column_names if name != EXACT.name]
+    names = [name for name in values.column_names if name != EXACT.name]
     for name in names:
         where = bases.copy()
         for row, state in enumerate(states, len(winners)):
@@ -244,10 +283,10 @@ def _materialize(run: _Run, winners: Indexes, states: list[_State], past: pa.Tab
         if any_exact:
             texts.append(texts_of(maps, name).take(pa.array(where)))
     exact = text_maps(names, texts, len(bases)) if any_exact else pa.nulls(len(bases), EXACT.type)
-    return pa.table([*columns, exact], schema=run.values.schema)
+    return pa.table([*columns, exact], schema=values.schema)
 
 
-def _fold_bag(run: _Run) -> tuple[pa.Table, Keys]:
+def _fold_bag(run: Run) -> tuple[pa.Table, Keys]:
     names = tuple(name for name in run.values.column_names if name != EXACT.name)
     at, old = run.old(names)
     run = _fill_from_before(run, at, old)
@@ -267,7 +306,7 @@ def _fold_bag(run: _Run) -> tuple[pa.Table, Keys]:
     return run.values.take(pa.array(np.repeat(putting, more))), both.take(np.repeat(first, fewer).astype(np.int64))
 
 
-def _fill_from_before(run: _Run, at: Indexes, old: Keys) -> _Run:
+def _fill_from_before(run: Run, at: Indexes, old: Keys) -> Run:
     """A bag's updates with their unchanged columns: FULL sends the whole old row."""
     sparse, names = run.unchanged()
     if not len(sparse):
@@ -286,7 +325,7 @@ def _fill_from_before(run: _Run, at: Indexes, old: Keys) -> _Run:
         columns.append(pa.concat_arrays([column, old.columns[place]]).take(pa.array(where)))
         texts.append(pa.concat_arrays([texts_of(maps, name), kept]).take(pa.array(where)))
     values = pa.table([*columns, text_maps(old.names, texts, count)], schema=run.values.schema)
-    return _Run(run.tail, run.ops, values, run.schema, run.truncated)
+    return Run(run.tail, run.ops, values, run.schema, run.truncated)
 
 
 def _in_order(tail: pa.Table) -> pa.Table:

@@ -12,11 +12,12 @@ from typing import Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.dataset as ds
 from deltalake import write_deltalake
 
 from millstream import failpoints
 from millstream.errors import LakeConflict, LakeTableForeign
-from millstream.lake.delta import STREAM_PROPERTY, WRITER, OpenTable, create_table, lake_errors, open_table
+from millstream.lake.delta import WRITER, OpenTable, create_table, lake_errors, open_table
 from millstream.lake.layout import LakeLayout, TableCommit
 from millstream.lake.types import conform, lake_columns, same_type, to_lake, union_schema
 from millstream.model.ids import TableId
@@ -29,8 +30,7 @@ SCHEMA_PROPERTY: Final = "millstream.schema"
 FROM_SEQ_PROPERTY: Final = "millstream.from_seq"
 """The first `seq` of the table that now bears this name, where one of that name was dropped before."""
 PARTITION: Final = "__commit_date"
-
-__all__ = ["FROM_SEQ_PROPERTY", "SCHEMA_PROPERTY", "STREAM_PROPERTY", "append_history", "newest_schema", "read_history"]
+_SCAN_ROWS: Final = 1 << 17
 
 
 def append_history(layout: LakeLayout, schema: TableSchema, batches: Sequence[pa.RecordBatch], n: Seq) -> TableCommit:
@@ -94,7 +94,15 @@ def newest_schema(opened: OpenTable) -> TableSchema:
 def read_history(
     opened: OpenTable, *, after: Seq, upto: Seq, columns: Sequence[str] | None = None, table: TableSchema | None = None
 ) -> pa.Table:
-    """History's records in `(after, upto]`, in any order; files that hold none of them aren't opened.
+    """History's records in `(after, upto]`, in any order; see `scan_history`."""
+    with lake_errors(opened.path):
+        return scan_history(opened, after=after, upto=upto, columns=columns, table=table).to_table()
+
+
+def scan_history(
+    opened: OpenTable, *, after: Seq, upto: Seq, columns: Sequence[str] | None = None, table: TableSchema | None = None
+) -> ds.Scanner:
+    """A scan of history's records in `(after, upto]`; files that hold none of them aren't opened.
 
     Args:
         opened: the history table.
@@ -104,11 +112,26 @@ def read_history(
         table: where given, only records of this table, not of one that bore its name before.
     """
     if table is not None:
-        after = max(after, first_seq(opened) - 1)  # type: ignore[assignment]
+        after = Seq(max(after, first_seq(opened) - 1))
     with lake_errors(opened.path):
         files = opened.table.to_pyarrow_dataset(file_pruning_predicate=f"__seq > {int(after)} AND __seq <= {int(upto)}")
         names = None if columns is None else [name for name in columns if name in files.schema.names]
-        return files.to_table(columns=names, filter=(pc.field("__seq") > int(after)) & (pc.field("__seq") <= int(upto)))
+        wanted = (pc.field("__seq") > int(after)) & (pc.field("__seq") <= int(upto))
+        return files.scanner(
+            columns=names, filter=wanted, batch_size=_SCAN_ROWS, batch_readahead=4, fragment_readahead=2
+        )
+
+
+def count_history(opened: OpenTable, *, after: Seq, upto: Seq) -> int:
+    """At most how many records lie in `(after, upto]`, by what the files' statistics tell."""
+    with lake_errors(opened.path):
+        actions = pa.table(opened.table.get_add_actions(flatten=True))
+        counts, lows, highs = (actions.column(n).to_pylist() for n in ("num_records", "min.__seq", "max.__seq"))
+    return sum(
+        count
+        for count, low, high in zip(counts, lows, highs, strict=True)
+        if low is None or (low <= upto and high > after)
+    )
 
 
 def first_seq(opened: OpenTable) -> Seq:
