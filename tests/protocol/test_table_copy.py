@@ -299,7 +299,7 @@ class Play:
         source, chance = self.source, self.chance
         free = [key for key in KEYS if key not in source.held() - transaction.keys]
         fresh = [key for key in free if key not in transaction.keys]
-        if chance.randrange(25) == 0 and source.held() <= transaction.keys:
+        if chance.randrange(6) == 0 and source.held() <= transaction.keys:
             transaction.truncates = True
             transaction.changes.clear()
             transaction.moved.clear()
