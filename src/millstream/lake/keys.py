@@ -64,6 +64,9 @@ def key_codes(sets: Sequence[Keys], *, signed_zero: bool = False) -> list[Codes]
         sets: of the same columns and types.
         signed_zero: whether -0.0 differs from 0.0.
     """
+    if all(keys.typed and len(keys.columns) == 1 and pa.types.is_integer(keys.columns[0].type) for keys in sets):
+        # The commonest key is its own code: no table of all keys need be built.
+        return [np.asarray(keys.columns[0].to_numpy(zero_copy_only=False), np.int64) for keys in sets]
     lengths = [len(keys) for keys in sets]
     codes = np.zeros(sum(lengths), np.int64)
     room = 1
