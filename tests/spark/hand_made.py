@@ -73,6 +73,7 @@ class Home:
     def table(
         self,
         name: str,
+        /,
         *,
         key: Sequence[str] = ("id",),
         state: TableState = TableState.STREAMING,

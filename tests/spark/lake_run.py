@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from deltalake import DeltaTable
 
@@ -58,6 +58,13 @@ class RunningPipeline:
     def __post_init__(self) -> None:
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop.set()
+        self._thread.join(120)
 
     def _run(self) -> None:
         try:

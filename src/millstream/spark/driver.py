@@ -7,6 +7,7 @@ another process then, for a JVM that died can't be had again in this one.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from pathlib import Path
@@ -96,6 +97,7 @@ class _Run:
     def until(self, stop: threading.Event, drain: threading.Event) -> PipelineOutcome:
         """Run the query; see `run_pipeline`."""
         target: Seq | None = None
+        query: StreamingQuery | None = None
         try:
             self.lander.retry_held(self.spark)
             query = self._start()
@@ -125,6 +127,9 @@ class _Run:
             raise self._translated(error) from error
         finally:
             self.folder.abandon()
+            if query is not None:
+                with contextlib.suppress(PySparkException, Py4JError, OSError):
+                    query.stop()
 
     def _start(self) -> StreamingQuery:
         cut = self.ledger.cut
@@ -138,8 +143,7 @@ class _Run:
         self.config.checkpoint_dir.parent.mkdir(parents=True, exist_ok=True)
         return (
             frames.load()
-            .writeStream.queryName(f"millstream {self.config.stream} {self.config.pipeline}")
-            .option("checkpointLocation", self.config.checkpoint_dir.absolute().as_uri())
+            .writeStream.option("checkpointLocation", self.config.checkpoint_dir.absolute().as_uri())
             .trigger(processingTime=f"{self.config.trigger_interval_ms} milliseconds")
             .foreachBatch(self.lander)
             .start()

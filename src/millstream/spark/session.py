@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from pyspark.sql import SparkSession
 from millstream.errors import EngineError
 from millstream.spark.java import find_java
 
+_TASK_FAILURES_MAX: Final = 4
+"""Spark's own default everywhere but on a local master, where it is 1."""
 _LOG4J: Final = """\
 status = error
 rootLogger.level = warn
@@ -79,7 +82,7 @@ def open_session(options: SparkOptions) -> SparkSession:
     if options.master.startswith("local"):
         # A laptop whose host name doesn't resolve, or whose network changes, must not matter.
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
-    facts = {"spark.app.name": options.app_name, "spark.master": options.master}
+    facts = {"spark.app.name": options.app_name, "spark.master": _with_retries(options.master)}
     conf = SparkConf(loadDefaults=False).setAll([*(_defaults(options, work_dir) | facts | dict(options.conf)).items()])
     try:
         if SparkContext._active_spark_context is None:  # noqa: SLF001 - there is no public way to ask
@@ -100,6 +103,12 @@ def stop_session(spark: SparkSession) -> None:
     """Stop the process's session, also where its JVM is gone already."""
     with contextlib.suppress(PySparkException, Py4JError, OSError):
         spark.stop()
+
+
+def _with_retries(master: str) -> str:
+    """Let a local master repeat a task whose Python worker was killed, as every other master does."""
+    local = re.fullmatch(r"local(?:\[([^,\]]+)\])?", master)
+    return f"local[{local[1] or 1},{_TASK_FAILURES_MAX}]" if local else master
 
 
 def _defaults(options: SparkOptions, work_dir: Path) -> dict[str, str]:
