@@ -403,3 +403,23 @@ def test_touches_that_every_later_snapshot_sees_are_forgotten() -> None:
     tracker.take(second, Snapshot(12, 12))
     tracker.end(second)
     assert tracker.touch_count == 0
+
+
+def test_what_touches_the_whole_table_unseen_has_a_chunk_read_again() -> None:
+    tracker = CopyTracker()
+    ticket = tracker.begin()
+    tracker.take(ticket, Snapshot(10, 12, frozenset({10})))
+    tracker.touch(Touch(11, frozenset(), everything=True))
+    assert not tracker.judge(ticket).again
+    tracker.touch(Touch(10, frozenset(), everything=True))
+    assert tracker.judge(ticket).again
+
+
+def test_a_key_asked_for_by_name_is_asked_for_again_where_its_row_is_not_seen() -> None:
+    tracker = CopyTracker()
+    ticket = tracker.begin()
+    tracker.take(ticket, Snapshot(10, 10))
+    tracker.touch(Touch(10, frozenset({("a",), ("b",)}), frozenset({("a",), ("b",)})))
+
+    assert tracker.judge(ticket, [("a",), ("c",)]).reread == {("a",)}
+    assert kept([("a",), ("c",)], tracker.judge(ticket)) == ([False, True], frozenset({("a",)}))
