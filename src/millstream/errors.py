@@ -114,6 +114,14 @@ class HomeUnwritable(MillstreamError):
     default_hint = "Give this user the folder, or choose another home with --home."
 
 
+class AddressInUse(MillstreamError):
+    """The address to listen on is taken, or isn't this machine's; details: address."""
+
+    code = "address_in_use"
+    retry = Retry.OPERATOR
+    default_hint = "Set [http] listen in millstream.toml to a free one (MILLSTREAM_HTTP__LISTEN does it too)."
+
+
 class MissingExtra(UsageError):
     """A command needs an extra that isn't installed; details: extra."""
 

@@ -1,0 +1,148 @@
+"""`doctor`: everything that would keep a home from running, each with what to do. It changes nothing but caches."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from millstream.app.home import Home
+from millstream.app.wiring import capture_config, place_compiled_code
+from millstream.errors import MillstreamError
+
+_FREE_BYTES_MIN: Final = 2 << 30
+"""Some segments, Spark's scratch space and a first load of tables of a usual size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """One thing that was looked at. `blocks` is `home`, `source`, `table`, or `nothing` (a warning, or all is well)."""
+
+    check: str
+    code: str
+    """`ok`, or what is wrong."""
+    message: str
+    blocks: str = "nothing"
+    fix: str = ""
+    sql: str = ""
+    table: str = ""
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether there is nothing to say."""
+        return self.code == "ok"
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return asdict(self)
+
+
+def examine(home: Home) -> Iterator[Diagnosis]:
+    """Look at one thing after the other; what can't be looked at is a finding too."""
+    yield from _one("configuration", lambda: _configuration(home))
+    yield from _one("home", lambda: _folder(home))
+    yield from _one("java", lambda: _java(home))
+    yield from _one("spark", _spark)
+    yield from _one("compiled code", lambda: _compiled(home))
+    try:
+        streams = dict(home.config.streams)
+    except MillstreamError:
+        return
+    for name, stream in streams.items():
+        yield from _one(f"lake of {name}", partial(_lake, home.lake_location(stream)))
+        try:
+            yield from _source(home, name)
+        except (MillstreamError, ImportError) as error:
+            yield _failed(f"source of {name}", error, "source")
+
+
+def repair_script(home: Home) -> str:
+    """One SQL script for a DBA, for all streams; empty where there is nothing to mend by SQL."""
+    from millstream.capture import doctor_sql
+
+    scripts = []
+    for name, stream in home.config.streams.items():
+        script = doctor_sql(capture_config(home, name, stream))
+        if script:
+            scripts.append(f"-- stream {name}\n{script}")
+    return "\n".join(scripts)
+
+
+def _one(check: str, look: Callable[[], str]) -> Iterator[Diagnosis]:
+    try:
+        yield Diagnosis(check, "ok", look())
+    except (MillstreamError, OSError, ImportError) as error:
+        yield _failed(check, error, "home")
+
+
+def _failed(check: str, error: Exception, blocks: str) -> Diagnosis:
+    if isinstance(error, MillstreamError):
+        return Diagnosis(check, error.code, error.message, blocks, error.hint)
+    if isinstance(error, ImportError):
+        return Diagnosis(check, "missing_extra", str(error), blocks, "pip install 'millstream[spark]'")
+    return Diagnosis(check, "os", str(error), blocks, "Check the folder's owner, its mode and the disk.")
+
+
+def _configuration(home: Home) -> str:
+    streams = home.config.streams
+    return f"{home.config_file}: {len(streams)} stream{'s' * (len(streams) != 1)}"
+
+
+def _folder(home: Home) -> str:
+    home.prepare()
+    free = shutil.disk_usage(home.data).free
+    if free < _FREE_BYTES_MIN:
+        raise OSError(f"{home.data}: only {free >> 20} MiB are free on its disk")
+    with home.open_catalog():
+        return f"{home.data} can be written, {free >> 30} GiB are free"
+
+
+def _java(home: Home) -> str:
+    from millstream.spark.java import find_java
+
+    cache = home.data / "cache" / "java"
+    cache.mkdir(parents=True, exist_ok=True)
+    java = find_java(cache)
+    return f"Java {java.version} ({java.origin})"
+
+
+def _spark() -> str:
+    if importlib.util.find_spec("pyspark") is None:
+        raise ModuleNotFoundError("pyspark isn't installed", name="pyspark")
+    from importlib.metadata import version
+
+    return f"pyspark {version('pyspark')}"
+
+
+def _compiled(home: Home) -> str:
+    place_compiled_code(home)
+    from millstream.codec.pgoutput import warm
+
+    warm()
+    return f"decoders are compiled, kept in {os.environ['NUMBA_CACHE_DIR']}"
+
+
+def _lake(location: str) -> str:
+    if "://" in location:
+        return f"{location} is looked at when something is written"
+    folder = Path(location)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        return f"{folder} can be written"
+
+
+def _source(home: Home, name: str) -> Iterator[Diagnosis]:
+    from millstream.capture import check_source
+
+    check = f"source of {name}"
+    findings = check_source(capture_config(home, name, home.config.streams[name]))
+    for found in findings:
+        yield Diagnosis(check, found.code, found.message, found.blocks, found.fix, found.sql, found.table)
+    if not any(found.blocks != "nothing" for found in findings):
+        yield Diagnosis(check, "ok", "it can be captured")

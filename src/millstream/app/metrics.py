@@ -1,0 +1,83 @@
+"""Prometheus metrics: a home's status as gauges, collected when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+_LAG: Final = {
+    "records": "Records between two stages.",
+    "bytes": "Bytes between two stages.",
+    "seconds": "Age of the oldest record between two stages.",
+}
+
+
+class _Status(Collector):
+    def __init__(self, collect: Callable[[], dict[str, Any]]) -> None:
+        self._collect = collect
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        status = self._collect()
+        up = GaugeMetricFamily("millstream_up", "Whether a part runs.", labels=["part"])
+        for part, pid in status["processes"].items():
+            up.add_metric([part], float(pid is not None))
+        yield up
+        yield GaugeMetricFamily(
+            "millstream_problems", "Things that status could not read.", value=float(len(status["problems"]))
+        )
+        streams = [stream for stream in status["streams"] if stream.get("id")]
+        yield from _lags(streams)
+        yield _gauge(streams, "millstream_log_bytes", "Bytes of the log on disk.", lambda s: s["log"]["bytes"])
+        yield _gauge(streams, "millstream_log_segments", "Segments of the log.", lambda s: s["log"]["segments"])
+        yield _gauge(streams, "millstream_durable_seq", "Everything up to here is durable.", lambda s: _n(s, "durable"))
+        yield _gauge(
+            streams, "millstream_landed_seq", "Everything up to here is in the lake.", lambda s: _n(s, "landed")
+        )
+        yield _gauge(streams, "millstream_writer_epoch", "Fencing epoch.", lambda s: (s["writer"] or {}).get("epoch"))
+        yield _tables(streams)
+
+
+def _lags(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
+    for unit, text in _LAG.items():
+        family = GaugeMetricFamily(f"millstream_lag_{unit}", text, labels=["stream", "stage"])
+        for stream in streams:
+            for stage, lag in stream["lag"].items():
+                if lag.get(unit) is not None:
+                    family.add_metric([stream["name"], stage], float(lag[unit]))
+        yield family
+
+
+def _tables(streams: list[dict[str, Any]]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily("millstream_tables", "Tables by state.", labels=["stream", "state"])
+    for stream in streams:
+        states = [table["state"] for table in stream["tables"]]
+        for state in sorted(set(states) | {"set_aside"}):
+            family.add_metric([stream["name"], state], float(states.count(state)))
+    return family
+
+
+def _gauge(
+    streams: list[dict[str, Any]], name: str, text: str, value: Callable[[dict[str, Any]], Any]
+) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=["stream"])
+    for stream in streams:
+        found = value(stream)
+        if found is not None:
+            family.add_metric([stream["name"]], float(found))
+    return family
+
+
+def _n(stream: dict[str, Any], which: str) -> int | None:
+    token = stream["tokens"].get(which)
+    return None if token is None else int(token.partition(".s")[2])
+
+
+def prometheus_text(collect: Callable[[], dict[str, Any]]) -> bytes:
+    """The metrics of a status, in Prometheus's text format."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Status(collect))
+    return generate_latest(registry)

@@ -1,0 +1,171 @@
+"""What `millstream.open` gives: a home to read from, in any process, beside whatever runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from millstream.app.home import Home
+from millstream.errors import LogError, UnknownTable
+from millstream.model.ids import StreamId, TableId
+from millstream.model.names import parse_qualified_name
+from millstream.model.positions import StreamToken
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from millstream.lake.query import LakeSession
+    from millstream.wal.reader import StreamReader
+
+
+class OpenHome:
+    """A home, open for reading. Use it from one thread; any number of processes may have it open."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._readers: dict[str, StreamReader] = {}
+
+    @property
+    def path(self) -> Path:
+        """The home's folder."""
+        return self._home.path
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of what was opened."""
+        self._readers.clear()
+
+    def streams(self) -> list[str]:
+        """Names of the streams that have a log."""
+        return self._home.streams_on_disk()
+
+    def token(self, stream: str) -> StreamToken:
+        """The newest consistent cut of a stream's log."""
+        return self._reader(stream).token()
+
+    def read(
+        self,
+        stream: str,
+        *,
+        table: str | None = None,
+        after: StreamToken | str | None = None,
+        upto: StreamToken | str | None = None,
+    ) -> Iterator[pa.RecordBatch]:
+        """Records between two tokens, in order: `(after, upto]`.
+
+        Args:
+            stream: the stream's name.
+            table: only this one, as `schema.table`; all of them where None, each batch of one table and schema version.
+            after: a token that was given out before; None for the first record that is still there.
+            upto: None for everything that is durable now.
+
+        Returns:
+            Batches with the `__` columns before the table's own; a batch's schema metadata names its table. The same
+            call gives the same records every time, until retention drops them.
+
+        Raises:
+            UnknownStream, UnknownTable: there is none of that name.
+            InvalidToken: a token is no token, or another stream's.
+            OffsetExpired: retention has dropped part of it.
+            TokenFromFuture: `upto` lies beyond what is durable.
+        """
+        reader = self._reader(stream)
+        start = self._parse(reader.stream_id, after)
+        end = self._parse(reader.stream_id, upto)
+        first = reader.first_seq()
+        low = type(first)(first - 1) if start is None else start.minimum
+        high = reader.persisted_upto() if end is None else end.minimum
+        wanted = None if table is None else table_ids(reader, table)
+        for found in reader.read_between(low, high, table=wanted[0] if wanted and len(wanted) == 1 else None):
+            if wanted is None or found.schema.table_id in wanted:
+                yield found.batch
+
+    def query(self, stream: str, sql: str) -> pa.Table:
+        """The result of SQL over the stream's lake tables, all at one token; see `millstream query`."""
+        with open_lake(self._home, stream) as lake:
+            return lake.query(sql)
+
+    def status(self) -> dict[str, Any]:
+        """What `millstream status --json` prints."""
+        from millstream.app.status import collect_status
+
+        return collect_status(self._home)
+
+    def _reader(self, stream: str) -> StreamReader:
+        name = self._home.pick_stream(stream)
+        if name not in self._readers:
+            self._readers[name] = open_reader(self._home, name)
+        return self._readers[name]
+
+    @staticmethod
+    def _parse(stream: StreamId, token: StreamToken | str | None) -> StreamToken | None:
+        return None if token is None else StreamToken.parse(str(token), stream=stream)
+
+
+def open(path: str | Path | None = None) -> OpenHome:  # noqa: A001 - as `millstream.open`
+    """Open a home for reading: the one at `path`, else that of MILLSTREAM_HOME, else the nearest folder upward.
+
+    Raises:
+        HomeNotFound: there is none.
+        HomeTooNew: a newer Millstream wrote it.
+    """
+    home = Home.find(path)
+    home.check_format()
+    return OpenHome(home)
+
+
+def open_reader(home: Home, stream: str, *, without_mark: bool = False) -> StreamReader:
+    """A reader of a stream's log. `UnknownStream` where the home has none of that name."""
+    from millstream.wal.reader import StreamReader
+
+    return StreamReader(str(home.wal_folder(home.pick_stream(stream))), without_mark=without_mark)
+
+
+def table_ids(reader: StreamReader, table: str) -> list[TableId]:
+    """The ids of tables that bear (or bore, in what is still in the log) a name; several where one was made anew.
+
+    Raises:
+        UnknownTable: the log has records of none.
+    """
+    namespace, name = parse_qualified_name(table)
+    schemas = reader.schemas()
+    found = [i for i, schema in schemas.items() if (schema.namespace, schema.name) == (namespace, name)]
+    if not found:
+        known = sorted({f"{s.namespace}.{s.name}" for s in schemas.values()})
+        raise UnknownTable(
+            f"the log has no records of {table}",
+            hint=f"It has records of: {', '.join(known[:20]) or 'nothing yet'}.",
+            table=table,
+        )
+    return found
+
+
+def open_lake(home: Home, stream: str | None = None, *, as_of: str | None = None) -> LakeSession:
+    """A stream's lake tables at one token, for SQL.
+
+    Args:
+        home: the home.
+        stream: its name; None where the home has only one.
+        as_of: a token that was given out before; None for the newest cut.
+    """
+    from millstream.app.wiring import lake_layout
+    from millstream.lake.query import LakeSession
+
+    name, config = home.stream_config(stream)
+    try:
+        stream_id = open_reader(home, name).stream_id
+    except LogError:
+        # The log may be elsewhere, or gone; the catalog knows the stream too.
+        with home.open_catalog() as catalog:
+            stream_id = catalog.stream(name).id
+    token = None if as_of is None else StreamToken.parse(as_of, stream=stream_id)
+    return LakeSession(lake_layout(home, name, config, stream_id), as_of=None if token is None else token.minimum)

@@ -1,0 +1,233 @@
+"""Records of the log as JSON lines: one record a line, in order, shards merged.
+
+The order is that of offsets within a shard; shards are merged by an operation's first number, and records of one transaction
+by their index. Memory is bounded by one frame a shard.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import pyarrow as pa
+
+from millstream.model.ids import ShardId, TableId
+from millstream.model.names import qualified_name
+from millstream.model.pgcolumns import JSON_INTEGER_MAX, json_column, render_column
+from millstream.model.positions import Lsn, Offset, Seq, format_lsn
+from millstream.model.records import RECORD_OFFSET, RECORD_PREFIX, Op
+from millstream.model.schema import TableKind, TableSchema
+from millstream.wal.reader import StreamReader, TableRecords
+
+Values = Literal["json", "text"]
+"""How values stand: numbers that JSON holds exactly as numbers and all else as text, or all as PostgreSQL's text."""
+
+_PREFIX_LENGTH: Final = len((RECORD_OFFSET, *RECORD_PREFIX))
+_DELETE: Final = Op.DELETE.letter
+_TRUNCATE: Final = Op.TRUNCATE.letter
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One record, with what shards are merged by."""
+
+    shard: ShardId
+    offset: Offset
+    operation_seq: Seq
+    index: int
+    operation: tuple[Any, ...]
+    """Tells operations apart: a transaction's parts on several shards bear the same."""
+    facts: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Cat:
+    """Reads a log as lines; asked again, it goes on where it stopped.
+
+    Args:
+        stream: the name that lines bear.
+        reader: the log.
+        values: how values stand.
+        tables: only these.
+        from_offset: of every shard (one that begins later begins there).
+    """
+
+    stream: str
+    reader: StreamReader
+    values: Values = "json"
+    tables: frozenset[TableId] | None = None
+    from_offset: Offset | None = None
+    _next: dict[ShardId, Offset] = field(default_factory=dict)
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Everything that is durable now and wasn't given before.
+
+        Raises:
+            OffsetExpired, OffsetBeyondEnd: `from_offset` isn't there.
+            CorruptWal: the log is damaged; what came before was right.
+        """
+        upto = self.reader.persisted_upto()
+        shards = self.reader.shards
+        if self.from_offset is not None and not self._next and len(shards) > 1:
+            ends = {shard: self.reader.durable_offset(shard) for shard in shards}
+            # Beyond the end of one shard, but not of all: that one has nothing to give yet.
+            if any(end >= self.from_offset for end in ends.values()):
+                self._next = {shard: end for shard, end in ends.items() if end < self.from_offset}
+        return (line.facts for line in _merged([self._shard(shard, upto) for shard in shards]))
+
+    def is_behind(self) -> bool:
+        """Whether more is durable than was given."""
+        return any(self.reader.durable_offset(shard) > self._next.get(shard, Offset(0)) for shard in self.reader.shards)
+
+    def _shard(self, shard: ShardId, upto: Seq) -> Iterator[Line]:
+        start = self._next.get(shard)
+        if start is None:
+            first = self.reader.first_offset(shard)
+            start = first if self.from_offset is None else self.from_offset
+            if len(self.reader.shards) > 1:
+                start = max(start, first)
+        self._next[shard] = start
+        for line in self._by_offset(self.reader.read(shard, start, tables=self.tables)):
+            if line.facts["seq"] > upto:
+                return
+            self._next[shard] = Offset(line.offset + 1)
+            yield line
+
+    def _by_offset(self, found: Iterable[TableRecords]) -> Iterator[Line]:
+        """Within a frame, records of its tables by offset."""
+        frame: list[TableRecords] = []
+        for part in found:
+            if frame and part.frame_offset != frame[0].frame_offset:
+                yield from self._frame(frame)
+                frame = []
+            frame.append(part)
+        yield from self._frame(frame)
+
+    def _frame(self, parts: list[TableRecords]) -> Iterator[Line]:
+        lines = [line for part in parts for line in table_lines(part, stream=self.stream, values=self.values)]
+        if len(parts) > 1:
+            lines.sort(key=lambda line: line.offset)
+        return iter(lines)
+
+
+def table_lines(found: TableRecords, *, stream: str, values: Values = "json") -> Iterator[Line]:
+    """Lines of one table's records (read with their offsets), in order.
+
+    `row` holds the new values; of a `d` the old key, or the old row under FULL. Unchanged TOAST columns aren't in it.
+    """
+    schema, batch = found.schema, found.batch
+    facts = {
+        name: batch.column(name).to_pylist()
+        for name in ("__offset", "__op", "__seq", "__source", "__commit_lsn", "__commit_index", "__xid", "__unchanged")
+    }
+    times = batch.column("__commit_ts").to_pylist()
+    exact, before = _maps(batch.column("__exact")), _maps(batch.column("__before"))
+    table = None if schema.kind is TableKind.MESSAGES else qualified_name(schema.namespace, schema.name)
+    columns = _columns(schema, batch, values)
+    read = {column.name: _reads_as(column.arrow) for column in schema.columns} if values == "json" else {}
+    operations = found.operation_seq.to_pylist()
+    identity = frozenset(schema.identity)
+    for i in range(batch.num_rows):
+        op, whole, unchanged = facts["__op"][i], exact[i], facts["__unchanged"][i] or []
+        row: dict[str, Any] | None = None
+        if op != _TRUNCATE:
+            row = {
+                name: whole.get(name, column[i]) if whole else column[i]
+                for name, column in columns.items()
+                if name not in unchanged and (op != _DELETE or name in identity)
+            }
+        lsn, xid, time = facts["__commit_lsn"][i], facts["__xid"][i], times[i]
+        is_raw = schema.kind is TableKind.RAW
+        line = {
+            "stream": stream,
+            "shard": int(found.shard),
+            "offset": facts["__offset"][i],
+            "seq": facts["__seq"][i],
+            "op": "raw" if is_raw else op,
+            "table": table,
+            "source": facts["__source"][i],
+            "commit_lsn": None if lsn is None else format_lsn(Lsn(lsn)),
+            "commit_index": facts["__commit_index"][i],
+            "commit_ts": None if time is None else time.isoformat(),
+            "xid": xid,
+            "row": row,
+            "before": None if before[i] is None else _typed(before[i] or {}, read),
+            "unchanged": unchanged,
+            "exact": whole or {},
+        }
+        index = facts["__commit_index"][i]
+        operation = (facts["__source"][i], lsn, xid) if xid is not None else (found.shard, operations[i])
+        yield Line(
+            found.shard, Offset(line["offset"]), Seq(operations[i]), -1 if index is None else index, operation, line
+        )
+
+
+def to_json(facts: Mapping[str, Any]) -> str:
+    """One line, without its end."""
+    return json.dumps(facts, ensure_ascii=False, separators=(",", ":"))
+
+
+def _merged(shards: list[Iterator[Line]]) -> Iterator[Line]:
+    """Lines of all shards: operations by their first number, a transaction's records by their index."""
+    heads = {number: line for number, lines in enumerate(shards) if (line := next(lines, None)) is not None}
+    operation: tuple[Any, ...] | None = None
+    while heads:
+        same = [number for number, line in heads.items() if line.operation == operation]
+        if same:
+            chosen = min(same, key=lambda number: heads[number].index)
+        else:
+            chosen = min(heads, key=lambda number: (heads[number].operation_seq, heads[number].index))
+            operation = heads[chosen].operation
+            # Another shard may hold an earlier record of the same transaction.
+            same = [number for number, line in heads.items() if line.operation == operation]
+            chosen = min(same, key=lambda number: heads[number].index)
+        yield heads[chosen]
+        following = next(shards[chosen], None)
+        if following is None:
+            del heads[chosen]
+        else:
+            heads[chosen] = following
+
+
+def _columns(schema: TableSchema, batch: pa.RecordBatch, values: Values) -> dict[str, list[Any]]:
+    """The table's own columns by name, each value as it will stand."""
+    columns: dict[str, list[Any]] = {}
+    for number, column in enumerate(schema.columns):
+        array = batch.column(batch.num_columns - len(schema.columns) + number)
+        if schema.kind is TableKind.RAW:
+            columns[column.name] = [None if v is None else "\\x" + v.hex() for v in array.to_pylist()]
+        else:
+            columns[column.name] = (json_column if values == "json" else render_column)(array, column)
+    return columns
+
+
+def _maps(array: pa.Array) -> list[dict[str, Any] | None]:
+    return [None if pairs is None else dict(pairs) for pairs in array.to_pylist()]
+
+
+def _reads_as(kind: pa.DataType) -> type | None:
+    if pa.types.is_integer(kind):
+        return int
+    return float if pa.types.is_floating(kind) else None
+
+
+def _typed(texts: dict[str, Any], read: Mapping[str, type | None]) -> dict[str, Any]:
+    """Old values, which the log keeps as text, as new ones stand: numbers where JSON holds them exactly."""
+    if not read:
+        return texts
+    return {name: _number(text, read.get(name)) for name, text in texts.items()}
+
+
+def _number(text: str | None, kind: type | None) -> Any:
+    if text is None or kind is None:
+        return text
+    try:
+        number = kind(text)
+    except (ValueError, OverflowError):
+        return text
+    if kind is int:
+        return number if abs(number) <= JSON_INTEGER_MAX else text
+    return number if math.isfinite(number) else text

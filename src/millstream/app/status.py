@@ -1,0 +1,210 @@
+"""How a home stands: read from the catalog, the log's marks and the lake, with live figures where parts run.
+
+Nothing here needs a running process, and nothing that is missing or damaged keeps the rest from being shown: what
+couldn't be read stands under `problems`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, get_args
+
+from millstream.app.control import ask
+from millstream.app.home import PIPELINE, Home
+from millstream.app.locks import Role, holder
+from millstream.errors import LogError, MillstreamError
+from millstream.model.ids import StreamId
+from millstream.model.names import qualified_name
+from millstream.model.positions import Seq, StreamToken, format_lsn
+
+if TYPE_CHECKING:
+    from millstream.catalog import Catalog, TableRow
+
+
+def collect_status(home: Home) -> dict[str, Any]:
+    """A home's status, JSON-able: `home`, `processes`, `streams`, `problems`."""
+    problems: list[str] = []
+    owner, pipeline = ask(home, "owner", "status") or {}, ask(home, "pipeline", "status") or {}
+    streams: list[dict[str, Any]] = []
+    names = set(home.streams_on_disk())
+    try:
+        names |= set(home.config.streams)
+    except MillstreamError as error:
+        problems.append(f"configuration: {error.message}")
+    try:
+        if home.catalog_file.exists():
+            with home.open_catalog() as catalog:
+                known = {row.name: row.id for row in catalog.streams()}
+                for name in sorted(names | set(known)):
+                    live = (owner.get("streams", {}).get(name), pipeline.get("streams", {}).get(name))
+                    streams.append(_stream(home, catalog, name, known.get(name), live, problems))
+        else:
+            streams = [{"name": name, "id": None, "state": "never run"} for name in sorted(names)]
+    except MillstreamError as error:
+        problems.append(error.message)
+    return {
+        "home": str(home.path),
+        "processes": {role: holder(home.run_folder, role).get("pid") for role in get_args(Role)},
+        "streams": streams,
+        "problems": problems,
+    }
+
+
+def held_tables(catalog: Catalog, stream: StreamId) -> dict[str, dict[str, Any]]:
+    """Tables that the lake's pipeline has set aside, by table id as text: the facts that it keeps of them."""
+    return catalog.facts(held_scope(stream))
+
+
+def held_scope(stream: StreamId) -> str:
+    """The catalog's scope of those facts; the same as `millstream.spark.ledger.held_scope`, without importing Spark."""
+    return f"lake/{stream}/{PIPELINE}"
+
+
+def _stream(
+    home: Home,
+    catalog: Catalog,
+    name: str,
+    stream: StreamId | None,
+    live: tuple[dict[str, Any] | None, dict[str, Any] | None],
+    problems: list[str],
+) -> dict[str, Any]:
+    if stream is None:
+        return {"name": name, "id": None, "state": "never run"}
+    capture, pipeline = live
+    captured, landing = (capture or {}).get("progress") or {}, (pipeline or {}).get("progress") or {}
+    durable = _durable(home, name, problems)
+    landed = max(catalog.landed(stream, PIPELINE), _lake_n(home, name, stream, problems))
+    writers = catalog.writers(stream)
+    sources = catalog.sources(stream)
+    return {
+        "name": name,
+        "id": str(stream),
+        "state": "running" if capture is not None else "stopped",
+        "writer": None
+        if not writers
+        else {
+            "name": writers[-1].name,
+            "epoch": int(writers[-1].epoch),
+            "pid": writers[-1].pid,
+            "alive": capture is not None,
+        },
+        "source": {
+            "reached": format_lsn(sources[-1].reached) if sources else None,
+            "database": sources[-1].database if sources else None,
+            "timeline": sources[-1].timeline if sources else None,
+        },
+        "tokens": {
+            "durable": None if durable is None else str(StreamToken.scalar(stream, durable)),
+            "landed": str(StreamToken.scalar(stream, landed)),
+        },
+        "lag": {
+            "capture": _capture_lag(captured),
+            "lake": _lake_lag(home, name, landed, durable, problems),
+            "fold": {"seconds": max((t["fold_lag_s"] or 0.0 for t in landing.get("tables", ())), default=None)},
+        },
+        "log": _log(home, name, problems)
+        | {"needed_from": {k: int(v) for k, v in catalog.needed_from(stream).items()}},
+        "tables": _tables(catalog, stream, captured, landing),
+        "errors": {
+            part: facts["error"]
+            for part, facts in (("capture", capture), ("pipeline", pipeline))
+            if facts is not None and facts.get("error")
+        },
+    }
+
+
+def _durable(home: Home, name: str, problems: list[str]) -> Seq | None:
+    from millstream.wal.reader import StreamReader
+
+    try:
+        return StreamReader(str(home.wal_folder(name))).persisted_upto()
+    except (LogError, OSError) as error:
+        problems.append(f"log of {name}: {error}")
+        return None
+
+
+def _lake_n(home: Home, name: str, stream: StreamId, problems: list[str]) -> Seq:
+    """What the lake's own last cut says: it may be ahead of the catalog by one crash."""
+    if name not in home.config.streams:
+        return Seq(0)
+    from millstream.app.wiring import lake_layout
+    from millstream.lake.commits import last_cut
+
+    try:
+        cut = last_cut(lake_layout(home, name, home.config.streams[name], stream))
+    except (MillstreamError, OSError) as error:
+        problems.append(f"lake of {name}: {error}")
+        return Seq(0)
+    return Seq(0) if cut is None else cut.n
+
+
+def _capture_lag(progress: dict[str, Any]) -> dict[str, Any]:
+    """What the source has and the log hasn't; known only while capture runs."""
+    if not progress:
+        return {"records": None, "bytes": None, "seconds": None}
+    behind = max(0, progress.get("source_end", 0) - progress.get("durable", 0))
+    return {"records": 0 if behind == 0 else None, "bytes": behind, "seconds": 0.0 if behind == 0 else None}
+
+
+def _lake_lag(home: Home, name: str, landed: Seq, durable: Seq | None, problems: list[str]) -> dict[str, Any]:
+    """What the log has and the lake hasn't."""
+    from millstream.wal.backlog import backlog
+
+    if durable is None:
+        return {"records": None, "bytes": None, "seconds": None}
+    try:
+        waiting = backlog(str(home.wal_folder(name)), landed, durable)
+    except (LogError, OSError) as error:
+        problems.append(f"log of {name}: {error}")
+        return {"records": None, "bytes": None, "seconds": None}
+    oldest = waiting.oldest_commit_us
+    seconds = 0.0 if waiting.records == 0 else None if oldest is None else max(0.0, time.time() - oldest / 1e6)
+    return {"records": waiting.records, "bytes": waiting.size_bytes, "seconds": seconds}
+
+
+def _log(home: Home, name: str, problems: list[str]) -> dict[str, Any]:
+    from millstream.wal.backlog import log_size
+
+    try:
+        segments, size = log_size(str(home.wal_folder(name)))
+    except (LogError, OSError) as error:
+        problems.append(f"log of {name}: {error}")
+        return {"segments": None, "bytes": None}
+    return {"segments": segments, "bytes": size}
+
+
+def _tables(
+    catalog: Catalog, stream: StreamId, captured: dict[str, Any], landing: dict[str, Any]
+) -> list[dict[str, Any]]:
+    held = held_tables(catalog, stream)
+    landed = {facts["table_id"]: facts for facts in landing.get("tables", ())}
+    # A fold that fails sets a table aside too; only the running pipeline knows.
+    failed = dict(landing.get("set_aside", {}))
+    rows = [row for row in catalog.tables(stream) if row.relation_oid]
+    return [table_facts(row, captured, landed.get(int(row.id)), held.get(str(int(row.id))), failed) for row in rows]
+
+
+def table_facts(
+    row: TableRow,
+    captured: dict[str, Any],
+    landed: dict[str, Any] | None,
+    held: dict[str, Any] | None,
+    failed: dict[str, str],
+) -> dict[str, Any]:
+    """One table: its state is `set_aside` where capture or the lake has it so, and the reason says by whom."""
+    name = qualified_name(row.namespace, row.name)
+    state, reason = row.state.value, row.reason
+    lake_reason = (held or {}).get("reason") or failed.get(name) or failed.get(f"{row.namespace}.{row.name}")
+    if lake_reason:
+        state, reason = "set_aside", f"lake: {lake_reason}"
+    copies = captured.get("copies") or {}
+    return {
+        "name": name,
+        "id": int(row.id),
+        "state": state,
+        "reason": reason,
+        "shard": int(row.shard),
+        "copy": copies.get(name) or copies.get(f"{row.namespace}.{row.name}"),
+        "fold_lag_s": None if landed is None else landed["fold_lag_s"],
+        "landed_rows": None if landed is None else landed["rows"],
+    }

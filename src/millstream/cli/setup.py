@@ -1,0 +1,163 @@
+"""`init`, `doctor`, `config show`, `slot drop`: before and after running."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from millstream.cli.context import Session, json_option, note, pass_session, print_json, stream_option
+
+
+@click.command()
+@click.argument("folder", metavar="[HOME]", required=False)
+@click.option("--stream", required=True, metavar="S", help="The stream's name: lower-case letters, digits and _.")
+@click.option("--source", required=True, metavar="DSN", help="The database, as libpq takes it.")
+@click.option(
+    "--tables", multiple=True, metavar="P", help='Patterns of tables; repeat it. "!" leaves out.  [default: public.*]'
+)
+@pass_session
+def init(session: Session, folder: str | None, stream: str, source: str, tables: tuple[str, ...]) -> None:
+    """Write a commented millstream.toml into HOME (here, where none is named); never overwrites one.
+
+    A password in the DSN doesn't go into the file: it becomes a variable, and what to export is said.
+    """
+    from millstream.app.initialize import make_home
+
+    home = Path(folder or session.home_named or ".").absolute()
+    made = make_home(home, stream=stream, source=source, tables=tables or ("public.*",))
+    note(f"{made.file} is written.")
+    if made.variable is not None:
+        note(f"The password isn't in it; before other commands:  export {made.variable}=…")
+    _list_text_columns(home, dict(made.environ))
+    shown = home.name if home.parent == Path.cwd() else home
+    option = "" if home == Path.cwd() else f"--home {shown} "
+    note(f"Next:  millstream {option}doctor   then:  millstream {option}run")
+
+
+def _list_text_columns(home: Path, environ: dict[str, str]) -> None:
+    """Say which columns will be text in the lake, where the source can be asked."""
+    from millstream.app.config_file import load_config
+    from millstream.app.home import Home
+    from millstream.app.wiring import capture_config
+    from millstream.errors import MillstreamError
+
+    try:
+        from millstream.capture import check_source
+
+        config = load_config(home / "millstream.toml", environ).config
+        findings = [f for name, s in config.streams.items() for f in check_source(capture_config(Home(home), name, s))]
+    except (MillstreamError, ImportError) as error:
+        note(f"Columns couldn't be looked at yet: {error}")
+        return
+    blocking = [found for found in findings if found.blocks == "source"]
+    texts = [found for found in findings if found.code == "column_is_text"]
+    for found in blocking:
+        note(f"The source isn't ready: {found.message}. `doctor` says what to do.")
+    if texts:
+        note("These columns will be text in the lake ([streams.S.types] can give numeric ones a precision):")
+        for found in texts:
+            note(f"  {found.message.removesuffix(' will be text in the lake')}")
+
+
+@click.command()
+@click.option("--sql", "as_sql", is_flag=True, help="Print one SQL script for whoever administers the database.")
+@json_option
+@pass_session
+def doctor(session: Session, as_sql: bool, as_json: bool) -> None:
+    """Check home, disk, Java, Spark, lake and source; say what to run to mend what is wrong (exit code 3)."""
+    from millstream.app.doctor import examine, repair_script
+
+    home = session.home()
+    if as_sql:
+        click.echo(repair_script(home), nl=False)
+        return
+    found = []
+    for diagnosis in examine(home):
+        found.append(diagnosis)
+        if not as_json:
+            _print_diagnosis(diagnosis)
+    wrong = [diagnosis for diagnosis in found if diagnosis.blocks != "nothing"]
+    if as_json:
+        print_json({"healthy": not wrong, "findings": [diagnosis.as_dict() for diagnosis in found]})
+    sys.exit(3 if wrong else 0)
+
+
+def _print_diagnosis(diagnosis: Any) -> None:
+    if diagnosis.is_ok:
+        mark = click.style("ok      ", fg="green")
+    elif diagnosis.blocks == "nothing":
+        mark = click.style("note    ", fg="yellow")
+    else:
+        mark = click.style("wrong   ", fg="red", bold=True)
+    where = "" if diagnosis.blocks in {"nothing", "home"} else f" (stops the {diagnosis.blocks})"
+    click.echo(f"{mark}{diagnosis.check}: {diagnosis.message}{where}")
+    if diagnosis.fix:
+        click.echo(f"          {diagnosis.fix}")
+    for line in diagnosis.sql.splitlines():
+        click.echo(f"          {line}")
+
+
+@click.group()
+def config() -> None:
+    """Look at the configuration."""
+
+
+@config.command("show")
+@json_option
+@pass_session
+def config_show(session: Session, as_json: bool) -> None:
+    """Print the whole effective configuration, secrets masked, with where each value came from."""
+    loaded = session.home().loaded_config
+    if as_json:
+        from millstream.app.config_file import key_text
+
+        print_json([{"key": key_text(p), "value": v, "origin": o} for p, v, o in loaded.items()])
+        return
+    from millstream.app.config_file import key_text
+
+    section: tuple[Any, ...] | None = None
+    for path, value, origin in loaded.items():
+        if path[:-1] != section:
+            if section is not None:
+                click.echo()
+            section = path[:-1]
+            if section:
+                click.secho(f"[{key_text(section)}]", bold=True)
+        text = "{}" if value == {} else "# not set" if value is None else json.dumps(value, ensure_ascii=False)
+        line = f"{key_text(path[-1:])} = {text}" if value is not None else f"# {key_text(path[-1:])} is not set"
+        click.echo(f"{line:<60}  # {origin}")
+
+
+@click.group()
+def slot() -> None:
+    """The replication slot at the source."""
+
+
+@slot.command("drop")
+@stream_option
+@click.option("--yes", is_flag=True, help="Don't ask.")
+@pass_session
+def slot_drop(session: Session, stream: str | None, yes: bool) -> None:
+    """Drop a stream's slot: gives the source back its disk. What changes from then on can't be had; the next run copies anew."""
+    from millstream.app.wiring import capture_config
+    from millstream.capture import drop_slot
+    from millstream.cli.context import human_bytes
+
+    home = session.home()
+    name, stream_config = home.stream_config(stream)
+    capture = capture_config(home, name, stream_config)
+    if not yes:
+        click.confirm(
+            f"Drop the slot {capture.slot}? The next run will copy every table of {name} again", abort=True, err=True
+        )
+    home.prepare()
+    with home.open_catalog() as catalog:
+        catalog.resolve_stream(name)
+        held = drop_slot(capture, catalog)
+    note(
+        f"there was no slot {capture.slot}" if held is None else f"dropped {capture.slot}; it held {human_bytes(held)}"
+    )

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HEAVY = (
+    "alembic", "deltalake", "duckdb", "fastapi", "numba", "numpy", "pandas", "prometheus_client", "psycopg", "pyarrow", "pydantic",
+    "pyspark", "rich", "sqlalchemy", "structlog", "uvicorn",
+)  # fmt: skip
+
+
+def millstream(
+    *arguments: str, environ: dict[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "millstream.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=cwd,
+        env={**os.environ, **(environ or {})},
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "from millstream.cli.main import cli\n"
+        "for name in (None, *cli.list_commands(None)):\n"
+        "    try: cli.main([name, '--help'] if name else ['--help'])\n"
+        "    except SystemExit: pass\n"
+        f"print(sorted(set(sys.modules) & set({HEAVY!r})))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_help_answers_at_once() -> None:
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        assert millstream("--help").returncode == 0
+        times.append(time.perf_counter() - start)
+    # A loaded machine must not fail the suite: 0.3 s is the figure that `make bench` reports.
+    assert min(times) < 1.0
+
+
+def test_import_millstream_imports_nothing() -> None:
+    code = f"import sys, millstream; print(sorted(set(sys.modules) & set({HEAVY!r})), millstream.open.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[] open\n"
+
+
+@pytest.mark.parametrize("arguments", [["nothing"], ["status", "--nothing"], ["query"]])
+def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
+    done = millstream(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Usage" in done.stderr
+
+
+def test_an_error_is_a_code_and_a_hint_and_no_traceback(tmp_path: Path) -> None:
+    done = millstream("--home", str(tmp_path / "none"), "status")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "error[home_not_found]" in done.stderr
+    assert "hint:" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Traceback" in millstream("--debug", "--home", str(tmp_path / "none"), "status").stderr
+
+
+def test_a_missing_extra_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "millstream.toml").write_text("")
+    code = (
+        "import sys; sys.modules['pydantic'] = None\n"
+        "from millstream.cli.main import main\n"
+        f"main(['--home', {str(tmp_path)!r}, 'config', 'show'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "error[missing_extra]" in done.stderr
+    assert "millstream[run]" in done.stderr
+
+
+def test_init_writes_a_configuration_that_holds_no_password_and_never_overwrites(tmp_path: Path) -> None:
+    home = tmp_path / "shop"
+    dsn = "postgresql://app:s%40cret@127.0.0.1:1/shop"
+    words = [
+        "init",
+        str(home),
+        "--stream",
+        "shop",
+        "--source",
+        dsn,
+        "--tables",
+        "public.*",
+        "--tables",
+        "!public.audit_*",
+    ]
+    done = millstream(*words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    assert "export SHOP_PASSWORD" in done.stderr
+    text = (home / "millstream.toml").read_text()
+    assert "s%40cret" not in text + done.stderr
+    assert "s@cret" not in text + done.stderr
+    shown = millstream("--home", str(home), "config", "show", "--json", environ={"SHOP_PASSWORD": "s@cret"})
+    values = {entry["key"]: entry for entry in json.loads(shown.stdout)}
+    assert values["streams.shop.source.dsn"]["value"] == "postgresql://app:***@127.0.0.1:1/shop"
+    assert values["streams.shop.source.tables"]["value"] == ["public.*", "!public.audit_*"]
+    assert values["streams.shop.source.slot"]["origin"] == "default"
+    assert "s@cret" not in shown.stdout
+    again = millstream(*words)
+    assert again.returncode == 2
+    assert (home / "millstream.toml").read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("dsn", "written", "secret"),
+    [
+        ("host=h password='it''s' dbname=d", None, None),
+        (r"host=h password='s p\'c' dbname=d", "host=h password=${S_PASSWORD} dbname=d", "s p'c"),
+        ("postgresql://a@h/d?password=x%26y&connect_timeout=3", "postgresql://a:${S_PASSWORD}@h/d?connect_timeout=3", "x&y"),
+        ("postgresql://a:${MINE}@h/d", "postgresql://a:${MINE}@h/d", None),
+        ("service=shop", "service=shop", None),
+    ],
+)  # fmt: skip
+def test_a_password_in_a_dsn_becomes_a_variable(dsn: str, written: str | None, secret: str | None) -> None:
+    from millstream.app.initialize import take_password
+
+    if written is not None:
+        assert take_password(dsn, "S_PASSWORD") == (written, secret)
+
+
+def test_config_show_names_the_origin_of_every_value(tmp_path: Path) -> None:
+    (tmp_path / "millstream.toml").write_text('[streams.shop.source]\ndsn = "host=x password=pw"\n')
+    done = millstream("config", "show", environ={"MILLSTREAM_HTTP__LISTEN": "127.0.0.1:1"}, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert 'dsn = "host=x password=***"' in done.stdout
+    assert "# millstream.toml:2" in done.stdout
+    assert "# env MILLSTREAM_HTTP__LISTEN" in done.stdout
+    assert 'retention_age = "7d"' in done.stdout
+    assert "# default" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("[streams\n", "error[config]: millstream.toml:1"),
+        ("[spark]\nmastr = 1\n", "millstream.toml:2: spark.mastr: unknown key"),
+        ("[streams.s]\nsource.dsn='${NOT_SET_ANYWHERE}'\n", "NOT_SET_ANYWHERE is not set"),
+        ("[streams.s]\nsource.dsn='x'\nlake.format='iceberg'\n", "error[lake_format_unsupported]: millstream.toml:3"),
+        ("", "names no stream"),
+    ],
+)
+def test_run_refuses_a_configuration_that_is_wrong(tmp_path: Path, text: str, code: str) -> None:
+    (tmp_path / "millstream.toml").write_text(text)
+    done = millstream("--home", str(tmp_path), "run")
+    assert done.returncode == 2
+    assert code in done.stderr
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_home_of_a_newer_format_is_refused_by_every_command(tmp_path: Path) -> None:
+    (tmp_path / "millstream.toml").write_text("[streams.s]\nsource.dsn='x'\n")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "home.json").write_text('{"format": 99}')
+    for words in (["status"], ["run"], ["wal", "cat"], ["tables"]):
+        done = millstream("--home", str(tmp_path), *words)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "error[home_too_new]" in done.stderr
+
+
+def test_two_runs_on_one_home_are_refused(tmp_path: Path) -> None:
+    from millstream.app.home import Home
+    from millstream.app.locks import RoleLock
+
+    (tmp_path / "millstream.toml").write_text("[streams.s]\nsource.dsn='host=127.0.0.1 port=1'\n")
+    home = Home(tmp_path)
+    home.prepare()
+    with RoleLock.take(home.run_folder, "run"):
+        done = millstream("--home", str(tmp_path), "run")
+    assert done.returncode == 1
+    assert "error[home_busy]" in done.stderr
+    assert str(os.getpid()) in done.stderr
+    with RoleLock.take(home.run_folder, "owner"):
+        assert "error[home_busy]" in millstream("--home", str(tmp_path), "capture", "run").stderr
+
+
+def test_status_and_tables_of_a_home_that_has_never_run(tmp_path: Path) -> None:
+    (tmp_path / "millstream.toml").write_text("[streams.s]\nsource.dsn='x'\n")
+    done = millstream("--home", str(tmp_path), "status", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["streams"] == [{"name": "s", "id": None, "state": "never run"}]
+    assert set(found["processes"].values()) == {None}
+    assert json.loads(millstream("--home", str(tmp_path), "tables", "--json").stdout) == []
+    assert "never run" in millstream("--home", str(tmp_path), "status").stdout
+
+
+def test_a_reader_that_has_enough_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "millstream.toml").write_text("[streams.s]\nsource.dsn='x'\n")
+    command = f"{sys.executable} -m millstream.cli --home {tmp_path} config show | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
