@@ -480,6 +480,14 @@ class LakeConflict(LakeError):
     retry = Retry.BACKOFF
 
 
+class LakeUnavailable(LakeError):
+    """The lake can't be read or written just now: a full disk, a lost mount, an object store that doesn't answer."""
+
+    code = "lake_unavailable"
+    retry = Retry.BACKOFF
+    default_hint = "Look at the lake's disk or object store; what failed is tried again."
+
+
 class EngineError(MillstreamError):
     """Spark or Java failed."""
 

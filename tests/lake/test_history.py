@@ -17,7 +17,7 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
 
-from millstream.errors import LakeConflict, LakeSchemaConflict, LakeTableForeign
+from millstream.errors import LakeConflict, LakeError, LakeSchemaConflict, LakeTableForeign
 from millstream.lake.current import fold_table
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
@@ -277,3 +277,36 @@ def test_a_writer_killed_at_any_point_repeats_and_loses_nothing(
         (2, None),
         (3, None),
     ]
+
+
+FULL_DISK = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (600, resource.RLIM_INFINITY))
+"""
+TOLD = """
+except MillstreamError as error:
+    print(type(error).__name__, error.retry.value)
+"""
+
+
+def test_a_disk_that_takes_no_more_is_an_error_to_be_tried_again(
+    layout: LakeLayout, orders: TableSchema, records: Records
+):
+    append_history(layout, orders, [records(orders, ("c", 1, {"id": 1}))], Seq(1))
+    batch = records(orders, ("c", 2, {"id": 2, "note": "a text that is longer than the disk has room for" * 50}))
+    work = pickle.dumps((layout, orders, batch, Seq(2)))
+    code = FULL_DISK + WRITER.replace(
+        "append_history(l", "from millstream.errors import MillstreamError\ntry:\n    append_history(l"
+    )
+    code = code.replace("fold_table(l", "    fold_table(l") + TOLD
+    ended = subprocess.run([sys.executable, "-c", code], input=work, timeout=120, check=True, capture_output=True)
+    assert ended.stdout.decode().strip() == "LakeUnavailable backoff"
+    assert seqs(layout, orders) == [1]
+    append_history(layout, orders, [batch], Seq(2))
+    assert seqs(layout, orders) == [1, 2]
+
+
+def test_a_location_that_delta_cannot_keep_is_refused(orders: TableSchema, tmp_path: Path):
+    layout = LakeLayout(str(tmp_path / "100%25"), "shop", StreamId(UUID(int=1)))
+    with pytest.raises(LakeError, match="percent"):
+        append_history(layout, orders, [], Seq(1))

@@ -22,7 +22,7 @@ from deltalake import CommitProperties, DeltaTable, Transaction
 from deltalake.exceptions import CommitFailedError, DeltaError, SchemaMismatchError, TableNotFoundError
 from deltalake.writer import WriterProperties
 
-from millstream.errors import LakeConflict, LakeError, LakeSchemaConflict, LakeTableForeign
+from millstream.errors import LakeConflict, LakeError, LakeSchemaConflict, LakeTableForeign, LakeUnavailable
 from millstream.lake.layout import LakeLayout
 from millstream.model.positions import Seq
 
@@ -82,7 +82,9 @@ def lake_errors(path: str) -> Iterator[None]:
         raise LakeConflict(f"another writer committed to {path} first: {error}", path=path) from error
     except SchemaMismatchError as error:
         raise LakeSchemaConflict(f"{path} can't take these columns: {error}", path=path) from error
-    except (DeltaError, OSError, pa.ArrowException) as error:
+    except (DeltaError, OSError) as error:
+        raise LakeUnavailable(f"{path}: {error}", path=path) from error
+    except pa.ArrowException as error:
         raise LakeError(f"{path}: {error}", path=path) from error
 
 
@@ -91,7 +93,7 @@ def open_table(layout: LakeLayout, path: str, app: str, *, version: int | None =
 
     Raises:
         LakeTableForeign: somebody else made the table or wrote rows into it; details: path, version.
-        LakeError: it can't be read.
+        LakeUnavailable: it can't be read.
     """
     with lake_errors(path):
         try:
@@ -115,7 +117,17 @@ def create_table(
     partition_by: list[str] | None = None,
     properties: Mapping[str, str] | None = None,
 ) -> OpenTable:
-    """Make an empty table of ours, or open the one that another task made meanwhile."""
+    """Make an empty table of ours, or open the one that another task made meanwhile.
+
+    Raises:
+        LakeError: the lake's location holds a percent sign, which delta-rs can't keep apart from an escape.
+    """
+    if "%" in path:
+        raise LakeError(
+            f"a Delta table can't lie at {path}: its path holds a percent sign",
+            hint="Name another location for the lake, or move the home to a folder without %.",
+            path=path,
+        )
     with lake_errors(path):
         try:
             DeltaTable.create(
