@@ -1,0 +1,244 @@
+"""A capture that runs in a thread of the test, into a log in memory that can be slow, fail and be replayed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import psycopg
+
+from millstream.capture import CaptureConfig, CaptureOutcome, run_capture
+from millstream.catalog import Catalog, TableRow
+from millstream.model.ids import ShardId, SourceId
+from millstream.model.operations import Ack, SpilledOp, TableRows, WriteOps
+from millstream.model.pgtext import render_value, storage_values
+from millstream.model.positions import Lsn, Seq, SeqRange
+from millstream.model.schema import TableKind
+
+DEADLINE_S = 60
+
+
+def wait_until(true: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
+    """Return once it's true."""
+    end = time.monotonic() + deadline_s
+    while not true():
+        assert time.monotonic() < end, f"never: {what}"
+        time.sleep(0.01)
+
+
+class MemoryLog:
+    """A `LogAppender` in memory. Operations become durable one by one on a thread of its own, after `delay_s`."""
+
+    def __init__(self) -> None:
+        self.entries: list[WriteOps | SpilledOp] = []
+        self.delay_s = 0.0
+        self.fail_with: Exception | None = None
+        self._reached: dict[SourceId, Lsn] = {}
+        self._queue: list[tuple[WriteOps | SpilledOp, Future[Ack]]] = []
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._main, daemon=True)
+        self._thread.start()
+
+    def submit(self, ops: WriteOps | SpilledOp, *, deadline_s: float | None = None) -> Future[Ack]:
+        answer: Future[Ack] = Future()
+        with self._changed:
+            self._queue.append((ops, answer))
+            self._changed.notify()
+        return answer
+
+    def reached(self) -> dict[SourceId, Lsn]:
+        return dict(self._reached)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _main(self) -> None:
+        while True:
+            with self._changed:
+                while not self._queue and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                ops, answer = self._queue.pop(0)
+            if self.delay_s:
+                time.sleep(self.delay_s)
+            if self.fail_with is not None:
+                answer.set_exception(self.fail_with)
+                continue
+            if isinstance(ops, SpilledOp):
+                # Read it now: its file goes once it is durable.
+                pieces = list(ops.chunks())
+                ops = replace(ops, chunks=lambda pieces=pieces: iter(pieces))
+            self.entries.append(ops)
+            self._reached.update({s: max(lsn, self._reached.get(s, Lsn(0))) for s, lsn in ops.reached.items()})
+            answer.set_result(Ack({}, SeqRange(Seq(1), ops.row_count)))
+
+    # --- replay
+
+    def records(self) -> Iterator[tuple[TableRows, dict[str, Any], dict[str, Any]]]:
+        """Every record in order: its table, its operation, itself with values as PostgreSQL's texts."""
+        for entry in list(self.entries):
+            operations = (entry.operations if isinstance(entry, WriteOps) else entry.operation).to_pylist()
+            pieces = [entry.tables] if isinstance(entry, WriteOps) else entry.chunks()
+            for tables in pieces:
+                found = [(row["__operation"], row["__index"], t, row) for t in tables for row in as_texts(t)]
+                for operation, _, table, row in sorted(found, key=lambda f: f[:2]):
+                    yield table, operations[operation], row
+
+    def replay(self) -> dict[str, dict[Any, dict[str, str | None]]]:
+        """The tables that the log makes, by name and key (tables without one: a list under the key None)."""
+        state: dict[str, dict[Any, Any]] = {}
+        for table, _, row in self.records():
+            schema = table.schema
+            if schema.kind is not TableKind.TABLE:
+                continue
+            rows = state.setdefault(f"{schema.namespace}.{schema.name}", {})
+            names = [c.name for c in schema.columns]
+            new = {name: row[name] for name in names}
+            op = chr(row["__op"])
+            before = dict(row["__before"] or ())
+            if op == "t":
+                rows.clear()
+            elif not schema.key:
+                bag = rows.setdefault(None, [])
+                if op == "d":
+                    bag.remove(new)
+                elif op == "u":
+                    bag.remove(before)
+                    bag.append(new)
+                else:
+                    bag.append(new)
+            else:
+                key = tuple(row[name] for name in schema.key)
+                old = tuple(before.get(name, row[name]) for name in schema.key)
+                if op == "d":
+                    rows.pop(key, None)
+                    continue
+                base = rows.get(old, {})
+                for name in row["__unchanged"] or ():
+                    new[name] = base.get(name, "(never came)")
+                if old != key:
+                    rows.pop(old, None)
+                rows[key] = new
+        return state
+
+
+def as_texts(table: TableRows) -> list[dict[str, Any]]:
+    """Rows as dicts, their values as PostgreSQL's texts."""
+    if table.schema.kind is not TableKind.TABLE:
+        return table.rows.to_pylist()
+    rows = table.rows.select(range(6)).to_pylist()
+    for number, column in enumerate(table.schema.columns):
+        for row, value in zip(rows, storage_values(table.rows.column(6 + number)), strict=True):
+            exact = dict(row["__exact"] or ())
+            row[column.name] = exact.get(column.name) if value is None else render_value(value, column.arrow)
+    return rows
+
+
+@dataclass
+class Stage:
+    """A database, a catalog, a log, and captures that run on them."""
+
+    dsn: str
+    folder: Path
+    catalog: Catalog
+    config: CaptureConfig
+    log: MemoryLog = field(default_factory=MemoryLog)
+    running: list[Running] = field(default_factory=list)
+
+    def connect(self, **more: Any) -> psycopg.Connection[Any]:
+        return psycopg.connect(self.dsn, autocommit=True, **more)
+
+    def sql(self, *statements: str) -> None:
+        with self.connect() as connection:
+            for statement in statements:
+                connection.execute(statement)
+
+    def catch_up(self, **more: Any) -> CaptureOutcome:
+        return run_capture(self.config, self.catalog, self.log, stop=threading.Event(), until_caught_up=True, **more)
+
+    def start(self) -> Running:
+        made = Running(self)
+        self.running.append(made)
+        return made
+
+    def table(self, name: str) -> TableRow:
+        stream = self.catalog.stream("shop").id
+        return self.catalog.find_table(stream, *name.split("."))
+
+    def source_rows(self, name: str, key: Sequence[str]) -> dict[Any, dict[str, str | None]]:
+        """A table of the source, every value as PostgreSQL prints it."""
+        with self.connect(options="-c TimeZone=UTC -c extra_float_digits=3") as connection:
+            result = connection.pgconn.exec_(f"SELECT * FROM {name}".encode())
+            names = [result.fname(n).decode() for n in range(result.nfields)]
+            rows = [
+                {name: None if (v := result.get_value(r, n)) is None else v.decode() for n, name in enumerate(names)}
+                for r in range(result.ntuples)
+            ]
+        return {tuple(row[k] for k in key): row for row in rows}
+
+    def slot_confirmed(self) -> int:
+        with self.connect() as connection:
+            row = connection.execute(
+                "SELECT confirmed_flush_lsn - '0/0' FROM pg_replication_slots WHERE slot_name = %s", [self.config.slot]
+            ).fetchone()
+        return 0 if row is None else int(row[0])
+
+
+class Running:
+    """A capture in a thread."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stop = threading.Event()
+        self.outcome: CaptureOutcome | None = None
+        self.error: BaseException | None = None
+        self._stage = stage
+        self._thread = threading.Thread(target=self._main, daemon=True)
+        self._thread.start()
+
+    def _main(self) -> None:
+        stage = self._stage
+        try:
+            self.outcome = run_capture(stage.config, stage.catalog, stage.log, stop=self._stop)
+        except BaseException as error:  # noqa: BLE001 - the test looks at it
+            self.error = error
+
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def end(self) -> None:
+        """Ask it to stop; return when it has."""
+        self._stop.set()
+        self._thread.join(DEADLINE_S)
+        assert self.ended
+
+    def stop(self) -> CaptureOutcome:
+        self.end()
+        if self.error is not None:
+            raise self.error
+        assert self.outcome is not None
+        return self.outcome
+
+
+def make_config(dsn: str, folder: Path, slot: str, **more: Any) -> CaptureConfig:
+    facts: dict[str, Any] = {
+        "stream": "shop",
+        "dsn": dsn,
+        "tables": ("public.*",),
+        "publication": "millstream_shop",
+        "slot": slot,
+        "spill_dir": str(folder / "spill"),
+        "look_s": 0.2,
+        "chunk_rows": 50,
+    }
+    return CaptureConfig(**facts | more)

@@ -1,0 +1,281 @@
+"""Changes reach the log as they were, in order, once."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from dataclasses import replace
+
+from tests.capture.capture_stage import Stage, wait_until
+
+from millstream.capture import run_capture
+from millstream.catalog import TableState
+from millstream.errors import DiskFull
+from millstream.model.operations import OperationKind, SpilledOp
+from millstream.model.positions import parse_lsn
+
+ORDERS = "CREATE TABLE orders (id int PRIMARY KEY, item text, price numeric(10,2), at timestamptz)"
+
+
+def stream_positions(stage: Stage) -> list[tuple[int, int]]:
+    """(commit LSN, index) of every record that isn't a copied one, in the log's order."""
+    return [
+        (operation["commit_lsn"], row["__index"])
+        for _, operation, row in stage.log.records()
+        if operation["kind"] == OperationKind.TRANSACTION
+    ]
+
+
+def test_every_kind_of_change_replays_to_the_source(stage: Stage) -> None:
+    stage.sql(ORDERS)
+    stage.catch_up()
+    stage.sql(
+        "INSERT INTO orders SELECT i, 'item ' || i, i * 1.25, now() FROM generate_series(1, 100) i",
+        "UPDATE orders SET item = NULL WHERE id % 3 = 0",
+        "UPDATE orders SET id = id + 1000 WHERE id < 10",
+        "DELETE FROM orders WHERE id BETWEEN 20 AND 30",
+        "BEGIN; UPDATE orders SET price = 1; UPDATE orders SET price = 'NaN' WHERE id = 50; COMMIT",
+        "BEGIN; INSERT INTO orders VALUES (5, 'rolled back'); ROLLBACK",
+    )
+    stage.catch_up()
+
+    assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
+    positions = stream_positions(stage)
+    assert positions == sorted(set(positions))
+    for _, group in itertools.groupby(positions, key=lambda p: p[0]):
+        assert [index for _, index in group] == list(range(len([p for p in positions if p[0] == _])))
+
+    stage.sql("TRUNCATE orders; INSERT INTO orders VALUES (1, 'after', 0, now())")
+    stage.catch_up()
+    assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
+
+
+def test_a_running_capture_has_changes_durable_and_confirms_them(stage: Stage) -> None:
+    stage.sql(ORDERS)
+    running = stage.start()
+    wait_until(lambda: stage.slot_confirmed(), "the slot is made")
+    with stage.connect() as connection:
+        connection.execute("INSERT INTO orders VALUES (1, 'one', 1, now())")
+        row = connection.execute("SELECT pg_current_wal_lsn()::text").fetchone()
+    assert row is not None
+    wait_until(lambda: stage.log.replay().get("public.orders"), "the row is in the log")
+    wait_until(lambda: stage.slot_confirmed() >= parse_lsn(row[0]) - 64, "the slot is confirmed")
+    outcome = running.stop()
+    assert outcome.reached <= stage.slot_confirmed() + 8192
+    assert outcome.slot_holds_bytes is not None
+
+
+def test_nothing_is_confirmed_that_is_not_durable(stage: Stage) -> None:
+    stage.sql(ORDERS)
+    stage.catch_up()
+    before = stage.slot_confirmed()
+    stage.config = replace(stage.config, status_s=0.1)
+    stage.log.delay_s = 1.0
+    running = stage.start()
+    stage.sql("INSERT INTO orders VALUES (1, 'one', 1, now())")
+    wait_until(lambda: stage.log.entries or stage.slot_confirmed() > before, "something happens")
+    assert stage.log.entries, "the slot moved before the log had the row"
+    running.stop()
+
+
+def test_a_restart_goes_on_exactly_where_the_log_stands(stage: Stage) -> None:
+    stage.sql(ORDERS)
+    stage.catch_up()
+    # A slot that stands far behind the log, as after a crash before the confirmation.
+    with stage.connect() as connection:
+        connection.execute(
+            "SELECT pg_copy_logical_replication_slot(%s, %s)", [stage.config.slot, "behind_" + stage.config.slot]
+        )
+    stage.sql(
+        "INSERT INTO orders SELECT i, 'x', 1, now() FROM generate_series(1, 50) i", "DELETE FROM orders WHERE id < 5"
+    )
+    stage.catch_up()
+    count = len(stream_positions(stage))
+    stage.config = replace(stage.config, slot="behind_" + stage.config.slot)
+    stage.sql("INSERT INTO orders VALUES (100, 'new', 1, now())")
+    stage.catch_up()
+
+    positions = stream_positions(stage)
+    assert len(positions) == count + 1
+    assert positions == sorted(set(positions))
+    assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
+
+
+def test_a_large_transaction_goes_through_files_and_leaves_none(stage: Stage) -> None:
+    stage.sql(ORDERS, "ALTER DATABASE " + stage.config.slot + " SET logical_decoding_work_mem = '64kB'")
+    stage.catch_up()
+    with stage.connect() as connection, connection.transaction():
+        connection.execute("INSERT INTO orders SELECT i, repeat('x', 100), 1, now() FROM generate_series(1, 3000) i")
+        connection.execute("SAVEPOINT a")
+        connection.execute("INSERT INTO orders SELECT i, 'gone', 1, now() FROM generate_series(5001, 8000) i")
+        connection.execute("ROLLBACK TO a")
+        connection.execute("UPDATE orders SET item = 'kept' WHERE id % 2 = 0")
+        stage.sql("INSERT INTO orders VALUES (-1, 'between', 1, now())")
+    stage.catch_up()
+
+    assert any(isinstance(entry, SpilledOp) for entry in stage.log.entries)
+    assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
+    assert list((stage.folder / "spill").iterdir()) == []
+
+
+def test_an_ordinary_transaction_beyond_the_buffer_goes_through_a_file_too(stage: Stage) -> None:
+    stage.sql(ORDERS)
+    stage.config = replace(stage.config, buffer_bytes_max=100_000)
+    stage.catch_up()
+    stage.sql("INSERT INTO orders SELECT i, repeat('x', 100), 1, now() FROM generate_series(1, 3000) i")
+    stage.sql("INSERT INTO orders VALUES (-1, 'after', 1, now())")
+    stage.catch_up()
+
+    assert any(isinstance(entry, SpilledOp) for entry in stage.log.entries)
+    assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
+
+
+def test_unchanged_toast_is_marked_and_kept(stage: Stage) -> None:
+    stage.sql(
+        "CREATE TABLE docs (id int PRIMARY KEY, body text, n int); ALTER TABLE docs ALTER body SET STORAGE EXTERNAL"
+    )
+    stage.catch_up()
+    stage.sql(
+        "INSERT INTO docs VALUES (1, repeat('long ', 2000), 1)", "UPDATE docs SET n = 2", "UPDATE docs SET id = 7"
+    )
+    stage.catch_up()
+
+    marks = [row["__unchanged"] for _, _, row in stage.log.records()]
+    assert marks == [None, ["body"], ["body"]]
+    assert stage.log.replay()["public.docs"] == stage.source_rows("docs", ["id"])
+
+
+def test_messages_of_the_application_are_records_and_heartbeats_are_not(stage: Stage) -> None:
+    stage.sql(ORDERS)
+    stage.catch_up()
+    stage.sql(
+        "SELECT pg_logical_emit_message(true, 'app', 'inside')",
+        "SELECT pg_logical_emit_message(false, 'app', 'outside')",
+        "SELECT pg_logical_emit_message(false, 'millstream/heartbeat', '')",
+    )
+    stage.catch_up()
+
+    found = [(row["prefix"], row["content"], row["transactional"]) for _, _, row in stage.log.records()]
+    assert found == [("app", b"inside", True), ("app", b"outside", False)]
+
+
+def test_a_busy_neighbour_database_does_not_hold_the_slot(stage: Stage) -> None:
+    stage.sql(ORDERS)
+    stage.config = replace(stage.config, heartbeat_s=0.2)
+    stage.catch_up()
+    before = stage.slot_confirmed()
+    with stage.connect(dbname="postgres") as neighbour:
+        neighbour.execute("CREATE TABLE IF NOT EXISTS noise (x text)")
+        neighbour.execute("INSERT INTO noise SELECT repeat('x', 500) FROM generate_series(1, 40000)")
+        neighbour.execute("DROP TABLE noise")
+    running = stage.start()
+    wait_until(lambda: stage.slot_confirmed() > before + 16_000_000, "the slot moves without a change of ours")
+    running.stop()
+    assert stage.log.entries == []
+    stream = stage.catalog.stream("shop").id
+    assert stage.catalog.reached(stage.catalog.sources(stream)[0].id) >= stage.slot_confirmed()
+
+
+def test_the_source_waits_for_a_slow_log_and_does_not_give_up(stage: Stage) -> None:
+    stage.sql(ORDERS)
+    stage.catch_up()
+    stage.sql("INSERT INTO orders SELECT i, repeat('x', 500), 1, now() FROM generate_series(1, 4000) i")
+    stage.sql(*(f"INSERT INTO orders VALUES (-{i}, repeat('y', 1000), 1, now())" for i in range(1, 60)))
+    stage.sql(f"ALTER DATABASE {stage.config.slot} SET wal_sender_timeout = '1s'")
+    stage.log.delay_s = 0.5
+    stage.config = replace(stage.config, buffer_bytes_max=4000)
+    stage.catch_up()
+
+    assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
+    positions = stream_positions(stage)
+    assert positions == sorted(set(positions))
+
+
+def test_a_broken_connection_is_taken_up_again_without_loss_or_repetition(stage: Stage) -> None:
+    stage.sql(ORDERS)
+    stage.log.delay_s = 0.02
+    running = stage.start()
+    wait_until(lambda: stage.slot_confirmed(), "the slot is made")
+    for number in range(60):
+        stage.sql(f"INSERT INTO orders VALUES ({number}, 'x', 1, now())")
+        if number % 20 == 10:
+            stage.sql(
+                "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE database = current_database()"
+            )
+    wait_until(lambda: len(stage.log.replay().get("public.orders", ())) == 60, "all rows are there")
+    assert not running.ended
+    running.stop()
+    positions = stream_positions(stage)
+    assert positions == sorted(set(positions))
+
+
+def test_a_full_disk_is_waited_for(stage: Stage) -> None:
+    stage.sql(ORDERS)
+    stage.catch_up()
+    stage.log.fail_with = DiskFull("no space left")
+    running = stage.start()
+    stage.sql("INSERT INTO orders VALUES (1, 'x', 1, now())")
+    wait_until(lambda: stage.log.reached() is not None and not stage.log.entries, "it fails")
+    stage.log.fail_with = None
+    wait_until(lambda: stage.log.replay().get("public.orders"), "the row comes once there is space")
+    assert not running.ended
+    running.stop()
+    positions = stream_positions(stage)
+    assert positions == sorted(set(positions))
+
+
+def test_two_captures_of_one_slot_wait_for_each_other(stage: Stage) -> None:
+    stage.sql(ORDERS)
+    first = stage.start()
+    wait_until(lambda: stage.slot_confirmed(), "the slot is made")
+    second = stage.start()
+    stage.sql("INSERT INTO orders VALUES (1, 'x', 1, now())")
+    wait_until(lambda: stage.log.replay().get("public.orders"), "the row comes")
+    assert not second.ended
+    first.stop()
+    stage.sql("INSERT INTO orders VALUES (2, 'x', 1, now())")
+    wait_until(lambda: len(stage.log.replay()["public.orders"]) == 2, "the second takes over")
+    second.stop()
+    positions = stream_positions(stage)
+    assert positions == sorted(set(positions))
+
+
+def test_prepared_transactions_arrive_at_their_commit_and_hold_nothing_up(stage: Stage) -> None:
+    stage.sql(ORDERS)
+    stage.catch_up()
+    stage.sql("BEGIN; INSERT INTO orders VALUES (1, 'prepared', 1, now()); PREPARE TRANSACTION 'p1'")
+    stage.sql("INSERT INTO orders VALUES (2, 'x', 1, now())")
+    stage.catch_up()
+    assert list(stage.log.replay()["public.orders"]) == [("2",)]
+    stage.sql("COMMIT PREPARED 'p1'")
+    stage.catch_up()
+    assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
+
+
+def test_schema_changes_are_followed_by_the_stream_itself(stage: Stage) -> None:
+    stage.sql(ORDERS)
+    stage.catch_up()
+    stage.sql(
+        "INSERT INTO orders VALUES (1, 'before', 1, now())",
+        "ALTER TABLE orders ADD note text",
+        "INSERT INTO orders VALUES (2, 'with', 1, now(), 'a note')",
+        "ALTER TABLE orders RENAME TO purchases",
+        "UPDATE purchases SET note = 'renamed' WHERE id = 2",
+        "ALTER TABLE purchases DROP item",
+        "INSERT INTO purchases VALUES (3, 2, now(), 'without')",
+    )
+    stage.catch_up()
+
+    versions = [(t.schema.name, t.schema.version, len(t.schema.columns)) for t, *_ in stage.log.records()]
+    assert [v[0] for v in versions] == ["orders", "orders", "purchases", "purchases"]
+    assert [v[2] for v in versions] == [4, 5, 5, 4]
+    assert len({t.schema.table_id for t, *_ in stage.log.records()}) == 1
+    assert stage.table("public.purchases").state is TableState.STREAMING
+
+
+def test_a_capture_that_is_told_to_stop_at_once_stops(stage: Stage) -> None:
+    stage.sql(ORDERS)
+    stop = threading.Event()
+    stop.set()
+    outcome = run_capture(stage.config, stage.catalog, stage.log, stop=stop, until_caught_up=True)
+    assert not outcome.caught_up
