@@ -156,7 +156,10 @@ def scan(  # noqa: C901, PLR0911, PLR0912, PLR0915, PLR0917 — one loop over by
             inside = False
             continue
         if kind == 79:  # O
-            if size < 9 or buffer[end - 1] != 0:
+            stop = at + 8
+            while stop < end and buffer[stop] != 0:
+                stop += 1
+            if stop != end - 1:
                 return records, count, reached, TOO_SHORT, number
             continue
         if size < xid_bytes + 4:
@@ -313,7 +316,7 @@ def _walk_tuple(
     at: int,
     end: int,
     columns: int,
-    masked: bool,
+    masked: Any,
     identity: Array,
     value_at: Array,
     size: Array,

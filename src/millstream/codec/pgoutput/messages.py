@@ -236,14 +236,14 @@ class _Reader:
     def u32(self) -> int:
         return self.unpack(_U32)[0]
 
-    def text(self) -> str:
+    def text(self, errors: str = "strict") -> str:
         end = self.data.find(b"\0", self.position)
         if end < 0:
             raise ProtocolViolation("a text in a message has no end")
         found = self.data[self.position : end]
         self.position = end + 1
         try:
-            return found.decode()
+            return found.decode(errors=errors)
         except UnicodeDecodeError as error:
             raise ProtocolViolation("a name in a message isn't UTF-8") from error
 
@@ -293,7 +293,7 @@ def _commit(reader: _Reader) -> Commit:
 
 def _origin(reader: _Reader) -> Origin:
     lsn = Lsn(int.from_bytes(reader.take(8), "big"))
-    return Origin(lsn, reader.text())
+    return Origin(lsn, reader.text("replace"))  # a name for people, in whatever encoding its own server had
 
 
 def _relation(reader: _Reader, xid: int | None) -> Relation:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Final, Self
 
 import numpy as np
 import numpy.typing as npt
+
+_NONE: Final = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,6 +34,31 @@ class MessageRun:
             starts[0] = 0
             starts[1:] = ends[:-1]
         return cls(buffer, starts + header_bytes, ends)
+
+    @classmethod
+    def joined(cls, runs: Sequence[MessageRun]) -> MessageRun:
+        """One run of all messages of several, in order; the bytes are copied only where they lie in several buffers."""
+        if len(runs) == 1:
+            return runs[0]
+        if all(run.buffer is runs[0].buffer for run in runs):
+            starts, ends = [run.starts for run in runs], [run.ends for run in runs]
+            return cls(runs[0].buffer, np.concatenate(starts), np.concatenate(ends))
+        pieces = [run for run in runs if len(run)]
+        spans = [run.buffer[run.starts[0] : run.ends[-1]] for run in pieces]
+        buffer = np.concatenate(spans) if spans else np.empty(0, dtype=np.uint8)
+        buffer.flags.writeable = False  # one kind of array, one piece of machine code
+        places = np.cumsum([0, *(len(span) for span in spans)])[: len(pieces)].tolist()
+        shifts = [place - int(run.starts[0]) for place, run in zip(places, pieces, strict=True)]
+        return cls(
+            buffer,
+            np.concatenate([_NONE, *(run.starts + shift for run, shift in zip(pieces, shifts, strict=True))]),
+            np.concatenate([_NONE, *(run.ends + shift for run, shift in zip(pieces, shifts, strict=True))]),
+        )
+
+    @property
+    def span_bytes(self) -> int:
+        """Bytes from the first message's begin to the last one's end, with what lies between them."""
+        return int(self.ends[-1] - self.starts[0]) if len(self.ends) else 0
 
     def __len__(self) -> int:
         return len(self.starts)
