@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from uuid import UUID
 
@@ -18,6 +19,7 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 
 from millstream.errors import LakeConflict, LakeError, LakeSchemaConflict, LakeTableForeign
+from millstream.lake.commits import commit_cut
 from millstream.lake.current import fold_table
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
@@ -231,6 +233,22 @@ def test_a_table_dropped_and_made_again_starts_over_in_current_and_goes_on_in_hi
     assert stored(layout, again, "current").to_pylist() == [{"id": 1, "total": None, "note": "new"}]
 
 
+def test_many_waiting_records_are_folded_by_way_of_earlier_cuts(
+    layout: LakeLayout, orders: TableSchema, records: Records
+):
+    append_history(layout, orders, [records(orders, ("c", 1, {"id": 1}))], Seq(1))
+    fold_table(layout, orders, Seq(1))
+    for n in range(2, 30, 2):
+        batch = records(orders, ("u", n, {"id": 1, "note": f"at {n}"}), ("c", n + 1, {"id": n}))
+        commit_cut(
+            layout, Seq(n + 1), [append_history(layout, orders, [batch], Seq(n + 1))], committed_at=datetime.now(UTC)
+        )
+    fold_table(layout, orders, Seq(29), rows_max=9)
+    commits = [h for h in DeltaTable(layout.table_path("current", orders)).history() if h["operation"] == "WRITE"]
+    assert 4 <= len(commits) <= 8
+    assert stored(layout, orders, "current").column("note").to_pylist() == ["at 28", *[None] * 14]
+
+
 def test_messages_of_several_sources_lie_in_one_table(layout: LakeLayout, orders: TableSchema, records: Records):
     columns = (Column("prefix", pa.string()), Column("content", pa.binary()), Column("transactional", pa.bool_()))
     first = replace(
@@ -245,6 +263,7 @@ def test_messages_of_several_sources_lie_in_one_table(layout: LakeLayout, orders
 
 WRITER = """
 import pickle, sys
+from millstream.lake.commits import commit_cut
 from millstream.lake.current import fold_table
 from millstream.lake.history import append_history
 layout, schema, batch, n = pickle.load(sys.stdin.buffer)

@@ -129,6 +129,17 @@ def last_cut(layout: LakeLayout) -> Cut | None:
     return None if opened is None else _read_last(opened)
 
 
+def cuts_between(layout: LakeLayout, after: Seq, upto: Seq) -> list[Seq]:
+    """The positions of all cuts in `(after, upto]`, ascending."""
+    opened = _open(layout)
+    if opened is None:
+        return []
+    with lake_errors(opened.path):
+        files = opened.table.to_pyarrow_dataset(file_pruning_predicate=f"n > {int(after)} AND n <= {int(upto)}")
+        found = files.to_table(columns=["n"], filter=(pc.field("n") > int(after)) & (pc.field("n") <= int(upto)))
+    return sorted({Seq(n) for n in found.column("n").to_pylist()})
+
+
 def compact_cuts(layout: LakeLayout) -> None:
     """Make `_commits`' small files one, where there are many."""
     opened = _open(layout)

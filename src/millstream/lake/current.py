@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -19,11 +20,12 @@ from deltalake import DeltaTable, write_deltalake
 from millstream import failpoints
 from millstream.errors import LakeTableForeign
 from millstream.lake.build import Built, build_rows
+from millstream.lake.commits import cuts_between
 from millstream.lake.delta import WRITER, OpenTable, create_table, lake_errors, open_table, size_bytes
 from millstream.lake.fold import EXACT, Folded, Lookup, fold_records
 from millstream.lake.history import count_history, newest_schema, read_history
 from millstream.lake.keys import Keys, key_codes
-from millstream.lake.layout import LakeLayout, TableCommit, has_current
+from millstream.lake.layout import LakeLayout, TableCommit, folder_name, has_current
 from millstream.lake.types import conform, lake_columns, same_type, widest
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
@@ -33,6 +35,8 @@ REWRITE_BYTES_MAX: Final = 8 * 1024 * 1024
 """Tables up to here are rewritten whole by a fold: one file, and quicker than delta-rs's MERGE."""
 BUILD_ROWS_MIN: Final = 500_000
 """Fewer records are folded in memory, in one read."""
+FOLD_ROWS_MAX: Final = 2_000_000
+"""Records that one fold holds in memory: some hundred MiB of short rows."""
 _BATCH_ROWS: Final = 1 << 19
 _GONE: Final = "__gone"
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -46,8 +50,11 @@ def fold_table(
     *,
     rewrite_bytes_max: int = REWRITE_BYTES_MAX,
     build_rows_min: int = BUILD_ROWS_MIN,
+    rows_max: int = FOLD_ROWS_MAX,
 ) -> TableCommit:
     """Bring a table's `current` to `upto`, in one commit; nothing is done where it stands there.
+
+    Where very many records wait, it goes there by way of earlier cuts, one commit each.
 
     Call it only once the history up to `upto` is committed, and not while the table's copy runs.
 
@@ -57,6 +64,7 @@ def fold_table(
         upto: a cut that history has reached.
         rewrite_bytes_max: tables above this are merged instead of rewritten.
         build_rows_min: a first fold of more records than this is done in bounded memory, reading history twice.
+        rows_max: more records than this are folded in several steps.
 
     Raises:
         LakeTableForeign: somebody else wrote into `current` or history.
@@ -72,15 +80,18 @@ def fold_table(
     if history is None:
         raise LakeTableForeign(f"{schema.namespace}.{schema.name} has no history to fold", path=path)
     newest = newest_schema(history)
-    if newest.table_id == schema.table_id:
-        schema = newest
+    if newest.table_id != schema.table_id:
+        # Dropped at the source and made again: `current` is the new table's.
+        return _commit(schema, opened, 0, upto)
+    schema = newest
     columns = current_columns(layout, schema, history)
     first = opened is None or opened.n is None
     if opened is None:
         opened = _create(layout, schema, path, app, columns)
-    if first and schema.key and count_history(history, after=Seq(0), upto=upto) > build_rows_min:
+    if first and schema.key and count_history(history, after=Seq(0))(upto) > build_rows_min:
         return _commit(schema, opened, _build(opened, build_rows(history, schema, columns, upto), columns, upto), upto)
-    tail = read_history(history, after=opened.n or Seq(0), upto=upto, columns=tail_columns(columns), table=schema)
+    step = upto if first else _step(layout, history, opened.n or Seq(0), upto, rows_max)
+    tail = read_history(history, after=opened.n or Seq(0), upto=step, columns=tail_columns(columns), table=schema)
     held = opened
 
     def lookup(keys: Keys) -> pa.Table:
@@ -88,8 +99,23 @@ def fold_table(
 
     folded = fold_records(tail, schema, columns, _nothing(columns) if first else lookup)
     del tail
-    written = _write(opened, schema, columns, folded, upto, first=first, rewrite_bytes_max=rewrite_bytes_max)
-    return _commit(schema, opened, written, upto)
+    written = _write(opened, schema, columns, folded, step, first=first, rewrite_bytes_max=rewrite_bytes_max)
+    if step == upto:
+        return _commit(schema, opened, written, upto)
+    rest = fold_table(layout, schema, upto, rewrite_bytes_max=rewrite_bytes_max, rows_max=rows_max)
+    return replace(rest, rows=rest.rows + written)
+
+
+def _step(layout: LakeLayout, history: OpenTable, after: Seq, upto: Seq, rows_max: int) -> Seq:
+    """The furthest cut that a fold can reach with `rows_max` records in memory; the next one where none is so near."""
+    count = count_history(history, after=after)
+    if count(upto) <= rows_max:
+        return upto
+    cuts = cuts_between(layout, after, upto)
+    near = [n for n in cuts if count(n) <= rows_max]
+    # A cut without records would bring the fold no further.
+    far = [n for n in cuts if count(n) > rows_max]
+    return near[-1] if near and count(near[-1]) else (far[0] if far else upto)
 
 
 def current_columns(layout: LakeLayout, schema: TableSchema, history: OpenTable) -> pa.Schema:
@@ -267,13 +293,13 @@ def _merge(opened: OpenTable, target: pa.Schema, folded: Folded, key: tuple[str,
     )
 
 
-def _commit(schema: TableSchema, opened: OpenTable, rows: int, n: Seq) -> TableCommit:
+def _commit(schema: TableSchema, opened: OpenTable | None, rows: int, n: Seq) -> TableCommit:
     return TableCommit(
         table_id=schema.table_id,
         name=qualified_name(schema.namespace, schema.name),
-        folder=opened.path.rsplit("/", 1)[1],
+        folder=folder_name(schema.namespace, schema.name),
         view="current",
-        version=opened.version,
+        version=-1 if opened is None else opened.version,
         rows=rows,
         n=n,
     )

@@ -7,7 +7,7 @@ Delta table keeps the union of all versions' columns, the newest schema stands i
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import pyarrow as pa
@@ -122,16 +122,18 @@ def scan_history(
         )
 
 
-def count_history(opened: OpenTable, *, after: Seq, upto: Seq) -> int:
-    """At most how many records lie in `(after, upto]`, by what the files' statistics tell."""
+def count_history(opened: OpenTable, *, after: Seq) -> Callable[[Seq], int]:
+    """At most how many records lie in `(after, upto]`, for any `upto`, by what the files' statistics tell."""
     with lake_errors(opened.path):
         actions = pa.table(opened.table.get_add_actions(flatten=True))
-        counts, lows, highs = (actions.column(n).to_pylist() for n in ("num_records", "min.__seq", "max.__seq"))
-    return sum(
-        count
-        for count, low, high in zip(counts, lows, highs, strict=True)
-        if low is None or (low <= upto and high > after)
-    )
+        if not {"min.__seq", "max.__seq"} <= set(actions.column_names):
+            return lambda _upto: 0  # no file holds a record
+        counts, lows, highs = (
+            actions.column(name).to_numpy(zero_copy_only=False) for name in ("num_records", "min.__seq", "max.__seq")
+        )
+    later = highs > after
+    counts, lows = counts[later], lows[later]
+    return lambda upto: int(counts[lows <= upto].sum())
 
 
 def first_seq(opened: OpenTable) -> Seq:
