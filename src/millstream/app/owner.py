@@ -114,7 +114,7 @@ class OwnedStream:
         dropped = drop_segments(
             str(folder),
             # Before its pipeline has said what it needs, it needs everything.
-            needed_from=min(needed.values(), default=Seq(0)),
+            min(needed.values(), default=Seq(0)),
             age_s=log.retention_age_s,
             bytes_max=log.retention_bytes_of(disk_bytes(folder)),
         )

@@ -175,9 +175,9 @@ def _print_result(result: pa.Table, style: str) -> None:
     elif style == "csv":
         _print_csv(result)
     elif style == "json":
-        print_json(result.to_pylist())
+        print_json(result.to_pylist(maps_as_pydicts="strict"))
     else:
-        columns = [column.to_pylist() for column in result.columns]
+        columns = [column.to_pylist(maps_as_pydicts="strict") for column in result.columns]
         numbers = [
             f.name for f in result.schema if str(f.type).startswith(("int", "uint", "float", "double", "decimal"))
         ]
@@ -191,7 +191,7 @@ def _print_csv(result: pa.Table) -> None:
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(result.schema.names)
     for batch in result.to_batches():
-        for row in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+        for row in zip(*(c.to_pylist(maps_as_pydicts="strict") for c in batch.columns), strict=True):
             writer.writerow([_cell(value) for value in row])
 
 

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from millstream.cli.context import (
     Session,
+    human_bytes,
+    json_option,
     note,
     pass_session,
+    print_json,
+    print_table,
     stream_option,
 )
 
 if TYPE_CHECKING:
     from millstream.app.records_json import Cat
+    from millstream.wal.inspect import Loss
 
-_FOLLOW_POLL_S = 0.5
+_FOLLOW_POLL_S: Final = 0.5
 
 
 @click.group()
@@ -98,9 +106,155 @@ def _print_lines(records: Cat, limit: int | None) -> int | None:
     return limit
 
 
-def echo_rows(rows: list[dict[str, Any]]) -> None:
-    """Rows of one shape as a table."""
-    from millstream.cli.context import print_table
+@wal.command("ls")
+@stream_option
+@json_option
+@pass_session
+def ls(session: Session, stream: str | None, as_json: bool) -> None:
+    """List segments, shard by shard."""
+    from millstream.wal.inspect import ls as list_segments
 
-    columns = list(rows[0]) if rows else []
-    print_table(columns, [list(row.values()) for row in rows])
+    home = session.home()
+    segments = list_segments(str(home.wal_folder(home.pick_stream(stream))))
+    if as_json:
+        print_json([asdict(segment) for segment in segments])
+        return
+    print_table(
+        ["shard", "segment", "state", "offsets", "seq", "records", "size", "epoch"],
+        [
+            [
+                s.shard,
+                Path(s.path).name,
+                s.state,
+                f"[{s.base_offset}, {'?' if s.end_offset is None else s.end_offset})",
+                "" if s.first_seq is None else f"{s.first_seq}-{s.last_seq}",
+                s.records,
+                human_bytes(s.size_bytes),
+                s.epoch,
+            ]
+            for s in segments
+        ],
+    )
+
+
+@wal.command("inspect")
+@click.option("--seq", metavar="A-B", help="Only frames with numbers from A to B (either may be left out).")
+@click.option("--table", metavar="T", help="Only frames with rows of this table.")
+@stream_option
+@json_option
+@pass_session
+def inspect_frames(session: Session, seq: str | None, table: str | None, stream: str | None, as_json: bool) -> None:
+    """List frames: where they lie and what they hold; goes on past damage (exit code 3)."""
+    from millstream.app.opened import open_reader, table_ids
+    from millstream.model.positions import Seq
+    from millstream.wal.inspect import Loss, inspect
+
+    home = session.home()
+    name = home.pick_stream(stream)
+    first, last = _seq_range(seq)
+    tables = [None] if table is None else table_ids(open_reader(home, name), table)
+    damaged = False
+    for wanted in tables:
+        frames = inspect(
+            str(home.wal_folder(name)),
+            after=Seq(max(0, first - 1)),
+            upto=None if last is None else Seq(last),
+            table=wanted,
+        )
+        for found in frames:
+            damaged = damaged or isinstance(found, Loss)
+            if as_json:
+                kind = "loss" if isinstance(found, Loss) else "frame"
+                click.echo(json.dumps({"found": kind, **asdict(found)}, default=str))
+            elif isinstance(found, Loss):
+                _say_loss(found)
+            else:
+                click.echo(
+                    f"{Path(found.path).name}@{found.position}: {found.kind}, {found.length} bytes, group {found.group}"
+                    f"{' (goes on)' if found.more else ''}, offsets [{found.first_offset}, {found.first_offset + found.count}),"
+                    f" seq {found.first_seq}-{found.last_seq}, tables "
+                    + ", ".join(f"{t} v{v}: {rows} rows, {size} B" for t, v, rows, size in found.tables)
+                    + ("" if found.durable else " (not durable yet)")
+                )
+    sys.exit(3 if damaged else 0)
+
+
+@wal.command()
+@stream_option
+@json_option
+@pass_session
+def verify(session: Session, stream: str | None, as_json: bool) -> None:
+    """Read everything and check it; exit code 3 where something is damaged, with what is lost and what is not."""
+    from millstream.wal.inspect import verify as verify_log
+
+    home = session.home()
+    found = verify_log(str(home.wal_folder(home.pick_stream(stream))))
+    if as_json:
+        print_json({"whole": found.is_whole, **asdict(found)})
+        sys.exit(0 if found.is_whole else 3)
+    for loss in found.losses:
+        _say_loss(loss)
+    for rest in found.unfinished:
+        note(f"{rest.file}@{rest.byte}: {rest.why}; nothing durable is lost")
+    if not found.has_marks:
+        note("there is no mark: everything that is valid was checked, durable or not")
+    click.echo(
+        f"{found.segments} segments, {found.frames} frames, {found.records:,} records, {human_bytes(found.bytes_checked)} checked:"
+        f" {'all is well' if found.is_whole else f'{len(found.losses)} damaged'}"
+    )
+    if not found.is_whole:
+        for shard, ranges in found.readable.items():
+            whole = ", ".join(f"[{start}, {end})" for start, end in ranges)
+            click.echo(f"shard {shard} can be read at offsets {whole or 'none'}")
+    sys.exit(0 if found.is_whole else 3)
+
+
+@wal.command("stats")
+@stream_option
+@json_option
+@pass_session
+def stats(session: Session, stream: str | None, as_json: bool) -> None:
+    """Count what the log holds, by table too."""
+    from millstream.wal.inspect import stats as count
+
+    home = session.home()
+    found = count(str(home.wal_folder(home.pick_stream(stream))))
+    tables = sorted(found.tables.values(), key=lambda t: -t.size_bytes)
+    if as_json:
+        print_json({**asdict(found), "tables": [asdict(table) for table in tables]})
+    else:
+        click.echo(
+            f"{found.segments} segments, {human_bytes(found.size_bytes)}, {found.groups:,} groups in {found.frames:,} frames,"
+            f" {found.records:,} records"
+        )
+        click.echo(
+            f"seq {found.first_seq}-{found.last_seq}, durable up to {found.persisted_upto}, dropped up to {found.dropped_upto}"
+        )
+        print_table(
+            ["table", "records", "bytes"],
+            [[t.name, f"{t.records:,}", human_bytes(t.size_bytes)] for t in tables],
+            right=["records", "bytes"],
+        )
+    for loss in found.losses:
+        _say_loss(loss)
+    sys.exit(3 if found.losses else 0)
+
+
+def _say_loss(loss: Loss) -> None:
+    lost = (
+        ""
+        if loss.offset_from is None
+        else f"; offsets from {loss.offset_from} to {loss.offset_to or '?'} can't be read"
+    )
+    note(f"damaged: {loss.file}@{loss.byte}: {loss.why}{lost}")
+
+
+def _seq_range(text: str | None) -> tuple[int, int | None]:
+    """`A-B`, `A-`, `-B` or `A` as (first, last)."""
+    if text is None:
+        return 1, None
+    first, dash, last = text.partition("-")
+    try:
+        return (int(first) if first else 1), (int(last) if last else None if dash else int(first))
+    except ValueError as error:
+        raise click.BadParameter("must read like 100-200", param_hint="--seq") from error

@@ -8,9 +8,10 @@ from millstream.codec.log_frame import FrameKind
 from millstream.model.positions import Seq
 from millstream.ports import Files
 from millstream.wal.files import RealFiles
-from millstream.wal.index import ShardIndex
-from millstream.wal.layout import list_segments, list_shards, shard_folder
+from millstream.wal.index import ShardIndex, read_header
+from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard_folder
 from millstream.wal.mark import read_mark
+from millstream.wal.scan import Window, commit_times, read_frame, reader_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +37,24 @@ def backlog(folder: str, after: Seq, upto: Seq, *, files: Files | None = None) -
         mark = read_mark(files, shard_folder(folder, shard))
         if mark is None or after >= upto:
             continue
-        for _, entry in ShardIndex(files, shard_folder(folder, shard), shard).from_seq(after, mark):
+        for segment, entry in ShardIndex(files, shard_folder(folder, shard), shard).from_seq(after, mark):
             if entry.kind is not FrameKind.RECORDS or entry.last_seq <= after or entry.first_seq > upto:
                 continue
             records += entry.count
             size += entry.length
-            if entry.commit_ts_min_us is not None:
-                oldest = entry.commit_ts_min_us if oldest is None else min(oldest, entry.commit_ts_min_us)
+            time_us = entry.commit_ts_min_us
+            if time_us is None and oldest is None:
+                time_us = _commit_us(files, segment, entry.position)
+            if time_us is not None:
+                oldest = time_us if oldest is None else min(oldest, time_us)
     return Backlog(records, size, oldest)
+
+
+def _commit_us(files: Files, segment: SegmentFile, position: int) -> int | None:
+    """The least commit time of a frame that no footer tells about."""
+    frame = read_frame(Window(reader_of(files, segment.path)), position, payload=False)
+    times = commit_times(frame.head, read_header(files, segment))
+    return None if times is None else times[0]
 
 
 def log_size(folder: str, *, files: Files | None = None) -> tuple[int, int]:
