@@ -11,6 +11,7 @@ Two shapes of a table's rows exist, and only two:
 from __future__ import annotations
 
 from enum import IntEnum
+from functools import lru_cache
 from typing import Final
 
 import pyarrow as pa
@@ -71,16 +72,19 @@ RECORD_COLUMNS: Final = frozenset(field.name for field in RECORD_PREFIX)
 RECORD_OFFSET: Final = pa.field("__offset", pa.int64(), nullable=False)
 
 
+@lru_cache(maxsize=4096)  # asked for with every batch; the metadata is JSON
 def append_row_schema(table: TableSchema) -> pa.Schema:
     """The schema of rows on their way into the log: `__operation` stands where `__offset` will."""
     return table.to_arrow((OPERATION_ORDINAL, *LOG_ROW_PREFIX[1:]))
 
 
+@lru_cache(maxsize=4096)  # asked for with every batch; the metadata is JSON
 def log_row_schema(table: TableSchema) -> pa.Schema:
     """The schema of a frame's payload for one table and schema version."""
     return table.to_arrow(LOG_ROW_PREFIX)
 
 
+@lru_cache(maxsize=4096)  # asked for with every batch; the metadata is JSON
 def record_schema(table: TableSchema, *, offsets: bool = False) -> pa.Schema:
     """The schema of the records that readers get, with `__offset` first where asked."""
     return table.to_arrow((RECORD_OFFSET, *RECORD_PREFIX) if offsets else RECORD_PREFIX)

@@ -54,9 +54,10 @@ class Texts:
         data = np.empty(machine.measure(self.size, offsets), np.uint8)
         machine.gather(self.buffer, self.value_at, self.size, offsets, data)
         buffers = [validity(self.size >= 0), pa.py_buffer(offsets), pa.py_buffer(data)]
-        array = pa.Array.from_buffers(pa.binary(), len(self), buffers)
+        if len(data) == 0 or data.max() < 128:  # the cast below costs more than a small run's column
+            return pa.Array.from_buffers(pa.string(), len(self), buffers)
         try:
-            return array.cast(pa.string())  # checks, doesn't copy
+            return pa.Array.from_buffers(pa.binary(), len(self), buffers).cast(pa.string())  # checks, doesn't copy
         except pa.ArrowInvalid as error:
             raise undecodable(self.relation, "a value isn't UTF-8") from error
 

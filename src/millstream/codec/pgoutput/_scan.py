@@ -321,10 +321,11 @@ def _walk_tuple(
     value_at: Array,
     size: Array,
     row: int,
+    unchanged: Array,
 ) -> Any:
     """Note where a tuple's values lie; the position behind it, or minus a fault.
 
-    With `masked`, columns outside of the identity are noted as NOT_SENT.
+    With `masked`, columns outside of the identity are noted as NOT_SENT. `unchanged[0]` counts values that are UNCHANGED.
     """
     if at + 2 > end:
         return -TOO_SHORT
@@ -349,6 +350,8 @@ def _walk_tuple(
             at += length
         elif kind == 117:  # u
             length = np.int64(UNCHANGED)
+            if not masked or identity[column] != 0:
+                unchanged[0] += 1
         elif kind != 110:  # n
             return -BAD_VALUE_KIND
         size[column, row] = NOT_SENT if masked and identity[column] == 0 else length
@@ -376,10 +379,12 @@ def walk_rows(
     ([columns, old rows]), with the row that each belongs to in `old_row`.
 
     Returns:
-        How many old rows there are, a fault, and the row that it is about.
+        How many old rows and unchanged values there are, a fault, and the row that it is about.
     """
     columns = len(identity)
     olds = 0
+    unchanged = np.zeros(1, np.int64)
+    unchanged_old = np.zeros(1, np.int64)
     for row in range(len(rows)):
         record = rows[row]
         op = record_op[record]
@@ -391,32 +396,32 @@ def walk_rows(
         at = record_at[record]
         end = ends[record_message[record]]
         if at >= end:
-            return olds, TOO_SHORT, row
+            return olds, unchanged[0], TOO_SHORT, row
         kind = buffer[at]
         at += 1
         if op == 100:  # d
             if kind != 75 and kind != 79:
-                return olds, BAD_VALUE_KIND, row
-            at = _walk_tuple(buffer, at, end, columns, kind == 75, identity, value_at, size, row)
+                return olds, unchanged[0], BAD_VALUE_KIND, row
+            at = _walk_tuple(buffer, at, end, columns, kind == 75, identity, value_at, size, row, unchanged)
         else:
             if op == 117 and (kind == 75 or kind == 79):
-                at = _walk_tuple(buffer, at, end, columns, True, identity, old_at, old_size, olds)
+                at = _walk_tuple(buffer, at, end, columns, True, identity, old_at, old_size, olds, unchanged_old)
                 if at < 0:
-                    return olds, -at, row
+                    return olds, unchanged[0], -at, row
                 if at >= end:
-                    return olds, TOO_SHORT, row
+                    return olds, unchanged[0], TOO_SHORT, row
                 old_row[olds] = row
                 olds += 1
                 kind = buffer[at]
                 at += 1
             if kind != 78:
-                return olds, BAD_VALUE_KIND, row
-            at = _walk_tuple(buffer, at, end, columns, False, identity, value_at, size, row)
+                return olds, unchanged[0], BAD_VALUE_KIND, row
+            at = _walk_tuple(buffer, at, end, columns, False, identity, value_at, size, row, unchanged)
         if at < 0:
-            return olds, -at, row
+            return olds, unchanged[0], -at, row
         if at != end:
-            return olds, TOO_SHORT, row
-    return olds, FINE, 0
+            return olds, unchanged[0], TOO_SHORT, row
+    return olds, unchanged[0], FINE, 0
 
 
 @compiled

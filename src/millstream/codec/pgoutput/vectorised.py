@@ -270,22 +270,22 @@ class _Rows:
         ops = self.walk.record_op[self.records]
         width = len(self.relation.columns)
         value_at, size = np.empty((width, rows), np.int32), np.empty((width, rows), np.int32)
-        before = self._walk(ops, value_at, size)
+        before, unchanged = self._walk(ops, value_at, size)
         names = pa.array([column.name for column in self.schema.columns], pa.string())
         columns, exact = self._columns(value_at, size)
         arrays = [
             pa.array(self.operation),
             pa.array(self.index),
             pa.array(ops),
-            self._unchanged(size, names),
+            self._unchanged(size, unchanged, names),
             exact,
             pa.nulls(rows, TEXT_BY_COLUMN) if before is None else before,
             *columns,
         ]
         return TableRows(self.schema, pa.RecordBatch.from_arrays(arrays, schema=arrow_schema))
 
-    def _walk(self, ops: npt.NDArray[np.uint8], value_at: Ints, size: Ints) -> pa.Array | None:
-        """Find where values lie; the `__before` column where there are old values."""
+    def _walk(self, ops: npt.NDArray[np.uint8], value_at: Ints, size: Ints) -> tuple[pa.Array | None, int]:
+        """Find where values lie; the `__before` column where there are old values, and how many are unchanged."""
         from millstream.codec.pgoutput import _scan as machine
         from millstream.codec.pgoutput._columns import Texts, text_map
 
@@ -295,7 +295,7 @@ class _Rows:
         updates = int(np.count_nonzero(ops == int(Op.UPDATE)))
         old_at, old_size = np.empty((width, updates), np.int32), np.empty((width, updates), np.int32)
         old_row = np.empty(updates, np.int32)
-        olds, fault, row = machine.walk_rows(
+        olds, unchanged, fault, row = machine.walk_rows(
             walk.buffer,
             walk.run.ends,
             walk.record_op,
@@ -314,7 +314,7 @@ class _Rows:
         if fault != machine.FINE:
             raise _violation(fault, chr(ops[row]))
         if olds == 0:
-            return None
+            return None, unchanged
         offsets = np.empty(rows + 1, np.int32)
         name, at, length = (np.empty(width * olds, np.int32) for _ in range(3))
         found = machine.list_old(old_at, old_size, old_row, olds, rows, offsets, name, at, length)
@@ -322,7 +322,7 @@ class _Rows:
         there = np.zeros(rows, np.bool_)
         there[old_row[:olds]] = True
         items = Texts(walk.buffer, at[:found], length[:found], self.relation).strings()
-        return text_map(rows, offsets, there, names.take(pa.array(name[:found])), items)
+        return text_map(rows, offsets, there, names.take(pa.array(name[:found])), items), unchanged
 
     def _columns(self, value_at: Ints, size: Ints) -> tuple[list[pa.Array], pa.Array]:
         """The table's own columns, and `__exact`."""
@@ -340,13 +340,12 @@ class _Rows:
         names = [column.name for column in self.schema.columns]
         return columns, exact_map(rows, exact, names) if exact else pa.nulls(rows, TEXT_BY_COLUMN)
 
-    def _unchanged(self, size: Ints, names: pa.Array) -> pa.Array:
+    def _unchanged(self, size: Ints, count: int, names: pa.Array) -> pa.Array:
         """The `__unchanged` column."""
         from millstream.codec.pgoutput import _scan as machine
         from millstream.codec.pgoutput._columns import validity
 
         kind, rows = pa.list_(pa.string()), size.shape[1]
-        count = int(np.count_nonzero(size == machine.UNCHANGED))
         if count == 0:
             return pa.nulls(rows, kind)
         offsets, columns = np.empty(rows + 1, np.int32), np.empty(count, np.int32)
@@ -386,7 +385,7 @@ def _operations(transactions: npt.NDArray[np.int64], source: SourceId) -> pa.Rec
         "commit_lsn": pa.array(commit_lsn),
         "commit_end_lsn": pa.array(end_lsn),
         "xid": pa.array(xid, mask=alone),
-        "commit_ts": pa.array(time, mask=alone).cast(OPERATION_SCHEMA.field("commit_ts").type),
+        "commit_ts": pa.array(time, mask=alone).view(OPERATION_SCHEMA.field("commit_ts").type),
     }
     arrays = [columns[f.name] if f.name in columns else pa.nulls(count, f.type) for f in OPERATION_SCHEMA]
     return pa.RecordBatch.from_arrays(arrays, schema=OPERATION_SCHEMA)
