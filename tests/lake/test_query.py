@@ -19,7 +19,7 @@ from millstream.lake.current import fold_table
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
 from millstream.lake.query import LakeSession
-from millstream.model.ids import TableId
+from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import Column, ReplicaIdentity, TableKind, TableSchema
 
@@ -136,6 +136,24 @@ def test_a_table_that_cannot_be_read_is_named_and_the_others_answer(
             session.query('TABLE public."Order ""Lines"""')
         assert "somebody else" in caught.value.hint
         assert list(session.missing) == ['public."Order ""Lines"""']
+
+
+def test_a_renamed_table_keeps_its_rows_even_where_another_takes_its_name(
+    layout: LakeLayout, orders: TableSchema, records: Records
+):
+    land(layout, 2, {orders: records(orders, ("c", 1, {"id": 1, "note": "a"}), ("c", 2, {"id": 2}))}, fold=True)
+    old = replace(orders, name="orders_old", version=SchemaVersion(2))
+    new = replace(orders, table_id=TableId(9))
+    unchanged = ("u", 4, {"id": 1, "total": 5, "__unchanged": ["note"]})
+    land(layout, 4, {new: records(new, ("c", 3, {"id": 7})), old: records(old, unchanged)})
+    for folded in (False, True):
+        if folded:
+            land(layout, 5, {new: records(new, ("c", 5, {"id": 8})), old: records(old)}, fold=True)
+        with LakeSession(layout) as session:
+            rows = session.query("SELECT id, total, note FROM public.orders_old ORDER BY id").to_pylist()
+            assert [tuple(row.values()) for row in rows] == [(1, 5, "a"), (2, None, None)]
+            assert session.query("FROM public.orders").column("id").to_pylist() == [7, 8][: 1 + folded]
+            assert session.query('FROM history."public.orders_old"').num_rows == 3
 
 
 def test_types_and_times_come_out_as_they_went_in(layout: LakeLayout, orders: TableSchema, records: Records):

@@ -152,6 +152,8 @@ def merged(tables: Mapping[str, CutTable], commits: Iterable[TableCommit]) -> di
     """The tables as they stand after some commits, in any order; versions never go back."""
     result = dict(tables)
     for commit in commits:
+        for folder in [f for f, t in result.items() if t.table_id == commit.table_id and f != commit.folder]:
+            del result[folder]  # renamed at the source
         had = result.get(commit.folder)
         if had is not None and had.table_id > commit.table_id:
             continue

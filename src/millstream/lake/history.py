@@ -17,8 +17,9 @@ from deltalake import write_deltalake
 
 from millstream import failpoints
 from millstream.errors import LakeConflict, LakeTableForeign
+from millstream.lake.commits import last_cut
 from millstream.lake.delta import WRITER, OpenTable, create_table, lake_errors, open_table
-from millstream.lake.layout import LakeLayout, TableCommit
+from millstream.lake.layout import MESSAGES, LakeLayout, TableCommit
 from millstream.lake.types import conform, lake_columns, same_type, to_lake, union_schema
 from millstream.model.ids import TableId
 from millstream.model.names import qualified_name
@@ -55,6 +56,8 @@ def append_history(layout: LakeLayout, schema: TableSchema, batches: Sequence[pa
     path = layout.table_path("history", schema)
     app = layout.app_id("history", schema.table_id)
     opened = open_table(layout, path, app) or _create(layout, schema, path, app)
+    if opened.n is None and schema.kind is TableKind.TABLE:
+        opened = _bring_past(layout, schema, opened)
     if opened.n is not None and opened.n >= n:
         return _commit(schema, path, opened, 0, n)
     rows = _rows(schema, batches, layout.types, after=opened.n or Seq(0), upto=n)
@@ -170,6 +173,34 @@ def _create(layout: LakeLayout, schema: TableSchema, path: str, app: str) -> Ope
         partition_by=[PARTITION],
         properties=_properties(schema),
     )
+
+
+def _bring_past(layout: LakeLayout, schema: TableSchema, opened: OpenTable) -> OpenTable:
+    """Copy the table's records from the folder of the name that it bore before it was renamed, where there is one.
+
+    Looked for once, before a folder's first records: what is copied is committed under the position that it reaches.
+    """
+    cut = last_cut(layout)
+    for folder in () if cut is None else cut.tables:
+        path = f"{layout.root}/history/{folder}"
+        old = None if path == opened.path or folder == MESSAGES else open_table(layout, path, opened.app)
+        if old is None or old.n is None:
+            continue
+        # A table made anew under the old name may have taken the folder over.
+        taken = newest_schema(old).table_id != schema.table_id
+        after, upto = (Seq(0), Seq(min(old.n, first_seq(old) - 1))) if taken else (Seq(first_seq(old) - 1), old.n)
+        scan = scan_history(old, after=after, upto=upto)
+        with lake_errors(opened.path):
+            write_deltalake(
+                opened.table,
+                pa.RecordBatchReader.from_batches(scan.projected_schema, scan.to_batches()),
+                mode="append",
+                schema_mode="merge",
+                writer_properties=WRITER,
+                commit_properties=opened.commit(old.n),
+            )
+        return _reopen(layout, opened.path, opened.app)
+    return opened
 
 
 def _properties(schema: TableSchema) -> dict[str, str]:
