@@ -27,7 +27,7 @@ from millstream import failpoints
 from millstream.catalog import Catalog
 from millstream.errors import EngineError, LakeError, Retry
 from millstream.lake.layout import TableCommit
-from millstream.model.ids import TableId
+from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
 from millstream.spark.frames import MARKER
 from millstream.spark.landing import ANSWER_COLUMNS, TableError, table_writer
@@ -48,6 +48,8 @@ class Landed:
     upto: Seq
     commits: Mapping[TableId, TableCommit]
     errors: Mapping[TableId, TableError]
+    versions: Mapping[TableId, SchemaVersion]
+    """The newest schema among each table's records."""
     newest_us: int | None
     """The newest commit time among the records."""
 
@@ -120,7 +122,7 @@ class BatchLander:
                 self._hold(held.table_id, after, landed.errors[held.table_id])
                 return
             if landed is not None:
-                self.ledger.appended(landed.commits.values())
+                self.ledger.appended(landed.commits.values(), landed.versions)
                 self.ledger.commit(None, landed.commits.values())
             after = end
         self.ledger.release(held.table_id)
@@ -133,7 +135,7 @@ class BatchLander:
             return  # a replay of a batch that the lake has, on other notes than those that planned it
         for table_id, error in landed.errors.items():
             self._hold(table_id, landed.after, error)
-        self.ledger.appended(landed.commits.values())
+        self.ledger.appended(landed.commits.values(), landed.versions)
         self.ledger.commit(landed.upto, landed.commits.values(), newest_us=landed.newest_us)
         failpoints.hit("pipeline.after_lake_commit")
         stream, pipeline = self.config.stream_id, self.config.pipeline
@@ -176,7 +178,10 @@ class BatchLander:
         assert MARKER not in errors, "a marker has nothing to write"
         times = [answer["commit_us"] for answer in answers if answer["commit_us"] is not None]
         after, upto = Seq(answers[0]["batch_after"]), Seq(answers[0]["batch_upto"])
-        return Landed(after, upto, commits, errors, max(times, default=None))
+        versions = {
+            TableId(a["table_id"]): SchemaVersion(a["schema_version"]) for a in answers if a["commit"] is not None
+        }
+        return Landed(after, upto, commits, errors, versions, max(times, default=None))
 
     def _hold(self, table_id: TableId, after: Seq, error: TableError) -> None:
         name = self.ledger.tables[table_id].name if table_id in self.ledger.tables else ""
@@ -216,5 +221,6 @@ def _joined(first: Landed, again: Landed) -> Landed:
         first.upto,
         {**first.commits, **again.commits},
         {**errors, **again.errors},
+        {**first.versions, **again.versions},
         max(times, default=None),
     )

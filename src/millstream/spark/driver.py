@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
+import time
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +33,7 @@ from millstream.wal.reader import StreamReader
 
 _POLL_S: Final = 0.1
 """How often the driver looks whether it should stop; a wait inside Python, which costs next to nothing."""
+_NOTE_S: Final = 2.0
 _RETRY_ROUND_S: Final = 5.0
 
 
@@ -116,6 +118,7 @@ class _Run:
                 if rounds % round(_RETRY_ROUND_S / _POLL_S) == 0:
                     self.lander.retry_held(self.spark)
             self.lander.close()
+            self._let_note(query)
             query.stop()
             self.folder.stop()
             caught_up = target is not None and not stop.is_set()
@@ -148,6 +151,12 @@ class _Run:
             .foreachBatch(self.lander)
             .start()
         )
+
+    def _let_note(self, query: StreamingQuery) -> None:
+        """Give Spark a moment to note the batch that has just landed; broken off there, the next run does it again."""
+        deadline = time.monotonic() + _NOTE_S
+        while query.isActive and query.status["isTriggerActive"] and time.monotonic() < deadline:
+            self.news.wait(_POLL_S / 4)
 
     def _landed(self) -> None:
         self.folder.wake()

@@ -1,6 +1,6 @@
 """Records of all tables in one shape: the `__` columns, the table's name, and the row as JSON text.
 
-Numbers that JSON holds exactly are JSON numbers; all else is text. Columns that a record doesn't have (unchanged TOAST)
+Values stand as `millstream wal cat` gives them: numbers that JSON holds exactly as such, all else as PostgreSQL's text. Columns that a record doesn't have (unchanged TOAST)
 are absent from its row and named in `__unchanged`; a value that its column can't hold exactly is null in the row and whole in
 `__exact`.
 """
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from datetime import date, datetime
-from decimal import Decimal
-from typing import Any, Final
+from typing import Final
 
 import pyarrow as pa
 
-from millstream.model.records import RECORD_COLUMNS, RECORD_PREFIX
-from millstream.model.schema import TableSchema
+from millstream.model.names import qualified_name
+from millstream.model.pgcolumns import json_column
+from millstream.model.records import RECORD_PREFIX
+from millstream.model.schema import TableKind, TableSchema
 
 ENVELOPE_SCHEMA: Final = pa.schema(
     [
@@ -26,8 +26,6 @@ ENVELOPE_SCHEMA: Final = pa.schema(
         pa.field("row", pa.string(), nullable=False),
     ]
 )
-_JSON_INTEGER_MAX: Final = 2**53
-"""Readers of JSON keep numbers as doubles, which hold integers up to here."""
 
 
 def envelopes(schema: TableSchema, records: pa.RecordBatch, wanted: Sequence[str]) -> pa.RecordBatch:
@@ -35,50 +33,29 @@ def envelopes(schema: TableSchema, records: pa.RecordBatch, wanted: Sequence[str
     count = records.num_rows
     columns = {name: records.column(name) for name in RECORD_PREFIX_NAMES}
     columns["table_id"] = pa.repeat(pa.scalar(int(schema.table_id), pa.int64()), count)
-    columns["table"] = pa.repeat(f"{schema.namespace}.{schema.name}", count)
+    columns["table"] = pa.repeat(shown_name(schema), count)
     if "row" in wanted:
-        columns["row"] = pa.array(_rows(records), pa.string())
+        columns["row"] = pa.array(_rows(schema, records), pa.string())
     return pa.RecordBatch.from_arrays([*columns.values()], names=[*columns])
 
 
 RECORD_PREFIX_NAMES: Final = tuple(field.name for field in RECORD_PREFIX)
 
 
-def _rows(records: pa.RecordBatch) -> list[str]:
-    own = [index for index, name in enumerate(records.schema.names) if name not in RECORD_COLUMNS]
-    names = [records.schema.names[index] for index in own]
-    values = [[_plain(value) for value in records.column(index).to_pylist()] for index in own]
-    unchanged = records.column("__unchanged").to_pylist()
-    encode: Callable[[object], str] = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+def shown_name(schema: TableSchema) -> str:
+    """`schema.table` as PostgreSQL quotes it; `_messages` for logical messages."""
+    return schema.name if schema.kind is TableKind.MESSAGES else qualified_name(schema.namespace, schema.name)
+
+
+def _rows(schema: TableSchema, records: pa.RecordBatch) -> list[str]:
+    names = [column.name for column in schema.columns]
+    offset = records.num_columns - len(names)
+    values = [json_column(records.column(offset + place), column) for place, column in enumerate(schema.columns)]
     if not values:
         return ["{}"] * records.num_rows
-    return [
-        encode(
-            {n: v for n, v in zip(names, row, strict=True) if n not in absent}
-            if absent
-            else dict(zip(names, row, strict=True))
-        )
-        for row, absent in zip(zip(*values, strict=True), unchanged, strict=True)
-    ]
-
-
-def _plain(value: Any) -> Any:
-    match value:
-        case None | bool() | str():
-            return value
-        case int():
-            return value if -_JSON_INTEGER_MAX <= value <= _JSON_INTEGER_MAX else str(value)
-        case float():
-            return value if value - value == 0 else str(value)  # JSON has neither NaN nor infinities
-        case bytes():
-            return "\\x" + value.hex()
-        case datetime() | date():
-            return value.isoformat()
-        case Decimal():
-            return str(value)
-        case list():
-            return [_plain(item) for item in value]
-        case dict():
-            return {name: _plain(item) for name, item in value.items()}
-        case _:
-            return str(value)
+    encode: Callable[[object], str] = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+    rows = []
+    for row, absent in zip(zip(*values, strict=True), records.column("__unchanged").to_pylist(), strict=True):
+        pairs = zip(names, row, strict=True)
+        rows.append(encode({name: value for name, value in pairs if name not in absent} if absent else dict(pairs)))
+    return rows

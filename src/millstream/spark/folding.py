@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import Final, TypeVar
 
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
@@ -19,11 +19,11 @@ from pyspark.sql import SparkSession
 
 from millstream.catalog import Catalog, TableState
 from millstream.errors import EngineError
-from millstream.lake.layout import has_current
-from millstream.model.ids import TableId
+from millstream.lake.layout import View, has_current
+from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
-from millstream.spark.landing import FoldAnswer, FoldTask, fold_one
+from millstream.spark.landing import FoldAnswer, FoldTask, TendTask, fold_one, tend_one
 from millstream.spark.ledger import Ledger, TableEntry
 from millstream.spark.pipeline import PipelineConfig
 from millstream.spark.schedule import FoldHistory, fold_is_due
@@ -31,9 +31,12 @@ from millstream.wal.reader import StreamReader
 
 _ROUND_S: Final = 1.0
 """How long the thread waits for news at most: tables become due by time too."""
+_TEND_S: Final = 60.0
 _FAILED_JOBS_MAX: Final = 5
 """In a row: then it isn't a killed worker but something that a new process may mend."""
 _COPYING: Final = frozenset({TableState.COPY_REQUESTED, TableState.COPYING})
+_Task = TypeVar("_Task")
+_Answer = TypeVar("_Answer")
 
 
 class Folder:
@@ -56,7 +59,8 @@ class Folder:
         self._folded = folded
         self._whole_at: dict[TableId, Seq] = {}
         """By table whose copy is whole in the log: a position by which it is."""
-        self._schemas: dict[TableId, TableSchema] = {}
+        self._schemas: dict[tuple[TableId, SchemaVersion], TableSchema] = {}
+        self._tended_s = time.monotonic()
         self._news = threading.Event()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="millstream-fold", daemon=True)
@@ -115,11 +119,13 @@ class Folder:
             while not self._stopped.is_set():
                 self._news.wait(_ROUND_S)
                 self._news.clear()
-                tasks = [] if self._stopped.is_set() else self._tasks(self._is_due)
-                if not tasks:
-                    continue
+                if self._stopped.is_set():
+                    return
+                tasks = self._tasks(self._is_due)
                 try:
-                    self._round(tasks)
+                    if tasks:
+                        self._round(tasks)
+                    self._tend()
                     failures = 0
                 except (Py4JError, PySparkException):
                     # The job failed as a whole: a worker was killed, or the JVM is gone (the driver sees to that).
@@ -147,7 +153,7 @@ class Folder:
         copying = {row.id for row in self._catalog.tables(self._config.stream_id) if row.state in _COPYING}
         tasks = []
         for entry in waiting:
-            schema = self._schema(entry.table_id)
+            schema = self._schema(entry)
             if schema is None or not has_current(schema):
                 entry.waiting_since_s = None
                 continue
@@ -158,17 +164,44 @@ class Folder:
             )
         return tasks
 
-    def _schema(self, table_id: TableId) -> TableSchema | None:
-        """A schema that names the table and tells whether it can have `current`; history holds the newest columns."""
-        self._schemas = self._catalog.latest_schemas(self._config.stream_id) or self._log.schemas()
-        return self._schemas.get(table_id)
+    def _schema(self, entry: TableEntry) -> TableSchema | None:
+        """The schema of the newest records in the lake: under its name the table lies there."""
+        key = (entry.table_id, entry.version)
+        if key not in self._schemas:
+            stream = self._config.stream_id
+            self._schemas = self._catalog.schemas(stream)
+            newest = self._catalog.latest_schemas(stream) or self._log.schemas()
+            self._schemas |= {(table_id, SchemaVersion(0)): schema for table_id, schema in newest.items()}
+        return self._schemas.get(key)
 
-    def _round(self, tasks: list[FoldTask]) -> None:
-        """One job: fold the tables, on all cores but one, which the batches keep; then a cut that names their new versions."""
+    def _tend(self) -> None:
+        """Once a minute: few files instead of many, and none that no reader needs, in tables that were written to."""
+        if time.monotonic() - self._tended_s < _TEND_S:
+            return
+        self._tended_s = time.monotonic()
+        tasks = []
+        for entry in list(self._ledger.tables.values()):
+            schema = self._schema(entry) if entry.untended else None
+            if schema is not None:
+                entry.untended = False
+                views: tuple[View, ...] = ("history", "current") if has_current(schema) else ("history",)
+                tasks.append(TendTask(self._config.layout, schema.to_arrow().serialize().to_pybytes(), views))
+        if tasks:
+            compacted = self._map(tend_one, tasks)
+            self._ledger.commit(None, [commit for commit in compacted if commit is not None])
+            self._ledger.tend_cuts()
+
+    def _map(self, function: Callable[[_Task], _Answer], tasks: list[_Task]) -> list[_Answer]:
+        """One job on all cores but one, which the batches keep."""
         context = self._spark.sparkContext
         slices = max(1, min(len(tasks), context.defaultParallelism - 1))
+        answers: list[_Answer] = context.parallelize(tasks, slices).map(function).collect()
+        return answers
+
+    def _round(self, tasks: list[FoldTask]) -> None:
+        """One job: fold the tables; then a cut that names their new versions."""
         started = time.monotonic()
-        answers: list[FoldAnswer] = context.parallelize(tasks, slices).map(fold_one).collect()
+        answers = self._map(fold_one, tasks)
         self._note(answers, {task.table_id: task.upto for task in tasks}, started)
         self._ledger.commit(None, [answer.commit for answer in answers if answer.commit is not None])
         self._folded()

@@ -7,6 +7,7 @@ back as an answer, so that the other tables of the batch land.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import traceback
@@ -22,17 +23,21 @@ from millstream.errors import MillstreamError, Retry
 from millstream.lake.current import fold_table
 from millstream.lake.delta import open_table
 from millstream.lake.history import append_history
-from millstream.lake.layout import LakeLayout, TableCommit
+from millstream.lake.layout import LakeLayout, TableCommit, View
+from millstream.lake.upkeep import tend_table
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.spark.frames import MARKER, unpack
-from millstream.spark.schedule import SMALL_BYTES
+from millstream.spark.schedule import KEEP_REMOVED_S, SMALL_BYTES
 
-ANSWER_COLUMNS: Final = "table_id long, batch_after long, batch_upto long, commit string, commit_us long, error string"
+ANSWER_COLUMNS: Final = (
+    "table_id long, schema_version long, batch_after long, batch_upto long, commit string, commit_us long, error string"
+)
 _ANSWER_SCHEMA: Final = pa.schema(
     [
         ("table_id", pa.int64()),
+        ("schema_version", pa.int64()),
         ("batch_after", pa.int64()),
         ("batch_upto", pa.int64()),
         ("commit", pa.string()),
@@ -91,7 +96,8 @@ def table_writer(layout: LakeLayout, held: frozenset[TableId]) -> Callable[[pa.T
                 commit = json.dumps(landed.as_dict())
             except Exception as failure:  # noqa: BLE001 - whatever it is, it is this table's alone
                 error = TableError.of(failure).to_json()
-        answer = [[table_id], [after], [upto], [commit], [commit_us], [error]]
+        version = pc.max(rows.column("schema_version")).as_py()
+        answer = [[table_id], [version], [after], [upto], [commit], [commit_us], [error]]
         return pa.Table.from_arrays(
             [pa.array(value, field.type) for value, field in zip(answer, _ANSWER_SCHEMA, strict=True)],
             schema=_ANSWER_SCHEMA,
@@ -150,6 +156,43 @@ def fold_one(task: FoldTask) -> FoldAnswer:
     except Exception as failure:  # noqa: BLE001 - as above
         return FoldAnswer(schema.table_id, error=TableError.of(failure))
     return FoldAnswer(schema.table_id, commit, time.monotonic() - started, live, removed)
+
+
+@dataclass(frozen=True, slots=True)
+class TendTask:
+    """One table whose files to tend, for an executor."""
+
+    layout: LakeLayout
+    schema: bytes
+    views: tuple[View, ...]
+
+
+def tend_one(task: TendTask) -> TableCommit | None:
+    """Compact a table's small files and delete those that no reader needs any more.
+
+    Returns:
+        `current` in the version that a compaction made, for the next cut: the files of the version before go soon. None where it
+        is as it was, also where upkeep failed: that is left for the next time.
+    """
+    schema = TableSchema.from_arrow(pa.ipc.read_schema(pa.py_buffer(task.schema)))
+    now_ms = time.time_ns() // 1_000_000
+    compacted: TableCommit | None = None
+    for view in task.views:
+        with contextlib.suppress(MillstreamError):
+            done = tend_table(task.layout, view, schema, now_ms=now_ms, keep_s=KEEP_REMOVED_S)
+            if view == "current" and done.files_compacted:
+                compacted = _standing(task.layout, schema)
+    return compacted
+
+
+def _standing(layout: LakeLayout, schema: TableSchema) -> TableCommit | None:
+    """`current` as it is now."""
+    path = layout.table_path("current", schema)
+    opened = open_table(layout, path, layout.app_id("current", schema.table_id))
+    if opened is None or opened.n is None:
+        return None
+    name, folder = f"{schema.namespace}.{schema.name}", path.rsplit("/", 1)[1]
+    return TableCommit(schema.table_id, name, folder, "current", opened.version, 0, opened.n)
 
 
 def _bytes_of(layout: LakeLayout, schema: TableSchema, commit: TableCommit) -> tuple[int, int]:

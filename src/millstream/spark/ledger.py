@@ -14,9 +14,9 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 from millstream.catalog import Catalog
-from millstream.lake.commits import Cut, commit_cut, last_cut
+from millstream.lake.commits import Cut, commit_cut, compact_cuts, last_cut
 from millstream.lake.layout import TableCommit
-from millstream.model.ids import TableId
+from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
 from millstream.spark.landing import TableError
 from millstream.spark.pipeline import PipelineConfig, TableProgress
@@ -27,6 +27,7 @@ RETRY_HELD_S_MAX: Final = 600.0
 """A table that was set aside is tried again after so long, first and at most: what a person mends takes minutes, and each
 attempt reads up to a batch of the log."""
 RETRY_FOLD_S_MAX: Final = 300.0
+_NO_VERSION: Final = SchemaVersion(0)
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -36,7 +37,11 @@ class TableEntry:
 
     table_id: TableId
     name: str = ""
+    version: SchemaVersion = _NO_VERSION
+    """Of the newest records in the lake; 0 where this run has appended none."""
     rows: int = 0
+    untended: bool = True
+    """Whether it was written to since its files were last tended."""
     history_n: Seq = Seq(0)
     current_n: Seq | None = None
     waiting_since_s: float | None = None
@@ -112,12 +117,14 @@ class Ledger:
         entry.name = name or entry.name
         return entry
 
-    def appended(self, commits: Iterable[TableCommit]) -> None:
-        """Note what a batch appended."""
+    def appended(self, commits: Iterable[TableCommit], versions: Mapping[TableId, SchemaVersion]) -> None:
+        """Note what a batch appended, and the newest schema version of each table's records."""
         now = time.monotonic()
         with self._lock:
             for commit in commits:
                 entry = self._entry(commit.table_id, commit.name)
+                entry.version = max(entry.version, versions[commit.table_id])
+                entry.untended = True
                 entry.rows += commit.rows
                 self.rows += commit.rows
                 entry.history_n = max(entry.history_n, commit.n)
@@ -130,6 +137,7 @@ class Ledger:
             entry = self.tables[commit.table_id]
             entry.fold, entry.fold_error, entry.fold_failures = last, None, 0
             entry.current_n = commit.n
+            entry.untended = True
             entry.waiting_since_s = started_s if entry.history_n > upto else None
 
     def fold_failed(self, table_id: TableId, error: TableError) -> None:
@@ -163,6 +171,11 @@ class Ledger:
                 commit_ts_max=None if newest_us is None else _EPOCH + timedelta(microseconds=newest_us),
             )
             return self.cut
+
+    def tend_cuts(self) -> None:
+        """Keep the table of cuts in few files. Any thread."""
+        with self._lock:
+            compact_cuts(self._config.layout)
 
     def hold(self, table: HeldTable) -> None:
         """Set a table aside, durably; its records stay in the log until it is released."""

@@ -135,6 +135,10 @@ def _defaults(options: SparkOptions, work_dir: Path) -> dict[str, str]:
             "spark.driver.extraJavaOptions": f"-Dlog4j2.configurationFile={log4j.as_uri()} -XX:+UseSerialGC",
             "spark.local.dir": str(work_dir / "tmp"),
             "spark.sql.warehouse.dir": str(work_dir / "warehouse"),
+            # Without Hadoop's native library each file of a spark checkpoint costs a `chmod` process, and so does its checksum's
+            # file: a third of a small batch. What tells whether notes are whole is their content, and the lake's last cut.
+            "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
+            "spark.hadoop.fs.AbstractFileSystem.file.impl": "org.apache.hadoop.fs.local.RawLocalFs",
             # Tasks here are small and few; 200 partitions would cost a second a batch.
             "spark.sql.shuffle.partitions": str(min(4, max(2, os.cpu_count() or 2))),
             "spark.default.parallelism": str(min(4, max(2, os.cpu_count() or 2))),

@@ -37,7 +37,7 @@ from millstream.model.positions import Seq, StreamToken
 from millstream.model.records import record_schema
 from millstream.model.schema import TableKind, TableSchema
 from millstream.spark.columns import arrow_schema, conform, spark_schema
-from millstream.spark.envelope import ENVELOPE_SCHEMA, envelopes
+from millstream.spark.envelope import ENVELOPE_SCHEMA, envelopes, shown_name
 from millstream.spark.frames import FRAMES_SCHEMA, is_raw, pack
 from millstream.wal.reader import LogSpan, StreamReader, TableRecords
 
@@ -339,17 +339,13 @@ def _together(batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> Iterator[
 
 def _tables_named(log: StreamReader, name: str) -> list[TableSchema]:
     """The latest schemas of all tables of that name: one that was dropped and made again is two."""
-    schemas = list(log.schemas().values())
-    found = [s for s in schemas if name in table_names(s) and s.kind is not TableKind.RAW]
+    schemas = [schema for schema in log.schemas().values() if schema.kind is not TableKind.RAW]
+    # As PostgreSQL quotes it, or plain: a name that needs no quotes in the log may still be typed without them.
+    found = [schema for schema in schemas if name in {shown_name(schema), f"{schema.namespace}.{schema.name}"}]
     if not found:
-        known = sorted({table_names(s)[0] for s in schemas})
+        known = sorted({shown_name(schema) for schema in schemas})
         raise UnknownTable(f"the log has no table {name!r}", hint=f"It has: {', '.join(known) or 'none yet'}.")
     return found
-
-
-def table_names(schema: TableSchema) -> tuple[str, ...]:
-    """The names under which a table may be asked for; the first is the one to show."""
-    return (f"{schema.namespace}.{schema.name}",)
 
 
 def _latest(schemas: Sequence[TableSchema]) -> TableSchema:
