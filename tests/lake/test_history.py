@@ -18,7 +18,7 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
 
-from millstream.errors import LakeConflict, LakeError, LakeSchemaConflict, LakeTableForeign
+from millstream.errors import LakeConflict, LakeError, LakeSchemaConflict, LakeTableForeign, LakeUnavailable
 from millstream.lake.commits import commit_cut
 from millstream.lake.current import fold_table
 from millstream.lake.history import append_history
@@ -231,6 +231,11 @@ def test_a_table_dropped_and_made_again_starts_over_in_current_and_goes_on_in_hi
     fold_table(layout, again, Seq(10))
     assert seqs(layout, orders) == [1, 2, 5, 6]
     assert stored(layout, again, "current").to_pylist() == [{"id": 1, "total": None, "note": "new"}]
+
+
+def test_a_fold_before_any_history_is_to_be_tried_again(layout: LakeLayout, orders: TableSchema):
+    with pytest.raises(LakeUnavailable):
+        fold_table(layout, orders, Seq(1))
 
 
 def test_many_waiting_records_are_folded_by_way_of_earlier_cuts(

@@ -152,6 +152,8 @@ def merged(tables: Mapping[str, CutTable], commits: Iterable[TableCommit]) -> di
     """The tables as they stand after some commits, in any order; versions never go back."""
     result = dict(tables)
     for commit in commits:
+        if commit.version < 0:
+            continue  # nothing was written, and nothing was there
         for folder in [f for f, t in result.items() if t.table_id == commit.table_id and f != commit.folder]:
             del result[folder]  # renamed at the source
         had = result.get(commit.folder)

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from deltalake import DeltaTable, write_deltalake
 
 from millstream import failpoints
-from millstream.errors import LakeTableForeign
+from millstream.errors import LakeUnavailable
 from millstream.lake.build import Built, build_rows
 from millstream.lake.commits import cuts_between
 from millstream.lake.delta import WRITER, OpenTable, create_table, lake_errors, open_table, size_bytes
@@ -68,6 +68,7 @@ def fold_table(
 
     Raises:
         LakeTableForeign: somebody else wrote into `current` or history.
+        LakeUnavailable: history isn't there yet, or can't be reached.
         LakeConflict: another task committed first; call again.
     """
     assert has_current(schema), f"{schema.namespace}.{schema.name} has history only"
@@ -78,7 +79,8 @@ def fold_table(
         return _commit(schema, opened, 0, opened.n)
     history = open_table(layout, layout.table_path("history", schema), layout.app_id("history", schema.table_id))
     if history is None:
-        raise LakeTableForeign(f"{schema.namespace}.{schema.name} has no history to fold", path=path)
+        # The catalog may know of a new name before a record under it has landed.
+        raise LakeUnavailable(f"{schema.namespace}.{schema.name} has no history to fold yet", path=path)
     newest = newest_schema(history)
     if newest.table_id != schema.table_id:
         # Dropped at the source and made again: `current` is the new table's.
