@@ -13,7 +13,8 @@ from typing import Any
 import psycopg
 
 from millstream.capture import CaptureConfig, CaptureOutcome, run_capture
-from millstream.catalog import Catalog, TableRow
+from millstream.catalog import Catalog, TableRow, TableState
+from millstream.errors import UnknownTable
 from millstream.model.ids import ShardId, SourceId
 from millstream.model.operations import Ack, SpilledOp, TableRows, WriteOps
 from millstream.model.pgtext import render_value, storage_values
@@ -38,6 +39,7 @@ class MemoryLog:
         self.entries: list[WriteOps | SpilledOp] = []
         self.delay_s = 0.0
         self.fail_with: Exception | None = None
+        self.failures = 0
         self._reached: dict[SourceId, Lsn] = {}
         self._queue: list[tuple[WriteOps | SpilledOp, Future[Ack]]] = []
         self._changed = threading.Condition()
@@ -72,6 +74,7 @@ class MemoryLog:
             if self.delay_s:
                 time.sleep(self.delay_s)
             if self.fail_with is not None:
+                self.failures += 1
                 answer.set_exception(self.fail_with)
                 continue
             if isinstance(ops, SpilledOp):
@@ -174,6 +177,13 @@ class Stage:
     def table(self, name: str) -> TableRow:
         stream = self.catalog.stream("shop").id
         return self.catalog.find_table(stream, *name.split("."))
+
+    def state(self, name: str) -> TableState | None:
+        """A table's state; None before the catalog has it."""
+        try:
+            return self.table(name).state
+        except UnknownTable:
+            return None
 
     def source_rows(self, name: str, key: Sequence[str]) -> dict[Any, dict[str, str | None]]:
         """A table of the source, every value as PostgreSQL prints it."""

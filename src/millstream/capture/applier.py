@@ -12,13 +12,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from typing import Final, Protocol, cast
+from typing import Final, Protocol
 
 from millstream.capture.directory import CatalogDirectory
-from millstream.capture.receiver import HEADER_BYTES, Item, Position, Receiver, Run, Spilled, StreamedRelation
+from millstream.capture.receiver import Item, Position, Receiver, Run, Spilled, StreamedRelation
 from millstream.catalog import Catalog
 from millstream.codec.pgoutput import (
-    MessageRun,
     RelationCache,
     TransactionFacts,
     decode_spilled,
@@ -176,7 +175,7 @@ class Applier:
             self._relations.abort_streamed(item.xid)
 
     def _apply_run(self, run: Run) -> None:
-        messages = MessageRun.of(cast(list[bytes], run.payloads), header_bytes=HEADER_BYTES)
+        messages = run.messages
         ops: WriteOps | None = None
         while ops is None:
             try:

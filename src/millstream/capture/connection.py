@@ -32,7 +32,8 @@ VERSION_MIN: Final = 140000
 CONNECT_TIMEOUT_S: Final = 10
 
 # A session's settings: the text that values have in Millstream, and nothing that could cut a long COPY short or filter
-# its rows unsaid (with row_security off, a policy that would hide rows raises an error).
+# its rows unsaid (with row_security off, a policy that would hide rows raises an error). What little capture writes
+# (publications) waits for no standby.
 _SESSION: Final = "; ".join(
     f"SET {name} = {value}"
     for name, value in {
@@ -46,6 +47,7 @@ _SESSION: Final = "; ".join(
         "search_path": "pg_catalog",
         "standard_conforming_strings": "on",
         "row_security": "off",
+        "synchronous_commit": "local",
         "statement_timeout": "0",
         "lock_timeout": "0",
         "idle_in_transaction_session_timeout": "0",
@@ -184,6 +186,11 @@ def translate_result(result: pq.abc.PGresult) -> MillstreamError:
     return _of_sqlstate(
         None if state is None else state.decode(), message.decode("utf-8", "replace"), lost=state is None
     )
+
+
+def translate_fields(state: str | None, message: str) -> MillstreamError:
+    """Our error for an ErrorResponse that libpq didn't read."""
+    return _of_sqlstate(state, message, lost=state is None)
 
 
 def _of_sqlstate(state: str | None, text: str, *, lost: bool) -> MillstreamError:

@@ -1,8 +1,9 @@
 """The reader of the replication connection: one thread that takes messages as they come and says how far the log is.
 
-It looks at each message's first byte, no more: whole transactions are handed on in runs, blocks of large streamed
-transactions go to spill files. It owns the connection, so all that is sent to the source goes through it too: standby
-status, with the position that `confirm` was last given and never a byte more, also while nobody takes what was read.
+It looks at each message's kind, no more, and that in whole blocks: whole transactions are handed on in runs, blocks of
+large streamed transactions go to spill files. It owns the connection, so all that is sent to the source goes through it
+too: standby status, with the position that `confirm` was last given and never a byte more, also while nobody takes what
+was read.
 """
 
 from __future__ import annotations
@@ -15,31 +16,39 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
-import psycopg
-from psycopg import pq
+import numpy as np
+import numpy.typing as npt
 
-from millstream.capture.connection import translate, translate_result
-from millstream.capture.spill import Payload, SpillFile, SpillFolder
-from millstream.codec.pgoutput import Relation, StreamCommit, Type, parse_message
-from millstream.errors import MillstreamError, ProtocolViolation, SourceUnreachable
+from millstream.capture.spill import SpillFile, SpillFolder
+from millstream.capture.wire import KEEPALIVE, Block, Wire
+from millstream.codec.pgoutput import MessageRun, Relation, StreamCommit, Type, parse_message
+from millstream.errors import MillstreamError, ProtocolViolation
 from millstream.model.positions import Lsn
 
-HEADER_BYTES: Final = 25
-"""Before each message: 'w', its LSN, the server's end of WAL, the server's clock."""
 RUN_BYTES_MAX: Final = 8 << 20
 _POSTGRES_EPOCH_US: Final = 946_684_800_000_000
 _STATUS: Final = struct.Struct(">cQQQqB")
 _COMMIT: Final = struct.Struct(">BQQq")
 _PAIR: Final = struct.Struct(">II")
 
+# Runs under load: each costs about two milliseconds, whatever is in it, from its decoding to its fsync.
+_RUN_SMALL_BYTES: Final = 32 << 10
+_RUN_LARGE_BYTES: Final = 4 << 20
+_RUN_EVERY_S: Final = 0.02
+"""Between small and large a run waits for more to come, for this long after the one before."""
+_READ_SMALL_BYTES: Final = 16 << 10
+_NAP_S: Final = 0.0001
+"""After a small read with nothing to hand on: some seventy rows come in that time. The source sends each row by itself, and
+waking for each costs it as much as us; it waits for nobody, as its socket holds some three hundred."""
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """Whole transactions (and messages outside of any), in order."""
 
-    payloads: list[Payload]
+    messages: MessageRun
     size_bytes: int
 
 
@@ -94,7 +103,7 @@ class Receiver:
     """Reads one replication connection until it's stopped or broken.
 
     Args:
-        connection: a replication connection on which START_REPLICATION was answered; owned from here on.
+        wire: a replication connection on which START_REPLICATION was answered; owned from here on.
         spill: where large transactions go.
         confirmed: the position that the source may be told at once.
         buffer_bytes_max: undecoded bytes in memory beyond which the source has to wait.
@@ -105,15 +114,14 @@ class Receiver:
 
     def __init__(
         self,
-        connection: psycopg.Connection[tuple[Any, ...]],
+        wire: Wire,
         spill: SpillFolder,
         *,
         confirmed: Lsn,
         buffer_bytes_max: int,
         status_s: float,
     ) -> None:
-        self._connection = connection
-        self._pg = connection.pgconn
+        self._wire = wire
         self._spill = spill
         self._buffer_bytes_max = buffer_bytes_max
         self._status_s = status_s
@@ -129,13 +137,17 @@ class Receiver:
         self._told = Lsn(0)
         self._told_at = 0.0
         self._received = confirmed
+        self._whole_end = confirmed
         self.source_end = confirmed
-        self._open: list[Payload] = []
-        self._open_bytes = 0
-        self._whole = 0
+        self._whole: list[MessageRun] = []
+        """Whole transactions that wait to be handed on."""
         self._whole_bytes = 0
+        self._handed_at = 0.0
+        self._open: list[MessageRun] = []
+        """What has come of the transaction behind them."""
+        self._open_bytes = 0
         self._own: SpillFile | None = None
-        self._own_begin: Payload = b""
+        self._own_xid = 0
         self._block: _Streamed | None = None
         self._block_xid = 0
         self._streamed: dict[int, _Streamed] = {}
@@ -219,13 +231,9 @@ class Receiver:
             self._read()
         except MillstreamError as error:
             self._fail(error)
-        except psycopg.Error as error:
-            self._fail(translate(error))
-        except OSError as error:
-            self._fail(SourceUnreachable(f"the replication connection broke: {error}"))
         finally:
             with contextlib.suppress(Exception):
-                self._connection.close()
+                self._wire.close()
             for streamed in self._streamed.values():
                 streamed.file.remove()
             with self._lock:
@@ -239,82 +247,143 @@ class Receiver:
             self._failure = error
 
     def _read(self) -> None:
-        get, socket = self._pg.get_copy_data, self._pg.socket
+        socket = self._wire.fileno()
         poll = select.poll()
         poll.register(socket, select.POLLIN)
         poll.register(self._wake_read, select.POLLIN)
         self._send_status()
         while True:
-            count, data = get(1)
-            if count > 0:
-                if data[0] == _XLOG_DATA:
-                    self._on_message(data)
-                elif data[0] == _KEEPALIVE:
-                    self._on_keepalive(bytes(data))
-                else:
-                    raise ProtocolViolation(f"an unknown replication message {chr(data[0])!r}")
-                continue
-            if count < 0:
-                raise translate_result(self._pg.get_result() or _no_result())
-            self._hand_over()
-            if self._stop:
-                self._send_status()
-                self._say_goodbye()
-                return
-            due = self._told_at + (1.0 if self._confirmed > self._told else self._status_s)
-            for descriptor, _ in poll.poll(max(0.0, min(due - time.monotonic(), 1.0)) * 1000):
-                if descriptor == socket:
-                    self._pg.consume_input()
-                else:
-                    os.read(self._wake_read, 4096)
+            block = self._wire.read()
+            if block is not None:
+                self._on_block(block)
+            now = time.monotonic()
+            due = self._is_run_due(now)
+            if due:
+                self._hand_over()
             self._send_due_status()
-
-    def _on_message(self, data: Payload) -> None:
-        kind = data[HEADER_BYTES]
-        if self._block is not None:
-            if kind == _STREAM_STOP:
-                self._block = None
+            if block is not None:
+                if not due and block.messages.span_bytes < _READ_SMALL_BYTES:
+                    time.sleep(_NAP_S)
+                continue
+            if self._stop:
+                self._hand_over()
+                self._send_status()
+                self._wire.say_goodbye()
                 return
-            if kind in _DESCRIPTIONS:
-                message = parse_message(bytes(data[HEADER_BYTES:]), streamed=True)
+            for descriptor, _ in poll.poll(self._quiet_s(now) * 1000):
+                if descriptor == self._wake_read:
+                    os.read(self._wake_read, 4096)
+
+    def _is_run_due(self, now: float) -> bool:
+        """Whether the whole transactions that wait should be handed on, rather than wait for more."""
+        if self._whole_bytes >= RUN_BYTES_MAX:
+            return True
+        if not self._whole or not self._hungry:
+            return False
+        between = _RUN_SMALL_BYTES <= self._whole_bytes < _RUN_LARGE_BYTES
+        return not between or now - self._handed_at >= _RUN_EVERY_S
+
+    def _quiet_s(self, now: float) -> float:
+        """How long to wait for bytes at most."""
+        if self._whole and self._hungry:
+            return max(0.0, self._handed_at + _RUN_EVERY_S - now)
+        due = self._told_at + (1.0 if self._confirmed > self._told else self._status_s)
+        return max(0.0, min(due - now, 1.0))
+
+    # --- messages -----------------------------------------------------------------------------------------------
+
+    def _on_block(self, block: Block) -> None:
+        marks = _MARKS[block.kinds]
+        at = 0
+        while at < len(block):
+            if self._block is not None:
+                at = self._on_streamed_block(block, marks, at)
+            elif self._own is not None:
+                at = self._on_own(block, marks, at)
+            else:
+                at = self._on_ordinary(block, marks, at)
+
+    def _on_ordinary(self, block: Block, marks: Marks, at: int) -> int:
+        """Transactions as they commit, up to something else."""
+        end = _next(marks, _NOT_ORDINARY, at)
+        ends = _last_end(block, marks, at, end)
+        if ends is None:
+            self._keep_open(block.between(at, end))
+        else:
+            self._keep_open(block.between(at, ends + 1))
+            self._whole += self._open
+            self._whole_bytes += self._open_bytes
+            self._open, self._open_bytes = [], 0
+            if block.kinds[ends] == _COMMIT_KIND:
+                self._whole_end = Lsn(_COMMIT.unpack_from(block.messages[ends], 1)[2])
+            if self._whole_bytes >= RUN_BYTES_MAX:
+                self._hand_over()
+            self._keep_open(block.between(ends + 1, end))
+        if self._open_bytes > self._buffer_bytes_max:
+            self._begin_own()
+        if end < len(block):
+            message = block.messages[end]
+            if block.kinds[end] == KEEPALIVE:
+                self._on_keepalive(message)
+            elif self._own is None:
+                self._on_streamed(message)
+            else:
+                raise ProtocolViolation("a streamed transaction came in the middle of another one")
+            end += 1
+        return end
+
+    def _keep_open(self, messages: MessageRun) -> None:
+        if len(messages):
+            self._open.append(messages)
+            self._open_bytes += messages.span_bytes
+
+    def _on_streamed_block(self, block: Block, marks: Marks, at: int) -> int:
+        """The messages between StreamStart and StreamStop."""
+        assert self._block is not None
+        end = _next(marks, _NOT_STREAMED, at)
+        self._block.file.append(block.between(at, end))
+        if end < len(block):
+            kind, data = int(block.kinds[end]), block.messages[end]
+            if kind == KEEPALIVE:
+                self._on_keepalive(data)
+            elif kind == _STREAM_STOP:
+                self._block = None
+            else:
+                message = parse_message(data, streamed=True)
                 assert isinstance(message, Relation | Type)
                 self._put(StreamedRelation(self._block_xid, message))
-            self._block.file.append(data)
-            return
-        if self._own is not None:
-            if kind == _COMMIT_KIND:
-                self._end_own(data)
+                self._block.file.append(block.between(end, end + 1))
+            end += 1
+        return end
+
+    def _on_own(self, block: Block, marks: Marks, at: int) -> int:
+        """A transaction that came in one piece and is too large for memory, up to its Commit."""
+        assert self._own is not None
+        end = _next(marks, _NOT_OWN, at)
+        self._own.append(block.between(at, end))
+        if end < len(block):
+            if block.kinds[end] == KEEPALIVE:
+                self._on_keepalive(block.messages[end])
             else:
-                self._own.append(data)
-            return
-        if kind in _STREAM_KINDS:
-            self._on_streamed(kind, bytes(data[HEADER_BYTES:]))
-            return
-        self._open.append(data)
-        self._open_bytes += len(data)
-        if kind == _COMMIT_KIND or (kind == _MESSAGE_KIND and not data[HEADER_BYTES + 1] & 1):
-            self._whole = len(self._open)
-            self._whole_bytes = self._open_bytes
-            if self._hungry or self._open_bytes > RUN_BYTES_MAX:
-                self._hand_over()
-            if time.monotonic() - self._told_at > self._status_s:
-                self._send_due_status()
-        elif self._open_bytes > self._buffer_bytes_max:
-            self._begin_own()
+                self._end_own(block.messages[end])
+            end += 1
+        return end
 
     def _on_keepalive(self, data: bytes) -> None:
         (end,) = struct.unpack_from(">Q", data, 1)
         self.source_end = max(self.source_end, Lsn(end))
         self._hand_over()
-        self._put(Position(Lsn(end)))
-        self._received = max(self._received, Lsn(end))
+        if not self._open and self._own is None:
+            self._put(Position(Lsn(end)))
+            self._received = max(self._received, Lsn(end))
         if data[17]:
             self._send_status()
         else:
             self._send_due_status()
 
-    def _on_streamed(self, kind: int, message: bytes) -> None:
+    def _on_streamed(self, message: bytes) -> None:
         self._hand_over()
+        kind = message[0]
         if kind == _STREAM_START:
             (self._block_xid,) = struct.unpack_from(">I", message, 1)
             self._block = self._streamed.get(self._block_xid)
@@ -329,7 +398,7 @@ class Receiver:
             streamed.file.flush()
             self._put(Spilled(commit, streamed.file, frozenset(streamed.aborted), streamed=True))
             self._received = max(self._received, commit.end_lsn)
-        else:
+        elif kind == _STREAM_ABORT:
             xid, subxid = _PAIR.unpack_from(message, 1)
             open_one = self._streamed.get(xid)
             if open_one is not None and xid == subxid:
@@ -337,40 +406,42 @@ class Receiver:
             elif open_one is not None:
                 open_one.aborted.add(subxid)
             self._put(StreamedAbort(xid))
+        else:
+            raise ProtocolViolation(f"a message {chr(kind)!r} came outside of a streamed block")
 
     def _begin_own(self) -> None:
         """Move the transaction that is being received from memory to a file."""
         self._hand_over()
-        begin = self._open[0]
-        (xid,) = struct.unpack_from(">I", begin, HEADER_BYTES + 17)
-        self._own = self._spill.create(xid)
-        self._own_begin = begin
-        for data in self._open[1:]:
-            self._own.append(data)
+        first = self._open[0]
+        begin = first[0]
+        if begin[0] != _BEGIN_KIND:
+            raise ProtocolViolation(f"a transaction begins with a message {chr(begin[0])!r}")
+        (self._own_xid,) = struct.unpack_from(">I", begin, 17)
+        self._own = self._spill.create(self._own_xid)
+        self._own.append(MessageRun(first.buffer, first.starts[1:], first.ends[1:]))
+        for messages in self._open[1:]:
+            self._own.append(messages)
         self._open, self._open_bytes = [], 0
 
-    def _end_own(self, data: Payload) -> None:
+    def _end_own(self, message: bytes) -> None:
         assert self._own is not None
-        flags, lsn, end, time_us = _COMMIT.unpack_from(data, HEADER_BYTES + 1)
-        (xid,) = struct.unpack_from(">I", self._own_begin, HEADER_BYTES + 17)
+        flags, lsn, end, time_us = _COMMIT.unpack_from(message, 1)
         self._own.flush()
-        commit = StreamCommit(xid, flags, Lsn(lsn), Lsn(end), time_us + _POSTGRES_EPOCH_US)
+        commit = StreamCommit(self._own_xid, flags, Lsn(lsn), Lsn(end), time_us + _POSTGRES_EPOCH_US)
         self._put(Spilled(commit, self._own, frozenset(), streamed=False))
         self._received = max(self._received, Lsn(end))
         self._own = None
+
+    # --- handing on ----------------------------------------------------------------------------------------------
 
     def _hand_over(self) -> None:
         """Put the whole transactions received so far into the queue; wait while it is full."""
         if not self._whole:
             return
-        whole = self._open[: self._whole]
-        self._open = self._open[self._whole :]
-        run = Run(whole, self._whole_bytes)
-        last = whole[-1]
-        if last[HEADER_BYTES] == _COMMIT_KIND:
-            self._received = max(self._received, Lsn(_COMMIT.unpack_from(last, HEADER_BYTES + 1)[2]))
-        self._open_bytes -= self._whole_bytes
-        self._whole = self._whole_bytes = 0
+        run = Run(MessageRun.joined(self._whole), self._whole_bytes)
+        self._received = max(self._received, self._whole_end)
+        self._whole, self._whole_bytes = [], 0
+        self._handed_at = time.monotonic()
         self._put(run)
         while True:
             with self._lock:
@@ -401,36 +472,51 @@ class Receiver:
         written = max(self._received, confirmed)
         now_us = time.time_ns() // 1000 - _POSTGRES_EPOCH_US
         ask, self._ask = self._ask, False
-        self._pg.put_copy_data(_STATUS.pack(b"r", written, confirmed, confirmed, now_us, int(ask)))
-        self._pg.flush()
+        self._wire.send(_STATUS.pack(b"r", written, confirmed, confirmed, now_us, int(ask)))
         self._told, self._told_at = confirmed, time.monotonic()
-
-    def _say_goodbye(self) -> None:
-        """End COPY, so that the server takes in the last status before the connection goes."""
-        with contextlib.suppress(psycopg.Error):
-            self._pg.put_copy_end()
-            self._pg.flush()
-            deadline = time.monotonic() + 2.0
-            poll = select.poll()
-            poll.register(self._pg.socket, select.POLLIN)
-            while time.monotonic() < deadline:
-                count, _ = self._pg.get_copy_data(1)
-                if count < 0:
-                    return
-                if count == 0 and poll.poll(100):
-                    self._pg.consume_input()
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
             os.write(self._wake_write, b"\0")
 
 
-def _no_result() -> pq.abc.PGresult:
-    raise SourceUnreachable("the replication connection was closed by the server")
-
-
-_XLOG_DATA, _KEEPALIVE = ord("w"), ord("k")
-_COMMIT_KIND, _MESSAGE_KIND = ord("C"), ord("M")
+_BEGIN_KIND, _COMMIT_KIND, _MESSAGE_KIND = ord("B"), ord("C"), ord("M")
 _STREAM_START, _STREAM_STOP, _STREAM_COMMIT, _STREAM_ABORT = ord("S"), ord("E"), ord("c"), ord("A")
-_STREAM_KINDS: Final = frozenset(b"ScA")
-_DESCRIPTIONS: Final = frozenset(b"RY")
+
+Marks = npt.NDArray[np.uint8]
+_NOT_ORDINARY: Final = 1
+_NOT_STREAMED: Final = 2
+_NOT_OWN: Final = 4
+_MAY_END: Final = 8
+
+
+def _marks() -> Marks:
+    """By kind of message: what it isn't a plain part of, and whether a transaction may end with it."""
+    marks = np.zeros(256, dtype=np.uint8)
+    for kinds, mark in (
+        (b"kSEcA", _NOT_ORDINARY),
+        (b"kSEcARY", _NOT_STREAMED),
+        (b"kCSEcA", _NOT_OWN),
+        (b"CM", _MAY_END),
+    ):
+        for kind in kinds:
+            marks[kind] |= mark
+    return marks
+
+
+_MARKS: Final = _marks()
+
+
+def _next(marks: Marks, mark: int, at: int) -> int:
+    """The first message from `at` on that bears the mark; the number of messages where none does."""
+    found = np.flatnonzero(marks[at:] & mark)
+    return at + int(found[0]) if len(found) else len(marks)
+
+
+def _last_end(block: Block, marks: Marks, at: int, end: int) -> int | None:
+    """The last message of `[at, end)` behind which no transaction is open: a Commit, or a message outside of any."""
+    for number in np.flatnonzero(marks[at:end] & _MAY_END)[::-1]:
+        place = at + int(number)
+        if block.kinds[place] == _COMMIT_KIND or not block.messages.buffer[block.messages.starts[place] + 1] & 1:
+            return place
+    return None

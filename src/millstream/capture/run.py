@@ -14,18 +14,19 @@ from dataclasses import dataclass
 from typing import Final
 
 import structlog
-from psycopg import pq, sql
+from psycopg import sql
 
 from millstream.capture.applier import Applier
 from millstream.capture.config import CaptureConfig, CaptureOutcome, CaptureProgress
-from millstream.capture.connection import connect, connect_replication, translate_result, translated
+from millstream.capture.connection import connect, connect_replication
 from millstream.capture.copying import TableCopies
 from millstream.capture.directory import CatalogDirectory
-from millstream.capture.receiver import HEADER_BYTES, Receiver
+from millstream.capture.receiver import Receiver
 from millstream.capture.slot import check_slot, create_slot, read_slot, setting_ms
 from millstream.capture.source import Connection, Identity, check_same, identify_replication, insert_lsn
 from millstream.capture.spill import SpillFolder
 from millstream.capture.watcher import Tables, Watcher
+from millstream.capture.wire import Wire, start_replication
 from millstream.catalog import Catalog, TableState
 from millstream.codec.pgoutput import warm
 from millstream.errors import DiskFull, MillstreamError, NoTablesMatch, Retry, SlotActive, SourceReplaced
@@ -106,7 +107,7 @@ class _Capture:
         self._clock = clock
         self._stream: StreamId = catalog.stream(config.stream).id
         self._scope = f"capture/{self._stream}"
-        self._spill = SpillFolder(config.spill_dir, header_bytes=HEADER_BYTES)
+        self._spill = SpillFolder(config.spill_dir)
         self._target: Lsn | None = None
         self._records = 0
         self._connected = False
@@ -181,11 +182,11 @@ class _Capture:
                 reached = self._catalog.move_reached(source, slot.confirmed)
             if self._until_caught_up and self._target is None:
                 self._target = insert_lsn(control)
-            self._start_streaming(replication, reached, tables)
+            wire = self._start_streaming(replication, reached, tables)
             timeout_ms = setting_ms(control, "wal_sender_timeout")
             status_s = config.status_s if timeout_ms == 0 else min(config.status_s, timeout_ms / 4000)
             receiver = Receiver(
-                replication,
+                wire,
                 self._spill,
                 confirmed=reached,
                 buffer_bytes_max=config.buffer_bytes_max,
@@ -284,19 +285,12 @@ class _Capture:
             )
         return reached
 
-    def _start_streaming(self, replication: Connection, reached: Lsn, tables: Tables) -> None:
+    def _start_streaming(self, replication: Connection, reached: Lsn, tables: Tables) -> Wire:
         names = ",".join('"' + name.replace('"', '""') + '"' for name in tables.coverage.publications)
         command = sql.SQL(
             "START_REPLICATION SLOT {} LOGICAL {} (proto_version '2', publication_names {}, streaming 'on', messages 'true')"
         ).format(sql.Identifier(self._config.slot), sql.SQL(format_lsn(reached)), sql.Literal(names))
-        with translated():
-            pgconn = replication.pgconn
-            pgconn.send_query(command.as_bytes(replication))
-            result = pgconn.get_result()
-        if result is None or result.status != pq.ExecStatus.COPY_BOTH:
-            assert result is not None
-            raise translate_result(result)
-        pgconn.nonblocking = 0
+        return start_replication(replication, command.as_bytes(replication))
 
     # --- telling -----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,274 @@
+"""Existing rows enter the log exactly, while changes flow."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import psycopg
+import pytest
+from tests.capture.capture_stage import Stage, wait_until
+
+from millstream.catalog import TableState
+from millstream.model.operations import OperationKind
+
+ORDERS = "CREATE TABLE orders (id int PRIMARY KEY, item text, price numeric(10,2), at timestamptz)"
+
+
+def copied_rows(stage: Stage, name: str) -> int:
+    return sum(
+        1
+        for table, operation, row in stage.log.records()
+        if table.schema.name == name and operation["kind"] == OperationKind.COPY_CHUNK and chr(row["__op"]) == "r"
+    )
+
+
+def test_existing_rows_are_copied_with_every_odd_value_and_key(stage: Stage) -> None:
+    stage.sql(
+        ORDERS,
+        r"""INSERT INTO orders SELECT i, CASE i % 4 WHEN 0 THEN NULL WHEN 1 THEN E'tab\there\nline \\N \\ back\b\f\v\r'
+            WHEN 2 THEN '' ELSE 'ünïcødé' END, CASE WHEN i % 5 = 0 THEN 'NaN'::numeric ELSE i END, '2024-01-01Z'
+            FROM generate_series(-200, 200) i""",
+        "CREATE TABLE pairs (a text, b date, c int[], PRIMARY KEY (b, a))",
+        r"""INSERT INTO pairs SELECT 'it''s \ ' || i, DATE '2024-01-01' + i % 7, ARRAY[i, NULL]
+            FROM generate_series(1, 300) i""",
+        "INSERT INTO pairs VALUES ('x', 'infinity', '[2:3]={1,2}')",
+        "CREATE TABLE nothing (id int PRIMARY KEY)",
+        "CREATE TYPE mood AS ENUM ('sad', 'ok', 'happy')",
+        "CREATE TABLE moods (m mood PRIMARY KEY, n numeric)",
+        "INSERT INTO moods VALUES ('happy', 1e40), ('sad', 'Infinity')",
+        'CREATE TABLE "Odd ""name""" ("a b" int PRIMARY KEY, "select" text, g int GENERATED ALWAYS AS (1) STORED)',
+        'INSERT INTO "Odd ""name""" VALUES (1, \'x\')',
+    )
+    outcome = stage.catch_up()
+
+    assert not outcome.set_aside
+    replay = stage.log.replay()
+    assert replay["public.orders"] == stage.source_rows("orders", ["id"])
+    assert replay["public.pairs"] == stage.source_rows("pairs", ["a", "b"]) or replay[
+        "public.pairs"
+    ] == stage.source_rows("pairs", ["b", "a"])
+    assert replay["public.moods"] == stage.source_rows("moods", ["m"])
+    assert replay['public.Odd "name"'] == {("1",): {"a b": "1", "select": "x"}}
+    assert copied_rows(stage, "orders") == 401
+    assert {stage.table(f"public.{n}").state for n in ("orders", "pairs", "nothing")} == {TableState.STREAMING}
+
+
+@contextmanager
+def workload(stage: Stage, keys: int) -> Iterator[None]:
+    """Two connections that change `orders` in every way, until the block ends."""
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        chance = random.Random(seed)
+        try:
+            with stage.connect() as connection:
+                while not stop.is_set():
+                    try:
+                        with connection.transaction():
+                            for _ in range(chance.randrange(1, 6)):
+                                change(connection, chance, keys)
+                            if chance.randrange(5) == 0:
+                                raise psycopg.Rollback
+                    except psycopg.errors.UniqueViolation:
+                        continue
+                    except psycopg.errors.DeadlockDetected:
+                        continue
+        except BaseException as error:  # noqa: BLE001 - the test looks at it
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not failures
+
+
+def change(connection: psycopg.Connection[object], chance: random.Random, keys: int) -> None:
+    key = chance.randrange(keys)
+    what = chance.randrange(8)
+    if what <= 1:
+        connection.execute("INSERT INTO docs VALUES (%s, repeat(%s, 700), 0) ON CONFLICT DO NOTHING", [key, str(key)])
+    elif what <= 4:
+        connection.execute("UPDATE docs SET n = n + 1 WHERE id = %s", [key])
+    elif what == 5:
+        connection.execute("UPDATE docs SET body = repeat('new', 900), n = n + 1 WHERE id = %s", [key])
+    elif what == 6:
+        connection.execute("UPDATE docs SET id = %s WHERE id = %s", [chance.randrange(keys), key])
+    else:
+        connection.execute("DELETE FROM docs WHERE id = %s", [key])
+
+
+DOCS = "CREATE TABLE docs (id int PRIMARY KEY, body text, n int); ALTER TABLE docs ALTER body SET STORAGE EXTERNAL"
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_copy_beside_a_live_workload_ends_equal_to_the_source(stage: Stage, workers: int) -> None:
+    stage.sql(DOCS, "INSERT INTO docs SELECT i, repeat('old', 900), 0 FROM generate_series(0, 799) i", "ANALYZE docs")
+    stage.config = replace(stage.config, copy_workers=workers, chunk_rows=40)
+    with workload(stage, 1000):
+        running = stage.start()
+        wait_until(lambda: stage.log.entries, "capture runs")
+        wait_until(lambda: stage.state("public.docs") is TableState.STREAMING, "the copy is whole")
+    running.stop()
+    stage.catch_up()
+
+    assert stage.log.replay()["public.docs"] == stage.source_rows("docs", ["id"])
+    assert copied_rows(stage, "docs") > 100
+
+
+def test_a_copy_that_was_stopped_goes_on_with_the_next_chunk(stage: Stage) -> None:
+    stage.sql(DOCS, "INSERT INTO docs SELECT i, 'x', 0 FROM generate_series(1, 2000) i")
+    stage.config = replace(stage.config, copy_workers=1, chunk_rows=20)
+    stage.log.delay_s = 0.02
+    running = stage.start()
+    wait_until(lambda: copied_rows(stage, "docs") > 200, "some chunks are copied")
+    running.stop()
+    first = copied_rows(stage, "docs")
+    assert first < 2000
+    stage.log.delay_s = 0.0
+    stage.catch_up()
+
+    assert stage.log.replay()["public.docs"] == stage.source_rows("docs", ["id"])
+    assert copied_rows(stage, "docs") <= 2000 + 2 * 20, "chunks that were durable were not read again"
+
+
+def test_a_transaction_that_no_snapshot_sees_yet_is_newer_than_any_chunk(stage: Stage) -> None:
+    """A commit that waits for a synchronous standby is in the WAL, and in the log, before its rows are seen."""
+    stage.sql(DOCS, "INSERT INTO docs SELECT i, 'old', 0 FROM generate_series(1, 120) i")
+    stage.config = replace(stage.config, tables=("public.orders",))
+    stage.sql(ORDERS)
+    stage.catch_up()
+    stage.sql(f"ALTER SYSTEM SET synchronous_standby_names = 'nobody_{stage.config.slot}'", "SELECT pg_reload_conf()")
+    blocked = stage.connect()
+    try:
+        wait_until(lambda: shown(stage, "synchronous_standby_names").startswith("nobody"), "the setting is there")
+        stage.config = replace(stage.config, tables=("public.*",))
+        with stage.connect() as local:
+            local.execute("SET synchronous_commit = local")
+            local.execute(f"ALTER PUBLICATION {stage.config.publication} ADD TABLE docs")
+        thread = threading.Thread(target=lambda: blocked.execute("UPDATE docs SET n = 9 WHERE id <= 60"))
+        thread.start()
+        running = stage.start()
+        wait_until(lambda: waiting_for_standby(stage), "the update waits")
+        wait_until(
+            lambda: stage.state("public.docs") is TableState.COPYING and waiting_for_standby(stage),
+            "the copy begins",
+        )
+    finally:
+        with stage.connect() as local:
+            local.execute("SET synchronous_commit = local")
+            local.execute("ALTER SYSTEM RESET synchronous_standby_names")
+            local.execute("SELECT pg_reload_conf()")
+    thread.join(30)
+    blocked.close()
+    wait_until(lambda: stage.state("public.docs") is TableState.STREAMING, "the copy is whole")
+    running.stop()
+    stage.catch_up()
+    assert stage.log.replay()["public.docs"] == stage.source_rows("docs", ["id"])
+
+
+def shown(stage: Stage, name: str) -> str:
+    with stage.connect() as connection:
+        row = connection.execute(f"SHOW {name}").fetchone()
+    assert row is not None
+    return str(row[0])
+
+
+def waiting_for_standby(stage: Stage) -> bool:
+    with stage.connect() as connection:
+        row = connection.execute("SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep'").fetchone()
+    assert row is not None
+    return bool(row[0])
+
+
+def test_a_table_made_while_capture_runs_joins_it(stage: Stage) -> None:
+    stage.sql(ORDERS)
+    running = stage.start()
+    wait_until(lambda: stage.slot_confirmed(), "the slot is made")
+    stage.sql(DOCS, "INSERT INTO docs VALUES (1, 'x', 1)")
+    wait_until(lambda: stage.log.replay().get("public.docs"), "its first row comes")
+    stage.sql("INSERT INTO docs VALUES (2, 'y', 1)", "UPDATE docs SET n = 5 WHERE id = 1")
+    wait_until(
+        lambda: stage.log.replay().get("public.docs") == stage.source_rows("docs", ["id"]), "its changes come as well"
+    )
+    stage.sql("DROP TABLE docs")
+    wait_until(
+        lambda: not any(r.name == "docs" for r in stage.catalog.tables(stage.catalog.stream("shop").id)), "it goes"
+    )
+    running.stop()
+
+
+def test_a_table_that_left_the_publication_is_copied_again_when_it_rejoins(stage: Stage) -> None:
+    stage.sql(ORDERS, DOCS, "INSERT INTO docs SELECT i, 'x', 0 FROM generate_series(1, 10) i")
+    stage.catch_up()
+    stage.sql(
+        f"ALTER PUBLICATION {stage.config.publication} DROP TABLE docs",
+        "DELETE FROM docs WHERE id < 4",
+        "UPDATE docs SET n = 7 WHERE id = 8",
+    )
+    stage.catch_up()
+
+    assert stage.log.replay()["public.docs"] == stage.source_rows("docs", ["id"])
+    assert "t" in {chr(row["__op"]) for t, _, row in stage.log.records() if t.schema.name == "docs"}
+
+
+def test_a_copy_that_is_asked_for_voids_what_was_there(stage: Stage) -> None:
+    stage.sql(DOCS, "INSERT INTO docs SELECT i, 'x', 0 FROM generate_series(1, 10) i")
+    stage.catch_up()
+    stage.catalog.set_state(stage.table("public.docs").id, TableState.COPY_REQUESTED, "asked for")
+    running = stage.start()
+    wait_until(lambda: copied_rows(stage, "docs") == 20, "all is copied again")
+    wait_until(lambda: stage.state("public.docs") is TableState.STREAMING, "it streams")
+    running.stop()
+    assert stage.log.replay()["public.docs"] == stage.source_rows("docs", ["id"])
+
+
+def test_a_table_without_a_key_under_full_is_an_equal_bag(stage: Stage) -> None:
+    stage.sql(
+        "CREATE TABLE bag (x text, n int); ALTER TABLE bag REPLICA IDENTITY FULL",
+        "INSERT INTO bag VALUES ('a', 1), ('a', 1), ('b', NULL)",
+    )
+    stage.catch_up()
+    stage.sql("DELETE FROM bag WHERE ctid IN (SELECT ctid FROM bag WHERE x = 'a' LIMIT 1)", "UPDATE bag SET n = 5")
+    stage.catch_up()
+
+    rows = sorted((r["x"], r["n"]) for r in stage.log.replay()["public.bag"][None])
+    assert rows == [("a", "5"), ("b", "5")]
+
+
+def test_a_partitioned_table_is_one_table(stage: Stage) -> None:
+    stage.sql(
+        "CREATE TABLE events (id int, day date, PRIMARY KEY (id, day)) PARTITION BY RANGE (day)",
+        "CREATE TABLE events_1 PARTITION OF events FOR VALUES FROM ('2024-01-01') TO ('2024-02-01')",
+        "CREATE TABLE events_2 PARTITION OF events FOR VALUES FROM ('2024-02-01') TO ('2024-03-01')",
+        "INSERT INTO events VALUES (1, '2024-01-05'), (2, '2024-02-05')",
+    )
+    stage.catch_up()
+    stage.sql("UPDATE events SET day = '2024-02-20' WHERE id = 1", "INSERT INTO events VALUES (3, '2024-01-06')")
+    outcome = stage.catch_up()
+
+    assert outcome.tables == ("public.events",)
+    assert stage.log.replay()["public.events"] == stage.source_rows("events", ["id", "day"])
+
+
+def test_truncate_during_a_copy_voids_the_chunks_that_do_not_see_it(stage: Stage) -> None:
+    stage.sql(DOCS, "INSERT INTO docs SELECT i, 'x', 0 FROM generate_series(1, 1000) i")
+    stage.config = replace(stage.config, copy_workers=1, chunk_rows=20)
+    stage.log.delay_s = 0.02
+    running = stage.start()
+    wait_until(lambda: copied_rows(stage, "docs") > 100, "the copy runs")
+    stage.sql("TRUNCATE docs", "INSERT INTO docs VALUES (500, 'new', 1), (5000, 'new', 1)")
+    wait_until(lambda: stage.state("public.docs") is TableState.STREAMING, "the copy is whole")
+    running.stop()
+    stage.catch_up()
+    assert stage.log.replay()["public.docs"] == stage.source_rows("docs", ["id"])
