@@ -128,7 +128,7 @@ class OwnedStream:
             self.progress = progress
             tell()
 
-        self.writer = self._open_writer()
+        self.writer = self.open_writer()
         try:
             self.outcome = run_capture(
                 capture_config(self.home, self.name, self.config),
@@ -142,7 +142,13 @@ class OwnedStream:
             self.writer.close()
             self.writer = None
 
-    def _open_writer(self) -> LogWriter:
+    def open_writer(self) -> LogWriter:
+        """Become the stream's writer: a new epoch, the shards' locks, recovery.
+
+        Raises:
+            ShardLocked: another process holds a shard, and goes on holding it.
+            CorruptWal, DiskFull …: as `LogWriter.open`.
+        """
         from millstream.wal.reader import StreamReader
         from millstream.wal.writer import LogWriter
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from millstream.app.control import ask
 from millstream.app.home import PIPELINE, Home
 from millstream.app.locks import Role, holder
-from millstream.errors import LogError, MillstreamError
+from millstream.errors import ConfigError, LogError, MillstreamError
 from millstream.model.ids import StreamId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq, StreamToken, format_lsn
@@ -125,13 +125,14 @@ def _durable(home: Home, name: str, problems: list[str]) -> Seq | None:
 
 def _lake_n(home: Home, name: str, stream: StreamId, problems: list[str]) -> Seq:
     """What the lake's own last cut says: it may be ahead of the catalog by one crash."""
-    if name not in home.config.streams:
-        return Seq(0)
     from millstream.app.wiring import lake_layout
     from millstream.lake.commits import last_cut
 
     try:
-        cut = last_cut(lake_layout(home, name, home.config.streams[name], stream))
+        config = home.config.streams.get(name)
+        cut = None if config is None else last_cut(lake_layout(home, name, config, stream))
+    except ConfigError:
+        return Seq(0)  # said already
     except (MillstreamError, OSError) as error:
         problems.append(f"lake of {name}: {error}")
         return Seq(0)

@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millstream.app.control import ControlServer, ask
+from millstream.app.home import Home
+from millstream.app.metrics import prometheus_text
+from millstream.app.owner import OwnedStream
+from millstream.app.status import collect_status, held_scope
+from millstream.app.tables import copy_table, list_tables, retry_table
+from millstream.app.wiring import place_compiled_code
+from millstream.catalog import TableState
+from millstream.errors import UnknownTable, UsageError
+from millstream.model.ids import ShardId, StreamId
+from millstream.model.positions import Lsn, Seq
+from millstream.testing.log import plain_ops, plain_table
+from millstream.wal.writer import LogWriter
+
+CONFIG = '[streams.shop.source]\ndsn = "host=127.0.0.1 port=1"\n'
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    """A home that has run: three records durable, two tables known, nothing landed."""
+    (tmp_path / "millstream.toml").write_text(CONFIG)
+    home = Home(tmp_path)
+    home.prepare()
+    with home.open_catalog() as catalog:
+        stream = catalog.resolve_stream("shop")
+        source = catalog.resolve_source(stream, 7, "shop", 1)
+        catalog.move_reached(source, Lsn(0x16B374D848))
+        orders = catalog.table_for(stream, source, 16384, "public", "orders", state=TableState.STREAMING)
+        catalog.table_for(stream, source, 16385, "public", "Bad One", state=TableState.SET_ASIDE, reason="a value")
+        catalog.table_for(stream, source, 16386, "public", "log", state=TableState.HISTORY_ONLY, reason="no key")
+        catalog.put_fact(held_scope(stream), str(int(orders.id)), {"reason": "somebody wrote into it"})
+        _write(home, catalog.register_writer(stream)[1], stream, catalog.reservations(stream))
+    return home
+
+
+def _write(home: Home, epoch: Any, stream: StreamId, reservations: Any) -> None:
+    table = plain_table(1)
+    with LogWriter.open(
+        str(home.wal_folder("shop")), stream=stream, shards=[ShardId(0)], epoch=epoch, reservations=reservations
+    ) as log:
+        log.append(plain_ops({1: [(table, 3, "x")]}, shard_of={1: 0}))
+
+
+def test_status_needs_no_running_process(home: Home) -> None:
+    status = collect_status(home)
+    assert status["problems"] == []
+    (stream,) = status["streams"]
+    assert (stream["name"], stream["state"], stream["writer"]["epoch"]) == ("shop", "stopped", 1)
+    assert stream["source"]["reached"] == "16/B374D848"
+    assert stream["tokens"]["durable"].endswith(".s3")
+    assert stream["tokens"]["landed"].endswith(".s0")
+    assert stream["lag"]["lake"]["records"] == 3
+    assert stream["lag"]["lake"]["bytes"] > 0
+    assert stream["lag"]["lake"]["seconds"] > 0
+    states = {table["name"]: (table["state"], table["reason"]) for table in stream["tables"]}
+    assert states == {
+        "public.orders": ("set_aside", "lake: somebody wrote into it"),
+        'public."Bad One"': ("set_aside", "a value"),
+        "public.log": ("history_only", "no key"),
+    }
+    json.dumps(status)
+
+
+def test_what_cannot_be_read_is_a_problem_and_the_rest_is_shown(home: Home) -> None:
+    (home.path / "millstream.toml").write_text("[streams")
+    mark = home.wal_folder("shop") / "00000" / "durable.mark"
+    mark.write_bytes(b"\xff" * mark.stat().st_size)
+    status = collect_status(Home(home.path))
+    assert any("configuration" in problem for problem in status["problems"])
+    assert [stream["name"] for stream in status["streams"]] == ["shop"]
+
+
+def test_metrics_tell_what_status_tells(home: Home) -> None:
+    text = prometheus_text(lambda: collect_status(home)).decode()
+    assert 'millstream_lag_records{stage="lake",stream="shop"} 3.0' in text
+    assert 'millstream_tables{state="set_aside",stream="shop"} 2.0' in text
+    assert 'millstream_up{part="owner"} 0.0' in text
+    assert 'millstream_durable_seq{stream="shop"} 3.0' in text
+
+
+def test_a_running_part_tells_what_only_it_knows(home: Home) -> None:
+    live = {
+        "streams": {"shop": {"progress": {"source_end": 900, "durable": 400, "copies": {"public.log": {"rows": 9}}}}}
+    }
+    with ControlServer(home, "owner", {"status": lambda: live}):
+        assert ask(home, "owner", "status") == live
+        assert ask(home, "owner", "nothing") == {"error": "no such call"}
+        (stream,) = collect_status(home)["streams"]
+        assert stream["state"] == "running"
+        assert stream["lag"]["capture"]["bytes"] == 500
+        assert {t["name"]: t["copy"] for t in stream["tables"]}["public.log"] == {"rows": 9}
+    assert ask(home, "owner", "status") is None
+    folder = home.socket_folder()
+    assert folder is not None
+    folder.rmdir()
+
+
+def test_a_table_is_retried_where_it_was_set_aside(home: Home) -> None:
+    with home.open_catalog() as catalog:
+        stream = catalog.stream("shop").id
+        assert "copy" in retry_table(catalog, stream, 'public."Bad One"')
+        assert catalog.find_table(stream, "public", "Bad One").state is TableState.COPY_REQUESTED
+        assert "pipeline" in retry_table(catalog, stream, "orders")
+        (fact,) = catalog.facts(held_scope(stream)).values()
+        assert fact == {"reason": "somebody wrote into it", "retry": True}
+        with pytest.raises(UsageError, match="not set aside"):
+            retry_table(catalog, stream, "public.log")
+        with pytest.raises(UnknownTable):
+            retry_table(catalog, stream, "public.nothing")
+
+
+def test_a_table_is_copied_again_only_where_it_has_a_key(home: Home) -> None:
+    with home.open_catalog() as catalog:
+        stream = catalog.stream("shop").id
+        copy_table(catalog, stream, "public.orders")
+        assert catalog.find_table(stream, "public", "orders").state is TableState.COPY_REQUESTED
+        with pytest.raises(UsageError, match="no key"):
+            copy_table(catalog, stream, "public.log")
+        assert len(list_tables(catalog, stream)) == 3
+
+
+def test_retention_drops_nothing_that_the_pipeline_lacks(home: Home) -> None:
+    (home.path / "millstream.toml").write_text(
+        CONFIG + "[streams.shop.log]\nretention_age = '0s'\nretention_bytes = '0B'\n"
+    )
+    home = Home(home.path)
+    with home.open_catalog() as catalog:
+        owned = OwnedStream(home, catalog, "shop", home.config.streams["shop"])
+        stream = catalog.stream("shop").id
+        segments = home.wal_folder("shop") / "00000"
+        for _ in range(2):
+            _write(home, catalog.register_writer(stream)[1], stream, catalog.reservations(stream))
+        owned.writer = owned.open_writer()
+        before = len(list(segments.glob("*.wal")))
+        owned.drop_old_segments()
+        assert len(list(segments.glob("*.wal"))) == before
+        catalog.set_needed_from(stream, "lake", Seq(4))
+        owned.drop_old_segments()
+        assert len(list(segments.glob("*.wal"))) == before - 1
+        owned.writer.close()
+
+
+def test_a_lost_catalog_takes_the_stream_and_a_higher_epoch_over_from_the_log(home: Home) -> None:
+    with home.open_catalog() as catalog:
+        stream = catalog.stream("shop").id
+    for file in home.data.glob("catalog.db*"):
+        file.unlink()
+    with home.open_catalog() as catalog:
+        owned = OwnedStream(home, catalog, "shop", home.config.streams["shop"])
+        owned.open_writer().close()
+        assert catalog.stream("shop").id == stream
+        assert catalog.writers(stream)[0].epoch == 2
+
+
+def test_compiled_code_goes_into_the_home_or_a_private_folder(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "")
+    monkeypatch.delenv("NUMBA_CACHE_DIR")
+    place_compiled_code(home)
+    assert os.environ["NUMBA_CACHE_DIR"] == str(home.data / "cache" / "numba")
+    monkeypatch.delenv("NUMBA_CACHE_DIR")
+    blocked = Home(tmp_path / "blocked")
+    blocked.path.mkdir()
+    (blocked.path / "data").write_text("in the way")
+    place_compiled_code(blocked)
+    private = Path(os.environ["NUMBA_CACHE_DIR"])
+    assert private.stat().st_mode & 0o077 == 0
+    private.rmdir()
+
+
+def get(address: str, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_serve_answers_and_ends_at_a_signal(home: Home) -> None:
+    command = [sys.executable, "-m", "millstream.cli", "--home", str(home.path), "serve"]
+    environ = {**os.environ, "MILLSTREAM_HTTP__LISTEN": "127.0.0.1:0"}
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
+    assert server.stderr is not None
+    try:
+        address = json.loads(server.stderr.readline())["address"]
+        taken = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, "MILLSTREAM_HTTP__LISTEN": address}
+        )
+        assert "error[home_busy]" in taken.stderr
+        assert get(address, "/status")[0] == 200
+        assert get(address, "/healthz")[0] == 503  # nothing captures
+        assert 'millstream_lag_records{stage="lake",stream="shop"} 3.0' in get(address, "/metrics")[1]
+    finally:
+        server.send_signal(signal.SIGTERM)
+        _, rest = server.communicate(timeout=30)
+    assert server.returncode == 0, rest
+
+
+def test_an_address_that_is_taken_is_a_typed_error(home: Home) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = subprocess.run(
+            [sys.executable, "-m", "millstream.cli", "--home", str(home.path), "serve"],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "MILLSTREAM_HTTP__LISTEN": f"127.0.0.1:{port}"},
+        )
+    assert done.returncode == 1
+    assert "error[address_in_use]" in done.stderr
