@@ -77,7 +77,7 @@ def test_a_crash_at_any_operation_loses_nothing_acknowledged_and_splits_no_opera
 @pytest.mark.parametrize("outcome", OUTCOMES)
 def test_a_crash_at_any_operation_of_recovery_changes_nothing_of_its_outcome(outcome, operations, new_truth):
     keep, first, _ = OUTCOMES[outcome]
-    for at in range(10 + first, operations + 1, 31):
+    for at in range(10 + first, operations + 1, 47):
         for died_again_at in range(1, 60):
             truth = new_truth()
             died = crashed(truth, at)

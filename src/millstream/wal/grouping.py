@@ -140,6 +140,8 @@ def plan_chunk(
 ) -> dict[ShardId, list[FramePlan]]:
     """The frames of one chunk of a spilled operation; `next_seq` moves on by the chunk's rows of each (shard, table)."""
     tables = [table for table in tables if table.rows.num_rows]
+    if not tables:
+        return {}
 
     def number(runs: Runs) -> Ints:
         firsts = np.empty(len(runs.count), dtype=np.int64)

@@ -7,21 +7,25 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple, TypeAlias
 
 from millstream.codec.log_frame import FrameKind, SchemaFrame, SchemaSet, decode_frame
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, FrameEntry, SegmentFooter, SegmentHeader
 from millstream.errors import CorruptFrame, CorruptWal
-from millstream.model.ids import Epoch, ShardId
+from millstream.model.ids import Epoch, ShardId, TableId
 from millstream.model.positions import Offset, Seq
 from millstream.ports import Files
 from millstream.wal.layout import SegmentFile, list_segments
 from millstream.wal.mark import DurableMark
-from millstream.wal.scan import Window, read_frame, reader_of, scan_frames
+from millstream.wal.scan import ScannedFrame, Window, read_frame, reader_of, scan_frames
 from millstream.wal.segment import entry_of
+from millstream.wal.walk import walk_segment
 
+OnDamage: TypeAlias = Callable[[CorruptWal], None]
+HEADS_AHEAD_BYTES: Final = 1 << 16
+"""Read-ahead where only heads are wanted: payloads longer than this are skipped over."""
 _CACHED_FRAMES_MAX: Final = 200_000
 """Frames of footers kept in memory, about 100 MiB of them."""
 
@@ -46,6 +50,14 @@ def read_header(files: Files, segment: SegmentFile) -> SegmentHeader:
         raise damage(error, file=segment.path, byte=0, offset_from=segment.base_offset, offset_to=None) from error
 
 
+class SchemaPlace(NamedTuple):
+    """Where a schema frame lies, and whose it is."""
+
+    position: int
+    length: int
+    table_id: TableId
+
+
 @dataclass(slots=True)
 class _OpenFrames:
     """The frames of the segment being written, as far as the mark has let us see."""
@@ -64,8 +76,9 @@ class ShardIndex:
     Every method may raise `CorruptWal`, and `FileNotFoundError` where retention has dropped a segment meanwhile.
     """
 
-    def __init__(self, files: Files, shard_dir: str, shard: ShardId) -> None:
+    def __init__(self, files: Files, shard_dir: str, shard: ShardId, on_damage: OnDamage | None = None) -> None:
         self._files = files
+        self._on_damage = on_damage
         self._dir = shard_dir
         self._shard = shard
         self._sealed: OrderedDict[Offset, tuple[FrameEntry, ...]] = OrderedDict()
@@ -83,7 +96,7 @@ class ShardIndex:
             return self._open_frames(segment, mark)
         known = self._sealed.get(segment.base_offset)
         if known is None:
-            known = self._footer(segment).frames
+            known = self._sealed_frames(segment)
             self._sealed[segment.base_offset] = known
             self._cached_frames += len(known)
             while self._cached_frames > _CACHED_FRAMES_MAX and len(self._sealed) > 1:
@@ -118,12 +131,12 @@ class ShardIndex:
                 if entry.offset + entry.count > offset:
                     yield segment, entry
 
-    def schema_frames(self, segment: SegmentFile, mark: DurableMark, before: int) -> tuple[tuple[int, int], ...]:
-        """(position, length) of a segment's schema frames that stand before a position."""
+    def schema_frames(self, segment: SegmentFile, mark: DurableMark, before: int) -> tuple[SchemaPlace, ...]:
+        """A segment's schema frames that stand before a position."""
         return tuple(
-            (entry.position, entry.length)
+            SchemaPlace(entry.position, entry.length, entry.tables[0].table_id)
             for entry in self.frames(segment, mark)
-            if entry.kind is FrameKind.SCHEMA and entry.position < before
+            if entry.kind is FrameKind.SCHEMA and entry.tables and entry.position < before
         )
 
     def _group_end_at_start(self, segment: SegmentFile, mark: DurableMark) -> Seq | None:
@@ -141,6 +154,20 @@ class ShardIndex:
             return entries[0].group_last_seq if entries else None
         self._first_group_end[segment.base_offset] = frame.header.group_last_seq
         return frame.header.group_last_seq
+
+    def _sealed_frames(self, segment: SegmentFile) -> tuple[FrameEntry, ...]:
+        try:
+            return self._footer(segment).frames
+        except CorruptWal as error:
+            if self._on_damage is None:
+                raise
+            self._on_damage(error)
+            found = walk_segment(self._files, self._shard, segment, is_last=False, payload=False)
+            return tuple(
+                entry_of(frame.header, frame.position, frame.length, None)
+                for frame in found
+                if isinstance(frame, ScannedFrame)
+            )
 
     def _footer(self, segment: SegmentFile) -> SegmentFooter:
         size = self._files.size(segment.path)
@@ -161,7 +188,7 @@ class ShardIndex:
             known = self._open = _OpenFrames(segment.base_offset, mark.epoch, header, end_offset=segment.base_offset)
         if known.byte_end > mark.byte_end:
             return [entry for entry in known.entries if entry.position < mark.byte_end]
-        window = Window(reader_of(self._files, segment.path))
+        window = Window(reader_of(self._files, segment.path), HEADS_AHEAD_BYTES)
         try:
             for frame in scan_frames(
                 window, known.header, position=known.byte_end, offset=known.end_offset, end=mark.byte_end, payload=False
@@ -180,10 +207,10 @@ class ShardIndex:
         return known.entries
 
 
-def load_schemas(files: Files, path: str, header: SegmentHeader, frames: tuple[tuple[int, int], ...]) -> SchemaSet:
-    """The schemas of a segment's schema frames at (position, length). Raises `CorruptWal`."""
+def load_schemas(files: Files, path: str, header: SegmentHeader, frames: Iterable[SchemaPlace]) -> SchemaSet:
+    """The schemas of some of a segment's schema frames. Raises `CorruptWal`."""
     schemas = SchemaSet(header.directory)
-    for position, length in frames:
+    for position, length, _ in frames:
         try:
             frame = decode_frame(files.read(path, position, length), schemas)
             if not isinstance(frame, SchemaFrame):

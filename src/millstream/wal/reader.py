@@ -9,33 +9,31 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
-
-from millstream.codec.log_frame import FrameKind, RecordsFrame, SchemaSet, decode_frame
-from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, FrameEntry, SegmentHeader
-from millstream.errors import CorruptFrame, LogError, OffsetBeyondEnd, OffsetExpired, TokenFromFuture
+from millstream.codec.log_frame import FrameKind
+from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, FrameEntry
+from millstream.errors import CorruptWal, LogError, OffsetBeyondEnd, OffsetExpired, TokenFromFuture
 from millstream.model.ids import ShardId, StreamId, TableId
 from millstream.model.positions import Offset, Seq, StreamToken
 from millstream.model.schema import TableSchema
 from millstream.ports import Files
 from millstream.wal.files import RealFiles
-from millstream.wal.index import ShardIndex, damage, load_schemas, read_header
+from millstream.wal.index import OnDamage, SchemaPlace, ShardIndex, load_schemas, read_header
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard_folder
 from millstream.wal.mark import DurableMark, common_cut, read_dropped, read_mark
-from millstream.wal.scan import ScannedFrame, Window, read_frame, reader_of
+from millstream.wal.scan import Window, read_frame, reader_of
+from millstream.wal.source import SegmentSource, TableRecords, within_offsets
 from millstream.wal.whole import marks_of_whole_groups
+
+__all__ = ["LogSpan", "StreamReader", "TableRecords"]
 
 _POLL_FIRST_S: Final = 0.0005
 _POLL_MAX_S: Final = 0.02
 """How often an idle reader looks at the mark: a twentieth of what a person notices, and nothing to a CPU."""
-_HEAD_WINDOW: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,29 +47,13 @@ class LogSpan:
     after: Seq
     upto: Seq
     """Rows with numbers in `(after, upto]`."""
-    schema_frames: tuple[tuple[int, int], ...]
-    """(position, length) of the schema frames in front."""
+    schema_frames: tuple[SchemaPlace, ...]
+    """The schema frames in front."""
 
     @property
     def size_bytes(self) -> int:
         """Bytes of its frames."""
         return self.byte_end - self.byte_start
-
-
-@dataclass(frozen=True, slots=True)
-class TableRecords:
-    """Records of one table under one schema version, out of one frame, in the order of their numbers."""
-
-    schema: TableSchema
-    batch: pa.RecordBatch
-    """`record_schema(schema)`, with `__offset` first where asked."""
-    shard: ShardId
-    first_seq: Seq
-    last_seq: Seq
-    operation_seq: pa.Array
-    """For each record the first number that its operation has on this shard: what shards are merged by."""
-    frame_offset: Offset
-    """The first offset of the frame: records of several tables are merged by offset within it."""
 
 
 class StreamReader:
@@ -82,13 +64,23 @@ class StreamReader:
         files: the file system.
         without_mark: show every valid whole group instead of what marks say: for a folder that was copied without them.
 
+        on_damage: told of damaged frames, which `read` and `read_between` then leave out; without it they raise `CorruptWal`.
+
     Concurrency: one thread a reader; any number of readers.
     """
 
-    def __init__(self, folder: str, *, files: Files | None = None, without_mark: bool = False) -> None:
+    def __init__(
+        self,
+        folder: str,
+        *,
+        files: Files | None = None,
+        without_mark: bool = False,
+        on_damage: OnDamage | None = None,
+    ) -> None:
         self._folder = folder
         self._files: Files = RealFiles() if files is None else files
         self._without_mark = without_mark
+        self._on_damage = on_damage
         self._indexes: dict[ShardId, ShardIndex] = {}
         self._stream: StreamId | None = None
 
@@ -228,7 +220,8 @@ class StreamReader:
         """
         wanted = None if tables is None else frozenset(tables)
         with self._expiry():
-            source = _SegmentSource.open(self._files, span.path, span.schema_frames)
+            source = SegmentSource(self._files, span.path)
+            source.bring_schemas(_of_tables(span.schema_frames, wanted))
             position = span.byte_start
             while position < span.byte_end:
                 scanned = source.frame(position)
@@ -253,13 +246,10 @@ class StreamReader:
             *(self._frames_of(shard, after, upto, mark) for shard, mark in marks.items()),
             key=lambda found: (found[2].group, found[2].first_seq),
         )
-        sources: dict[ShardId, tuple[str, _SegmentSource]] = {}
+        sources: dict[ShardId, SegmentSource] = {}
         with self._expiry():
-            for shard, segment, entry in frames:
-                if wanted is not None and not any(t.table_id in wanted for t in entry.tables):
-                    continue
-                source = self._source(sources, shard, segment, entry, marks[shard])
-                yield from source.records(source.frame(entry.position), after, upto, wanted, offsets=offsets)
+            for place in frames:
+                yield from self._records(sources, place, marks[place[0]], wanted, (after, upto), offsets=offsets)
 
     def read(
         self,
@@ -289,23 +279,20 @@ class StreamReader:
             return
         last = end if upto is None else min(upto, end)
         wanted = None if tables is None else frozenset(tables)
-        sources: dict[ShardId, tuple[str, _SegmentSource]] = {}
+        sources: dict[ShardId, SegmentSource] = {}
         with self._expiry():
             for segment, entry in self._index(shard).from_offset(from_offset, mark):
                 if entry.offset >= last:
                     return
-                if entry.kind is not FrameKind.RECORDS:
-                    continue
-                if wanted is not None and not any(t.table_id in wanted for t in entry.tables):
-                    continue
-                source = self._source(sources, shard, segment, entry, mark)
-                for found in source.records(source.frame(entry.position), None, None, wanted, offsets=True):
-                    yield from _within_offsets(found, from_offset, last)
+                if entry.kind is FrameKind.RECORDS:
+                    place = (shard, segment, entry)
+                    for found in self._records(sources, place, mark, wanted, (None, None), offsets=True):
+                        yield from within_offsets(found, from_offset, last)
 
     def schemas(self) -> dict[TableId, TableSchema]:
         """The latest schema of every table that the log has rows of."""
         latest: dict[TableId, TableSchema] = {}
-        newest: dict[TableId, tuple[int, SegmentFile, tuple[int, int]]] = {}
+        newest: dict[TableId, tuple[int, SegmentFile, SchemaPlace]] = {}
         with self._expiry():
             for shard, mark in self._marks()[0].items():
                 index = self._index(shard)
@@ -314,7 +301,7 @@ class StreamReader:
                         if entry.kind is FrameKind.SCHEMA and entry.tables:
                             table = entry.tables[0]
                             if table.schema_version >= newest.get(table.table_id, (0,))[0]:
-                                at = (entry.position, entry.length)
+                                at = SchemaPlace(entry.position, entry.length, table.table_id)
                                 newest[table.table_id] = (table.schema_version, segment, at)
             for table_id, (version, segment, at) in sorted(newest.items()):
                 schemas = load_schemas(self._files, segment.path, read_header(self._files, segment), (at,))
@@ -381,7 +368,7 @@ class StreamReader:
 
     def _index(self, shard: ShardId) -> ShardIndex:
         if shard not in self._indexes:
-            self._indexes[shard] = ShardIndex(self._files, shard_folder(self._folder, shard), shard)
+            self._indexes[shard] = ShardIndex(self._files, shard_folder(self._folder, shard), shard, self._on_damage)
         return self._indexes[shard]
 
     def _expiry(self) -> _Expiry:
@@ -417,23 +404,33 @@ class StreamReader:
         if current is not None:
             yield current
 
-    def _source(
+    def _records(
         self,
-        sources: dict[ShardId, tuple[str, _SegmentSource]],
-        shard: ShardId,
-        segment: SegmentFile,
-        entry: FrameEntry,
+        sources: dict[ShardId, SegmentSource],
+        place: tuple[ShardId, SegmentFile, FrameEntry],
         mark: DurableMark,
-    ) -> _SegmentSource:
-        """The open source of a shard's segment; its schemas are those in front of the frame."""
-        known = sources.get(shard)
-        frames = self._index(shard).schema_frames(segment, mark, entry.position)
-        if known is None or known[0] != segment.path:
-            source = _SegmentSource.open(self._files, segment.path, frames)
-            sources[shard] = (segment.path, source)
-            return source
-        known[1].bring_schemas(frames)
-        return known[1]
+        wanted: frozenset[TableId] | None,
+        numbers: tuple[Seq | None, Seq | None],
+        *,
+        offsets: bool,
+    ) -> Iterator[TableRecords]:
+        """The records of one frame; where it is damaged, and damage is only to be told, none."""
+        shard, segment, entry = place
+        tables = [table for table in entry.tables if wanted is None or table.table_id in wanted]
+        if not tables:
+            return
+        try:
+            source = sources.get(shard)
+            if source is None or source.path != segment.path:
+                source = sources[shard] = SegmentSource(self._files, segment.path)
+            if not source.knows(tables):
+                places = self._index(shard).schema_frames(segment, mark, entry.position)
+                source.bring_schemas(_of_tables(places, wanted))
+            yield from source.records(source.frame(entry.position), *numbers, wanted, offsets=offsets)
+        except CorruptWal as error:
+            if self._on_damage is None:
+                raise
+            self._on_damage(error)
 
 
 @dataclass(slots=True)
@@ -462,133 +459,9 @@ class _Expiry:
             ) from error
 
 
-class _SegmentSource:
-    """One segment's file, read frame by frame."""
-
-    def __init__(self, files: Files, path: str, header: SegmentHeader, schemas: SchemaSet, brought: int) -> None:
-        self._files = files
-        self._path = path
-        self._header = header
-        self._schemas = schemas
-        self._brought = brought
-        self._heads = Window(reader_of(files, path), _HEAD_WINDOW)
-
-    @classmethod
-    def open(cls, files: Files, path: str, schema_frames: tuple[tuple[int, int], ...]) -> _SegmentSource:
-        base = Offset(int(path.rsplit("/", 1)[-1].removesuffix(".wal")))
-        header = read_header(files, SegmentFile(base, path))
-        return cls(files, path, header, load_schemas(files, path, header, schema_frames), len(schema_frames))
-
-    def bring_schemas(self, schema_frames: tuple[tuple[int, int], ...]) -> None:
-        """Add the schemas of the frames that are new."""
-        for key, schema in load_schemas(
-            self._files, self._path, self._header, schema_frames[self._brought :]
-        ).tables.items():
-            if key not in self._schemas:
-                self._schemas.add(schema)
-        self._brought = len(schema_frames)
-
-    def frame(self, position: int) -> ScannedFrame:
-        """The head of the frame at a position, verified."""
-        try:
-            return read_frame(self._heads, position, payload=False)
-        except CorruptFrame as error:
-            raise self._damage(error, position, None) from error
-
-    def records(
-        self,
-        scanned: ScannedFrame,
-        after: Seq | None,
-        upto: Seq | None,
-        wanted: frozenset[TableId] | None,
-        *,
-        offsets: bool,
-    ) -> Iterator[TableRecords]:
-        """A frame's records of the tables wanted, with numbers in `(after, upto]`."""
-        header = scanned.header
-        if wanted is not None and not any(part.table_id in wanted for part in header.parts):
-            return
-        behind = scanned.position + len(scanned.head)
-
-        def read_payload(position: int, length: int) -> bytes:
-            return self._files.read(self._path, behind + position, length)
-
-        try:
-            frame = decode_frame(scanned.head, self._schemas, read_payload=read_payload)
-            assert isinstance(frame, RecordsFrame)
-            straddles = (after is not None and header.first_seq <= after) or (
-                upto is not None and header.last_seq > upto
-            )
-            for table_id in frame.table_ids():
-                if wanted is not None and table_id not in wanted:
-                    continue
-                for schema, batch in frame.records(table_id, offsets=offsets):
-                    found = _table_records(frame, schema, batch)
-                    yield from _within_seqs(found, after, upto) if straddles else (found,)
-        except CorruptFrame as error:
-            raise self._damage(error, scanned.position, scanned) from error
-
-    def _damage(self, error: CorruptFrame, position: int, scanned: ScannedFrame | None) -> LogError:
-        first = self._header.base_offset if scanned is None else scanned.header.first_offset
-        end = None if scanned is None else Offset(first + scanned.header.count)
-        return damage(error, file=self._path, byte=position, offset_from=first, offset_to=end)
+def _of_tables(frames: Sequence[SchemaPlace], wanted: frozenset[TableId] | None) -> Sequence[SchemaPlace]:
+    return frames if wanted is None else [frame for frame in frames if frame.table_id in wanted]
 
 
 def _overlaps(entry: FrameEntry, after: Seq, upto: Seq) -> bool:
     return entry.last_seq > after and entry.first_seq <= upto
-
-
-def _table_records(frame: RecordsFrame, schema: TableSchema, batch: pa.RecordBatch) -> TableRecords:
-    batches = frame.batches
-    operation = batches.column("operation").to_numpy()
-    first = np.full(frame.operations.num_rows, np.iinfo(np.int64).max, dtype=np.int64)
-    np.minimum.at(first, operation, batches.column("first_seq").to_numpy())
-    mine = (batches.column("table_id").to_numpy() == schema.table_id) & (
-        batches.column("schema_version").to_numpy() == schema.version
-    )
-    of_row = np.repeat(operation[mine], batches.column("count").to_numpy()[mine])
-    seqs = batch.column("__seq")
-    return TableRecords(
-        schema,
-        batch,
-        frame.header.shard,
-        Seq(seqs[0].as_py()),
-        Seq(seqs[-1].as_py()),
-        pa.array(first[of_row]),
-        frame.header.first_offset,
-    )
-
-
-def _within_seqs(found: TableRecords, after: Seq | None, upto: Seq | None) -> Iterator[TableRecords]:
-    seqs = found.batch.column("__seq").to_numpy()
-    keep = np.ones(len(seqs), dtype=bool)
-    if after is not None:
-        keep &= seqs > after
-    if upto is not None:
-        keep &= seqs <= upto
-    yield from _filtered(found, keep)
-
-
-def _within_offsets(found: TableRecords, start: Offset, end: Offset) -> Iterator[TableRecords]:
-    offsets = found.batch.column("__offset").to_numpy()
-    yield from _filtered(found, (offsets >= start) & (offsets < end))
-
-
-def _filtered(found: TableRecords, keep: npt.NDArray[np.bool_]) -> Iterator[TableRecords]:
-    if keep.all():
-        yield found
-        return
-    if not keep.any():
-        return
-    mask = pa.array(keep)
-    batch = found.batch.filter(mask)
-    seqs = batch.column("__seq")
-    yield TableRecords(
-        found.schema,
-        batch,
-        found.shard,
-        Seq(seqs[0].as_py()),
-        Seq(seqs[-1].as_py()),
-        found.operation_seq.filter(mask),
-        found.frame_offset,
-    )

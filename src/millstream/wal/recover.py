@@ -164,6 +164,9 @@ def _look(files: Files, folder: str, stream: StreamId, region: RegionId, shard: 
     tail = _Tail(shard, shard_dir, read_mark(files, shard_dir))
     dropped = read_dropped(files, shard_dir)
     segments = list_segments(files, shard_dir)
+    if dropped is not None:
+        # What a crash left of dropped segments may have holes; retention will finish it off.
+        segments = [segment for segment in segments if segment.base_offset >= dropped.offset]
     if tail.mark is not None:
         first = Offset(0) if dropped is None else dropped.offset
         there = segments[0].base_offset if segments else Offset(0)

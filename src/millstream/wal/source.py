@@ -1,0 +1,177 @@
+"""Records out of one segment: a frame's head is always read and checked, of its payload only the tables wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from millstream.codec.log_frame import RecordsFrame, SchemaSet, decode_frame
+from millstream.codec.log_segment import TableEntry
+from millstream.errors import CorruptFrame, LogError
+from millstream.model.ids import ShardId, TableId
+from millstream.model.positions import Offset, Seq
+from millstream.model.schema import TableSchema
+from millstream.ports import Files
+from millstream.wal.index import HEADS_AHEAD_BYTES, SchemaPlace, damage, load_schemas, read_header
+from millstream.wal.layout import SegmentFile
+from millstream.wal.scan import ScannedFrame, Window, read_frame, reader_of
+
+
+@dataclass(frozen=True, slots=True)
+class TableRecords:
+    """Records of one table under one schema version, out of one frame, in the order of their numbers."""
+
+    schema: TableSchema
+    batch: pa.RecordBatch
+    """`record_schema(schema)`, with `__offset` first where asked."""
+    shard: ShardId
+    first_seq: Seq
+    last_seq: Seq
+    operation_seq: pa.Array
+    """For each record the first number that its operation has on this shard: what shards are merged by."""
+    frame_offset: Offset
+    """The first offset of the frame: records of several tables are merged by offset within it."""
+
+
+class SegmentSource:
+    """One segment's file, read frame by frame.
+
+    Args:
+        files: the file system.
+        path: the segment's.
+
+    Raises:
+        CorruptWal, UnsupportedFormat, FileNotFoundError: from every method, the making included.
+    """
+
+    def __init__(self, files: Files, path: str) -> None:
+        base = Offset(int(path.rsplit("/", 1)[-1].removesuffix(".wal")))
+        self.path = path
+        self._files = files
+        self._header = read_header(files, SegmentFile(base, path))
+        self._schemas = SchemaSet(self._header.directory)
+        self._heads = Window(reader_of(files, path), HEADS_AHEAD_BYTES)
+
+    def knows(self, tables: Iterable[TableEntry]) -> bool:
+        """Whether the schemas of these have been brought."""
+        return all((table.table_id, table.schema_version) in self._schemas for table in tables)
+
+    def bring_schemas(self, places: Iterable[SchemaPlace]) -> None:
+        """Read the schemas at these places."""
+        for schema in load_schemas(self._files, self.path, self._header, places).tables.values():
+            if (schema.table_id, schema.version) not in self._schemas:
+                self._schemas.add(schema)
+
+    def frame(self, position: int) -> ScannedFrame:
+        """The head of the frame at a position, verified."""
+        try:
+            return read_frame(self._heads, position, payload=False)
+        except CorruptFrame as error:
+            raise self._damage(error, position, None) from error
+
+    def records(
+        self,
+        scanned: ScannedFrame,
+        after: Seq | None,
+        upto: Seq | None,
+        wanted: frozenset[TableId] | None,
+        *,
+        offsets: bool,
+    ) -> Iterator[TableRecords]:
+        """A frame's records of the tables wanted, with numbers in `(after, upto]`."""
+        header = scanned.header
+        if wanted is not None and not any(part.table_id in wanted for part in header.parts):
+            return
+        behind = scanned.position + len(scanned.head)
+
+        def read_payload(position: int, length: int) -> bytes:
+            return self._files.read(self.path, behind + position, length)
+
+        try:
+            frame = decode_frame(scanned.head, self._schemas, read_payload=read_payload)
+            assert isinstance(frame, RecordsFrame)
+            straddles = (after is not None and header.first_seq <= after) or (
+                upto is not None and header.last_seq > upto
+            )
+            firsts = _first_seqs(frame)
+            for table_id in frame.table_ids():
+                if wanted is not None and table_id not in wanted:
+                    continue
+                for schema, batch in frame.records(table_id, offsets=offsets):
+                    found = _table_records(frame, firsts, schema, batch)
+                    yield from _within_seqs(found, after, upto) if straddles else (found,)
+        except CorruptFrame as error:
+            raise self._damage(error, scanned.position, scanned) from error
+
+    def _damage(self, error: CorruptFrame, position: int, scanned: ScannedFrame | None) -> LogError:
+        first = self._header.base_offset if scanned is None else scanned.header.first_offset
+        end = None if scanned is None else Offset(first + scanned.header.count)
+        return damage(error, file=self.path, byte=position, offset_from=first, offset_to=end)
+
+
+def _first_seqs(frame: RecordsFrame) -> npt.NDArray[np.int64]:
+    """The first number of each operation of a frame."""
+    first = np.full(frame.operations.num_rows, np.iinfo(np.int64).max, dtype=np.int64)
+    np.minimum.at(first, frame.batches.column("operation").to_numpy(), frame.batches.column("first_seq").to_numpy())
+    return first
+
+
+def _table_records(
+    frame: RecordsFrame, first: npt.NDArray[np.int64], schema: TableSchema, batch: pa.RecordBatch
+) -> TableRecords:
+    batches = frame.batches
+    operation = batches.column("operation").to_numpy()
+    mine = (batches.column("table_id").to_numpy() == schema.table_id) & (
+        batches.column("schema_version").to_numpy() == schema.version
+    )
+    of_row = np.repeat(operation[mine], batches.column("count").to_numpy()[mine])
+    seqs = batch.column("__seq")
+    return TableRecords(
+        schema,
+        batch,
+        frame.header.shard,
+        Seq(seqs[0].as_py()),
+        Seq(seqs[-1].as_py()),
+        pa.array(first[of_row]),
+        frame.header.first_offset,
+    )
+
+
+def _within_seqs(found: TableRecords, after: Seq | None, upto: Seq | None) -> Iterator[TableRecords]:
+    seqs = found.batch.column("__seq").to_numpy()
+    keep = np.ones(len(seqs), dtype=bool)
+    if after is not None:
+        keep &= seqs > after
+    if upto is not None:
+        keep &= seqs <= upto
+    yield from _filtered(found, keep)
+
+
+def within_offsets(found: TableRecords, start: Offset, end: Offset) -> Iterator[TableRecords]:
+    """The records with offsets in `[start, end)`, or nothing."""
+    offsets = found.batch.column("__offset").to_numpy()
+    yield from _filtered(found, (offsets >= start) & (offsets < end))
+
+
+def _filtered(found: TableRecords, keep: npt.NDArray[np.bool_]) -> Iterator[TableRecords]:
+    if keep.all():
+        yield found
+        return
+    if not keep.any():
+        return
+    mask = pa.array(keep)
+    batch = found.batch.filter(mask)
+    seqs = batch.column("__seq")
+    yield TableRecords(
+        found.schema,
+        batch,
+        found.shard,
+        Seq(seqs[0].as_py()),
+        Seq(seqs[-1].as_py()),
+        found.operation_seq.filter(mask),
+        found.frame_offset,
+    )

@@ -1,0 +1,121 @@
+"""What retention drops, what it never drops, and what readers and recovery say afterwards."""
+
+from __future__ import annotations
+
+import pytest
+
+from millstream.errors import OffsetBeyondEnd, OffsetExpired
+from millstream.testing.clock import ManualClock
+from millstream.testing.files import Crash, MemoryFiles, keep_any
+from millstream.wal.reader import StreamReader
+from millstream.wal.retain import drop_segments
+
+FOLDER = "/wal/shop"
+
+
+@pytest.fixture
+def clock():
+    return ManualClock()
+
+
+def filled(truth, files, clock, groups=8):
+    log = truth.open(files, clock=clock)
+    for _ in range(groups):
+        truth.commit(log, truth.ops([(1, 12), (2, 6)], [(3, 12)]))
+        clock.advance(10)
+    return log
+
+
+def test_nothing_is_dropped_before_it_is_unneeded_however_old_or_large(truth, clock):
+    files = MemoryFiles()
+    filled(truth, files, clock)
+    clock.advance(10_000)
+    assert drop_segments(FOLDER, 1, age_s=1, bytes_max=0, files=files, clock=clock) == []
+    needed_from = 100
+    dropped = drop_segments(FOLDER, needed_from, age_s=1, bytes_max=0, files=files, clock=clock)
+    assert dropped
+    assert all(segment.last_seq < needed_from for segment in dropped)
+    reader = StreamReader(FOLDER, files=files)
+    assert reader.first_seq() <= needed_from
+    rows = [seq for r in reader.read_between(needed_from - 1, reader.persisted_upto()) for seq in r.batch["__seq"]]
+    assert sorted(seq.as_py() for seq in rows) == list(range(needed_from, reader.persisted_upto() + 1))
+
+
+def test_what_is_unneeded_stays_while_it_is_young_and_small(truth, clock):
+    files = MemoryFiles()
+    filled(truth, files, clock)
+    assert drop_segments(FOLDER, 10**9, age_s=10_000, bytes_max=1 << 40, files=files, clock=clock) == []
+    total = sum(files.size(f"{FOLDER}/00000/{n}") for n in files.listdir(f"{FOLDER}/00000") if n.endswith(".wal"))
+    dropped = drop_segments(FOLDER, 10**9, age_s=10_000, bytes_max=total, files=files, clock=clock)
+    assert dropped
+    assert [s.last_seq for s in dropped] == sorted(s.last_seq for s in dropped)
+
+
+def test_readers_tell_expired_from_not_yet_there(truth, clock):
+    files = MemoryFiles()
+    log = filled(truth, files, clock)
+    drop_segments(FOLDER, 100, age_s=0, bytes_max=0, files=files, clock=clock)
+    reader = StreamReader(FOLDER, files=files)
+    first = reader.first_offset(0)
+    with pytest.raises(OffsetExpired) as caught:
+        list(reader.read(0, first - 1))
+    assert caught.value.details["first"] == first
+    with pytest.raises(OffsetBeyondEnd):
+        list(reader.read(0, log.durable_offset(0) + 1))
+    assert list(reader.read(0, log.durable_offset(0))) == []
+    with pytest.raises(OffsetExpired):
+        reader.cut(reader.first_seq() - 2)
+    assert reader.cut(reader.first_seq() - 1) == log.persisted_upto
+
+
+def test_a_span_whose_segment_was_dropped_has_expired(truth, clock):
+    files = MemoryFiles()
+    filled(truth, files, clock)
+    reader = StreamReader(FOLDER, files=files)
+    span = reader.spans(0, reader.persisted_upto(), bytes_target=1)[0]
+    drop_segments(FOLDER, 100, age_s=0, bytes_max=0, files=files, clock=clock)
+    with pytest.raises(OffsetExpired):
+        list(reader.read_span(span))
+
+
+def test_a_new_writer_goes_on_behind_a_log_whose_front_and_perhaps_all_but_the_end_is_gone(truth, clock):
+    files = MemoryFiles()
+    log = filled(truth, files, clock)
+    end, reached = log.durable_offset(0), dict(log.reached)
+    log.close()
+    truth.open(files, clock=clock).close()
+    drop_segments(FOLDER, 10**9, age_s=0, bytes_max=0, files=files, clock=clock)
+    truth.acknowledged.clear()
+    log = truth.open(files, clock=clock)
+    assert log.durable_offset(0) == end
+    assert dict(log.reached) == reached
+    drop_segments(FOLDER, 10**9, age_s=0, bytes_max=0, files=files, clock=clock)
+    truth.commit(log, truth.ops([(1, 1), (2, 1)]))
+    log.abandon()
+    truth.open(files, clock=clock)
+    assert truth.judge(files)[-1] == truth.attempted[-1]
+
+
+def test_a_crash_at_any_operation_of_retention_leaves_a_log_that_opens(new_truth, clock):
+    for at in range(1, 30):
+        truth = new_truth()
+        files = MemoryFiles()
+        log = filled(truth, files, clock)
+        needed_from = 150
+        files.plan.crash_at = files.plan.operations + at
+        try:
+            drop_segments(FOLDER, needed_from, age_s=0, bytes_max=0, files=files, clock=clock)
+            finished = True
+        except Crash:
+            finished = False
+        survivor = files.crash(keep_any(at))
+        kept = {xid for xid, ack in truth.acknowledged.items() if ack.seqs.first >= needed_from}
+        truth.acknowledged = {xid: truth.acknowledged[xid] for xid in kept}
+        truth.open(survivor, clock=clock)
+        reader = StreamReader(FOLDER, files=survivor)
+        rows = [r for r in reader.read_between(needed_from - 1, reader.persisted_upto())]
+        assert sum(r.batch.num_rows for r in rows) == log.persisted_upto - needed_from + 1
+        drop_segments(FOLDER, needed_from, age_s=0, bytes_max=0, files=survivor, clock=clock)
+        if finished:
+            return
+    raise AssertionError("retention takes more operations than were tried")

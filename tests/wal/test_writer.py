@@ -1,0 +1,250 @@
+"""The writer's queue: groups, order, bounds, answers, and what readers in the meantime see."""
+
+from __future__ import annotations
+
+import threading
+from uuid import uuid4
+
+import pytest
+
+from millstream.errors import DiskFull, Overloaded, ShardLocked, StaleEpoch, TokenFromFuture, WriterClosed
+from millstream.testing.files import FaultPlan, MemoryFiles
+from millstream.testing.log import MemoryReservations, plain_ops, plain_spilled, plain_table
+from millstream.wal.files import RealFiles
+from millstream.wal.reader import StreamReader
+from millstream.wal.writer import LogOptions, LogWriter
+
+TABLE, OTHER = plain_table(1), plain_table(2)
+
+
+class HeldSyncs(MemoryFiles):
+    """Memory files whose fsyncs wait until a test lets them go."""
+
+    def __init__(self):
+        super().__init__()
+        self.may_sync = threading.Event()
+        self.may_sync.set()
+        self.waiting = threading.Event()
+
+    def sync(self, node, path):
+        if not self.may_sync.is_set():
+            self.waiting.set()
+            assert self.may_sync.wait(20)
+        super().sync(node, path)
+
+
+def opened(folder, *, files=None, epoch=1, shards=(0,), reservations=None, **options):
+    return LogWriter.open(
+        str(folder),
+        stream=uuid4(),
+        shards=shards,
+        epoch=epoch,
+        reservations=reservations or MemoryReservations(),
+        files=files,
+        options=LogOptions(**{"segment_bytes": 1 << 20, "disk_used_max": 1.0, **options}),
+    )
+
+
+def one(xid, text="x", table=TABLE):
+    return plain_ops({xid: [(table, 1, text)]}, shard_of={2: 1})
+
+
+def xids(reader):
+    found = reader.read_between(reader.first_seq() - 1, reader.persisted_upto())
+    return [xid for records in found for xid in records.batch.column("__xid").to_pylist()]
+
+
+def test_what_waits_while_an_fsync_runs_becomes_one_group_in_order_of_the_calls():
+    files = HeldSyncs()
+    with opened("/wal/s", files=files) as log:
+        log.append(one(1))
+        files.may_sync.clear()
+        first = log.submit(one(2))
+        assert files.waiting.wait(10)
+        rest = [log.submit(one(xid)) for xid in range(3, 40)]
+        reader = StreamReader("/wal/s", files=files)
+        assert xids(reader) == [1], "a reader sees what isn't durable"
+        assert not first.done()
+        files.may_sync.set()
+        acks = [answer.result(10) for answer in (first, *rest)]
+        assert [ack.seqs.first for ack in acks] == list(range(2, 40))
+        assert [ack.offsets[0] for ack in acks] == [(n, n + 1) for n in range(1, 39)]
+        assert log.stats().groups == 3
+        assert xids(reader) == list(range(1, 40))
+
+
+def test_a_full_queue_holds_callers_and_refuses_them_at_their_deadline():
+    files = HeldSyncs()
+    with opened("/wal/s", files=files, queue_bytes_max=3_000) as log:
+        log.append(one(1))
+        files.may_sync.clear()
+        answers = [log.submit(one(2))]
+        assert files.waiting.wait(10)
+        with pytest.raises(Overloaded):
+            for xid in range(3, 100):
+                answers.append(log.submit(one(xid, "y" * 500), deadline_s=0.05))
+        assert log.stats().queued_bytes <= 3_000
+        files.may_sync.set()
+        assert [a.result(10).seqs.count for a in answers] == [1] * len(answers)
+        log.append(one(1000))
+
+
+def test_many_threads_append_and_each_gets_its_own_range(tmp_path):
+    acks = {}
+
+    def run(caller, log):
+        for n in range(20):
+            xid = caller * 100 + n + 1
+            acks[xid] = log.append(plain_ops({xid: [(TABLE, 2, f"{xid}"), (OTHER, 1, f"{xid}")]}, shard_of={2: 1}))
+
+    with opened(tmp_path / "s", shards=(0, 1)) as log:
+        threads = [threading.Thread(target=run, args=(caller, log)) for caller in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    numbers = sorted(n for ack in acks.values() for n in range(ack.seqs.first, ack.seqs.last + 1))
+    assert numbers == list(range(1, 8 * 20 * 3 + 1))
+    reader = StreamReader(str(tmp_path / "s"))
+    for shard, rows in ((0, 2), (1, 1)):
+        of_offset = {}
+        for records in reader.read(shard, 0):
+            of_offset |= dict(zip(*(records.batch.column(c).to_pylist() for c in ("__offset", "__xid")), strict=True))
+        for xid, ack in acks.items():
+            assert [of_offset[o] for o in range(*ack.offsets[shard])] == [xid] * rows
+
+
+def test_a_closed_writer_takes_no_more_and_has_written_what_waited(tmp_path):
+    log = opened(tmp_path / "s")
+    answers = [log.submit(one(xid)) for xid in range(1, 50)]
+    log.close()
+    assert all(answer.result(0) for answer in answers)
+    with pytest.raises(WriterClosed):
+        log.submit(one(50))
+    assert xids(StreamReader(str(tmp_path / "s"))) == list(range(1, 50))
+
+
+def test_a_second_writer_is_refused_while_the_first_lives(tmp_path):
+    with opened(tmp_path / "s"), pytest.raises(ShardLocked):
+        opened(tmp_path / "s", epoch=2)
+
+
+def test_after_a_failed_fsync_what_waited_was_not_written_and_says_so():
+    files = HeldSyncs()
+    log = opened("/wal/s", files=files)
+    log.append(one(1))
+    files.plan = FaultPlan(fail_sync_at=frozenset({1}))
+    files.may_sync.clear()
+    first = log.submit(one(2))
+    assert files.waiting.wait(10)
+    second = log.submit(one(3))
+    files.may_sync.set()
+    assert first.exception(10).code == "append_outcome_unknown"
+    assert second.exception(10).code == "writer_closed"
+    with pytest.raises(WriterClosed):
+        log.append(one(4))
+    assert log.failure() is not None
+    log.close()
+    assert xids(StreamReader("/wal/s", files=files)) == [1]
+
+
+def test_a_fenced_writer_takes_no_number_and_no_more_appends():
+    reservations = MemoryReservations()
+    log = opened("/wal/s", files=MemoryFiles(), reservations=reservations)
+    reservations.epoch = 2
+    with pytest.raises(StaleEpoch):
+        log.append(one(1))
+    with pytest.raises(WriterClosed):
+        log.append(one(1))
+    log.close()
+
+
+def test_a_full_disk_is_an_answer_and_not_the_end():
+    files = MemoryFiles()
+    with opened("/wal/s", files=files, disk_used_max=0.5) as log:
+        files.capacity_bytes = files.used_bytes()
+        with pytest.raises(DiskFull):
+            log.append(one(1))
+        files.capacity_bytes = 1 << 40
+        assert log.append(one(2)).offsets == {0: (0, 1)}
+
+
+def test_a_spilled_operation_is_a_group_of_its_own_and_visible_whole(tmp_path):
+    with opened(tmp_path / "s", shards=(0, 1), segment_bytes=4096) as log:
+        answers = [
+            log.submit(one(1)),
+            log.submit(plain_spilled(2, [[(TABLE, 50, "a"), (OTHER, 20, "b")]] * 5, shard_of={2: 1})),
+            log.submit(one(3)),
+        ]
+        assert [a.result(10).seqs.count for a in answers] == [1, 350, 1]
+        reader = StreamReader(str(tmp_path / "s"))
+        assert reader.cut(1, rows_max=10) == 351, "a bound never splits an operation"
+        found = list(reader.read_between(1, 351, offsets=True))
+        assert sum(r.batch.num_rows for r in found) == 350
+        index = sorted(i for r in found for i in r.batch.column("__commit_index").to_pylist())
+        assert index == list(range(350))
+
+
+def test_spans_cover_a_range_exactly_whatever_their_size(tmp_path):
+    with opened(tmp_path / "s", shards=(0, 1), segment_bytes=8192) as log:
+        for xid in range(1, 60):
+            log.append(plain_ops({xid: [(TABLE, 3, "a"), (OTHER, 2, "b")]}, shard_of={2: 1}))
+        reader = StreamReader(str(tmp_path / "s"))
+        for after, upto in ((0, 295), (7, 133), (10, 10), (100, 101), (294, 295)):
+            for bytes_target in (1, 5000, 1 << 30):
+                spans = reader.spans(after, upto, bytes_target=bytes_target)
+                seqs = [s.as_py() for span in spans for r in reader.read_span(span) for s in r.batch.column("__seq")]
+                assert sorted(seqs) == list(range(after + 1, upto + 1))
+            between = [s.as_py() for r in reader.read_between(after, upto, table=2) for s in r.batch.column("__seq")]
+            assert between == [n for n in range(after + 1, upto + 1) if (n - 1) % 5 >= 3]
+        with pytest.raises(TokenFromFuture):
+            reader.spans(0, 296)
+        cuts, at = [], 0
+        while (following := reader.cut(at, rows_max=12)) != at:
+            cuts.append(following - at)
+            at = following
+        assert (set(cuts[:-1]), sum(cuts)) == ({10}, 295)
+
+
+def test_one_tables_reading_costs_its_own_bytes_not_the_logs(tmp_path):
+    class Counted(RealFiles):
+        read_bytes = 0
+
+        def read(self, path, position=0, length=None):
+            data = super().read(path, position, length)
+            self.read_bytes += len(data)
+            return data
+
+    many = [plain_table(number) for number in range(1, 101)]
+    with opened(tmp_path / "s") as log:
+        log.append(plain_ops({1: [(table, 200, "some text " * 20) for table in many]}))
+        files = Counted()
+        reader = StreamReader(str(tmp_path / "s"), files=files)
+        upto = reader.cut(0, rows_max=1)  # and the index of frames is known
+        files.read_bytes = 0
+        assert sum(r.batch.num_rows for r in reader.read_between(0, upto, table=57)) == 200
+        one_table = files.read_bytes
+        files.read_bytes = 0
+        assert sum(r.batch.num_rows for r in reader.read_between(0, upto)) == 20_000
+        assert one_table < files.read_bytes / 5
+
+
+def test_waiting_ends_when_something_comes_or_at_the_deadline(tmp_path):
+    with opened(tmp_path / "s") as log:
+        reader = StreamReader(str(tmp_path / "s"))
+        assert not reader.wait_beyond(0, 0.02)
+        threading.Timer(0.05, lambda: log.submit(one(1))).start()
+        assert reader.wait_beyond(0, 20)
+        assert reader.schemas() == {1: TABLE}
+
+
+def test_the_reader_needs_the_core_install_only():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, millstream.wal.reader, millstream.wal.inspect; "
+        "print([m for m in ('numba', 'sqlalchemy', 'psycopg', 'pydantic', 'deltalake', 'duckdb') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
