@@ -98,7 +98,7 @@ class Relation:
 
 @dataclass(frozen=True, slots=True)
 class Type:
-    """The name of a type that isn't built in."""
+    """The name of a type that isn't built in; for a domain the name of what it's over (its modifier isn't told)."""
 
     oid: int
     namespace: str
