@@ -150,7 +150,7 @@ class ChunkReader:
                 raise SourceError(f"the table {table.full_name} was renamed", sqlstate="42P01")
             found, condition = self._as_published(found)
             schema = table_of(found, self._source, table_id)
-            query = _copy_query(found, bounds, condition, rows_max)
+            query = _copy_query(found, schema.key, bounds, condition, rows_max)
             text, count, whole = self._copy_out(query.as_bytes(connection))
         rows = read_copied(text, count, found.relation, schema)
         return Chunk(
@@ -207,8 +207,10 @@ class ChunkReader:
         pgconn = self._connection.pgconn
         pgconn.send_query(query)
         result = pgconn.get_result()
-        if result is None or result.status != pq.ExecStatus.COPY_OUT:
-            assert result is not None
+        assert result is not None
+        if result.status != pq.ExecStatus.COPY_OUT:
+            while pgconn.get_result() is not None:
+                continue  # the connection takes no other command before
             raise translate_result(result)
         parts: list[Any] = []
         append, get = parts.append, pgconn.get_copy_data
@@ -241,7 +243,10 @@ def table_of(table: SourceTable, source: SourceId, table_id: TableId) -> TableSc
     return table_schema(table.relation, source=source, key=key, table_id=table_id)
 
 
-def _copy_query(table: SourceTable, bounds: Bounds, condition: str, rows_max: int | None) -> sql.Composed:
+def _copy_query(
+    table: SourceTable, key_names: Sequence[str], bounds: Bounds, condition: str, rows_max: int | None
+) -> sql.Composed:
+    """The COPY of a chunk. Bounds are by the index's order of columns, keys asked for by the schema's."""
     columns = sql.SQL(", ").join(sql.Identifier(c.name) for c in table.relation.columns)
     only = sql.SQL("") if table.partitioned else sql.SQL("ONLY ")
     query = sql.SQL("SELECT {} FROM {}{}").format(columns, only, sql.Identifier(table.namespace, table.name))
@@ -250,7 +255,8 @@ def _copy_query(table: SourceTable, bounds: Bounds, condition: str, rows_max: in
     if key is not None:
         if bounds.keys:
             wanted = sql.SQL(", ").join(_row([sql.Literal(text) for text in one]) for one in bounds.keys)
-            conditions.append(sql.SQL("{} IN ({})").format(key, wanted))
+            asked = _row([sql.Identifier(name) for name in key_names])
+            conditions.append(sql.SQL("{} IN ({})").format(asked, wanted))
         if bounds.after is not None:
             conditions.append(sql.SQL("{} > {}").format(key, _row([sql.Literal(t) for t in bounds.after])))
         if bounds.upto is not None:

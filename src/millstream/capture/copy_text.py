@@ -39,9 +39,10 @@ class CopiedRows:
         columns = [texts.strings().to_pylist() for texts in self.keys]
         return list(zip(*columns, strict=True)) if columns else []
 
-    def last_key(self) -> Key:
-        """The key of the last row, of which there has to be one."""
-        texts = [column.text(self.row_count - 1) for column in self.keys]
+    def last_key(self, order: Sequence[str]) -> Key:
+        """The key of the last row, of which there has to be one, its columns in the order given."""
+        columns = dict(zip(self.schema.key, self.keys, strict=True))
+        texts = [columns[name].text(self.row_count - 1) for name in order]
         assert all(text is not None for text in texts)
         return tuple(text for text in texts if text is not None)
 

@@ -312,6 +312,8 @@ class TableCopies:
                 task.run(reader)
             except MillstreamError as error:
                 self._failed(task, error)
+                if connection is not None:
+                    connection.close()  # whatever state it is in, the next task gets a fresh one
             except BaseException as error:
                 self._broken = error
                 self._nudge()
@@ -392,7 +394,7 @@ class TableCopies:
         with self._lock:
             copy.tracker.take(ticket, read.snapshot)
             part.reading = False
-            upto = part.upto if read.last or bounds.keys else read.rows.last_key()
+            upto = part.upto if read.last or bounds.keys else read.rows.last_key([column.name for column in read.table.key])
             covered = Bounds(after=bounds.after, upto=upto, keys=bounds.keys)
             part.note_read(OpenChunk(part, ticket, covered, read))
             self._queue_range(copy, part)
