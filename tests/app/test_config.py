@@ -95,7 +95,7 @@ def test_the_environment_can_set_what_the_file_leaves_out(tmp_path: Path) -> Non
         ("[streams.shop]\nsource = {dsn = 'x'}\n[streams.shop.shards]\n'public.a' = 1", 4, 'streams.shop.shards."public.a"', "shards 0 to 0"),
         ("[streams.Shop]\nsource.dsn = 'x'\n", 1, "streams.Shop", "can't name a stream"),
         ("[streams.shop]\nsource.dsn = 'x'\nsource.tables=['a b']", 3, "streams.shop.source.tables", "not a pattern"),
-        ("[streams.shop]\nsource.dsn = 'x'\ntypes.'public.o.t'='int'", 3, 'streams.shop.types."public.o.t"', "decimal(p,s)"),
+        ("[streams.shop]\nsource.dsn = 'x'\ntypes.'public.o.t'='int'", 3, 'streams.shop.types."public.o.t"', "is not a type"),
         ("[streams.a]\nsource.dsn='x'\nsource.slot='s'\n[streams.b.source]\ndsn='x'\nslot='s'\n", 6, "streams.b.source.slot", "stream a uses"),
     ],
 )  # fmt: skip

@@ -27,7 +27,6 @@ from millstream.model.ids import check_stream_name
 
 FILE_NAME: Final = "millstream.toml"
 ENV_PREFIX: Final = "MILLSTREAM_"
-_DECIMAL: Final = re.compile(r"decimal\(\s*(\d{1,2})\s*,\s*(\d{1,2})\s*\)\Z")
 _BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+\Z")
 
 
@@ -291,7 +290,10 @@ def _allowed(path: KeyPath) -> list[str]:
 
 
 def _clashes(config: Config) -> Iterator[tuple[KeyPath, str]]:
-    """Yield what is right by itself and wrong together."""
+    """Yield what is right by itself and wrong together, and what only other rooms know to be wrong."""
+    from millstream.model.names import TablePatterns
+    from millstream.model.pgtypes import parse_lake_override
+
     slots: dict[tuple[str, str], str] = {}
     for name, stream in config.streams.items():
         at: KeyPath = ("streams", name)
@@ -310,18 +312,13 @@ def _clashes(config: Config) -> Iterator[tuple[KeyPath, str]]:
                     f"the stream has shards 0 to {stream.log.shards - 1} ([streams.{name}.log] shards)",
                 )
         for column, kind in stream.types.items():
-            found = _DECIMAL.match(kind)
-            if found is None or not 1 <= int(found[1]) <= 38 or int(found[2]) > int(found[1]):
-                yield (*at, "types", column), "must be decimal(p,s) with p from 1 to 38 and s from 0 to p"
+            try:
+                parse_lake_override(kind)
+            except ConfigError as error:
+                yield (*at, "types", column), f"{error.message}. {error.hint}"
             if column.count(".") < 2 and '"' not in column:
                 yield (*at, "types", column), "must name a column as schema.table.column"
         try:
-            _check_patterns(stream.source.tables)
+            TablePatterns.parse(stream.source.tables)
         except MillstreamError as error:
             yield (*at, "source", "tables"), f"{error.message}. {error.hint}"
-
-
-def _check_patterns(patterns: list[str]) -> None:
-    from millstream.model.names import TablePatterns
-
-    TablePatterns.parse(patterns)

@@ -13,7 +13,7 @@ from millstream.app.locks import RoleLock
 from millstream.app.supervise import Event, Part, PartState, Supervisor
 from millstream.errors import ConfigError, MissingExtra
 
-_ERRORS_MAX: Final = 3
+_ERRORS_MAX: Final = 5
 """How often a part of `--until-caught-up` may end with the same kind of trouble before a job should fail."""
 
 

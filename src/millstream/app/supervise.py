@@ -240,6 +240,8 @@ class Supervisor:
         with contextlib.suppress(OSError):
             process.stdin.close()
         facts = {"exit_code": process.returncode}
+        if time.monotonic() - running.started_s >= self._backoff.healthy_after_s:
+            running.deaths = running.errors = 0
         if process.returncode == 0 and (running.word is not None or running.part.may_end):
             self._over(running, PartState.ENDED, facts)
         elif running.error is not None and self._is_hopeless(running, running.error):
@@ -247,8 +249,7 @@ class Supervisor:
         elif running.word == "stop":
             self._over(running, PartState.ENDED, facts)
         else:
-            lived_s = time.monotonic() - running.started_s
-            running.deaths = 1 if lived_s >= self._backoff.healthy_after_s else running.deaths + 1
+            running.deaths += 1
             running.restarts += 1
             delay_s = self._backoff.delay_s(running.deaths)
             running.state, running.due_s = PartState.WAITING, time.monotonic() + delay_s

@@ -69,6 +69,7 @@ def lake_layout(home: Home, name: str, stream: StreamConfig, stream_id: StreamId
         stream_id=stream_id,
         pipeline=PIPELINE,
         storage_options=dict(stream.lake.storage_options),
+        types=dict(stream.types),
     )
 
 

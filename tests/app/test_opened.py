@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+import millstream
+from millstream.app.home import Home
+from millstream.errors import HomeNotFound, HomeTooNew, InvalidToken, UnknownStream, UnknownTable
+from millstream.model.ids import ShardId
+from millstream.testing.log import plain_ops, plain_table
+from millstream.wal.writer import LogWriter
+
+TABLES = {1: plain_table(1, "orders"), 2: plain_table(2, "items")}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    (tmp_path / "millstream.toml").write_text('[streams.shop.source]\ndsn = "host=127.0.0.1 port=1"\n')
+    Home(tmp_path).prepare()
+    append(tmp_path, 1)
+    return tmp_path
+
+
+def append(home: Path, *xids: int) -> None:
+    with Home(home).open_catalog() as catalog:
+        stream = catalog.resolve_stream("shop")
+        with LogWriter.open(
+            str(Home(home).wal_folder("shop")),
+            stream=stream,
+            shards=[ShardId(0)],
+            epoch=catalog.register_writer(stream)[1],
+            reservations=catalog.reservations(stream),
+        ) as log:
+            for xid in xids:
+                log.append(plain_ops({xid: [(TABLES[1], 2, "a"), (TABLES[2], 1, "b")]}, shard_of={1: 0, 2: 0}))
+
+
+def names(batches: list[pa.RecordBatch]) -> list[int]:
+    return sorted(xid for batch in batches for xid in batch.column("__xid").to_pylist())
+
+
+def test_a_home_gives_records_between_tokens(home: Path) -> None:
+    with millstream.open(home) as opened:
+        assert opened.streams() == ["shop"]
+        before = opened.token("shop")
+        assert names(list(opened.read("shop"))) == [1, 1, 1]
+        append(home, 2, 3)
+        assert names(list(opened.read("shop", after=before))) == [2, 2, 2, 3, 3, 3]
+        assert names(list(opened.read("shop", after=str(before), table="public.items"))) == [2, 3]
+        assert names(list(opened.read("shop", upto=before, table="orders"))) == [1, 1]
+        assert opened.status()["streams"][0]["name"] == "shop"
+        with pytest.raises(UnknownStream):
+            opened.token("clicks")
+        with pytest.raises(UnknownTable):
+            list(opened.read("shop", table="public.nothing"))
+        with pytest.raises(InvalidToken):
+            list(opened.read("shop", after="00000000.s1"))
+
+
+def test_a_folder_that_is_no_home_or_a_newer_one_is_not_opened(home: Path, tmp_path: Path) -> None:
+    with pytest.raises(HomeNotFound):
+        millstream.open(tmp_path / "nowhere")
+    (home / "data" / "home.json").write_text('{"format": 2}')
+    with pytest.raises(HomeTooNew):
+        millstream.open(home)
+
+
+CORE_ONLY = """
+import sys
+for name in ("sqlalchemy", "alembic", "pydantic", "pydantic_settings", "rich", "structlog", "fastapi", "uvicorn", "psycopg", "numba",
+             "prometheus_client", "duckdb", "deltalake", "pyspark", "msgspec"):
+    sys.modules[name] = None
+from millstream.cli.main import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("words", [["cat"], ["ls", "--json"], ["inspect"], ["verify"], ["stats"]])
+def test_the_core_alone_reads_a_log(home: Path, words: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CORE_ONLY, "--home", str(home), "wal", *words], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_follow_prints_what_is_appended_and_ends_at_its_limit(home: Path) -> None:
+    command = [sys.executable, "-m", "millstream.cli", "--home", str(home), "wal", "cat", "--follow", "--limit", "6"]
+    environ = {**os.environ, "HOME": "/nonexistent"}
+    follower = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
+    assert follower.stdout is not None
+    first = [json.loads(follower.stdout.readline()) for _ in range(3)]
+    assert [line["xid"] for line in first] == [1, 1, 1]
+    append(home, 2)
+    rest, _ = follower.communicate(timeout=60)
+    assert [json.loads(line)["xid"] for line in rest.splitlines()] == [2, 2, 2]
+    assert follower.returncode == 0
+
+
+def test_damage_is_reported_and_exits_with_3(home: Path) -> None:
+    append(home, 2)
+    (segment, *_) = sorted((home / "data" / "wal" / "shop" / "00000").glob("*.wal"))
+    data = bytearray(segment.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    segment.write_bytes(data)
+    command = [sys.executable, "-m", "millstream.cli", "--home", str(home), "wal"]
+    verified = subprocess.run([*command, "verify", "--json"], capture_output=True, text=True)
+    assert verified.returncode == 3
+    found = json.loads(verified.stdout)
+    assert not found["whole"]
+    assert found["losses"]
+    read = subprocess.run([*command, "cat"], capture_output=True, text=True)
+    assert (read.returncode, "error[corrupt_wal]" in read.stderr) == (1, True)
