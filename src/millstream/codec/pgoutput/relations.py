@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from millstream.codec.pgoutput.messages import (
@@ -106,6 +108,9 @@ class RelationCache:
         self._streamed: dict[int, dict[int, tuple[int, Relation]]] = {}
         self._type_names: dict[int, str] = {}
         self._arrival = 0
+        self._shared = False
+        """Whether a draft (or what it was drafted from) looks at the same dicts: copy before writing."""
+        self._oids: npt.NDArray[np.int64] | None = None
 
     def get(self, oid: int) -> Relation:
         """The relation in force; `ProtocolViolation` where the source never sent one."""
@@ -120,8 +125,15 @@ class RelationCache:
         """All relations in force."""
         return list(self._relations.values())
 
+    def oids(self) -> npt.NDArray[np.int64]:
+        """The oids of `all()`, in its order."""
+        if self._oids is None:
+            self._oids = np.fromiter(self._relations, np.int64, len(self._relations))
+        return self._oids
+
     def add(self, message: Relation | Type) -> None:
         """Put a Relation or Type message of an ordinary transaction into force."""
+        self._own()
         self._arrival += 1
         if isinstance(message, Type):
             self._type_names[message.oid] = qualified_name(message.namespace, message.name)
@@ -131,6 +143,7 @@ class RelationCache:
 
     def note_streamed(self, xid: int, message: Relation | Type) -> None:
         """Remember a Relation or Type message of a streamed block (of the top transaction `xid`) as it arrives."""
+        self._own()
         self._arrival += 1
         if isinstance(message, Type):
             self._type_names[message.oid] = qualified_name(message.namespace, message.name)
@@ -139,6 +152,7 @@ class RelationCache:
 
     def commit_streamed(self, xid: int) -> None:
         """Put a streamed transaction's relations into force, but those that a newer one has replaced meanwhile."""
+        self._own()
         for oid, (arrival, relation) in self._streamed.pop(xid, {}).items():
             if arrival > self._arrivals.get(oid, 0):
                 self._relations[oid] = relation
@@ -156,14 +170,21 @@ class RelationCache:
         return with_type_names(relation, self._type_names)
 
     def draft(self) -> RelationCache:
-        """A copy to work on."""
+        """A copy to work on; it costs nothing until it is changed (a run seldom brings a relation)."""
         copy = RelationCache()
-        copy._relations = dict(self._relations)
-        copy._arrivals = dict(self._arrivals)
-        copy._streamed = self._streamed
-        copy._type_names = dict(self._type_names)
-        copy._arrival = self._arrival
+        copy._streamed = self._streamed  # decoders of runs never touch it
+        copy.adopt(self)
+        self._shared = copy._shared = True
         return copy
+
+    def _own(self) -> None:
+        """Before a change: let go of what is shared."""
+        self._oids = None
+        if self._shared:
+            self._relations = dict(self._relations)
+            self._arrivals = dict(self._arrivals)
+            self._type_names = dict(self._type_names)
+            self._shared = False
 
     def adopt_type_names(self, other: RelationCache) -> None:
         """Take over another cache's names of types, not its relations."""
@@ -175,6 +196,8 @@ class RelationCache:
         self._arrivals = draft._arrivals
         self._type_names = draft._type_names
         self._arrival = draft._arrival
+        self._oids = draft._oids
+        self._shared = draft._shared
 
 
 def with_type_names(relation: Relation, names: Mapping[int, str]) -> Relation:

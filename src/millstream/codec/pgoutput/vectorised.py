@@ -120,7 +120,7 @@ class _Walk:
         if len(run) and (run.starts >= run.ends).any():
             raise ProtocolViolation("an empty message")
         slots = relations.all()
-        oids = np.fromiter((relation.oid for relation in slots), np.int64, len(slots))
+        oids = relations.oids()
         kinds = buffer[run.starts] if len(run) else np.empty(0, np.uint8)
         for number in np.flatnonzero((kinds == _RELATION) | (kinds == _TYPE)).tolist():
             message = parse_message(run[number], streamed=streamed)
