@@ -13,7 +13,7 @@ from millstream.protocol.sequencer import Sequencer
 
 
 class SequencerAgainstModel(RuleBasedStateMachine):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.store = 0
         self.given: set[int] = set()
@@ -24,7 +24,7 @@ class SequencerAgainstModel(RuleBasedStateMachine):
         self.gave = False
 
     @rule(count=st.integers(1, 12))
-    def allocate(self, count):
+    def allocate(self, count: int):
         upto = self.sequencer.to_reserve(count)
         if upto is not None:
             assert upto > self.store
@@ -41,7 +41,7 @@ class SequencerAgainstModel(RuleBasedStateMachine):
 
     @precondition(lambda self: self.in_flight)
     @rule(data=st.data(), durable=st.booleans())
-    def end_any(self, data, durable):
+    def end_any(self, data: st.DataObject, *, durable: bool):
         given = self.in_flight.pop(data.draw(st.integers(0, len(self.in_flight) - 1)))
         if durable:
             self.durable |= set(range(given.first, given.last + 1))
@@ -91,7 +91,7 @@ def test_numbers_are_not_given_before_they_are_reserved_nor_ended_twice():
 
 
 def test_ending_a_range_costs_the_same_however_many_are_in_flight():
-    def cost(in_flight):
+    def cost(in_flight: int) -> float:
         sequencer = Sequencer(reserved_to=Seq(0), persisted_upto=Seq(0), block=10**6)
         sequencer.reserved(Seq(10**6))
         given = [sequencer.allocate(1) for _ in range(in_flight)]

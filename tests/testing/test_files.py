@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
+from millstream.ports import Files
 from millstream.testing.files import Crash, FaultPlan, MemoryFiles, keep_any, lose_all
 from millstream.wal.files import RealFiles
 
 
 @pytest.fixture(params=["real", "memory"])
-def disk(request, tmp_path):
+def disk(request: pytest.FixtureRequest, tmp_path: Path):
     if request.param == "real":
         return RealFiles(), str(tmp_path)
     files = MemoryFiles()
@@ -19,7 +22,7 @@ def disk(request, tmp_path):
     return files, "/home"
 
 
-def test_bytes_stand_where_they_were_written(disk):
+def test_bytes_stand_where_they_were_written(disk: tuple[Files, str]):
     files, folder = disk
     file = files.create(f"{folder}/a")
     file.pwritev([b"one", memoryview(b"two"), b"", b"three"], 0)
@@ -39,7 +42,7 @@ def test_bytes_stand_where_they_were_written(disk):
     files.open_write(f"{folder}/a").close()
 
 
-def test_many_buffers_are_one_write(disk):
+def test_many_buffers_are_one_write(disk: tuple[Files, str]):
     files, folder = disk
     file = files.create(f"{folder}/a")
     file.pwritev([bytes([n % 256]) * 3 for n in range(3000)], 1)
@@ -47,7 +50,7 @@ def test_many_buffers_are_one_write(disk):
     file.close()
 
 
-def test_names_come_go_and_are_listed_in_order(disk):
+def test_names_come_go_and_are_listed_in_order(disk: tuple[Files, str]):
     files, folder = disk
     files.makedirs(f"{folder}/x/y")
     files.makedirs(f"{folder}/x/y")
@@ -69,7 +72,7 @@ def test_names_come_go_and_are_listed_in_order(disk):
         files.listdir(f"{folder}/nowhere")
 
 
-def test_a_lock_is_one_holders_until_it_closes(disk):
+def test_a_lock_is_one_holders_until_it_closes(disk: tuple[Files, str]):
     files, folder = disk
     first = files.create(f"{folder}/a")
     second = files.open_write(f"{folder}/a")
@@ -81,13 +84,13 @@ def test_a_lock_is_one_holders_until_it_closes(disk):
     second.close()
 
 
-def test_disk_usage_is_below_the_whole(disk):
+def test_disk_usage_is_below_the_whole(disk: tuple[Files, str]):
     files, folder = disk
     used, total = files.disk_usage(folder)
     assert 0 <= used <= total
 
 
-def crashed(keep):
+def crashed(keep: Callable[[int], Sequence[float]] | None):
     files = MemoryFiles()
     files.makedirs("/home")
     old = files.create("/home/old")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
+from tests.wal.truth import Truth
 
 from millstream.testing.files import Crash, FaultPlan, MemoryFiles, keep_any, lose_all
 
@@ -21,7 +22,7 @@ OUTCOMES: dict[str, tuple[Keep | None, int, int]] = {
 """What the disk keeps, and at which operations that is played: from one on, every so many."""
 
 
-def play(truth, files):
+def play(truth: Truth, files: MemoryFiles):
     """Groups on one shard, on both, of several frames, spilled; a seal by size, by closing; a second writer."""
     log = truth.open(files)
     truth.commit(log, truth.ops([(1, 2)], [(2, 1)], [(1, 1), (2, 2), (1, 1)]))
@@ -36,7 +37,7 @@ def play(truth, files):
     log.abandon()
 
 
-def crashed(truth, at):
+def crashed(truth: Truth, at: int):
     """The disk's system view when the process dies at an operation; None where it comes to the end before."""
     files = MemoryFiles(FaultPlan(crash_at=at))
     try:
@@ -47,9 +48,9 @@ def crashed(truth, at):
 
 
 @pytest.fixture(scope="module")
-def operations(new_truth):
+def operations():
     """How many operations the play takes."""
-    truth = new_truth()
+    truth = Truth()
     files = MemoryFiles()
     play(truth, files)
     assert truth.shown(files) == truth.attempted
@@ -57,10 +58,10 @@ def operations(new_truth):
 
 
 @pytest.mark.parametrize("outcome", OUTCOMES)
-def test_a_crash_at_any_operation_loses_nothing_acknowledged_and_splits_no_operation(outcome, operations, new_truth):
+def test_a_crash_at_any_operation_loses_nothing_acknowledged_and_splits_no_operation(outcome: str, operations: int):
     keep, first, step = OUTCOMES[outcome]
     for at in range(first, operations + 1, step):
-        truth = new_truth()
+        truth = Truth()
         died = crashed(truth, at)
         assert died is not None
         seen = truth.shown(died)
@@ -75,11 +76,11 @@ def test_a_crash_at_any_operation_loses_nothing_acknowledged_and_splits_no_opera
 
 
 @pytest.mark.parametrize("outcome", OUTCOMES)
-def test_a_crash_at_any_operation_of_recovery_changes_nothing_of_its_outcome(outcome, operations, new_truth):
+def test_a_crash_at_any_operation_of_recovery_changes_nothing_of_its_outcome(outcome: str, operations: int):
     keep, first, _ = OUTCOMES[outcome]
     for at in range(10 + first, operations + 1, 47):
         for died_again_at in range(1, 60):
-            truth = new_truth()
+            truth = Truth()
             died = crashed(truth, at)
             assert died is not None
             seen = truth.shown(died)
@@ -97,9 +98,9 @@ def test_a_crash_at_any_operation_of_recovery_changes_nothing_of_its_outcome(out
             raise AssertionError("recovery takes more operations than were tried")
 
 
-def test_recovering_again_finds_the_same(operations, new_truth):
+def test_recovering_again_finds_the_same(operations: int):
     for at in range(3, operations + 1, 7):
-        truth = new_truth()
+        truth = Truth()
         died = crashed(truth, at)
         files = died.crash(keep_any(at))
         truth.open(files).abandon()

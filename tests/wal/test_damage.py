@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.wal.truth import Truth
 
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
 from millstream.errors import CorruptWal, LogError, MillstreamError, StaleEpoch, UnexpectedFile
@@ -16,7 +17,7 @@ from millstream.wal.reader import StreamReader
 FOLDER = "/wal/shop"
 
 
-def filled(truth, files, *, close=True, groups=5):
+def filled(truth: Truth, files: MemoryFiles, *, close: bool = True, groups: int = 5):
     log = truth.open(files)
     for _ in range(groups):
         truth.commit(log, truth.ops([(1, 12), (2, 12)], [(3, 12)]))
@@ -26,11 +27,11 @@ def filled(truth, files, *, close=True, groups=5):
         log.abandon()
 
 
-def segments(files, shard=0):
+def segments(files: MemoryFiles, shard: int = 0):
     return [f"{FOLDER}/{shard:05d}/{name}" for name in files.listdir(f"{FOLDER}/{shard:05d}") if name.endswith(".wal")]
 
 
-def test_a_log_without_damage_verifies_whole(truth):
+def test_a_log_without_damage_verifies_whole(truth: Truth):
     files = MemoryFiles()
     filled(truth, files)
     report = verify(FOLDER, files=files)
@@ -49,7 +50,7 @@ def test_a_log_without_damage_verifies_whole(truth):
 
 
 @pytest.mark.parametrize("close", [True, False])
-def test_a_flipped_bit_in_an_earlier_group_is_damage_and_named(truth, close):
+def test_a_flipped_bit_in_an_earlier_group_is_damage_and_named(truth: Truth, *, close: bool):
     files = MemoryFiles()
     filled(truth, files, close=close)
     path = segments(files)[-2] if len(segments(files)) > 1 and close else segments(files)[0]
@@ -66,7 +67,7 @@ def test_a_flipped_bit_in_an_earlier_group_is_damage_and_named(truth, close):
     assert ls(FOLDER, files=files)
 
 
-def test_damage_in_the_tail_behind_which_a_later_group_stands_stops_recovery(truth):
+def test_damage_in_the_tail_behind_which_a_later_group_stands_stops_recovery(truth: Truth):
     files = MemoryFiles()
     log = truth.open(files, options=LogOptions(segment_bytes=1 << 16))
     for _ in range(3):
@@ -82,7 +83,7 @@ def test_damage_in_the_tail_behind_which_a_later_group_stands_stops_recovery(tru
     assert len(files.read(path)) == len(before), "recovery touched a damaged log"
 
 
-def test_a_group_missing_on_a_shard_while_another_shard_has_later_ones_is_damage(truth):
+def test_a_group_missing_on_a_shard_while_another_shard_has_later_ones_is_damage(truth: Truth):
     files = MemoryFiles()
     log = truth.open(files, options=LogOptions(segment_bytes=1 << 16))
     truth.commit(log, truth.ops([(1, 1)]))
@@ -98,7 +99,7 @@ def test_a_group_missing_on_a_shard_while_another_shard_has_later_ones_is_damage
         truth.open(files)
 
 
-def test_a_tail_that_lost_what_the_mark_had_shown_is_damage(truth):
+def test_a_tail_that_lost_what_the_mark_had_shown_is_damage(truth: Truth):
     files = MemoryFiles()
     log = truth.open(files)
     truth.commit(log, truth.ops([(1, 2)]))
@@ -110,7 +111,7 @@ def test_a_tail_that_lost_what_the_mark_had_shown_is_damage(truth):
     assert not verify(FOLDER, files=files).is_whole
 
 
-def test_a_missing_segment_is_damage(truth):
+def test_a_missing_segment_is_damage(truth: Truth):
     files = MemoryFiles()
     filled(truth, files)
     for place in (0, 1):
@@ -121,10 +122,10 @@ def test_a_missing_segment_is_damage(truth):
         assert any("missing" in loss.why for loss in verify(FOLDER, files=survivor).losses)
 
 
-def test_another_streams_log_a_newer_epoch_and_a_foreign_file_are_refused_by_name(truth, new_truth):
+def test_another_streams_log_a_newer_epoch_and_a_foreign_file_are_refused_by_name(truth: Truth):
     files = MemoryFiles()
     filled(truth, files)
-    stale = new_truth()
+    stale = Truth()
     with pytest.raises(StaleEpoch):
         stale.open(files)
     files.create(f"{FOLDER}/00000/notes.txt")
@@ -136,7 +137,7 @@ def test_another_streams_log_a_newer_epoch_and_a_foreign_file_are_refused_by_nam
     truth.judge(files)
 
 
-def test_what_is_cut_off_is_kept_aside(truth):
+def test_what_is_cut_off_is_kept_aside(truth: Truth):
     files = MemoryFiles()
     log = truth.open(files)
     truth.commit(log, truth.ops([(1, 2)]))
@@ -152,7 +153,9 @@ def test_what_is_cut_off_is_kept_aside(truth):
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_any_changed_or_cut_byte_is_a_typed_error_or_changes_nothing(data, damaged_log):
+def test_any_changed_or_cut_byte_is_a_typed_error_or_changes_nothing(
+    data: st.DataObject, damaged_log: tuple[Truth, MemoryFiles]
+):
     truth, pristine = damaged_log
     files = pristine.crash()
     path = data.draw(st.sampled_from(segments(files, 0) + segments(files, 1)))
@@ -182,8 +185,8 @@ def test_any_changed_or_cut_byte_is_a_typed_error_or_changes_nothing(data, damag
 
 
 @pytest.fixture(scope="module")
-def damaged_log(new_truth):
-    truth = new_truth()
+def damaged_log():
+    truth = Truth()
     files = MemoryFiles()
     filled(truth, files, close=False)
     return truth, files

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
+from tests.wal.truth import SMALL, Truth
 
 from millstream.errors import AppendOutcomeUnknown, DiskFull, WriterClosed
+from millstream.model.operations import TableRows
 from millstream.testing.files import FaultPlan, MemoryFiles, keep_any, lose_all
 
 
-def test_after_a_failed_fsync_the_writer_is_poisoned_and_its_tail_stays_unreadable(new_truth):
+def test_after_a_failed_fsync_the_writer_is_poisoned_and_its_tail_stays_unreadable():
     for failing in range(1, 60):
-        truth = new_truth()
+        truth = Truth()
         files = MemoryFiles()
         log = truth.open(files)
         files.plan = FaultPlan(fail_sync_at=frozenset({failing}))
@@ -40,7 +44,7 @@ def test_after_a_failed_fsync_the_writer_is_poisoned_and_its_tail_stays_unreadab
         raise AssertionError("no run came to its end")
 
 
-def test_a_failed_write_that_is_not_for_space_poisons_too(truth):
+def test_a_failed_write_that_is_not_for_space_poisons_too(truth: Truth):
     files = MemoryFiles()
     log = truth.open(files)
     truth.commit(log, truth.ops([(1, 1)]))
@@ -55,14 +59,13 @@ def test_a_failed_write_that_is_not_for_space_poisons_too(truth):
     assert truth.judge(files) == [1]
 
 
-def test_a_full_disk_refuses_whole_groups_and_appends_resume_when_there_is_space(new_truth):
+def test_a_full_disk_refuses_whole_groups_and_appends_resume_when_there_is_space():
     for spare_bytes in range(0, 9_000, 450):
-        truth = new_truth()
+        truth = Truth()
         files = MemoryFiles()
-        log = truth.open(files)
+        log = truth.open(files, options=replace(SMALL, disk_used_max=1.0))
         truth.commit(log, truth.ops([(1, 2), (2, 2)]))
         files.capacity_bytes = files.used_bytes() + spare_bytes
-        log._options = log._options.__class__(**{**_fields(log._options), "disk_used_max": 1.0})
         refused = truth.ops([(1, 30), (2, 30)], size=120)
         with pytest.raises(DiskFull):
             truth.commit(log, refused)
@@ -76,7 +79,7 @@ def test_a_full_disk_refuses_whole_groups_and_appends_resume_when_there_is_space
         assert truth.judge(survivor) == [1, 3]
 
 
-def test_above_disk_used_max_appends_are_refused_and_reads_go_on(truth):
+def test_above_disk_used_max_appends_are_refused_and_reads_go_on(truth: Truth):
     files = MemoryFiles()
     log = truth.open(files)
     truth.commit(log, truth.ops([(1, 2)]))
@@ -90,7 +93,7 @@ def test_above_disk_used_max_appends_are_refused_and_reads_go_on(truth):
     assert truth.judge(files) == [1, 3]
 
 
-def test_recovery_needs_no_free_space_thanks_to_its_spare(truth):
+def test_recovery_needs_no_free_space_thanks_to_its_spare(truth: Truth):
     files = MemoryFiles()
     log = truth.open(files)
     truth.commit(log, truth.ops([(1, 2), (2, 2)]))
@@ -101,7 +104,7 @@ def test_recovery_needs_no_free_space_thanks_to_its_spare(truth):
     assert truth.judge(survivor) == [1, 2]
 
 
-def test_without_a_spare_and_without_space_the_log_stays_readable(truth):
+def test_without_a_spare_and_without_space_the_log_stays_readable(truth: Truth):
     files = MemoryFiles()
     log = truth.open(files)
     truth.commit(log, truth.ops([(1, 2), (2, 2)]))
@@ -117,7 +120,7 @@ def test_without_a_spare_and_without_space_the_log_stays_readable(truth):
     assert truth.judge(files) == [1]
 
 
-def test_a_spilled_operation_that_does_not_fit_leaves_nothing(truth):
+def test_a_spilled_operation_that_does_not_fit_leaves_nothing(truth: Truth):
     files = MemoryFiles()
     log = truth.open(files)
     files.capacity_bytes = files.used_bytes() * 2
@@ -129,8 +132,8 @@ def test_a_spilled_operation_that_does_not_fit_leaves_nothing(truth):
     assert truth.judge(files) == [2]
 
 
-def test_rows_that_cannot_be_read_fail_their_caller_only(truth):
-    def torn():
+def test_rows_that_cannot_be_read_fail_their_caller_only(truth: Truth):
+    def torn() -> Iterator[tuple[TableRows, ...]]:
         yield ()
         raise OSError(errno.EIO, "the spill file is gone")
 
@@ -143,7 +146,3 @@ def test_rows_that_cannot_be_read_fail_their_caller_only(truth):
     assert log.failure is None
     truth.commit(log, truth.ops([(1, 1)]))
     assert truth.judge(files) == [2]
-
-
-def _fields(options):
-    return {name: getattr(options, name) for name in options.__dataclass_fields__}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.wal.truth import Truth
 
 from millstream.errors import OffsetBeyondEnd, OffsetExpired
 from millstream.testing.clock import ManualClock
@@ -18,7 +19,7 @@ def clock():
     return ManualClock()
 
 
-def filled(truth, files, clock, groups=8):
+def filled(truth: Truth, files: MemoryFiles, clock: ManualClock, groups: int = 8):
     log = truth.open(files, clock=clock)
     for _ in range(groups):
         truth.commit(log, truth.ops([(1, 12), (2, 6)], [(3, 12)]))
@@ -26,7 +27,7 @@ def filled(truth, files, clock, groups=8):
     return log
 
 
-def test_nothing_is_dropped_before_it_is_unneeded_however_old_or_large(truth, clock):
+def test_nothing_is_dropped_before_it_is_unneeded_however_old_or_large(truth: Truth, clock: ManualClock):
     files = MemoryFiles()
     filled(truth, files, clock)
     clock.advance(10_000)
@@ -41,7 +42,7 @@ def test_nothing_is_dropped_before_it_is_unneeded_however_old_or_large(truth, cl
     assert sorted(seq.as_py() for seq in rows) == list(range(needed_from, reader.persisted_upto() + 1))
 
 
-def test_what_is_unneeded_stays_while_it_is_young_and_small(truth, clock):
+def test_what_is_unneeded_stays_while_it_is_young_and_small(truth: Truth, clock: ManualClock):
     files = MemoryFiles()
     filled(truth, files, clock)
     assert drop_segments(FOLDER, 10**9, age_s=10_000, bytes_max=1 << 40, files=files, clock=clock) == []
@@ -51,7 +52,7 @@ def test_what_is_unneeded_stays_while_it_is_young_and_small(truth, clock):
     assert [s.last_seq for s in dropped] == sorted(s.last_seq for s in dropped)
 
 
-def test_readers_tell_expired_from_not_yet_there(truth, clock):
+def test_readers_tell_expired_from_not_yet_there(truth: Truth, clock: ManualClock):
     files = MemoryFiles()
     log = filled(truth, files, clock)
     drop_segments(FOLDER, 100, age_s=0, bytes_max=0, files=files, clock=clock)
@@ -68,7 +69,7 @@ def test_readers_tell_expired_from_not_yet_there(truth, clock):
     assert reader.cut(reader.first_seq() - 1) == log.persisted_upto
 
 
-def test_a_span_whose_segment_was_dropped_has_expired(truth, clock):
+def test_a_span_whose_segment_was_dropped_has_expired(truth: Truth, clock: ManualClock):
     files = MemoryFiles()
     filled(truth, files, clock)
     reader = StreamReader(FOLDER, files=files)
@@ -78,7 +79,9 @@ def test_a_span_whose_segment_was_dropped_has_expired(truth, clock):
         list(reader.read_span(span))
 
 
-def test_a_new_writer_goes_on_behind_a_log_whose_front_and_perhaps_all_but_the_end_is_gone(truth, clock):
+def test_a_new_writer_goes_on_behind_a_log_whose_front_and_perhaps_all_but_the_end_is_gone(
+    truth: Truth, clock: ManualClock
+):
     files = MemoryFiles()
     log = filled(truth, files, clock)
     end, reached = log.durable_offset(0), dict(log.reached)
@@ -96,9 +99,9 @@ def test_a_new_writer_goes_on_behind_a_log_whose_front_and_perhaps_all_but_the_e
     assert truth.judge(files)[-1] == truth.attempted[-1]
 
 
-def test_a_crash_at_any_operation_of_retention_leaves_a_log_that_opens(new_truth, clock):
+def test_a_crash_at_any_operation_of_retention_leaves_a_log_that_opens(clock: ManualClock):
     for at in range(1, 30):
-        truth = new_truth()
+        truth = Truth()
         files = MemoryFiles()
         log = filled(truth, files, clock)
         needed_from = 150
@@ -113,7 +116,7 @@ def test_a_crash_at_any_operation_of_retention_leaves_a_log_that_opens(new_truth
         truth.acknowledged = {xid: truth.acknowledged[xid] for xid in kept}
         truth.open(survivor, clock=clock)
         reader = StreamReader(FOLDER, files=survivor)
-        rows = [r for r in reader.read_between(needed_from - 1, reader.persisted_upto())]
+        rows = list(reader.read_between(needed_from - 1, reader.persisted_upto()))
         assert sum(r.batch.num_rows for r in rows) == log.persisted_upto - needed_from + 1
         drop_segments(FOLDER, needed_from, age_s=0, bytes_max=0, files=survivor, clock=clock)
         if finished:

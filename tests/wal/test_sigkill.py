@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from millstream.wal.inspect import verify
 from millstream.wal.reader import StreamReader
@@ -22,7 +23,7 @@ reservations.reserve_to(10_000_000 * (epoch - 1), epoch=epoch)
 one, other = plain_table(1), plain_table(2)
 log = LogWriter.open(folder, stream=uuid.UUID(int=7), shards=[0, 1], epoch=epoch, reservations=reservations,
                      options=LogOptions(segment_bytes=60_000, disk_used_max=1.0))
-def answered(xid):
+def answered(xid: int):
     def write(done):
         sys.stdout.write(f"{xid} {done.result().seqs.first}\\n"); sys.stdout.flush()
     return write
@@ -41,11 +42,11 @@ while True:
 """
 
 
-def rows_of(xid):
+def rows_of(xid: int):
     return 9 if xid % 7 == 0 else 1 + xid % 3 + xid % 2
 
 
-def test_sigkill_at_random_moments_loses_nothing_acknowledged(tmp_path):
+def test_sigkill_at_random_moments_loses_nothing_acknowledged(tmp_path: Path):
     seed = int(os.environ.get("MILLSTREAM_SEED", "20261121"))
     chance = random.Random(seed)
     folder = str(tmp_path / "wal")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
 
 from millstream.errors import DiskFull, Overloaded, ShardLocked, StaleEpoch, TokenFromFuture, WriterClosed
+from millstream.model.schema import TableSchema
 from millstream.testing.files import FaultPlan, MemoryFiles
 from millstream.testing.log import MemoryReservations, plain_ops, plain_spilled, plain_table
 from millstream.wal.files import RealFiles
@@ -20,20 +23,28 @@ TABLE, OTHER = plain_table(1), plain_table(2)
 class HeldSyncs(MemoryFiles):
     """Memory files whose fsyncs wait until a test lets them go."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.may_sync = threading.Event()
         self.may_sync.set()
         self.waiting = threading.Event()
 
-    def sync(self, node, path):
+    def sync(self, node: Any, path: str):
         if not self.may_sync.is_set():
             self.waiting.set()
             assert self.may_sync.wait(20)
         super().sync(node, path)
 
 
-def opened(folder, *, files=None, epoch=1, shards=(0,), reservations=None, **options):
+def opened(
+    folder: str | Path,
+    *,
+    files: MemoryFiles | None = None,
+    epoch: int = 1,
+    shards: tuple[int, ...] = (0,),
+    reservations: MemoryReservations | None = None,
+    **options: Any,
+) -> LogWriter:
     return LogWriter.open(
         str(folder),
         stream=uuid4(),
@@ -45,11 +56,11 @@ def opened(folder, *, files=None, epoch=1, shards=(0,), reservations=None, **opt
     )
 
 
-def one(xid, text="x", table=TABLE):
+def one(xid: int, text: str = "x", table: TableSchema = TABLE):
     return plain_ops({xid: [(table, 1, text)]}, shard_of={2: 1})
 
 
-def xids(reader):
+def xids(reader: StreamReader):
     found = reader.read_between(reader.first_seq() - 1, reader.persisted_upto())
     return [xid for records in found for xid in records.batch.column("__xid").to_pylist()]
 
@@ -81,18 +92,17 @@ def test_a_full_queue_holds_callers_and_refuses_them_at_their_deadline():
         answers = [log.submit(one(2))]
         assert files.waiting.wait(10)
         with pytest.raises(Overloaded):
-            for xid in range(3, 100):
-                answers.append(log.submit(one(xid, "y" * 500), deadline_s=0.05))
+            answers.extend(log.submit(one(xid, "y" * 500), deadline_s=0.05) for xid in range(3, 100))
         assert log.stats().queued_bytes <= 3_000
         files.may_sync.set()
         assert [a.result(10).seqs.count for a in answers] == [1] * len(answers)
         log.append(one(1000))
 
 
-def test_many_threads_append_and_each_gets_its_own_range(tmp_path):
+def test_many_threads_append_and_each_gets_its_own_range(tmp_path: Path):
     acks = {}
 
-    def run(caller, log):
+    def run(caller: int, log: LogWriter) -> None:
         for n in range(20):
             xid = caller * 100 + n + 1
             acks[xid] = log.append(plain_ops({xid: [(TABLE, 2, f"{xid}"), (OTHER, 1, f"{xid}")]}, shard_of={2: 1}))
@@ -114,7 +124,7 @@ def test_many_threads_append_and_each_gets_its_own_range(tmp_path):
             assert [of_offset[o] for o in range(*ack.offsets[shard])] == [xid] * rows
 
 
-def test_a_closed_writer_takes_no_more_and_has_written_what_waited(tmp_path):
+def test_a_closed_writer_takes_no_more_and_has_written_what_waited(tmp_path: Path):
     log = opened(tmp_path / "s")
     answers = [log.submit(one(xid)) for xid in range(1, 50)]
     log.close()
@@ -124,7 +134,7 @@ def test_a_closed_writer_takes_no_more_and_has_written_what_waited(tmp_path):
     assert xids(StreamReader(str(tmp_path / "s"))) == list(range(1, 50))
 
 
-def test_a_second_writer_is_refused_while_the_first_lives(tmp_path):
+def test_a_second_writer_is_refused_while_the_first_lives(tmp_path: Path):
     with opened(tmp_path / "s"), pytest.raises(ShardLocked):
         opened(tmp_path / "s", epoch=2)
 
@@ -169,7 +179,7 @@ def test_a_full_disk_is_an_answer_and_not_the_end():
         assert log.append(one(2)).offsets == {0: (0, 1)}
 
 
-def test_a_spilled_operation_is_a_group_of_its_own_and_visible_whole(tmp_path):
+def test_a_spilled_operation_is_a_group_of_its_own_and_visible_whole(tmp_path: Path):
     with opened(tmp_path / "s", shards=(0, 1), segment_bytes=4096) as log:
         answers = [
             log.submit(one(1)),
@@ -185,7 +195,7 @@ def test_a_spilled_operation_is_a_group_of_its_own_and_visible_whole(tmp_path):
         assert index == list(range(350))
 
 
-def test_spans_cover_a_range_exactly_whatever_their_size(tmp_path):
+def test_spans_cover_a_range_exactly_whatever_their_size(tmp_path: Path):
     with opened(tmp_path / "s", shards=(0, 1), segment_bytes=8192) as log:
         for xid in range(1, 60):
             log.append(plain_ops({xid: [(TABLE, 3, "a"), (OTHER, 2, "b")]}, shard_of={2: 1}))
@@ -206,11 +216,11 @@ def test_spans_cover_a_range_exactly_whatever_their_size(tmp_path):
         assert (set(cuts[:-1]), sum(cuts)) == ({10}, 295)
 
 
-def test_one_tables_reading_costs_its_own_bytes_not_the_logs(tmp_path):
+def test_one_tables_reading_costs_its_own_bytes_not_the_logs(tmp_path: Path):
     class Counted(RealFiles):
         read_bytes = 0
 
-        def read(self, path, position=0, length=None):
+        def read(self, path: str, position: int = 0, length: int | None = None) -> bytes:
             data = super().read(path, position, length)
             self.read_bytes += len(data)
             return data
@@ -229,7 +239,7 @@ def test_one_tables_reading_costs_its_own_bytes_not_the_logs(tmp_path):
         assert one_table < files.read_bytes / 5
 
 
-def test_waiting_ends_when_something_comes_or_at_the_deadline(tmp_path):
+def test_waiting_ends_when_something_comes_or_at_the_deadline(tmp_path: Path):
     with opened(tmp_path / "s") as log:
         reader = StreamReader(str(tmp_path / "s"))
         assert not reader.wait_beyond(0, 0.02)

@@ -122,6 +122,10 @@ class LogStats:
     losses: list[Loss] = field(default_factory=list)
 
 
+__all__ = [
+    "FrameInfo", "LogStats", "Loss", "SegmentInfo", "TableStats", "Verification", "inspect", "ls", "stats", "verify",
+]  # fmt: skip
+
 _START: Final = Seq(0)
 
 
