@@ -332,3 +332,16 @@ warm()
 
 def test_warm_compiles_what_runs_need():
     warm()
+
+
+def test_runs_are_decoded_where_numba_is_not_installed():
+    code = """
+import sys
+sys.modules["numba"] = None
+from millstream.codec.pgoutput import MessageRun, RelationCache, decode_transactions
+from millstream.testing import pgoutput as pg
+run = [pg.begin(1, 1), pg.relation(9, "s", "t", [("a", 23, -1, True)]), pg.insert(9, ["1"]), pg.commit(1, 2)]
+assert decode_transactions(MessageRun.of(run), pg.TablesByOid(), RelationCache()).row_count == 1
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=60, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
