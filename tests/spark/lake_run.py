@@ -1,6 +1,7 @@
 """Runs of a pipeline over a hand-made home, and the lake as deltalake alone reads it.
 
-As a program (`python -m tests.spark.lake_run HOME WORK`) it drains the home's log into its lake: what tests kill.
+As a program (`python -m tests.spark.lake_run HOME WORK drain|follow`) it lands the home's log in its lake, to the end or for ever:
+what tests kill. It says on stdout how far it is.
 """
 
 from __future__ import annotations
@@ -92,11 +93,20 @@ def rows_in(home: Path, view: str, table: str) -> list[dict[str, Any]]:
     return rows
 
 
-def main(home: Path, work: Path) -> None:
+def main(home: Path, work: Path, mode: str) -> None:
+    drain_asked = threading.Event()
+    if mode == "drain":
+        drain_asked.set()
     with Catalog(home / "data" / "catalog.db") as catalog:
         config = config_of(home, catalog.stream("shop").id, SparkOptions(work), batch_bytes_max=20_000)
-        drain(config, catalog)
+        run_pipeline(
+            config,
+            catalog,
+            stop=threading.Event(),
+            drain=drain_asked,
+            on_progress=lambda progress: print(progress.n, flush=True),  # noqa: T201 - the test reads it
+        )
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

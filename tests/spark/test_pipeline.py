@@ -9,9 +9,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
@@ -238,17 +241,17 @@ WORKER_POINTS = [
 ]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_killed_at_every_point_it_lands_everything_once(home: Home, tmp_path: Path) -> None:
     models = two_tables(home)
     witness = tmp_path / "witness"
     witness.mkdir()
-    command = [sys.executable, "-m", "tests.spark.lake_run", str(home.path), str(tmp_path / "work")]
+    command = [sys.executable, "-m", "tests.spark.lake_run", str(home.path), str(tmp_path / "work"), "drain"]
 
     def run(points: list[str]) -> int:
         write(home, models, 4)
         environ = os.environ | {"MILLSTREAM_FAILPOINTS_DIR": str(witness), "MILLSTREAM_FAILPOINTS": ",".join(points)}
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=180)
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=400)
         missed = [point for point in points if not (witness / point.partition(":")[0]).exists()]
         assert not missed, f"{missed} were never reached: {done.stderr}"
         return done.returncode
@@ -256,7 +259,38 @@ def test_killed_at_every_point_it_lands_everything_once(home: Home, tmp_path: Pa
     # A worker that is killed costs a task, which Spark repeats; a driver that is killed, a process.
     assert run(WORKER_POINTS) == 0
     assert run(["pipeline.before_batch:2"]) == -signal.SIGKILL
+    eventually(lambda: not java_of(tmp_path / "work"), "the JVM of a driver that was killed ends")
     assert run(["pipeline.after_lake_commit:2"]) == -signal.SIGKILL
     assert run([]) == 0
     for model in models:
         model.check(home.path)
+
+
+@pytest.mark.timeout(1200)
+def test_a_jvm_that_dies_ends_the_driver_with_an_error_by_name(home: Home, tmp_path: Path) -> None:
+    models = two_tables(home)
+    write(home, models, 1)
+    work = tmp_path / "work"
+    command = [sys.executable, "-m", "tests.spark.lake_run", str(home.path), str(work), "follow"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        assert driver.stdout.readline(), "it ended before its first batch"
+        for java in java_of(work):
+            java.kill()
+        _, errors = driver.communicate(timeout=300)
+
+    assert driver.returncode == 1
+    assert "millstream.errors.EngineError" in errors
+
+
+def java_of(work: Path) -> list[psutil.Process]:
+    """The JVMs that run with a session's work folder."""
+    javas = [p for p in psutil.process_iter(["name", "cmdline"]) if p.info["name"] == "java"]
+    return [p for p in javas if any(str(work) in part for part in p.info["cmdline"] or ())]
+
+
+def eventually(condition: Callable[[], bool], what: str, deadline_s: float = 60) -> None:
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, f"never: {what}"
+        threading.Event().wait(0.1)

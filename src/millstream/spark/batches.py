@@ -25,7 +25,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from millstream import failpoints
 from millstream.catalog import Catalog
-from millstream.errors import EngineError, LakeError, Retry
+from millstream.errors import EngineError, Retry
 from millstream.lake.layout import TableCommit
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
@@ -61,6 +61,7 @@ class BatchLander:
     config: PipelineConfig
     catalog: Catalog
     log: StreamReader
+    """Of its own: used under `lock` alone."""
     ledger: Ledger
     on_progress: OnProgress
     landed: Callable[[], None]
@@ -207,8 +208,7 @@ class BatchLander:
 
 
 def _may_pass(error: TableError) -> bool:
-    """Whether the error may be gone by the next attempt; what the file system said is one of those ("lake")."""
-    return error.retry in {Retry.BACKOFF, Retry.REOPEN} or error.code == LakeError.code
+    return error.retry in {Retry.BACKOFF, Retry.REOPEN}
 
 
 def _joined(first: Landed, again: Landed) -> Landed:

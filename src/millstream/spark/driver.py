@@ -93,8 +93,10 @@ class _Run:
         self.ledger = ledger
         self.spark = spark
         self.news = threading.Event()
-        self.folder = Folder(config, catalog, log, ledger, spark, self.news.set)
-        self.lander = BatchLander(config, catalog, log, ledger, on_progress, self._landed)
+        self.folder = Folder(config, catalog, ledger, spark, self.news.set)
+        # A reader of the log is one thread's: each part has its own.
+        lander_log = StreamReader(str(config.wal_folder))
+        self.lander = BatchLander(config, catalog, lander_log, ledger, on_progress, self._landed)
 
     def until(self, stop: threading.Event, drain: threading.Event) -> PipelineOutcome:
         """Run the query; see `run_pipeline`."""
@@ -107,9 +109,8 @@ class _Run:
             rounds = 0
             while not stop.is_set():
                 if drain.is_set() and target is None:
-                    self.folder.observe_copies()
-                    target = self.log.persisted_upto()
-                if target is not None and (self.ledger.cut.n if self.ledger.cut else Seq(0)) >= target:
+                    target = self.folder.observe_copies(self.log.persisted_upto)
+                if target is not None and self._has(target):
                     break
                 self._check(query)
                 self.news.wait(_POLL_S)
@@ -151,6 +152,12 @@ class _Run:
             .foreachBatch(self.lander)
             .start()
         )
+
+    def _has(self, target: Seq) -> bool:
+        """Whether all records up to `target` are in the lake."""
+        n = Seq(0) if self.ledger.cut is None else self.ledger.cut.n
+        # Numbers that were reserved and never used have no record that a batch could bring.
+        return n >= target or self.log.cut(n, rows_max=1) == n
 
     def _let_note(self, query: StreamingQuery) -> None:
         """Give Spark a moment to note the batch that has just landed; broken off there, the next run does it again."""

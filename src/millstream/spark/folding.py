@@ -18,7 +18,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from millstream.catalog import Catalog, TableState
-from millstream.errors import EngineError
+from millstream.errors import EngineError, Retry
 from millstream.lake.layout import View, has_current
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
@@ -46,14 +46,13 @@ class Folder:
         self,
         config: PipelineConfig,
         catalog: Catalog,
-        log: StreamReader,
         ledger: Ledger,
         spark: SparkSession,
         folded: Callable[[], None],
     ) -> None:
         self._config = config
         self._catalog = catalog
-        self._log = log
+        self._log = StreamReader(str(config.wal_folder))
         self._ledger = ledger
         self._spark = spark
         self._folded = folded
@@ -91,27 +90,41 @@ class Folder:
 
         Only while the thread isn't running.
         """
-        for _ in range(_FAILED_JOBS_MAX):
-            waiting = self._tasks(lambda _entry: True)
-            if not waiting:
+        failure: Exception | None = None
+        for attempt in range(_FAILED_JOBS_MAX):
+            tasks = self._tasks(lambda _entry: True)
+            if not tasks:
                 return
+            time.sleep(0.2 * attempt)
             try:
-                self._round(waiting)
+                self._round(tasks)
             except (Py4JError, PySparkException) as error:
-                self.failure = error
+                failure = error
                 continue
-            if all(self._ledger.tables[task.table_id].fold_error for task in waiting):
+            failure = None
+            failed = [entry.fold_error for entry in self._ledger.tables.values() if entry.fold_error is not None]
+            if failed and all(error.retry in {Retry.NEVER, Retry.OPERATOR} for error in failed):
                 return
-        if self.failure is not None:
-            raise EngineError(f"folding fails again and again: {self.failure}") from self.failure
+        if failure is not None:
+            raise EngineError(f"folding fails again and again: {failure}") from failure
 
-    def observe_copies(self) -> None:
-        """Note which copies are whole in the log by now: their tables are folded once the lake has got as far."""
-        for row in self._catalog.tables(self._config.stream_id):
+    def observe_copies(self, position: Callable[[], Seq]) -> Seq:
+        """Note which copies are whole in the log by now: their tables are folded once the lake has got as far.
+
+        Args:
+            position: how far the log is; asked *after* the tables' states are read. Any thread, with a reader of its own.
+
+        Returns:
+            The position.
+        """
+        rows = self._catalog.tables(self._config.stream_id)
+        upto = position()
+        for row in rows:
             if row.state in _COPYING:
                 self._whole_at.pop(row.id, None)
             else:
-                self._whole_at.setdefault(row.id, self._log.persisted_upto())
+                self._whole_at.setdefault(row.id, upto)
+        return upto
 
     def _loop(self) -> None:
         failures = 0
@@ -149,7 +162,7 @@ class Folder:
         waiting = [e for e in list(self._ledger.tables.values()) if e.waiting_since_s is not None and wanted(e)]
         if not waiting:
             return []
-        self.observe_copies()
+        self.observe_copies(self._log.persisted_upto)
         copying = {row.id for row in self._catalog.tables(self._config.stream_id) if row.state in _COPYING}
         tasks = []
         for entry in waiting:

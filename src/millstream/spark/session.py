@@ -139,6 +139,8 @@ def _defaults(options: SparkOptions, work_dir: Path) -> dict[str, str]:
             # file: a third of a small batch. What tells whether notes are whole is their content, and the lake's last cut.
             "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
             "spark.hadoop.fs.AbstractFileSystem.file.impl": "org.apache.hadoop.fs.local.RawLocalFs",
+            # Planning a small batch anew after each of its stages costs more than it could save.
+            "spark.sql.adaptive.enabled": "false",
             # Tasks here are small and few; 200 partitions would cost a second a batch.
             "spark.sql.shuffle.partitions": str(min(4, max(2, os.cpu_count() or 2))),
             "spark.default.parallelism": str(min(4, max(2, os.cpu_count() or 2))),
