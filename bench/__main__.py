@@ -1,0 +1,33 @@
+"""`python -m bench [--only PREFIX] [--list]`: each figure as one JSON line on stdout, progress on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from bench import capture, commands, latency, wal  # noqa: F401 - they register their figures
+from bench.figures import keep, names, say, selected
+
+
+def main() -> int:
+    """Measure what was asked for; exit 2 where no figure has that name."""
+    parser = argparse.ArgumentParser(prog="bench", description=__doc__)
+    parser.add_argument("--only", default="", metavar="PREFIX", help="figures whose name starts with it")
+    parser.add_argument("--list", action="store_true", help="name the figures and end")
+    options = parser.parse_args()
+    if options.list:
+        print("\n".join(names()))
+        return 0
+    chosen = selected(options.only)
+    if not chosen:
+        say(f"no figure starts with {options.only!r}; there are: {', '.join(names())}")
+        return 2
+    for measure in chosen:
+        for figure in measure():
+            print(figure.line(), flush=True)
+            keep([figure])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""How a figure is taken and told: runs interleaved with the peer's, medians, one JSON line.
+
+The machines that this runs on are noisy and drift, so a figure is a ratio of medians of runs that took turns: ours, the
+peer's, ours, the peer's. Where there is no peer, the ratio is null and the figure is what it is on that machine.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+RUNS: Final = 5
+RESULTS: Final = Path(__file__).parent / "results" / "latest.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One line of the results; `ratio` is ours / peer in the figure's unit."""
+
+    figure: str
+    ratio: float | None
+    ours: float
+    peer: float | None
+    unit: str
+    runs: int
+    goal: str
+    rows: int
+    bytes: int
+    note: str = ""
+
+    def line(self) -> str:
+        """The figure as one JSON line."""
+        return json.dumps(asdict(self))
+
+
+Measure = Callable[[], Iterator[Figure]]
+_MEASURES: dict[str, Measure] = {}
+
+
+def measures(*names: str) -> Callable[[Measure], Measure]:
+    """Register a function that yields the figures of these names."""
+
+    def register(measure: Measure) -> Measure:
+        _MEASURES.update(dict.fromkeys(names, measure))
+        return measure
+
+    return register
+
+
+def selected(prefix: str) -> list[Measure]:
+    """The functions behind the figures whose name starts with `prefix`, each once, in order of their registration."""
+    return list(dict.fromkeys(measure for name, measure in _MEASURES.items() if name.startswith(prefix)))
+
+
+def names() -> list[str]:
+    """All figures."""
+    return list(_MEASURES)
+
+
+def interleaved(ours: Callable[[], float], peer: Callable[[], float], *, runs: int = RUNS) -> tuple[float, float]:
+    """Medians of `ours` and of `peer`, which take turns; whoever starts changes from round to round.
+
+    Args:
+        ours: one run; returns the figure in its unit.
+        peer: the same of the other.
+        runs: counted rounds, after one that isn't.
+    """
+    figures: dict[str, list[float]] = {"ours": [], "peer": []}
+    for number in range(runs + 1):
+        turn = [("ours", ours), ("peer", peer)]
+        for name, run in turn if number % 2 else reversed(turn):
+            figure = run()
+            say(f"  {'warm-up' if number == 0 else f'run {number}'}: {name} {figure:,.4g}")
+            if number:
+                figures[name].append(figure)
+    return statistics.median(figures["ours"]), statistics.median(figures["peer"])
+
+
+def compared(
+    name: str,
+    ours: Callable[[], float],
+    peer: Callable[[], float],
+    *,
+    unit: str,
+    goal: str,
+    rows: int,
+    size_bytes: int,
+    note: str,
+) -> Figure:
+    """A figure whose ratio is ours over the peer's, both in `unit` (more is better in rows/s, less in ms)."""
+    mine, theirs = interleaved(ours, peer)
+    return Figure(
+        figure=name,
+        ratio=round(mine / theirs, 3),
+        ours=round(mine, 1),
+        peer=round(theirs, 1),
+        unit=unit,
+        runs=RUNS,
+        goal=goal,
+        rows=rows,
+        bytes=size_bytes,
+        note=note,
+    )
+
+
+def say(text: str) -> None:
+    """Progress, for people: on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def keep(figures: list[Figure]) -> None:
+    """Write the figures to `results/latest.jsonl`, replacing those of the same name."""
+    RESULTS.parent.mkdir(exist_ok=True)
+    old = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    fresh = {figure.figure for figure in figures}
+    lines = [json.dumps(line) for line in old if line["figure"] not in fresh] + [figure.line() for figure in figures]
+    RESULTS.write_text("\n".join(sorted(lines)) + "\n")

@@ -1,0 +1,157 @@
+"""Capture into a log of its own, as the product runs it: catalog, writer and `run_capture`, in threads of one process."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, MutableMapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from bench.source import DATABASE
+from millstream.capture import CaptureConfig, CaptureOutcome, run_capture
+from millstream.catalog import Catalog, TableState
+from millstream.errors import MillstreamError
+from millstream.model.ids import SourceId, StreamId
+from millstream.model.operations import FIRST_SHARD
+from millstream.model.positions import Lsn, parse_lsn
+from millstream.testing.postgres import EmbeddedPostgres
+from millstream.wal.writer import LogWriter
+
+STREAM = "bench"
+PGOUTPUT = {"proto_version": "2", "streaming": "on", "messages": "true"}
+"""The options that our connection asks for: the peer gets the same."""
+_GIVE_UP_S = 300.0
+
+
+@dataclass(slots=True)
+class Capture:
+    """A capture that runs in a thread; `began_at` is when START_REPLICATION was answered (`time.perf_counter`)."""
+
+    writer: LogWriter
+    catalog: Catalog
+    stream: StreamId
+    stop: threading.Event = field(default_factory=threading.Event)
+    began_at: float = 0.0
+    outcome: CaptureOutcome | None = None
+    error: BaseException | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def wait_until_durable(self, end: str, *, poll_s: float = 0.001) -> float:
+        """The moment at which everything that committed below `end` was durable in the log."""
+        target = parse_lsn(end)
+        deadline = time.monotonic() + _GIVE_UP_S
+        while max(self.writer.reached().values(), default=Lsn(0)) < target:
+            self.check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{end} wasn't durable within {_GIVE_UP_S:.0f} s")
+            time.sleep(poll_s)
+        return time.perf_counter()
+
+    def wait_until_ended(self) -> CaptureOutcome:
+        """What capture gave back."""
+        if not self.ended.wait(_GIVE_UP_S):
+            raise TimeoutError(f"capture didn't end within {_GIVE_UP_S:.0f} s")
+        self.check()
+        assert self.outcome is not None
+        return self.outcome
+
+    def check(self) -> None:
+        """Raise what ended the capture, where something did."""
+        if self.error is not None:
+            raise self.error
+
+
+@contextmanager
+def captured(
+    server: EmbeddedPostgres,
+    path: Path,
+    *,
+    table: str,
+    slot: str,
+    copy: bool = False,
+    until_caught_up: bool = False,
+    copy_workers: int = 1,
+) -> Iterator[Capture]:
+    """Capture one table over a slot into a new log under `path`.
+
+    Args:
+        server: the source.
+        path: an empty folder.
+        table: in schema `public`; its publication bears its name.
+        slot: the slot to read.
+        copy: copy existing rows too; else the table counts as copied.
+        until_caught_up: end by itself.
+        copy_workers: connections that copy.
+    """
+    with closing(Catalog(path / "catalog.db")) as catalog:
+        stream = catalog.resolve_stream(STREAM)
+        if not copy:
+            _count_as_copied(server, catalog, stream, table)
+        writer_id, epoch = catalog.register_writer(stream)
+        writer = LogWriter.open(
+            str(path / "wal"),
+            stream=stream,
+            shards=[FIRST_SHARD],
+            epoch=epoch,
+            reservations=catalog.reservations(stream),
+            writer=writer_id,
+        )
+        config = CaptureConfig(
+            stream=STREAM,
+            dsn=server.dsn(DATABASE),
+            tables=(f"public.{table}",),
+            publication=table,
+            slot=slot,
+            spill_dir=str(path / "spill"),
+            copy_workers=copy_workers,
+        )
+        with closing(writer):
+            capture = Capture(writer, catalog, stream)
+            thread = threading.Thread(target=_run, args=(capture, config, until_caught_up), daemon=True)
+            thread.start()
+            try:
+                yield capture
+            finally:
+                capture.stop.set()
+                thread.join()
+
+
+def _run(capture: Capture, config: CaptureConfig, until_caught_up: bool) -> None:  # noqa: FBT001 - a thread's target
+    def note(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        if event.get("event") == "streaming":
+            capture.began_at = time.perf_counter()
+        raise structlog.DropEvent
+
+    structlog.configure(processors=[note], wrapper_class=structlog.make_filtering_bound_logger(logging.INFO))
+    try:
+        capture.outcome = run_capture(
+            config, capture.catalog, capture.writer, stop=capture.stop, until_caught_up=until_caught_up
+        )
+    except (MillstreamError, AssertionError, OSError) as error:
+        capture.error = error
+    finally:
+        capture.ended.set()
+
+
+def _count_as_copied(server: EmbeddedPostgres, catalog: Catalog, stream: StreamId, table: str) -> None:
+    source = _source(server, catalog, stream)
+    with server.connect(DATABASE) as connection:
+        row = connection.execute("SELECT %s::regclass::oid::bigint", [f"public.{table}"]).fetchone()
+    assert row is not None
+    catalog.table_for(stream, source, int(row[0]), "public", table, state=TableState.STREAMING)
+
+
+def _source(server: EmbeddedPostgres, catalog: Catalog, stream: StreamId) -> SourceId:
+    with server.connect(DATABASE) as connection:
+        row = connection.execute(
+            "SELECT s.system_identifier, current_database(), c.timeline_id"
+            " FROM pg_control_system() s, pg_control_checkpoint() c"
+        ).fetchone()
+    assert row is not None
+    return catalog.resolve_source(stream, int(row[0]), str(row[1]), int(row[2]))

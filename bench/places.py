@@ -1,0 +1,22 @@
+"""Folders of the figures' own, on the disk that the checkout lies on: a temporary folder may be memory, where an fsync is free."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_PARENT = Path(__file__).parent.parent / "build" / "bench"
+
+
+@contextmanager
+def folder(name: str) -> Iterator[Path]:
+    """A new empty folder, removed at the end."""
+    _PARENT.mkdir(parents=True, exist_ok=True)
+    path = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=_PARENT))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)

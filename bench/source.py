@@ -1,0 +1,181 @@
+"""The source of the figures: a PostgreSQL of our own, a backlog behind a slot, copies of the slot, and the peer that reads one.
+
+A copied slot begins where the slot that it was copied from stands, so that every run, ours or the peer's, decodes the same
+backlog from the same place; a run's copy is dropped after it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import psycopg
+
+from bench.figures import say
+from millstream.testing.postgres import EmbeddedPostgres
+
+DATABASE = "bench"
+PUBLICATION = "bench"
+SLOT = "bench"
+SETTINGS = {
+    "max_wal_size": "8GB",  # no checkpoint in the middle of a run …
+    "checkpoint_timeout": "1h",
+    "autovacuum": "off",  # … and no other work of the server's own
+    "shared_buffers": "512MB",
+}
+"""fsync stays on. The rest is PostgreSQL's default."""
+
+COLUMNS = "id bigint PRIMARY KEY, customer integer, status text, total numeric(12,2), placed_at timestamptz, note text"
+SHAPE = "6 columns (int8 key, int4, text, numeric(12,2), timestamptz, text of 32 B), about 100 B a row"
+ROW_BYTES = 100
+"""What PostgreSQL's text of a row takes with the protocol's lengths, about; `bytes` of a figure is measured, not this."""
+_VALUES = (
+    "n, (n % 100000)::int, (ARRAY['new','paid','packed','shipped'])[1 + n % 4], (n % 1000000) / 100.0, "
+    "'2026-01-01 00:00:00+00'::timestamptz + n * interval '1 second', md5(n::text)"
+)
+
+_copies = itertools.count(1)
+
+
+@contextmanager
+def postgres(*, load_unsynced: bool = True) -> Iterator[EmbeddedPostgres]:
+    """A server with the database of the figures.
+
+    Args:
+        load_unsynced: commits that fill backlogs and tables don't wait for the disk (`synchronous_commit=off`); fsync is on.
+    """
+    settings = SETTINGS | ({"synchronous_commit": "off"} if load_unsynced else {})
+    with EmbeddedPostgres(18, settings=settings) as server:
+        server.create_database(DATABASE)
+        yield server
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """What was committed to the published table `name` after the slot was made."""
+
+    server: EmbeddedPostgres
+    name: str
+    slot: str
+    rows: int
+    end: str
+    """The insert LSN behind its last commit, as text: a reader that was sent everything below it has it all."""
+    size_bytes: int
+    """Of pgoutput's messages, without the protocol's headers."""
+    made_s: float = 0.0
+
+    @property
+    def publication(self) -> str:
+        """The publication that the table is in."""
+        return self.name
+
+    @contextmanager
+    def copied_slot(self) -> Iterator[str]:
+        """A copy of the slot, dropped at the end (it is waited for until nobody uses it)."""
+        name = f"{self.slot}_{next(_copies)}"
+        with self.server.connect(DATABASE) as connection:
+            connection.execute("SELECT pg_copy_logical_replication_slot(%s, %s)", [self.slot, name])
+            # Both sides find the server idle, with what it has written behind it.
+            connection.execute("CHECKPOINT")
+        try:
+            yield name
+        finally:
+            drop_slot(self.server, name)
+
+
+def drop_slot(server: EmbeddedPostgres, name: str) -> None:
+    """Drop a slot once its walsender has gone; fine where there is none."""
+    deadline = time.monotonic() + 30
+    with server.connect(DATABASE) as connection:
+        while True:
+            row = connection.execute(
+                "SELECT active_pid FROM pg_replication_slots WHERE slot_name = %s", [name]
+            ).fetchone()
+            if row is None:
+                return
+            if row[0] is None:
+                connection.execute("SELECT pg_drop_replication_slot(%s)", [name])
+                return
+            if time.monotonic() > deadline:
+                connection.execute("SELECT pg_terminate_backend(%s, 5000)", [row[0]])
+            time.sleep(0.01)
+
+
+def make_backlog(server: EmbeddedPostgres, name: str, *, transactions: int, rows_each: int) -> Backlog:
+    """Insert `transactions` transactions of `rows_each` rows into a new table, behind a new slot.
+
+    The figures' size is taken from the server: what `pg_logical_slot_peek_binary_changes` gives for the backlog.
+    """
+    started = time.monotonic()
+    rows = transactions * rows_each
+    with server.connect(DATABASE) as connection:
+        connection.execute(f"CREATE TABLE {name} ({COLUMNS})")
+        connection.execute(f"CREATE PUBLICATION {name} FOR TABLE {name}")
+        connection.execute("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", [name])
+        connection.execute(
+            f"""
+            DO $$ BEGIN
+              FOR t IN 0 .. {transactions - 1} LOOP
+                INSERT INTO {name} SELECT {_VALUES}
+                  FROM generate_series(t * {rows_each}::bigint + 1, (t + 1) * {rows_each}::bigint) AS n;
+                COMMIT;
+              END LOOP;
+            END $$"""
+        )
+        end = last_commit(connection)
+        size = _backlog_bytes(connection, name, name)
+    made_s = time.monotonic() - started
+    say(
+        f"  backlog {name}: {transactions:,} transactions of {rows_each:,} rows, {size / 1e6:,.0f} MB, made in {made_s:.1f} s"
+    )
+    return Backlog(server, name, name, rows, end, size, made_s)
+
+
+def last_commit(connection: psycopg.Connection) -> str:
+    """The insert LSN now, with all WAL below it flushed: commits so far end at or below it."""
+    row = connection.execute("SELECT pg_current_wal_insert_lsn()").fetchone()
+    assert row is not None
+    # A synchronous commit flushes all WAL before its own.
+    with connection.transaction():
+        connection.execute("SET LOCAL synchronous_commit = on")
+        connection.execute("SELECT pg_logical_emit_message(true, 'millstream.bench', 'end')")
+    return str(row[0])
+
+
+def _backlog_bytes(connection: psycopg.Connection, slot: str, publication: str) -> int:
+    row = connection.execute(
+        "SELECT coalesce(sum(length(data)), 0) FROM pg_logical_slot_peek_binary_changes(%s, NULL, NULL,"
+        " 'proto_version', '2', 'publication_names', %s)",
+        [slot, publication],
+    ).fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def recvlogical_rows_s(backlog: Backlog, *, options: dict[str, str]) -> float:
+    """Rows a second of `pg_recvlogical` into /dev/null over the backlog: from START_REPLICATION's answer to its end.
+
+    Args:
+        backlog: what to read; a copy of its slot is read.
+        options: pgoutput's, the same ones that our connection asks for (`publication_names` is added).
+    """
+    with backlog.copied_slot() as slot:
+        command = [str(backlog.server.program("pg_recvlogical")), "--dbname", backlog.server.dsn(DATABASE)]
+        command += ["--slot", slot, "--start", "--no-loop", "--file", "/dev/null", "--endpos", backlog.end, "--verbose"]
+        for key, value in ({"publication_names": backlog.publication} | options).items():
+            command += ["--option", f"{key}={value}"]
+        began_at = 0.0
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            for line in process.stderr:
+                if "streaming initiated" in line:
+                    began_at = time.perf_counter()
+            process.wait()
+            ended_at = time.perf_counter()
+        if process.returncode or not began_at:
+            raise RuntimeError(f"pg_recvlogical ended with {process.returncode}")
+        return backlog.rows / (ended_at - began_at)

@@ -1,0 +1,76 @@
+"""Messages are found in what a connection sent, wherever it was cut."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.codec.pgoutput import MessageRun
+from millstream.codec.pgoutput._framing import MALFORMED, OTHER, WHOLE, split_copy_data
+
+HEADER = b"w" + bytes(24)
+KEEPALIVE = b"k" + bytes(17)
+
+messages = st.lists(st.one_of(st.just(KEEPALIVE), st.binary(min_size=1, max_size=40).map(lambda m: HEADER + m)))
+
+
+def frame(payload: bytes) -> bytes:
+    return b"d" + struct.pack(">I", len(payload) + 4) + payload
+
+
+def split(data: bytes, begin: int = 0) -> tuple[list[tuple[int, bytes]], int, int]:
+    buffer = np.frombuffer(data, dtype=np.uint8)
+    starts, ends, kinds = np.empty(64, np.int64), np.empty(64, np.int64), np.empty(64, np.uint8)
+    count, at, why = split_copy_data(buffer, begin, len(data), starts, ends, kinds)
+    run = MessageRun(buffer, starts[:count], ends[:count])
+    return list(zip(kinds[:count].tolist(), run, strict=True)), int(at), int(why)
+
+
+def plain(payloads: list[bytes]) -> list[tuple[int, bytes]]:
+    bodies = [payload if payload == KEEPALIVE else payload[len(HEADER) :] for payload in payloads]
+    return [(body[0], body) for body in bodies]
+
+
+@given(payloads=messages, cut=st.integers(0, 10_000))
+def test_whole_messages_are_found_and_the_rest_waits(payloads: list[bytes], cut: int):
+    payloads = payloads[:60]
+    data = b"".join(map(frame, payloads))
+    cut = min(cut, len(data))
+
+    early, at, why = split(data[:cut])
+    late, end, why_late = split(data, at)
+
+    assert early + late == plain(payloads)
+    assert (end, why, why_late) == (len(data), WHOLE, WHOLE)
+
+
+def test_another_kind_of_frame_ends_the_walk_in_front_of_it():
+    data = frame(HEADER + b"B1") + b"E" + struct.pack(">I", 5) + b"\0" + frame(HEADER + b"C1")
+    found, at, why = split(data)
+    assert found == [(ord("B"), b"B1")]
+    assert data[at : at + 1] == b"E"
+    assert why == OTHER
+
+
+def test_what_no_server_sends_is_malformed():
+    for payload in (HEADER, b"k" + bytes(3), b"x" + bytes(40), b""):
+        assert split(frame(payload))[2] == MALFORMED, payload
+
+
+@given(
+    cuts=st.lists(st.lists(st.binary(max_size=9), max_size=5), max_size=6),
+    in_one_buffer=st.booleans(),
+)
+def test_runs_joined_are_their_messages_in_order(cuts: list[list[bytes]], in_one_buffer: bool):  # noqa: FBT001
+    expected = [message for some in cuts for message in some]
+    if in_one_buffer:
+        whole = MessageRun.of(expected)
+        places = np.cumsum([0, *map(len, cuts)]).tolist()
+        runs = [MessageRun(whole.buffer, whole.starts[a:b], whole.ends[a:b]) for a, b in itertools.pairwise(places)]
+    else:
+        runs = [MessageRun.of([b"header" + message for message in some], header_bytes=6) for some in cuts]
+    assert list(MessageRun.joined(runs or [MessageRun.of([])])) == expected
