@@ -15,7 +15,7 @@ import psycopg
 from millstream.capture import CaptureConfig, CaptureOutcome, run_capture
 from millstream.catalog import Catalog, TableRow, TableState
 from millstream.errors import UnknownTable
-from millstream.model.ids import ShardId, SourceId
+from millstream.model.ids import SourceId
 from millstream.model.operations import Ack, SpilledOp, TableRows, WriteOps
 from millstream.model.pgtext import render_value, storage_values
 from millstream.model.positions import Lsn, Seq, SeqRange
@@ -47,7 +47,7 @@ class MemoryLog:
         self._thread = threading.Thread(target=self._main, daemon=True)
         self._thread.start()
 
-    def submit(self, ops: WriteOps | SpilledOp, *, deadline_s: float | None = None) -> Future[Ack]:
+    def submit(self, ops: WriteOps | SpilledOp, *, deadline_s: float | None = None) -> Future[Ack]:  # noqa: ARG002
         answer: Future[Ack] = Future()
         with self._changed:
             self._queue.append((ops, answer))

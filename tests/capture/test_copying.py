@@ -194,7 +194,7 @@ def waiting_for_standby(stage: Stage) -> bool:
 def test_a_table_made_while_capture_runs_joins_it(stage: Stage) -> None:
     stage.sql(ORDERS)
     running = stage.start()
-    wait_until(lambda: stage.slot_confirmed(), "the slot is made")
+    wait_until(stage.slot_confirmed, "the slot is made")
     stage.sql(DOCS, "INSERT INTO docs VALUES (1, 'x', 1)")
     wait_until(lambda: stage.log.replay().get("public.docs"), "its first row comes")
     stage.sql("INSERT INTO docs VALUES (2, 'y', 1)", "UPDATE docs SET n = 5 WHERE id = 1")

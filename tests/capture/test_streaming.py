@@ -53,7 +53,7 @@ def test_every_kind_of_change_replays_to_the_source(stage: Stage) -> None:
 def test_a_running_capture_has_changes_durable_and_confirms_them(stage: Stage) -> None:
     stage.sql(ORDERS)
     running = stage.start()
-    wait_until(lambda: stage.slot_confirmed(), "the slot is made")
+    wait_until(stage.slot_confirmed, "the slot is made")
     with stage.connect() as connection:
         connection.execute("INSERT INTO orders VALUES (1, 'one', 1, now())")
         row = connection.execute("SELECT pg_current_wal_lsn()::text").fetchone()
@@ -195,7 +195,7 @@ def test_a_broken_connection_is_taken_up_again_without_loss_or_repetition(stage:
     stage.sql(ORDERS)
     stage.log.delay_s = 0.02
     running = stage.start()
-    wait_until(lambda: stage.slot_confirmed(), "the slot is made")
+    wait_until(stage.slot_confirmed, "the slot is made")
     for number in range(60):
         stage.sql(f"INSERT INTO orders VALUES ({number}, 'x', 1, now())")
         if number % 20 == 10:
@@ -227,7 +227,7 @@ def test_a_full_disk_is_waited_for(stage: Stage) -> None:
 def test_two_captures_of_one_slot_wait_for_each_other(stage: Stage) -> None:
     stage.sql(ORDERS)
     first = stage.start()
-    wait_until(lambda: stage.slot_confirmed(), "the slot is made")
+    wait_until(stage.slot_confirmed, "the slot is made")
     second = stage.start()
     stage.sql("INSERT INTO orders VALUES (1, 'x', 1, now())")
     wait_until(lambda: stage.log.replay().get("public.orders"), "the row comes")

@@ -58,12 +58,18 @@ _SESSION: Final = "; ".join(
 def parse_dsn(dsn: str) -> dict[str, Any]:
     """The DSN's parameters; `SourceDsnInvalid` where it can't be parsed."""
     try:
-        return dict(conninfo.conninfo_to_dict(dsn))
+        parameters = dict(conninfo.conninfo_to_dict(dsn))
     except psycopg.Error as error:
         raise SourceDsnInvalid(
             f"the source's DSN can't be parsed: {_without_secret(str(error), dsn)}",
-            hint="A DSN reads like postgresql://user@host:5432/database; special characters in it are %-encoded.",
+            hint=_DSN_HINT,
         ) from error
+    if not all(port.isdecimal() for port in str(parameters.get("port") or 5432).split(",") if port):
+        raise SourceDsnInvalid(f"the source's DSN has the port {parameters['port']!r}", hint=_DSN_HINT)
+    return parameters
+
+
+_DSN_HINT: Final = "A DSN reads like postgresql://user@host:5432/database; special characters in it are %-encoded."
 
 
 def describe_dsn(dsn: str) -> str:
@@ -89,6 +95,17 @@ def connect(dsn: str, *, purpose: str) -> psycopg.Connection[tuple[Any, ...]]:
 def connect_replication(dsn: str) -> psycopg.Connection[tuple[Any, ...]]:
     """Open a logical replication connection with a pinned session; only simple queries go over it."""
     return _connect(dsn, "millstream stream", replication="database")
+
+
+def take_bytes_as_they_are(connection: psycopg.Connection[tuple[Any, ...]]) -> None:
+    """Have a database of the encoding SQL_ASCII, which may hold any bytes, send them.
+
+    Asked for UTF-8, the server would check every value and end the stream at the first that isn't; this way one table is
+    set aside. No names are to be read over the connection afterwards: psycopg gives them as bytes.
+    """
+    if connection.info.parameter_status("server_encoding") == "SQL_ASCII":
+        with translated():
+            connection.pgconn.exec_(b"SET client_encoding = 'SQL_ASCII'")
 
 
 def _connect(dsn: str, name: str, **more: str) -> psycopg.Connection[tuple[Any, ...]]:

@@ -151,6 +151,10 @@ class ChunkReader:
             found, condition = self._as_published(found)
             schema = table_of(found, self._source, table_id)
             query = _copy_query(found, schema.key, bounds, condition, rows_max)
+            if connection.info.parameter_status("server_encoding") == "SQL_ASCII":
+                connection.execute(
+                    "SET LOCAL client_encoding = 'SQL_ASCII'"
+                )  # any bytes; the transaction's last answer
             text, count, whole = self._copy_out(query.as_bytes(connection))
         rows = read_copied(text, count, found.relation, schema)
         return Chunk(

@@ -394,7 +394,11 @@ class TableCopies:
         with self._lock:
             copy.tracker.take(ticket, read.snapshot)
             part.reading = False
-            upto = part.upto if read.last or bounds.keys else read.rows.last_key([column.name for column in read.table.key])
+            upto = (
+                part.upto
+                if read.last or bounds.keys
+                else read.rows.last_key([column.name for column in read.table.key])
+            )
             covered = Bounds(after=bounds.after, upto=upto, keys=bounds.keys)
             part.note_read(OpenChunk(part, ticket, covered, read))
             self._queue_range(copy, part)

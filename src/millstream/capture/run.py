@@ -18,7 +18,7 @@ from psycopg import sql
 
 from millstream.capture.applier import Applier
 from millstream.capture.config import CaptureConfig, CaptureOutcome, CaptureProgress
-from millstream.capture.connection import connect, connect_replication
+from millstream.capture.connection import connect, connect_replication, take_bytes_as_they_are
 from millstream.capture.copying import TableCopies
 from millstream.capture.directory import CatalogDirectory
 from millstream.capture.receiver import Receiver
@@ -290,7 +290,9 @@ class _Capture:
         command = sql.SQL(
             "START_REPLICATION SLOT {} LOGICAL {} (proto_version '2', publication_names {}, streaming 'on', messages 'true')"
         ).format(sql.Identifier(self._config.slot), sql.SQL(format_lsn(reached)), sql.Literal(names))
-        return start_replication(replication, command.as_bytes(replication))
+        encoded = command.as_bytes(replication)
+        take_bytes_as_they_are(replication)
+        return start_replication(replication, encoded)
 
     # --- telling -----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,266 @@
+"""Each thing that can be wrong with a source has its own error, and a hint; what can't be mended loses nothing."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import psycopg
+import pytest
+from tests.capture.capture_stage import Stage, make_config, wait_until
+
+from millstream.capture import CaptureConfig, check_source, doctor_sql, drop_slot, run_capture
+from millstream.capture import connection as connections
+from millstream.catalog import TableState
+from millstream.errors import (
+    MillstreamError,
+    NoFreeSlot,
+    NoTablesMatch,
+    PublicationMissing,
+    Retry,
+    SlotActive,
+    SlotAhead,
+    SlotLost,
+    SourceAuthenticationFailed,
+    SourceDatabaseMissing,
+    SourceDsnInvalid,
+    SourceError,
+    SourcePrivilegeMissing,
+    SourceReplaced,
+    SourceUnreachable,
+    SourceVersionUnsupported,
+    WalLevelNotLogical,
+)
+from millstream.testing.postgres import EmbeddedPostgres
+
+ORDERS = "CREATE TABLE orders (id int PRIMARY KEY, item text)"
+
+
+@pytest.fixture(scope="module")
+def poor_server() -> Iterator[EmbeddedPostgres]:
+    """A server without logical WAL, with one slot, that asks `app` for a password."""
+    settings = {"wal_level": "replica", "max_replication_slots": "1"}
+    hba = ("local all app scram-sha-256", "local all nobody reject")
+    with EmbeddedPostgres(18, fsync=False, settings=settings, hba=hba) as server:
+        with server.connect() as connection:
+            connection.execute("CREATE ROLE app LOGIN PASSWORD 'right' REPLICATION")
+            connection.execute("CREATE ROLE nobody LOGIN")
+            connection.execute("GRANT CREATE ON DATABASE postgres TO app")
+            connection.execute(ORDERS)
+        yield server
+
+
+def failing(config: CaptureConfig, stage: Stage) -> MillstreamError:
+    with pytest.raises(MillstreamError) as found:
+        run_capture(config, stage.catalog, stage.log, stop=threading.Event(), until_caught_up=True)
+    assert found.value.hint
+    assert "secret" not in str(found.value)
+    return found.value
+
+
+def test_a_dsn_that_is_none(stage: Stage) -> None:
+    for dsn in ("postgresql://u:secret@h:port/x", "nonsense secret", "service=that_is_not_there"):
+        assert isinstance(failing(replace(stage.config, dsn=dsn), stage), SourceDsnInvalid)
+    assert "secret" not in repr(replace(stage.config, dsn="postgresql://u:secret@h/x"))
+
+
+def test_a_wrong_password_and_a_role_that_is_refused(stage: Stage, poor_server: EmbeddedPostgres) -> None:
+    for dsn in (
+        poor_server.dsn(user="app", password="secret"),
+        poor_server.dsn(user="app"),
+        poor_server.dsn(user="nobody"),
+        poor_server.dsn(user="unheard_of"),
+    ):
+        error = failing(replace(stage.config, dsn=dsn), stage)
+        assert isinstance(error, SourceAuthenticationFailed)
+        assert error.retry is Retry.OPERATOR
+
+
+def test_a_database_that_is_not_there(stage: Stage, poor_server: EmbeddedPostgres) -> None:
+    assert isinstance(failing(replace(stage.config, dsn=poor_server.dsn("nowhere")), stage), SourceDatabaseMissing)
+
+
+def test_a_server_that_does_not_answer(stage: Stage) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    error = failing(replace(stage.config, dsn=f"postgresql://u:secret@127.0.0.1:{port}/x"), stage)
+    assert isinstance(error, SourceUnreachable)
+    assert error.retry is Retry.BACKOFF
+
+
+def test_wal_that_is_not_logical(stage: Stage, poor_server: EmbeddedPostgres) -> None:
+    config = replace(stage.config, dsn=poor_server.dsn())
+    assert isinstance(failing(config, stage), WalLevelNotLogical)
+    findings = {finding.code: finding for finding in check_source(config)}
+    assert findings["wal_level_not_logical"].blocks == "source"
+    assert "ALTER SYSTEM SET wal_level" in doctor_sql(config)
+
+
+def test_no_free_slot(stage: Stage, poor_server: EmbeddedPostgres) -> None:
+    poor_server.restart(settings={"wal_level": "logical"})
+    with poor_server.connect() as connection:
+        connection.execute("SELECT pg_create_physical_replication_slot('taken')")
+    config = replace(stage.config, dsn=poor_server.dsn())
+    assert isinstance(failing(config, stage), NoFreeSlot)
+    assert {f.code for f in check_source(config) if f.blocks == "source"} == {"no_free_slot"}
+
+
+def test_a_server_that_is_too_old(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage.sql(ORDERS)
+    monkeypatch.setattr(connections, "VERSION_MIN", 990000)
+    assert isinstance(failing(stage.config, stage), SourceVersionUnsupported)
+
+
+def test_patterns_that_match_nothing(stage: Stage) -> None:
+    stage.sql(ORDERS)
+    config = replace(stage.config, tables=("nowhere.*",))
+    assert isinstance(failing(config, stage), NoTablesMatch)
+    assert [f.code for f in check_source(config) if f.blocks == "source"] == ["no_tables_match"]
+
+
+@pytest.fixture
+def reader(stage: Stage) -> Iterator[str]:
+    """A role that may replicate and nothing else; the DSN under which it connects."""
+    name = f"reader_{stage.config.slot}"
+    stage.sql(ORDERS, "INSERT INTO orders VALUES (1, 'x')", f"CREATE ROLE {name} LOGIN REPLICATION")
+    yield stage.dsn.replace("postgres@", f"{name}@")
+    stage.sql(f"DROP OWNED BY {name}", f"DROP ROLE {name}")
+
+
+def test_a_role_that_may_not_replicate(stage: Stage, reader: str) -> None:
+    role = f"reader_{stage.config.slot}"
+    stage.sql(f"ALTER ROLE {role} NOREPLICATION")
+    config = replace(stage.config, dsn=reader)
+    assert isinstance(failing(config, stage), SourcePrivilegeMissing)
+    assert any(f'ALTER ROLE "{role}" REPLICATION' in f.sql for f in check_source(config))
+
+
+def test_publications_that_may_not_be_made_come_with_the_sql_that_makes_them(stage: Stage, reader: str) -> None:
+    config = replace(stage.config, dsn=reader)
+    error = failing(config, stage)
+    assert isinstance(error, PublicationMissing)
+    script = doctor_sql(config)
+    assert error.details["sql"] in script
+    with stage.connect() as connection:
+        connection.execute(script.replace("ALTER SYSTEM", "--").encode())
+    outcome = run_capture(config, stage.catalog, stage.log, stop=threading.Event(), until_caught_up=True)
+    assert outcome.caught_up
+    assert stage.log.replay()["public.orders"] == {("1",): {"id": "1", "item": "x"}}
+
+
+def test_a_table_that_may_not_be_read_is_set_aside_and_the_others_go_on(stage: Stage, reader: str) -> None:
+    stage.sql(
+        f"GRANT SELECT ON orders TO reader_{stage.config.slot}",
+        "CREATE TABLE hidden (id int PRIMARY KEY); INSERT INTO hidden VALUES (1)",
+        f"CREATE PUBLICATION {stage.config.publication} FOR TABLE orders, hidden",
+    )
+    stage.config = replace(stage.config, dsn=reader)
+    outcome = stage.catch_up()
+
+    assert "permission denied" in outcome.set_aside["public.hidden"]
+    assert stage.log.replay()["public.orders"] == {("1",): {"id": "1", "item": "x"}}
+    with psycopg.connect(stage.dsn, autocommit=True) as connection:
+        connection.execute("INSERT INTO hidden VALUES (2)")
+        connection.execute("INSERT INTO orders VALUES (2, 'y')")
+        connection.execute(f"GRANT SELECT ON hidden TO reader_{stage.config.slot}")
+    stage.catch_up()
+    raw = [t for t, _, row in stage.log.records() if t.schema.kind.value == "raw"]
+    assert len(raw) == 1, "its changes went on, undecoded"
+    stage.catalog.set_state(stage.table("public.hidden").id, TableState.COPY_REQUESTED, "retried")
+    stage.catch_up()
+    assert set(stage.log.replay()["public.hidden"]) == {("1",), ("2",)}
+
+
+def test_a_table_without_an_identity_does_not_break_the_application(stage: Stage) -> None:
+    stage.sql("CREATE TABLE plain (x int)", ORDERS)
+    stage.catch_up()
+    stage.sql(
+        "INSERT INTO plain VALUES (1), (2)", "UPDATE plain SET x = 5 WHERE x = 1", "DELETE FROM plain WHERE x = 2"
+    )
+    stage.catch_up()
+
+    row = stage.table("public.plain")
+    assert row.state is TableState.HISTORY_ONLY
+    assert row.reason
+    assert [chr(r["__op"]) for t, _, r in stage.log.records() if t.schema.name == "plain"] == ["c", "c"]
+    stage.sql("ALTER TABLE plain ADD PRIMARY KEY (x)")
+    stage.catch_up()
+    stage.sql("UPDATE plain SET x = 6")
+    stage.catch_up()
+    assert stage.table("public.plain").state is TableState.STREAMING
+    assert stage.log.replay()["public.plain"][("6",)] == {"x": "6"}
+
+
+def test_a_value_that_is_no_text_sets_its_table_aside_alone(postgres_server: EmbeddedPostgres, stage: Stage) -> None:
+    name = f"ascii_{stage.config.slot}"
+    with postgres_server.connect() as connection:
+        connection.execute(f"CREATE DATABASE {name} ENCODING 'SQL_ASCII' TEMPLATE template0 LOCALE 'C'")
+    try:
+        stage.dsn = postgres_server.dsn(name)
+        stage.config = make_config(stage.dsn, stage.folder, name)
+        stage.sql(ORDERS, "CREATE TABLE odd (id int PRIMARY KEY, v text)")
+        stage.catch_up()
+        stage.sql(r"INSERT INTO odd VALUES (1, E'\xff\xfe')", "INSERT INTO orders VALUES (1, 'x')")
+        outcome = stage.catch_up()
+        assert "UTF-8" in outcome.set_aside["public.odd"]
+        assert stage.log.replay()["public.orders"] == {("1",): {"id": "1", "item": "x"}}
+    finally:
+        postgres_server.drop_database(name)
+
+
+def test_a_slot_that_is_gone_invalidated_or_recreated_is_never_a_silent_gap(stage: Stage) -> None:
+    stage.sql(ORDERS, "INSERT INTO orders VALUES (1, 'x')")
+    stage.catch_up()
+    slot = stage.config.slot
+    stage.sql(f"SELECT pg_drop_replication_slot('{slot}')", "INSERT INTO orders VALUES (2, 'missed')")
+    lost = failing(stage.config, stage)
+    assert isinstance(lost, SlotLost)
+    assert "slot drop" in lost.hint
+
+    stage.sql(f"SELECT pg_create_logical_replication_slot('{slot}', 'pgoutput')")
+    assert isinstance(failing(stage.config, stage), SlotAhead)
+
+    stage.sql("DELETE FROM orders WHERE id = 1")
+    assert drop_slot(stage.config, stage.catalog) is not None
+    stage.catch_up()
+    assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
+    assert stage.catch_up().caught_up
+
+
+def test_a_slot_of_something_else_is_left_alone(stage: Stage) -> None:
+    stage.sql(ORDERS, f"SELECT pg_create_physical_replication_slot('{stage.config.slot}')")
+    assert isinstance(failing(stage.config, stage), SourceError)
+    stage.sql(f"SELECT pg_drop_replication_slot('{stage.config.slot}')")
+
+
+def test_another_system_or_database_under_the_same_dsn(stage: Stage, poor_server: EmbeddedPostgres) -> None:
+    stage.sql(ORDERS)
+    stage.catch_up()
+    assert isinstance(failing(replace(stage.config, dsn=poor_server.dsn()), stage), SourceReplaced)
+    other = stage.dsn.replace(f"/{stage.config.slot}?", "/postgres?")
+    assert isinstance(failing(replace(stage.config, dsn=other), stage), SourceReplaced)
+
+
+def test_a_slot_in_use_cannot_be_dropped(stage: Stage) -> None:
+    stage.sql(ORDERS)
+    running = stage.start()
+    wait_until(stage.slot_confirmed, "the slot is made")
+    with pytest.raises(SlotActive):
+        drop_slot(stage.config)
+    running.stop()
+    assert drop_slot(stage.config) is not None
+    assert drop_slot(stage.config) is None
+
+
+def test_a_doctor_that_finds_nothing_wrong_says_only_what_is_worth_knowing(stage: Stage) -> None:
+    stage.sql("CREATE TABLE t (id int PRIMARY KEY, span int4range, anything numeric)")
+    findings = check_source(stage.config)
+    assert {f.blocks for f in findings} <= {"nothing"}
+    assert {"public.t.span", "public.t.anything"} <= {f.message.split(" ")[0] for f in findings}
+    stage.sql("CREATE TABLE plain (x int)")
+    found = next(f for f in check_source(stage.config) if f.code == "replica_identity_unusable")
+    assert (found.blocks, found.table) == ("table", "public.plain")
+    assert "REPLICA IDENTITY FULL" in found.sql
