@@ -1,0 +1,59 @@
+"""Machine code that finds messages in what a replication connection sent: CopyData frames, one after the other."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from millstream.codec.pgoutput._compiled import compiled
+
+Array = Any  # as in _scan
+
+WHOLE: Final = 0
+OTHER: Final = 1
+MALFORMED: Final = 2
+
+_COPY_DATA: Final = ord("d")
+_XLOG_DATA: Final = ord("w")
+_KEEPALIVE: Final = ord("k")
+_HEADER: Final = 25  # of XLogData: 'w', its LSN, the server's end of WAL, the server's clock
+_KEEPALIVE_BYTES: Final = 18
+
+
+@compiled
+def split_copy_data(buffer: Array, begin: Any, end: int, starts: Array, ends: Array, kinds: Array) -> Any:
+    """Find the whole messages in `buffer[begin:end]`.
+
+    A message of XLogData begins behind its header, its kind is its first byte; a keepalive's begins with its `k`.
+
+    Returns:
+        Messages found; where the first byte stands that isn't in one; and why it ended: all that is there is whole or
+        incomplete (WHOLE), a frame of another kind begins (OTHER), or bytes that can't be (MALFORMED).
+    """
+    at = begin
+    count = 0
+    while at + 5 <= end and count < len(starts):
+        if buffer[at] != _COPY_DATA:
+            return count, at, OTHER
+        length = np.int64(0)
+        for i in range(1, 5):
+            length = (length << 8) | np.int64(buffer[at + i])
+        stop = at + 1 + length
+        if length < 5:
+            return count, at, MALFORMED
+        if stop > end:
+            break
+        tag = buffer[at + 5]
+        if tag == _XLOG_DATA and length > 4 + _HEADER:
+            starts[count] = at + 5 + _HEADER
+            kinds[count] = buffer[at + 5 + _HEADER]
+        elif tag == _KEEPALIVE and length == 4 + _KEEPALIVE_BYTES:
+            starts[count] = at + 5
+            kinds[count] = _KEEPALIVE
+        else:
+            return count, at, MALFORMED
+        ends[count] = stop
+        count += 1
+        at = stop
+    return count, at, WHOLE
