@@ -15,8 +15,8 @@ from millstream.testing.files import Crash, FaultPlan, MemoryFiles, keep_any, lo
 Keep = Callable[[int], Sequence[float]]
 
 OUTCOMES: dict[str, tuple[Keep | None, int, int]] = {
-    "all kept": (None, 1, 1),
-    "unsynced lost": (lose_all, 1, 1),
+    "all kept": (None, 1, 2),
+    "unsynced lost": (lose_all, 2, 2),
     **{f"any subset, seed {seed}": (keep_any(seed), seed, 3) for seed in (1, 2, 3)},
 }
 """What the disk keeps, and at which operations that is played: from one on, every so many."""

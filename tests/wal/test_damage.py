@@ -67,6 +67,29 @@ def test_a_flipped_bit_in_an_earlier_group_is_damage_and_named(truth: Truth, *, 
     assert ls(FOLDER, files=files)
 
 
+def test_a_reader_that_is_told_of_damage_leaves_out_only_what_is_damaged(truth: Truth):
+    files = MemoryFiles()
+    filled(truth, files)
+    path = segments(files)[1]
+    at = files.size(path) - 200  # in the footer: its frames can be found without it
+    files.damage(path, at, b"\xff" * 8)
+    told: list[CorruptWal] = []
+    reader = StreamReader(FOLDER, files=files, on_damage=told.append)
+    whole = {s for records in reader.read_between(0, 180) for s in records.batch.column("__seq").to_pylist()}
+    assert whole == set(range(1, 181))
+    assert [error.details["file"] for error in told] == [path]
+    frame = next(f for f in inspect(FOLDER, files=files) if not isinstance(f, Loss) and f.path == path and f.count)
+    files.damage(path, frame.position + 60, b"\xff" * 8)
+    told.clear()
+    reader = StreamReader(FOLDER, files=files, on_damage=told.append)
+    left = {s for records in reader.read_between(0, 180) for s in records.batch.column("__seq").to_pylist()}
+    assert whole - left
+    assert len(whole - left) <= frame.count
+    by_offset = sum(records.batch.num_rows for records in reader.read(0, 0))
+    assert by_offset == 120 - frame.count
+    assert told
+
+
 def test_damage_in_the_tail_behind_which_a_later_group_stands_stops_recovery(truth: Truth):
     files = MemoryFiles()
     log = truth.open(files, options=LogOptions(segment_bytes=1 << 16))
