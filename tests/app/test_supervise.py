@@ -25,6 +25,7 @@ with line.held():
     line.tell("ready", {"pid": os.getpid()})
     if "refuse" in sys.argv: raise SourceAuthenticationFailed("wrong password")
     if "flaky" in sys.argv: raise SourceUnreachable("nobody there")
+    if "bug" in sys.argv: assert 1 > 2, "an invariant"
     if "done" in sys.argv: line.tell("outcome", {"rows": 7}); sys.exit(0)
     heard = line.drain if "drains" in sys.argv else line.stop
     heard.wait()
@@ -114,6 +115,12 @@ def test_an_error_that_may_pass_is_tried_only_so_often_where_that_is_asked_for()
     watch.run()
     assert len(watch.facts("a", "started")) == 3
     assert watch.facts("a", "given_up")[0]["code"] == "source_unreachable"
+
+
+def test_a_bug_is_told_too_and_does_not_repeat_for_ever_where_a_job_waits() -> None:
+    watch = Watch(part("a", "bug", errors_max=2), on=lambda *_: None)
+    watch.run()
+    assert watch.facts("a", "given_up")[0]["message"] == "AssertionError: an invariant"
 
 
 def test_a_part_may_end_by_itself_and_another_is_told_to_drain() -> None:

@@ -37,6 +37,8 @@ LOCK_PATIENCE_S: Final = 30.0
 RETENTION_EVERY_S: Final = 30.0
 _BACKOFF_FIRST_S: Final = 0.5
 _BACKOFF_MAX_S: Final = 30.0
+_ATTEMPTS_OF_A_JOB: Final = 5
+"""How often `--until-caught-up` tries before it fails: some seconds, for a server that is just starting."""
 
 
 class OwnedStream:
@@ -52,6 +54,8 @@ class OwnedStream:
         self.outcome: CaptureOutcome | None = None
         self.error: MillstreamError | None = None
         self.gave_up = False
+        self.crash: Exception | None = None
+        """A broken invariant: our bug, which ends the process."""
         self.since_s = time.time()
         self._stream_id: StreamId | None = None
 
@@ -67,7 +71,9 @@ class OwnedStream:
                 attempt = 1 if seen else attempt + 1
                 self.progress = None
                 mends_itself = error.retry is Retry.BACKOFF or isinstance(error, DiskFull)
-                patient = error.retry is Retry.REOPEN or (mends_itself and not until_caught_up)
+                patient = (error.retry is Retry.REOPEN or mends_itself) and not (
+                    until_caught_up and attempt >= _ATTEMPTS_OF_A_JOB
+                )
                 if not patient or stop.is_set():
                     self.gave_up = True
                     logger.error(  # noqa: TRY400 - a person reads the error, not its traceback
@@ -85,6 +91,10 @@ class OwnedStream:
                 )
                 if stop.wait(wait_s):
                     return
+            except Exception as error:  # noqa: BLE001 - a thread's end must not pass for the end of its work
+                self.crash = error
+                stop.set()
+                return
             else:
                 self.error = None if self.outcome is None else self.outcome.error
                 return
@@ -235,6 +245,9 @@ def run_owner(
         _wait_for(threads, streams, lifeline)
         done.set()
         keeper.join()
+    for stream in streams:
+        if stream.crash is not None:
+            raise stream.crash
     failed = [stream.error for stream in streams if stream.gave_up and stream.error is not None]
     outcome = {s.name: _outcome_facts(s.outcome) for s in streams if s.outcome is not None}
     lifeline.tell("outcome", {"streams": outcome})
@@ -249,7 +262,9 @@ def _wait_for(threads: list[threading.Thread], streams: list[OwnedStream], lifel
         for thread in threads:
             thread.join(0.2)
         for stream in streams:
-            if stream.gave_up and stream.error is not None and stream.name not in reported:
+            # The last one's error is this process's own, and told as such.
+            others = any(thread.is_alive() for thread in threads)
+            if others and stream.gave_up and stream.error is not None and stream.name not in reported:
                 reported.add(stream.name)
                 lifeline.tell("stream_failed", {"stream": stream.name, **stream.error.as_dict()})
 

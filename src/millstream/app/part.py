@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from millstream.app.supervise import REPORT_VARIABLE
-from millstream.errors import MillstreamError
+from millstream.errors import MillstreamError, Retry
 
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -61,6 +61,14 @@ class Lifeline:
             yield
         except MillstreamError as error:
             self.tell("error", error.as_dict())
+            if self.supervised:
+                # Who supervises says it; said twice it would look like two.
+                raise SystemExit(error.exit_code) from error
+            raise
+        except Exception as error:
+            # Our bug: another process may get by it, and whoever waits for the work to end must hear of it.
+            facts = {"code": "unexpected", "message": f"{type(error).__name__}: {error}", "retry": Retry.BACKOFF.value}
+            self.tell("error", facts)
             raise
         finally:
             for number, handler in before.items():

@@ -41,6 +41,8 @@ class StreamPipeline:
         self.progress: PipelineProgress | None = None
         self.outcome: PipelineOutcome | None = None
         self.error: MillstreamError | None = None
+        self.crash: Exception | None = None
+        """A broken invariant: our bug, which ends the process."""
 
     def run(self, lifeline: Lifeline, tell: Callable[[], None]) -> None:
         """Land the stream until told to stop or drained. Never raises what is in our tree of errors."""
@@ -67,6 +69,9 @@ class StreamPipeline:
             if error.retry in {Retry.BACKOFF, Retry.REOPEN}:
                 # Another process may do better: the others drain, this one ends, and the supervisor starts it anew.
                 lifeline.stop.set()
+        except Exception as error:  # noqa: BLE001 - a thread's end must not pass for the end of its work
+            self.crash = error
+            lifeline.stop.set()
 
     def facts(self) -> dict[str, Any]:
         """What is known of it now, JSON-able."""
@@ -143,6 +148,9 @@ def run_pipelines(home: Home, lifeline: Lifeline, *, on_progress: Callable[[dict
             thread.start()
         for thread in threads:
             thread.join()
+    for pipeline in pipelines:
+        if pipeline.crash is not None:
+            raise pipeline.crash
     outcome = {p.name: _outcome_facts(p.outcome) for p in pipelines if p.outcome is not None}
     lifeline.tell("outcome", {"streams": outcome})
     for pipeline in pipelines:

@@ -72,9 +72,15 @@ class _Conductor:
         self._until_caught_up = until_caught_up
         self._on_event = on_event
         option = ["--until-caught-up"] if until_caught_up else []
-        most = _ERRORS_MAX if until_caught_up else None
+        # Capture has been patient already when it says an error.
+        most, most_of_capture = (_ERRORS_MAX, 2) if until_caught_up else (None, None)
         parts = [
-            Part("capture", part_command(home, "capture", "run", *option), may_end=until_caught_up, errors_max=most),
+            Part(
+                "capture",
+                part_command(home, "capture", "run", *option),
+                may_end=until_caught_up,
+                errors_max=most_of_capture,
+            ),
             Part("pipeline", part_command(home, "pipeline", "run"), errors_max=most),
         ]
         if not until_caught_up:
