@@ -13,6 +13,7 @@ WRONG_WIDTH: Final = 1
 UNFINISHED: Final = 2
 
 _TAB, _NEWLINE, _BACKSLASH = 9, 10, 92
+_DATA = 100
 _B, _F, _N, _R, _T, _V, _NULL = 98, 102, 110, 114, 116, 118, 78
 
 
@@ -77,3 +78,30 @@ def scan_rows(  # noqa: C901, PLR0912 - a walk byte by byte is one loop
             to += 1
         at += 1
     return (FINE if column == 0 and start == end else UNFINISHED), rows
+
+
+@compiled
+def take_rows(block: Array, filled: int, text: Array, to: int) -> tuple[int, int, int, int]:
+    """Put the rows of whole CopyData messages one behind the other.
+
+    Stops at the first message of another kind, or that isn't there whole, or has no room in `text`. Returns where in
+    `block` it stopped, the kind it stopped at (0: a message that isn't whole, -1: no room), the end of what is in `text`
+    now, and how many rows were put there.
+    """
+    at = 0
+    rows = 0
+    while at + 5 <= filled:
+        if block[at] != _DATA:
+            return at, int(block[at]), to, rows
+        length = (
+            (int(block[at + 1]) << 24) | (int(block[at + 2]) << 16) | (int(block[at + 3]) << 8) | int(block[at + 4])
+        ) - 4
+        if at + 5 + length > filled:
+            return at, 0, to, rows
+        if to + length > len(text):
+            return at, -1, to, rows
+        text[to : to + length] = block[at + 5 : at + 5 + length]
+        to += length
+        at += 5 + length
+        rows += 1
+    return at, 0, to, rows

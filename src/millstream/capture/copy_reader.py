@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 from psycopg import pq, sql
 
 from millstream.capture.connection import translate_result, translated
 from millstream.capture.copy_text import CopiedRows, read_copied
+from millstream.capture.copy_wire import copy_out
 from millstream.capture.publication import restrictions
 from millstream.capture.source import Connection, SourceTable, as_record_end, read_table
 from millstream.codec.pgoutput import table_schema
@@ -155,8 +156,8 @@ class ChunkReader:
                 connection.execute(
                     "SET LOCAL client_encoding = 'SQL_ASCII'"
                 )  # any bytes; the transaction's last answer
-            text, count, whole = self._copy_out(query.as_bytes(connection))
-        rows = read_copied(text, count, found.relation, schema)
+            copied = copy_out(connection, query.as_bytes(connection), bytes_max=CHUNK_BYTES_MAX)
+        rows = read_copied(copied.text, copied.row_count, found.relation, schema)
         return Chunk(
             rows=rows,
             snapshot=Snapshot.parse(row[0]),
@@ -164,7 +165,7 @@ class ChunkReader:
             lsn=as_record_end(parse_lsn(place[0])),
             at_us=int(place[1]),
             table=found,
-            last=whole and (rows_max is None or count < rows_max),
+            last=copied.whole and (rows_max is None or copied.row_count < rows_max),
         )
 
     def split(self, table: SourceTable, parts: int) -> list[Key]:
@@ -205,39 +206,6 @@ class ChunkReader:
         with translated():
             path = sql.SQL(", ").join(map(sql.Identifier, spaces))
             self._connection.execute(sql.SQL("SET search_path = {}").format(path))
-
-    def _copy_out(self, query: bytes) -> tuple[bytes, int, bool]:
-        """COPY's text, its rows, and whether it is all that there was."""
-        pgconn = self._connection.pgconn
-        pgconn.send_query(query)
-        result = pgconn.get_result()
-        assert result is not None
-        if result.status != pq.ExecStatus.COPY_OUT:
-            while pgconn.get_result() is not None:
-                continue  # the connection takes no other command before
-            raise translate_result(result)
-        parts: list[Any] = []
-        append, get = parts.append, pgconn.get_copy_data
-        size = 0
-        cut = False
-        while True:
-            count, data = get(0)
-            if count <= 0:
-                break
-            if cut:
-                continue
-            append(data)
-            size += count
-            if size >= CHUNK_BYTES_MAX:
-                cut = True
-                self._connection.cancel_safe()
-        failure = None
-        while (result := pgconn.get_result()) is not None:
-            if result.status != pq.ExecStatus.COMMAND_OK and not cut:
-                failure = translate_result(result)
-        if failure is not None:
-            raise failure
-        return b"".join(parts), len(parts), not cut
 
 
 def table_of(table: SourceTable, source: SourceId, table_id: TableId) -> TableSchema:

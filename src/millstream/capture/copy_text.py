@@ -68,11 +68,11 @@ class CopiedRows:
         )
 
 
-def read_copied(data: bytes | bytearray, row_count: int, relation: Relation, schema: TableSchema) -> CopiedRows:
+def read_copied(data: npt.NDArray[np.uint8], row_count: int, relation: Relation, schema: TableSchema) -> CopiedRows:
     """Decode COPY's text of rows whose columns are the relation's, in its order.
 
     Args:
-        data: the text, whole lines, less than 2 GiB.
+        data: the text, whole lines, less than 2 GiB. It is the callee's now: escapes are taken away in place.
         row_count: its rows.
         relation: the table as it was read.
         schema: the table's schema under that relation.
@@ -82,13 +82,12 @@ def read_copied(data: bytes | bytearray, row_count: int, relation: Relation, sch
         ProtocolViolation: the text isn't what COPY writes.
     """
     size_bytes = len(data)
-    buffer: npt.NDArray[np.uint8] = np.frombuffer(bytearray(data) if isinstance(data, bytes) else data, np.uint8)
     width = len(relation.columns)
     value_at, size = np.empty((width, row_count), np.int32), np.empty((width, row_count), np.int32)
-    fault, found = machine.scan_rows(buffer, width, value_at, size)
+    fault, found = machine.scan_rows(data, width, value_at, size)
     if fault != machine.FINE or found != row_count:
         raise ProtocolViolation(f"COPY of {relation.qualified_name}: row {found + 1} isn't one of {width} columns")
-    buffer = buffer.view()
+    buffer = data.view()
     buffer.flags.writeable = False
     texts = [Texts(buffer, value_at[number], size[number], relation) for number in range(width)]
     columns: list[pa.Array] = []

@@ -1,0 +1,58 @@
+"""COPY's text is the same whichever way it is taken, and the connection goes on afterwards."""
+
+from __future__ import annotations
+
+import pytest
+from tests.capture.capture_stage import Stage
+
+from millstream.capture import copy_wire
+from millstream.capture.connection import connect
+from millstream.errors import MillstreamError
+
+ROWS = (
+    "SELECT i, CASE WHEN i % 97 = 0 THEN repeat('x', 400000) ELSE repeat('y', i % 50) END FROM generate_series(1, {}) i"
+)
+
+
+def test_rows_of_all_sizes_come_whole(stage: Stage) -> None:
+    query = f"COPY ({ROWS.format(2000)}) TO STDOUT".encode()
+    with connect(stage.dsn, purpose="test") as connection:
+        plain = copy_wire._by_libpq(connection, query, 1 << 30)
+        for _ in range(3):
+            ours = copy_wire.copy_out(connection, query, bytes_max=1 << 30)
+            assert ours.row_count == plain.row_count == 2000
+            assert ours.whole
+            assert ours.text.tobytes() == plain.text.tobytes()
+        assert connection.execute("SELECT 1").fetchone() == (1,)
+
+
+def test_reading_stops_at_its_bound_with_whole_rows(stage: Stage) -> None:
+    query = f"COPY ({ROWS.format(50000)}) TO STDOUT".encode()
+    with connect(stage.dsn, purpose="test") as connection:
+        found = copy_wire.copy_out(connection, query, bytes_max=1 << 20)
+        assert not found.whole
+        assert found.text.tobytes().count(b"\n") == found.row_count
+        assert found.text.tobytes().endswith(b"\n")
+        assert connection.execute("SELECT 1").fetchone() == (1,)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "COPY (SELECT 1/0) TO STDOUT",
+        "COPY nothing TO STDOUT",
+        "COPY (SELECT 1/(3-i) FROM generate_series(1, 9) i) TO STDOUT",
+    ],
+)
+def test_what_postgresql_refuses_is_an_error_and_the_connection_goes_on(stage: Stage, query: str) -> None:
+    with connect(stage.dsn, purpose="test") as connection:
+        with pytest.raises(MillstreamError):
+            copy_wire.copy_out(connection, query.encode(), bytes_max=1 << 20)
+        assert connection.execute("SELECT 1").fetchone() == (1,)
+
+
+def test_no_rows_and_rows_without_columns(stage: Stage) -> None:
+    with connect(stage.dsn, purpose="test") as connection:
+        assert copy_wire.copy_out(connection, b"COPY (SELECT 1 WHERE false) TO STDOUT", bytes_max=1).row_count == 0
+        found = copy_wire.copy_out(connection, b"COPY (SELECT) TO STDOUT", bytes_max=1 << 20)
+        assert (found.row_count, found.text.tobytes()) == (1, b"\n")
