@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from millstream.catalog import Catalog, ChunkState, CopyChunk, TableState
 from millstream.catalog.database import REVISION
 from millstream.catalog.tables import metadata
-from millstream.errors import CatalogBusy, CatalogError, CatalogTooNew, StaleEpoch, UnknownStream, UnknownTable
+from millstream.errors import (
+    CatalogBusy,
+    CatalogError,
+    CatalogTooNew,
+    DiskFull,
+    StaleEpoch,
+    UnknownStream,
+    UnknownTable,
+)
 from millstream.model.ids import Epoch, SchemaVersion, SourceId, StreamId, TableId, WriterId
 from millstream.model.positions import Lsn, Seq
 from millstream.model.schema import Column, PgType, TableSchema
@@ -213,6 +221,17 @@ def test_a_lock_that_is_held_too_long_is_catalog_busy(tmp_path: Path) -> None:
     assert catalog.resolve_stream("shop")
     holder.close()
     catalog.close()
+
+
+def test_a_full_disk_is_said_as_such_and_changes_nothing(catalog: Catalog) -> None:
+    raw = catalog._database._engine.raw_connection()
+    pages = raw.cursor().execute("PRAGMA page_count").fetchone()[0]
+    raw.cursor().execute(f"PRAGMA max_page_count = {pages}")
+    raw.close()
+    with pytest.raises(DiskFull):
+        catalog.put_fact("a", "x", "y" * 100_000)
+    assert catalog.fact("a", "x") is None
+    catalog.put_fact("a", "x", "small")
 
 
 def _open_and_register(path: str, times: int, results: multiprocessing.Queue[list[int]]) -> None:

@@ -7,6 +7,7 @@ configuration: `Home.streams_on_disk` works on a copied folder too.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -17,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from millstream.errors import CatalogError, HomeNotFound, HomeTooNew, HomeUnwritable, UnknownStream
+from millstream.errors import CatalogError, DiskFull, HomeNotFound, HomeTooNew, HomeUnwritable, UnknownStream
 from millstream.model.ids import check_stream_name
 
 if TYPE_CHECKING:
@@ -179,6 +180,7 @@ class Home:
         Raises:
             HomeTooNew, CatalogError: as `check_format`.
             HomeUnwritable: a folder can't be made or written.
+            DiskFull: there is no space for it.
         """
         self.check_format()
         try:
@@ -193,6 +195,8 @@ class Home:
             probe.touch()
             probe.unlink()
         except OSError as error:
+            if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+                raise DiskFull(f"no space for {error.filename or self.path}", path=str(self.path)) from error
             raise HomeUnwritable(f"{error.filename or self.path}: {error.strerror}", path=str(self.path)) from error
 
     def open_catalog(self) -> Catalog:

@@ -60,8 +60,9 @@ class RoleLock:
                         role=role,
                     ) from None
                 time.sleep(_POLL_S)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "since": time.time()}).encode(), 0)
+        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same, and nobody reads who has it
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "since": time.time()}).encode(), 0)
         return cls(file, descriptor)
 
     def release(self) -> None:

@@ -129,7 +129,7 @@ class Supervisor:
     def run(self) -> None:
         """Start all parts and see to them until none is left.
 
-        SIGINT and SIGTERM tell all to stop; a second one kills them.
+        SIGINT, SIGTERM and a terminal's end tell all to stop; a second one kills them.
         """
         with self._signals():
             try:
@@ -291,7 +291,10 @@ class Supervisor:
             self._inbox.put(("", None, None))
 
         # SIGCHLD needs no handler: a part's end closes its pipe.
-        before = {number: signal.signal(number, heard) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup means it
+            numbers.append(signal.SIGHUP)
+        before = {number: signal.signal(number, heard) for number in numbers}
         try:
             yield
         finally:

@@ -17,7 +17,7 @@ from typing import Any, Final
 from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, text
 from sqlalchemy.exc import DBAPIError
 
-from millstream.errors import CatalogBusy, CatalogError, CatalogTooNew
+from millstream.errors import CatalogBusy, CatalogError, CatalogTooNew, DiskFull, MillstreamError
 
 REVISION: Final = "0001"
 """The newest migration in this package; a test holds it equal to the scripts'."""
@@ -70,8 +70,10 @@ class Database:
         except sqlite3.Error as error:
             raise self._error(error) from error
 
-    def _error(self, error: BaseException) -> CatalogError:
+    def _error(self, error: BaseException) -> MillstreamError:
         code = getattr(error, "sqlite_errorcode", None)
+        if code == sqlite3.SQLITE_FULL:
+            return DiskFull(f"no space for {self.path}", file=str(self.path))
         if code in _BUSY_CODES or "locked" in str(error):
             return CatalogBusy(
                 f"{self.path} stayed locked for {self._busy_timeout_s:g} s",

@@ -49,6 +49,7 @@ class Catalog:
     Raises:
         CatalogTooNew: a newer Millstream wrote it.
         CatalogBusy: it stayed locked past the busy timeout (any call may raise that).
+        DiskFull: there is no space for what a call writes; nothing was changed.
         CatalogError: it can't be read or written (any call may raise that).
 
     Concurrency: any number of threads and processes; one object serves all threads of a process. Open it after a fork,
