@@ -271,7 +271,7 @@ def _wait_for_cut(folder: Path, run: subprocess.Popen[bytes], *, above: int) -> 
             raise DemoFailed(f"`millstream run` ended with {run.returncode}: see {_shown(folder)}/run.log")
         return _cuts(folder) > above
 
-    _await(moved, 120, "the lake to move on")
+    _await(moved, 240, "the lake to move on")
 
 
 def _await(condition: Callable[[], bool], seconds: float, what: str) -> None:
