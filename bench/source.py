@@ -33,7 +33,7 @@ COLUMNS = "id bigint PRIMARY KEY, customer integer, status text, total numeric(1
 SHAPE = "6 columns (int8 key, int4, text, numeric(12,2), timestamptz, text of 32 B), about 100 B a row"
 ROW_BYTES = 100
 """What PostgreSQL's text of a row takes with the protocol's lengths, about; `bytes` of a figure is measured, not this."""
-_VALUES = (
+VALUES = (
     "n, (n % 100000)::int, (ARRAY['new','paid','packed','shipped'])[1 + n % 4], (n % 1000000) / 100.0, "
     "'2026-01-01 00:00:00+00'::timestamptz + n * interval '1 second', md5(n::text)"
 )
@@ -120,7 +120,7 @@ def make_backlog(server: EmbeddedPostgres, name: str, *, transactions: int, rows
             f"""
             DO $$ BEGIN
               FOR t IN 0 .. {transactions - 1} LOOP
-                INSERT INTO {name} SELECT {_VALUES}
+                INSERT INTO {name} SELECT {VALUES}
                   FROM generate_series(t * {rows_each}::bigint + 1, (t + 1) * {rows_each}::bigint) AS n;
                 COMMIT;
               END LOOP;
