@@ -32,7 +32,7 @@ POINTS = {
     "lake.before_history_commit": "lake files written, not committed",
     "pipeline.after_lake_commit": "lake committed, spark checkpoint not",
     "lake.before_fold_commit": "in a fold",
-    "capture.copy_chunk": "in a chunk of the table copy",
+    "capture.copy_chunk_read": "in a chunk of the table copy",
 }
 TIMES = 3
 RANDOM_KILLS = 4
@@ -150,8 +150,8 @@ def kill_everything_everywhere(
         )
         with under.working():
             for _ in range(times):
-                under.strike("capture.copy_chunk")
-            others = [point for point in POINTS if point != "capture.copy_chunk"] * times
+                under.strike("capture.copy_chunk_read")
+            others = [point for point in POINTS if point != "capture.copy_chunk_read"] * times
             under.rng.shuffle(others)
             for point in others:
                 under.strike(point)
