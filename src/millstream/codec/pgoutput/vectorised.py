@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -415,6 +416,11 @@ def warm() -> None:
         b"C" + struct.pack(">BQQq", 0, 1, 2, 0),
     ]
     decode_transactions(MessageRun.of(messages), _WarmDirectory(), RelationCache())
+    with suppress(ImportError):
+        from millstream.codec.pgoutput._framing import split_copy_data
+
+        places = np.empty(1, np.int64)
+        split_copy_data(MessageRun.of([b"d"]).buffer, 0, 1, places, places.copy(), np.empty(1, np.uint8))
 
 
 class _WarmDirectory:
