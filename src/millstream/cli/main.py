@@ -82,11 +82,12 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     try:
         code = cli.main(args=arguments, prog_name="millstream", standalone_mode=False)
         sys.stdout.flush()
-    except BrokenPipeError:
-        # Whoever read stdout (head, a pager) has enough; the interpreter must not flush into the void at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
     except BaseException as error:  # noqa: BLE001 - this is the edge: every way to end becomes an exit code
+        # click makes a SystemExit of a pipe that broke in a command.
+        if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):
+            # Whoever read stdout (head, a pager) has enough; the interpreter must not flush into the void at its end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(0)
         sys.exit(_report(error, debug="--debug" in arguments))
     sys.exit(code if isinstance(code, int) else 0)
 
