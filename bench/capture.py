@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import statistics
+import subprocess
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
-from bench.figures import Figure, compared, measures, say
+from bench.figures import RUNS, Figure, compared, measures, say
+from bench.homes import make_home
 from bench.ours import PGOUTPUT, captured
 from bench.places import folder
-from bench.source import SHAPE, Backlog, make_backlog, postgres, recvlogical_rows_s
+from bench.source import (
+    COLUMNS,
+    DATABASE,
+    ROW_BYTES,
+    SHAPE,
+    VALUES,
+    Backlog,
+    drop_slot,
+    insert_transactions,
+    make_backlog,
+    postgres,
+    recvlogical_rows_s,
+)
 from millstream.codec.pgoutput import warm
+from millstream.testing.postgres import EmbeddedPostgres
+
+COPY_ROWS = 2_000_000
 
 _LIKE_WITH_LIKE = (
     "both read copies of one slot over the Unix socket with the same pgoutput options (proto_version 2, streaming on, messages"
@@ -62,3 +83,106 @@ def small_transactions() -> Iterator[Figure]:
     yield _beside_recvlogical(
         "capture_small_tx_vs_pg_recvlogical", "small", transactions=100_000, rows_each=1, goal=">= 0.9"
     )
+
+
+@measures("table_copy_vs_copy_to_null")
+def table_copy() -> Iterator[Figure]:
+    """Existing rows into the log by one worker."""
+    say(f"table_copy_vs_copy_to_null: {COPY_ROWS:,} rows")
+    warm()
+    with postgres() as server:
+        with server.connect(DATABASE) as connection:
+            connection.execute(f"CREATE TABLE whole ({COLUMNS})")
+            connection.execute(f"INSERT INTO whole SELECT {VALUES} FROM generate_series(1, {COPY_ROWS}) AS n")
+            connection.execute("CREATE PUBLICATION whole FOR TABLE whole")
+            connection.execute("VACUUM (FREEZE, ANALYZE) whole")
+            row = connection.execute("SELECT sum(length(w::text)) FROM whole w").fetchone()
+        assert row is not None
+        yield compared(
+            "table_copy_vs_copy_to_null",
+            lambda: _copied_rows_s(server),
+            lambda: _copy_to_null_rows_s(server),
+            unit="rows/s",
+            goal=">= 0.8",
+            rows=COPY_ROWS,
+            size_bytes=int(row[0]),
+            note=f"{SHAPE}; ours with one worker, from the answer to START_REPLICATION until the table counts as copied, all of its"
+            " rows durable in the log (typed Arrow, LZ4, CRC32C, fdatasync a commit group); the peer is the server's own"
+            " COPY whole TO '/dev/null' (text), which sends nothing to any client",
+        )
+
+
+def _copied_rows_s(server: EmbeddedPostgres) -> float:
+    slot = "whole_run"
+    with server.connect(DATABASE) as connection:
+        connection.execute("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", [slot])
+        connection.execute("CHECKPOINT")
+    try:
+        with (
+            folder("copy") as path,
+            captured(server, path, table="whole", slot=slot, copy=True, copy_workers=1) as capture,
+        ):
+            copied_at = capture.wait_until_copied()
+            found = capture.writer.stats().records
+            if found < COPY_ROWS:
+                raise AssertionError(f"{found} records are in the log, the table has {COPY_ROWS} rows")
+            return COPY_ROWS / (copied_at - capture.began_at)
+    finally:
+        drop_slot(server, slot)
+
+
+def _copy_to_null_rows_s(server: EmbeddedPostgres) -> float:
+    with server.connect(DATABASE) as connection:
+        began_at = time.perf_counter()
+        connection.execute("COPY whole TO '/dev/null'")
+        return COPY_ROWS / (time.perf_counter() - began_at)
+
+
+@measures("capture_rss_mib")
+def resident_memory() -> Iterator[Figure]:
+    """The most that `millstream capture run` ever held, streaming many transactions and a large streamed one."""
+    mid, large = 500, 2_000_000
+    say(f"capture_rss_mib: {mid} transactions of 1,000 rows and one of {large:,}")
+    with postgres() as server, folder("rss") as path:
+        with server.connect(DATABASE) as connection:
+            connection.execute(f"CREATE TABLE big ({COLUMNS})")
+        home = make_home(server, path / "home", ["public.big"])
+        home.run("capture", "run", "--until-caught-up")
+        peaks = []
+        for number in range(RUNS):
+            with server.connect(DATABASE) as connection:
+                first = number * (mid * 1000 + large)
+                insert_transactions(connection, "big", transactions=mid, rows_each=1000, after=first)
+                insert_transactions(connection, "big", transactions=1, rows_each=large, after=first + mid * 1000)
+            peaks.append(_peak_mib(home.command("capture", "run", "--until-caught-up")))
+            say(f"  run {number + 1}: {peaks[-1]:.0f} MiB")
+    yield Figure(
+        figure="capture_rss_mib",
+        ratio=None,
+        ours=round(statistics.median(peaks), 1),
+        peer=None,
+        unit="MiB",
+        runs=RUNS,
+        goal="< 512",
+        rows=mid * 1000 + large,
+        bytes=(mid * 1000 + large) * ROW_BYTES,
+        note=f"VmHWM of the process `millstream capture run --until-caught-up`; {SHAPE}; {mid} transactions of 1000 rows, then one of"
+        f" {large} rows, which the source streams before its commit (logical_decoding_work_mem 64MB)",
+    )
+
+
+def _peak_mib(command: list[str]) -> float:
+    """The high-water mark of a process's resident memory, read until it ends."""
+    peak = 0.0
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        status = Path(f"/proc/{process.pid}/status")
+        while process.poll() is None:
+            with contextlib.suppress(OSError):
+                lines = [line for line in status.read_text().splitlines() if line.startswith("VmHWM")]
+                peak = max([peak, *(int(line.split()[1]) / 1024 for line in lines)])
+            time.sleep(0.02)
+        assert process.stderr is not None
+        messages = process.stderr.read()
+    if process.returncode:
+        raise RuntimeError(f"capture ended with {process.returncode}: {messages[-2000:]}")
+    return peak

@@ -14,7 +14,7 @@ from typing import Any
 import structlog
 
 from bench.source import DATABASE
-from millstream.capture import CaptureConfig, CaptureOutcome, run_capture
+from millstream.capture import CaptureConfig, run_capture
 from millstream.catalog import Catalog, TableState
 from millstream.errors import MillstreamError
 from millstream.model.ids import SourceId, StreamId
@@ -38,9 +38,9 @@ class Capture:
     stream: StreamId
     stop: threading.Event = field(default_factory=threading.Event)
     began_at: float = 0.0
-    outcome: CaptureOutcome | None = None
     error: BaseException | None = None
-    ended: threading.Event = field(default_factory=threading.Event)
+    copied: threading.Event = field(default_factory=threading.Event)
+    copied_at: float = 0.0
 
     def wait_until_durable(self, end: str, *, poll_s: float = 0.001) -> float:
         """The moment at which everything that committed below `end` was durable in the log."""
@@ -53,13 +53,11 @@ class Capture:
             time.sleep(poll_s)
         return time.perf_counter()
 
-    def wait_until_ended(self) -> CaptureOutcome:
-        """What capture gave back."""
-        if not self.ended.wait(_GIVE_UP_S):
-            raise TimeoutError(f"capture didn't end within {_GIVE_UP_S:.0f} s")
-        self.check()
-        assert self.outcome is not None
-        return self.outcome
+    def wait_until_copied(self) -> float:
+        """The moment at which a table counted as copied: all its rows durable."""
+        while not self.copied.wait(0.5):
+            self.check()
+        return self.copied_at
 
     def check(self) -> None:
         """Raise what ended the capture, where something did."""
@@ -75,7 +73,6 @@ def captured(
     table: str,
     slot: str,
     copy: bool = False,
-    until_caught_up: bool = False,
     copy_workers: int = 1,
 ) -> Iterator[Capture]:
     """Capture one table over a slot into a new log under `path`.
@@ -86,7 +83,6 @@ def captured(
         table: in schema `public`; its publication bears its name.
         slot: the slot to read.
         copy: copy existing rows too; else the table counts as copied.
-        until_caught_up: end by itself.
         copy_workers: connections that copy.
     """
     with closing(Catalog(path / "catalog.db")) as catalog:
@@ -113,7 +109,7 @@ def captured(
         )
         with closing(writer):
             capture = Capture(writer, catalog, stream)
-            thread = threading.Thread(target=_run, args=(capture, config, until_caught_up), daemon=True)
+            thread = threading.Thread(target=_run, args=(capture, config), daemon=True)
             thread.start()
             try:
                 yield capture
@@ -122,21 +118,20 @@ def captured(
                 thread.join()
 
 
-def _run(capture: Capture, config: CaptureConfig, until_caught_up: bool) -> None:  # noqa: FBT001 - a thread's target
+def _run(capture: Capture, config: CaptureConfig) -> None:
     def note(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         if event.get("event") == "streaming":
             capture.began_at = time.perf_counter()
+        elif event.get("event") == "table copied":
+            capture.copied_at = time.perf_counter()
+            capture.copied.set()
         raise structlog.DropEvent
 
     structlog.configure(processors=[note], wrapper_class=structlog.make_filtering_bound_logger(logging.INFO))
     try:
-        capture.outcome = run_capture(
-            config, capture.catalog, capture.writer, stop=capture.stop, until_caught_up=until_caught_up
-        )
+        run_capture(config, capture.catalog, capture.writer, stop=capture.stop)
     except (MillstreamError, AssertionError, OSError) as error:
         capture.error = error
-    finally:
-        capture.ended.set()
 
 
 def _count_as_copied(server: EmbeddedPostgres, catalog: Catalog, stream: StreamId, table: str) -> None:

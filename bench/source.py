@@ -116,16 +116,7 @@ def make_backlog(server: EmbeddedPostgres, name: str, *, transactions: int, rows
         connection.execute(f"CREATE TABLE {name} ({COLUMNS})")
         connection.execute(f"CREATE PUBLICATION {name} FOR TABLE {name}")
         connection.execute("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", [name])
-        connection.execute(
-            f"""
-            DO $$ BEGIN
-              FOR t IN 0 .. {transactions - 1} LOOP
-                INSERT INTO {name} SELECT {VALUES}
-                  FROM generate_series(t * {rows_each}::bigint + 1, (t + 1) * {rows_each}::bigint) AS n;
-                COMMIT;
-              END LOOP;
-            END $$"""
-        )
+        insert_transactions(connection, name, transactions=transactions, rows_each=rows_each)
         end = last_commit(connection)
         size = _backlog_bytes(connection, name, name)
     made_s = time.monotonic() - started
@@ -133,6 +124,22 @@ def make_backlog(server: EmbeddedPostgres, name: str, *, transactions: int, rows
         f"  backlog {name}: {transactions:,} transactions of {rows_each:,} rows, {size / 1e6:,.0f} MB, made in {made_s:.1f} s"
     )
     return Backlog(server, name, name, rows, end, size, made_s)
+
+
+def insert_transactions(
+    connection: psycopg.Connection, table: str, *, transactions: int, rows_each: int, after: int = 0
+) -> None:
+    """Insert rows with the keys behind `after`, so many a transaction."""
+    connection.execute(
+        f"""
+        DO $$ BEGIN
+          FOR t IN 0 .. {transactions - 1} LOOP
+            INSERT INTO {table} SELECT {VALUES} FROM
+              generate_series({after} + t * {rows_each}::bigint + 1, {after} + (t + 1) * {rows_each}::bigint) AS n;
+            COMMIT;
+          END LOOP;
+        END $$"""
+    )
 
 
 def last_commit(connection: psycopg.Connection) -> str:
