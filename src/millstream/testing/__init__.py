@@ -9,28 +9,39 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from millstream.testing.clock import ManualClock
+    from millstream.testing.files import Crash, FaultPlan, MemoryFiles, keep_any, lose_all
     from millstream.testing.postgres import EmbeddedPostgres, PostgresStartError, PostgresUnavailable
     from millstream.testing.shop import ShopWorkload
     from millstream.testing.workload import StepInfo, Workload
 
 _HOMES = {
+    "Crash": "files",
     "EmbeddedPostgres": "postgres",
+    "FaultPlan": "files",
     "ManualClock": "clock",
+    "MemoryFiles": "files",
     "PostgresStartError": "postgres",
     "PostgresUnavailable": "postgres",
     "ShopWorkload": "shop",
     "StepInfo": "workload",
     "Workload": "workload",
+    "keep_any": "files",
+    "lose_all": "files",
 }
 
 __all__ = [
+    "Crash",
     "EmbeddedPostgres",
+    "FaultPlan",
     "ManualClock",
+    "MemoryFiles",
     "PostgresStartError",
     "PostgresUnavailable",
     "ShopWorkload",
     "StepInfo",
     "Workload",
+    "keep_any",
+    "lose_all",
 ]
 
 
