@@ -80,16 +80,17 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     """Run a command and exit with its code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        code = cli.main(args=arguments, prog_name="millstream", standalone_mode=False)
+        # Not by click's own main, which takes a broken pipe for a failure.
+        with cli.make_context("millstream", list(arguments)) as context:
+            cli.invoke(context)
         sys.stdout.flush()
     except BaseException as error:  # noqa: BLE001 - this is the edge: every way to end becomes an exit code
-        # click makes a SystemExit of a pipe that broke in a command.
-        if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):
+        if isinstance(error, BrokenPipeError):
             # Whoever read stdout (head, a pager) has enough; the interpreter must not flush into the void at its end.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(0)
         sys.exit(_report(error, debug="--debug" in arguments))
-    sys.exit(code if isinstance(code, int) else 0)
+    sys.exit(0)
 
 
 def _report(error: BaseException, *, debug: bool) -> int:
