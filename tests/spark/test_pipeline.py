@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from tests.spark.hand_made import Change, Home, delete, insert, update
 from tests.spark.lake_run import RunningPipeline, config_of, drain, rows_in
 
 from millstream.catalog import TableState
-from millstream.errors import CheckpointForeign
+from millstream.errors import CheckpointForeign, LakeConflict
 from millstream.lake.commits import last_cut
 from millstream.model.records import Op
 from millstream.model.schema import TableSchema
@@ -230,6 +232,24 @@ def test_notes_of_another_stream_are_refused_and_kept(home: Home, spark_options:
         assert (other.path / "data" / "spark" / "lake" / "offsets").is_dir()
     finally:
         other.close()
+
+
+def test_a_driver_that_was_thought_dead_does_no_harm_beside_the_new_one(
+    home: Home, spark_options: SparkOptions
+) -> None:
+    models = two_tables(home)
+    old = config_of(home.path, home.stream, spark_options, batch_bytes_max=9_000)
+    new = replace(old, checkpoint_dir=home.path / "data" / "spark" / "new", batch_bytes_max=20_000)
+    with RunningPipeline(old, home.catalog) as zombie, RunningPipeline(new, home.catalog) as running:
+        write(home, models, 8)
+        for pipeline in (zombie, running):
+            # One of them may lose a race for a cut: it then ends, and its supervisor would start another.
+            with contextlib.suppress(LakeConflict):
+                pipeline.finish(pipeline.drain)
+    drain(new, home.catalog)
+
+    for model in models:
+        model.check(home.path)
 
 
 WORKER_POINTS = [
