@@ -15,18 +15,13 @@ from millstream.codec.checksums import Bytes
 from millstream.errors import CorruptFrame
 
 COMPRESS_FROM_BYTES: Final = 8192
-_FEW_ROWS: Final = 16
 # Without Arrow's thread pool: handing a group's few buffers to other threads took 190 µs where compressing them takes 50.
 _LZ4: Final = ipc.IpcWriteOptions(compression="lz4", use_threads=False)
 
 
 def encode_batch(batch: pa.RecordBatch) -> pa.Buffer:
     """One encapsulated RecordBatch message; its length is a multiple of 8."""
-    if batch.num_rows <= _FEW_ROWS:  # asking for nbytes takes longer than encoding them
-        message = batch.serialize()
-        if message.size < COMPRESS_FROM_BYTES:
-            return message
-    elif batch.nbytes < COMPRESS_FROM_BYTES:
+    if batch.get_total_buffer_size() < COMPRESS_FROM_BYTES:  # `nbytes` takes longer than encoding a small batch
         return batch.serialize()
     sink = pa.BufferOutputStream()
     with ipc.new_stream(sink, batch.schema, options=_LZ4) as stream:

@@ -107,7 +107,7 @@ def _alone(group: Sequence[WriteOps], frame_bytes_max: int) -> WriteOps | None:
     """The group's only submission, where it is one operation on one table and fits a frame."""
     ops = group[0]
     one = len(group) == 1 and len(ops.tables) == 1 and ops.operations.num_rows == 1
-    return ops if one and ops.tables[0].rows.nbytes <= frame_bytes_max else None
+    return ops if one and ops.tables[0].rows.get_total_buffer_size() <= frame_bytes_max else None
 
 
 def _plan_alone(ops: WriteOps, first_seq: Seq, base: Offset) -> FramePlan:
