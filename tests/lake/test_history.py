@@ -334,3 +334,33 @@ def test_a_location_that_delta_cannot_keep_is_refused(orders: TableSchema, tmp_p
     layout = LakeLayout(str(tmp_path / "100%25"), "shop", StreamId(UUID(int=1)))
     with pytest.raises(LakeError, match="percent"):
         append_history(layout, orders, [], Seq(1))
+
+
+def test_an_update_that_came_before_the_copy_of_its_row_folds_once_the_copy_is_there(
+    layout: LakeLayout, orders: TableSchema, records: Records
+):
+    """An update left its long note out while the table was being copied: the log has the copied row behind it."""
+    update = ("u", 2, {"id": 1, "total": 2, "__unchanged": ["note"]})
+    recopied = ("u", 4, {"id": 2, "total": 5, "__unchanged": ["note"]})
+    append_history(
+        layout,
+        orders,
+        [
+            records(
+                orders,
+                ("r", 1, {"id": 2, "total": 1, "note": "old"}),
+                update,
+                ("t", 3, {}),
+                recopied,
+                ("r", 5, {"id": 1, "total": 2, "note": "long"}),
+                ("r", 6, {"id": 2, "total": 5, "note": "old"}),
+            )
+        ],
+        Seq(6),
+    )
+    fold_table(layout, orders, Seq(6))
+    rows = stored(layout, orders, "current").sort_by("id").to_pylist()
+    assert [(row["id"], row["note"]) for row in rows] == [(1, "long"), (2, "old")]
+    append_history(layout, orders, [records(orders, ("u", 7, {"id": 9, "total": 1, "__unchanged": ["note"]}))], Seq(7))
+    with pytest.raises(LakeError, match="no earlier state"):
+        fold_table(layout, orders, Seq(7))

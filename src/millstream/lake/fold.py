@@ -37,6 +37,10 @@ Lookup = Callable[[Keys], pa.Table]
 """Rows of `current` (its columns and `__exact`) that hold at least all those with one of the keys."""
 
 
+_LOST: Final = int(np.iinfo(np.int64).min)
+"""In place of a record: the value isn't known."""
+
+
 @dataclass(frozen=True, slots=True)
 class Folded:
     """What a run of records does to `current`: forget all (where `truncated`), take out, put in."""
@@ -193,7 +197,7 @@ class _Walk:
     asked: dict[int, int] = field(default_factory=dict)
     """By key code, the place of the row among those asked of `current`."""
     asked_by: list[int] = field(default_factory=list)
-    """For each place, a record that needs it."""
+    """For each place, a record that needs it; after `play`, of those that are needed at the end."""
 
     def play(self, records: Indexes) -> list[State]:
         """The rows that live at the end, in order of their keys' first records."""
@@ -209,17 +213,36 @@ class _Walk:
             if origin != key:
                 live[origin] = None
             live[key] = state
-        return [state for state in live.values() if state is not None]
+        states = [state for state in live.values() if state is not None]
+        self._keep_needed(states)
+        return states
+
+    def _keep_needed(self, states: list[State]) -> None:
+        """Ask only for what a row at the end needs.
+
+        While a table is copied, an update may come before the copy of its row: what it left out isn't known anywhere then,
+        and isn't needed once the copied row is there.
+        """
+        lost = next((state for state in states if _LOST in state.filled.values()), None)
+        if lost is not None:
+            column = next(name for name, at in lost.filled.items() if at == _LOST)
+            raise LakeError(
+                f"record {lost.base} of this run leaves column {column} unchanged, and the row it changes was deleted "
+                "before it",
+                column=column,
+            )
+        needed = sorted({-1 - at for state in states for at in state.filled.values() if at < 0})
+        place_of = {-1 - old: -1 - new for new, old in enumerate(needed)}
+        for state in states:
+            state.filled = {name: place_of.get(at, at) for name, at in state.filled.items()}
+        self.asked_by = [self.asked_by[place] for place in needed]
 
     def _past(self, live: Mapping[int, State | None], record: int, origin: int, name: str) -> int:
         past = live.get(origin)
         if past is not None:
             return past.filled.get(name, past.base)
         if origin in live or self.truncated:
-            raise LakeError(
-                f"record {record} of this run leaves column {name} unchanged, and the row it changes was deleted before it",
-                column=name,
-            )
+            return _LOST
         place = self.asked.setdefault(origin, len(self.asked))
         if place == len(self.asked_by):
             self.asked_by.append(record)
@@ -228,7 +251,7 @@ class _Walk:
 
 def _asked(walk: _Walk, new_keys: Keys, old_keys: Keys, at: Indexes) -> Keys | None:
     """The keys of the rows of `current` that the walk gave places to."""
-    if not walk.asked:
+    if not walk.asked_by:
         return None
     positions = {int(record): len(new_keys) + place for place, record in enumerate(at)}
     records = [positions.get(record, record) for record in walk.asked_by]
