@@ -18,8 +18,8 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path):
     if request.param == "real":
         return RealFiles(), str(tmp_path)
     files = MemoryFiles()
-    files.makedirs("/home")
-    return files, "/home"
+    files.makedirs("/disk")
+    return files, "/disk"
 
 
 def test_bytes_stand_where_they_were_written(disk: tuple[Files, str]):
@@ -92,24 +92,24 @@ def test_disk_usage_is_below_the_whole(disk: tuple[Files, str]):
 
 def crashed(keep: Callable[[int], Sequence[float]] | None):
     files = MemoryFiles()
-    files.makedirs("/home")
-    old = files.create("/home/old")
+    files.makedirs("/disk")
+    old = files.create("/disk/old")
     old.pwrite(b"a" * 2000, 0)
     old.sync()
-    files.sync_dir("/home")
+    files.sync_dir("/disk")
     old.pwrite(b"b" * 2000, 1000)
-    files.create("/home/new").pwrite(b"new", 0)
+    files.create("/disk/new").pwrite(b"new", 0)
     return files.crash(keep)
 
 
 def test_a_power_cut_keeps_what_was_synced_and_perhaps_more():
     lost = crashed(lose_all)
-    assert lost.read("/home/old") == b"a" * 2000
-    assert lost.listdir("/home") == ["old"]
+    assert lost.read("/disk/old") == b"a" * 2000
+    assert lost.listdir("/disk") == ["old"]
     kept = crashed(None)
-    assert kept.read("/home/old") == b"a" * 1000 + b"b" * 2000
-    assert kept.listdir("/home") == ["new", "old"]
-    outcomes = {crashed(keep_any(seed)).read("/home/old") for seed in range(200)}
+    assert kept.read("/disk/old") == b"a" * 1000 + b"b" * 2000
+    assert kept.listdir("/disk") == ["new", "old"]
+    outcomes = {crashed(keep_any(seed)).read("/disk/old") for seed in range(200)}
     assert all(content.startswith(b"a" * 1000) for content in outcomes)
     assert len(outcomes) > 20, "writes are torn at many places"
     assert any(b"\0" in content for content in outcomes), "and have holes"
@@ -117,21 +117,21 @@ def test_a_power_cut_keeps_what_was_synced_and_perhaps_more():
 
 def test_a_failed_fsync_forgets_that_bytes_were_unsynced():
     files = MemoryFiles(FaultPlan(fail_sync_at=frozenset({1})))
-    files.makedirs("/home")
-    file = files.create("/home/a")
-    files.sync_dir("/home")
+    files.makedirs("/disk")
+    file = files.create("/disk/a")
+    files.sync_dir("/disk")
     file.pwrite(b"data", 0)
     with pytest.raises(OSError, match="fsync failed"):
         file.sync()
     file.sync()
-    assert files.read("/home/a") == b"data"
-    assert files.crash(lose_all).read("/home/a") == b""
+    assert files.read("/disk/a") == b"data"
+    assert files.crash(lose_all).read("/disk/a") == b""
 
 
 def test_a_full_disk_breaks_a_write_off():
     files = MemoryFiles(capacity_bytes=10)
-    files.makedirs("/home")
-    file = files.create("/home/a")
+    files.makedirs("/disk")
+    file = files.create("/disk/a")
     with pytest.raises(OSError) as caught:
         file.pwrite(bytes(100), 0)
     assert caught.value.errno == errno.ENOSPC
@@ -139,8 +139,8 @@ def test_a_full_disk_breaks_a_write_off():
 
 def test_the_process_dies_at_the_operation_asked_for():
     files = MemoryFiles(FaultPlan(crash_at=2))
-    files.makedirs("/home")
-    file = files.create("/home/a")
+    files.makedirs("/disk")
+    file = files.create("/disk/a")
     with pytest.raises(Crash):
         file.pwrite(b"x", 0)
-    assert files.plan.log[-1] == "2 write /home/a"
+    assert files.plan.log[-1] == "2 write /disk/a"
