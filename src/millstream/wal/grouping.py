@@ -24,6 +24,7 @@ from millstream.codec.log_frame import BATCH_SCHEMA
 from millstream.model.ids import SchemaVersion, ShardId, TableId
 from millstream.model.operations import OPERATION_SCHEMA, TableRows, WriteOps
 from millstream.model.positions import Offset, Seq
+from millstream.model.records import log_row_schema
 from millstream.model.schema import TableSchema
 
 _LOG_SCHEMAS_MAX: Final = 1000
@@ -287,20 +288,19 @@ def _with_offsets(table: TableRows, offsets: Ints, start: int, end: int) -> pa.R
     """Rows `[start, end)` as log rows: `__offset` stands where `__operation` stood."""
     rows = table.rows.slice(start, end - start)
     columns = [pa.array(offsets[start:end]), *rows.columns[1:]]
-    return pa.RecordBatch.from_arrays(columns, schema=_log_schema(rows.schema))
+    return pa.RecordBatch.from_arrays(columns, schema=_log_schema(table.schema))
 
 
-_log_schemas: dict[int, tuple[pa.Schema, pa.Schema]] = {}
-"""By the id of a schema of rows being appended: that schema, kept so that its id stays its own, and the log's."""
+_log_schemas: dict[int, tuple[TableSchema, pa.Schema]] = {}
+"""By the id of a table's schema: that schema, kept so that its id stays its own, and that of its rows in the log."""
 
 
-def _log_schema(schema: pa.Schema) -> pa.Schema:
-    """`log_row_schema` of rows in `append_row_schema`. Decoders use one object for all rows of a schema version."""
+def _log_schema(schema: TableSchema) -> pa.Schema:
+    """`log_row_schema`, remembered. Appenders use one object for all rows of a schema version."""
     known = _log_schemas.get(id(schema))
     if known is not None and known[0] is schema:
         return known[1]
-    field = pa.field("__offset", pa.int64(), nullable=False)
-    made = pa.schema([field, *list(schema)[1:]], metadata=schema.metadata)
+    made = log_row_schema(schema)
     if len(_log_schemas) >= _LOG_SCHEMAS_MAX:
         _log_schemas.clear()
     _log_schemas[id(schema)] = (schema, made)
