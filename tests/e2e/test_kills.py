@@ -120,7 +120,7 @@ def siege(tmp_path: Path, server: EmbeddedPostgres, seed: int) -> Iterator[tuple
             "INSERT INTO public.copied SELECT i, repeat(md5(i::text), 4) FROM generate_series(1, %s) AS i",
             [COPIED_ROWS],
         )
-        home = Home(tmp_path / "shop", dsn, tables=("*",))
+        home = Home(tmp_path / "shop", dsn, tables=("*.*",))
         home.init()
         config = home.path / "millstream.toml"
         config.write_text(
