@@ -140,6 +140,7 @@ class Receiver:
         self._told_at = 0.0
         self._received = confirmed
         self._whole_end = confirmed
+        self._position = confirmed
         self.source_end = confirmed
         self._whole: list[MessageRun] = []
         """Whole transactions that wait to be handed on."""
@@ -382,10 +383,11 @@ class Receiver:
     def _on_keepalive(self, data: bytes) -> None:
         (end,) = struct.unpack_from(">Q", data, 1)
         self.source_end = max(self.source_end, Lsn(end))
-        self._hand_over()
         if not self._open and self._own is None:
-            self._put(Position(Lsn(end)))
-            self._received = max(self._received, Lsn(end))
+            self._position = max(self._position, Lsn(end))
+        # The source sends one whenever it has nothing more and we are behind: no reason to cut a run short.
+        if not self._whole:
+            self._put_position()
         if data[17]:
             self._send_status()
         else:
@@ -453,6 +455,7 @@ class Receiver:
         self._whole, self._whole_bytes = [], 0
         self._handed_at = time.monotonic()
         self._put(run)
+        self._put_position()
         while True:
             with self._lock:
                 if self._queued_bytes <= self._buffer_bytes_max or self._stop:
@@ -460,6 +463,12 @@ class Receiver:
                 self._lock.wait(1.0)
             # The sink stalls. The source would take silence for a dead peer, so it hears where we stand.
             self._send_due_status()
+
+    def _put_position(self) -> None:
+        """Hand on the position that a keepalive gave, where that is news; nothing whole waits that lies below it."""
+        if self._position > self._received:
+            self._received = self._position
+            self._put(Position(self._position))
 
     def _put(self, item: Item) -> None:
         with self._lock:
