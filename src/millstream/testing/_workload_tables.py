@@ -242,7 +242,7 @@ def tables(types: Sequence[str]) -> list[Table]:
                     ("a.b", "numeric(38,10)"),
                     ("__op_", "text"),
                     ("UPPER", "boolean"),
-                    ("upper", "boolean"),
+                    ("lower", "boolean"),
                 )
             ],
             _count,
