@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from bench import capture, commands, latency, wal  # noqa: F401 - they register their figures
-from bench.figures import keep, names, say, selected
+from bench.figures import keep, names, say, selected, table
 
 
 def main() -> int:
@@ -14,9 +14,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="bench", description=__doc__)
     parser.add_argument("--only", default="", metavar="PREFIX", help="figures whose name starts with it")
     parser.add_argument("--list", action="store_true", help="name the figures and end")
+    parser.add_argument("--table", action="store_true", help="print the last results as Markdown and end")
     options = parser.parse_args()
     if options.list:
         print("\n".join(names()))
+        return 0
+    if options.table:
+        print(table())
         return 0
     chosen = selected(options.only)
     if not chosen:

@@ -114,6 +114,25 @@ def compared(
     )
 
 
+def table() -> str:
+    """The kept results as a Markdown table, in the order of their registration."""
+    kept = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    by_name = {line["figure"]: line for line in kept}
+    rows = ["| figure | ours | peer | ratio | goal |", "| --- | ---: | ---: | ---: | --- |"]
+    for line in (by_name[name] for name in names() if name in by_name):
+        ours, peer, ratio = _number(line["ours"]), _number(line["peer"]), _number(line["ratio"])
+        if "p99" in line:
+            ours = f"p50 {ours}, p99 {_number(line['p99'])}"
+        rows.append(f"| `{line['figure']}` | {ours} {line['unit']} | {peer} | {ratio} | {line['goal']} |")
+    return "\n".join(rows)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
 def say(text: str) -> None:
     """Progress, for people: on stderr."""
     print(text, file=sys.stderr, flush=True)
