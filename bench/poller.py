@@ -24,7 +24,7 @@ def main() -> int:
         time.sleep(max(0.0, due - time.monotonic()))
         due = max(due + EVERY_S, time.monotonic())
         with millstream.open(path) as home:
-            answer = home.query("bench", SQL).to_pylist()
+            answer = home.query(SQL, stream="bench").to_pylist()
         at_ns = time.time_ns()
         print(json.dumps({str(row["client"]): row["n"] for row in answer} | {"at_ns": at_ns}), flush=True)
 

@@ -117,3 +117,9 @@ def test_damage_is_reported_and_exits_with_3(home: Path) -> None:
     assert found["losses"]
     read = subprocess.run([*command, "cat"], capture_output=True, text=True)
     assert (read.returncode, "error[corrupt_wal]" in read.stderr) == (1, True)
+
+
+def test_a_home_that_is_not_there_is_told_by_the_argument(tmp_path: Path) -> None:
+    with pytest.raises(HomeNotFound) as caught:
+        millstream.open(tmp_path / "none")
+    assert "--home" not in str(caught.value) + caught.value.hint

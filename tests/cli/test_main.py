@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -210,3 +211,41 @@ def test_a_reader_that_has_enough_is_no_error(tmp_path: Path) -> None:
         command = f"{sys.executable} -m millstream.cli --home {tmp_path} config show | {reads}; exit ${{PIPESTATUS[0]}}"
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_who_only_looks_needs_no_password(tmp_path: Path) -> None:
+    (tmp_path / "millstream.toml").write_text("[streams.shop]\nsource.dsn='postgresql://a:${NOT_SET_ANYWHERE}@h/d'\n")
+    home = ("--home", str(tmp_path))
+    done = millstream(*home, "status", "--json")
+    assert json.loads(done.stdout)["problems"] == []
+    assert millstream(*home, "tables", "ls").returncode == 0
+    for words in (["wal", "ls"], ["query", "select 1"]):
+        done = millstream(*home, *words)
+        assert done.returncode == 2
+        assert "stream shop has no log yet" in done.stderr
+    done = millstream(*home, "run")
+    assert done.returncode == 2
+    assert "hint: export NOT_SET_ANYWHERE=…" in done.stderr
+    assert "Mend" not in done.stderr
+
+
+def test_config_show_is_toml_and_names_what_is_effective(tmp_path: Path) -> None:
+    (tmp_path / "millstream.toml").write_text(
+        '[streams.shop.source]\ndsn = "x"\n[streams.shop]\nshards = {"public.a" = 0}\n'
+    )
+    shown = tomllib.loads(millstream("--home", str(tmp_path), "config", "show").stdout)
+    assert shown["streams"]["shop"]["source"]["slot"] == "millstream_shop"
+    assert shown["streams"]["shop"]["source"]["publication"] == "millstream_shop"
+    assert shown["streams"]["shop"]["shards"] == {"public.a": 0}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[streams.s]\nsource.dsn='x'\nlake.format='detla'\n", "not 'detla'"),
+        ("[spark]\nmastr = 'x'\n", "did you mean master?"),
+    ],
+)
+def test_a_mistake_is_told_with_what_was_meant(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "millstream.toml").write_text(text)
+    assert said in millstream("--home", str(tmp_path), "config", "show").stderr

@@ -7,6 +7,7 @@ mistakes of a file are told at once.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import tomllib
@@ -52,6 +53,14 @@ class LoadedConfig:
         else:
             yield path, mask(path, value), self.origin(path)
 
+    def effective(self) -> Iterator[tuple[KeyPath, Any, str]]:
+        """Yield what `items` does, with the names that a stream's source has where none is set."""
+        for path, value, origin in self.items():
+            if value is None and path[-2:] in {("source", "publication"), ("source", "slot")}:
+                yield path, f"millstream_{path[1]}", origin
+            else:
+                yield path, value, origin
+
     def origin(self, path: KeyPath) -> str:
         """Where a value came from: its own place, or that of the table that holds it."""
         for length in range(len(path), 0, -1):
@@ -63,8 +72,13 @@ class LoadedConfig:
         return not any(other[: len(path)] == path and len(other) > len(path) for other in self.origins)
 
 
-def load_config(file: Path, environ: Mapping[str, str] | None = None) -> LoadedConfig:
+def load_config(file: Path, environ: Mapping[str, str] | None = None, *, needs_source: bool = True) -> LoadedConfig:
     """Read, fill in and check a configuration.
+
+    Args:
+        file: `millstream.toml`.
+        environ: the variables; the process's own where None.
+        needs_source: False where nobody will connect: a DSN's variable that isn't set then stays as it is written.
 
     Raises:
         ConfigError: the file can't be read or parsed, or something in it or in the environment is wrong; details: file, line,
@@ -79,7 +93,7 @@ def load_config(file: Path, environ: Mapping[str, str] | None = None) -> LoadedC
         place = re.search(r"at line (\d+)", str(error))
         line = int(place[1]) if place else text.count("\n") + 1
         raise _config_error(file, [_Mistake(f"{file.name}:{line}", "", f"not TOML: {error}", line)]) from error
-    return _Loader(file, written, key_lines(text), environ).load()
+    return _Loader(file, written, key_lines(text), environ, needs_source=needs_source).load()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +102,8 @@ class _Mistake:
     key: str
     what: str
     line: int | None = None
+    variable: str | None = None
+    """The variable of the environment that would mend it."""
 
     def __str__(self) -> str:
         return f"{self.place}: {self.key}: {self.what}" if self.key else f"{self.place}: {self.what}"
@@ -95,9 +111,13 @@ class _Mistake:
 
 def _config_error(file: Path, mistakes: list[_Mistake]) -> ConfigError:
     first = mistakes[0]
+    exports = " ".join(f"{mistake.variable}=…" for mistake in mistakes if mistake.variable)
+    hints = [f"export {exports}"] if exports else []
+    if any(mistake.variable is None for mistake in mistakes):
+        hints.append(f"Mend {file}; `millstream config show` prints the configuration once it is right.")
     return ConfigError(
         "\n".join(map(str, mistakes)),
-        hint=f"Mend {file}; `millstream config show` prints the configuration once it is right.",
+        hint="\n".join(hints),
         file=str(file),
         line=first.line,
         key=first.key,
@@ -118,12 +138,19 @@ def _read(file: Path) -> str:
 
 class _Loader:
     def __init__(
-        self, file: Path, written: dict[str, Any], lines: Mapping[KeyPath, int], environ: Mapping[str, str]
+        self,
+        file: Path,
+        written: dict[str, Any],
+        lines: Mapping[KeyPath, int],
+        environ: Mapping[str, str],
+        *,
+        needs_source: bool,
     ) -> None:
         self._file = file
         self._written = written
         self._lines = lines
         self._environ = environ
+        self._needs_source = needs_source
         self._mistakes: dict[KeyPath, _Mistake] = {}
         self._variables: dict[KeyPath, str] = {}
 
@@ -153,7 +180,8 @@ class _Loader:
         try:
             return (interpolate_dsn if path[-1] == "dsn" else interpolate)(value, self._environ)
         except MissingVariable as error:
-            self._note(path, str(error))
+            if self._needs_source or path[-2:] != ("source", "dsn") or error.name is None:
+                self._note(path, str(error), variable=error.name)
             return value
 
     def _overrides(self) -> dict[str, Any]:
@@ -183,14 +211,14 @@ class _Loader:
                     self._note(path, _say(path, dict(mistake)))
             return None
 
-    def _note(self, path: KeyPath, what: str, *, place: str | None = None) -> None:
+    def _note(self, path: KeyPath, what: str, *, place: str | None = None, variable: str | None = None) -> None:
         line = None
         if place is None:
-            variable = next((n for p, n in self._variables.items() if p == path[: len(p)]), None)
+            setting = next((n for p, n in self._variables.items() if p == path[: len(p)]), None)
             nearest = next((self._lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self._lines), None)
-            line = None if variable else nearest
-            place = f"env {variable}" if variable else f"{self._file.name}:{nearest or 1}"
-        self._mistakes.setdefault(path, _Mistake(place, key_text(path), what, line))
+            line = None if setting else nearest
+            place = f"env {setting}" if setting else f"{self._file.name}:{nearest or 1}"
+        self._mistakes.setdefault(path, _Mistake(place, key_text(path), what, line, variable))
 
     def _refuse_what_is_not_built(self, config: Config) -> None:
         for name, stream in config.streams.items():
@@ -247,16 +275,19 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def _say(path: KeyPath, mistake: dict[str, Any]) -> str:
-    """A mistake of pydantic's in our words; never the value itself, which may be a secret."""
+    """A mistake of pydantic's in our words; never the value itself, which may be a secret, but where it is one of a few."""
     kind, context = mistake["type"], mistake.get("ctx", {})
     if kind == "extra_forbidden":
-        return f"unknown key; allowed here: {', '.join(_allowed(path[:-1])) or 'nothing'}"
+        allowed = _allowed(path[:-1])
+        near = difflib.get_close_matches(str(path[-1]), allowed, n=1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        return f"unknown key{meant or ';'} allowed here: {', '.join(allowed) or 'nothing'}"
     if kind == "missing":
         return "is required"
     if kind == "value_error":
         return str(context.get("error", mistake["msg"]))
     if kind == "literal_error":
-        return f"must be one of {context['expected']}"
+        return f"must be one of {context['expected']}, not {mistake['input']!r}"
     names = {
         "string_type": "text in quotes",
         "int_type": "a whole number",

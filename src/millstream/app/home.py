@@ -18,7 +18,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from millstream.errors import CatalogError, DiskFull, HomeNotFound, HomeTooNew, HomeUnwritable, UnknownStream
+from millstream.errors import (
+    CatalogError,
+    DiskFull,
+    HomeNotFound,
+    HomeTooNew,
+    HomeUnwritable,
+    MillstreamError,
+    UnknownStream,
+)
 from millstream.model.ids import check_stream_name
 
 if TYPE_CHECKING:
@@ -33,38 +41,57 @@ SOCKET_PATH_BYTES_MAX: Final = 100  # sun_path holds 104 bytes on macOS, 108 on 
 PIPELINE: Final = "lake"
 """The pipeline's name: part of what Delta transactions are told apart by, so it never changes."""
 
+_NO_LOG_HINT: Final = "`millstream run` makes it; `millstream status` shows what runs."
+
 
 @dataclass(frozen=True)
 class Home:
     """A home at a path. Making one touches nothing."""
 
     path: Path
+    needs_source: bool = True
+    """Whether its configuration is read to connect to sources: False where nobody will, so that the variables of their
+    DSNs needn't be set."""
 
     # --- finding -----------------------------------------------------------------------------------------------
 
     @classmethod
     def find(
-        cls, named: str | Path | None = None, *, environ: Mapping[str, str] | None = None, start: Path | None = None
+        cls,
+        named: str | Path | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+        start: Path | None = None,
+        needs_source: bool = True,
+        named_by: str = "--home",
     ) -> Home:
         """The home that is named, else that of MILLSTREAM_HOME, else the nearest folder upward with a configuration.
+
+        Args:
+            named: its folder.
+            environ: the variables; the process's own where None.
+            start: where the search upward begins; the working folder where None.
+            needs_source: as the field.
+            named_by: what errors call the place where it was named.
 
         Raises:
             HomeNotFound: none of these is one. A folder that holds a log and no configuration (a copied one) counts
                 where it is named.
         """
         environ = os.environ if environ is None else environ
-        for origin, text in (("--home", named), ("MILLSTREAM_HOME", environ.get("MILLSTREAM_HOME"))):
+        hint = None if named_by == "--home" else f"Name a home by {named_by} or MILLSTREAM_HOME."
+        for origin, text in ((named_by, named), ("MILLSTREAM_HOME", environ.get("MILLSTREAM_HOME"))):
             if text:
                 path = Path(text).expanduser().absolute()
                 if (path / FILE_NAME).exists() or (path / "data" / "wal").is_dir():
-                    return cls(path)
+                    return cls(path, needs_source)
                 what = "holds no millstream.toml" if path.is_dir() else "is no folder"
-                raise HomeNotFound(f"{path} ({origin}) {what}", path=str(path))
+                raise HomeNotFound(f"{path} ({origin}) {what}", hint=hint, path=str(path))
         folder = (start or Path.cwd()).absolute()
         for candidate in (folder, *folder.parents):
             if (candidate / FILE_NAME).exists():
-                return cls(candidate)
-        raise HomeNotFound(f"no {FILE_NAME} in {folder} or a folder above it", path=str(folder))
+                return cls(candidate, needs_source)
+        raise HomeNotFound(f"no {FILE_NAME} in {folder} or a folder above it", hint=hint, path=str(folder))
 
     # --- paths -------------------------------------------------------------------------------------------------
 
@@ -123,13 +150,34 @@ class Home:
         known = f"Streams here: {', '.join(names) or 'none yet'}."
         if named is not None:
             if named not in names:
+                if of is None and named in self._configured():
+                    raise UnknownStream(
+                        f"stream {named} has no log yet: nothing has run, or it is just starting",
+                        hint=_NO_LOG_HINT,
+                        stream=named,
+                        known=names,
+                    )
                 raise UnknownStream(f"no stream {named}", hint=known, stream=named, known=names)
             return check_stream_name(named)
         if len(names) != 1:
+            configured = self._configured() if of is None and not names else []
+            if configured:
+                which = (
+                    f"stream {configured[0]} has" if len(configured) == 1 else f"streams {', '.join(configured)} have"
+                )
+                what = f"{which} no log yet: nothing has run, or it is just starting"
+                raise UnknownStream(what, hint=_NO_LOG_HINT, known=names)
             what = "several streams" if names else "no stream yet"
             hint = f"Name one with --stream. {known}" if names else "Streams appear when `millstream run` has started."
             raise UnknownStream(f"{self.path} has {what}", hint=hint, known=names)
         return names[0]
+
+    def _configured(self) -> list[str]:
+        """Names of the streams that the configuration has; none where it can't be read."""
+        try:
+            return sorted(self.config.streams)
+        except (MillstreamError, ImportError):
+            return []
 
     # --- what it says ------------------------------------------------------------------------------------------
 
@@ -138,7 +186,7 @@ class Home:
         """The configuration with the origins of its values, read once. Raises what `load_config` raises."""
         from millstream.app.config_file import load_config
 
-        return load_config(self.config_file)
+        return load_config(self.config_file, needs_source=self.needs_source)
 
     @property
     def config(self) -> Config:

@@ -25,7 +25,16 @@ _QUERY_PASSWORD: Final = re.compile(r"([?&](?:ssl)?password=)[^&#]*", re.IGNOREC
 
 
 class MissingVariable(LookupError):
-    """A string names a variable that isn't set (or isn't a name)."""
+    """A string names a variable that isn't set (or isn't a name).
+
+    Args:
+        what: the mistake in words.
+        name: the variable that would have to be set; None where the text isn't a variable's name.
+    """
+
+    def __init__(self, what: str, name: str | None = None) -> None:
+        super().__init__(what)
+        self.name = name
 
 
 def interpolate(text: str, environ: Mapping[str, str]) -> str:
@@ -89,5 +98,5 @@ def _lookup(name: str | None, environ: Mapping[str, str]) -> str:
             f"${{{name or ''} is not a variable; write ${{NAME}}, or $${{ for the characters themselves"
         )
     if name not in environ:
-        raise MissingVariable(f"the environment variable {name} is not set")
+        raise MissingVariable(f"the environment variable {name} is not set", name)
     return environ[name]

@@ -27,6 +27,9 @@ class OpenHome:
         self._home = home
         self._readers: dict[str, StreamReader] = {}
 
+    def __repr__(self) -> str:
+        return f"OpenHome({str(self.path)!r})"
+
     @property
     def path(self) -> Path:
         """The home's folder."""
@@ -89,8 +92,13 @@ class OpenHome:
             if wanted is None or found.schema.table_id in wanted:
                 yield found.batch
 
-    def query(self, stream: str, sql: str) -> pa.Table:
-        """The result of SQL over the stream's lake tables, all at one token; see `millstream query`."""
+    def query(self, sql: str, *, stream: str | None = None) -> pa.Table:
+        """The result of SQL over a stream's lake tables, all at one token; see `millstream query`.
+
+        Args:
+            sql: the query; tables are named schema.table.
+            stream: its name; needed where the home has several.
+        """
         with open_lake(self._home, stream) as lake:
             return lake.query(sql)
 
@@ -118,7 +126,7 @@ def open(path: str | Path | None = None) -> OpenHome:  # noqa: A001 - as `millst
         HomeNotFound: there is none.
         HomeTooNew: a newer Millstream wrote it.
     """
-    home = Home.find(path)
+    home = Home.find(path, needs_source=False, named_by="path")
     home.check_format()
     return OpenHome(home)
 

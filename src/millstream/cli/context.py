@@ -21,11 +21,15 @@ class Session:
     home_named: str | None
     debug: bool = False
 
-    def home(self) -> Home:
-        """The home that the command is about. Raises `HomeNotFound`, `HomeTooNew`."""
+    def home(self, *, needs_source: bool = True) -> Home:
+        """The home that the command is about. Raises `HomeNotFound`, `HomeTooNew`.
+
+        Args:
+            needs_source: False for a command that never connects: the variables of DSNs needn't be set then.
+        """
         from millstream.app.home import Home
 
-        home = Home.find(self.home_named)
+        home = Home.find(self.home_named, needs_source=needs_source)
         home.check_format()
         return home
 

@@ -30,7 +30,7 @@ def status(session: Session, as_json: bool) -> None:
     """Say how each stream stands: writer, tokens, lag at each stage, tables with state and reason."""
     from millstream.app.status import collect_status
 
-    found = collect_status(session.home())
+    found = collect_status(session.home(needs_source=False))
     if as_json:
         print_json(found)
         return
@@ -91,7 +91,7 @@ def tables_ls(session: Session, stream: str | None = None, as_json: bool = False
     """List each table with its state, and the reason for it."""
     from millstream.app.tables import list_tables
 
-    home = session.home()
+    home = session.home(needs_source=False)
     found: list[dict[str, Any]] = []
     if home.catalog_file.exists():
         with home.open_catalog() as catalog:
@@ -115,7 +115,7 @@ def tables_retry(session: Session, table: str, stream: str | None) -> None:
     """Pick a table up again that was set aside."""
     from millstream.app.tables import retry_table
 
-    home = session.home()
+    home = session.home(needs_source=False)
     with home.open_catalog() as catalog:
         name = home.pick_stream(stream, of=sorted(row.name for row in catalog.streams()))
         note(f"{table}: {retry_table(catalog, catalog.stream(name).id, table)}")
@@ -129,7 +129,7 @@ def tables_copy(session: Session, table: str, stream: str | None) -> None:
     """Copy a table's rows anew, beside its changes."""
     from millstream.app.tables import copy_table
 
-    home = session.home()
+    home = session.home(needs_source=False)
     with home.open_catalog() as catalog:
         name = home.pick_stream(stream, of=sorted(row.name for row in catalog.streams()))
         copy_table(catalog, catalog.stream(name).id, table)
@@ -158,7 +158,7 @@ def query(session: Session, sql: str, as_of: str | None, style: str, stream: str
     """
     from millstream.app.opened import open_lake
 
-    with open_lake(session.home(), stream, as_of=as_of) as lake:
+    with open_lake(session.home(needs_source=False), stream, as_of=as_of) as lake:
         result = lake.query(sql)
         _print_result(result, style)
         for name, reason in lake.missing.items():

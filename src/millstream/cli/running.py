@@ -101,7 +101,7 @@ def serve(session: Session) -> None:
     lifeline = Lifeline()
     with lifeline.held():
         configure_logs(part="serve")
-        serve_home(session.home(), lifeline)
+        serve_home(session.home(needs_source=False), lifeline)
 
 
 @click.command()

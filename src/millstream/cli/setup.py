@@ -111,25 +111,27 @@ def config() -> None:
 @pass_session
 def config_show(session: Session, as_json: bool) -> None:
     """Print the whole effective configuration, secrets masked, with where each value came from."""
-    loaded = session.home().loaded_config
+    loaded = session.home(needs_source=False).loaded_config
     if as_json:
         from millstream.app.config_file import key_text
 
-        print_json([{"key": key_text(p), "value": v, "origin": o} for p, v, o in loaded.items()])
+        print_json([{"key": key_text(p), "value": v, "origin": o} for p, v, o in loaded.effective()])
         return
     from millstream.app.config_file import key_text
 
-    section: tuple[Any, ...] | None = None
-    for path, value, origin in loaded.items():
-        if path[:-1] != section:
-            if section is not None:
-                click.echo()
-            section = path[:-1]
-            if section:
-                click.secho(f"[{key_text(section)}]", bold=True)
-        text = "{}" if value == {} else "# not set" if value is None else json.dumps(value, ensure_ascii=False)
+    sections: dict[tuple[Any, ...], list[str]] = {}
+    for path, value, origin in loaded.effective():
+        # TOML lets a section stand once only, and its keys come apart where tables stand between them.
+        text = "{}" if value == {} else json.dumps(value, ensure_ascii=False)
         line = f"{key_text(path[-1:])} = {text}" if value is not None else f"# {key_text(path[-1:])} is not set"
-        click.echo(f"{line:<60}  # {origin}")
+        sections.setdefault(path[:-1], []).append(f"{line:<60}  # {origin}")
+    for number, (section, lines) in enumerate(sections.items()):
+        if number:
+            click.echo()
+        if section:
+            click.secho(f"[{key_text(section)}]", bold=True)
+        for line in lines:
+            click.echo(line)
 
 
 @click.group()

@@ -70,7 +70,7 @@ def cat(
     from millstream.model.positions import Offset
 
     del style
-    home = session.home()
+    home = session.home(needs_source=False)
     name = home.pick_stream(stream)
     reader = open_reader(home, name, without_mark=without_mark)
     if without_mark:
@@ -114,7 +114,7 @@ def ls(session: Session, stream: str | None, as_json: bool) -> None:
     """List segments, shard by shard."""
     from millstream.wal.inspect import ls as list_segments
 
-    home = session.home()
+    home = session.home(needs_source=False)
     segments = list_segments(str(home.wal_folder(home.pick_stream(stream))))
     if as_json:
         print_json([asdict(segment) for segment in segments])
@@ -149,7 +149,7 @@ def inspect_frames(session: Session, seq: str | None, table: str | None, stream:
     from millstream.model.positions import Seq
     from millstream.wal.inspect import Loss, inspect
 
-    home = session.home()
+    home = session.home(needs_source=False)
     name = home.pick_stream(stream)
     first, last = _seq_range(seq)
     tables = [None] if table is None else table_ids(open_reader(home, name), table)
@@ -187,7 +187,7 @@ def verify(session: Session, stream: str | None, as_json: bool) -> None:
     """Read everything and check it; exit code 3 where something is damaged, with what is lost and what is not."""
     from millstream.wal.inspect import verify as verify_log
 
-    home = session.home()
+    home = session.home(needs_source=False)
     found = verify_log(str(home.wal_folder(home.pick_stream(stream))))
     if as_json:
         print_json({"whole": found.is_whole, **asdict(found)})
@@ -217,7 +217,7 @@ def stats(session: Session, stream: str | None, as_json: bool) -> None:
     """Count what the log holds, by table too."""
     from millstream.wal.inspect import stats as count
 
-    home = session.home()
+    home = session.home(needs_source=False)
     found = count(str(home.wal_folder(home.pick_stream(stream))))
     tables = sorted(found.tables.values(), key=lambda t: -t.size_bytes)
     if as_json:
