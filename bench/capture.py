@@ -45,11 +45,10 @@ def _captured_rows_s(backlog: Backlog) -> float:
         captured(backlog.server, path, table=backlog.name, slot=slot) as capture,
     ):
         ended_at = capture.wait_until_durable(backlog.end)
-        rows_s = backlog.rows / (ended_at - capture.began_at)
-        found = capture.writer.stats().records
-        if found < backlog.rows:
-            raise AssertionError(f"{found} records are in the log, {backlog.rows} rows were committed")
-        return rows_s
+    found = capture.writer.stats().records
+    if found < backlog.rows:
+        raise AssertionError(f"{found} records are in the log, {backlog.rows} rows were committed")
+    return backlog.rows / (ended_at - capture.began_at)
 
 
 def _beside_recvlogical(name: str, table: str, *, transactions: int, rows_each: int, goal: str) -> Figure:
@@ -123,10 +122,10 @@ def _copied_rows_s(server: EmbeddedPostgres) -> float:
             captured(server, path, table="whole", slot=slot, copy=True, copy_workers=1) as capture,
         ):
             copied_at = capture.wait_until_copied()
-            found = capture.writer.stats().records
-            if found < COPY_ROWS:
-                raise AssertionError(f"{found} records are in the log, the table has {COPY_ROWS} rows")
-            return COPY_ROWS / (copied_at - capture.began_at)
+        found = capture.writer.stats().records
+        if found < COPY_ROWS:
+            raise AssertionError(f"{found} records are in the log, the table has {COPY_ROWS} rows")
+        return COPY_ROWS / (copied_at - capture.began_at)
     finally:
         drop_slot(server, slot)
 

@@ -36,8 +36,10 @@ _PAIR: Final = struct.Struct(">II")
 # Runs under load: each costs about two milliseconds, whatever is in it, from its decoding to its fsync.
 _RUN_SMALL_BYTES: Final = 32 << 10
 _RUN_LARGE_BYTES: Final = 4 << 20
-_RUN_EVERY_S: Final = 0.02
+_RUN_EVERY_S: Final = 0.04
 """Between small and large a run waits for more to come, for this long after the one before."""
+_SILENCE_S: Final = 0.002
+"""… unless no more has come for so long."""
 _SMALL_RUN_EVERY_S: Final = 0.003
 """The same for a small one: a transaction that comes alone doesn't wait, a thousand a second don't take a whole core."""
 _READ_SMALL_BYTES: Final = 16 << 10
@@ -145,7 +147,7 @@ class Receiver:
         self._whole: list[MessageRun] = []
         """Whole transactions that wait to be handed on."""
         self._whole_bytes = 0
-        self._handed_at = 0.0
+        self._handed_at = self._came_at = 0.0
         self._open: list[MessageRun] = []
         """What has come of the transaction behind them."""
         self._open_bytes = 0
@@ -260,9 +262,10 @@ class Receiver:
         self._send_status()
         while True:
             block = self._wire.read()
-            if block is not None:
-                self._on_block(block)
             now = time.monotonic()
+            if block is not None:
+                self._came_at = now
+                self._on_block(block)
             due = self._is_run_due(now)
             if due:
                 self._hand_over()
@@ -288,16 +291,18 @@ class Receiver:
             return False
         if self._whole_bytes >= _RUN_LARGE_BYTES:
             return True
-        return now - self._handed_at >= self._pause_s()
+        return now >= self._due_at()
 
-    def _pause_s(self) -> float:
-        """The least time between two runs, by what waits to go into the next."""
-        return _RUN_EVERY_S if self._whole_bytes >= _RUN_SMALL_BYTES else _SMALL_RUN_EVERY_S
+    def _due_at(self) -> float:
+        """When the next run begins, if nothing more comes until then."""
+        if self._whole_bytes < _RUN_SMALL_BYTES:
+            return self._handed_at + _SMALL_RUN_EVERY_S
+        return min(self._handed_at + _RUN_EVERY_S, self._came_at + _SILENCE_S)
 
     def _quiet_s(self, now: float) -> float:
         """How long to wait for bytes at most."""
         if self._whole and self._hungry:
-            return max(0.0, self._handed_at + self._pause_s() - now)
+            return max(0.0, self._due_at() - now)
         due = self._told_at + (1.0 if self._confirmed > self._told else self._status_s)
         return max(0.0, min(due - now, 1.0))
 
