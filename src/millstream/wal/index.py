@@ -45,7 +45,10 @@ def damage(why: object, *, file: str, byte: int, offset_from: Offset, offset_to:
 def read_header(files: Files, segment: SegmentFile) -> SegmentHeader:
     """A segment's header. Raises `CorruptWal`, `UnsupportedFormat`; `FileNotFoundError` where the file is gone."""
     try:
-        return SegmentHeader.decode(files.read(segment.path, 0, SEGMENT_HEADER_SIZE))
+        header = SegmentHeader.decode(files.read(segment.path, 0, SEGMENT_HEADER_SIZE))
+        if header.base_offset != segment.base_offset:
+            raise CorruptFrame(f"its header says that it begins at offset {header.base_offset}")
+        return header
     except CorruptFrame as error:
         raise damage(error, file=segment.path, byte=0, offset_from=segment.base_offset, offset_to=None) from error
 
@@ -117,8 +120,8 @@ class ShardIndex:
                 low = middle + 1
             else:
                 high = middle
-        for segment in segments[max(low - 1, 0) :]:
-            for entry in self.frames(segment, mark):
+        for segment, entries in self._chain(segments[max(low - 1, 0) :], mark):
+            for entry in entries:
                 if entry.group_last_seq > after:
                     yield segment, entry
 
@@ -126,10 +129,39 @@ class ShardIndex:
         """Frames with records at or behind an offset, in order."""
         segments = self.segments(mark)
         start = bisect_right([segment.base_offset for segment in segments], offset) - 1
-        for segment in segments[max(start, 0) :]:
-            for entry in self.frames(segment, mark):
+        for segment, entries in self._chain(segments[max(start, 0) :], mark):
+            for entry in entries:
                 if entry.offset + entry.count > offset:
                     yield segment, entry
+
+    def _chain(
+        self, segments: Iterable[SegmentFile], mark: DurableMark
+    ) -> Iterator[tuple[SegmentFile, Iterable[FrameEntry]]]:
+        """Segments with their frames: each must begin where the one before it ended, the last end where the mark says."""
+        expected: Offset | None = None
+        for segment in segments:
+            if expected is not None and segment.base_offset != expected:
+                self._tell_missing(expected, segment.base_offset)
+            entries = self.frames(segment, mark)
+            yield segment, entries
+            expected = segment.base_offset
+            if entries:
+                expected = Offset(entries[-1].offset + entries[-1].count)
+        if expected is None and mark.durable_offset > 0:
+            self._tell_missing(Offset(0), mark.durable_offset)
+        elif expected is not None and expected < mark.durable_offset:
+            self._tell_missing(expected, mark.durable_offset)
+
+    def _tell_missing(self, offset_from: Offset, offset_to: Offset) -> None:
+        error = CorruptWal(
+            f"segments are missing in {self._dir}: offsets {offset_from} to {offset_to} can't be read",
+            file=self._dir,
+            offset_from=int(offset_from),
+            offset_to=int(offset_to),
+        )
+        if self._on_damage is None:
+            raise error
+        self._on_damage(error)
 
     def schema_frames(self, segment: SegmentFile, mark: DurableMark, before: int) -> tuple[SchemaPlace, ...]:
         """A segment's schema frames that stand before a position."""

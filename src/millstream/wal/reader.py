@@ -345,10 +345,20 @@ class StreamReader:
         dropped = read_dropped(self._files, shard_dir)
         segments = list_segments(self._files, shard_dir)
         first = segments[0].base_offset if segments else Offset(0)
+        if first > (0 if dropped is None else dropped.offset):
+            dropped = read_dropped(self._files, shard_dir)  # retention says it first: so a second look knows
         if dropped is not None and dropped.offset >= first:
             return dropped.seq, dropped.offset
         if first == 0:
             return Seq(0), Offset(0)
+        if not self._without_mark and self._on_damage is None and read_mark(self._files, shard_dir) is not None:
+            begin = Offset(0) if dropped is None else dropped.offset
+            raise CorruptWal(
+                f"segments are missing in {shard_dir}: offsets {begin} to {first} can't be read, and retention didn't drop them",
+                file=shard_dir,
+                offset_from=int(begin),
+                offset_to=int(first),
+            )
         # A copy without the mark: what was dropped lies below the first frame that is there.
         frame = read_frame(Window(reader_of(self._files, segments[0].path)), SEGMENT_HEADER_SIZE, payload=False)
         first_seq = frame.header.first_seq or frame.header.group_last_seq
@@ -366,6 +376,14 @@ class StreamReader:
                 f"{max(after, upto)} is beyond what the log shows, {persisted}", persisted_upto=int(persisted)
             )
 
+    def _check_front(self, shard: ShardId, after: Seq) -> None:
+        dropped, _ = self._dropped(shard)
+        if dropped > after:
+            raise OffsetExpired(
+                f"retention has dropped numbers up to {dropped}, reading was to begin behind {after}",
+                first=int(dropped) + 1,
+            )
+
     def _index(self, shard: ShardId) -> ShardIndex:
         if shard not in self._indexes:
             self._indexes[shard] = ShardIndex(self._files, shard_folder(self._folder, shard), shard, self._on_damage)
@@ -378,7 +396,12 @@ class StreamReader:
         self, shard: ShardId, after: Seq, upto: Seq, mark: DurableMark
     ) -> Iterator[tuple[ShardId, SegmentFile, FrameEntry]]:
         """A shard's records frames with rows in `(after, upto]`."""
+        checked = False
         for segment, entry in self._index(shard).from_seq(after, mark):
+            if not checked:
+                # The segments are listed by now: what retention hasn't spoken of yet is among them.
+                self._check_front(shard, after)
+                checked = True
             if entry.kind is not FrameKind.RECORDS:
                 continue
             if entry.first_seq > upto and entry.group_last_seq > upto and not entry.more:
