@@ -177,7 +177,7 @@ def test_nothing_is_lost_doubled_or_reordered_whatever_is_killed_when(
         kill_everything_everywhere(under, connection, times=TIMES, at_random=RANDOM_KILLS)
         problems = settle(under, connection)
         report(under, seed)
-        assert problems == []
+        assert not problems, "\n".join(problems)
         assert all(under.kills[point] >= TIMES for point in POINTS)
 
 
@@ -194,7 +194,7 @@ def test_soak_of_kills(tmp_path: Path, postgres_server: EmbeddedPostgres) -> Non
             kill_everything_everywhere(under, connection, times=TIMES, at_random=3 * RANDOM_KILLS)
             problems = settle(under, connection)
             report(under, seed)
-            assert problems == [], f"seed {seed}"
+            assert not problems, "\n".join([f"seed {seed}", *problems])
         postgres_server.drop_database(under.database)
 
 
