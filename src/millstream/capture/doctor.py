@@ -12,7 +12,7 @@ from psycopg import sql
 
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import connect, connect_replication, parse_dsn, translated
-from millstream.capture.publication import missing_publications
+from millstream.capture.publication import find_lacks
 from millstream.capture.slot import drop_slot_of, read_slot
 from millstream.capture.source import Connection, SourceTable, list_tables
 from millstream.catalog import Catalog
@@ -22,6 +22,7 @@ from millstream.model.names import TablePatterns
 from millstream.model.pgtypes import is_text_for_want_of_better
 
 _HELD_WARN_BYTES: Final = 4 << 30
+_SETTING: Final = "ALTER SYSTEM "
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +60,19 @@ def check_source(config: CaptureConfig) -> list[Finding]:
 
 
 def doctor_sql(config: CaptureConfig) -> str:
-    """One script for a DBA that mends all that SQL can mend; empty where there is nothing."""
+    """One script for a DBA that mends all that SQL can mend; empty where there is nothing.
+
+    It may run in one transaction. Settings of the server can't: they come last, as comments.
+    """
     lines: list[str] = []
+    settings: list[str] = []
     for finding in check_source(config):
-        if finding.sql and finding.sql not in lines:
+        if finding.sql.startswith(_SETTING):
+            needed = "optional" if finding.blocks == "nothing" else "needed"
+            settings += [f"-- {needed}, outside a transaction: {finding.message}", f"-- {finding.sql}"]
+        elif finding.sql and finding.sql not in lines:
             lines += [f"-- {finding.message}", finding.sql]
-    return "\n".join(lines) + ("\n" if lines else "")
+    return "".join(f"{line}\n" for line in [*lines, *settings])
 
 
 def drop_slot(config: CaptureConfig, catalog: Catalog | None = None) -> int | None:
@@ -190,23 +198,13 @@ def _check_tables(connection: Connection, config: CaptureConfig) -> list[Finding
             )
         ]
     findings = [finding for table in tables for finding in _check_table(connection, table)]
-    absent = missing_publications(connection, config.publication, tables)
-    with translated():
-        row = connection.execute(
-            "SELECT has_database_privilege(current_database(), 'CREATE'),"
-            " (SELECT coalesce(bool_and(pg_has_role(c.relowner, 'USAGE')), true) FROM pg_class c WHERE c.oid = ANY(%s))",
-            [[table.oid for table in tables]],
-        ).fetchone()
-    if absent and row is not None and not all(row):
-        findings.append(
-            Finding(
-                "publication_missing",
-                "publications are missing, or lack tables, and this role may not make them",
-                "source",
-                fix="Have the tables' owner (or a superuser) run the SQL.",
-                sql="\n".join(absent),
-            )
+    for lack in find_lacks(connection, config.publication, tables):
+        blocks = "source" if lack.table is None else "table" if lack.stops else "nothing"
+        name = lack.table.full_name if lack.table else ""
+        fix = (
+            "Have the tables' owner (or a superuser) run the SQL, once every table of the publication has an identity."
         )
+        findings.append(Finding("publication_missing", lack.message, blocks, name, fix, lack.sql))
     return findings
 
 
@@ -255,7 +253,7 @@ def _check_table(connection: Connection, table: SourceTable) -> list[Finding]:
                 "table",
                 table.full_name,
                 "Give it a primary key, or another identity.",
-                f"ALTER TABLE {name} REPLICA IDENTITY FULL;",
+                _identity_sql(connection, table),
             )
         )
     return findings + [
@@ -269,3 +267,15 @@ def _check_table(connection: Connection, table: SourceTable) -> list[Finding]:
         for column in relation_columns(table.relation)
         if is_text_for_want_of_better(column)
     ]
+
+
+def _identity_sql(connection: Connection, table: SourceTable) -> str:
+    """Statements that give a table an identity; the partitions of a partitioned one don't follow it by themselves."""
+    with translated():
+        leaves = connection.execute(
+            "SELECT n.nspname, c.relname FROM pg_partition_tree(%s::oid::regclass) p JOIN pg_class c ON c.oid = p.relid"
+            " JOIN pg_namespace n ON n.oid = c.relnamespace WHERE p.isleaf AND p.relid <> %s ORDER BY 1, 2",
+            [table.oid, table.oid],
+        ).fetchall()
+    names = [sql.Identifier(*name).as_string(connection) for name in ((table.namespace, table.name), *leaves)]
+    return " ".join(f"ALTER TABLE {name} REPLICA IDENTITY FULL;" for name in names)

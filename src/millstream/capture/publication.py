@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import psycopg
 from psycopg import sql
@@ -26,9 +26,24 @@ class Coverage:
     publications: tuple[str, ...]
     """Those that exist, for START_REPLICATION."""
     oids: frozenset[int]
-    """Tables that one of them sends."""
+    """Tables of which all that can be captured is sent: inserts, and updates and deletes where they carry an identity."""
     refused: dict[int, str]
-    """By oid, tables that none sends and that we may not add, with the reason."""
+    """By oid, tables that aren't sent, or not wholly, with the reason and what to run."""
+    without_truncates: dict[int, str]
+    """By oid, tables among `oids` whose truncates aren't sent, with the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """What publications lack and this role may not mend."""
+
+    message: str
+    sql: str
+    """What the tables' owner (or a superuser) runs."""
+    table: SourceTable | None
+    """The table that it concerns; None: the first publication isn't there, and nothing can be captured."""
+    stops: bool = True
+    """Whether it keeps from capturing; else something is captured less exactly."""
 
 
 def inserts_name(publication: str) -> str:
@@ -54,13 +69,28 @@ def sync_publications(connection: Connection, publication: str, tables: Sequence
     if others or _find(connection, inserts_name(publication)) is not None:
         refused |= _sync_one(connection, inserts_name(publication), others, usable, inserts_only=True)
     names = tuple(n for n in (publication, inserts_name(publication)) if _find(connection, n) is not None)
-    covered = frozenset(_members(connection, names))
-    return Coverage(names, covered, {oid: why for oid, why in refused.items() if oid not in covered})
+    sent = _sent(connection, names)
+    members = _members(connection, [publication])
+    covered = _covered(sent, tables)
+    untold = "no publication sends its {}" + f"; add it to {publication}"
+    for table in tables:
+        if table.oid in covered or not (verbs := _missing_verbs(sent.get(table.oid), table)):
+            continue
+        if table.oid in members:
+            refused[table.oid] = _verbs_reason(connection, publication, verbs)
+        else:
+            refused.setdefault(table.oid, untold.format(_spoken(verbs)))
+    truncates = {
+        oid: _verbs_reason(connection, publication if oid in members else inserts_name(publication), ["truncate"])
+        for oid in covered
+        if "truncate" not in sent[oid]
+    }
+    return Coverage(names, covered, {oid: why for oid, why in refused.items() if oid not in covered}, truncates)
 
 
-def covered_tables(connection: Connection, publication: str) -> frozenset[int]:
-    """OIDs of the tables that the publications send now."""
-    return frozenset(_members(connection, (publication, inserts_name(publication))))
+def covered_tables(connection: Connection, publication: str, tables: Iterable[SourceTable]) -> frozenset[int]:
+    """OIDs of those of `tables` that the publications send wholly now."""
+    return _covered(_sent(connection, (publication, inserts_name(publication))), tables)
 
 
 def restrictions(
@@ -78,37 +108,96 @@ def restrictions(
     return (None, "") if row is None else (row[0], row[1] or "")
 
 
-def missing_publications(connection: Connection, publication: str, tables: Sequence[SourceTable]) -> list[str]:
-    """The SQL that a DBA would have to run so that both publications send `tables`; empty where nothing is missing."""
-    statements: list[str] = []
-    for name, wanted, inserts_only in (
-        (publication, [t for t in tables if t.usable], False),
-        (inserts_name(publication), [t for t in tables if not t.usable], True),
-    ):
-        found = _find(connection, name)
-        if found is None and (wanted or not inserts_only):
-            statements.append(_create(name, wanted, inserts_only=inserts_only).as_string(connection) + ";")
-        elif found is not None and not found.all_tables:
-            members = _members(connection, [name])
-            absent = [t for t in wanted if t.oid not in members]
-            if absent:
-                statements.append(_change(name, "ADD", absent).as_string(connection) + ";")
-    return statements
+def find_lacks(connection: Connection, publication: str, tables: Sequence[SourceTable]) -> list[Lack]:
+    """What has to be done to the first publication by somebody else, so that it sends all of `tables` wholly.
+
+    Tables without an identity count as if they had one by then: run the SQL behind that which gives it to them.
+    """
+    found = _find(connection, publication)
+    with translated():
+        row = connection.execute(
+            "SELECT has_database_privilege(current_database(), 'CREATE'),"
+            " ARRAY(SELECT c.oid::bigint FROM pg_class c WHERE c.oid = ANY(%s) AND pg_has_role(c.relowner, 'USAGE'))",
+            [[table.oid for table in tables]],
+        ).fetchone()
+    assert row is not None
+    own = set(row[1])
+    if found is None:
+        if row[0] and all(table.oid in own for table in tables):
+            return []
+        script = _create(publication, tables, inserts_only=False).as_string(connection) + ";"
+        return [Lack(f"the publication {publication} isn't there, and this role may not make it", script, None)]
+    lacks = []
+    sent, members = _sent(connection, [publication]), _members(connection, [publication])
+    for table in tables:
+        if table.oid not in members:
+            if found.owned and table.oid in own:
+                continue
+            change = _change(publication, "ADD", [table]).as_string(connection) + ";"
+            message = f"the publication {publication} doesn't send {table.full_name}, and this role may not add it"
+            lacks.append(Lack(message, change, table))
+            continue
+        verbs = [verb for verb in _PUBLISH if verb not in sent[table.oid]]
+        if verbs:
+            message = f"the publication {publication} doesn't publish {_spoken(verbs)} of {table.full_name}"
+            change = _publish_all(publication).as_string(connection) + ";"
+            lacks.append(Lack(message, change, table, stops=bool(_missing_verbs(sent[table.oid], table))))
+    return lacks
+
+
+_PUBLISH: Final = ("insert", "update", "delete", "truncate")
+
+
+def _sent(connection: Connection, names: Sequence[str]) -> dict[int, frozenset[str]]:
+    """By oid, what the publications send of a table together, as PostgreSQL adds it up."""
+    found: dict[int, frozenset[str]] = {}
+    for name in names:
+        with translated():
+            row = connection.execute(
+                "SELECT pubinsert, pubupdate, pubdelete, pubtruncate FROM pg_publication WHERE pubname = %s", [name]
+            ).fetchone()
+        if row is not None:
+            verbs = frozenset(verb for verb, sends in zip(_PUBLISH, row, strict=True) if sends)
+            for oid in _members(connection, [name]):
+                found[oid] = found.get(oid, frozenset()) | verbs
+    return found
+
+
+def _missing_verbs(sent: frozenset[str] | None, table: SourceTable) -> list[str]:
+    """What of a table ought to be sent and isn't; truncates apart, without which it can be captured."""
+    wanted = ("insert", "update", "delete") if table.usable else ("insert",)
+    return [verb for verb in wanted if verb not in (sent or ())]
+
+
+def _covered(sent: dict[int, frozenset[str]], tables: Iterable[SourceTable]) -> frozenset[int]:
+    return frozenset(t.oid for t in tables if not _missing_verbs(sent.get(t.oid), t))
+
+
+def _spoken(verbs: Sequence[str]) -> str:
+    return " and ".join(f"{verb}s" for verb in verbs)
+
+
+def _verbs_reason(connection: Connection, name: str, verbs: Sequence[str]) -> str:
+    script = _publish_all(name).as_string(connection)
+    return f"the publication {name} doesn't publish {_spoken(verbs)}; run: {script};"
+
+
+def _publish_all(name: str) -> sql.Composed:
+    return sql.SQL("ALTER PUBLICATION {} SET (publish = {})").format(
+        sql.Identifier(name), sql.Literal(", ".join(_PUBLISH))
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Publication:
     owned: bool
     all_tables: bool
-    updates: bool
 
 
 def _find(connection: Connection, name: str) -> _Publication | None:
     with translated():
         row = connection.execute(
-            "SELECT pg_has_role(pubowner, 'USAGE'), puballtables, pubupdate OR pubdelete FROM pg_publication"
-            " WHERE pubname = %s",
-            [name],
+            "SELECT pg_has_role(pubowner, 'USAGE'), puballtables FROM pg_publication WHERE pubname = %s", [name]
         ).fetchone()
     return None if row is None else _Publication(*row)
 

@@ -31,7 +31,9 @@ _STATES_EVERY_S: Final = 1.0
 _HEARTBEAT_BYTES: Final = 64 << 10
 """An idle source whose WAL grew by less is left alone: a heartbeat is WAL too."""
 NOT_PUBLISHED: Final = "publication"
-"""In a table's details, what it was set aside for: no publication sends it."""
+"""In a table's details, what it was set aside for: no publication sends it, or not all of it."""
+NO_TRUNCATES: Final = "truncates"
+"""In a table's details, what its reason is about: it is captured, but for truncates, which no publication sends."""
 
 logger = structlog.get_logger("millstream.capture")
 
@@ -46,7 +48,7 @@ class Tables:
         self._patterns = TablePatterns.parse(config.tables)
         self._leaving: dict[int, Lsn] = {}
         self.facts: dict[int, SourceTable] = {}
-        self.coverage = Coverage((), frozenset(), {})
+        self.coverage = Coverage((), frozenset(), {}, {})
 
     def look(self, connection: Connection, passed: Lsn) -> None:
         """Bring publications, catalog and directory in step with the source's tables.
@@ -62,7 +64,7 @@ class Tables:
         self.facts = {table.oid: table for table in tables}
         self._directory.learn(self.facts)
         known = {row.relation_oid: row for row in self._directory.refresh()}
-        before = covered_tables(connection, self._config.publication)
+        before = covered_tables(connection, self._config.publication, tables)
         for oid, row in known.items():
             # It left the publication and will rejoin: changes between were not sent. Noted before it rejoins.
             if oid in self.facts and oid not in before and row.state in {TableState.STREAMING, TableState.COPYING}:
@@ -77,16 +79,34 @@ class Tables:
         """Bring a table's state in step with its identity and with the publications."""
         if table.oid not in self.coverage.oids:
             why = self.coverage.refused.get(table.oid, f"no publication sends it ({self._config.publication})")
-            if row.state is not TableState.SET_ASIDE:
+            ours = row.details.get("cause") == NOT_PUBLISHED
+            if row.state is not TableState.SET_ASIDE or (ours and row.reason != why):
                 logger.warning("table set aside", table=table.full_name, reason=why)
                 self._catalog.set_state(row.id, TableState.SET_ASIDE, why, details={"cause": NOT_PUBLISHED})
         elif row.state is TableState.SET_ASIDE and row.details.get("cause") == NOT_PUBLISHED:
-            self._catalog.set_state(row.id, TableState.COPY_REQUESTED, "a publication sends it now")
+            if table.usable:
+                self._catalog.set_state(row.id, TableState.COPY_REQUESTED, "a publication sends it now")
+            else:
+                self._catalog.set_state(row.id, TableState.HISTORY_ONLY, NO_IDENTITY)
         elif table.usable and row.state is TableState.HISTORY_ONLY and not row.details.get("cause"):
             self._catalog.set_state(row.id, TableState.COPY_REQUESTED, "it has got a usable replica identity")
         elif not table.usable and row.state in {TableState.STREAMING, TableState.COPYING, TableState.COPY_REQUESTED}:
             logger.warning("table in history only", table=table.full_name, reason=NO_IDENTITY)
             self._catalog.set_state(row.id, TableState.HISTORY_ONLY, NO_IDENTITY)
+        elif row.state is TableState.STREAMING:
+            self._settle_truncates(table, row)
+
+    def _settle_truncates(self, table: SourceTable, row: TableRow) -> None:
+        """Say that truncates aren't sent; copy the table again once they are: some may have been missed."""
+        why = self.coverage.without_truncates.get(table.oid)
+        if why is not None and row.reason != why:
+            logger.warning("truncates aren't captured", table=table.full_name, reason=why)
+            details = {"cause": NO_TRUNCATES}
+            self._catalog.set_state(
+                row.id, TableState.STREAMING, why, details=details, only_from=[TableState.STREAMING]
+            )
+        elif why is None and row.details.get("cause") == NO_TRUNCATES:
+            self._catalog.set_state(row.id, TableState.COPY_REQUESTED, "a publication sends its truncates now")
 
     def _notice_leaving(self, connection: Connection, rows: Iterable[TableRow], passed: Lsn) -> None:
         """Give up tables that are dropped or left out, once the log has all their changes."""

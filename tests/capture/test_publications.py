@@ -1,0 +1,134 @@
+"""What publications don't send is never missed silently, whoever made them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from tests.capture.capture_stage import Stage, wait_until
+
+from millstream.capture import check_source, doctor_sql
+from millstream.catalog import TableState
+
+TABLES = (
+    "CREATE TABLE orders (id int PRIMARY KEY, item text); INSERT INTO orders VALUES (1, 'x')",
+    "CREATE TABLE audit_log (at int, what text); INSERT INTO audit_log VALUES (1, 'begun')",
+    "CREATE TABLE parts (at int, what text) PARTITION BY RANGE (at)",
+    "CREATE TABLE parts_low PARTITION OF parts FOR VALUES FROM (0) TO (10); INSERT INTO parts VALUES (1, 'p')",
+)
+
+
+@pytest.fixture
+def stranger(stage: Stage) -> Iterator[None]:
+    """`stage` under a role that owns nothing and may read everything."""
+    role = f"stranger_{stage.config.slot}"
+    stage.sql(*TABLES, f"CREATE ROLE {role} LOGIN REPLICATION; GRANT pg_read_all_data TO {role}")
+    stage.config = replace(stage.config, dsn=stage.dsn.replace("postgres@", f"{role}@"))
+    yield
+    for running in stage.running:
+        running.end()
+    stage.sql(f"DROP OWNED BY {role}", f"DROP ROLE {role}")
+
+
+def bag(stage: Stage, name: str) -> list[tuple[str | None, ...]]:
+    rows: list[dict[str, str | None]] = stage.log.replay()[f"public.{name}"][None]  # type: ignore[assignment]
+    return sorted(tuple(row.values()) for row in rows)
+
+
+@pytest.mark.usefixtures("stranger")
+def test_after_the_doctors_script_nothing_blocks_and_every_change_is_captured(stage: Stage) -> None:
+    assert "publication_missing" in {f.code for f in check_source(stage.config) if f.blocks == "source"}
+    with stage.connect() as connection, connection.transaction():
+        connection.execute(doctor_sql(stage.config).encode())
+
+    assert [f for f in check_source(stage.config) if f.blocks != "nothing"] == []
+    assert all(line.startswith("--") for line in doctor_sql(stage.config).splitlines())
+    stage.catch_up()
+    stage.sql("UPDATE audit_log SET what = 'changed'", "UPDATE parts SET what = 'q'", "DELETE FROM orders")
+    assert not stage.catch_up().set_aside
+    assert bag(stage, "audit_log") == [("1", "changed")]
+    assert bag(stage, "parts") == [("1", "q")]
+    assert stage.log.replay()["public.orders"] == {}
+
+
+@pytest.mark.usefixtures("stranger")
+def test_settings_of_the_server_come_last_and_as_comments(stage: Stage) -> None:
+    lines = doctor_sql(stage.config).splitlines()
+    settings = [number for number, line in enumerate(lines) if "ALTER SYSTEM" in line]
+    assert settings == [len(lines) - 1]
+    assert lines[-1].startswith("-- ALTER SYSTEM")
+
+
+@pytest.mark.usefixtures("stranger")
+def test_a_table_with_an_identity_among_inserts_only_is_set_aside_with_what_to_run(stage: Stage) -> None:
+    publication = stage.config.publication
+    stage.sql(
+        "DROP TABLE parts",
+        "ALTER TABLE audit_log REPLICA IDENTITY FULL",
+        f"CREATE PUBLICATION {publication} FOR TABLE orders",
+        f"CREATE PUBLICATION {publication}_inserts FOR TABLE audit_log WITH (publish = 'insert, truncate')",
+    )
+    found = {f.table: f for f in check_source(stage.config) if f.code == "publication_missing"}
+    assert {name: f.blocks for name, f in found.items()} == {"public.audit_log": "table"}
+
+    reason = stage.catch_up().set_aside["public.audit_log"]
+    assert "permission denied" in reason or "must be owner" in reason
+    script = f'ALTER PUBLICATION "{publication}" ADD TABLE "public"."audit_log";'
+    assert script in reason
+    assert found["public.audit_log"].sql == script
+    stage.sql("UPDATE audit_log SET what = 'changed'", script)
+    assert not stage.catch_up().set_aside
+    stage.sql("UPDATE audit_log SET what = 'again'")
+    stage.catch_up()
+    assert stage.state("public.audit_log") is TableState.STREAMING
+    assert bag(stage, "audit_log") == [("1", "again")]
+
+
+@pytest.mark.usefixtures("stranger")
+@pytest.mark.parametrize("targets", ["FOR ALL TABLES", "FOR TABLE orders"])
+def test_a_publication_of_inserts_alone_captures_nothing_by_halves(stage: Stage, targets: str) -> None:
+    publication = stage.config.publication
+    stage.sql("DROP TABLE parts, audit_log", f"CREATE PUBLICATION {publication} {targets} WITH (publish = 'insert')")
+    running = stage.start()
+    wait_until(lambda: stage.state("public.orders") is TableState.SET_ASIDE, "it is set aside")
+    script = f"ALTER PUBLICATION \"{publication}\" SET (publish = 'insert, update, delete, truncate');"
+    row = stage.table("public.orders")
+    assert row.reason == f"the publication {publication} doesn't publish updates and deletes; run: {script}"
+    assert [(f.blocks, f.sql) for f in check_source(stage.config) if f.code == "publication_missing"] == [
+        ("table", script)
+    ]
+    stage.sql("UPDATE orders SET item = 'unseen'", script)
+    wait_until(lambda: stage.state("public.orders") is TableState.STREAMING, "it is copied")
+    running.stop()
+    assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
+
+
+def test_a_publication_that_loses_its_updates_and_gets_them_back(stage: Stage) -> None:
+    stage.sql(TABLES[0])
+    stage.catch_up()
+    publication = stage.config.publication
+    stage.sql(
+        f"ALTER PUBLICATION {publication} SET (publish = 'insert, truncate')", "UPDATE orders SET item = 'unseen'"
+    )
+    assert "doesn't publish updates and deletes" in stage.catch_up().set_aside["public.orders"]
+    stage.sql(f"ALTER PUBLICATION {publication} SET (publish = 'insert, update, delete, truncate')")
+    stage.catch_up()
+    assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
+
+
+def test_missing_truncates_are_told_and_mended(stage: Stage) -> None:
+    publication = stage.config.publication
+    stage.sql(TABLES[0], f"CREATE PUBLICATION {publication} FOR TABLE orders WITH (publish = 'insert, update, delete')")
+    running = stage.start()
+    wait_until(lambda: stage.state("public.orders") is TableState.STREAMING, "it is copied")
+    wait_until(lambda: "doesn't publish truncates" in stage.table("public.orders").reason, "it is told")
+    assert [f.blocks for f in check_source(stage.config) if f.code == "publication_missing"] == ["nothing"]
+    stage.sql("TRUNCATE orders", f"ALTER PUBLICATION {publication} SET (publish = 'insert, update, delete, truncate')")
+    wait_until(
+        lambda: stage.state("public.orders") is TableState.STREAMING and not stage.table("public.orders").reason,
+        "mended",
+    )
+    running.stop()
+    stage.catch_up()
+    assert stage.log.replay()["public.orders"] == {}
