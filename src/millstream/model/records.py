@@ -69,6 +69,8 @@ RECORD_PREFIX: Final = (
 """What readers see before the table's own columns (a log reader may ask for `__offset` too, then first)."""
 
 RECORD_COLUMNS: Final = frozenset(field.name for field in RECORD_PREFIX)
+RESERVED_COLUMNS: Final = RECORD_COLUMNS | {field.name for field in LOG_ROW_PREFIX} | {OPERATION_ORDINAL.name}
+"""Names that a table's own column can't have: it would stand beside one of these."""
 RECORD_OFFSET: Final = pa.field("__offset", pa.int64(), nullable=False)
 
 

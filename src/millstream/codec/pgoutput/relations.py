@@ -29,11 +29,12 @@ from millstream.codec.pgoutput.messages import (
     Update,
     parse_message,
 )
-from millstream.errors import ProtocolViolation
+from millstream.errors import ProtocolViolation, TableUndecodable
 from millstream.model.ids import SchemaVersion, SourceId, TableId
 from millstream.model.names import qualified_name
 from millstream.model.pgtypes import log_type
 from millstream.model.positions import Lsn
+from millstream.model.records import RESERVED_COLUMNS
 from millstream.model.schema import Column, PgType, TableKind, TableSchema
 
 HEARTBEAT_PREFIX: Final = "millstream/heartbeat"
@@ -234,7 +235,20 @@ def table_schema(
         key: what tells rows apart; None: the identity's columns (under FULL none: say the primary key if there is one).
         table_id: the catalog's number; 0 where it isn't known yet.
         version: the same.
+
+    Raises:
+        TableUndecodable: a column bears a name of those that Millstream adds.
     """
+    clashes = [c.name for c in relation.columns if c.name in RESERVED_COLUMNS]
+    if clashes:
+        reason = f"column {clashes[0]} bears a name that Millstream gives to a column of its own"
+        raise TableUndecodable(
+            f"{relation.qualified_name} can't be captured: {reason}",
+            hint="Rename the column, or leave the table out with a pattern.",
+            table=relation.qualified_name,
+            relation_oid=relation.oid,
+            reason=reason,
+        )
     identity = tuple(c.name for c in relation.columns if c.in_identity)
     if key is None:
         key = () if relation.replica_identity == "f" else identity
