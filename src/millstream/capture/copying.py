@@ -204,7 +204,7 @@ class TableCopies:
             copy.stage = Stage.PREPARING
             if copy.fresh:
                 self._catalog.drop_chunks(copy.row.id)
-            self._catalog.set_state(copy.row.id, TableState.COPYING, copy_id=copy.copy_id)
+            self._catalog.set_state(copy.row.id, TableState.COPYING, copy.row.reason, copy_id=copy.copy_id)
             if copy.marked and copy.keyed:
                 yield self._void_what_was(copy)
             self._queue(copy, lambda reader: self._prepare(copy, reader))

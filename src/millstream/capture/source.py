@@ -48,6 +48,18 @@ class KeyColumn:
 
 
 @dataclass(frozen=True, slots=True)
+class AttributeFacts:
+    """What tells a column that was renamed, retyped or added from one that was there: its number never changes."""
+
+    number: int
+    name: str
+    type_oid: int
+    type_modifier: int
+    filled: bool
+    """Whether rows that were there when it was added may have another value than null in it."""
+
+
+@dataclass(frozen=True, slots=True)
 class SourceTable:
     """A table as the source's catalogs have it now."""
 
@@ -65,6 +77,7 @@ class SourceTable:
     row_estimate: int
     size_bytes: int
     relfilenode: int
+    layout: tuple[AttributeFacts, ...]
 
     @property
     def full_name(self) -> str:
@@ -104,7 +117,14 @@ SELECT c.oid, n.nspname, c.relname, c.relkind = 'p', c.relreplident::text,
            (SELECT coalesce(sum(pg_relation_size(p.relid)), 0) FROM pg_partition_tree(c.oid) p WHERE p.isleaf)
            ELSE pg_relation_size(c.oid) END::bigint,
        c.relfilenode::bigint,
-       ARRAY(SELECT p.relid::oid::bigint FROM pg_partition_ancestors(c.oid) p WHERE p.relid <> c.oid)
+       ARRAY(SELECT p.relid::oid::bigint FROM pg_partition_ancestors(c.oid) p WHERE p.relid <> c.oid),
+       (SELECT json_agg(json_build_array(a.attnum, a.attname, a.atttypid::bigint, a.atttypmod,
+                        a.atthasmissing OR a.atthasdef OR a.attnotnull OR a.attidentity <> ''
+                        OR (c.relkind = 'p' AND EXISTS (SELECT FROM pg_attribute l WHERE l.attname = a.attname AND l.atthasmissing
+                            AND l.attrelid IN (SELECT p.relid FROM pg_partition_tree(c.oid) p WHERE p.isleaf))))
+                        ORDER BY a.attnum)
+          FROM pg_attribute a
+         WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated = '')
   FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
  WHERE c.relkind IN ('r', 'p') AND c.relpersistence = 'p'
    AND n.nspname NOT IN ('pg_catalog', 'information_schema', 'pg_toast') AND n.nspname NOT LIKE 'pg\\_temp\\_%%'
@@ -200,6 +220,7 @@ def _table(row: tuple[Any, ...]) -> SourceTable:
         row_estimate=int(row[8]),
         size_bytes=int(row[9]),
         relfilenode=int(row[10]),
+        layout=tuple(AttributeFacts(*column) for column in row[12] or ()),
     )
 
 

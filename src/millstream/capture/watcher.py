@@ -1,7 +1,7 @@
 """A thread beside the stream: looks at the source's catalogs and at the tables' states, and keeps an idle source moving.
 
 Every few seconds: tables that appeared join the publications and the catalog, tables that left are noticed, identities
-that came or went change a table's state. Every second: states that commands wrote (`tables retry`, `tables copy`) are
+that came or went change a table's state, columns that changed have a table copied again. Every second: states that commands wrote (`tables retry`, `tables copy`) are
 taken in. On an idle source a logical message moves the WAL on, so that a busy neighbour database can't make the slot
 hold its WAL. What fails here is tried again at the next look; nothing here stops the stream.
 """
@@ -18,6 +18,7 @@ import structlog
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import connect, translated
 from millstream.capture.directory import NO_IDENTITY, CatalogDirectory
+from millstream.capture.layouts import KnownLayouts
 from millstream.capture.publication import Coverage, covered_tables, sync_publications
 from millstream.capture.source import Connection, SourceTable, insert_lsn, list_tables, on_standby
 from millstream.catalog import Catalog, TableRow, TableState
@@ -47,6 +48,7 @@ class Tables:
         self._directory = directory
         self._patterns = TablePatterns.parse(config.tables)
         self._leaving: dict[int, Lsn] = {}
+        self._layouts = KnownLayouts(catalog, catalog.stream(config.stream).id)
         self.facts: dict[int, SourceTable] = {}
         self.coverage = Coverage((), frozenset(), {}, {})
 
@@ -71,7 +73,9 @@ class Tables:
                 self._catalog.set_state(row.id, TableState.COPY_REQUESTED, "it had left the publication")
         self.coverage = sync_publications(connection, self._config.publication, tables)
         for table in tables:
-            self._settle(table, self._directory.table_row(table))
+            row = self._directory.table_row(table)
+            self._settle_layout(table, row)
+            self._settle(table, row)
         self._notice_leaving(connection, known.values(), passed)
         self._directory.refresh()
 
@@ -95,6 +99,16 @@ class Tables:
             self._catalog.set_state(row.id, TableState.HISTORY_ONLY, NO_IDENTITY)
         elif row.state is TableState.STREAMING:
             self._settle_truncates(table, row)
+
+    def _settle_layout(self, table: SourceTable, row: TableRow) -> None:
+        """Have a table copied again whose existing rows changed with its columns."""
+        news = self._layouts.news(table, row.id)
+        if news is not None:
+            reason = f"{news}: its rows are copied again"
+            copied = [TableState.STREAMING, TableState.COPYING]
+            if self._catalog.set_state(row.id, TableState.COPY_REQUESTED, reason, only_from=copied):
+                logger.warning("table is copied again", table=table.full_name, reason=reason)
+        self._layouts.remember(table, row.id)
 
     def _settle_truncates(self, table: SourceTable, row: TableRow) -> None:
         """Say that truncates aren't sent; copy the table again once they are: some may have been missed."""
