@@ -350,7 +350,7 @@ class SourceUnreachable(SourceError):
 
     code = "source_unreachable"
     retry = Retry.BACKOFF
-    default_hint = "Check host, port and that the server runs; Millstream keeps trying."
+    default_hint = "Check host, port and that the server runs."
 
 
 class SourceDsnInvalid(SourceError):

@@ -1,20 +1,23 @@
-"""How processes say what happens: structlog on stderr, for people on a terminal and as JSON lines elsewhere."""
+"""How processes say what happens: structlog on stderr, in lines for people, or as JSON lines where these are asked for."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
+from typing import Any, Final, Literal
 
 import structlog
 
+LogFormat = Literal["text", "json"]
+FORMAT_VARIABLE: Final = "MILLSTREAM_LOG"
+"""`text` or `json`; `--log-format` sets it for a process and its parts."""
 LEVEL_VARIABLE = "MILLSTREAM_LOG_LEVEL"
 
 
-def configure_logs(*, part: str = "") -> None:
+def configure_logs(*, part: str = "", style: LogFormat = "text") -> None:
     """Set up this process's logs. `part` stands in every line where it is given. `MILLSTREAM_LOG_LEVEL` sets the level."""
     level = logging.getLevelName(os.environ.get(LEVEL_VARIABLE, "info").upper())
-    terminal = sys.stderr.isatty()
 
     def name_part(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
         # Not by contextvars: threads start with none.
@@ -27,11 +30,45 @@ def configure_logs(*, part: str = "") -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
-            structlog.dev.ConsoleRenderer(colors="NO_COLOR" not in os.environ)
-            if terminal
-            else structlog.processors.JSONRenderer(default=str),
+            structlog.processors.JSONRenderer(default=str) if style == "json" else Words(terminal=sys.stderr.isatty()),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level if isinstance(level, int) else logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
+
+
+class Words:
+    """A structlog renderer: one short line for people, as those that `run` says itself; a repeated trouble is shorter still."""
+
+    def __init__(self, *, terminal: bool) -> None:
+        # `run` redraws a line there: what is said beside it takes its place.
+        self._clear = "\r\x1b[K" if terminal else ""
+        self._trouble: dict[tuple[str, str], str] = {}
+
+    def __call__(self, _logger: object, _method: str, event: structlog.typing.EventDict) -> str:
+        """Render one event."""
+        facts: dict[str, Any] = {name: value for name, value in event.items() if name not in {"timestamp", "hint"}}
+        part, stream = str(facts.pop("part", "")), str(facts.pop("stream", ""))
+        level, what = facts.pop("level", "info"), str(facts.pop("event", ""))
+        error, code, wait_s = facts.pop("error", None), str(facts.pop("code", "")), facts.pop("in_s", None)
+        trace = facts.pop("exception", None)
+        who = ", ".join(filter(None, (part, stream and f"stream {stream}")))
+        words = f"{who}: " if who else ""
+        if error is not None:
+            trouble = ": ".join(filter(None, (code, "; ".join(str(error).splitlines()))))
+            if wait_s is None:
+                what = f"{what}: {trouble}"
+            elif self._trouble.get((part, stream)) == trouble:
+                what = f"still {'unreachable' if code == 'source_unreachable' else code}"
+            else:
+                what = trouble
+            self._trouble[part, stream] = trouble if wait_s is not None else ""
+        elif level in {"warning", "error", "critical"}:
+            words += f"{level}: "
+        words += what
+        if wait_s is not None:
+            words += f"; next try in {float(wait_s):.1f} s"
+        if facts:
+            words += f" ({', '.join(f'{name} {value}' for name, value in facts.items())})"
+        return self._clear + words + (f"\n{trace}" if trace else "")

@@ -59,8 +59,17 @@ class OwnedStream:
         self.since_s = time.time()
         self._stream_id: StreamId | None = None
 
-    def run(self, stop: threading.Event, *, until_caught_up: bool, tell: Callable[[], None]) -> None:
-        """Capture until it ends by itself, is stopped, or can't go on. Never raises what is in our tree of errors."""
+    def run(
+        self, stop: threading.Event, *, until_caught_up: bool, tell: Callable[[], None], supervised: bool = False
+    ) -> None:
+        """Capture until it ends by itself, is stopped, or can't go on. Never raises what is in our tree of errors.
+
+        Args:
+            stop: ends it.
+            until_caught_up: whether it ends by itself.
+            tell: called when there is progress.
+            supervised: whether a supervisor says the last error: said twice it would look like two.
+        """
         attempt = 0
         while True:
             try:
@@ -76,9 +85,10 @@ class OwnedStream:
                 )
                 if not patient or stop.is_set():
                     self.gave_up = True
-                    logger.error(  # noqa: TRY400 - a person reads the error, not its traceback
-                        "the stream stops", stream=self.name, code=error.code, error=error.message, hint=error.hint
-                    )
+                    if not supervised:
+                        logger.error(  # noqa: TRY400 - a person reads the error, not its traceback
+                            "the stream stops", stream=self.name, code=error.code, error=error.message, hint=error.hint
+                        )
                     return
                 wait_s = min(_BACKOFF_MAX_S, _BACKOFF_FIRST_S * 2 ** min(attempt - 1, 10))
                 logger.warning(
@@ -233,7 +243,11 @@ def run_owner(
             threading.Thread(
                 target=stream.run,
                 args=(lifeline.stop,),
-                kwargs={"until_caught_up": until_caught_up, "tell": lambda stream=stream: tell(stream)},
+                kwargs={
+                    "until_caught_up": until_caught_up,
+                    "tell": lambda stream=stream: tell(stream),
+                    "supervised": lifeline.supervised,
+                },
                 name=f"stream-{stream.name}",
             )
             for stream in streams
@@ -276,6 +290,9 @@ def _keep_retention(streams: list[OwnedStream], done: threading.Event) -> None:
                 stream.drop_old_segments()
             except MillstreamError as error:
                 logger.warning("retention waits", stream=stream.name, code=error.code, error=error.message)
+            except Exception:
+                # Our bug. Keeping too much harms less than ending, and the next round may get by it.
+                logger.exception("retention failed, and is tried again", stream=stream.name)
 
 
 def _outcome_facts(outcome: CaptureOutcome) -> dict[str, Any]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -45,14 +47,16 @@ class StreamPipeline:
         """A broken invariant: our bug, which ends the process."""
 
     def run(self, lifeline: Lifeline, tell: Callable[[], None]) -> None:
-        """Land the stream until told to stop or drained. Never raises what is in our tree of errors."""
-        from millstream.spark.driver import run_pipeline
+        """Land the stream until told to stop or drained. Never raises: `error` and `crash` say how it ended."""
 
         def on_progress(progress: PipelineProgress) -> None:
             self.progress = progress
             tell()
 
         try:
+            # In here: an import that fails must not pass for the end of the work.
+            from millstream.spark.driver import run_pipeline
+
             stream = self._wait_for_log(lifeline)
             if stream is None:
                 return
@@ -63,13 +67,17 @@ class StreamPipeline:
             )
         except MillstreamError as error:
             self.error = error
-            logger.error(  # noqa: TRY400 - a person reads the error, not its traceback
-                "the pipeline stops", stream=self.name, code=error.code, error=error.message, hint=error.hint
-            )
+            if not lifeline.supervised or len(self._home.config.streams) > 1:
+                # A supervisor says the only one's error.
+                logger.error(  # noqa: TRY400 - a person reads the error, not its traceback
+                    "the pipeline stops", stream=self.name, code=error.code, error=error.message, hint=error.hint
+                )
             if error.retry in {Retry.BACKOFF, Retry.REOPEN}:
                 # Another process may do better: the others drain, this one ends, and the supervisor starts it anew.
                 lifeline.stop.set()
-        except Exception as error:  # noqa: BLE001 - a thread's end must not pass for the end of its work
+        except Exception as error:
+            # A thread's end must not pass for the end of its work.
+            logger.exception("the pipeline fails", stream=self.name)
             self.crash = error
             lifeline.stop.set()
 
@@ -135,7 +143,8 @@ def run_pipelines(home: Home, lifeline: Lifeline, *, on_progress: Callable[[dict
 
         stack.enter_context(ControlServer(home, "pipeline", {"status": facts}))
         # Spark starts while capture is still finding its place; the threads below share the session.
-        open_session(spark_options(home))
+        if not _start_spark(lifeline, lambda: open_session(spark_options(home))):
+            return {}
         threads = [
             threading.Thread(
                 target=pipeline.run,
@@ -157,6 +166,38 @@ def run_pipelines(home: Home, lifeline: Lifeline, *, on_progress: Callable[[dict
         if pipeline.error is not None:
             raise pipeline.error
     return outcome
+
+
+def _start_spark(lifeline: Lifeline, start: Callable[[], object]) -> bool:
+    """Start Spark and say so; False where nothing is to be done any more.
+
+    A supervised process that is told to stop before it has begun doesn't wait for Spark: it ends at once.
+    """
+    starting = threading.Event()
+
+    def leave() -> None:
+        if lifeline.supervised and lifeline.stop.is_set() and starting.is_set():
+            os._exit(0)
+
+    lifeline.on_word(leave)
+    starting.set()
+    if lifeline.stop.is_set():
+        return False
+    _say_spark(lifeline, "starting", None)
+    began_s = time.monotonic()
+    start()
+    starting.clear()
+    _say_spark(lifeline, "ready", round(time.monotonic() - began_s, 1))
+    return True
+
+
+def _say_spark(lifeline: Lifeline, state: str, seconds: float | None) -> None:
+    if lifeline.supervised:
+        lifeline.tell("spark", {"state": state, "seconds": seconds})
+    elif seconds is None:
+        logger.info("starting Spark")
+    else:
+        logger.info("ready", seconds=seconds)
 
 
 def _make_folder(location: str) -> None:

@@ -71,9 +71,10 @@ class _Conductor:
     def __init__(self, home: Home, on_event: Callable[[Event], None], *, until_caught_up: bool) -> None:
         self._until_caught_up = until_caught_up
         self._on_event = on_event
+        self._captures = False
         option = ["--until-caught-up"] if until_caught_up else []
         # Capture has been patient already when it says an error.
-        most, most_of_capture = (_ERRORS_MAX, 2) if until_caught_up else (None, None)
+        most, most_of_capture = (_ERRORS_MAX, 1) if until_caught_up else (None, None)
         parts = [
             Part(
                 "capture",
@@ -90,14 +91,16 @@ class _Conductor:
     def _heard(self, event: Event) -> None:
         self._on_event(event)
         name, what, _ = event
+        if (name, what) == ("capture", "progress"):
+            self._captures = True
         if what not in {"ended", "given_up"}:
             return
         capture, pipeline = self.supervisor.parts["capture"], self.supervisor.parts["pipeline"]
         if capture.over and pipeline.over:
             self.supervisor.stop()
         elif name == "capture" and self._until_caught_up:
-            # The pipeline lands what is durable, whether capture reached its goal or not.
-            self.supervisor.tell("pipeline", "drain")
+            # The pipeline lands what is durable, whether capture reached its goal or not; not where it never began.
+            self.supervisor.tell("pipeline", "stop" if what == "given_up" and not self._captures else "drain")
 
     def outcome(self) -> RunOutcome:
         """What came of it."""

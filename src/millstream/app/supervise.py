@@ -43,7 +43,8 @@ class Part:
     may_end: bool = False
     """Whether an end with exit code 0, unasked for, is the end of its work rather than a death."""
     errors_max: int | None = None
-    """Give it up after that many deaths in a row with an error told, whatever the error; None: never for that."""
+    """Give it up after that many deaths in a row with an error told, whatever the error; None: never for that. A bug of
+    ours (`unexpected`) has one try more."""
 
 
 class PartState(StrEnum):
@@ -258,6 +259,8 @@ class Supervisor:
     def _is_hopeless(self, running: Running, error: dict[str, Any]) -> bool:
         running.errors += 1
         most = running.part.errors_max
+        if most is not None and error.get("code") == "unexpected":
+            most += 1
         return error.get("retry") in {"operator", "never"} or (most is not None and running.errors >= most)
 
     def _over(self, running: Running, state: PartState, facts: dict[str, Any]) -> None:

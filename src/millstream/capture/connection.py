@@ -46,6 +46,7 @@ _SESSION: Final = "; ".join(
         "lc_monetary": "'C'",
         "search_path": "pg_catalog",
         "standard_conforming_strings": "on",
+        "quote_all_identifiers": "off",
         "row_security": "off",
         "synchronous_commit": "local",
         "statement_timeout": "0",
@@ -141,7 +142,8 @@ def _without_secret(text: str, dsn: str) -> str:
 
 def _translate_refusal(error: psycopg.Error, dsn: str) -> SourceError:
     """The error of a connection that wasn't had. libpq gives no SQLSTATE here, only the server's words."""
-    text = " ".join(str(error).split())
+    # libpq puts its advice on a line of its own.
+    text = "; ".join(" ".join(line.split()) for line in str(error).splitlines() if line.strip())
     lower = text.lower()
     where = describe_dsn(dsn)
     kinds: tuple[tuple[tuple[str, ...], type[SourceError], str], ...] = (
@@ -178,7 +180,7 @@ _BY_SQLSTATE: Final[dict[str, tuple[type[SourceError], str | None]]] = {
     "3D000": (SourceDatabaseMissing, None),
     "42501": (SourcePrivilegeMissing, "Grant what the message names; `millstream doctor --sql` prints the script."),
     "53400": (NoFreeSlot, None),
-    "53300": (SourceUnreachable, "The server has no connection left; Millstream keeps trying."),
+    "53300": (SourceUnreachable, "The server has no connection left: end some, or raise max_connections."),
     "55006": (SlotActive, "Another connection reads the slot; it is tried again."),
     "57P01": (SourceUnreachable, None),
     "57P02": (SourceUnreachable, None),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 import time
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import click
@@ -54,8 +57,9 @@ class StatusLine:
 class RunReport:
     """Tells a person what `run`'s parts do."""
 
-    def __init__(self, *, terminal: bool) -> None:
+    def __init__(self, *, terminal: bool, until_caught_up: bool) -> None:
         self._line = StatusLine(terminal=terminal)
+        self._given_up = "the run will fail" if until_caught_up else "the rest goes on"
         self._parts: dict[str, dict[str, dict[str, Any]]] = {"capture": {}, "pipeline": {}}
         self._failed: set[str] = set()
         self._since_s = time.monotonic()
@@ -74,17 +78,31 @@ class RunReport:
             self._line.say(f"{name}: started{again}, process {facts['pid']}")
         elif what == "died":
             error = facts.get("error") or {}
-            why = f": {error['code']}: {error['message']}" if error else f" (exit code {facts['exit_code']})"
+            why = (
+                f": {error['code']}: {'; '.join(error['message'].splitlines())}"
+                if error
+                else f" (exit code {facts['exit_code']})"
+            )
             self._line.say(f"{name}: ended{why}; again in {facts['restart_in_s']:.1f} s")
+        elif what == "given_up" and facts.get("code") == "address_in_use":
+            # Nothing but HTTP needs it.
+            self._line.say(f"{name}: warning: {facts['message']}; this run goes on without /metrics and /healthz")
+            self._line.say(f"  {facts['hint']}")
         elif what == "given_up":
             self._line.clear()
             say_error({**facts, "message": f"{name}: {facts.get('message', '')}"})
-            self._line.say(f"{name}: given up; the rest goes on")
+            self._line.say(f"{name}: given up; {self._given_up}")
         elif what == "stream_failed":
             self._line.clear()
             say_error({**facts, "message": f"{name}, stream {facts.get('stream')}: {facts.get('message', '')}"})
         elif what == "ended":
             self._line.say(f"{name}: done")
+        elif what == "spark":
+            self._line.say(
+                f"{name}: starting Spark …"
+                if facts["state"] == "starting"
+                else f"{name}: ready after {facts['seconds']:.0f} s"
+            )
         elif what == "listening":
             self._line.say(f"{name}: http://{facts.get('address')}/metrics, /healthz, /status")
         elif what == "progress" and name in self._parts:
@@ -111,6 +129,36 @@ class RunReport:
 
     def _summary(self) -> str:
         return "  ".join(describe(part, facts) for part, streams in self._parts.items() for facts in streams.values())
+
+
+class JsonReport:
+    """Tells a program what `run`'s parts do: a JSON object a line, in the form of the parts' own."""
+
+    def __init__(self) -> None:
+        self._progress_s: dict[tuple[str, str], float] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is redrawn."""
+
+    def heard(self, event: Event) -> None:
+        """Take an event of the supervisor's in; progress is said every ten seconds a stream."""
+        name, what, facts = event
+        if what == "progress":
+            now_s, of = time.monotonic(), (name, str(facts.get("stream")))
+            if now_s - self._progress_s.get(of, -_EVERY_S) < _EVERY_S:
+                return
+            self._progress_s[of] = now_s
+        self._say({"event": what, "part": name, **{k: v for k, v in facts.items() if k != "event"}})
+
+    def conclude(self, outcome: RunOutcome) -> None:
+        """Say how it ended."""
+        self._say({"event": "concluded", "part": "run", **dataclasses.asdict(outcome)})
+
+    def _say(self, facts: dict[str, Any]) -> None:
+        note(json.dumps({**facts, "timestamp": datetime.now(UTC).isoformat()}, default=str))
 
 
 class PartReport:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from millstream.cli.context import Session, note, on_terminal, pass_session
 
+if TYPE_CHECKING:
+    from millstream.app.logs import LogFormat
+
+_LOG_FORMAT = click.option(
+    "--log-format",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    envvar="MILLSTREAM_LOG",
+    show_envvar=True,
+    help="How stderr tells what happens: lines for people, or a JSON object a line.",
+)
 _UNTIL = click.option(
     "--until-caught-up",
     is_flag=True,
@@ -18,8 +31,9 @@ _UNTIL = click.option(
 
 @click.command()
 @_UNTIL
+@_LOG_FORMAT
 @pass_session
-def run(session: Session, until_caught_up: bool) -> None:
+def run(session: Session, until_caught_up: bool, log_format: LogFormat) -> None:
     """Run everything that the configuration names, until SIGINT or SIGTERM.
 
     A part that dies is started again; one that can't be is reported, and the rest goes on. With --until-caught-up it
@@ -27,9 +41,12 @@ def run(session: Session, until_caught_up: bool) -> None:
     table had to be set aside, the others being done.
     """
     from millstream.app.run import run_home
-    from millstream.cli.progress import RunReport
+    from millstream.cli.progress import JsonReport, RunReport
 
-    report = RunReport(terminal=on_terminal())
+    os.environ["MILLSTREAM_LOG"] = log_format  # its parts say things on the same stderr
+    report = (
+        JsonReport() if log_format == "json" else RunReport(terminal=on_terminal(), until_caught_up=until_caught_up)
+    )
     with report:
         outcome = run_home(session.home(), until_caught_up=until_caught_up, on_event=report.heard)
     report.conclude(outcome)
@@ -47,8 +64,9 @@ def capture() -> None:
 
 @capture.command("run")
 @_UNTIL
+@_LOG_FORMAT
 @pass_session
-def capture_run(session: Session, until_caught_up: bool) -> None:
+def capture_run(session: Session, until_caught_up: bool, log_format: LogFormat) -> None:
     """Capture every configured stream; own their logs."""
     from millstream.app.logs import configure_logs
     from millstream.app.owner import run_owner
@@ -57,7 +75,7 @@ def capture_run(session: Session, until_caught_up: bool) -> None:
 
     lifeline = Lifeline()
     with lifeline.held():
-        configure_logs(part="capture")
+        configure_logs(part="capture", style=log_format)
         report = PartReport("capture", silent=lifeline.supervised, terminal=on_terminal())
         outcome = run_owner(session.home(), lifeline, until_caught_up=until_caught_up, on_progress=report.heard)
     if not lifeline.supervised:
@@ -71,8 +89,9 @@ def pipeline() -> None:
 
 @pipeline.command("run")
 @_UNTIL
+@_LOG_FORMAT
 @pass_session
-def pipeline_run(session: Session, until_caught_up: bool) -> None:
+def pipeline_run(session: Session, until_caught_up: bool, log_format: LogFormat) -> None:
     """Land every configured stream in the lake, on Spark. With --until-caught-up: what is in the log now, then fold, then end."""
     from millstream.app.logs import configure_logs
     from millstream.app.part import Lifeline
@@ -83,7 +102,7 @@ def pipeline_run(session: Session, until_caught_up: bool) -> None:
     if until_caught_up:
         lifeline.drain.set()
     with lifeline.held():
-        configure_logs(part="pipeline")
+        configure_logs(part="pipeline", style=log_format)
         report = PartReport("pipeline", silent=lifeline.supervised, terminal=on_terminal())
         outcome = run_pipelines(session.home(), lifeline, on_progress=report.heard)
     if not lifeline.supervised:
@@ -91,8 +110,9 @@ def pipeline_run(session: Session, until_caught_up: bool) -> None:
 
 
 @click.command()
+@_LOG_FORMAT
 @pass_session
-def serve(session: Session) -> None:
+def serve(session: Session, log_format: LogFormat) -> None:
     """Serve /metrics for Prometheus, /healthz and /status over HTTP."""
     from millstream.app.logs import configure_logs
     from millstream.app.part import Lifeline
@@ -100,7 +120,7 @@ def serve(session: Session) -> None:
 
     lifeline = Lifeline()
     with lifeline.held():
-        configure_logs(part="serve")
+        configure_logs(part="serve", style=log_format)
         serve_home(session.home(needs_source=False), lifeline)
 
 

@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+from millstream.app.logs import Words
+
+REFUSED = {"event": "the stream begins again", "part": "capture", "stream": "s", "level": "warning", "timestamp": "now"}
+
+
+def test_a_trouble_that_goes_on_is_one_short_line() -> None:
+    words = Words(terminal=False)
+    trouble = REFUSED | {"code": "source_unreachable", "error": "refused\nreally?", "hint": "Look."}
+    first, second = (words(None, "", trouble | {"in_s": wait_s}) for wait_s in (0.5, 1.0))
+    assert first == "capture, stream s: source_unreachable: refused; really?; next try in 0.5 s"
+    assert second == "capture, stream s: still unreachable; next try in 1.0 s"
+
+
+def test_facts_stand_behind_what_happened() -> None:
+    line = Words(terminal=False)(None, "", {"event": "table copied", "part": "capture", "table": "a.b", "rows": 7})
+    assert line == "capture: table copied (table a.b, rows 7)"
