@@ -20,14 +20,22 @@ from typing import Final, TypeAlias
 
 from millstream import failpoints
 from millstream.codec.log_segment import SegmentHeader
-from millstream.errors import AppendOutcomeUnknown, DiskFull, MillstreamError, ShardLocked, StaleEpoch, WriterClosed
+from millstream.errors import (
+    AppendOutcomeUnknown,
+    CorruptWal,
+    DiskFull,
+    MillstreamError,
+    ShardLocked,
+    StaleEpoch,
+    WriterClosed,
+)
 from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, SourceId, StreamId, TableId, WriterId
 from millstream.model.operations import Ack, SpilledOp, WriteOps
 from millstream.model.positions import Lsn, Offset, Seq, SeqRange
 from millstream.ports import Clock, Files, SeqReservations
 from millstream.protocol.sequencer import Sequencer
 from millstream.wal.grouping import FramePlan, plan_chunk, plan_group
-from millstream.wal.layout import list_shards, shard_folder
+from millstream.wal.layout import MARK_NAME, list_segments, list_shards, shard_folder
 from millstream.wal.mark import DurableMark, MarkFile
 from millstream.wal.recover import NO_SPACE, Recovered, keep_spare, recover
 from millstream.wal.segment import GroupFacts, OpenSegment, WriteFailed
@@ -147,6 +155,7 @@ class GroupCommitter:
             ShardLocked, CorruptWal, UnexpectedFile, UnsupportedFormat, StaleEpoch, DiskFull: see `LogWriter.open`.
         """
         shards = sorted({*shards, *list_shards(files, folder)})
+        _check_not_gone(files, folder, shards, reservations)
         marks = _lock_shards(files, folder, shards)
         try:
             recovered = recover(
@@ -432,6 +441,19 @@ def _create_segment(files: Files, shard_dir: str, header: SegmentHeader) -> Open
         if error.errno in NO_SPACE:
             raise DiskFull(f"{shard_dir} has no space for a new segment: {error}") from error
         raise
+
+
+def _check_not_gone(files: Files, folder: str, shards: Sequence[ShardId], reservations: SeqReservations) -> None:
+    """Refuse to begin an empty log where numbers were given out: a mark was there before the first of them."""
+    if reservations.reserved() == 0:
+        return
+    folders = [shard_folder(folder, shard) for shard in shards]
+    if not any(files.exists(f"{shard_dir}/{MARK_NAME}") or list_segments(files, shard_dir) for shard_dir in folders):
+        raise CorruptWal(
+            f"the log in {folder} is gone, though numbers up to {reservations.reserved()} were reserved for its records",
+            hint="Restore the folder from a copy. To begin anew: `millstream slot drop`, then a new home and an empty lake.",
+            file=folder,
+        )
 
 
 def _lock_shards(files: Files, folder: str, shards: Sequence[ShardId]) -> dict[ShardId, MarkFile]:
