@@ -132,3 +132,29 @@ def test_missing_truncates_are_told_and_mended(stage: Stage) -> None:
     running.stop()
     stage.catch_up()
     assert stage.log.replay()["public.orders"] == {}
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_table_without_identity_that_comes_while_capture_runs(stage: Stage, alone: bool) -> None:  # noqa: FBT001
+    publication = stage.config.publication
+    stage.sql(TABLES[0], *([f"CREATE PUBLICATION {publication} FOR TABLE orders"] if alone else []))
+    running = stage.start()
+    wait_until(lambda: stage.state("public.orders") is TableState.STREAMING, "it runs")
+    stage.sql("CREATE TABLE plain (x int)")
+    wait_until(lambda: stage.state("public.plain") is TableState.HISTORY_ONLY, "it is seen")
+    wait_until(lambda: streams(stage, f"{publication}_inserts"), "it is streamed")
+    stage.sql("INSERT INTO plain VALUES (1)", "INSERT INTO orders VALUES (2, 'y')")
+    wait_until(lambda: len(stage.log.replay()["public.orders"]) == 2, "what came behind it is captured")
+    running.stop()
+    assert bag(stage, "plain") == [("1",)]
+
+
+def streams(stage: Stage, publication: str) -> bool:
+    """Whether a stream of the slot was begun with the publication."""
+    with stage.connect() as connection:
+        row = connection.execute(
+            "SELECT count(*) FROM pg_stat_activity a JOIN pg_replication_slots s ON s.active_pid = a.pid"
+            " WHERE s.slot_name = %s AND a.query LIKE %s",
+            [stage.config.slot, f'%"{publication}"%'],
+        ).fetchone()
+    return bool(row and row[0])

@@ -65,8 +65,10 @@ def sync_publications(connection: Connection, publication: str, tables: Sequence
     usable = [t for t in tables if t.usable]
     others = [t for t in tables if not t.usable]
     refused: dict[int, str] = {}
+    # Both are made at once, before the slot: a stream that runs doesn't send what a later one publishes.
+    fresh = _find(connection, publication) is None
     refused |= _sync_one(connection, publication, usable, others, inserts_only=False)
-    if others or _find(connection, inserts_name(publication)) is not None:
+    if fresh or others or _find(connection, inserts_name(publication)) is not None:
         refused |= _sync_one(connection, inserts_name(publication), others, usable, inserts_only=True)
     names = tuple(n for n in (publication, inserts_name(publication)) if _find(connection, n) is not None)
     sent = _sent(connection, names)

@@ -123,7 +123,10 @@ class _Capture:
             self._spill.clear()
             self._connected = False
             try:
-                return self._run_session()
+                outcome = self._run_session()
+                if outcome is not None:
+                    return outcome
+                logger.info("capture begins again: there is another publication to stream")
             except MillstreamError as error:
                 if self._connected:
                     attempt, failing_since = 0, None
@@ -159,7 +162,8 @@ class _Capture:
         else:
             self._stop.wait(seconds)
 
-    def _run_session(self) -> CaptureOutcome:
+    def _run_session(self) -> CaptureOutcome | None:
+        """How it ended; None: begin another, at once."""
         config = self._config
         with connect(config.dsn, purpose="control") as control, connect_replication(config.dsn) as replication:
             identity = identify_replication(replication)
@@ -199,7 +203,7 @@ class _Capture:
             logger.info("streaming", slot=config.slot, source=source, after=format_lsn(reached))
             return self._stream_until_done(_Session(applier, receiver, watcher, tables, copies), control)
 
-    def _stream_until_done(self, session: _Session, control: Connection) -> CaptureOutcome:
+    def _stream_until_done(self, session: _Session, control: Connection) -> CaptureOutcome | None:
         applier, receiver = session.applier, session.receiver
         begun = applier.durable
         receiver.start()
@@ -207,10 +211,15 @@ class _Capture:
         session.copies.start()
         told_at = asked_at = 0.0
         failed = True
+        renew = False
         try:
             while not self._stop.is_set():
                 applier.step(0.2)
                 now = time.monotonic()
+                renew_at = session.tables.renew_at
+                renew = renew_at is not None and applier.passed >= renew_at and applier.idle
+                if renew:
+                    break
                 if now - told_at >= 1.0:
                     told_at = now
                     self._tell(session)
@@ -220,7 +229,7 @@ class _Capture:
                     if now - asked_at >= 0.2 and (applier.passed < self._target or session.copies.waits_for_stream):
                         asked_at = now
                         self._hurry(session)
-                elif session.copies.waits_for_stream and now - asked_at >= 0.2:
+                elif (session.copies.waits_for_stream or renew_at is not None) and now - asked_at >= 0.2:
                     asked_at = now
                     self._hurry(session)
             failed = False
@@ -234,7 +243,8 @@ class _Capture:
                 final = applier.confirmed
             receiver.stop(final=final)
             assert applier.durable >= begun
-        return self._outcome(session, control)
+        outcome = self._outcome(session, control)
+        return None if renew and not self._stop.is_set() else outcome
 
     def _hurry(self, session: _Session) -> None:
         """Have the source say how far it has sent, and write WAL that makes it flush what it holds."""

@@ -51,6 +51,9 @@ class Tables:
         self._layouts = KnownLayouts(catalog, catalog.stream(config.stream).id)
         self.facts: dict[int, SourceTable] = {}
         self.coverage = Coverage((), frozenset(), {}, {})
+        self.renew_at: Lsn | None = None
+        """Set once there is a publication that this session's stream was not begun with: from here on another has to."""
+        self._streamed: tuple[str, ...] | None = None
 
     def look(self, connection: Connection, passed: Lsn) -> None:
         """Bring publications, catalog and directory in step with the source's tables.
@@ -72,6 +75,9 @@ class Tables:
             if oid in self.facts and oid not in before and row.state in {TableState.STREAMING, TableState.COPYING}:
                 self._catalog.set_state(row.id, TableState.COPY_REQUESTED, "it had left the publication")
         self.coverage = sync_publications(connection, self._config.publication, tables)
+        self._streamed = self._streamed or self.coverage.publications
+        if self.renew_at is None and not set(self.coverage.publications) <= set(self._streamed):
+            self.renew_at = insert_lsn(connection)
         for table in tables:
             row = self._directory.table_row(table)
             self._settle_layout(table, row)
