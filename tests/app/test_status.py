@@ -192,7 +192,7 @@ def get(address: str, path: str) -> tuple[int, str]:
 
 
 def test_serve_answers_and_ends_at_a_signal(home: Home) -> None:
-    command = [sys.executable, "-m", "millstream.cli", "--home", str(home.path), "serve"]
+    command = [sys.executable, "-m", "millstream.cli", "--home", str(home.path), "serve", "--log-format", "json"]
     environ = {**os.environ, "MILLSTREAM_HTTP__LISTEN": "127.0.0.1:0"}
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
     assert server.stderr is not None

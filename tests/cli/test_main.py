@@ -249,3 +249,22 @@ def test_config_show_is_toml_and_names_what_is_effective(tmp_path: Path) -> None
 def test_a_mistake_is_told_with_what_was_meant(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "millstream.toml").write_text(text)
     assert said in millstream("--home", str(tmp_path), "config", "show").stderr
+
+
+def test_a_mistyped_command_is_told_with_the_one_that_was_meant() -> None:
+    assert "Did you mean status?" in millstream("stauts").stderr
+    assert "Did you mean verify?" in millstream("wal", "verfy").stderr
+
+
+def test_a_slot_is_not_dropped_unasked(tmp_path: Path) -> None:
+    (tmp_path / "millstream.toml").write_text("[streams.s]\nsource.dsn='host=127.0.0.1 port=1'\n")
+    done = millstream("--home", str(tmp_path), "slot", "drop")
+    assert done.returncode == 2
+    assert "say --yes" in done.stderr
+
+
+def test_status_of_one_stream(tmp_path: Path) -> None:
+    (tmp_path / "millstream.toml").write_text("[streams.a]\nsource.dsn='x'\n[streams.b]\nsource.dsn='y'\n")
+    found = json.loads(millstream("--home", str(tmp_path), "status", "--stream", "b", "--json").stdout)
+    assert [stream["name"] for stream in found["streams"]] == ["b"]
+    assert millstream("--home", str(tmp_path), "status", "--stream", "c").returncode == 2

@@ -92,6 +92,7 @@ def _stream(
             "reached": format_lsn(sources[-1].reached) if sources else None,
             "database": sources[-1].database if sources else None,
             "timeline": sources[-1].timeline if sources else None,
+            "slot_dropped": bool(catalog.fact(f"capture/{stream}", "slot_dropped")),
         },
         "tokens": {
             "durable": None if durable is None else str(StreamToken.scalar(stream, durable)),
@@ -104,7 +105,7 @@ def _stream(
         },
         "log": _log(home, name, problems)
         | {"needed_from": {k: int(v) for k, v in catalog.needed_from(stream).items()}},
-        "tables": _tables(catalog, stream, captured, landing),
+        "tables": tables_of(catalog, stream, captured, landing),
         "errors": {
             part: facts["error"]
             for part, facts in (("capture", capture), ("pipeline", pipeline))
@@ -174,9 +175,16 @@ def _log(home: Home, name: str, problems: list[str]) -> dict[str, Any]:
     return {"segments": segments, "bytes": size}
 
 
-def _tables(
+def live_progress(home: Home, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the running capture and the running pipeline say of a stream's progress; empty where they don't run."""
+    owner, pipeline = ((ask(home, role, "status") or {}).get("streams", {}).get(name) for role in ("owner", "pipeline"))
+    return (owner or {}).get("progress") or {}, (pipeline or {}).get("progress") or {}
+
+
+def tables_of(
     catalog: Catalog, stream: StreamId, captured: dict[str, Any], landing: dict[str, Any]
 ) -> list[dict[str, Any]]:
+    """A stream's tables, with figures of those who run: capture's progress and the pipeline's."""
     held = held_tables(catalog, stream)
     landed = {facts["table_id"]: facts for facts in landing.get("tables", ())}
     # A fold that fails sets a table aside too; only the running pipeline knows.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from millstream.app.status import held_scope, held_tables, table_facts
+from millstream.app.status import held_scope, held_tables, tables_of
 from millstream.catalog import TableState
 from millstream.errors import UsageError
 from millstream.model.ids import StreamId
@@ -14,12 +14,11 @@ if TYPE_CHECKING:
     from millstream.catalog import Catalog
 
 
-def list_tables(catalog: Catalog, stream: StreamId) -> list[dict[str, Any]]:
-    """The stream's tables: name, state, reason, shard."""
-    held = held_tables(catalog, stream)
-    return [
-        table_facts(row, {}, None, held.get(str(int(row.id))), {}) for row in catalog.tables(stream) if row.relation_oid
-    ]
+def list_tables(
+    catalog: Catalog, stream: StreamId, live: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+) -> list[dict[str, Any]]:
+    """The stream's tables, as `status` has them: name, state, reason, shard …, with `live_progress` where something runs."""
+    return tables_of(catalog, stream, *live)
 
 
 def retry_table(catalog: Catalog, stream: StreamId, table: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -32,6 +33,20 @@ class Session:
         home = Home.find(self.home_named, needs_source=needs_source)
         home.check_format()
         return home
+
+
+class SuggestingGroup(click.Group):
+    """A group that says what a mistyped command may have been."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command; `UsageError` with the nearest names where there is none."""
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            near = difflib.get_close_matches(args[0], self.list_commands(ctx), n=3)
+            if near:
+                ctx.fail(f"No such command {args[0]!r}. Did you mean {' or '.join(near)}?")
+        return super().resolve_command(ctx, args)
 
 
 pass_session = click.make_pass_decorator(Session)

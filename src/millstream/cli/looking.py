@@ -9,6 +9,7 @@ import click
 
 from millstream.cli.context import (
     Session,
+    SuggestingGroup,
     human_bytes,
     human_seconds,
     json_option,
@@ -24,21 +25,26 @@ if TYPE_CHECKING:
 
 
 @click.command()
+@stream_option
 @json_option
 @pass_session
-def status(session: Session, as_json: bool) -> None:
+def status(session: Session, stream: str | None, as_json: bool) -> None:
     """Say how each stream stands: writer, tokens, lag at each stage, tables with state and reason."""
     from millstream.app.status import collect_status
 
-    found = collect_status(session.home(needs_source=False))
+    home = session.home(needs_source=False)
+    found = collect_status(home)
+    if stream is not None:
+        home.pick_stream(stream, of=[one["name"] for one in found["streams"]])
+        found["streams"] = [one for one in found["streams"] if one["name"] == stream]
     if as_json:
         print_json(found)
         return
     running = [f"{part} (process {pid})" for part, pid in found["processes"].items() if pid is not None]
     click.echo(f"{found['home']}: {', '.join(running) or 'nothing runs'}")
-    for stream in found["streams"]:
+    for one in found["streams"]:
         click.echo()
-        _print_stream(stream)
+        _print_stream(one)
     for problem in found["problems"]:
         note(f"problem: {problem}")
 
@@ -52,7 +58,12 @@ def _print_stream(stream: dict[str, Any]) -> None:
     click.echo(f": {stream['state']}, epoch {writer.get('epoch', 0)}, source at {stream['source']['reached']}")
     click.echo(f"  durable {stream['tokens']['durable']}, landed {stream['tokens']['landed']}")
     lag = stream["lag"]
+    if stream["source"]["slot_dropped"]:
+        click.echo("  the slot was dropped: the next run makes a new one and copies every table again")
     for stage, words in (("capture", "source → log"), ("lake", "log → lake")):
+        if lag[stage]["records"] is None and lag[stage]["bytes"] is None:
+            click.echo(f"  {words}: unknown {'as yet' if stream['state'] == 'running' else 'while nothing runs'}")
+            continue
         records = "-" if lag[stage]["records"] is None else f"{lag[stage]['records']:,}"
         size, age = human_bytes(lag[stage]["bytes"]), human_seconds(lag[stage]["seconds"])
         click.echo(f"  {words}: {records} records, {size}, {age} behind")
@@ -73,7 +84,7 @@ def _table_row(table: dict[str, Any]) -> list[str]:
     return ["  " + table["name"], table["state"], reason]
 
 
-@click.group(invoke_without_command=True)
+@click.group(cls=SuggestingGroup, invoke_without_command=True)
 @stream_option
 @json_option
 @click.pass_context
@@ -89,6 +100,7 @@ def tables(context: click.Context, stream: str | None, as_json: bool) -> None:
 @pass_session
 def tables_ls(session: Session, stream: str | None = None, as_json: bool = False) -> None:
     """List each table with its state, and the reason for it."""
+    from millstream.app.status import live_progress
     from millstream.app.tables import list_tables
 
     home = session.home(needs_source=False)
@@ -97,7 +109,11 @@ def tables_ls(session: Session, stream: str | None = None, as_json: bool = False
         with home.open_catalog() as catalog:
             known = {row.name: row.id for row in catalog.streams()}
             names = sorted(known) if stream is None else [home.pick_stream(stream, of=sorted(known))]
-            found = [{"stream": name, **facts} for name in names for facts in list_tables(catalog, known[name])]
+            found = [
+                {"stream": name, **facts}
+                for name in names
+                for facts in list_tables(catalog, known[name], live_progress(home, name))
+            ]
     if as_json:
         print_json(found)
         return
@@ -149,9 +165,10 @@ def tables_copy(session: Session, table: str, stream: str | None) -> None:
     show_default=True,
     help="csv has a header; json is a list of objects; arrow an IPC stream.",
 )
+@click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
 @stream_option
 @pass_session
-def query(session: Session, sql: str, as_of: str | None, style: str, stream: str | None) -> None:
+def query(session: Session, sql: str, as_of: str | None, style: str, as_json: bool, stream: str | None) -> None:
     """Ask SQL over the current tables, all at one token; they are named schema.table.
 
     Records are in history."schema.table". The token goes to stderr.
@@ -160,7 +177,7 @@ def query(session: Session, sql: str, as_of: str | None, style: str, stream: str
 
     with open_lake(session.home(needs_source=False), stream, as_of=as_of) as lake:
         result = lake.query(sql)
-        _print_result(result, style)
+        _print_result(result, "json" if as_json else style)
         for name, reason in lake.missing.items():
             note(f"not readable: {name}: {reason}")
         note(f"at {lake.token}")

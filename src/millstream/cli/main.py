@@ -13,7 +13,7 @@ from typing import Any, Final, NoReturn
 
 import click
 
-from millstream.cli.context import Session
+from millstream.cli.context import Session, SuggestingGroup
 from millstream.errors import MillstreamError, MissingExtra
 
 _COMMANDS: Final = {
@@ -43,7 +43,7 @@ _EXTRAS: Final = {
 """Which extra brings a module."""
 
 
-class LazyGroup(click.Group):
+class LazyGroup(SuggestingGroup):
     """A group whose commands are imported when they are asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from millstream.cli.context import Session, note, on_terminal, pass_session
+from millstream.cli.context import Session, SuggestingGroup, note, on_terminal, pass_session
 
 if TYPE_CHECKING:
     from millstream.app.logs import LogFormat
@@ -57,7 +57,7 @@ def run(session: Session, until_caught_up: bool, log_format: LogFormat) -> None:
     sys.exit(1 if outcome.errors.keys() & {"capture", "pipeline"} else 0)
 
 
-@click.group()
+@click.group(cls=SuggestingGroup)
 def capture() -> None:
     """Capture from the source into the log, as a process of its own."""
 
@@ -82,7 +82,7 @@ def capture_run(session: Session, until_caught_up: bool, log_format: LogFormat) 
         sys.exit(report.conclude(outcome, must_catch_up=until_caught_up))
 
 
-@click.group()
+@click.group(cls=SuggestingGroup)
 def pipeline() -> None:
     """Land the log in the lake, as a process of its own."""
 

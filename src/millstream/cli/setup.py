@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from millstream.cli.context import Session, json_option, note, pass_session, print_json, stream_option
+from millstream.cli.context import Session, SuggestingGroup, json_option, note, pass_session, print_json, stream_option
 
 
 @click.command()
@@ -101,7 +101,7 @@ def _print_diagnosis(diagnosis: Any) -> None:
         click.echo(f"          {line}")
 
 
-@click.group()
+@click.group(cls=SuggestingGroup)
 def config() -> None:
     """Look at the configuration."""
 
@@ -134,7 +134,7 @@ def config_show(session: Session, as_json: bool) -> None:
             click.echo(line)
 
 
-@click.group()
+@click.group(cls=SuggestingGroup)
 def slot() -> None:
     """The replication slot at the source."""
 
@@ -153,6 +153,8 @@ def slot_drop(session: Session, stream: str | None, yes: bool) -> None:
     name, stream_config = home.stream_config(stream)
     capture = capture_config(home, name, stream_config)
     if not yes:
+        if not sys.stdin.isatty():
+            raise click.UsageError("there is no terminal to ask on: say --yes")
         click.confirm(
             f"Drop the slot {capture.slot}? The next run will copy every table of {name} again", abort=True, err=True
         )
@@ -163,3 +165,7 @@ def slot_drop(session: Session, stream: str | None, yes: bool) -> None:
     note(
         f"there was no slot {capture.slot}" if held is None else f"dropped {capture.slot}; it held {human_bytes(held)}"
     )
+    note("Its publications stay for the next run; where there will be none, at the source:")
+    for publication in (capture.publication, f"{capture.publication}_inserts"):
+        quoted = publication.replace('"', '""')
+        note(f'  DROP PUBLICATION IF EXISTS "{quoted}";')

@@ -12,6 +12,7 @@ import click
 
 from millstream.cli.context import (
     Session,
+    SuggestingGroup,
     human_bytes,
     json_option,
     note,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _FOLLOW_POLL_S: Final = 0.5
 
 
-@click.group()
+@click.group(cls=SuggestingGroup)
 def wal() -> None:
     """Look into the log on disk: live, or a copied folder."""
 

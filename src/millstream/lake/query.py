@@ -117,7 +117,7 @@ class LakeSession:
             result: pa.Table = pa.table({}) if relation is None else relation.to_arrow_table()  # type: ignore[redundant-expr]
             return result
         except duckdb.Error as error:
-            raise InvalidQuery(str(error), hint=self._hint()) from error
+            raise InvalidQuery(_words(str(error)), hint=self._hint()) from error
 
     def connection(self) -> duckdb.DuckDBPyConnection:
         """The connection itself, with every table's views: for programs that go on from there."""
@@ -130,7 +130,8 @@ class LakeSession:
         if not self._tables:
             return "No table has landed in the lake yet; `millstream status` shows what goes on."
         names = sorted(table.name for table in self._tables.values())
-        return "Tables: " + ", ".join(names[:20]) + (" …" if len(names) > 20 else "")
+        listed = ", ".join(names[:20]) + (" …" if len(names) > 20 else "")
+        return f"Tables: {listed}. Others appear once the pipeline has landed them."
 
     def _prepare(self, sql: str | None) -> None:
         """Make the views that a query may name, once each; all of them for None."""
@@ -232,6 +233,12 @@ class LakeSession:
             self._connection.execute(f"CREATE VIEW {quote(namespace)}.{quote(name)} AS {sql}")
         except duckdb.CatalogException as error:
             raise LakeError(f"can't be named in a query: {error}") from error
+
+
+def _words(said: str) -> str:
+    """DuckDB's message; of a table that isn't there in our words, for its guesses are DuckDB's own tables."""
+    table = re.search(r'Table with name "?(.+?)"? does not exist', said)
+    return said if table is None else f"there is no table {table[1]} in the lake"
 
 
 def quote(name: str) -> str:
