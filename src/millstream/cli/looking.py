@@ -55,7 +55,9 @@ def _print_stream(stream: dict[str, Any]) -> None:
         click.echo(": has never run")
         return
     writer = stream["writer"] or {}
-    click.echo(f": {stream['state']}, epoch {writer.get('epoch', 0)}, source at {stream['source']['reached'] or 'no position yet'}")
+    click.echo(
+        f": {stream['state']}, epoch {writer.get('epoch', 0)}, source at {stream['source']['reached'] or 'no position yet'}"
+    )
     click.echo(f"  durable {stream['tokens']['durable']}, landed {stream['tokens']['landed']}")
     lag = stream["lag"]
     if stream["source"]["slot_dropped"]:
