@@ -247,7 +247,7 @@ def test_another_system_or_database_under_the_same_dsn(stage: Stage, poor_server
 def test_a_slot_in_use_cannot_be_dropped(stage: Stage) -> None:
     stage.sql(ORDERS)
     running = stage.start()
-    wait_until(stage.slot_confirmed, "the slot is made")
+    wait_until(lambda: stage.state("public.orders") is TableState.STREAMING, "the slot is in use")
     with pytest.raises(SlotActive):
         drop_slot(stage.config)
     running.stop()
