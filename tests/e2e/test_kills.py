@@ -34,6 +34,11 @@ POINTS = {
     "lake.before_fold_commit": "in a fold",
     "capture.copy_chunk_read": "in a chunk of the table copy",
 }
+WITHOUT_IDENTITY = """
+    SELECT n.nspname, c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.relkind = 'r' AND (
+        c.relreplident = 'n' OR (c.relreplident = 'd' AND NOT EXISTS (
+            SELECT FROM pg_index i WHERE i.indrelid = c.oid AND i.indisprimary)))
+"""
 TIMES = 3
 RANDOM_KILLS = 4
 COPIED_ROWS = 3_000
@@ -163,8 +168,9 @@ def kill_everything_everywhere(
 def settle(under: Siege, connection: psycopg.Connection[Any]) -> list[str]:
     """Catch up and judge."""
     under.home.caught_up()
-    with_current = [(t.schema, t.name) for t in under.workload.tables if t.changes] + [("public", "copied")]
-    inserts_only = [(t.schema, t.name) for t in under.workload.tables if not t.changes]
+    named = {(table.schema, table.name) for table in under.workload.tables} | {("public", "copied")}
+    inserts_only = {(schema, name) for schema, name in connection.execute(WITHOUT_IDENTITY).fetchall()} & named
+    with_current = sorted(named - inserts_only)
     return judge(under.home.path / "lake" / "shop", connection, with_current, under.steps, history_only=inserts_only)
 
 

@@ -150,7 +150,7 @@ class _Player:
 def check_order(histories: Mapping[str, str | os.PathLike[str]]) -> list[str]:
     """Say what is wrong with the numbers of all records of a stream; empty when nothing is.
 
-    Every `seq` is there once. Of each source, `(commit_lsn, commit_index)` of records that aren't copied rows is there
+    Every `seq` is there once. Of each source, `(commit_lsn, commit_index)` of records that aren't a copy's is there
     once, the indices of a commit run from 0 without gaps, and order by `seq` is the order of commits, inside one table
     also that of indices.
 
@@ -172,8 +172,8 @@ def check_records(tables: Mapping[str, pa.Table]) -> list[str]:
         for record in table.sort_by("__seq").to_pylist():
             seq, source, lsn, index = (record[f"__{c}"] for c in ("seq", "source", "commit_lsn", "commit_index"))
             seqs[seq] += 1
-            if record["__op"] == "r":
-                continue
+            if record["__op"] == "r" or (record["__op"] == "t" and index is None):
+                continue  # a copy's own: its rows, and the truncate with which a table's second copy begins
             stream[source].append((seq, lsn, name))
             if index is None:
                 if record["__op"] != "m":
