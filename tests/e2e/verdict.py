@@ -83,8 +83,9 @@ def copied_again(history: Path) -> int:
 
 
 def excused(violation: str, again: int) -> bool:
-    """Whether a copy explains it: before it, rows were there of which the log didn't know; in it, changes may come before
-    the copied row that they change.
+    """Whether a copy explains it.
+
+    Before it, rows were there of which the log didn't know; in it, changes may come before the copied row that they change.
     """
     return again > 0 and (seq_in(violation) < again or "is gone" in violation or "isn't there" in violation)
 
