@@ -52,8 +52,13 @@ waking for each costs it as much as us; it waits for nobody, as its socket holds
 class Run:
     """Whole transactions (and messages outside of any), in order."""
 
-    messages: MessageRun
+    pieces: tuple[MessageRun, ...]
     size_bytes: int
+
+    @property
+    def messages(self) -> MessageRun:
+        """All of it in one; a copy, which the reader of the connection has no time for: the source waits while it works."""
+        return MessageRun.joined(self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,7 +460,7 @@ class Receiver:
         """Put the whole transactions received so far into the queue; wait while it is full."""
         if not self._whole:
             return
-        run = Run(MessageRun.joined(self._whole), self._whole_bytes)
+        run = Run(tuple(self._whole), self._whole_bytes)
         self._received = max(self._received, self._whole_end)
         self._whole, self._whole_bytes = [], 0
         self._handed_at = time.monotonic()
