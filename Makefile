@@ -34,7 +34,11 @@ install: $(INSTALLED)  ## fill .venv from the locks
 demo: $(INSTALLED)  ## PostgreSQL, the log, Spark and lake tables, with crashes on the way; leaves its home in demo/
 	@$(BIN)/millstream demo
 
+# Capture meets the oldest server that it knows first; the whole suite, and its summary, come last.
 test: $(INSTALLED)  ## the whole suite, its servers included (ARGS='-k name' picks)
+ifeq ($(strip $(ARGS)),)
+	@$(BIN)/python -m pytest -q --no-header tests/capture --millstream-postgres 14
+endif
 	@$(BIN)/python -m pytest $(ARGS)
 
 check: $(INSTALLED)  ## format, lint, types, layers, house rules, documentation
