@@ -21,6 +21,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from millstream.capture._turns import ask_for_short_turns
 from millstream.capture.spill import SpillFile, SpillFolder
 from millstream.capture.wire import KEEPALIVE, Block, Wire
 from millstream.codec.pgoutput import MessageRun, Relation, StreamCommit, Type, parse_message
@@ -240,6 +241,7 @@ class Receiver:
     # --- the thread ---------------------------------------------------------------------------------------------
 
     def _main(self) -> None:
+        ask_for_short_turns()
         try:
             self._read()
         except MillstreamError as error:

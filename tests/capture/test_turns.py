@@ -1,0 +1,24 @@
+"""Asking the scheduler for short turns changes nothing else of a thread, and is never an error."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from millstream.capture._turns import ask_for_short_turns
+
+
+def test_a_thread_keeps_its_policy_and_its_niceness():
+    seen: list[tuple[int, int]] = []
+
+    def ask() -> None:
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, 3)
+        ask_for_short_turns()
+        policy = os.sched_getscheduler(thread) if hasattr(os, "sched_getscheduler") else 0
+        seen.append((policy, os.getpriority(os.PRIO_PROCESS, thread)))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    assert seen == [(0, 3)]
