@@ -11,7 +11,7 @@ import pytest
 
 from millstream.app.records_json import Cat, to_json
 from millstream.catalog import Catalog
-from millstream.errors import OffsetBeyondEnd
+from millstream.errors import CorruptWal, OffsetBeyondEnd
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, TableId
 from millstream.model.operations import OPERATION_SCHEMA, OperationKind, TableRows, WriteOps
 from millstream.model.positions import Offset
@@ -196,3 +196,17 @@ def test_an_offset_beyond_the_end_is_an_error_and_the_end_itself_is_not(log: Log
     assert cat(tmp_path, from_offset=Offset(1)) == []
     with pytest.raises(OffsetBeyondEnd):
         cat(tmp_path, from_offset=Offset(2))
+
+
+def test_all_that_lies_before_damage_is_given_before_the_error(log: LogWriter, tmp_path: Path) -> None:
+    for xid in (1, 2, 3):
+        log.append(ops([operation(xid, xid * 8)], (ITEMS, 0, [row(0, Op.CREATE, id=xid)])))
+    segment = next((tmp_path / "wal" / "00000").glob("*.wal"))
+    data = bytearray(segment.read_bytes())
+    data[-1] ^= 0xFF  # in the last frame's rows
+    segment.write_bytes(bytes(data))
+    lines = Cat("shop", StreamReader(str(tmp_path / "wal"))).lines()
+    given = [next(lines)["xid"], next(lines)["xid"]]
+    with pytest.raises(CorruptWal):
+        next(lines)
+    assert given == [1, 2]

@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 
 import pyarrow as pa
 
+from millstream.errors import CorruptWal
 from millstream.model.ids import ShardId, TableId
 from millstream.model.names import qualified_name
 from millstream.model.pgcolumns import JSON_INTEGER_MAX, json_column, render_column
@@ -99,11 +100,17 @@ class Cat:
     def _by_offset(self, found: Iterable[TableRecords]) -> Iterator[Line]:
         """Within a frame, records of its tables by offset."""
         frame: list[TableRecords] = []
-        for part in found:
-            if frame and part.frame_offset != frame[0].frame_offset:
+        try:
+            for part in found:
+                if frame and part.frame_offset != frame[0].frame_offset:
+                    yield from self._frame(frame)
+                    frame = []
+                frame.append(part)
+        except CorruptWal as error:
+            # What came before the damage is right, and is shown; of a damaged frame nothing is.
+            if frame and int(error.details.get("offset_from", 0)) > frame[0].frame_offset:
                 yield from self._frame(frame)
-                frame = []
-            frame.append(part)
+            raise
         yield from self._frame(frame)
 
     def _frame(self, parts: list[TableRecords]) -> Iterator[Line]:
