@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.errors import LakeError
-from millstream.lake.keys import Codes, Keys, key_codes, last_of_each
+from millstream.lake.keys import Codes, Keys, concat_keys, key_codes, last_of_each
 from millstream.lake.types import conform, from_text, text_maps, texts_of
 from millstream.model.records import TEXT_BY_COLUMN
 from millstream.model.schema import TableSchema
@@ -106,8 +106,8 @@ def fold_records(tail: pa.Table, schema: TableSchema, columns: pa.Schema, lookup
 
 def run_of(tail: pa.Table, schema: TableSchema, columns: pa.Schema) -> Run:
     """The records after the last truncate, in order, with `columns` of theirs as values."""
-    tail = _in_order(tail)
-    ops = _ops(tail)
+    tail = in_order(tail)
+    ops = op_codes(tail)
     truncates = np.flatnonzero(ops == ord("t"))
     if len(truncates):
         tail = tail.slice(int(truncates[-1]) + 1)
@@ -182,7 +182,7 @@ def plan_keyed(run: Run, *, gone: bool = True) -> Plan:
     states = walk.play(slow)
     everything = np.concatenate([new, old_some]) if gone else new[:0]
     seen = np.unique(everything, return_index=True)[1].astype(np.int64)
-    return Plan(winners, states, _asked(walk, new_keys, old_keys, at), _concat(new_keys, old_keys).take(seen))
+    return Plan(winners, states, _asked(walk, new_keys, old_keys, at), concat_keys(new_keys, old_keys).take(seen))
 
 
 @dataclass(slots=True)
@@ -255,7 +255,7 @@ def _asked(walk: _Walk, new_keys: Keys, old_keys: Keys, at: Indexes) -> Keys | N
         return None
     positions = {int(record): len(new_keys) + place for place, record in enumerate(at)}
     records = [positions.get(record, record) for record in walk.asked_by]
-    return _concat(new_keys, old_keys).take(np.array(records, np.int64))
+    return concat_keys(new_keys, old_keys).take(np.array(records, np.int64))
 
 
 def past_rows(plan: Plan, lookup: Lookup) -> pa.Table | None:
@@ -322,7 +322,7 @@ def _fold_bag(run: Run) -> tuple[pa.Table, Keys]:
     net = np.zeros(len(distinct), np.int64)
     np.add.at(net, inverse, steps)
     more, fewer = np.maximum(net, 0), np.maximum(-net, 0)
-    both = _concat(rows, old)
+    both = concat_keys(rows, old)
     # A row to put in was put by some record, though an old row equal to it may have been met first.
     putting = np.full(len(distinct), -1, np.int64)
     putting[inverse[: len(new)][puts]] = np.flatnonzero(puts)
@@ -351,14 +351,16 @@ def _fill_from_before(run: Run, at: Indexes, old: Keys) -> Run:
     return Run(run.tail, run.ops, values, run.schema, run.truncated)
 
 
-def _in_order(tail: pa.Table) -> pa.Table:
+def in_order(tail: pa.Table) -> pa.Table:
+    """Records in order of `__seq`."""
     seqs = tail.column("__seq").to_numpy()
     if len(seqs) < 2 or bool(np.all(seqs[1:] > seqs[:-1])):
         return tail
     return tail.take(pa.array(np.argsort(seqs, kind="stable")))
 
 
-def _ops(tail: pa.Table) -> npt.NDArray[np.uint8]:
+def op_codes(tail: pa.Table) -> npt.NDArray[np.uint8]:
+    """The records' ops, as their letters' ASCII codes."""
     encoded = pc.dictionary_encode(tail.column("__op").combine_chunks())
     letters = np.array([ord(op) for op in encoded.dictionary.to_pylist()], np.uint8)
     return letters[np.asarray(encoded.indices)] if len(letters) else np.zeros(0, np.uint8)
@@ -378,16 +380,3 @@ def _names_in(maps: pa.Array) -> dict[str, npt.NDArray[np.bool_]]:
         has[rows[codes == code]] = True
         present[name] = has
     return present
-
-
-def _concat(one: Keys, other: Keys) -> Keys:
-    exact: list[pa.Array | None] = []
-    for a, b in zip(one.exact, other.exact, strict=True):
-        if a is None and b is None:
-            exact.append(None)
-            continue
-        left = pa.nulls(len(one), pa.string()) if a is None else a
-        right = pa.nulls(len(other), pa.string()) if b is None else b
-        exact.append(pa.concat_arrays([left, right]))
-    columns = tuple(pa.concat_arrays([a, b]) for a, b in zip(one.columns, other.columns, strict=True))
-    return Keys(one.names, columns, tuple(exact))

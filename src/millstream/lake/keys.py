@@ -88,6 +88,20 @@ def key_codes(sets: Sequence[Keys], *, signed_zero: bool = False) -> list[Codes]
     return list(np.split(codes, np.cumsum(lengths)[:-1]))
 
 
+def concat_keys(one: Keys, other: Keys) -> Keys:
+    """The rows of both, of the same columns."""
+    exact: list[pa.Array | None] = []
+    for a, b in zip(one.exact, other.exact, strict=True):
+        if a is None and b is None:
+            exact.append(None)
+            continue
+        left = pa.nulls(len(one), pa.string()) if a is None else a
+        right = pa.nulls(len(other), pa.string()) if b is None else b
+        exact.append(pa.concat_arrays([left, right]))
+    columns = tuple(pa.concat_arrays([a, b]) for a, b in zip(one.columns, other.columns, strict=True))
+    return Keys(one.names, columns, tuple(exact))
+
+
 def last_of_each(codes: Codes) -> npt.NDArray[np.int64]:
     """The index of each code's last occurrence, ascending by code."""
     order = np.argsort(codes, kind="stable")
