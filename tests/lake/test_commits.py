@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -37,6 +38,16 @@ def test_a_cut_tells_every_table_the_idle_ones_as_they_stood(layout: LakeLayout)
         "s.a": CutTable(TableId(1), "s.a", 4),
         "s.b": CutTable(TableId(2), "s.b", 7, 1, Seq(5)),
     }
+
+
+def test_a_cut_tells_versions_where_there_are_any_and_is_written_as_before_where_there_are_none(layout: LakeLayout):
+    commit_cut(layout, Seq(5), [landed("s.a", "history", 3, 5), landed("s.b", "history", 3, 5, 2)], committed_at=NOON)
+    cut = commit_cut(layout, Seq(5), [landed("s.a", "scd2", 2, 5)], committed_at=NOON)
+    assert last_cut(layout) == cut
+    assert cut.tables["s.a"] == CutTable(TableId(1), "s.a", 3, scd2=2, scd2_n=Seq(5))
+    stored = DeltaTable(layout.commits_path).to_pyarrow_table().sort_by("number").column("tables").to_pylist()
+    assert [json.loads(text)["s.a"] for text in stored] == [[1, "s.a", 3, -1, 0], [1, "s.a", 3, -1, 0, 2, 5]]
+    assert json.loads(stored[1])["s.b"] == [2, "s.b", 3, -1, 0]
 
 
 def test_a_repeated_or_older_cut_adds_nothing(layout: LakeLayout):

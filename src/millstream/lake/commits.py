@@ -49,6 +49,10 @@ class CutTable:
     """Delta version of `current`; -1 before its first fold."""
     current_n: Seq = Seq(0)
     """What `current` was folded up to in that version."""
+    scd2: int = -1
+    """Delta version of `scd2`; -1 before its first fold, and where the lake has no such view."""
+    scd2_n: Seq = Seq(0)
+    """What `scd2` was folded up to in that version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +167,9 @@ def merged(tables: Mapping[str, CutTable], commits: Iterable[TableCommit]) -> di
             had = CutTable(commit.table_id, commit.name, -1 if had is None else had.history)
         if commit.view == "history":
             had = replace(had, history=max(had.history, commit.version))
+        elif commit.view == "scd2":
+            if commit.version >= had.scd2:
+                had = replace(had, scd2=commit.version, scd2_n=commit.n)
         elif commit.version >= had.current:
             had = replace(had, current=commit.version, current_n=commit.n)
         result[commit.folder] = replace(had, name=commit.name)
@@ -189,6 +196,8 @@ def _read_last(opened: OpenTable) -> Cut | None:
 def _encode(tables: Mapping[str, CutTable]) -> str:
     facts = {
         folder: [int(t.table_id), t.name, t.history, t.current, int(t.current_n)]
+        # Cuts of lakes without versions, and those that were committed before there were any, lack these two.
+        + ([t.scd2, int(t.scd2_n)] if t.scd2 >= 0 else [])
         for folder, t in sorted(tables.items())
     }
     return json.dumps(facts, separators=(",", ":"), ensure_ascii=False)
@@ -196,7 +205,7 @@ def _encode(tables: Mapping[str, CutTable]) -> str:
 
 def _decode(row: Mapping[str, Any]) -> Cut:
     tables = {
-        folder: CutTable(TableId(table_id), name, history, current, Seq(current_n))
-        for folder, (table_id, name, history, current, current_n) in json.loads(row["tables"]).items()
+        folder: CutTable(TableId(table_id), name, history, current, Seq(current_n), *(scd2 or (-1, Seq(0))))
+        for folder, (table_id, name, history, current, current_n, *scd2) in json.loads(row["tables"]).items()
     }
     return Cut(row["number"], Seq(row["n"]), row["committed_at"], row["commit_ts_max"], tables)

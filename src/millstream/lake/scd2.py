@@ -383,7 +383,9 @@ def _versions(run: Run, met: _Met, order: _Order, events: _Events, filled: dict[
 def _rows(run: Run, met: _Met, wanted: Indexes, filled: dict[int, State]) -> tuple[pa.Table, Indexes]:
     """The rows of some events, whole; and where each of them lies there, by the events' numbers."""
     count = len(run.ops)
-    records = np.unique(wanted[(wanted >= 0) & (wanted < count)])
+    used = np.zeros(count, bool)
+    used[wanted[(wanted >= 0) & (wanted < count)]] = True
+    records = np.flatnonzero(used)
     walked = np.isin(records, np.fromiter(filled, np.int64, len(filled)))
     plan = Plan(records[~walked], [filled[r] for r in records[walked].tolist()], None, met.open_keys)
     past = met.open_rows.select([*run.values.column_names])
@@ -401,11 +403,13 @@ def _changes(story: _Events, rows: pa.Table, place_of: Indexes) -> npt.NDArray[n
     pairs = np.flatnonzero((story.rows >= 0) & (before >= 0))
     if len(pairs):
         one, other = place_of[story.rows[pairs]], place_of[before[pairs]]
-        used = np.unique(np.concatenate([one, other]))
-        some = rows.take(pa.array(used))
+        used = np.zeros(rows.num_rows, bool)
+        used[one] = used[other] = True
+        rank = np.cumsum(used) - 1
+        some = rows.filter(pa.array(used))
         names = [name for name in rows.column_names if name != EXACT.name]
         codes = key_codes([Keys.of(some, names)], signed_zero=True)[0]
-        differ[pairs] = codes[np.searchsorted(used, one)] != codes[np.searchsorted(used, other)]
+        differ[pairs] = codes[rank[one]] != codes[rank[other]]
     return differ
 
 
