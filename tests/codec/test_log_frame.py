@@ -77,7 +77,9 @@ def test_records_spread_the_directory_over_the_rows(sample: Sample) -> None:
         for entry in sample.batches.to_pylist():
             if entry["table_id"] == table.table_id:
                 expected += [(entry["first_seq"] + i, operations[entry["operation"]]) for i in range(entry["count"])]
-        for got, row, (seq, operation) in zip(records.to_pylist(), rows.to_pylist(), expected, strict=True):
+        ((_, timed),) = list(frame.records(table.table_id, moments=True))
+        facts = zip(records.to_pylist(), timed.to_pylist(), rows.to_pylist(), expected, strict=True)
+        for got, told, row, (seq, operation) in facts:
             copied = operation["kind"] == OperationKind.COPY_CHUNK
             unindexed = copied or operation["kind"] == OperationKind.MESSAGE
             assert got["__seq"] == seq
@@ -87,6 +89,7 @@ def test_records_spread_the_directory_over_the_rows(sample: Sample) -> None:
             assert got["__commit_index"] == (None if unindexed else row["__index"])
             assert got["__commit_ts"] == (None if copied else operation["commit_ts"])
             moment = operation["commit_ts"]
+            assert told["__commit_ts"] == (moment if not copied or got["__op"] == "r" else None)
             assert got["__commit_date"] == (None if moment is None else moment.date())
             assert got["__xid"] == operation["xid"]
             for name in ("__unchanged", "__exact", "__before", *(c.name for c in table.columns)):

@@ -211,8 +211,10 @@ class RecordsFrame:
             position += part.length
         raise KeyError((table_id, version))
 
-    def records(self, table_id: TableId, *, offsets: bool = False) -> Iterator[tuple[TableSchema, pa.RecordBatch]]:
-        """A table's records in `record_schema`, one batch a schema version, rows in directory order.
+    def records(
+        self, table_id: TableId, *, offsets: bool = False, moments: bool = False
+    ) -> Iterator[tuple[TableSchema, pa.RecordBatch]]:
+        """A table's records in `record_schema`, one batch a schema version, rows in directory order; see `records_of`.
 
         Raises:
             CorruptFrame: a part fails its checksum, or rows and directory disagree.
@@ -222,7 +224,7 @@ class RecordsFrame:
             if part.table_id == table_id:
                 schema = self.schemas.find(part.table_id, part.schema_version)
                 rows = self._read_part(part, position)
-                yield schema, records_of(schema, rows, self.operations, self.batches, offsets=offsets)
+                yield schema, records_of(schema, rows, self.operations, self.batches, offsets=offsets, moments=moments)
             position += part.length
 
     def _read_part(self, part: PayloadPart, position: int) -> pa.RecordBatch:

@@ -205,10 +205,13 @@ class _Scan:
 
     def read(self, partition: LogPartition) -> Iterator[pa.RecordBatch]:
         tables = None if partition.table_ids is None else set(partition.table_ids)
-        records = iter(()) if partition.span is None else self.log.read_span(partition.span, tables=tables)
+        frames = self.options.layout == "frames"
+        records = (
+            iter(()) if partition.span is None else self.log.read_span(partition.span, tables=tables, moments=frames)
+        )
         pieces = (piece for piece in records if not is_raw(piece))
         target = arrow_schema(self.declared)
-        if self.options.layout == "frames":
+        if frames:
             yield from pack(pieces, partition.after, partition.upto)
         else:
             yield from _together(self._rows(pieces, target), target)

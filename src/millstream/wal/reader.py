@@ -212,11 +212,12 @@ class StreamReader:
     # --- records ---------------------------------------------------------------------------------------------------
 
     def read_span(
-        self, span: LogSpan, *, tables: Iterable[TableId] | None = None, offsets: bool = False
+        self, span: LogSpan, *, tables: Iterable[TableId] | None = None, offsets: bool = False, moments: bool = False
     ) -> Iterator[TableRecords]:
         """The records of a span, of some tables or all, frame by frame.
 
-        Reads only the bytes of those tables and the heads of frames. Needs neither mark nor footer.
+        Reads only the bytes of those tables and the heads of frames. Needs neither mark nor footer. With `moments`, copied rows
+        have the moment of their copy as `__commit_ts`.
         """
         wanted = None if tables is None else frozenset(tables)
         with self._expiry():
@@ -227,7 +228,7 @@ class StreamReader:
                 scanned = source.frame(position)
                 position = scanned.end
                 if scanned.header.kind is FrameKind.RECORDS:
-                    yield from source.records(scanned, span.after, span.upto, wanted, offsets=offsets)
+                    yield from source.records(scanned, span.after, span.upto, wanted, offsets=offsets, moments=moments)
 
     def read_between(
         self, after: Seq, upto: Seq, *, table: TableId | None = None, offsets: bool = False

@@ -81,8 +81,9 @@ class SegmentSource:
         wanted: frozenset[TableId] | None,
         *,
         offsets: bool,
+        moments: bool = False,
     ) -> Iterator[TableRecords]:
-        """A frame's records of the tables wanted, with numbers in `(after, upto]`."""
+        """A frame's records of the tables wanted, with numbers in `(after, upto]`; see `codec.log_records.records_of`."""
         header = scanned.header
         if wanted is not None and not any(part.table_id in wanted for part in header.parts):
             return
@@ -101,7 +102,7 @@ class SegmentSource:
             for table_id in frame.table_ids():
                 if wanted is not None and table_id not in wanted:
                     continue
-                for schema, batch in frame.records(table_id, offsets=offsets):
+                for schema, batch in frame.records(table_id, offsets=offsets, moments=moments):
                     found = _table_records(frame, firsts, schema, batch)
                     yield from _within_seqs(found, after, upto) if straddles else (found,)
         except CorruptFrame as error:
