@@ -184,6 +184,30 @@ class OffsetExpired(PositionError):
     code = "offset_expired"
 
 
+class BeyondRetention(PositionError):
+    """What was asked for lies before what the lake still has; details: first (the earliest position that can be had)."""
+
+    code = "beyond_retention"
+    default_hint = "Ask for a later moment: `history_retention` says how much of the past is kept."
+
+
+class TimeFromFuture(PositionError):
+    """The time lies in the future; it is never clamped."""
+
+    code = "time_from_future"
+    exit_code = 2
+
+
+class InvalidTime(PositionError):
+    """The text is neither a time nor a token."""
+
+    code = "invalid_time"
+    exit_code = 2
+    default_hint = (
+        "Write an ISO time (2026-03-01, 2026-03-01T12:30, 2026-03-01T12:30:00+01:00), an age (10m ago) or a token."
+    )
+
+
 # --- the log -------------------------------------------------------------------------------------------------------
 
 

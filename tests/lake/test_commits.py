@@ -11,7 +11,16 @@ from deltalake import DeltaTable, write_deltalake
 
 from millstream.errors import LakeTableForeign
 from millstream.lake import commits
-from millstream.lake.commits import CutTable, commit_cut, compact_cuts, last_cut
+from millstream.lake.commits import (
+    CutTable,
+    commit_cut,
+    compact_cuts,
+    cut_at,
+    cut_at_time,
+    cut_from,
+    first_cut,
+    last_cut,
+)
 from millstream.lake.layout import LakeLayout, TableCommit, View
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
@@ -83,3 +92,33 @@ def test_many_cuts_become_few_files_and_stay_readable(layout: LakeLayout, monkey
     assert (cut.n, cut.number, cut.tables["s.a"].history) == (25, 25, 25)
     assert len(DeltaTable(layout.commits_path).file_uris()) < 12
     assert Path(layout.commits_path, "_delta_log").is_dir()
+
+
+def test_a_moment_or_a_position_finds_the_last_cut_that_holds_no_more(
+    layout: LakeLayout, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(commits, "_COMPACT_FILES", 7)
+    minute = timedelta(minutes=1)
+    assert cut_at(layout, Seq(5)) is cut_from(layout, Seq(5)) is cut_at_time(layout, NOON) is None
+    # The third transaction was committed before the second one; two cuts have no commit at all.
+    times = [None, None, NOON, NOON + 3 * minute, NOON + minute, NOON + 5 * minute]
+    for at, time in enumerate(times, 1):
+        commit_cut(layout, Seq(10 * at), [], committed_at=NOON - minute * (7 - at), commit_ts_max=time)
+    for compacted in (False, True):
+        if compacted:
+            for n in range(7):
+                commit_cut(layout, Seq(70 + n), [], committed_at=NOON + 9 * minute)
+            compact_cuts(layout)
+            assert len(DeltaTable(layout.commits_path).file_uris()) < 13
+            commit_cut(layout, Seq(99), [], committed_at=NOON + 9 * minute, commit_ts_max=NOON + 8 * minute)
+        found = [
+            cut_at_time(layout, NOON + offset * minute)
+            for offset in (-7, -6, -5.5, -1, 0, 2.9, 3, 4.9, 5)  # a copy counts by when it landed
+        ]
+        last = 76 if compacted else 60
+        assert [None if c is None else c.n for c in found] == [None, 10, 10, 20, 30, 30, 50, 50, last]
+        by_n = [cut_at(layout, Seq(n)) for n in (9, 10, 19, 55, 60)]
+        assert [None if c is None else c.n for c in by_n] == [None, 10, 10, 50, 60]
+        after = [cut_from(layout, Seq(n)) for n in (0, 10, 11, 60, 100)]
+        assert [None if c is None else c.n for c in after] == [10, 10, 20, 60, None]
+        assert first_cut(layout) == after[0]

@@ -21,7 +21,8 @@ from deltalake import DeltaTable, write_deltalake
 from millstream.errors import LakeConflict, LakeError, LakeSchemaConflict, LakeTableForeign, LakeUnavailable
 from millstream.lake.commits import commit_cut
 from millstream.lake.current import fold_table
-from millstream.lake.history import append_history
+from millstream.lake.delta import open_table
+from millstream.lake.history import append_history, era_at, newest_schema
 from millstream.lake.layout import LakeLayout
 from millstream.model.ids import SchemaVersion, StreamId, TableId
 from millstream.model.positions import Seq
@@ -270,7 +271,7 @@ WRITER = """
 import pickle, sys
 from millstream.lake.commits import commit_cut
 from millstream.lake.current import fold_table
-from millstream.lake.history import append_history
+from millstream.lake.history import append_history, era_at, newest_schema
 layout, schema, batch, n = pickle.load(sys.stdin.buffer)
 append_history(layout, schema, [batch], n)
 fold_table(layout, schema, n)
@@ -364,3 +365,58 @@ def test_an_update_that_came_before_the_copy_of_its_row_folds_once_the_copy_is_t
     append_history(layout, orders, [records(orders, ("u", 7, {"id": 9, "total": 1, "__unchanged": ["note"]}))], Seq(7))
     with pytest.raises(LakeError, match="no earlier state"):
         fold_table(layout, orders, Seq(7))
+
+
+def test_the_schema_at_any_position_is_told_by_history_itself(
+    layout: LakeLayout, orders: TableSchema, records: Records, evolved: Evolved
+):
+    wide = evolved(paid=pa.bool_())
+    other = replace(wide, version=SchemaVersion(3), columns=wide.columns[:1])
+    remade = replace(other, table_id=TableId(9), version=SchemaVersion(1))
+
+    def era(n: int, schema: TableSchema = orders) -> tuple[int, int, int] | None:
+        opened = open_table(layout, layout.table_path("history", schema), layout.app_id("history", schema.table_id))
+        assert opened is not None
+        found = era_at(opened, Seq(n))
+        return None if found is None else (found.schema.table_id, found.schema.version, found.first)
+
+    append_history(layout, orders, [records(orders, ("c", 3, {"id": 1}))], Seq(4))
+    assert [era(n) for n in (2, 3, 99)] == [None, (3, 1, 3), (3, 1, 3)]
+    # One batch of the stream may hold records of several versions.
+    some = [
+        records(orders, ("c", 5, {"id": 2})),
+        records(wide, ("c", 6, {"id": 3})),
+        records(other, ("d", 8, {"id": 3})),
+    ]
+    append_history(layout, other, some, Seq(8))
+    append_history(layout, other, some, Seq(8))
+    assert [era(n) for n in (5, 6, 7, 8)] == [(3, 1, 3), (3, 2, 3), (3, 2, 3), (3, 3, 3)]
+    renamed = replace(other, name="orders_old", version=SchemaVersion(4))
+    append_history(layout, remade, [records(remade, ("c", 11, {"id": 1}))], Seq(11))
+    commit_cut(
+        layout, Seq(11), [append_history(layout, remade, [], Seq(11))], committed_at=datetime(2026, 3, 1, tzinfo=UTC)
+    )
+    append_history(layout, renamed, [records(renamed, ("c", 12, {"id": 9}))], Seq(12))
+    assert [era(n) for n in (9, 11, 12)] == [(3, 3, 3), (9, 1, 11), (9, 1, 11)]
+    assert [era(n, renamed) for n in (2, 5, 9, 12)] == [None, (3, 1, 3), (3, 3, 3), (3, 4, 3)]
+
+
+def test_a_history_that_knows_no_schemas_by_position_gives_the_newest_until_columns_change(
+    layout: LakeLayout, orders: TableSchema, records: Records, evolved: Evolved, monkeypatch: pytest.MonkeyPatch
+):
+    with monkeypatch.context() as older:
+        older.setattr("millstream.lake.history._begun", lambda _batches, _known: {})
+        append_history(layout, orders, [records(orders, ("c", 1, {"id": 1}))], Seq(1))
+
+    def version(n: int) -> int:
+        opened = open_table(layout, layout.table_path("history", orders), layout.app_id("history", orders.table_id))
+        assert opened is not None
+        found = era_at(opened, Seq(n))
+        assert found is not None
+        assert newest_schema(opened).version >= found.schema.version
+        return found.schema.version
+
+    assert [version(n) for n in (0, 1, 9)] == [1, 1, 1]
+    wide = evolved(paid=pa.bool_())
+    append_history(layout, wide, [records(wide, ("c", 5, {"id": 2}))], Seq(5))
+    assert [version(n) for n in (0, 4, 5)] == [1, 1, 2]

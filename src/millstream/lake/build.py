@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.dataset as ds
 
 from millstream.lake.delta import OpenTable
 from millstream.lake.fold import EXACT, Plan, materialize, past_rows, plan_keyed, run_of
@@ -21,6 +21,9 @@ from millstream.lake.history import read_history, scan_history
 from millstream.lake.types import conform
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
+
+if TYPE_CHECKING:
+    import pyarrow.dataset as ds
 
 Seqs = npt.NDArray[np.int64]
 

@@ -18,6 +18,7 @@ from deltalake import write_deltalake
 
 from millstream.errors import LakeTableForeign
 from millstream.lake.delta import WRITER, OpenTable, create_table, lake_errors, open_table
+from millstream.lake.files import data_files, read_batches
 from millstream.lake.layout import LakeLayout, TableCommit
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
@@ -99,7 +100,7 @@ def commit_cut(
             _SCHEMA,
             description=f"Which table versions stand at one position, written by Millstream (stream {layout.stream_name}).",
         )
-    last = _read_last(opened)
+    last = _read_last(layout, opened)
     tables = merged({} if last is None else last.tables, commits)
     if last is not None and (last.n > n or (last.n == n and tables == last.tables)):
         return last
@@ -130,7 +131,45 @@ def last_cut(layout: LakeLayout) -> Cut | None:
         LakeTableForeign: somebody else wrote into `_commits`.
     """
     opened = _open(layout)
-    return None if opened is None else _read_last(opened)
+    return None if opened is None else _read_last(layout, opened)
+
+
+def cut_at(layout: LakeLayout, n: Seq) -> Cut | None:
+    """The last cut at or below a position; None where the lake begins (or what is kept of it) after it."""
+    opened = _open(layout)
+    return None if opened is None or opened.n is None else _last_where(layout, opened, "n", int(n))
+
+
+def cut_from(layout: LakeLayout, n: Seq) -> Cut | None:
+    """The first cut at or above a position; None where the lake hasn't reached it."""
+    opened = _open(layout)
+    if opened is None or opened.n is None:
+        return None
+    best: tuple[int, str] | None = None
+    files = [file for file in data_files(opened, "n") if file.high is None or file.high >= n]
+    for file in sorted(files, key=lambda file: file.low or 0):
+        if best is not None and file.low is not None and file.low > n:
+            break
+        for batch in read_batches(layout, opened, file.path, ["number", "n"]):
+            number = pc.min(batch.column("number").filter(pc.greater_equal(batch.column("n"), int(n)))).as_py()
+            if number is not None and (best is None or number < best[0]):
+                best = (number, file.path)
+    return None if best is None else _row(layout, opened, *best)
+
+
+def cut_at_time(layout: LakeLayout, at: datetime) -> Cut | None:
+    """The last cut that holds nothing committed at the source after `at`; None where each does.
+
+    A cut's time is the greatest commit time of it and all before it, which alone aren't monotone. Cuts before the first
+    commit, of copied rows only, count by the time at which they were landed.
+    """
+    opened = _open(layout)
+    return None if opened is None or opened.n is None else _last_where(layout, opened, "commit_ts_max", at)
+
+
+def first_cut(layout: LakeLayout) -> Cut | None:
+    """The earliest cut that is still there."""
+    return cut_from(layout, Seq(0))
 
 
 def cuts_between(layout: LakeLayout, after: Seq, upto: Seq) -> list[Seq]:
@@ -180,17 +219,51 @@ def _open(layout: LakeLayout) -> OpenTable | None:
     return open_table(layout, layout.commits_path, layout.commits_app_id)
 
 
-def _read_last(opened: OpenTable) -> Cut | None:
+def _last_where(layout: LakeLayout, opened: OpenTable, column: str, bound: Any) -> Cut | None:
+    """The cut of the greatest number whose `column` isn't above `bound`; it grows with the number.
+
+    Three narrow columns of few files are read: those of the greatest numbers first, until one has such a cut.
+    """
+    lows = {file.path: file.low for file in data_files(opened, column)}
+    best: tuple[int, str] | None = None
+    for file in sorted(data_files(opened, "number"), key=lambda file: -(file.high or 0)):
+        if best is not None and (file.high or 0) < best[0]:
+            break
+        if lows[file.path] is not None and lows[file.path] > bound and column == "n":
+            continue
+        for batch in read_batches(layout, opened, file.path, ["number", "committed_at", column]):
+            values = batch.column(column)
+            if column != "n":
+                values = pc.coalesce(values, batch.column("committed_at"))
+            fits = batch.column("number").filter(pc.less_equal(values, pa.scalar(bound, values.type)))
+            number = pc.max(fits).as_py()
+            if number is not None and (best is None or number > best[0]):
+                best = (number, file.path)
+    return None if best is None else _row(layout, opened, *best)
+
+
+def _row(layout: LakeLayout, opened: OpenTable, number: int, path: str) -> Cut:
+    """One cut, of which the file is known."""
+    for batch in read_batches(layout, opened, path, _SCHEMA.names, rows=1024, least=("number", number)):
+        found = batch.filter(pc.equal(batch.column("number"), number))
+        if found.num_rows:
+            return _decode(found.to_pylist()[0])
+    raise LakeTableForeign(f"{opened.path} lacks cut {number} that it just had", path=opened.path)
+
+
+def _read_last(layout: LakeLayout, opened: OpenTable) -> Cut | None:
     if opened.n is None:
         return None
-    with lake_errors(opened.path):
-        files = opened.table.to_pyarrow_dataset(file_pruning_predicate=f"n >= {int(opened.n)}")
-        rows = files.to_table(filter=pc.field("n") == int(opened.n)).sort_by("number").to_pylist()
+    rows: list[dict[str, Any]] = []
+    for file in data_files(opened, "n"):
+        if file.high is None or file.high >= opened.n:
+            for batch in read_batches(layout, opened, file.path, _SCHEMA.names, least=("n", int(opened.n))):
+                rows += batch.filter(pc.equal(batch.column("n"), int(opened.n))).to_pylist()
     if not rows:
         raise LakeTableForeign(
             f"{opened.path} lacks the cut at {opened.n} that it once had", path=opened.path, version=opened.version
         )
-    return _decode(rows[-1])
+    return _decode(max(rows, key=lambda row: int(row["number"])))
 
 
 def _encode(tables: Mapping[str, CutTable]) -> str:

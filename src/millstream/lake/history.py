@@ -7,12 +7,13 @@ Delta table keeps the union of all versions' columns, the newest schema stands i
 from __future__ import annotations
 
 import base64
+import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.dataset as ds
 from deltalake import write_deltalake
 
 from millstream import failpoints
@@ -27,9 +28,16 @@ from millstream.model.positions import Seq
 from millstream.model.records import RECORD_PREFIX
 from millstream.model.schema import TableKind, TableSchema
 
+if TYPE_CHECKING:
+    import pyarrow.dataset as ds  # brings pandas along, where that is installed: seconds that a query needn't wait
+
 SCHEMA_PROPERTY: Final = "millstream.schema"
 FROM_SEQ_PROPERTY: Final = "millstream.from_seq"
 """The first `seq` of the table that now bears this name, where one of that name was dropped before."""
+ERA_PROPERTY: Final = "millstream.schema.at."
+"""Followed by a `seq`: the schema of the records from there on, so that `--as-of` shows a table as it was."""
+HISTORY_FROM_PROPERTY: Final = "millstream.history_from_seq"
+"""Records at or below this `seq` may be gone; what they made is in `current`."""
 PARTITION: Final = "__commit_date"
 _SCAN_ROWS: Final = 1 << 17
 
@@ -55,7 +63,7 @@ def append_history(layout: LakeLayout, schema: TableSchema, batches: Sequence[pa
     assert schema.kind is not TableKind.RAW, "rows of a table that is set aside have no place in the lake"
     path = layout.table_path("history", schema)
     app = layout.app_id("history", schema.table_id)
-    opened = open_table(layout, path, app) or _create(layout, schema, path, app)
+    opened = open_table(layout, path, app) or _create(layout, schema, path, app, batches)
     if opened.n is None and schema.kind is TableKind.TABLE:
         opened = _bring_past(layout, schema, opened)
     if opened.n is not None and opened.n >= n:
@@ -63,7 +71,7 @@ def append_history(layout: LakeLayout, schema: TableSchema, batches: Sequence[pa
     rows = _rows(schema, batches, layout.types, after=opened.n or Seq(0), upto=n)
     if not rows.num_rows:
         return _commit(schema, path, opened, 0, n)
-    ready = _ready(layout, schema, opened, rows)
+    ready = _ready(layout, schema, opened, rows, batches)
     if ready.n != opened.n:
         # What was filtered by the first handle's n may not be written through one that has seen another commit.
         raise LakeConflict(f"another task appended to {path} meanwhile", path=path)
@@ -91,7 +99,7 @@ def newest_schema(opened: OpenTable) -> TableSchema:
     encoded = opened.properties.get(SCHEMA_PROPERTY)
     if encoded is None:
         raise LakeTableForeign(f"{opened.path} doesn't say what its columns were at the source", path=opened.path)
-    return TableSchema.from_arrow(pa.ipc.read_schema(pa.py_buffer(base64.b64decode(encoded))))
+    return _decode(encoded)
 
 
 def read_history(
@@ -144,6 +152,40 @@ def first_seq(opened: OpenTable) -> Seq:
     return Seq(int(opened.properties.get(FROM_SEQ_PROPERTY) or 0))
 
 
+@dataclass(frozen=True, slots=True)
+class Era:
+    """What a history table was at one position: whose records, and with which columns."""
+
+    schema: TableSchema
+    first: Seq
+    """No record of this table lies below it; of another that bore the name before, one may."""
+
+
+def era_at(opened: OpenTable, n: Seq) -> Era | None:
+    """What the table was at `n`; None where no record is so old.
+
+    A history that was written before schemas were kept by position gives its newest schema for every one.
+    """
+    eras = _eras(opened)
+    if not eras:
+        return Era(newest_schema(opened), first_seq(opened))
+    earlier = [start for start in eras if start <= n]
+    if not earlier:
+        return None
+    schema = _decode(eras[earlier[-1]])
+    first = earlier[-1]
+    for start in reversed(earlier[:-1]):
+        if _decode(eras[start]).table_id != schema.table_id:
+            break
+        first = start
+    return Era(schema, first)
+
+
+def history_from(opened: OpenTable) -> Seq:
+    """Records at or below this may be gone; 0 where all are there."""
+    return Seq(int(opened.properties.get(HISTORY_FROM_PROPERTY) or 0))
+
+
 def _rows(
     schema: TableSchema, batches: Sequence[pa.RecordBatch], types: Mapping[str, str], *, after: Seq, upto: Seq
 ) -> pa.Table:
@@ -162,7 +204,9 @@ def _rows(
     return pa.concat_tables([conform(table, union) for table in tables]) if tables else union.empty_table()
 
 
-def _create(layout: LakeLayout, schema: TableSchema, path: str, app: str) -> OpenTable:
+def _create(
+    layout: LakeLayout, schema: TableSchema, path: str, app: str, batches: Sequence[pa.RecordBatch]
+) -> OpenTable:
     name = "logical messages" if schema.kind is TableKind.MESSAGES else f"{schema.namespace}.{schema.name}"
     return create_table(
         layout,
@@ -171,7 +215,7 @@ def _create(layout: LakeLayout, schema: TableSchema, path: str, app: str) -> Ope
         pa.schema([*RECORD_PREFIX, *lake_columns(schema, layout.types)]),
         description=f"Every change of {name}, written by Millstream (stream {layout.stream_name}). Append-only; don't write here.",
         partition_by=[PARTITION],
-        properties=_properties(schema),
+        properties=_properties(schema) | _begun(batches, None),
     )
 
 
@@ -190,7 +234,10 @@ def _bring_past(layout: LakeLayout, schema: TableSchema, opened: OpenTable) -> O
         taken = newest_schema(old).table_id != schema.table_id
         after, upto = (Seq(0), Seq(min(old.n, first_seq(old) - 1))) if taken else (Seq(first_seq(old) - 1), old.n)
         scan = scan_history(old, after=after, upto=upto)
+        eras = _eras(old) or {first_seq(old): _encode(schema if taken else newest_schema(old))}
+        past = {f"{ERA_PROPERTY}{s}": e for s, e in eras.items() if _decode(e).table_id == schema.table_id}
         with lake_errors(opened.path):
+            opened.table.alter.set_table_properties(past, raise_if_not_exists=False, commit_properties=opened.upkeep())
             write_deltalake(
                 opened.table,
                 pa.RecordBatchReader.from_batches(scan.projected_schema, scan.to_batches()),
@@ -207,7 +254,42 @@ def _properties(schema: TableSchema) -> dict[str, str]:
     return {SCHEMA_PROPERTY: base64.b64encode(schema.to_arrow().serialize().to_pybytes()).decode()}
 
 
-def _ready(layout: LakeLayout, schema: TableSchema, opened: OpenTable, rows: pa.Table) -> OpenTable:
+def _encode(schema: TableSchema) -> str:
+    """A schema as a property: packed, for each change of columns adds one, for ever."""
+    return "z" + base64.b64encode(zlib.compress(schema.to_arrow().serialize().to_pybytes(), 9)).decode()
+
+
+def _decode(encoded: str) -> TableSchema:
+    # A message of Arrow's begins with 0xFFFFFFFF, which in base64 is no z.
+    packed = encoded.startswith("z")
+    raw = base64.b64decode(encoded[1:] if packed else encoded)
+    return TableSchema.from_arrow(pa.ipc.read_schema(pa.py_buffer(zlib.decompress(raw) if packed else raw)))
+
+
+def _eras(opened: OpenTable) -> dict[Seq, str]:
+    """The schemas that the table's records had, encoded, by the position from which on; ascending."""
+    found = {
+        Seq(int(name.removeprefix(ERA_PROPERTY))): value
+        for name, value in opened.properties.items()
+        if name.startswith(ERA_PROPERTY) and value is not None
+    }
+    return dict(sorted(found.items()))
+
+
+def _begun(batches: Sequence[pa.RecordBatch], known: TableSchema | None) -> dict[str, str]:
+    """The properties that tell where each schema newer than `known` begins."""
+    begun = {}
+    for batch in batches:
+        schema = TableSchema.from_arrow(batch.schema)
+        if batch.num_rows and (known is None or _newer(schema, known)):
+            begun[f"{ERA_PROPERTY}{pc.min(batch.column('__seq')).as_py()}"] = _encode(schema)
+            known = schema
+    return begun
+
+
+def _ready(
+    layout: LakeLayout, schema: TableSchema, opened: OpenTable, rows: pa.Table, batches: Sequence[pa.RecordBatch]
+) -> OpenTable:
     """The table with columns wide enough and properties that are true of the rows about to be appended."""
     path, app = opened.path, opened.app
     name = f"{schema.namespace}.{schema.name}"
@@ -219,7 +301,9 @@ def _ready(layout: LakeLayout, schema: TableSchema, opened: OpenTable, rows: pa.
     known = newest_schema(opened)
     if schema.kind is TableKind.MESSAGES or not _newer(schema, known):
         return opened
-    properties = _properties(schema)
+    properties = _properties(schema) | _begun(batches, known)
+    if not _eras(opened):
+        properties |= {f"{ERA_PROPERTY}{first_seq(opened)}": _encode(known)}
     if schema.table_id != known.table_id:
         properties[FROM_SEQ_PROPERTY] = str(pc.min(rows.column("__seq")).as_py())
     with lake_errors(path):
