@@ -423,6 +423,13 @@ class NoFreeSlot(SourceError):
     default_hint = "Raise max_replication_slots (or max_wal_senders), or drop a slot that nobody uses."
 
 
+class SnapshotWaits(SourceError):
+    """A snapshot of the source can't be had while older transactions run there."""
+
+    code = "snapshot_waits"
+    retry = Retry.BACKOFF
+
+
 class PublicationMissing(SourceError):
     """The publication isn't there and may not be made."""
 
@@ -510,6 +517,14 @@ class LakeUnavailable(LakeError):
     code = "lake_unavailable"
     retry = Retry.BACKOFF
     default_hint = "Look at the lake's disk or object store; what failed is tried again."
+
+
+class LakeBehind(LakeError):
+    """The lake hasn't got as far as the source, and doesn't get there in time; details: needs."""
+
+    code = "lake_behind"
+    retry = Retry.BACKOFF
+    default_hint = "Start `millstream run`, or wait for it to catch up; `millstream status` shows how far it is."
 
 
 class EngineError(MillstreamError):

@@ -28,6 +28,7 @@ _COMMANDS: Final = {
     "status": "millstream.cli.looking:status",
     "tables": "millstream.cli.looking:tables",
     "query": "millstream.cli.looking:query",
+    "diff": "millstream.cli.differing:diff",
     "wal": "millstream.cli.wal:wal",
     "demo": "millstream.cli.running:demo",
 }

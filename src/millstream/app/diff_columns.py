@@ -1,0 +1,279 @@
+r"""How `diff` compares a column: an expression for PostgreSQL and one for DuckDB that give the same text for the same value.
+
+The text of a row is PostgreSQL's own of a record (`ROW(…)::text`), which DuckDB is made to write too; sums over its hashes are
+compared range by range. It only has to be *injective*: two rows of one text are equal. Where a text differs though the value
+doesn't (there are such doubles), the range's rows are fetched, and `comparable` has the last word, over what PostgreSQL prints and what
+the lake's value prints as.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from decimal import Context, Decimal, InvalidOperation
+from typing import Final, Literal
+
+import pyarrow as pa
+
+from millstream.model.pgtypes import NUMERIC_OID, element_oid, numeric_precision
+
+HASH_BITS: Final = 60
+"""Of a row's hash: 15 hexadecimal digits, so that it is positive and no sum of them overflows 128 bits."""
+_HASH_DIGITS: Final = HASH_BITS // 4
+_INTEGER_OIDS: Final = frozenset({20, 21, 23})
+_INTEGERS: Final = (pa.int16(), pa.int32(), pa.int64())
+_REAL_OID: Final = 700
+_FLOAT_OIDS: Final = frozenset({_REAL_OID, 701})
+_DIGITS: Final = Context(prec=200_000)
+"""PostgreSQL's numeric has at most 131072 digits before the point and 16383 behind it."""
+
+HashName = Literal["md5", "sha256"]
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedColumn:
+    """A column that both sides have (or that the lake hasn't been told of: `lake` is then None)."""
+
+    name: str
+    type_oid: int
+    type_modifier: int
+    lake: pa.DataType | None
+
+    @property
+    def _floating(self) -> bool:
+        kind = _scalar(self.lake)
+        return kind is not None and pa.types.is_floating(kind)
+
+    @property
+    def _unscaled(self) -> bool:
+        """Whether the lake keeps a number's value but not how many zeros follow its point."""
+        if self.lake is None or not pa.types.is_decimal(self.lake):
+            return False
+        found = numeric_precision(self.type_modifier) if self.type_oid == NUMERIC_OID else None
+        return found is None or max(found[1], 0) != self.lake.scale
+
+    def source_sql(self) -> str:
+        """The value as PostgreSQL writes it into a record's text."""
+        name = pg_name(self.name)
+        if self._floating and (self.type_oid in _FLOAT_OIDS or element_oid(self.type_oid) in _FLOAT_OIDS):
+            # A real's shortest digits are other ones than those of the same value as a double.
+            array = "[]" if pa.types.is_list(self.lake) else ""
+            return f"{name}::pg_catalog.float8{array}"
+        if self._unscaled and self.type_oid == NUMERIC_OID:
+            return f"pg_catalog.trim_scale({name})"
+        return name
+
+    def lake_sql(self, *, with_exact: bool) -> str:
+        """The value's text in DuckDB, as PostgreSQL prints it; NULL for null."""
+        if self.lake is None:
+            return "NULL::VARCHAR"
+        text = _duck_text(duck_name(self.name), self.lake)
+        if with_exact and not pa.types.is_string(self.lake):
+            text = f"coalesce({text}, __exact[{duck_literal(self.name)}])"
+        if self._unscaled:
+            text = f"(CASE WHEN contains({text}, '.') THEN rtrim(rtrim({text}, '0'), '.') ELSE {text} END)"
+        return text
+
+    def needs_quotes(self, *, with_exact: bool) -> bool:
+        """Whether its text may hold what a record's text puts between quotes."""
+        if self.lake in {*_INTEGERS, pa.bool_(), None}:
+            return False
+        plain = pa.types.is_decimal(self.lake) or pa.types.is_date(self.lake) or pa.types.is_floating(self.lake)
+        return with_exact or not plain
+
+    def comparable(self, text: str | None, *, of_source: bool) -> str | None:
+        """What of a value's text tells it from others, on either side: the text itself where both keep the same of it."""
+        if text is None:
+            return None
+        if self._unscaled:
+            try:
+                number = Decimal(text)
+            except InvalidOperation:
+                return text
+            return format(number.normalize(_DIGITS), "f") if number.is_finite() else text
+        if self.lake == pa.float64() and self.type_oid == _REAL_OID:
+            import numpy as np
+
+            with np.errstate(over="ignore"):
+                return repr(float(np.float32(text)) if of_source else float(text))
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class RowTexts:
+    """The expressions over a table's whole rows.
+
+    Args:
+        columns: all that are compared.
+        key: names of the key's; empty for a bag of rows.
+        ranges: into how many ranges of the key's hash (of the row's, for a bag) the rows fall.
+        hash_name: what hashes; both sides have to have it.
+    """
+
+    columns: tuple[ComparedColumn, ...]
+    key: tuple[str, ...]
+    ranges: int
+    hash_name: HashName = "md5"
+
+    def _key_columns(self) -> list[ComparedColumn]:
+        by_name = {column.name: column for column in self.columns}
+        return [by_name[name] for name in self.key]
+
+    @property
+    def _key_is_number(self) -> bool:
+        found = self._key_columns()
+        return len(found) == 1 and found[0].type_oid in _INTEGER_OIDS and found[0].lake in {*_INTEGERS, None}
+
+    def source_sql(self, rows: str, *, utf8: bool) -> str:
+        """A query of `(range, hash)` of every row, and the columns as they are.
+
+        Args:
+            rows: what stands behind FROM, its condition included.
+            utf8: whether the database's own bytes are what the hash is to be of.
+        """
+        record = _record(column.source_sql() for column in self.columns)
+        key = "NULL" if not self.key or self._key_is_number else _record(c.source_sql() for c in self._key_columns())
+        names = ", ".join(pg_name(column.name) for column in self.columns)
+        # OFFSET 0 keeps the planner from writing the texts out again wherever they are used.
+        inner = f"SELECT {record}::pg_catalog.text AS {_T}, {key}::pg_catalog.text AS {_K}{', ' * bool(names)}{names} FROM {rows} OFFSET 0"
+        hashed = f"SELECT {_pg_hash(_T, self.hash_name, utf8=utf8)} AS {_H}, * FROM ({inner}) q OFFSET 0"
+        if self._key_is_number:
+            place = f"pg_catalog.abs({pg_name(self.key[0])}::pg_catalog.int8 % {self.ranges})"
+        elif self.key:
+            place = f"{_pg_hash(_K, self.hash_name, utf8=utf8)} % {self.ranges}"
+        else:
+            place = f"{_H} % {self.ranges}"
+        return f"SELECT {place} AS {_B}, {_H}{', ' * bool(names)}{names} FROM ({hashed}) p"
+
+    def lake_sql(self, view: str, *, with_exact: bool) -> str:
+        """The same for DuckDB, over a view of the table's rows; `__exact` comes along where there is one."""
+        exact = {"with_exact": with_exact}
+        own = [duck_name(c.name) for c in self.columns if c.lake is not None] + ["__exact"] * with_exact
+        texts = [f"{c.lake_sql(**exact)} AS __t{n}" for n, c in enumerate(self.columns)]
+        inner = f"SELECT {', '.join([*texts, *own])} FROM {view}" if texts else f"FROM {view}"
+        quoted = [
+            f"{_duck_quoted(f'__t{n}') if c.needs_quotes(**exact) else f'__t{n}'} AS __c{n}"
+            for n, c in enumerate(self.columns)
+        ]
+        inner = f"SELECT {', '.join([*quoted, *own])} FROM ({inner})" if quoted else inner
+        row = _duck_record(f"__c{n}" for n in range(len(self.columns)))
+        keep = "".join(f", {name}" for name in own)
+        place = f"{_H} % {self.ranges}"
+        if self._key_is_number:
+            place = f"abs({duck_name(self.key[0])}::BIGINT % {self.ranges})"
+        elif self.key:
+            order = [column.name for column in self.columns]
+            place = (
+                f"{_duck_hash(_duck_record(f'__c{order.index(n)}' for n in self.key), self.hash_name)} % {self.ranges}"
+            )
+        hashed = f"SELECT {_duck_hash(row, self.hash_name)} AS {_H}, * FROM ({inner})"
+        return f"SELECT {place} AS {_B}, {_H}{keep} FROM ({hashed})"
+
+
+_T, _K, _H, _B = "__diff_text", "__diff_key", "__diff_hash", "__diff_range"
+RANGE: Final = _B
+HASH: Final = _H
+
+
+def pg_name(name: str) -> str:
+    """An identifier for PostgreSQL, quoted whatever it holds."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def duck_name(name: str) -> str:
+    """An identifier for DuckDB."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def duck_literal(text: str) -> str:
+    """A string for DuckDB."""
+    return "'" + text.replace("'", "''") + "'"
+
+
+def ranges_for(rows: int, size_bytes: int, *, rows_max: int, bytes_max: int) -> int:
+    """Into how many ranges a table is cut, so that one of them is likely to have no more than these rows and bytes."""
+    return max(1, -(-rows // rows_max), -(-size_bytes // bytes_max))
+
+
+def _scalar(kind: pa.DataType | None) -> pa.DataType | None:
+    return kind.value_type if kind is not None and pa.types.is_list(kind) else kind
+
+
+def _record(parts: Iterable[str]) -> str:
+    return f"ROW({', '.join(parts)})"
+
+
+def _pg_hash(text: str, name: HashName, *, utf8: bool) -> str:
+    as_bytes = text if utf8 and name == "md5" else f"pg_catalog.convert_to({text}, 'UTF8')"
+    digits = (
+        f"pg_catalog.md5({as_bytes})" if name == "md5" else f"pg_catalog.encode(pg_catalog.sha256({as_bytes}), 'hex')"
+    )
+    return f"('x' || pg_catalog.left({digits}, {_HASH_DIGITS}))::pg_catalog.bit({HASH_BITS})::pg_catalog.int8"
+
+
+def _duck_hash(text: str, name: HashName) -> str:
+    return f"('0x' || left({name}({text}), {_HASH_DIGITS}))::BIGINT"
+
+
+def _duck_record(parts: Iterable[str]) -> str:
+    # A null in `||` makes all null; coalesce is what leaves nothing between two commas.
+    joined = " || ',' || ".join(f"coalesce({part}, '')" for part in parts)
+    return f"('(' || {joined} || ')')" if joined else "'()'"
+
+
+# record_out in rowtypes.c quotes a value that is empty or holds one of these, and doubles quotes and backslashes.
+_RECORD_QUOTED: Final = "'[\"\\\\(), \\t\\n\\r\\x0B\\f]'"
+# array_out quotes an element that is empty, reads NULL, or holds one of these, and puts a backslash before quotes and backslashes.
+_ARRAY_QUOTED: Final = "'[{}\",\\\\ \\t\\n\\r\\x0B\\f]'"
+
+
+def _duck_quoted(text: str) -> str:
+    doubled = f"'\"' || replace(replace({text}, '\\', '\\\\'), '\"', '\"\"') || '\"'"
+    return f"CASE WHEN {text} = '' OR regexp_matches({text}, {_RECORD_QUOTED}) THEN {doubled} ELSE {text} END"
+
+
+def _duck_text(value: str, kind: pa.DataType) -> str:
+    """PostgreSQL's text of a DuckDB value of a lake type; NULL for null."""
+    if pa.types.is_list(kind):
+        return _duck_array(value, kind.value_type)
+    if pa.types.is_boolean(kind):
+        return f"CASE {value} WHEN true THEN 't' WHEN false THEN 'f' END"
+    if pa.types.is_floating(kind):
+        return _duck_double(value)
+    if pa.types.is_timestamp(kind):
+        # By way of microseconds: what it prints doesn't hang on a time zone then.
+        zone = "" if kind.tz is None else " || '+00'"
+        return f"(make_timestamp(epoch_us({value}))::VARCHAR{zone})"
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return f"('\\x' || lower(hex({value})))"
+    return value if _is_text(kind) else f"{value}::VARCHAR"
+
+
+def _duck_array(value: str, kind: pa.DataType) -> str:
+    element = _duck_text("x", kind)
+    if not (pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_decimal(kind)):
+        escaped = f"'\"' || replace(replace({element}, '\\', '\\\\'), '\"', '\\\"') || '\"'"
+        special = f"{element} = '' OR lower({element}) = 'null' OR regexp_matches({element}, {_ARRAY_QUOTED})"
+        element = f"CASE WHEN {special} THEN {escaped} ELSE {element} END"
+    # array_to_string leaves no element out, and gives NULL for none.
+    joined = (
+        f"array_to_string(list_transform({value}, lambda x: CASE WHEN x IS NULL THEN 'NULL' ELSE {element} END), ',')"
+    )
+    return f"CASE WHEN {value} IS NULL THEN NULL ELSE '{{' || coalesce({joined}, '') || '}}' END"
+
+
+def _duck_double(value: str) -> str:
+    """Both print the shortest digits; DuckDB writes a point into whole numbers and an exponent from 1e16 on, not 1e15."""
+    double = f"{value}::DOUBLE"
+    text = f"({double})::VARCHAR"
+    digits = f"rtrim(replace({text}, '.', ''), '0')"
+    return (
+        f"CASE WHEN isnan({double}) THEN 'NaN' WHEN isinf({double}) THEN CASE WHEN {double} > 0 THEN 'Infinity' ELSE '-Infinity' END"
+        f" WHEN abs({double}) >= 1e15 AND abs({double}) < 1e16"
+        f" THEN regexp_replace({digits}, '^(-?[0-9])([0-9]+)$', '\\1.\\2') || 'e+15'"
+        f" WHEN ends_with({text}, '.0') THEN left({text}, -2) ELSE {text} END"
+    )
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or kind == pa.string_view())

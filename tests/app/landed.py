@@ -1,0 +1,109 @@
+"""A home whose real capture runs in the test's process, and whose log is landed by the lake's own functions, without Spark."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from millstream.app.home import Home
+from millstream.app.initialize import make_home
+from millstream.app.locks import RoleLock
+from millstream.app.owner import run_owner
+from millstream.app.part import Lifeline
+from millstream.app.wiring import lake_layout
+from millstream.lake.commits import commit_cut, last_cut
+from millstream.lake.current import fold_table
+from millstream.lake.history import append_history
+from millstream.lake.layout import TableCommit, has_current
+from millstream.model.ids import TableId
+from millstream.model.positions import Seq
+from millstream.model.schema import TableKind, TableSchema
+from millstream.wal.reader import StreamReader
+
+
+class LandedHome:
+    """A home of one stream, `shop`."""
+
+    def __init__(self, path: Path, dsn: str, *, tables: tuple[str, ...] = ("public.*",)) -> None:
+        made = make_home(path, stream="shop", source=dsn, tables=tables)
+        assert made.file.exists()
+        self.home = Home(path)
+        self.schemas: dict[TableId, TableSchema] = {}
+
+    def catch_up(self) -> None:
+        """Capture what the source has, then land it."""
+        self.capture()
+        self.land()
+
+    def capture(self) -> None:
+        """`capture run --until-caught-up`."""
+        run_owner(self.home, Lifeline(), until_caught_up=True, on_progress=_ignore)
+
+    def land(self, *, fold: bool = True) -> Seq:
+        """Land what the log has now, as one batch."""
+        config = self.home.config.streams["shop"]
+        reader = StreamReader(str(self.home.wal_folder("shop")))
+        layout = lake_layout(self.home, "shop", config, reader.stream_id)
+        cut = last_cut(layout)
+        after, upto = Seq(0) if cut is None else cut.n, reader.persisted_upto()
+        batches: dict[TableId, list[pa.RecordBatch]] = defaultdict(list)
+        for found in reader.read_between(after, upto):
+            if found.schema.kind is not TableKind.RAW:
+                batches[found.schema.table_id].append(found.batch)
+                self.schemas[found.schema.table_id] = found.schema
+        commits: list[TableCommit] = []
+        for table, some in batches.items():
+            schema = self.schemas[table]
+            commits.append(append_history(layout, schema, some, upto))
+            if fold and has_current(schema):
+                commits.append(fold_table(layout, schema, upto))
+        if upto > after:
+            commit_cut(layout, upto, commits, committed_at=datetime.now(UTC))
+        return upto
+
+    @contextmanager
+    def running(self, *, lands: bool = True) -> Iterator[None]:
+        """Capture and landing in threads of their own until the block ends."""
+        lifeline = Lifeline()
+        errors: list[BaseException] = []
+
+        def guarded(work: Any) -> None:
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001 - handed to the test's thread
+                errors.append(error)
+                lifeline.stop.set()
+
+        def land() -> None:
+            with RoleLock.take(self.home.run_folder, "pipeline"):
+                reader = StreamReader(str(self.home.wal_folder("shop")))
+                n = Seq(0)
+                rounds = 0
+                while not lifeline.stop.is_set():
+                    if reader.wait_beyond(n, 0.2):
+                        rounds += 1
+                        n = self.land(fold=rounds % 3 == 0)
+
+        work = [lambda: run_owner(self.home, lifeline, on_progress=_ignore)] + [land] * lands
+        threads = [threading.Thread(target=guarded, args=(one,)) for one in work]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            lifeline.stop.set()
+            for thread in threads:
+                thread.join(60)
+        if errors:
+            raise errors[0]
+
+
+def _ignore(_facts: dict[str, Any]) -> None:
+    """Progress isn't of interest."""
