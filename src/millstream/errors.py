@@ -497,6 +497,13 @@ class LakeTableForeign(LakeError):
     retry = Retry.OPERATOR
 
 
+class LakeTableExists(LakeError):
+    """A table or other files lie where a new table was to be written; nothing is overwritten. Details: path."""
+
+    code = "lake_table_exists"
+    default_hint = "Choose another name, or delete that folder."
+
+
 class LakeSchemaConflict(LakeError):
     """A schema change can't be followed by the lake table; details: table, column."""
 

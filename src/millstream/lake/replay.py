@@ -1,0 +1,169 @@
+"""Replays: the records of one table between two positions, as a Delta table of its own, written in one commit.
+
+What was asked for stands in the new table's properties, so that asking again finds it done. A replay that was killed leaves files
+that no table names; the next one of its name removes them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+from deltalake import write_deltalake
+from deltalake.fs import DeltaStorageHandler
+
+from millstream import failpoints
+from millstream.errors import (
+    BeyondRetention,
+    LakeError,
+    LakeTableExists,
+    LakeTableForeign,
+    TokenFromFuture,
+    UnknownTable,
+    UsageError,
+)
+from millstream.lake.commits import Cut, CutTable
+from millstream.lake.delta import WRITER, OpenTable, create_table, lake_errors, open_table
+from millstream.lake.history import history_from, scan_history
+from millstream.lake.layout import LakeLayout, folder_name
+from millstream.model.names import parse_qualified_name
+from millstream.model.positions import Seq
+
+REPLAYS: Final = "replays"
+REPLAY_PROPERTY: Final = "millstream.replay"
+_LEFT_BEHIND: Final = re.compile(r"part-[0-9]+-[0-9a-f-]+-c[0-9]+(\.[a-z]+)?\.parquet\Z")
+"""What delta-rs calls its files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A replay that is there."""
+
+    path: str
+    rows: int
+    after: Seq
+    upto: Seq
+    already: bool
+    """Whether it was there before, of the same table and range."""
+
+
+def replay_path(layout: LakeLayout, into: str) -> str:
+    """Where a replay lies: `<lake>/<stream>/replays/<name>`, or where `into` is a path or a URL, there."""
+    return into.rstrip("/") if "/" in into else f"{layout.root}/{REPLAYS}/{into}"
+
+
+def replay_range(layout: LakeLayout, cut: Cut, name: str, *, after: Seq, upto: Seq, into: str) -> Replay:
+    """Write a table's records in `(after, upto]` into a new Delta table, in one commit.
+
+    Reads history alone, so it may run beside the pipeline. Not twice into one place at once.
+
+    Args:
+        layout: where the lake is.
+        cut: the lake's last cut.
+        name: the table, `schema.table`.
+        after: exclusive.
+        upto: inclusive; `cut` has reached it.
+        into: a new name among the stream's replays, or a path or URL of its own.
+
+    Raises:
+        UnknownTable: the lake has no table of that name.
+        LakeTableExists: something else is there already; details: path.
+        BeyondRetention: part of the range may have been dropped from history.
+        TokenFromFuture: the lake hasn't reached `upto`.
+    """
+    folder, table = table_named(cut, name)
+    if upto > cut.n:
+        raise TokenFromFuture(f"the lake stands at {cut.n}, {upto} is beyond it", reached=int(cut.n))
+    if upto <= after:
+        raise UsageError(f"the range ends at {upto} and begins behind {after}: there is nothing in it")
+    path = replay_path(layout, into)
+    history_path = f"{layout.root}/history/{folder}"
+    history = open_table(layout, history_path, layout.app_id("history", table.table_id))
+    if history is None:
+        raise LakeError(f"the Delta table {history_path} is gone", path=history_path)
+    if after < history_from(history):
+        raise BeyondRetention(
+            f"records of {name} up to {history_from(history)} may have been dropped", first=int(history_from(history))
+        )
+    app = layout.app_id("history", table.table_id) + f"/{REPLAYS}"
+    asked = {"stream": str(layout.stream_id), "table": int(table.table_id), "after": int(after), "upto": int(upto)}
+    opened = _opened(layout, path, app)
+    already = opened is not None
+    if opened is None:
+        _clear(layout, path)
+        opened = create_table(
+            layout,
+            path,
+            app,
+            history.schema(),
+            description=f"Changes of {name} in ({after}, {upto}] of stream {layout.stream_name}, written by Millstream.",
+            properties={REPLAY_PROPERTY: json.dumps(asked)},
+        )
+    if json.loads(opened.properties.get(REPLAY_PROPERTY) or "null") != asked:
+        raise LakeTableExists(f"{path} holds another table already", path=path)
+    if opened.n is None:
+        already = False
+        _clear(layout, path)
+        scan = scan_history(history, after=after, upto=upto)
+        with lake_errors(path):
+            write_deltalake(
+                opened.table,
+                pa.RecordBatchReader.from_batches(scan.projected_schema, _until_written(scan.to_batches())),
+                mode="append",
+                schema_mode="merge",
+                writer_properties=WRITER,
+                commit_properties=opened.commit(upto),
+            )
+        failpoints.hit("lake.replay.after_commit")
+    counts = pa.table(opened.table.get_add_actions(flatten=True)).column("num_records").to_pylist()
+    return Replay(path, int(sum(counts)), after, upto, already)
+
+
+def table_named(cut: Cut, name: str) -> tuple[str, CutTable]:
+    """The folder of a table by its name, and what the cut says of it.
+
+    Raises:
+        UnknownTable: the lake has none of that name.
+    """
+    folder = folder_name(*parse_qualified_name(name))
+    if folder not in cut.tables:
+        known = sorted(table.name for table in cut.tables.values())
+        raise UnknownTable(
+            f"the lake has no table {name}", hint=f"It has: {', '.join(known[:20]) or 'none yet'}.", table=name
+        )
+    return folder, cut.tables[folder]
+
+
+def _until_written(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    yield from batches
+    failpoints.hit("lake.replay.before_commit")
+
+
+def _opened(layout: LakeLayout, path: str, app: str) -> OpenTable | None:
+    try:
+        return open_table(layout, path, app)
+    except LakeTableForeign as error:
+        raise LakeTableExists(f"{path} holds another table already", path=path) from error
+
+
+def _clear(layout: LakeLayout, path: str) -> None:
+    """Remove what a replay into this place left that was killed."""
+    with lake_errors(path):
+        if "://" not in path and not Path(path).is_dir():
+            return
+        files = pafs.PyFileSystem(DeltaStorageHandler(path, dict(layout.storage_options) or None))
+        every = [
+            info.path.lstrip("/") for info in files.get_file_info(pafs.FileSelector("", recursive=True)) if info.is_file
+        ]
+        left = [name for name in every if not name.startswith("_delta_log/")]
+        others = [name for name in left if not _LEFT_BEHIND.match(name)]
+        if others:
+            raise LakeTableExists(f"{path} holds other files: {others[0]}", path=path)
+        for name in left:
+            files.delete_file(name)

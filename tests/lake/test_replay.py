@@ -1,0 +1,93 @@
+"""A range of a table's records as a table of its own: whole or not there, the same when asked again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable
+
+from millstream.errors import LakeTableExists, TokenFromFuture, UnknownTable, UsageError
+from millstream.lake.commits import Cut, commit_cut, last_cut
+from millstream.lake.history import append_history
+from millstream.lake.layout import LakeLayout
+from millstream.lake.replay import replay_range
+from millstream.model.positions import Seq
+from millstream.model.schema import TableSchema
+
+Records = Callable[..., pa.RecordBatch]
+
+
+@pytest.fixture
+def cut(layout: LakeLayout, orders: TableSchema, records: Records) -> Cut:
+    for first in (1, 4, 7):
+        rows = [("c", seq, {"id": seq}) for seq in range(first, first + 3)]
+        commit = append_history(layout, orders, [records(orders, *rows)], Seq(first + 2))
+        cut = commit_cut(layout, Seq(first + 2), [commit], committed_at=datetime.now(UTC))
+    return cut
+
+
+def seqs(path: str) -> list[int]:
+    return sorted(DeltaTable(path).to_pyarrow_table().column("__seq").to_pylist())
+
+
+def test_a_range_becomes_a_table_once_however_often_it_is_asked_for(layout: LakeLayout, cut: Cut):
+    first = replay_range(layout, cut, "public.orders", after=Seq(2), upto=Seq(7), into="march")
+    assert seqs(first.path) == [3, 4, 5, 6, 7]
+    assert first.path == f"{layout.root}/replays/march"
+    again = replay_range(layout, cut, "public.orders", after=Seq(2), upto=Seq(7), into="march")
+    assert again == replace(first, already=True)
+    assert (first.rows, DeltaTable(first.path).version()) == (5, 1)
+    assert last_cut(layout) == cut
+
+
+def test_nothing_is_overwritten(layout: LakeLayout, cut: Cut, tmp_path: Path):
+    replay_range(layout, cut, "public.orders", after=Seq(2), upto=Seq(7), into="march")
+    with pytest.raises(LakeTableExists):
+        replay_range(layout, cut, "public.orders", after=Seq(2), upto=Seq(8), into="march")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letters.parquet").write_bytes(b"precious")
+    with pytest.raises(LakeTableExists):
+        replay_range(layout, cut, "public.orders", after=Seq(0), upto=Seq(9), into=str(tmp_path / "mine"))
+    assert (tmp_path / "mine" / "letters.parquet").read_bytes() == b"precious"
+
+
+def test_what_can_not_be_replayed_is_said_by_name(layout: LakeLayout, cut: Cut):
+    for name, after, upto, error in [
+        ("public.nothing", 0, 9, UnknownTable),
+        ("public.orders", 0, 10, TokenFromFuture),
+        ("public.orders", 5, 5, UsageError),
+    ]:
+        with pytest.raises(error):
+            replay_range(layout, cut, name, after=Seq(after), upto=Seq(upto), into="odd")
+    assert not Path(layout.root, "replays").exists()
+
+
+@pytest.mark.parametrize("point", ["lake.replay.before_commit", "lake.replay.after_commit"])
+def test_killed_anywhere_it_is_there_whole_or_not_at_all_and_leaves_nothing(
+    layout: LakeLayout, cut: Cut, point: str, tmp_path: Path
+):
+    asked = (
+        "import sys, pickle; from millstream.lake.replay import replay_range; from millstream.lake.commits import last_cut\n"
+        "layout = pickle.load(open(sys.argv[1], 'rb')); cut = last_cut(layout)\n"
+        "replay_range(layout, cut, 'public.orders', after=2, upto=7, into='march')\n"
+    )
+    import pickle
+
+    (tmp_path / "layout").write_bytes(pickle.dumps(layout))
+    environment = os.environ | {"MILLSTREAM_FAILPOINTS": point}
+    done = subprocess.run([sys.executable, "-c", asked, tmp_path / "layout"], env=environment, check=False)
+    assert done.returncode == -signal.SIGKILL
+    found = replay_range(layout, cut, "public.orders", after=Seq(2), upto=Seq(7), into="march")
+    assert found.already == (point == "lake.replay.after_commit")
+    assert seqs(found.path) == [3, 4, 5, 6, 7]
+    files = [file.name for file in Path(found.path).glob("*.parquet")]
+    assert sorted(files) == sorted(Path(uri).name for uri in DeltaTable(found.path).file_uris())
