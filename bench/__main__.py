@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from bench import capture, commands, latency, wal  # noqa: F401 - they register their figures
-from bench.figures import keep, names, say, selected, table
+from bench import capture, commands, first_load, freshness, lake, latency, spark_source, wal  # noqa: F401 - they register their figures
+from bench.figures import asked, keep, names, say, selected, table
 
 
 def main() -> int:
@@ -15,7 +15,12 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="PREFIX", help="figures whose name starts with it")
     parser.add_argument("--list", action="store_true", help="name the figures and end")
     parser.add_argument("--table", action="store_true", help="print the last results as Markdown and end")
+    parser.add_argument(
+        "--rows", type=int, metavar="N", help="rows of the table, where a figure has one of its own size"
+    )
+    parser.add_argument("--seconds", type=int, metavar="N", help="how long, where a figure runs for a time")
     options = parser.parse_args()
+    asked.rows, asked.seconds = options.rows, options.seconds
     if options.list:
         print("\n".join(names()))
         return 0

@@ -44,6 +44,17 @@ class Figure:
         return json.dumps(facts)
 
 
+@dataclass(slots=True)
+class Asked:
+    """What the caller wants otherwise than documented: to try a figure small, or to take it large."""
+
+    rows: int | None = None
+    seconds: int | None = None
+
+
+asked: Final = Asked()
+"""Filled in from the command line before anything is measured."""
+
 Measure = Callable[[], Iterator[Figure]]
 _MEASURES: dict[str, Measure] = {}
 
@@ -97,16 +108,17 @@ def compared(
     rows: int,
     size_bytes: int,
     note: str,
+    runs: int = RUNS,
 ) -> Figure:
     """A figure whose ratio is ours over the peer's, both in `unit` (more is better in rows/s, less in ms)."""
-    mine, theirs = interleaved(ours, peer)
+    mine, theirs = interleaved(ours, peer, runs=runs)
     return Figure(
         figure=name,
         ratio=round(mine / theirs, 3),
         ours=round(mine, 1),
         peer=round(theirs, 1),
         unit=unit,
-        runs=RUNS,
+        runs=runs,
         goal=goal,
         rows=rows,
         bytes=size_bytes,

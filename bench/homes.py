@@ -10,7 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.source import DATABASE
+from psycopg import sql
+
+from bench.places import as_installed
+from bench.source import DATABASE, drop_slot
 from millstream.testing.postgres import EmbeddedPostgres
 
 MILLSTREAM = str(Path(sys.executable).parent / "millstream")
@@ -35,16 +38,23 @@ class Home:
 
     def run(self, *words: str) -> None:
         """Run a command to its end; its messages are shown where it fails."""
-        done = subprocess.run(self.command(*words), capture_output=True, text=True)
+        done = subprocess.run(self.command(*words), capture_output=True, text=True, env=as_installed())
         if done.returncode:
             raise RuntimeError(f"millstream {' '.join(words)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
+
+    def forget(self, server: EmbeddedPostgres) -> None:
+        """Drop what the home has at the source, so that the next one begins as this one did."""
+        drop_slot(server, f"millstream_{STREAM}")
+        with server.connect(DATABASE) as connection:
+            for name in connection.execute("SELECT pubname FROM pg_publication").fetchall():
+                connection.execute(sql.SQL("DROP PUBLICATION {}").format(sql.Identifier(name[0])))
 
     @contextmanager
     def running(self, *words: str) -> Iterator[subprocess.Popen[bytes]]:
         """A command in the background; at the end it's asked to stop, as a user would by Ctrl-C, and waited for."""
         log = self.path.parent / f"{words[0]}.log"
         with log.open("ab") as messages:
-            process = subprocess.Popen(self.command(*words), stdout=messages, stderr=messages)
+            process = subprocess.Popen(self.command(*words), stdout=messages, stderr=messages, env=as_installed())
         try:
             yield process
         finally:
@@ -61,7 +71,10 @@ def make_home(server: EmbeddedPostgres, path: Path, tables: Sequence[str]) -> Ho
     named = [word for table in tables for word in ("--tables", table)]
     source = server.dsn(DATABASE)
     subprocess.run(
-        [MILLSTREAM, "init", str(path), "--stream", STREAM, "--source", source, *named], check=True, capture_output=True
+        [MILLSTREAM, "init", str(path), "--stream", STREAM, "--source", source, *named],
+        check=True,
+        capture_output=True,
+        env=as_installed(),
     )
     return Home(path)
 

@@ -1,10 +1,8 @@
-"""From a commit in PostgreSQL to where it can be read: in the log, and by a query over the lake."""
+"""From a commit in PostgreSQL to where it can be read in the log."""
 
 from __future__ import annotations
 
-import json
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,8 +14,7 @@ from bench.figures import RUNS, Figure, measures, say
 from bench.homes import Home, make_home, wait_for
 from bench.load import CLIENTS, Load, PacedLoad, percentiles_of_windows
 from bench.places import folder
-from bench.poller import EVERY_S
-from bench.source import COLUMNS, DATABASE, SHAPE, VALUES, postgres
+from bench.source import DATABASE, postgres
 from millstream.errors import MillstreamError
 from millstream.testing.postgres import EmbeddedPostgres
 from millstream.wal.reader import StreamReader
@@ -25,9 +22,6 @@ from millstream.wal.reader import StreamReader
 RATE = 1000
 DURABLE_S = 50
 """Five windows of 10 s."""
-QUERY_S = 100
-"""Five windows of 20 s."""
-QUERY_ROWS = 1_000_000
 WARM_UP_S = 5
 
 
@@ -87,7 +81,7 @@ def commit_to_durable() -> Iterator[Figure]:
             _insert_until_seen(server, home, capture)
             watcher = MarkWatcher(home.wal)
             statement = "INSERT INTO ticks VALUES (:client_id, :n, 'a row of a tick, with a text of 40 bytes.')"
-            load = _paced(server, path, statement, seconds=DURABLE_S)
+            load = paced(server, path, statement, seconds=DURABLE_S)
             wait_for("the log is quiet", watcher.is_quiet, process=capture)
             upto, at = watcher.stop()
         seqs = _numbers_of(home.wal, load)
@@ -124,7 +118,7 @@ def _insert_until_seen(server: EmbeddedPostgres, home: Home, capture: subprocess
     wait_for("capture streams", seen, process=capture)
 
 
-def _paced(server: EmbeddedPostgres, path: Path, statement: str, *, seconds: int) -> Load:
+def paced(server: EmbeddedPostgres, path: Path, statement: str, *, seconds: int) -> Load:
     """A load with a run before it that doesn't count: caches, prepared statements, machine code."""
     for name in ("warm-up", "load"):
         (path / name).mkdir()
@@ -137,81 +131,3 @@ def _paced(server: EmbeddedPostgres, path: Path, statement: str, *, seconds: int
         return paced.wait()
     finally:
         paced.stop()
-
-
-@measures("commit_to_query_ms")
-def commit_to_query() -> Iterator[Figure]:
-    """Uniform updates of a large table; `millstream run` in its processes, a query in another that opens the lake anew."""
-    say(f"commit_to_query_ms: {QUERY_ROWS:,} rows, {RATE} updates a second for {QUERY_S} s")
-    with postgres(load_unsynced=False) as server, folder("query") as path:
-        with server.connect(DATABASE) as connection:
-            connection.execute(f"CREATE TABLE accounts ({COLUMNS}, client int, n bigint)")
-            connection.execute(
-                f"INSERT INTO accounts SELECT {VALUES}, -1, 0 FROM generate_series(1, {QUERY_ROWS}) AS n"
-            )
-            connection.execute("VACUUM ANALYZE accounts")
-        home = make_home(server, path / "home", ["public.accounts"])
-        say("  first load")
-        home.run("run", "--until-caught-up")
-        with home.running("run") as run:
-            poller = [sys.executable, "-m", "bench.poller", str(home.path)]
-            with subprocess.Popen(poller, stdout=subprocess.PIPE, text=True) as process:
-                try:
-                    seen: list[dict[str, int]] = []
-                    reading = threading.Thread(target=_collect, args=(process, seen), daemon=True)
-                    reading.start()
-                    with server.connect(DATABASE) as connection:
-                        connection.execute("UPDATE accounts SET client = -2, n = 1 WHERE id = 1")
-                    wait_for("the pipeline runs", lambda: bool(seen) and "-2" in seen[-1], process=run)
-                    say("  running")
-                    statement = (
-                        f"\\set id random(1, {QUERY_ROWS})\n"
-                        "UPDATE accounts SET total = total + 1, client = :client_id, n = :n WHERE id = :id"
-                    )
-                    load = _paced(server, path, statement, seconds=QUERY_S)
-                    last = {c: int(load.number[load.client == c].max()) for c in range(CLIENTS)}
-                    wait_for("the last update", lambda: _has_seen(seen[-1], last), process=run)
-                finally:
-                    process.terminate()
-                    reading.join(10)
-        latency = _latencies_ms(load, seen)
-        p50, p99 = percentiles_of_windows(load, latency, RUNS)
-    yield Figure(
-        figure="commit_to_query_ms",
-        ratio=None,
-        ours=round(p50),
-        peer=None,
-        unit="ms",
-        runs=RUNS,
-        goal="p50 <= 1500, p99 <= 4000",
-        rows=QUERY_ROWS,
-        bytes=QUERY_ROWS * 130,
-        note=f"p50; table of {QUERY_ROWS:,} rows, {SHAPE} and two more integers; {RATE} updates a second of uniformly random rows by"
-        f" {CLIENTS} clients; from the client's answer to its COMMIT until the answer of a query over the whole table (count and"
-        f" greatest numbers) that shows it, by a process that opens home and tables anew for each of its {len(seen)} queries, one begun every {EVERY_S} s;"
-        f" medians over {RUNS} windows of {QUERY_S // RUNS} s",
-        p99=round(p99),
-    )
-
-
-def _collect(process: subprocess.Popen[str], seen: list[dict[str, int]]) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        seen.append(json.loads(line))  # noqa: PERF401 - others look at it meanwhile
-
-
-def _has_seen(answer: dict[str, int], last: dict[int, int]) -> bool:
-    # An update may have overwritten the row of the very last one.
-    return all(answer.get(str(client), 0) >= number - 2 for client, number in last.items())
-
-
-def _latencies_ms(load: Load, seen: list[dict[str, int]]) -> np.ndarray:
-    """For each transaction, how long until an answer showed it or a later one of its client."""
-    at = np.array([answer["at_ns"] for answer in seen], dtype=np.int64)
-    latency = np.empty(len(load))
-    for client in range(CLIENTS):
-        shown = np.maximum.accumulate(np.array([answer.get(str(client), 0) for answer in seen], dtype=np.int64))
-        mine = np.flatnonzero(load.client == client)
-        place = np.minimum(np.searchsorted(shown, load.number[mine]), len(at) - 1)
-        latency[mine] = (at[place] - load.committed_ns[mine]) / 1e6
-    return latency

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -20,3 +21,16 @@ def folder(name: str) -> Iterator[Path]:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def as_installed() -> dict[str, str]:
+    """The environment for commands: compiled code is kept, as after `pip install` and a first run.
+
+    Where this process may not write byte code (containers set PYTHONDONTWRITEBYTECODE), each of a command's dozen processes would
+    compile a thousand modules anew: seconds that no user has.
+    """
+    environment = dict(os.environ)
+    if environment.pop("PYTHONDONTWRITEBYTECODE", None):
+        environment.setdefault("PYTHONPYCACHEPREFIX", str(_PARENT / "pyc"))
+    environment.setdefault("NUMBA_CACHE_DIR", str(_PARENT / "numba"))
+    return environment

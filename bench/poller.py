@@ -1,4 +1,4 @@
-"""`python -m bench.poller HOME`: asks the lake again and again, as a stranger who opens it anew each time.
+"""`python -m bench.poller HOME [query|current]`: asks the lake again and again, as a stranger who opens it anew each time.
 
 Prints a JSON line for each answer: the greatest number of each client that the table shows, and when the answer was there.
 """
@@ -8,23 +8,41 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
+from typing import Any, Literal
+
+import duckdb
+from deltalake import DeltaTable
 
 import millstream
 
 EVERY_S = 0.5
 """Back to back, the queries alone would keep a core busy."""
-SQL = "SELECT client, max(n) AS n, count(*) AS rows FROM public.accounts GROUP BY client"
+SQL = "SELECT client, max(n) AS n, count(*) AS rows FROM {} GROUP BY client"
+View = Literal["query", "current"]
+
+
+def _query(path: str) -> list[dict[str, Any]]:
+    with millstream.open(path) as home:
+        return home.query(SQL.format("public.accounts"), stream="bench").to_pylist()
+
+
+def _current(path: str) -> list[dict[str, Any]]:
+    table = DeltaTable(str(Path(path) / "lake" / "bench" / "current" / "public.accounts"))
+    with duckdb.connect() as connection:
+        connection.register("accounts", table.to_pyarrow_dataset())
+        return connection.sql(SQL.format("accounts")).to_arrow_table().to_pylist()
 
 
 def main() -> int:
     """Until somebody ends it."""
     path = sys.argv[1]
+    ask = _current if sys.argv[2:] == ["current"] else _query
     due = time.monotonic()
     while True:
         time.sleep(max(0.0, due - time.monotonic()))
         due = max(due + EVERY_S, time.monotonic())
-        with millstream.open(path) as home:
-            answer = home.query(SQL, stream="bench").to_pylist()
+        answer = ask(path)
         at_ns = time.time_ns()
         print(json.dumps({str(row["client"]): row["n"] for row in answer} | {"at_ns": at_ns}), flush=True)
 

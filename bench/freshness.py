@@ -1,0 +1,260 @@
+"""How fresh, and how large on disk, a table's lake is while its rows are updated: `millstream run` as its users run it."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from deltalake import DeltaTable
+from deltalake.exceptions import DeltaError
+
+from bench.figures import RUNS, Figure, asked, measures, say
+from bench.homes import Home, make_home, wait_for
+from bench.latency import RATE, MarkWatcher, paced
+from bench.load import CLIENTS, Load, percentiles_of_windows
+from bench.places import as_installed, folder
+from bench.poller import EVERY_S, View
+from bench.source import COLUMNS, DATABASE, SHAPE, VALUES, postgres
+
+WINDOWS_S = 100
+"""Five windows of 20 s."""
+DISK_S = 600
+ROWS = 1_000_000
+ROWS_LARGE = 10_000_000
+ROWS_SMALL = 10_000
+LOOK_S = 2.0
+_ROW_BYTES = 130
+_TABLE = "public.accounts"
+
+
+@dataclass(slots=True)
+class Look:
+    """`current` at one moment, from outside."""
+
+    at_ns: int
+    n: int
+    """What it was last folded up to."""
+    live_bytes: int
+    disk_bytes: int
+
+
+@dataclass(slots=True)
+class Observed:
+    """What was seen of one run."""
+
+    load: Load
+    seen: list[dict[str, int]] = field(default_factory=list)
+    """The poller's answers."""
+    looks: list[Look] = field(default_factory=list)
+    upto: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    durable_ns: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    """Up to which number the log was readable, and when that was first seen."""
+
+    def fold_lags_s(self) -> list[float]:
+        """At each look, the age of the oldest record that `current` lacked."""
+        lags = []
+        for look in self.looks:
+            first = int(np.searchsorted(self.upto, look.n, side="right"))
+            seen_ns = int(self.durable_ns[first]) if first < len(self.upto) else look.at_ns
+            lags.append(max(0.0, (look.at_ns - seen_ns) / 1e9))
+        return lags
+
+
+def observe(rows: int, *, seconds: int, view: View) -> Observed:
+    """Load a table, then update it at random for some time, and look on.
+
+    Args:
+        rows: of the table.
+        seconds: how long, after a warm-up of five.
+        view: what the poller asks: `query`, or `current` alone.
+    """
+    with postgres(load_unsynced=False) as server, folder("fresh") as path:
+        with server.connect(DATABASE) as connection:
+            connection.execute("SET synchronous_commit = off")
+            connection.execute(f"CREATE TABLE accounts ({COLUMNS}, client int, n bigint)")
+            connection.execute(f"INSERT INTO accounts SELECT {VALUES}, -1, 0 FROM generate_series(1, {rows}) AS n")
+            connection.execute("VACUUM ANALYZE accounts")
+        home = make_home(server, path / "home", [_TABLE])
+        say("  first load")
+        home.run("run", "--until-caught-up")
+        with home.running("run") as run:
+            poller = [sys.executable, "-m", "bench.poller", str(home.path), view]
+            with subprocess.Popen(poller, stdout=subprocess.PIPE, text=True, env=as_installed()) as process:
+                seen: list[dict[str, int]] = []
+                looks = _Looks(home)
+                marks = MarkWatcher(home.wal)
+                reading = threading.Thread(target=_collect, args=(process, seen), daemon=True)
+                try:
+                    reading.start()
+                    with server.connect(DATABASE) as connection:
+                        connection.execute("UPDATE accounts SET client = -2, n = 1 WHERE id = 1")
+                    wait_for("the pipeline runs", lambda: bool(seen) and "-2" in seen[-1], process=run)
+                    say("  running")
+                    statement = (
+                        f"\\set id random(1, {rows})\n"
+                        "UPDATE accounts SET total = total + 1, client = :client_id, n = :n WHERE id = :id"
+                    )
+                    load = paced(server, path, statement, seconds=seconds)
+                    last = {c: int(load.number[load.client == c].max()) for c in range(CLIENTS)}
+                    wait_for("the last update", lambda: _has_seen(seen[-1], last), process=run)
+                finally:
+                    process.terminate()
+                    reading.join(10)
+                    upto, durable_ns = marks.stop()
+                    looked = looks.stop()
+    began, ended = int(load.committed_ns.min()), int(load.committed_ns.max())
+    return Observed(load, seen, [look for look in looked if began <= look.at_ns <= ended], upto, durable_ns)
+
+
+class _Looks:
+    """A thread that looks at `current` every other second."""
+
+    def __init__(self, home: Home) -> None:
+        self._path = home.path / "lake" / "bench" / "current" / _TABLE
+        self._found: list[Look] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(LOOK_S):
+            try:
+                self._found.append(_look(self._path))
+            except (DeltaError, OSError):
+                continue  # a file went away between two steps
+
+    def stop(self) -> list[Look]:
+        self._stop.set()
+        self._thread.join()
+        return self._found
+
+
+def _look(path: Path) -> Look:
+    table = DeltaTable(str(path))
+    at_ns = time.time_ns()
+    sizes = pa.table(table.get_add_actions(flatten=True)).column("size_bytes").to_pylist()
+    stamp = json.loads(next(info["millstream"] for info in table.history(20) if "n" in info.get("millstream", "")))
+    disk = sum(file.stat().st_size for file in path.rglob("*.parquet"))
+    return Look(at_ns, int(stamp["n"]), sum(sizes), disk)
+
+
+def _collect(process: subprocess.Popen[str], seen: list[dict[str, int]]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        seen.append(json.loads(line))  # noqa: PERF401 - others look at it meanwhile
+
+
+def _has_seen(answer: dict[str, int], last: dict[int, int]) -> bool:
+    # An update may have overwritten the row of the very last one.
+    return all(answer.get(str(client), 0) >= number - 2 for client, number in last.items())
+
+
+def _latencies_ms(load: Load, seen: list[dict[str, int]]) -> np.ndarray:
+    """For each transaction, how long until an answer showed it or a later one of its client."""
+    at = np.array([answer["at_ns"] for answer in seen], dtype=np.int64)
+    latency = np.empty(len(load))
+    for client in range(CLIENTS):
+        shown = np.maximum.accumulate(np.array([answer.get(str(client), 0) for answer in seen], dtype=np.int64))
+        mine = np.flatnonzero(load.client == client)
+        place = np.minimum(np.searchsorted(shown, load.number[mine]), len(at) - 1)
+        latency[mine] = (at[place] - load.committed_ns[mine]) / 1e6
+    return latency
+
+
+def _latency(name: str, observed: Observed, rows: int, what: str) -> Figure:
+    p50, p99 = percentiles_of_windows(observed.load, _latencies_ms(observed.load, observed.seen), RUNS)
+    return Figure(
+        figure=name,
+        ratio=None,
+        ours=round(p50),
+        peer=None,
+        unit="ms",
+        runs=RUNS,
+        goal="p50 <= 1500, p99 <= 4000",
+        rows=rows,
+        bytes=rows * _ROW_BYTES,
+        note=f"p50; table of {rows:,} rows, {SHAPE} and two more integers; {RATE} updates a second of uniformly random rows by"
+        f" {CLIENTS} clients, folds run beside them; from the client's answer to its COMMIT until the answer of {what} over the whole table"
+        f" (count and greatest numbers) that shows it, by a process that opens all anew for each of its {len(observed.seen)} queries, one"
+        f" begun every {EVERY_S} s; medians over {RUNS} windows",
+        p99=round(p99),
+    )
+
+
+def _fold_lag(name: str, observed: Observed, rows: int) -> Figure:
+    lags = observed.fold_lags_s()
+    return Figure(
+        figure=name,
+        ratio=None,
+        ours=round(statistics.median(lags), 1),
+        peer=None,
+        unit="s",
+        runs=len(lags),
+        goal="reported",
+        rows=rows,
+        bytes=rows * _ROW_BYTES,
+        note=f"p50; the age of the oldest record that `current` of {rows:,} rows lacked, looked at every {LOOK_S:.0f} s in the run of"
+        " commit_to_query_ms at that size",
+        p99=round(float(np.percentile(lags, 99)), 1),
+    )
+
+
+def _queried(rows: int, suffix: str) -> Iterator[Figure]:
+    rows, seconds = asked.rows or rows, asked.seconds or WINDOWS_S
+    say(f"commit_to_query{suffix}_ms: {rows:,} rows, {RATE} updates a second for {seconds} s")
+    observed = observe(rows, seconds=seconds, view="query")
+    yield _latency(f"commit_to_query{suffix}_ms", observed, rows, "a query (`LakeSession`)")
+    yield _fold_lag(f"fold_lag{suffix}_s", observed, rows)
+
+
+@measures("commit_to_query_ms", "fold_lag_s")
+def commit_to_query() -> Iterator[Figure]:
+    """Uniform updates of a large table."""
+    yield from _queried(ROWS, "")
+
+
+@measures("commit_to_query_10m_ms", "fold_lag_10m_s")
+def commit_to_query_large() -> Iterator[Figure]:
+    """The same of a table ten times as large."""
+    yield from _queried(ROWS_LARGE, "_10m")
+
+
+@measures("commit_to_current_ms")
+def commit_to_current() -> Iterator[Figure]:
+    """Uniform updates of a small table, whose `current` is folded with every batch."""
+    rows, seconds = asked.rows or ROWS_SMALL, asked.seconds or WINDOWS_S
+    say(f"commit_to_current_ms: {rows:,} rows, {RATE} updates a second for {seconds} s")
+    observed = observe(rows, seconds=seconds, view="current")
+    yield _latency("commit_to_current_ms", observed, rows, "a query of `current` alone, as any reader of Delta has it,")
+
+
+@measures("disk_factor")
+def disk_factor() -> Iterator[Figure]:
+    """Uniform updates for ten minutes."""
+    rows, seconds = asked.rows or ROWS, asked.seconds or DISK_S
+    say(f"disk_factor: {rows:,} rows, {RATE} updates a second for {seconds} s")
+    observed = observe(rows, seconds=seconds, view="query")
+    late = observed.looks[len(observed.looks) // 2 :]
+    factors = [look.disk_bytes / look.live_bytes for look in late]
+    yield Figure(
+        figure="disk_factor",
+        ratio=None,
+        ours=round(max(factors), 2),
+        peer=None,
+        unit="x",
+        runs=1,
+        goal="<= 5",
+        rows=rows,
+        bytes=late[-1].live_bytes,
+        note=f"the most that all Parquet files in the folder of `current` ever had of bytes, over its live files' bytes, in the second half of"
+        f" {seconds} s of {RATE} updates a second of uniformly random rows of {rows:,}; looked at every {LOOK_S:.0f} s; median {statistics.median(factors):.2f}",
+    )

@@ -1,0 +1,241 @@
+"""The lake's own work beside what one would write by hand with delta-rs and DuckDB."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+from deltalake import DeltaTable
+from deltalake.transaction import AddAction
+
+from bench.figures import Figure, asked, compared, measures, say
+from bench.lakes import ACCOUNTS, ACCOUNTS_SHAPE, Ids, Lake, clustered, records, uniform
+from bench.places import folder
+from millstream.lake.delta import open_table
+from millstream.lake.history import read_history
+from millstream.lake.query import LakeSession
+from millstream.model.positions import Seq
+
+FOLD_ROWS = 1_000_000
+CHANGES = 100_000
+QUERY_ROWS = 10_000_000
+HISTORY_ROWS = (1_000_000, 100_000_000)
+HISTORY_CHANGES = 10_000
+_ROW_BYTES = 80
+
+
+@measures("fold_vs_handwritten_merge", "fold_clustered_vs_handwritten_merge")
+def fold_vs_merge() -> Iterator[Figure]:
+    """Both bring a table of the same rows to the same state, turn by turn."""
+    rows = asked.rows or FOLD_ROWS
+    changes = min(CHANGES, rows // 10)
+    for name, keys in (("fold_vs_handwritten_merge", uniform), ("fold_clustered_vs_handwritten_merge", clustered)):
+        say(f"{name}: {changes:,} changes of {rows:,} rows")
+        with folder("fold") as path:
+            lake = Lake(path)
+            lake.load(rows)
+            peer = str(path / "merged")
+            shutil.copytree(lake.current, peer)
+            batches = _Changes(rows, changes, keys)
+            yield compared(
+                name,
+                lambda lake=lake, batches=batches: _folded_rows_s(lake, *batches.next("ours")),
+                lambda peer=peer, batches=batches: _merged_rows_s(peer, *batches.next("peer")),
+                unit="rows/s",
+                goal=">= 1.0" if keys is uniform else "reported",
+                rows=rows,
+                size_bytes=rows * _ROW_BYTES,
+                note=f"changed rows a second; `current` of {rows:,} rows, {ACCOUNTS_SHAPE}; {changes:,} changed keys,"
+                f" {'uniformly random' if keys is uniform else 'of one stretch of the key'}, 8 of 10 updates, 1 deletes, 1 inserts; ours is"
+                " fold_table, which reads the changes from history; the peer is DeltaTable.merge of the same rows out of memory"
+                " (update, delete, insert) on a copy of the table as we had built it",
+            )
+
+
+class _Changes:
+    """Batch after batch of changed keys; both sides get the same ones. A key is deleted once and inserted once."""
+
+    def __init__(self, rows: int, count: int, keys: Callable[..., Ids]) -> None:
+        self._rows, self._count, self._keys = rows, count, keys
+        self._at = {"ours": itertools.count(), "peer": itertools.count()}
+
+    def next(self, side: str) -> tuple[list[str], Ids]:
+        number = next(self._at[side])
+        count = self._count
+        tenth = count // 10
+        found = self._keys(self._rows, count - tenth, seed=number)
+        new = np.arange(tenth, dtype=np.int64) + self._rows + 1 + number * tenth
+        letters = np.full(count - tenth, "u")
+        letters[:: len(letters) // tenth] = "d"
+        return [*letters.tolist(), *["c"] * tenth], np.concatenate([found, new])
+
+
+def _folded_rows_s(lake: Lake, letters: list[str], ids: Ids) -> float:
+    lake.append(letters, ids)
+    return len(ids) / lake.fold()
+
+
+def _merged_rows_s(path: str, letters: list[str], ids: Ids) -> float:
+    columns = [column.name for column in ACCOUNTS.columns]
+    source = pa.Table.from_batches([records("u", ids, after=0)]).select(columns)
+    source = source.append_column("deleted", pa.array(np.array(letters) == "d"))
+    began_at = time.perf_counter()
+    put = {name: f"s.{name}" for name in columns}
+    (
+        DeltaTable(path)
+        .merge(source, "t.id = s.id", source_alias="s", target_alias="t")
+        .when_matched_delete("s.deleted")
+        .when_matched_update(put)
+        .when_not_matched_insert(put, "NOT s.deleted")
+        .execute()
+    )
+    return len(ids) / (time.perf_counter() - began_at)
+
+
+@measures("query_point_vs_current_only", "query_scan_vs_current_only")
+def query_vs_current() -> Iterator[Figure]:
+    """What the tail costs a query."""
+    rows = asked.rows or QUERY_ROWS
+    tail = min(CHANGES, rows // 10)
+    say(f"query_*_vs_current_only: {rows:,} rows and a tail of {tail:,}")
+    with folder("query") as path:
+        lake = Lake(path)
+        lake.load(rows)
+        for part in np.array_split(uniform(rows, tail, seed=1), 20):
+            lake.append("u", part, cut=True)
+        points = itertools.cycle(uniform(rows, 1000, seed=2).tolist())
+        for name, sql, said in (
+            ("query_point_vs_current_only", "SELECT * FROM {} WHERE id = {}", "a row by its key"),
+            (
+                "query_scan_vs_current_only",
+                "SELECT status, count(*), sum(total), max(placed_at) FROM {} GROUP BY status",
+                "an aggregate over all rows",
+            ),
+        ):
+            yield compared(
+                name,
+                lambda sql=sql: _asked_ms(lake, sql.format("public.accounts", next(points))),
+                lambda sql=sql: _asked_current_ms(lake, sql.format("accounts", next(points))),
+                unit="ms",
+                goal="<= 3",
+                rows=rows,
+                size_bytes=rows * _ROW_BYTES,
+                note=f"{said}; `current` of {rows:,} rows, {ACCOUNTS_SHAPE}, with {tail:,} uniformly changed keys in history since its fold, in"
+                " 20 commits; ours opens a LakeSession and asks it; the peer opens `current` alone as a pyarrow dataset of delta-rs in a new"
+                " DuckDB connection, and asks that",
+            )
+
+
+def _asked_ms(lake: Lake, sql: str) -> float:
+    began_at = time.perf_counter()
+    with LakeSession(lake.layout) as session:
+        session.query(sql)
+    return (time.perf_counter() - began_at) * 1000
+
+
+def _asked_current_ms(lake: Lake, sql: str) -> float:
+    began_at = time.perf_counter()
+    with duckdb.connect() as connection:
+        connection.register("accounts", DeltaTable(lake.current).to_pyarrow_dataset())
+        connection.sql(sql).to_arrow_table()
+    return (time.perf_counter() - began_at) * 1000
+
+
+@measures("history_cost_1m_vs_100m")
+def history_cost() -> Iterator[Figure]:
+    """Appending to history and reading its tail, where much lies before and where little does."""
+    small, large = HISTORY_ROWS
+    say(f"history_cost_1m_vs_100m: {HISTORY_CHANGES:,} changes behind {small:,} and {large:,} records")
+    with folder("history") as path:
+        lakes = [_grown(path / str(rows), rows) for rows in (large, small)]
+        yield compared(
+            "history_cost_1m_vs_100m",
+            lambda: _change_us(lakes[0]),
+            lambda: _change_us(lakes[1]),
+            unit="us/row",
+            goal="<= 1.2",
+            rows=large,
+            size_bytes=large * _ROW_BYTES,
+            note=f"for {HISTORY_CHANGES:,} changed rows, the time of append_history (the table opened, rows converted, Parquet written, committed) and"
+            f" of reading the tail since the last fold as `query` does (table opened, files chosen by statistics, 10 such batches read), a row;"
+            f" history of {large:,} records beside one of {small:,}: one Parquet file of {small:,} records, written by append_history, and links"
+            " to it under other names, committed with the statistics that such files would have (`seq` ascending from file to file), 20 a"
+            " commit, with Delta's own checkpoints; nothing reads those files",
+        )
+
+
+def _grown(path: Path, rows: int) -> Lake:
+    """A history of `rows` records, made of one file and links to it."""
+    lake = Lake(path)
+    each = HISTORY_ROWS[0]
+    lake.append("r", np.arange(1, each + 1, dtype=np.int64))
+    root = Path(lake.layout.table_path("history", ACCOUNTS))
+    history = DeltaTable(str(root))
+    action = pa.table(history.get_add_actions(flatten=True)).to_pylist()[0]
+    numbers = itertools.count(1)
+    while lake.n < rows:
+        adds = []
+        for _ in range(min(20, (rows - lake.n) // each)):
+            name = f"{Path(action['path']).parent}/part-{next(numbers):05}.parquet"
+            os.link(root / action["path"], root / name)
+            adds.append(_added(action, name, int(lake.n), each))
+            lake.n = Seq(lake.n + each)
+        app = lake.layout.app_id("history", ACCOUNTS.table_id)
+        opened = open_table(lake.layout, str(root), app)
+        assert opened is not None
+        opened.table.create_write_transaction(
+            adds, "append", opened.table.schema(), ["__commit_date"], commit_properties=opened.commit(lake.n)
+        )
+    DeltaTable(str(root)).create_checkpoint()
+    for number in range(10):
+        lake.append("u", uniform(each, HISTORY_CHANGES, seed=number))
+    return lake
+
+
+def _added(action: dict[str, object], name: str, after: int, rows: int) -> AddAction:
+    bounds: dict[str, dict[str, object]] = {"min": {}, "max": {}}
+    for key, value in action.items():
+        side, _, column = key.partition(".")
+        if side in bounds and isinstance(value, int | str) and column not in {"__seq", "id", "__commit_lsn"}:
+            bounds[side][column] = value
+    for column in ("__seq", "id"):
+        bounds["min"][column], bounds["max"][column] = after + 1, after + rows
+    stats = {"numRecords": rows, "minValues": bounds["min"], "maxValues": bounds["max"], "nullCount": {}}
+    date = str(action.get("partition.__commit_date") or "2026-01-01")
+    return AddAction(
+        path=name,
+        size=int(str(action["size_bytes"])),
+        partition_values={"__commit_date": date},
+        modification_time=int(time.time() * 1000),
+        data_change=True,
+        stats=json.dumps(stats),
+    )
+
+
+_seeds = itertools.count(100)
+
+
+def _change_us(lake: Lake) -> float:
+    ids = uniform(HISTORY_ROWS[0], HISTORY_CHANGES, seed=next(_seeds))
+    batch_after = Seq(lake.n - 9 * HISTORY_CHANGES)
+    began_at = time.perf_counter()
+    lake.append("u", ids)
+    opened = open_table(
+        lake.layout,
+        lake.layout.table_path("history", ACCOUNTS),
+        lake.layout.app_id("history", ACCOUNTS.table_id),
+    )
+    assert opened is not None
+    tail = read_history(opened, after=batch_after, upto=lake.n, table=ACCOUNTS)
+    took_s = time.perf_counter() - began_at
+    if tail.num_rows != 10 * HISTORY_CHANGES:
+        raise AssertionError(f"the tail has {tail.num_rows} records")
+    return took_s * 1e6 / HISTORY_CHANGES
