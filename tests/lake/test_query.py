@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
+from uuid import UUID
 
 import pyarrow as pa
 import pytest
-from deltalake import DeltaTable, write_deltalake
+from deltalake import CommitProperties, DeltaTable, write_deltalake
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from millstream.errors import InvalidQuery, TokenFromFuture
+from millstream.errors import BeyondRetention, InvalidQuery, LakeUnavailable, TimeFromFuture, TokenFromFuture
 from millstream.lake.commits import commit_cut
 from millstream.lake.current import fold_table
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
 from millstream.lake.query import LakeSession
-from millstream.model.ids import SchemaVersion, TableId
+from millstream.lake.upkeep import tend_table
+from millstream.model.ids import SchemaVersion, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import Column, ReplicaIdentity, TableKind, TableSchema
 
@@ -201,6 +207,10 @@ def test_types_and_times_come_out_as_they_went_in(layout: LakeLayout, orders: Ta
         "DROP TABLE public.orders",
         "INSERT INTO public.orders SELECT * FROM public.orders",
         "SELECT * FROM sys_path_of_python",
+        "WITH x AS (COPY (SELECT 1) TO '{folder}/lake/shop/x.csv') FROM x",
+        "EXPLAIN ANALYZE COPY (SELECT 1) TO '{folder}/lake/shop/x.csv'",
+        "SELECT 1; SELECT 2",
+        "CHECKPOINT",
     ],
 )
 def test_bad_or_harmful_sql_is_an_error_and_touches_nothing(
@@ -253,3 +263,173 @@ def test_the_executors_part_imports_neither_duckdb_nor_the_catalog():
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert shown.stdout.strip() == "[]"
+
+
+NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)
+
+
+def at(layout: LakeLayout, sql: str, as_of: int | datetime) -> list[dict[str, object]]:
+    moment = Seq(as_of) if isinstance(as_of, int) else as_of
+    with LakeSession(layout, as_of=moment) as session:
+        return session.query(sql).to_pylist()
+
+
+def land_at(
+    layout: LakeLayout, n: int, minutes: int, *pairs: tuple[TableSchema, pa.RecordBatch], fold: bool = False
+) -> None:
+    landed = [append_history(layout, schema, [batch], Seq(n)) for schema, batch in pairs]
+    if fold:
+        landed += [fold_table(layout, schema, Seq(n)) for schema, _ in pairs]
+    time = NOON + timedelta(minutes=minutes)
+    commit_cut(layout, Seq(n), landed, committed_at=time + timedelta(seconds=1), commit_ts_max=time)
+
+
+@pytest.mark.parametrize("folded", [False, True])
+def test_the_past_is_shown_with_the_columns_and_the_name_that_the_table_had(
+    layout: LakeLayout, orders: TableSchema, records: Records, evolved: Callable[..., TableSchema], *, folded: bool
+):
+    paid = evolved(paid=pa.bool_(), note=None)
+    renamed = replace(paid, version=SchemaVersion(3), name="sales")
+    remade = replace(orders, table_id=TableId(8), columns=orders.columns[:1])
+    land_at(layout, 2, 0, (orders, records(orders, ("c", 1, {"id": 1, "note": "a"}), ("c", 2, {"id": 2}))), fold=folded)
+    land_at(layout, 4, 1, (paid, records(paid, ("u", 3, {"id": 1, "paid": True}))), fold=folded)
+    land_at(layout, 6, 2, (renamed, records(renamed, ("d", 5, {"id": 2}))), fold=folded)
+    land_at(layout, 8, 3, (remade, records(remade, ("c", 7, {"id": 70}))), fold=folded)
+    first = [{"id": 1, "total": None, "note": "a"}, {"id": 2, "total": None, "note": None}]
+    second = [{"id": 1, "total": None, "paid": True}, {"id": 2, "total": None, "paid": None}]
+    rows = "FROM public.orders ORDER BY id"
+    for n, minutes in ((2, 0), (2, 0.9), (3, None), (4, 1)):
+        expected = first if n == 2 else second
+        assert at(layout, rows, n) == expected
+        if minutes is not None:
+            assert at(layout, rows, NOON + timedelta(minutes=minutes)) == expected
+    assert at(layout, "FROM public.sales", 6) == second[:1]
+    for name, n in (("orders", 6), ("sales", 4), ("nothing", 8)):
+        with LakeSession(layout, as_of=Seq(n)) as session, pytest.raises(InvalidQuery) as caught:
+            session.query(f"FROM public.{name}")
+        assert f"no table public.{name}" in caught.value.message
+    assert at(layout, "FROM public.orders", 8) == [{"id": 70}]
+    assert at(layout, "FROM public.sales", 8) == second[:1]
+    assert at(layout, 'SELECT count(*) AS n FROM history."public.orders"', 4) == [{"n": 3}]
+
+
+def test_times_and_tokens_outside_of_the_lake_are_told_apart(layout: LakeLayout, orders: TableSchema, records: Records):
+    with pytest.raises(BeyondRetention):
+        LakeSession(layout, as_of=NOON)
+    land_at(layout, 5, 0, (orders, records(orders, ("c", 5, {"id": 1}))))
+    land_at(layout, 9, 5, (orders, records(orders, ("c", 9, {"id": 2}))))
+    count = "SELECT count(*) AS n FROM public.orders"
+    assert at(layout, count, NOON + timedelta(days=30)) == [{"n": 2}]
+    with pytest.raises(TimeFromFuture):
+        LakeSession(layout, as_of=datetime.now(UTC) + timedelta(minutes=1))
+    with pytest.raises(BeyondRetention) as caught:
+        LakeSession(layout, as_of=NOON - timedelta(seconds=1))
+    assert NOON.isoformat() in caught.value.hint
+    with pytest.raises(TokenFromFuture):
+        LakeSession(layout, as_of=Seq(10))
+    with LakeSession(layout, as_of=Seq(4)) as before, pytest.raises(InvalidQuery):
+        before.query(count)  # the log had no record of it yet
+
+
+def test_what_retention_dropped_is_neither_guessed_nor_needed(
+    layout: LakeLayout, orders: TableSchema, lines: TableSchema, records: Records
+):
+    line = {"Order": 1, "line no": 1}
+    land_at(layout, 3, 0, (orders, records(orders, *(("c", n, {"id": n}) for n in (1, 2, 3)))), fold=True)
+    land_at(layout, 5, 1, (orders, records(orders, ("d", 4, {"id": 2}))), (lines, records(lines, ("c", 5, line))))
+    land_at(layout, 7, 2, (orders, records(orders, ("c", 7, {"id": 7}))), fold=True)
+    land_at(layout, 9, 3, (orders, records(orders, ("u", 9, {"id": 7, "note": "x"}))))
+    path = layout.table_path("history", orders)
+    stamp = CommitProperties(custom_metadata={"millstream": '{"on": 99}'})
+    DeltaTable(path).alter.set_table_properties(
+        {"millstream.history_from_seq": "6"}, raise_if_not_exists=False, commit_properties=stamp
+    )
+    DeltaTable(path).delete("__seq <= 6", commit_properties=stamp)
+    ids = "SELECT id, note FROM public.orders ORDER BY id"
+    rows = [(1, None), (3, None), (7, "x")]
+    with LakeSession(layout) as session:
+        assert [tuple(row.values()) for row in session.query(ids).to_pylist()] == rows
+    assert [tuple(row.values()) for row in at(layout, ids, 7)] == [*rows[:2], (7, None)]
+    # Where a fold stood just there, it is enough.
+    assert [row["id"] for row in at(layout, ids, 3)] == [1, 2, 3]
+    with LakeSession(layout, as_of=Seq(5)) as session:
+        with pytest.raises(BeyondRetention) as caught:
+            session.query(ids)
+        assert caught.value.details["first"] == 6
+        assert session.query('SELECT count(*) AS n FROM public."Order ""Lines"""').to_pylist() == [{"n": 1}]
+
+
+def test_a_past_answer_survives_the_upkeep_that_deletes_its_files(
+    layout: LakeLayout, orders: TableSchema, records: Records
+):
+    land_at(layout, 2, 0, (orders, records(orders, ("c", 1, {"id": 1}), ("c", 2, {"id": 2}))), fold=True)
+    land_at(layout, 4, 1, (orders, records(orders, ("d", 4, {"id": 1}))), fold=True)
+    ids = "SELECT id FROM public.orders ORDER BY id"
+    with LakeSession(layout, as_of=Seq(3)) as session:
+        assert session.query(ids).column(0).to_pylist() == [1, 2]
+        assert tend_table(layout, "current", orders, now_ms=4 * 10**12).files_deleted > 0
+        assert session.query(ids).column(0).to_pylist() == [1, 2]
+    with LakeSession(layout) as session:
+        assert session.query(ids).column(0).to_pylist() == [2]
+        land_at(layout, 5, 2, (orders, records(orders, ("c", 5, {"id": 5}))), fold=True)
+        tend_table(layout, "current", orders, now_ms=4 * 10**12)
+        with pytest.raises(LakeUnavailable):
+            session.query(ids)
+    assert at(layout, ids, 3) == [{"id": 1}, {"id": 2}]
+
+
+def test_a_table_that_is_held_back_is_named_with_its_reason(
+    layout: LakeLayout, orders: TableSchema, lines: TableSchema, records: Records
+):
+    batch = {orders: records(orders, ("c", 1, {"id": 1})), lines: records(lines, ("c", 2, {"Order": 1, "line no": 1}))}
+    land(layout, 2, batch, fold=True)
+    held = {"public.orders": "a type changed", 'public."Order ""Lines"""': "another"}
+    with LakeSession(layout, held=held) as session:
+        session.query("FROM public.orders ORDER BY id")
+        assert session.held_back == {"public.orders": "a type changed"}
+
+
+OPS = st.lists(
+    st.tuples(st.sampled_from("ccuumdt"), st.integers(0, 5), st.integers(0, 5), st.booleans()), min_size=1, max_size=24
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(ops=OPS, folds=st.sets(st.integers(1, 24), max_size=3))
+def test_any_moment_shows_what_a_plain_replay_of_the_records_gives(
+    tmp_path: Path, orders: TableSchema, records: Records, ops: list[tuple[str, int, int, bool]], folds: set[int]
+):
+    layout = LakeLayout(tempfile.mkdtemp(dir=tmp_path), "shop", StreamId(UUID(int=42)))
+    rows: dict[int, dict[str, object]] = {}
+    states: dict[int, list[dict[str, object]]] = {}
+    for seq, (op, key, other, sparse) in enumerate(ops, 1):
+        row = {"id": key, "total": Decimal(seq), "note": f"note {seq}"}
+        if op == "t":
+            record = ("t", seq, {})
+            rows.clear()
+        elif op == "d" and key in rows:
+            record = ("d", seq, {"id": key})
+            del rows[key]
+        elif op in "um" and key in rows:
+            facts: dict[str, object] = dict(row)
+            old = rows.pop(key)
+            if sparse:
+                facts |= {"note": None, "__unchanged": ["note"]}
+                row["note"] = old["note"]
+            if op == "m" and other not in rows:
+                facts |= {"id": other, "__before": [("id", str(key))]}
+                row["id"] = other
+            record = ("u", seq, facts)
+            rows[int(str(row["id"]))] = row
+        else:
+            record = ("c", seq, row)
+            rows[key] = row
+        land(layout, seq, {orders: records(orders, record)}, fold=seq in folds)
+        states[seq] = sorted(rows.values(), key=lambda row: int(str(row["id"])))
+    for seq, expected in states.items():
+        if seq in {1, len(states)} or seq % 5 == 0 or seq in folds or seq + 1 in folds:
+            assert at(layout, "FROM public.orders ORDER BY id", seq) == expected
+    with LakeSession(layout) as session:
+        assert session.query("FROM public.orders ORDER BY id").to_pylist() == states[len(states)]
+        some = session.query("SELECT note FROM public.orders WHERE id = 2").to_pylist()
+        assert some == [{"note": row["note"]} for row in states[len(states)] if row["id"] == 2]

@@ -1,8 +1,8 @@
 """SQL over all tables of a stream at one token, fresh: `current` at its last fold, under history's tail since then.
 
-The token is that of the last commit cut. For each table the records between its fold and the token are folded in memory, and
-a DuckDB view lays the outcome over `current`; so a query sees what the last batch brought, whatever the table's size, and never
-half a transaction. Nothing is written to the lake, and the SQL can't reach files, extensions or Python's variables.
+The token is that of the last commit cut, or of an earlier one. For each table it is found which records since the fold are
+rows now, and a DuckDB view lays them over `current`; so a query sees what the last batch brought, whatever the table's size,
+and never half a transaction. Nothing is written to the lake, and the SQL reaches the lake's own files and nothing else.
 
 Views: `schema.table` for the rows, `history."schema.table"` for the records, `history._messages` for logical messages.
 Only tables whose name stands in the SQL are prepared. DuckDB is imported when a session opens.
@@ -12,21 +12,30 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
 import pyarrow as pa
 
-from millstream.errors import InvalidQuery, LakeError, MillstreamError, MissingExtra, TokenFromFuture
-from millstream.lake.commits import Cut, CutTable, last_cut
-from millstream.lake.current import current_columns, rows_of, tail_columns
+from millstream.errors import (
+    BeyondRetention,
+    InvalidQuery,
+    LakeError,
+    LakeUnavailable,
+    MillstreamError,
+    TimeFromFuture,
+    TokenFromFuture,
+)
+from millstream.lake.commits import Cut, CutTable, cut_at, cut_at_time, cut_from, first_cut, last_cut
+from millstream.lake.current import current_columns
 from millstream.lake.delta import OpenTable, open_table
-from millstream.lake.fold import EXACT, Folded, Lookup, fold_records
-from millstream.lake.history import newest_schema, read_history
-from millstream.lake.keys import Keys
-from millstream.lake.layout import MESSAGES, LakeLayout, has_current
-from millstream.lake.types import text_maps
+from millstream.lake.engine import Engine, files_gone
+from millstream.lake.history import Era, era_at, first_seq, history_from, newest_schema
+from millstream.lake.layout import MESSAGES, LakeLayout, folder_name, has_current
+from millstream.lake.overlay import SEQ
+from millstream.lake.rows import Run, bag_sql, built_sql, keyed_sql
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.schema import TableSchema
@@ -35,6 +44,9 @@ if TYPE_CHECKING:
     import duckdb
 
 HISTORY: Final = "history"
+OVERLAY_ROWS_MAX: Final = 3_000_000
+"""Records that lie over no `current`: more are built into a scratch file, in bounded memory."""
+_STREAM_ROWS: Final = 1 << 16
 _CATALOG_WORDS: Final = re.compile(
     r"\b(show|describe|information_schema|pg_catalog|duckdb_\w+|sqlite_master|pg_\w+)\b", re.IGNORECASE
 )
@@ -44,35 +56,43 @@ _CATALOG_WORDS: Final = re.compile(
 class LakeSession:
     """A stream's tables at one token, as views of a private DuckDB connection.
 
-    Use it from one thread. It stands at the last cut of the moment it was opened; open another to see more.
+    Use it from one thread. It stands at the last cut of the moment it was opened, or at an earlier one; open another to see
+    more. Files that folds replace meanwhile stay for some minutes: a session that is older than that may have to be opened anew.
     """
 
-    def __init__(self, layout: LakeLayout, *, as_of: Seq | None = None) -> None:
+    def __init__(
+        self, layout: LakeLayout, *, as_of: Seq | datetime | None = None, held: Mapping[str, str] | None = None
+    ) -> None:
         """Open a session.
 
         Args:
             layout: where the lake is.
-            as_of: an earlier cut's n, whose state is then rebuilt from history; None for the last cut.
+            as_of: an earlier position, or a moment (with a time zone): the last cut that holds nothing committed after it.
+                Tables are then shown with the columns that they had. None for the last cut.
+            held: tables that are known to stand behind the others, by name, with the reason; see `held_back`.
 
         Raises:
             MissingExtra: DuckDB isn't installed.
             TokenFromFuture: the lake hasn't reached `as_of`.
+            TimeFromFuture: nor has the clock.
+            BeyondRetention: the lake begins after `as_of`.
             LakeTableForeign: somebody else wrote into `_commits`.
         """
         self._layout = layout
+        self._n, self._cut = _place(layout, as_of)
+        self._past = as_of is not None
         self._scratch = tempfile.TemporaryDirectory(prefix="millstream-query-")
-        self._connection = _connect(self._scratch.name)
-        self._cut: Cut | None = last_cut(layout)
-        reached = Seq(0) if self._cut is None else self._cut.n
-        if as_of is not None and as_of > reached:
-            raise TokenFromFuture(f"the lake stands at {reached}, {as_of} is beyond it", reached=int(reached))
-        self._as_of = as_of
-        self._n = reached if as_of is None else as_of
-        self._tables: Mapping[str, CutTable] = {} if self._cut is None else self._cut.tables
+        self._engine = Engine(layout, self._scratch.name)
+        self._tables: dict[str, CutTable] = {} if self._cut is None else dict(self._cut.tables)
+        if self._past and (self._cut is None or self._cut.n < self._n):
+            self._since_the_cut()
+        self._held = held or {}
+        self._old_versions = True
+        """Whether `current` may be read at versions that aren't the newest: their files may go at any time."""
         self._rows_left = set(self._tables)
         self._records_left = set(self._tables)
-        self._missing: dict[str, str] = {}
-        self._registered = 0
+        self._named: set[str] = set()
+        self._failures: dict[str, MillstreamError] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -84,7 +104,7 @@ class LakeSession:
 
     def close(self) -> None:
         """End the session; its results stay."""
-        self._connection.close()
+        self._engine.close()
         self._scratch.cleanup()
 
     @property
@@ -98,40 +118,124 @@ class LakeSession:
         return self._cut
 
     @property
+    def tables(self) -> list[str]:
+        """The tables' names, as SQL takes them."""
+        return sorted(table.name for folder, table in self._tables.items() if folder != MESSAGES)
+
+    @property
     def missing(self) -> Mapping[str, str]:
-        """Tables that the last query named and that can't be read, with the reason."""
-        return self._missing
+        """Tables that queries so far may have named and that can't be read, with the reason."""
+        return {name: error.message for name, error in self._failures.items()}
+
+    @property
+    def held_back(self) -> Mapping[str, str]:
+        """Tables that queries so far may have named and whose rows stand at an older position, with the reason."""
+        return {name: reason for name, reason in self._held.items() if name in self._named}
 
     def query(self, sql: str) -> pa.Table:
-        """The result of one SQL query.
+        """The result of one SQL statement.
 
         Raises:
-            InvalidQuery: DuckDB refuses it; the message is DuckDB's.
+            InvalidQuery: DuckDB refuses it, with DuckDB's message; or it would do more than read.
+            BeyondRetention: a table's past doesn't reach back so far.
+            LakeUnavailable: files that the session stood on were deleted meanwhile: open another.
+        """
+        return self.stream(sql).read_all()
+
+    def stream(self, sql: str, *, batch_rows: int = _STREAM_ROWS) -> pa.RecordBatchReader:
+        """The same, while it is computed: batches of at most so many rows. Errors may come with any of them.
+
+        Take it to its end, or close it, before the session's next query.
         """
         import duckdb
 
-        self._prepare(sql)
         try:
-            relation = self._connection.sql(sql)
-            # What gives no rows gives no relation, though DuckDB's stubs say that there always is one.
-            result: pa.Table = pa.table({}) if relation is None else relation.to_arrow_table()  # type: ignore[redundant-expr]
-            return result
+            if len(self._engine.statements(sql)) != 1:
+                raise InvalidQuery("one statement at a time, please")
+        except InvalidQuery as error:
+            raise InvalidQuery(error.message, hint=f"{error.hint} {self._hint()}".strip()) from error
+        try:
+            reader = self._run(sql, batch_rows)
+            return pa.RecordBatchReader.from_batches(reader.schema, self._checked(reader))
         except duckdb.Error as error:
-            raise InvalidQuery(_words(str(error)), hint=self._hint()) from error
+            raise self._translated(error) from error
 
     def connection(self) -> duckdb.DuckDBPyConnection:
         """The connection itself, with every table's views: for programs that go on from there."""
         self._prepare(None)
-        return self._connection
+        return self._engine.connection
+
+    def interrupt(self) -> None:
+        """End the query that runs, from another thread or a signal handler."""
+        self._engine.connection.interrupt()
+
+    def _run(self, sql: str, batch_rows: int) -> pa.RecordBatchReader:
+        import duckdb
+
+        self._prepare(sql)
+        try:
+            return self._reader(sql, batch_rows)
+        except duckdb.IOException as error:
+            if not (self._past and self._old_versions and files_gone(str(error))):
+                raise
+        # Upkeep came first: all from history, then.
+        self._engine.forget_views()
+        self._rows_left, self._records_left = set(self._tables), set(self._tables)
+        self._old_versions = False
+        self._prepare(sql)
+        return self._reader(sql, batch_rows)
+
+    def _reader(self, sql: str, batch_rows: int) -> pa.RecordBatchReader:
+        relation = self._engine.connection.sql(sql)
+        # What gives no rows gives no relation, though DuckDB's stubs say that there always is one.
+        if relation is None:
+            return pa.table({}).to_reader()  # type: ignore[unreachable]
+        return relation.to_arrow_reader(batch_rows)
+
+    def _checked(self, reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
+        """The batches, with DuckDB's errors in ours; pyarrow passes them on as its own."""
+        import duckdb
+
+        try:
+            yield from reader
+        except (duckdb.Error, pa.ArrowException, OSError) as error:
+            raise self._translated(error) from error
+
+    def _translated(self, error: Exception) -> MillstreamError:
+        said = str(error)
+        if files_gone(said):
+            return LakeUnavailable(f"files of the lake are gone: {said}", hint="Ask again, in a new session.")
+        table = _unknown_table(said)
+        if table is None:
+            return InvalidQuery(said, hint=self._hint())
+        for name, failure in self._failures.items():
+            if isinstance(failure, BeyondRetention) and table.lower().endswith(parse_qualified_name(name)[1].lower()):
+                return failure
+        # In our words, for DuckDB's guesses are its own tables.
+        return InvalidQuery(f"there is no table {table} in the lake", hint=self._hint())
 
     def _hint(self) -> str:
-        if self._missing:
-            return "Not readable: " + "; ".join(f"{name} ({reason})" for name, reason in self._missing.items())
+        if self._failures:
+            return "Not readable: " + "; ".join(f"{name} ({reason})" for name, reason in self.missing.items())
         if not self._tables:
             return "No table has landed in the lake yet; `millstream status` shows what goes on."
-        names = sorted(table.name for table in self._tables.values())
-        listed = ", ".join(names[:20]) + (" …" if len(names) > 20 else "")
+        found = self.tables
+        listed = ", ".join(found[:20]) + (" …" if len(found) > 20 else "")
         return f"Tables: {listed}. Others appear once the pipeline has landed them."
+
+    def _since_the_cut(self) -> None:
+        """Add the tables that came, or took another name, between the cut below the token and the token itself."""
+        later = cut_from(self._layout, self._n)
+        for folder, table in ({} if later is None else later.tables).items():
+            if folder in self._tables or folder == MESSAGES:
+                continue
+            self._tables[folder] = table
+            era = era_at(self._history(folder), self._n)
+            if era is None or folder_name(era.schema.namespace, era.schema.name) != folder:
+                del self._tables[folder]
+                continue
+            for old in [f for f, t in self._tables.items() if t.table_id == table.table_id and f != folder]:
+                del self._tables[old]
 
     def _prepare(self, sql: str | None) -> None:
         """Make the views that a query may name, once each; all of them for None."""
@@ -139,176 +243,138 @@ class LakeSession:
         for left, make in ((self._rows_left, self._make_rows), (self._records_left, self._make_records)):
             if left is self._records_left and text is not None and HISTORY not in text:
                 continue
-            for folder in sorted(folder for folder in left if text is None or self._bare(folder) in text):
+            for folder in sorted(folder for folder in left if text is None or self._stands_in(folder, text)):
                 left.discard(folder)
+                self._named.add(self._tables[folder].name)
                 try:
                     make(folder)
                 except MillstreamError as error:
-                    self._missing[self._tables[folder].name] = error.message
+                    self._failures[self._tables[folder].name] = error
 
-    def _bare(self, folder: str) -> str:
-        """What a query must hold, in lower case, to name the table."""
+    def _stands_in(self, folder: str, text: str) -> bool:
+        """Whether a query (in lower case) may name the table."""
         if folder == MESSAGES:
-            return MESSAGES
-        return parse_qualified_name(self._tables[folder].name)[1].replace('"', '""').lower()
+            return MESSAGES in text
+        bare = parse_qualified_name(self._tables[folder].name)[1].replace('"', '""').lower()
+        return re.search(rf"(?<!\w){re.escape(bare)}(?!\w)", text) is not None
 
-    def _history(self, folder: str) -> tuple[OpenTable, TableSchema]:
+    def _history(self, folder: str) -> OpenTable:
         path = f"{self._layout.root}/history/{folder}"
         opened = open_table(self._layout, path, self._layout.app_id("history", self._tables[folder].table_id))
         if opened is None:
-            raise LakeError(f"the Delta table {path} is gone", path=path)
-        return opened, newest_schema(opened)
+            raise LakeUnavailable(
+                f"the Delta table {path} is gone", hint="`millstream tables copy` builds a table anew.", path=path
+            )
+        return opened
+
+    def _era(self, folder: str, history: OpenTable) -> Era:
+        """What the table is at the token."""
+        if folder == MESSAGES:
+            return Era(newest_schema(history), Seq(0))
+        era = era_at(history, self._n)
+        if era is not None:
+            return era
+        if self._past:
+            raise LakeError("had no record then")
+        return Era(newest_schema(history), first_seq(history))
 
     def _make_records(self, folder: str) -> None:
         """`history."schema.table"`: every record up to the token."""
-        opened, schema = self._history(folder)
+        history = self._history(folder)
+        schema = self._era(folder, history).schema
         name = MESSAGES if folder == MESSAGES else f"{schema.namespace}.{schema.name}"
-        source = self._register(opened.table.to_pyarrow_dataset())
-        self._view(HISTORY, name, f"SELECT * FROM {source} WHERE __seq <= {int(self._n)}")
+        # A dataset, for the partition's column isn't in the files.
+        source = self._engine.register(history.table.to_pyarrow_dataset())
+        self._engine.view(HISTORY, name, f"SELECT * FROM {source} WHERE {SEQ} <= {int(self._n)}")
 
     def _make_rows(self, folder: str) -> None:
         """`schema.table`: the rows at the token."""
         if folder == MESSAGES:
             return
-        history, schema = self._history(folder)
+        history = self._history(folder)
+        era = self._era(folder, history)
+        schema = era.schema
         if not has_current(schema):
             raise LakeError(f'has no key: its records are in history."{schema.namespace}.{schema.name}"')
         columns = current_columns(self._layout, schema, history)
-        current = self._current(folder, schema)
-        after = Seq(0) if current is None or current.n is None else current.n
-        tail = read_history(history, after=after, upto=self._n, columns=tail_columns(columns), table=schema)
-        folded = fold_records(tail, schema, columns, _lookup(current, columns))
-        del tail
-        self._view(schema.namespace, schema.name, self._rows_sql(schema, columns, current, folded))
+        base = self._base(folder, schema, newest_schema(history))
+        after = Seq(max(int(era.first) - 1, 0 if base is None or base.n is None else int(base.n)))
+        gone = history_from(history)
+        if after < gone and after < self._n:
+            raise BeyondRetention(
+                f"{schema.namespace}.{schema.name} can't be shown as of {self._n}: its history begins after {gone}",
+                first=int(gone),
+            )
+        run = Run(self._engine, history, after, self._n)
+        if not schema.key:
+            sql = bag_sql(self._engine, run, base, schema, columns)
+        elif base is None and run.rows > OVERLAY_ROWS_MAX and era.first <= max(first_seq(history), Seq(1)):
+            sql = built_sql(self._engine, self._n, history, schema, columns)
+        else:
+            sql = keyed_sql(self._engine, run, base, schema, columns)
+        self._engine.view(schema.namespace, schema.name, sql)
 
-    def _current(self, folder: str, schema: TableSchema) -> OpenTable | None:
-        """The newest `current` at or below the token; None where all must come from history."""
-        if self._as_of is not None:
-            return None
+    def _base(self, folder: str, schema: TableSchema, newest: TableSchema) -> OpenTable | None:
+        """`current` at or below the token; None where all must come from history."""
         path, app = f"{self._layout.root}/current/{folder}", self._layout.app_id("current", schema.table_id)
         opened = open_table(self._layout, path, app)
-        if opened is None or opened.n is None or opened.n <= self._n:
-            return opened if opened is not None and opened.n is not None else None
-        table = self._tables[folder]
-        if table.current < 0 or table.table_id != schema.table_id:
+        if opened is None:
             return None
-        return open_table(self._layout, path, app, version=table.current)
-
-    def _rows_sql(self, schema: TableSchema, columns: pa.Schema, current: OpenTable | None, folded: Folded) -> str:
-        """The rows that the fold puts in, under those of `current` that it leaves."""
-        have = [] if current is None or folded.truncated else current.schema().names
-        with_exact = EXACT.name in have or folded.rows.column(EXACT.name).null_count < folded.rows.num_rows
-        names = [column.name for column in schema.columns] + ([EXACT.name] if with_exact else [])
-        rows = self._register(folded.rows)
-        fresh = f"SELECT {_list(names)} FROM {rows}"
-        if current is None or folded.truncated:
-            return fresh
-        source = self._register(current.table.to_pyarrow_dataset())
-        whole = ", ".join(
-            f"c.{quote(n)}" if n in have else f"NULL::{_duck_type(self._connection, rows, n)} AS {quote(n)}"
-            for n in names
-        )
-        kept = f"SELECT {whole} FROM {source} c"
-        if len(folded.gone):
-            gone = self._register(_gone_table(folded.gone))
-            if schema.key:
-                kept += f" ANTI JOIN {gone} g ON {_same_key(folded.gone, with_exact=EXACT.name in have)}"
-            else:
-                kept = _without(kept, f"SELECT {_list(names)} FROM {gone}", names, columns)
-        return f"{kept} UNION ALL {fresh}"
-
-    def _register(self, data: object) -> str:
-        """Give Arrow data a name in the connection."""
-        self._registered += 1
-        name = f"__millstream_{self._registered}"
-        self._connection.register(name, data)
-        return name
-
-    def _view(self, namespace: str, name: str, sql: str) -> None:
-        """Make one view; DuckDB ignores case, so that of two names that differ by case only one can be had."""
-        import duckdb
-
+        # The folder may have gone over to a table that was made anew under the name.
+        if newest.table_id == schema.table_id and opened.n is not None and opened.n <= self._n:
+            return opened
+        table = self._tables[folder]
+        fits = table.current >= 0 and table.table_id == schema.table_id and table.current_n <= self._n
+        if not fits or not self._old_versions:
+            return None
         try:
-            self._connection.execute(f"CREATE SCHEMA IF NOT EXISTS {quote(namespace)}")
-            self._connection.execute(f"CREATE VIEW {quote(namespace)}.{quote(name)} AS {sql}")
-        except duckdb.CatalogException as error:
-            raise LakeError(f"can't be named in a query: {error}") from error
+            old = open_table(self._layout, path, app, version=table.current)
+            if old is None or old.n is None or old.n > self._n:
+                return None
+            self._engine.scan(old, None, ())
+        except LakeUnavailable:
+            return None  # its log entry or its files have gone
+        return old
 
 
-def _words(said: str) -> str:
-    """DuckDB's message; of a table that isn't there in our words, for its guesses are DuckDB's own tables."""
-    table = re.search(r'Table with name "?(.+?)"? does not exist', said)
-    return said if table is None else f"there is no table {table[1]} in the lake"
+def _place(layout: LakeLayout, as_of: Seq | datetime | None) -> tuple[Seq, Cut | None]:
+    """The position to show, and the last cut at or below it."""
+    if as_of is None:
+        cut = last_cut(layout)
+        return (Seq(0), None) if cut is None else (cut.n, cut)
+    if isinstance(as_of, datetime):
+        now = datetime.now(UTC)
+        if as_of > now:
+            raise TimeFromFuture(f"{as_of.isoformat()} lies in the future", hint=f"It is {now.isoformat()} now.")
+        cut = cut_at_time(layout, as_of)
+        if cut is None:
+            raise _before(layout, as_of.isoformat())
+        return cut.n, cut
+    last = last_cut(layout)
+    reached = Seq(0) if last is None else last.n
+    if as_of > reached:
+        raise TokenFromFuture(f"the lake stands at {reached}, {as_of} is beyond it", reached=int(reached))
+    cut = cut_at(layout, as_of)
+    first = None if cut is not None else first_cut(layout)
+    if first is not None and first.number > 1:
+        raise _before(layout, str(as_of))
+    return as_of, cut
 
 
-def quote(name: str) -> str:
-    """An SQL identifier, quoted whatever it holds."""
-    return '"' + name.replace('"', '""') + '"'
-
-
-def _connect(scratch: str) -> duckdb.DuckDBPyConnection:
-    """A private connection that reads what is registered and nothing else."""
-    try:
-        import duckdb
-    except ImportError as error:
-        raise MissingExtra(
-            "SQL needs DuckDB, which isn't installed", hint="pip install 'millstream[run]'", extra="run"
-        ) from error
-    connection = duckdb.connect(
-        ":memory:",
-        config={
-            "autoinstall_known_extensions": "false",
-            "autoload_known_extensions": "false",
-            "python_enable_replacements": "false",
-            "temp_directory": scratch,
-        },
+def _before(layout: LakeLayout, asked: str) -> BeyondRetention:
+    first = first_cut(layout)
+    if first is None:
+        return BeyondRetention(f"nothing has landed in the lake yet, and so not at {asked}", first=None)
+    at = first.commit_ts_max or first.committed_at
+    token = StreamToken.scalar(layout.stream_id, first.n)
+    return BeyondRetention(
+        f"the lake begins at {at.isoformat()} ({token}), after {asked}",
+        hint=f"Ask for {at.isoformat()} or later.",
+        first=str(token),
     )
-    for setting in ("TimeZone = 'UTC'", "enable_external_access = false", "lock_configuration = true"):
-        connection.execute(f"SET {setting}")
-    return connection
 
 
-def _lookup(current: OpenTable | None, columns: pa.Schema) -> Lookup:
-    if current is None:
-        empty = pa.schema([*columns, EXACT]).empty_table()
-        return lambda _keys: empty
-    table = current.table
-    return lambda keys: rows_of(table, keys, columns)
-
-
-def _list(names: list[str]) -> str:
-    return ", ".join(quote(name) for name in names)
-
-
-def _duck_type(connection: duckdb.DuckDBPyConnection, view: str, name: str) -> str:
-    """DuckDB's name for the type of a registered column."""
-    # fetchall ends the result: an open one keeps the connection from registering more.
-    found = connection.execute(f"SELECT typeof({quote(name)}) FROM (SELECT 1) LEFT JOIN {view} ON false").fetchall()
-    return str(found[0][0])
-
-
-def _without(kept: str, gone: str, names: list[str], columns: pa.Schema) -> str:
-    """A bag's rows without as many equal ones as `gone` has; 0 and -0, equal in SQL, are told apart by their texts."""
-    signs = "".join(f", CAST({quote(f.name)} AS VARCHAR)" for f in columns if pa.types.is_floating(f.type))
-    both = " EXCEPT ALL ".join(f"SELECT {_list(names)}{signs} FROM ({rows})" for rows in (kept, gone))
-    return f"SELECT {_list(names)} FROM ({both})"
-
-
-def _gone_table(gone: Keys) -> pa.Table:
-    """Keys as a table: the typed columns, `__exact`, and each column's text beside it."""
-    exact = [pa.nulls(len(gone), pa.string()) if e is None else e for e in gone.exact]
-    arrays = [*gone.columns, text_maps(gone.names, exact, len(gone)), *exact]
-    return pa.table(arrays, names=[*gone.names, EXACT.name, *(f"__exact.{name}" for name in gone.names)])
-
-
-def _same_key(gone: Keys, *, with_exact: bool) -> str:
-    """Whether a row of `current` (`c`) has a key of `gone` (`g`)."""
-    if gone.typed:
-        return " AND ".join(f"c.{quote(name)} = g.{quote(name)}" for name in gone.names)
-    same = []
-    for name in gone.names:
-        same.append(f"c.{quote(name)} IS NOT DISTINCT FROM g.{quote(name)}")
-        literal = name.replace("'", "''")
-        text = f"c.__exact['{literal}']" if with_exact else "NULL"
-        same.append(f"{text} IS NOT DISTINCT FROM g.{quote(f'__exact.{name}')}")
-    return " AND ".join(same)
+def _unknown_table(said: str) -> str | None:
+    """The table that DuckDB's message says isn't there."""
+    found = re.search(r'Table with name "?(.+?)"? does not exist', said)
+    return None if found is None else found[1]

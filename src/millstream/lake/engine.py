@@ -1,0 +1,225 @@
+"""DuckDB as the engine of `query`: a private connection that reads a lake and nothing else, and how it scans Delta tables.
+
+A local table's files are read by DuckDB itself, which is twice as fast as through a dataset and pushes filters and
+columns down; those of an object store, or of a path that DuckDB would take for a pattern, come by way of a pyarrow dataset.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
+
+from millstream.errors import InvalidQuery, LakeError, LakeUnavailable, MissingExtra
+from millstream.lake.delta import OpenTable, lake_errors
+from millstream.lake.layout import LakeLayout
+
+if TYPE_CHECKING:
+    import duckdb
+
+_PATTERN: Final = re.compile(r"[*?\[\]{}]")
+_COPY: Final = re.compile(r"\(\s*copy\s*[\w(\"']", re.IGNORECASE)
+_EXPLAINED: Final = re.compile(r"\s*explain\s+(analyze\b)?\s*(\([^)]*\)\s*)?", re.IGNORECASE)
+_GONE: Final = re.compile(r"no files found|cannot open file|could not open|no such file|not found", re.IGNORECASE)
+
+
+def quote(name: str) -> str:
+    """An SQL identifier, quoted whatever it holds."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def literal(text: str) -> str:
+    """An SQL string."""
+    return "'" + text.replace("'", "''") + "'"
+
+
+def names(columns: Sequence[str], table: str = "") -> str:
+    """A list of columns for a SELECT."""
+    return ", ".join(f"{table}{quote(name)}" for name in columns)
+
+
+class Engine:
+    """A private DuckDB connection that reads a lake. For one thread, but for `interrupt` of the connection."""
+
+    def __init__(self, layout: LakeLayout, scratch: str) -> None:
+        """Connect.
+
+        Args:
+            layout: the lake.
+            scratch: a folder of its own.
+
+        Raises:
+            MissingExtra: DuckDB isn't installed.
+        """
+        self.connection = _connect(scratch, layout)
+        self._scratch = scratch
+        self._named = 0
+
+    def close(self) -> None:
+        """End the connection."""
+        self.connection.close()
+
+    def register(self, data: object) -> str:
+        """Give Arrow data a name in the connection."""
+        self._named += 1
+        name = f"__millstream_{self._named}"
+        self.connection.register(name, data)
+        return name
+
+    def keep(self, data: pa.Table) -> str:
+        """The same as a temporary table."""
+        source = self.register(data)
+        self.connection.execute(f"CREATE TEMP TABLE {source}_kept AS FROM {source}")
+        self.connection.unregister(source)
+        return f"{source}_kept"
+
+    def scratch_file(self, suffix: str) -> str:
+        """A path for a new file that the connection may read."""
+        self._named += 1
+        return f"{self._scratch}/{self._named}{suffix}"
+
+    def fetch(self, sql: str) -> pa.Table:
+        """The result of a query of ours."""
+        return self.connection.sql(sql).to_arrow_table()
+
+    def type_of(self, registered: str, column: str) -> str:
+        """DuckDB's name for the type of a registered column."""
+        # fetchall ends the result: an open one keeps the connection from registering more.
+        found = self.connection.execute(
+            f"SELECT typeof({quote(column)}) FROM (SELECT 1) LEFT JOIN {registered} ON false"
+        ).fetchall()
+        return str(found[0][0])
+
+    def view(self, namespace: str, name: str, sql: str) -> None:
+        """Make one view; DuckDB ignores case, so that of two names that differ by case only one can be had."""
+        import duckdb
+
+        try:
+            self.connection.execute(f"CREATE SCHEMA IF NOT EXISTS {quote(namespace)}")
+            self.connection.execute(f"CREATE VIEW {quote(namespace)}.{quote(name)} AS {sql}")
+        except duckdb.CatalogException as error:
+            raise LakeError(f"can't be named in a query: {error}") from error
+
+    def forget_views(self) -> None:
+        """Drop all views."""
+        found = self.connection.execute("SELECT schema_name, view_name FROM duckdb_views() WHERE NOT internal")
+        for namespace, view in found.fetchall():
+            self.connection.execute(f"DROP VIEW {quote(namespace)}.{quote(view)}")
+
+    def statements(self, sql: str) -> list[str]:
+        """The statements of a text, each one that only reads.
+
+        Raises:
+            InvalidQuery: DuckDB can't parse it, or it would do more than read.
+        """
+        import duckdb
+
+        try:
+            found = self.connection.extract_statements(sql)
+            for statement in found:
+                kind, text = statement.type, statement.query
+                if kind is duckdb.StatementType.EXPLAIN:
+                    inner = self.connection.extract_statements(_EXPLAINED.sub("", text, count=1))
+                    kind = inner[0].type if len(inner) == 1 else kind
+                allowed = kind in {duckdb.StatementType.SELECT, duckdb.StatementType.MULTI}
+                # DuckDB takes a COPY for a part of WITH, and would write into the folders that it may read.
+                if not allowed or _COPY.search(_without_texts(text)):
+                    raise InvalidQuery(
+                        f"the lake is read only: {' '.join(text.split())[:80]}",
+                        hint="SELECT, WITH, FROM, VALUES, DESCRIBE, SUMMARIZE, SHOW and EXPLAIN can be asked.",
+                    )
+        except duckdb.Error as error:
+            raise InvalidQuery(str(error)) from error
+        return [statement.query for statement in found]
+
+    def scan(self, opened: OpenTable, paths: Sequence[str] | None, needed: Sequence[str]) -> tuple[str, list[str]]:
+        """What to write after FROM to read some of a table's files, and which of the needed columns that has.
+
+        Args:
+            opened: the Delta table.
+            paths: the files, within the table's folder, in order; None for all.
+            needed: the columns that may be asked for.
+
+        Returns:
+            An empty text where there are no files.
+
+        Raises:
+            LakeUnavailable: files of it are gone.
+        """
+        import duckdb
+
+        if not _is_local(opened.path):
+            with lake_errors(opened.path):
+                dataset = opened.table.to_pyarrow_dataset()
+            return self.register(dataset), [name for name in needed if name in dataset.schema.names]
+        files = [f"{opened.path}/{path}" for path in (_paths(opened) if paths is None else paths)]
+        if not files:
+            return "", []
+        listed = ", ".join(literal(file) for file in files)
+        source = f"read_parquet([{listed}], union_by_name = true, hive_partitioning = false)"
+        try:
+            have = self.connection.sql(f"SELECT * FROM {source} LIMIT 0").columns
+        except duckdb.IOException as error:
+            raise LakeUnavailable(
+                f"{opened.path}: files of version {opened.version} are gone: {error}",
+                hint="Ask again; where it stays, somebody deleted files of the lake.",
+                path=opened.path,
+            ) from error
+        return source, [name for name in needed if name in have]
+
+
+def files_gone(said: str) -> bool:
+    """Whether DuckDB complains of a file that isn't there any more."""
+    return said.startswith("IO Error") and _GONE.search(said) is not None
+
+
+def _connect(scratch: str, layout: LakeLayout) -> duckdb.DuckDBPyConnection:
+    """A private connection that reaches what is registered and the lake's own files, and nothing else.
+
+    Raises:
+        MissingExtra: DuckDB isn't installed.
+    """
+    try:
+        import duckdb
+    except ImportError as error:
+        raise MissingExtra(
+            "SQL needs DuckDB, which isn't installed", hint="pip install 'millstream[run]'", extra="run"
+        ) from error
+    connection = duckdb.connect(
+        ":memory:",
+        config={
+            "autoinstall_known_extensions": "false",
+            "autoload_known_extensions": "false",
+            "python_enable_replacements": "false",
+            "temp_directory": scratch,
+        },
+    )
+    own = [scratch, *([layout.root] if _is_local(layout.root) else [])]
+    for setting in (
+        "TimeZone = 'UTC'",
+        f"allowed_directories = [{', '.join(literal(folder + '/') for folder in own)}]",
+        "enable_external_access = false",
+        "lock_configuration = true",
+    ):
+        connection.execute(f"SET {setting}")
+    return connection
+
+
+def _paths(opened: OpenTable) -> list[str]:
+    with lake_errors(opened.path):
+        found: Any = opened.table.get_add_actions(flatten=True)
+        return [str(path) for path in pa.RecordBatchReader.from_stream(found).read_all().column("path").to_pylist()]
+
+
+def _is_local(path: str) -> bool:
+    return "://" not in path and Path(path).is_absolute() and _PATTERN.search(path) is None
+
+
+def _without_texts(sql: str) -> str:
+    """SQL with its strings, quoted names and comments taken out."""
+    return re.sub(
+        r"\$(\w*)\$.*?\$\1\$|'(?:[^']|'')*'|\"(?:[^\"]|\"\")*\"|--[^\n]*|/\*.*?\*/", " ", sql, flags=re.DOTALL
+    )

@@ -1,0 +1,177 @@
+"""A table's rows at a position, as SQL: `current`, less what records since then take out, and what they put in.
+
+Each function gives a SELECT with the schema's columns, and `__exact` where a row needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+from millstream.lake.build import build_rows
+from millstream.lake.current import tail_columns
+from millstream.lake.delta import OpenTable
+from millstream.lake.engine import Engine, names, quote
+from millstream.lake.files import data_files
+from millstream.lake.fold import EXACT, fold_records
+from millstream.lake.keys import Keys
+from millstream.lake.overlay import SEQ, Overlay, overlay
+from millstream.lake.types import conform, text_maps
+from millstream.model.positions import Seq
+from millstream.model.schema import TableSchema
+
+
+class Run:
+    """A table's records in `(after, upto]`."""
+
+    def __init__(self, engine: Engine, history: OpenTable, after: Seq, upto: Seq) -> None:
+        self._engine, self._history = engine, history
+        self._range = f"{SEQ} > {int(after)} AND {SEQ} <= {int(upto)}"
+        files = [
+            file for file in data_files(history, SEQ) if file.low is None or (file.high > after and file.low <= upto)
+        ]
+        self._paths = [file.path for file in sorted(files, key=lambda file: file.low or 0)]
+        self.rows = sum(file.rows for file in files)
+        """At most so many."""
+
+    def scan(self, needed: Sequence[str]) -> tuple[str, list[str]]:
+        """What to write after FROM, and which columns it has."""
+        return self._engine.scan(self._history, self._paths, needed)
+
+    def read(self, needed: Sequence[str], seqs: pa.Array | None) -> pa.Table:
+        """See `overlay.Read`."""
+        source, have = self.scan(needed) if self._paths else ("", [])
+        if not source:
+            shape = self._history.schema()
+            return pa.schema([shape.field(name) for name in needed if name in shape.names]).empty_table()
+        where = self._range
+        if seqs is not None:
+            where += f" AND {SEQ} IN (FROM {self._engine.register(pa.table({SEQ: seqs}))})"
+        return self._engine.fetch(f"SELECT {names(have)} FROM {source} WHERE {where}")
+
+
+def keyed_sql(engine: Engine, run: Run, base: OpenTable | None, schema: TableSchema, columns: pa.Schema) -> str:
+    """The rows that records put in, under those of `current` that they leave."""
+    stood = base is not None
+
+    def lookup(keys: Keys) -> pa.Table:
+        return _rows_of(engine, base, keys, columns)
+
+    over = overlay(run.read, schema, columns, lookup, stood=stood)
+    source, have = "", list[str]()
+    if base is not None and not over.truncated:
+        source, have = engine.scan(base, None, [*columns.names, EXACT.name])
+    shown = [column.name for column in schema.columns]
+    if EXACT.name in have or over.exact:
+        shown.append(EXACT.name)
+    types = engine.register(pa.schema([*columns, EXACT]).empty_table())
+    parts = []
+    if source:
+        kept = f"SELECT {_filled(engine, shown, have, 'c', types)} FROM {source} c"
+        if len(over.gone):
+            # A table of DuckDB's own, which it probes faster than Arrow's: ten million times, for a query over everything.
+            gone = engine.keep(_gone_table(over.gone))
+            kept += f" ANTI JOIN {gone} g ON {_same_key(over.gone, with_exact=EXACT.name in have)}"
+        parts.append(kept)
+    if over.winners.num_rows:
+        parts.append(_winners_sql(engine, run, over, schema, shown, types))
+    if over.built.num_rows or not parts:
+        parts.append(f"SELECT {names(shown)} FROM {engine.register(over.built)}")
+    return " UNION ALL ".join(parts)
+
+
+def _winners_sql(engine: Engine, run: Run, over: Overlay, schema: TableSchema, shown: Sequence[str], types: str) -> str:
+    """The records that are rows. Keys come from memory, so that a condition on them spares reading the files."""
+    winners = engine.keep(over.winners)
+    source, have = run.scan([*shown, SEQ])
+    values = [f"w.{quote(name)}" if name in schema.key else _filled(engine, [name], have, "h", types) for name in shown]
+    return f"SELECT {', '.join(values)} FROM {winners} w JOIN {source} h ON h.{SEQ} = w.{SEQ}"
+
+
+def bag_sql(engine: Engine, run: Run, base: OpenTable | None, schema: TableSchema, columns: pa.Schema) -> str:
+    """The rows of a table without a key: those of `current`, less as many equal ones as went, and those that came."""
+    folded = fold_records(run.read(tail_columns(columns), None), schema, columns, _nothing)
+    source, have = "", list[str]()
+    if base is not None and not folded.truncated:
+        source, have = engine.scan(base, None, [*columns.names, EXACT.name])
+    shown = [column.name for column in schema.columns]
+    if EXACT.name in have or folded.rows.column(EXACT.name).null_count < folded.rows.num_rows:
+        shown.append(EXACT.name)
+    fresh = f"SELECT {names(shown)} FROM {engine.register(folded.rows)}"
+    if not source:
+        return fresh
+    types = engine.register(pa.schema([*columns, EXACT]).empty_table())
+    kept = f"SELECT {_filled(engine, shown, have, 'c', types)} FROM {source} c"
+    if len(folded.gone):
+        gone = engine.register(_gone_table(folded.gone))
+        kept = _without(kept, f"SELECT {names(shown)} FROM {gone}", shown, columns)
+    return f"{kept} UNION ALL {fresh}"
+
+
+def built_sql(engine: Engine, upto: Seq, history: OpenTable, schema: TableSchema, columns: pa.Schema) -> str:
+    """A large table's rows from all of its history, through a scratch file."""
+    import pyarrow.parquet as pq
+
+    built = build_rows(history, schema, columns, upto)
+    shape = pa.schema([*columns, EXACT])
+    path = engine.scratch_file(".parquet")
+    with pq.ParquetWriter(path, shape, compression="zstd", compression_level=1) as writer:
+        for rows in built.rows:
+            writer.write_table(conform(rows, shape))
+    shown = [column.name for column in schema.columns] + ([EXACT.name] if built.exact else [])
+    return f"SELECT {names(shown)} FROM read_parquet('{path}', hive_partitioning = false)"
+
+
+def _rows_of(engine: Engine, base: OpenTable | None, keys: Keys, columns: pa.Schema) -> pa.Table:
+    """Rows of `current` that may have one of the keys."""
+    shape = pa.schema([*columns, EXACT])
+    source, have = ("", []) if base is None else engine.scan(base, None, shape.names)
+    if not source:
+        return shape.empty_table()
+    first = engine.register(keys.to_table().select([0]))
+    name = quote(keys.names[0])
+    found = engine.fetch(
+        f"SELECT {names(have)} FROM {source} c WHERE EXISTS (FROM {first} k WHERE c.{name} IS NOT DISTINCT FROM k.{name})"
+    )
+    return conform(found, shape)
+
+
+def _filled(engine: Engine, shown: Sequence[str], have: Sequence[str], table: str, types: str) -> str:
+    """A SELECT's list of columns, NULL for those that the files lack."""
+    return ", ".join(
+        f"{table}.{quote(name)}" if name in have else f"NULL::{engine.type_of(types, name)} AS {quote(name)}"
+        for name in shown
+    )
+
+
+def _nothing(keys: Keys) -> pa.Table:
+    """For bags, which ask for no row's past."""
+    return keys.to_table()
+
+
+def _without(kept: str, gone: str, shown: list[str], columns: pa.Schema) -> str:
+    """A bag's rows without as many equal ones as `gone` has; 0 and -0, equal in SQL, are told apart by their texts."""
+    signs = "".join(f", CAST({quote(f.name)} AS VARCHAR)" for f in columns if pa.types.is_floating(f.type))
+    both = " EXCEPT ALL ".join(f"SELECT {names(shown)}{signs} FROM ({rows})" for rows in (kept, gone))
+    return f"SELECT {names(shown)} FROM ({both})"
+
+
+def _gone_table(gone: Keys) -> pa.Table:
+    """Keys as a table: the typed columns, `__exact`, and each column's text beside it."""
+    exact = [pa.nulls(len(gone), pa.string()) if e is None else e for e in gone.exact]
+    arrays = [*gone.columns, text_maps(gone.names, exact, len(gone)), *exact]
+    return pa.table(arrays, names=[*gone.names, EXACT.name, *(f"__exact.{name}" for name in gone.names)])
+
+
+def _same_key(gone: Keys, *, with_exact: bool) -> str:
+    """Whether a row of `current` (`c`) has a key of `gone` (`g`)."""
+    if gone.typed:
+        return " AND ".join(f"c.{quote(name)} = g.{quote(name)}" for name in gone.names)
+    same = []
+    for name in gone.names:
+        same.append(f"c.{quote(name)} IS NOT DISTINCT FROM g.{quote(name)}")
+        literal = name.replace("'", "''")
+        text = f"c.__exact['{literal}']" if with_exact else "NULL"
+        same.append(f"{text} IS NOT DISTINCT FROM g.{quote(f'__exact.{name}')}")
+    return " AND ".join(same)
