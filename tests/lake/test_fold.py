@@ -18,11 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from millstream.lake.commits import commit_cut
-from millstream.lake.current import fold_table, surviving
+from millstream.lake.current import DEFAULT_SIZES, FoldSizes, fold_table
 from millstream.lake.fold import EXACT, fold_records
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
 from millstream.lake.query import LakeSession
+from millstream.lake.rewrite import surviving
 from millstream.lake.types import lake_columns, to_lake
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId
 from millstream.model.positions import Seq
@@ -210,7 +211,7 @@ def test_any_split_of_any_history_folds_to_the_sources_rows(
         held = current
         folded = fold_records(to_lake(schema, source.batch(first, end)), schema, columns, lambda _keys, held=held: held)
         taken = None if schema.key else np.zeros(len(folded.gone), bool)
-        left = held.slice(0, 0) if folded.truncated else surviving(held, folded, taken)
+        left = held.slice(0, 0) if folded.truncated else surviving(held, folded.gone, taken)
         assert taken is None or folded.truncated or bool(taken.all()), "a row to take out was not there"
         current = pa.concat_tables([left, folded.rows])
     assert canonical(texts_in(current)) == canonical(source.rows)
@@ -227,7 +228,7 @@ def test_delta_tables_and_queries_follow_the_source_whatever_the_batches_and_rep
     source.play(steps)
     if not source.records:
         return
-    sizes = {"rewrite_bytes_max": 0, "build_rows_min": 0, "rows_max": 4} if large else {}
+    sizes = FoldSizes(2_000, 0, 2_000, rows_max=4, build_rows_min=0, build_bytes=40_000) if large else DEFAULT_SIZES
     with tempfile.TemporaryDirectory() as folder:
         layout = LakeLayout(folder, "shop", StreamId(UUID(int=7)))
         seqs = [int(str(r["__seq"])) for r in source.records]
@@ -238,13 +239,13 @@ def test_delta_tables_and_queries_follow_the_source_whatever_the_batches_and_rep
                 commit = append_history(layout, schema, [source.batch(start, end)], n)
             commit_cut(layout, n, [commit], committed_at=datetime.now(UTC))
             if place % 2 == 0:
-                fold_table(layout, schema, n, **sizes)
+                fold_table(layout, schema, n, sizes=sizes)
         with LakeSession(layout) as session:
             asked = session.query('SELECT * FROM public."Odd Name"')
             assert canonical(texts_in(asked)) == canonical(source.rows)
             records = session.query('SELECT __seq FROM history."public.Odd Name" ORDER BY __seq')
             assert records.column(0).to_pylist() == seqs
-        fold_table(layout, schema, n, **sizes)
-        fold_table(layout, schema, n, **sizes)
+        fold_table(layout, schema, n, sizes=sizes)
+        fold_table(layout, schema, n, sizes=sizes)
         stored = DeltaTable(layout.table_path("current", schema)).to_pyarrow_table()
         assert canonical(texts_in(stored)) == canonical(source.rows)

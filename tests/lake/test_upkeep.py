@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
+import pytest
 from deltalake import DeltaTable
 
-from millstream.lake.current import fold_table
+from millstream.errors import LakeConflict
+from millstream.lake.current import Fold, begin_fold, fold_table
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout, View
 from millstream.lake.upkeep import tend_table
@@ -76,3 +78,52 @@ def test_files_of_a_version_in_use_and_files_not_yet_committed_stay(
 
 def test_a_table_that_is_not_there_needs_nothing(layout: LakeLayout, orders: TableSchema):
     assert tend_table(layout, "current", orders, now_ms=now_ms()).files_deleted == 0
+
+
+def test_what_an_interrupted_fold_left_goes_and_what_one_under_way_writes_stays(
+    layout: LakeLayout, orders: TableSchema, records: Records
+):
+    write(layout, orders, records, 1, 4)
+    append_history(layout, orders, [records(orders, ("c", 4, {"id": 4}))], Seq(4))
+    interrupted, under_way = (begin_fold(layout, orders, Seq(4)) for _ in range(2))
+    assert isinstance(interrupted, Fold)
+    assert isinstance(under_way, Fold)
+    interrupted.write(0)
+    written = under_way.write(0)
+    later = now_ms() + 301_000
+    before = files(layout, "current", orders)
+    tend_table(layout, "current", orders, now_ms=later)
+    assert files(layout, "current", orders) == 3, "the live file, and those that may yet be committed"
+    assert before > 3
+    under_way.commit(written)
+    with pytest.raises(LakeConflict):
+        interrupted.commit(interrupted.write(0))
+    tend_table(layout, "current", orders, now_ms=now_ms() + 301_000)
+    assert files(layout, "current", orders) == 1
+    assert DeltaTable(layout.table_path("current", orders)).to_pyarrow_table().num_rows == 4
+
+
+def test_files_that_a_kept_cut_names_stay_however_old_they_are(
+    layout: LakeLayout, orders: TableSchema, records: Records
+):
+    write(layout, orders, records, 1, 5)
+    opened = DeltaTable(layout.table_path("current", orders))
+    write(layout, orders, records, 5, 8)
+    in_a_while = now_ms() + 301_000
+    tend_table(layout, "current", orders, now_ms=in_a_while, spared=opened.version())
+    assert opened.to_pyarrow_table().num_rows == 4
+    tend_table(layout, "current", orders, now_ms=in_a_while)
+    with pytest.raises(FileNotFoundError):
+        opened.to_pyarrow_table()
+
+
+def test_compaction_keeps_records_in_order_of_their_numbers_and_days_apart(
+    layout: LakeLayout, orders: TableSchema, records: Records
+):
+    write(layout, orders, records, 1, 12)
+    tend_table(layout, "history", orders, now_ms=now_ms(), compact_files=4)
+    table = DeltaTable(layout.table_path("history", orders))
+    found = pa.table(table.get_add_actions(flatten=True)).to_pylist()
+    assert sorted((f["min.__seq"], f["max.__seq"]) for f in found) == [(1, 11), (2, 10)]
+    assert table.to_pyarrow_table().num_rows == 11
+    assert not [action for action in pa.table(table.get_add_actions()).to_pylist() if action["num_records"] is None]

@@ -1,85 +1,222 @@
-"""Building `current` the first time, from all of a table's history, in bounded memory.
+"""Building `current` the first time, from all of a table's history, in bounded memory and in parts that run side by side.
 
-A fold holds its records whole; here there may be all rows that the source ever had. So keys and numbers are read first and
-folded to *which* records win; then history is read once more, in batches, and the winners go straight to the writer. Only
-rows whose unchanged columns lie in other records are held.
+A fold holds its records whole; here there may be all rows that the source ever had. So the keys are looked at first, once: a sample
+of them says where to cut the table into parts of about as many rows, and keys that moved (an update that changed its row's key) are
+noted, for what happens to them can't be told from one part. Then each part reads the records of its range and folds them; the
+moved keys make a part of their own. History lies nearly in order of the key after a table copy, so that a part reads little
+that isn't its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from millstream.lake.delta import OpenTable
-from millstream.lake.fold import EXACT, Plan, materialize, past_rows, plan_keyed, run_of
-from millstream.lake.history import read_history, scan_history
-from millstream.lake.types import conform
+from millstream.lake.delta import OpenTable, live_files
+from millstream.lake.fold import EXACT, fold_records, run_of
+from millstream.lake.history import scan_history
+from millstream.lake.keys import Keys, key_codes
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 
-if TYPE_CHECKING:
-    import pyarrow.dataset as ds
-
-Seqs = npt.NDArray[np.int64]
+_SAMPLE_ROWS: Final = 200_000
+_EXPANSION: Final = 5
+"""Arrow's bytes over a compressed file's, at most about."""
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
-    """The rows of a table that is built: how many, whether any needs `__exact`, and they themselves, once."""
+class BuildPart:
+    """A range of keys, or the moved ones. A value: crosses processes."""
 
-    count: int
-    exact: bool
-    rows: Iterator[pa.Table]
-    """`columns` and `__exact`."""
+    after: Seq
+    """No record up to here counts: the table was truncated."""
+    low: pa.Table | None
+    """One row, the least key (inclusive); None: no bound."""
+    high: pa.Table | None
+    """One row, the key after the greatest; None: no bound."""
+    moved: Keys | None
+    """The keys that moved, which no range takes."""
+    movers: bool = False
+    """Whether this part is theirs."""
 
 
-def build_rows(history: OpenTable, schema: TableSchema, columns: pa.Schema, upto: Seq) -> Built:
-    """The rows that a keyed table has at `upto`, from its history alone.
+def plan_build(
+    history: OpenTable, schema: TableSchema, upto: Seq, *, part_bytes: int
+) -> tuple[tuple[BuildPart, ...], bool]:
+    """Cut a keyed table into parts, each of which fits into `part_bytes` of memory, about.
+
+    Returns:
+        The parts, in order of the key, and whether any record has a text in `__exact`.
+    """
+    key = list(schema.key)
+    names = ["__op", "__seq", "__unchanged", EXACT.name, "__before", *key]
+    seen = _Seen(schema, key)
+    for batch in scan_history(history, after=Seq(0), upto=upto, columns=names, table=schema).to_batches():
+        seen.take(pa.Table.from_batches([batch]))
+    size = sum(live_files(history).column("size_bytes").to_pylist())
+    moved = seen.moved_keys()
+    count = max(1, -(-size * _EXPANSION // part_bytes))
+    edges: list[pa.Table | None] = [None, *seen.edges(count), None]
+    parts = [BuildPart(seen.truncated, low, high, moved) for low, high in pairwise(edges)]
+    if moved is not None:
+        parts.append(BuildPart(seen.truncated, None, None, moved, movers=True))
+    return tuple(parts), seen.exact
+
+
+def build_rows(history: OpenTable, schema: TableSchema, columns: pa.Schema, upto: Seq, part: BuildPart) -> pa.Table:
+    """The rows (`columns` and `__exact`) that a part of a keyed table has at `upto`, from its history alone.
 
     Raises:
         LakeError: a record leaves a column unchanged and history holds no earlier row of it.
     """
-    narrow = ["__op", "__seq", "__unchanged", EXACT.name, "__before", *schema.key]
-    tail = read_history(history, after=Seq(0), upto=upto, columns=narrow, table=schema)
-    run = run_of(tail, schema, pa.schema([columns.field(name) for name in schema.key]))
-    del tail
-    plan = plan_keyed(run, gone=False)
-    past_rows(plan, lambda _keys: pa.schema([*columns, EXACT]).empty_table())
-    seqs = run.tail.column("__seq").to_numpy()
-    # What the walked rows need, as records, as numbers, and as places among these.
-    needed = np.unique(np.array([r for s in plan.states for r in (s.base, *s.filled.values())], np.int64))
-    places = {int(record): place for place, record in enumerate(needed)}
-    texts = run.values.column(EXACT.name).take(pa.array(np.concatenate([plan.winners, needed])))
-    walked = replace(plan, winners=plan.winners[:0], states=[state.among(places) for state in plan.states])
-    names = ["__seq", *columns.names, EXACT.name]
-    scan = scan_history(history, after=Seq(0), upto=upto, columns=names, table=schema)
-    return Built(
-        count=len(plan.winners) + len(plan.states),
-        exact=texts.null_count < len(texts),
-        rows=_rows(scan, np.sort(seqs[plan.winners]), seqs[needed], walked, pa.schema([*columns, EXACT])),
+    names = ["__op", "__seq", "__unchanged", EXACT.name, "__before", *columns.names]
+    scan = scan_history(
+        history, after=part.after, upto=upto, columns=names, table=schema, only=_coarse(part, schema.key[0])
     )
-
-
-def _rows(scan: ds.Scanner, winners: Seqs, needed: Seqs, walked: Plan, shape: pa.Schema) -> Iterator[pa.Table]:
-    """The winners as they are scanned, then the walked rows; `winners` and `needed` ascend."""
-    held: list[pa.Table] = []
+    held = []
     for batch in scan.to_batches():
-        seqs = batch.column("__seq").to_numpy()
-        some = pa.Table.from_batches([batch])
-        if len(needed):
-            held.append(some.filter(pa.array(_among(seqs, needed))))
-        yield conform(some.filter(pa.array(_among(seqs, winners))), shape)
-    if held:
-        yield materialize(conform(pa.concat_tables(held).sort_by("__seq"), shape), walked, None)
+        if batch.num_rows:
+            rows = pa.Table.from_batches([batch])
+            held.append(rows.filter(pa.array(_mine(rows, part, schema.key))))
+    nothing = pa.schema([*columns, EXACT]).empty_table()
+    records = pa.concat_tables(held) if held else scan.projected_schema.empty_table()
+    return fold_records(records, schema, columns, lambda _keys: nothing).rows
 
 
-def _among(seqs: Seqs, wanted: Seqs) -> npt.NDArray[np.bool_]:
-    """Which of some numbers stand in a sorted array."""
-    if not len(wanted):
-        return np.zeros(len(seqs), bool)
-    return np.asarray(wanted[np.minimum(np.searchsorted(wanted, seqs), len(wanted) - 1)] == seqs)
+class _Seen:
+    """What one look at all keys tells."""
+
+    def __init__(self, schema: TableSchema, key: Sequence[str]) -> None:
+        self._schema = schema
+        self._key = list(key)
+        self._sample: list[pa.Table] = []
+        self._sampled = 0
+        self._step = 1
+        self._moved: list[pa.Table] = []
+        self.truncated = Seq(0)
+        self.exact = False
+
+    def take(self, rows: pa.Table) -> None:
+        if not rows.num_rows:
+            return
+        truncates = rows.filter(pc.equal(rows.column("__op"), "t"))
+        if truncates.num_rows:
+            self.truncated = Seq(max(self.truncated, pc.max(truncates.column("__seq")).as_py()))
+        self.exact = self.exact or rows.column(EXACT.name).null_count < rows.num_rows
+        self._note_moves(rows)
+        some = rows.select(self._key).take(pa.array(np.arange(0, rows.num_rows, self._step)))
+        self._sample.append(some)
+        self._sampled += some.num_rows
+        if self._sampled > 2 * _SAMPLE_ROWS:
+            # Every other one of what is held, and half as many of what comes.
+            whole = pa.concat_tables(self._sample)
+            self._sample = [whole.take(pa.array(np.arange(0, whole.num_rows, 2)))]
+            self._sampled = self._sample[0].num_rows
+            self._step *= 2
+
+    def _note_moves(self, rows: pa.Table) -> None:
+        updates = rows.filter(pc.and_(pc.is_valid(rows.column("__before")), pc.equal(rows.column("__op"), "u")))
+        if not updates.num_rows:
+            return
+        shape = pa.schema([updates.schema.field(name) for name in self._key])
+        run = run_of(updates, self._schema, shape)
+        at, old = run.old(tuple(self._key))
+        new = Keys.of(run.values, self._key).take(at)
+        one, other = key_codes([new, old])
+        moved = np.flatnonzero(one != other)
+        if len(moved):
+            seqs = run.tail.column("__seq").take(pa.array(at[moved])).combine_chunks()
+            for keys in (new.take(moved), old.take(moved)):
+                self._moved.append(keys.with_texts().append_column("__seq", seqs))
+
+    def moved_keys(self) -> Keys | None:
+        """Keys that rows moved from or to, since the table was last emptied."""
+        if not self._moved:
+            return None
+        rows = pa.concat_tables(self._moved)
+        rows = rows.filter(pc.greater(rows.column("__seq"), int(self.truncated)))
+        return Keys.of(rows, self._key) if rows.num_rows else None
+
+    def edges(self, count: int) -> list[pa.Table]:
+        """The keys at which to cut, ascending; none where the key's type has no order."""
+        if count < 2 or not self._sample:
+            return []
+        sample = pa.concat_tables(self._sample)
+        try:
+            order = pc.sort_indices(sample, sort_keys=[(name, "ascending") for name in self._key])
+        except pa.ArrowException:
+            return []
+        known = sample.take(order)
+        # A null stands elsewhere in this order than in `_below`'s, and a NaN nowhere.
+        plain = np.ones(known.num_rows, bool)
+        for column in known.columns:
+            plain &= np.asarray(pc.is_valid(column))
+            if pa.types.is_floating(column.type):
+                plain &= ~np.asarray(pc.fill_null(pc.is_nan(column), fill_value=False))
+        known = known.filter(pa.array(plain))
+        picked: list[pa.Table] = []
+        for place in range(1, count):
+            row = known.slice(known.num_rows * place // count, 1)
+            if row.num_rows and (not picked or not row.equals(picked[-1])):
+                picked.append(row)
+        return picked
+
+
+def _coarse(part: BuildPart, name: str) -> pc.Expression | None:
+    """What a part's records have in their first key column, for the scan to skip by; more may come through."""
+    column = pc.field(name)
+    if part.movers:
+        assert part.moved is not None, "the part of the moved keys has some"
+        values = part.moved.columns[0]
+        wanted = column.isin(values.drop_null())
+        return wanted | column.is_null() if values.null_count else wanted
+    found: pc.Expression | None = None
+    if part.low is not None:
+        found = column >= part.low.column(0)[0]
+    if part.high is not None:
+        below = column <= part.high.column(0)[0]
+        found = below if found is None else found & below
+    # A null stands below all values, in the first part.
+    return found | column.is_null() if found is not None and part.low is None else found
+
+
+def _mine(rows: pa.Table, part: BuildPart, key: Sequence[str]) -> npt.NDArray[np.bool_]:
+    """Which records are a part's."""
+    keys = Keys.of(rows, key)
+    if part.moved is not None:
+        have, moved = key_codes([keys, part.moved])
+        among = np.isin(have, moved)
+        if part.movers:
+            return among
+        mine = ~among
+    else:
+        mine = np.ones(len(keys), bool)
+    if part.low is not None:
+        mine &= ~_below(keys, part.low)
+    if part.high is not None:
+        mine &= _below(keys, part.high)
+    return mine
+
+
+def _below(keys: Keys, edge: pa.Table) -> npt.NDArray[np.bool_]:
+    """Which keys stand before an edge; a null stands before all values."""
+    below = np.zeros(len(keys), bool)
+    equal = np.ones(len(keys), bool)
+    for place, column in enumerate(keys.columns):
+        bound = edge.column(place)[0]
+        null = np.asarray(column.is_null())
+        if not bound.is_valid:
+            equal &= null
+            continue
+        less = np.asarray(pc.fill_null(pc.less(column, bound), fill_value=True))
+        same = np.asarray(pc.fill_null(pc.equal(column, bound), fill_value=False))
+        below |= equal & (less | null)
+        equal &= same
+    return below

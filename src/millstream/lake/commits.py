@@ -99,6 +99,7 @@ def commit_cut(
             layout.commits_app_id,
             _SCHEMA,
             description=f"Which table versions stand at one position, written by Millstream (stream {layout.stream_name}).",
+            bounded=("number", "n"),
         )
     last = _read_last(layout, opened)
     tables = merged({} if last is None else last.tables, commits)

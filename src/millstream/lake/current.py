@@ -1,60 +1,243 @@
 """Current: one row a key, the source's columns, folded from history in one commit a fold.
 
 A fold reads history above the n that `current` stands at, so it may come at any time, twice, or after a crash: the same
-rows come out. Small tables are rewritten whole; large ones are merged, which rewrites only files that may hold a key.
+rows come out. It rewrites only the files (leaves) that may hold a key which it met.
+
+It goes in three steps, which may run in three processes: `begin_fold` finds what to do, `Fold.write` writes the files of one part of
+the table (parts are independent), `Fold.commit` swaps them in. A fold that is broken off leaves files that no version names; their
+names say which version they were meant for, so that upkeep knows when they are left over.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from deltalake import DeltaTable, write_deltalake
 
 from millstream import failpoints
 from millstream.errors import LakeUnavailable
-from millstream.lake.build import Built, build_rows
+from millstream.lake.build import BuildPart, build_rows, plan_build
 from millstream.lake.commits import cuts_between
-from millstream.lake.delta import WRITER, OpenTable, create_table, lake_errors, open_table, size_bytes
-from millstream.lake.fold import EXACT, Folded, Lookup, fold_records
+from millstream.lake.data_files import NewFile, TableFiles, boundable, swap
+from millstream.lake.delta import (
+    BOUNDED_PROPERTY,
+    OpenTable,
+    add_columns,
+    bounded_property,
+    create_table,
+    open_table,
+    set_properties,
+)
+from millstream.lake.fold import EXACT, Folded, fold_records
 from millstream.lake.history import count_history, newest_schema, read_history
-from millstream.lake.keys import Keys, key_codes
+from millstream.lake.keys import Keys
 from millstream.lake.layout import LakeLayout, TableCommit, folder_name, has_current
+from millstream.lake.leaves import LEAF_BYTES, Leaves
+from millstream.lake.rewrite import Change, LeafWriter, Touched, placed, touched
 from millstream.lake.types import conform, lake_columns, same_type, widest
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 
-REWRITE_BYTES_MAX: Final = 8 * 1024 * 1024
-"""Tables up to here are rewritten whole by a fold: one file, and quicker than delta-rs's MERGE."""
-BUILD_ROWS_MIN: Final = 500_000
-"""Fewer records are folded in memory, in one read."""
-FOLD_ROWS_MAX: Final = 2_000_000
-"""Records that one fold holds in memory: some hundred MiB of short rows."""
-_BATCH_ROWS: Final = 1 << 19
-_GONE: Final = "__gone"
-_PLAIN_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
-"""Names that need no thought inside a MERGE's expressions; tables with others are rewritten."""
+
+@dataclass(frozen=True, slots=True)
+class FoldSizes:
+    """What a fold holds in memory, and how large the files are that it writes."""
+
+    leaf_bytes: int = LEAF_BYTES
+    small_bytes: int = 8 << 20
+    """A table up to here is rewritten whole: one file, and few of them over time."""
+    part_bytes: int = 4 * LEAF_BYTES
+    """Files that one part of a fold rewrites: parts run side by side."""
+    rows_max: int = 1_000_000
+    """Records that a fold holds in memory: some hundred MiB of short rows."""
+    build_rows_min: int = 500_000
+    """A first fold of fewer records is done in memory, in one read."""
+    build_bytes: int = 256 << 20
+    """Of Arrow's, that a part of a first fold holds, about."""
 
 
-def fold_table(
-    layout: LakeLayout,
-    schema: TableSchema,
-    upto: Seq,
-    *,
-    rewrite_bytes_max: int = REWRITE_BYTES_MAX,
-    build_rows_min: int = BUILD_ROWS_MIN,
-    rows_max: int = FOLD_ROWS_MAX,
-) -> TableCommit:
-    """Bring a table's `current` to `upto`, in one commit; nothing is done where it stands there.
+DEFAULT_SIZES: Final = FoldSizes()
+
+
+@dataclass(frozen=True, slots=True)
+class FoldPlan:
+    """What a fold does. A value: crosses processes."""
+
+    layout: LakeLayout
+    schema: TableSchema
+    columns: pa.Schema
+    """Of `current`, without `__exact`."""
+    exact: bool
+    """Whether the table has `__exact`."""
+    bounded: tuple[str, ...]
+    """Columns whose bounds are noted with each file."""
+    after: Seq | None
+    """Where the table stands; None before its first fold."""
+    upto: Seq
+    """Where it stands after this fold."""
+    version: int
+    """Of the Delta table, as it was read."""
+    anew: bool
+    """Whether all files are written anew, in columns that the table doesn't have yet."""
+    sizes: FoldSizes
+    parts: tuple[tuple[int, ...], ...] = ()
+    """Places of the leaves that each part rewrites."""
+    build: tuple[BuildPart, ...] = ()
+    """Of a first fold in bounded memory."""
+
+    @property
+    def target(self) -> pa.Schema:
+        """The columns of the table's files."""
+        return pa.schema([*self.columns, EXACT]) if self.exact else self.columns
+
+    @property
+    def part_count(self) -> int:
+        """How many parts there are."""
+        return len(self.build) or len(self.parts)
+
+    @property
+    def path(self) -> str:
+        """The table's folder."""
+        return self.layout.table_path("current", self.schema)
+
+    @property
+    def app(self) -> str:
+        """Who commits."""
+        return self.layout.app_id("current", self.schema.table_id)
+
+    def forgets(self, folded: Folded) -> bool:
+        """Whether no row that the table holds stays: it was emptied, or is another table's that bore this name."""
+        return self.after is None or folded.truncated
+
+    def history(self) -> OpenTable:
+        """The table's history, opened now."""
+        return _history(self.layout, self.schema)
+
+
+@dataclass(frozen=True, slots=True)
+class FoldOutcome:
+    """What a fold did."""
+
+    commit: TableCommit
+    live_bytes: int
+    """Of `current`'s files now."""
+    removed_bytes: int = 0
+    """Of the files that were replaced."""
+
+
+@dataclass
+class Fold:
+    """A fold under way. `write` may be called in other processes, on a `Fold` of the same plan."""
+
+    plan: FoldPlan
+    held: tuple[OpenTable, Leaves, Folded] | None = field(default=None, repr=False)
+    """What `begin_fold` has read already."""
+
+    @cached_property
+    def _read(self) -> tuple[OpenTable, Leaves, Folded]:
+        """The table as it was planned, and the records folded."""
+        if self.held is not None:
+            return self.held
+        opened = _at(self.plan)
+        leaves = Leaves(opened, self.plan.schema.key)
+        return opened, leaves, _folded(self.plan, leaves)
+
+    def write(self, part: int) -> list[NewFile]:
+        """Write the files of one part.
+
+        Raises:
+            LakeError: a record leaves a column unchanged and the lake holds no earlier row of it.
+        """
+        plan = self.plan
+        files = TableFiles(plan.layout, plan.path, plan.bounded)
+        writer = LeafWriter(files, plan.target, plan.schema.key, plan.version + 1, leaf_bytes=plan.sizes.leaf_bytes)
+        if plan.build:
+            writer.add(build_rows(plan.history(), plan.schema, plan.columns, plan.upto, plan.build[part]))
+            writer.flush()
+            return writer.written
+        _, leaves, folded = self._read
+        key = plan.schema.key
+        if not key:
+            self._rewrite_bag(writer, leaves, folded)
+            return writer.written
+        put_at = placed(leaves, Keys.of(folded.rows, key), leaf_bytes=plan.sizes.leaf_bytes)
+        which = touched(leaves, folded.gone, put_at, everything=False).gone
+        changes = []
+        for place in plan.parts[part]:
+            leaf = leaves.files[place] if place < len(leaves) and not plan.forgets(folded) else None
+            some = which.get(place)
+            gone = folded.gone if some is None else folded.gone.take(some)
+            changes.append((place, Change(leaf, gone, folded.rows.filter(pa.array(put_at == place)))))
+        writer.rewrite(changes)
+        return writer.written
+
+    def _rewrite_bag(self, writer: LeafWriter, leaves: Leaves, folded: Folded) -> None:
+        """A table without a key: each row to take out is looked for in every file, until it is found."""
+        taken = np.zeros(len(folded.gone), bool)
+        nothing = folded.rows.slice(0, 0)
+        old = () if self.plan.forgets(folded) else leaves.files
+        writer.rewrite(((place, Change(leaf, folded.gone, nothing)) for place, leaf in enumerate(old)), taken)
+        writer.add(folded.rows)
+        writer.flush()
+
+    def commit(self, written: Sequence[NewFile]) -> FoldOutcome:
+        """Swap the parts' files in.
+
+        Raises:
+            LakeConflict: the table has changed since the fold began; begin another.
+        """
+        plan = self.plan
+        opened = _at(plan)
+        leaves = Leaves(opened, plan.schema.key)
+        rewritten = (
+            range(len(leaves)) if plan.anew else sorted({p for part in plan.parts for p in part if p < len(leaves)})
+        )
+        removed = [leaves.files[place] for place in rewritten]
+        failpoints.hit("lake.before_fold_commit")
+        swap(
+            opened,
+            opened.commit(plan.upto, exact=True),
+            add=written,
+            remove=() if plan.anew else [leaf.path for leaf in removed],
+            mode="overwrite" if plan.anew else "append",
+            schema=plan.target if plan.anew else None,
+        )
+        failpoints.hit("lake.after_fold_commit")
+        if not _bounds_stand(plan, opened):
+            # Not before: the files of before lack these bounds, and those of this commit have the old ones as well.
+            set_properties(opened, bounded_property(boundable(plan.columns, plan.schema.key)))
+        removed_bytes = sum(leaf.size_bytes for leaf in removed)
+        live_bytes = leaves.size_bytes - removed_bytes + sum(file.size_bytes for file in written)
+        rows = sum(file.rows for file in written)
+        return FoldOutcome(_commit(plan.schema, opened, rows, plan.upto), live_bytes, removed_bytes)
+
+
+def fold_table(layout: LakeLayout, schema: TableSchema, upto: Seq, *, sizes: FoldSizes = DEFAULT_SIZES) -> TableCommit:
+    """Bring a table's `current` to `upto`, in this process; nothing is done where it stands there.
 
     Where very many records wait, it goes there by way of earlier cuts, one commit each.
+
+    Args and errors: as of `begin_fold`.
+    """
+    while True:
+        begun = begin_fold(layout, schema, upto, sizes=sizes)
+        if isinstance(begun, FoldOutcome):
+            return begun.commit
+        done = begun.commit([file for part in range(begun.plan.part_count) for file in begun.write(part)])
+        if done.commit.n >= upto:
+            return done.commit
+
+
+def begin_fold(
+    layout: LakeLayout, schema: TableSchema, upto: Seq, *, sizes: FoldSizes = DEFAULT_SIZES
+) -> Fold | FoldOutcome:
+    """Find what has to be done to bring a table's `current` to `upto`, or as far as one fold goes.
 
     Call it only once the history up to `upto` is committed, and not while the table's copy runs.
 
@@ -62,50 +245,131 @@ def fold_table(
         layout: where the lake is.
         schema: names the table; the columns folded are those of the newest schema in history.
         upto: a cut that history has reached.
-        rewrite_bytes_max: tables above this are merged instead of rewritten.
-        build_rows_min: a first fold of more records than this is done in bounded memory, reading history twice.
-        rows_max: more records than this are folded in several steps.
+        sizes: bounds of memory and files.
+
+    Returns:
+        The fold to carry out, or what is there already where nothing has to be done.
 
     Raises:
         LakeTableForeign: somebody else wrote into `current` or history.
         LakeUnavailable: history isn't there yet, or can't be reached.
         LakeConflict: another task committed first; call again.
+        LakeError: a record leaves a column unchanged and the lake holds no earlier row of it.
     """
     assert has_current(schema), f"{schema.namespace}.{schema.name} has history only"
     path = layout.table_path("current", schema)
     app = layout.app_id("current", schema.table_id)
     opened = open_table(layout, path, app)
     if opened is not None and opened.n is not None and opened.n >= upto:
-        return _commit(schema, opened, 0, opened.n)
-    history = open_table(layout, layout.table_path("history", schema), layout.app_id("history", schema.table_id))
-    if history is None:
-        # The catalog may know of a new name before a record under it has landed.
-        raise LakeUnavailable(f"{schema.namespace}.{schema.name} has no history to fold yet", path=path)
+        return _standing(schema, opened, opened.n)
+    history = _history(layout, schema)
     newest = newest_schema(history)
     if newest.table_id != schema.table_id:
         # Dropped at the source and made again: `current` is the new table's.
-        return _commit(schema, opened, 0, upto)
+        return _standing(schema, opened, upto)
     schema = newest
     columns = current_columns(layout, schema, history)
-    first = opened is None or opened.n is None
-    if opened is None:
-        opened = _create(layout, schema, path, app, columns)
-    if first and schema.key and count_history(history, after=Seq(0))(upto) > build_rows_min:
-        return _commit(schema, opened, _build(opened, build_rows(history, schema, columns, upto), columns, upto), upto)
-    step = upto if first else _step(layout, history, opened.n or Seq(0), upto, rows_max)
-    tail = read_history(history, after=opened.n or Seq(0), upto=step, columns=tail_columns(columns), table=schema)
-    held = opened
+    opened = opened or _create(layout, schema, path, app, columns)
+    first = opened.n is None
+    if first and schema.key and count_history(history, after=Seq(0))(upto) > sizes.build_rows_min:
+        parts, exact = plan_build(history, schema, upto, part_bytes=sizes.build_bytes)
+        bounded = _bounded(opened, columns, schema.key)
+        plan = FoldPlan(layout, schema, columns, exact, bounded, None, upto, opened.version, True, sizes, build=parts)
+        return Fold(plan)
+    step = upto if first else _step(layout, history, opened.n or Seq(0), upto, sizes.rows_max)
+    bounded = _bounded(opened, columns, schema.key)
+    plan = FoldPlan(layout, schema, columns, False, bounded, opened.n, step, opened.version, first, sizes)
+    return _begun(plan, opened, history)
+
+
+def _begun(plan: FoldPlan, opened: OpenTable, history: OpenTable) -> Fold | FoldOutcome:
+    """The fold with its parts; where columns are added, the table has them already."""
+    leaves = Leaves(opened, plan.schema.key)
+    folded = _folded(plan, leaves, history)
+    have = opened.schema()
+    exact = EXACT.name in have.names or folded.rows.column(EXACT.name).null_count < folded.rows.num_rows
+    plan = replace(plan, exact=exact)
+    evolved = _evolved(have, plan.target)
+    if plan.after is not None and folded.records == 0 and not evolved:
+        return _standing(plan.schema, opened, plan.upto, leaves.size_bytes)
+    anew = plan.anew or evolved == "rewrite" or not _bounds_stand(plan, opened)
+    if evolved == "add" and not anew:
+        add_columns(opened, plan.target)
+        plan = replace(plan, version=opened.version)
+    everything = anew or folded.truncated or not plan.schema.key or leaves.size_bytes < plan.sizes.small_bytes
+    hit = _hit(leaves, folded, plan, everything=everything).hit
+    plan = replace(plan, anew=anew, parts=_parts(hit, leaves, plan.sizes.part_bytes if plan.schema.key else None))
+    return Fold(plan, (opened, leaves, folded))
+
+
+def _bounded(opened: OpenTable, columns: pa.Schema, key: Sequence[str]) -> tuple[str, ...]:
+    """The columns of the key, and those that had bounds before: where another key was declared."""
+    noted = [name.strip("`") for name in (opened.properties.get(BOUNDED_PROPERTY) or "").split(",")]
+    before = [name for name in noted if columns.get_field_index(name) >= 0 and name not in key]
+    return boundable(columns, [*key, *before])
+
+
+def _bounds_stand(plan: FoldPlan, opened: OpenTable) -> bool:
+    """Whether the table says of the key's columns that they have bounds."""
+    wanted = bounded_property(boundable(plan.columns, plan.schema.key))
+    return opened.properties.get(BOUNDED_PROPERTY) == wanted[BOUNDED_PROPERTY]
+
+
+def _hit(leaves: Leaves, folded: Folded, plan: FoldPlan, *, everything: bool) -> Touched:
+    if not plan.schema.key:
+        return Touched(tuple(range(len(leaves) + 1)), {})
+    put_at = placed(leaves, Keys.of(folded.rows, plan.schema.key), leaf_bytes=plan.sizes.leaf_bytes)
+    return touched(leaves, folded.gone, put_at, everything=everything)
+
+
+def _parts(hit: Sequence[int], leaves: Leaves, part_bytes: int | None) -> tuple[tuple[int, ...], ...]:
+    """Leaves to rewrite, in runs of about as many bytes; one run where `part_bytes` is None."""
+    parts: list[list[int]] = [[]]
+    size = 0
+    for place in hit:
+        if part_bytes is not None and size >= part_bytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(place)
+        size += leaves.files[place].size_bytes if place < len(leaves) else 0
+    return tuple(map(tuple, parts))
+
+
+def _folded(plan: FoldPlan, leaves: Leaves, history: OpenTable | None = None) -> Folded:
+    """The records after the table's n, folded."""
+    columns = plan.columns
+    tail = read_history(
+        history or plan.history(),
+        after=plan.after or Seq(0),
+        upto=plan.upto,
+        columns=tail_columns(columns),
+        table=plan.schema,
+    )
+    files = TableFiles(plan.layout, plan.path, ())
 
     def lookup(keys: Keys) -> pa.Table:
-        return rows_of(held.table, keys, columns)
+        if plan.after is None:
+            return pa.schema([*columns, EXACT]).empty_table()
+        return _rows_in(files, leaves, keys, columns)
 
-    folded = fold_records(tail, schema, columns, _nothing(columns) if first else lookup)
-    del tail
-    written = _write(opened, schema, columns, folded, step, first=first, rewrite_bytes_max=rewrite_bytes_max)
-    if step == upto:
-        return _commit(schema, opened, written, upto)
-    rest = fold_table(layout, schema, upto, rewrite_bytes_max=rewrite_bytes_max, rows_max=rows_max)
-    return replace(rest, rows=rest.rows + written)
+    return fold_records(tail, plan.schema, columns, lookup)
+
+
+def _history(layout: LakeLayout, schema: TableSchema) -> OpenTable:
+    history = open_table(layout, layout.table_path("history", schema), layout.app_id("history", schema.table_id))
+    if history is None:
+        # The catalog may know of a new name before a record under it has landed.
+        raise LakeUnavailable(
+            f"{schema.namespace}.{schema.name} has no history to fold yet", path=layout.table_path("history", schema)
+        )
+    return history
+
+
+def _at(plan: FoldPlan) -> OpenTable:
+    opened = open_table(plan.layout, plan.path, plan.app, version=plan.version)
+    if opened is None:
+        raise LakeUnavailable(f"the Delta table {plan.path} is gone", path=plan.path)
+    return opened
 
 
 def _step(layout: LakeLayout, history: OpenTable, after: Seq, upto: Seq, rows_max: int) -> Seq:
@@ -124,13 +388,13 @@ def current_columns(layout: LakeLayout, schema: TableSchema, history: OpenTable)
     """The columns of `current`: the newest schema's, in the types that history keeps them in."""
     have = history.schema()
     fields = []
-    for field in lake_columns(schema, layout.types):
-        index = have.get_field_index(field.name)
-        wide = None if index < 0 else widest(field.type, have.field(index).type)
-        fields.append(field if wide is None else pa.field(field.name, wide))
+    for column in lake_columns(schema, layout.types):
+        index = have.get_field_index(column.name)
+        wide = None if index < 0 else widest(column.type, have.field(index).type)
+        fields.append(column if wide is None else pa.field(column.name, wide))
     # Statistics cover a table's first columns, and a fold looks for keys.
-    keys = [field for field in fields if field.name in schema.key]
-    return pa.schema([*keys, *(field for field in fields if field.name not in schema.key)])
+    keys = [column for column in fields if column.name in schema.key]
+    return pa.schema([*keys, *(column for column in fields if column.name not in schema.key)])
 
 
 def tail_columns(columns: pa.Schema) -> list[str]:
@@ -138,38 +402,20 @@ def tail_columns(columns: pa.Schema) -> list[str]:
     return ["__op", "__seq", "__unchanged", EXACT.name, "__before", *columns.names]
 
 
-def rows_of(table: DeltaTable, keys: Keys, columns: pa.Schema) -> pa.Table:
-    """Rows of `current` that may have one of the keys: all whose first key column holds one of their values."""
-    wanted = pc.field(keys.names[0]).isin(keys.columns[0].drop_null())
-    if keys.columns[0].null_count:
-        wanted = wanted | pc.field(keys.names[0]).is_null()
-    files = table.to_pyarrow_dataset()
-    return conform(files.to_table(filter=wanted), pa.schema([*columns, EXACT]))
-
-
-def surviving(rows: pa.Table, folded: Folded, taken: npt.NDArray[np.bool_] | None = None) -> pa.Table:
-    """Rows of `current` that a fold leaves in place.
-
-    For a bag (`taken` given) the counts in `taken` are used up as equal rows go by: one entry a row of `folded.gone`.
-    """
-    have, gone = key_codes([Keys.of(rows, folded.gone.names), folded.gone], signed_zero=taken is not None)
-    if taken is None:
-        return rows.filter(pa.array(~np.isin(have, gone)))
-    keep = np.ones(len(have), bool)
-    open_by_code: dict[int, list[int]] = {}
-    for place in np.flatnonzero(~taken).tolist():
-        open_by_code.setdefault(int(gone[place]), []).append(place)
-    for row in np.flatnonzero(np.isin(have, gone)).tolist():
-        places = open_by_code.get(int(have[row]))
-        if places:
-            taken[places.pop()] = True
-            keep[row] = False
-    return rows.filter(pa.array(keep))
-
-
-def _nothing(columns: pa.Schema) -> Lookup:
-    empty = pa.schema([*columns, EXACT]).empty_table()
-    return lambda _keys: empty
+def _rows_in(files: TableFiles, leaves: Leaves, keys: Keys, columns: pa.Schema) -> pa.Table:
+    """Rows that may have one of the keys: of the leaves that may, those whose first key column holds one of their values."""
+    shape = pa.schema([*columns, EXACT])
+    hit, _ = leaves.holding(keys)
+    wanted = keys.columns[0].drop_null()
+    found = [shape.empty_table()]
+    for leaf in np.flatnonzero(hit).tolist():
+        rows = files.read(leaves.files[leaf].path)
+        column = rows.column(keys.names[0])
+        here = pc.is_in(column, value_set=wanted.cast(column.type))
+        if keys.columns[0].null_count:
+            here = pc.or_(here, pc.is_null(column))
+        found.append(conform(rows.filter(here), shape))
+    return pa.concat_tables(found)
 
 
 def _create(layout: LakeLayout, schema: TableSchema, path: str, app: str, columns: pa.Schema) -> OpenTable:
@@ -181,118 +427,23 @@ def _create(layout: LakeLayout, schema: TableSchema, path: str, app: str, column
         description=(
             f"The rows of {schema.namespace}.{schema.name}, written by Millstream (stream {layout.stream_name}). Don't write here."
         ),
+        bounded=boundable(columns, schema.key),
     )
-
-
-def _build(opened: OpenTable, built: Built, columns: pa.Schema, upto: Seq) -> int:
-    target = pa.schema([*columns, EXACT]) if built.exact else columns
-    failpoints.hit("lake.before_fold_commit")
-    with lake_errors(opened.path):
-        _overwrite(opened, target, built.rows, upto)
-    failpoints.hit("lake.after_fold_commit")
-    return built.count
-
-
-def _overwrite(opened: OpenTable, target: pa.Schema, rows: Iterable[pa.Table], upto: Seq) -> None:
-    """Make the table hold just these rows, in one commit; they are pulled one by one."""
-    pieces = (piece for some in rows for piece in conform(some, target).to_batches())
-    write_deltalake(
-        opened.table,
-        pa.RecordBatchReader.from_batches(target, pieces),
-        mode="overwrite",
-        schema_mode="overwrite",
-        writer_properties=WRITER,
-        commit_properties=opened.commit(upto),
-    )
-
-
-def _write(
-    opened: OpenTable,
-    schema: TableSchema,
-    columns: pa.Schema,
-    folded: Folded,
-    upto: Seq,
-    *,
-    first: bool,
-    rewrite_bytes_max: int,
-) -> int:
-    have = opened.schema()
-    exact_held = EXACT.name in have.names
-    exact_new = folded.rows.column(EXACT.name).null_count < folded.rows.num_rows
-    target = pa.schema([*columns, EXACT]) if exact_held or exact_new else columns
-    evolved = _evolved(have, target)
-    if not first and folded.records == 0 and not evolved:
-        return 0
-    failpoints.hit("lake.before_fold_commit")
-    replaced = first or folded.truncated
-    with lake_errors(opened.path):
-        mergeable = not replaced and evolved != "rewrite" and _mergeable(schema, folded, target)
-        if mergeable and size_bytes(opened.table) > rewrite_bytes_max:
-            _merge(opened, target, folded, schema.key, upto)
-        else:
-            _rewrite(opened, target, folded, upto, keyed=bool(schema.key), replaced=replaced)
-    failpoints.hit("lake.after_fold_commit")
-    return int(folded.rows.num_rows + len(folded.gone))
 
 
 def _evolved(have: pa.Schema, target: pa.Schema) -> str:
     """What the columns need: nothing (empty), `add`, or `rewrite`."""
-    if any(target.get_field_index(field.name) < 0 for field in have):
+    if any(target.get_field_index(column.name) < 0 for column in have):
         return "rewrite"
-    for field in target:
-        index = have.get_field_index(field.name)
-        if index >= 0 and not same_type(have.field(index).type, field.type):
+    for column in target:
+        index = have.get_field_index(column.name)
+        if index >= 0 and not same_type(have.field(index).type, column.type):
             return "rewrite"
     return "add" if len(have) < len(target) else ""
 
 
-def _mergeable(schema: TableSchema, folded: Folded, target: pa.Schema) -> bool:
-    if not schema.key or not folded.gone.typed or not all(_PLAIN_NAME.match(name) for name in target.names):
-        return False
-    return not any(pa.types.is_floating(c.type) or pa.types.is_nested(c.type) for c in folded.gone.columns)
-
-
-def _rewrite(opened: OpenTable, target: pa.Schema, folded: Folded, upto: Seq, *, keyed: bool, replaced: bool) -> None:
-    full = pa.schema([*(field for field in target if field.name != EXACT.name), EXACT])
-    kept = iter(()) if replaced else opened.table.to_pyarrow_dataset().scanner(batch_size=_BATCH_ROWS).to_batches()
-
-    def rows() -> Iterator[pa.Table]:
-        taken = None if keyed else np.zeros(len(folded.gone), bool)
-        for batch in kept:
-            if batch.num_rows:
-                yield surviving(conform(pa.Table.from_batches([batch]), full), folded, taken)
-        yield folded.rows
-
-    _overwrite(opened, target, rows(), upto)
-
-
-def _merge(opened: OpenTable, target: pa.Schema, folded: Folded, key: tuple[str, ...], upto: Seq) -> None:
-    rows = conform(folded.rows, target)
-    put = Keys.of(folded.rows, key)
-    gone_codes, put_codes = key_codes([folded.gone, put])
-    deleted = folded.gone.to_table().filter(pa.array(~np.isin(gone_codes, put_codes)))
-    source = pa.concat_tables(
-        [
-            rows.append_column(_GONE, pa.array(np.zeros(rows.num_rows, bool))),
-            conform(deleted, target).append_column(_GONE, pa.array(np.ones(deleted.num_rows, bool))),
-        ]
-    )
-    values = {f"`{name}`": f"s.`{name}`" for name in target.names}
-    (
-        opened.table.merge(
-            source,
-            " AND ".join(f"t.`{name}` = s.`{name}`" for name in key),
-            source_alias="s",
-            target_alias="t",
-            merge_schema=True,
-            writer_properties=WRITER,
-            commit_properties=opened.commit(upto),
-        )
-        .when_matched_delete(f"s.`{_GONE}`")
-        .when_matched_update({name: value for name, value in values.items() if name[1:-1] not in key})
-        .when_not_matched_insert(values, f"NOT s.`{_GONE}`")
-        .execute()
-    )
+def _standing(schema: TableSchema, opened: OpenTable | None, n: Seq, live_bytes: int = 0) -> FoldOutcome:
+    return FoldOutcome(_commit(schema, opened, 0, n), live_bytes)
 
 
 def _commit(schema: TableSchema, opened: OpenTable | None, rows: int, n: Seq) -> TableCommit:

@@ -12,13 +12,13 @@ the same app, but accepts it through a table opened since: so open, compare `tra
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
 import pyarrow as pa
-from deltalake import CommitProperties, DeltaTable, Transaction
+from deltalake import CommitProperties, DeltaTable, Schema, Transaction
 from deltalake.exceptions import CommitFailedError, DeltaError, SchemaMismatchError, TableNotFoundError
 from deltalake.writer import WriterProperties
 
@@ -28,6 +28,7 @@ from millstream.model.positions import Seq
 
 STAMP: Final = "millstream"
 STREAM_PROPERTY: Final = "millstream.stream"
+BOUNDED_PROPERTY: Final = "delta.dataSkippingStatsColumns"
 _BENIGN: Final = frozenset(
     {"OPTIMIZE", "VACUUM START", "VACUUM END", "SET TBLPROPERTIES", "ADD FEATURE", "FSCK", "COMPUTE STATS"}
 )
@@ -61,16 +62,30 @@ class OpenTable:
         """The table's columns in Arrow."""
         return pa.schema(self.table.schema().to_arrow())
 
-    def commit(self, n: Seq) -> CommitProperties:
-        """What a data commit at `n` through this handle carries."""
+    def commit(self, n: Seq, *, exact: bool = False) -> CommitProperties:
+        """What a data commit at `n` through this handle carries.
+
+        Args:
+            n: what the table has with it.
+            exact: whether the commit must be the version after the handle's, and fail where any other came first.
+        """
         return CommitProperties(
             custom_metadata={STAMP: json.dumps({"on": self.version, "n": int(n)})},
             app_transactions=[Transaction(self.app, int(n))],
+            max_commit_retries=0 if exact else None,
         )
 
     def upkeep(self) -> CommitProperties:
         """What a commit that changes no rows carries."""
         return CommitProperties(custom_metadata={STAMP: json.dumps({"on": self.version})})
+
+
+def live_files(opened: OpenTable) -> pa.Table:
+    """The table's live files as its log tells of them, flat: path, size_bytes, num_records, min.…, max.…, null_count.…, partition.…"""
+    with lake_errors(opened.path):
+        found: Any = opened.table.get_add_actions(flatten=True)
+        # Not by `pa.table`, which asks whether it was given a DataFrame and imports pandas for that.
+        return pa.RecordBatchReader.from_stream(found).read_all()
 
 
 @contextmanager
@@ -114,10 +129,21 @@ def create_table(
     schema: pa.Schema,
     *,
     description: str,
+    bounded: Sequence[str],
     partition_by: list[str] | None = None,
     properties: Mapping[str, str] | None = None,
 ) -> OpenTable:
     """Make an empty table of ours, or open the one that another task made meanwhile.
+
+    Args:
+        layout: where the lake is.
+        path: the table's folder.
+        app: who commits to it.
+        schema: its columns.
+        description: what it is, for people.
+        bounded: columns whose bounds are noted with every file.
+        partition_by: columns that partition it.
+        properties: more of the table's configuration.
 
     Raises:
         LakeError: the lake's location holds a percent sign, which delta-rs can't keep apart from an escape.
@@ -138,6 +164,7 @@ def create_table(
                 description=description,
                 configuration={
                     STREAM_PROPERTY: str(layout.stream_id),
+                    **bounded_property(bounded),
                     # Tables are opened anew for every write, which reads the commits since the last checkpoint.
                     "delta.checkpointInterval": "20",
                     # Commits come every second: the log of a month would be millions of files.
@@ -156,6 +183,33 @@ def create_table(
     opened = open_table(layout, path, app)
     assert opened is not None
     return opened
+
+
+def bounded_property(columns: Sequence[str]) -> dict[str, str]:
+    """The table property that says which columns have bounds in every file.
+
+    Readers take it for granted that a column has bounds unless this says otherwise: delta-rs (1.6) gives Arrow "at least null" for a
+    bound that a file lacks, which no value meets, and the file is skipped. So goes it with a column that was added later.
+    """
+    return {BOUNDED_PROPERTY: ",".join(f"`{name}`" for name in columns)}
+
+
+def set_properties(opened: OpenTable, properties: Mapping[str, str]) -> None:
+    """Change the table's configuration; the handle stands at the new version afterwards."""
+    with lake_errors(opened.path):
+        opened.table.alter.set_table_properties(
+            dict(properties), raise_if_not_exists=False, commit_properties=opened.upkeep()
+        )
+        opened.table.update_incremental()
+
+
+def add_columns(opened: OpenTable, columns: pa.Schema) -> None:
+    """Give the table those of some columns that it lacks; the handle stands at the new version afterwards."""
+    have = set(opened.schema().names)
+    fields = Schema.from_arrow(pa.schema([f.with_nullable(True) for f in columns if f.name not in have])).fields
+    with lake_errors(opened.path):
+        opened.table.alter.add_columns(fields, commit_properties=opened.upkeep())
+        opened.table.update_incremental()
 
 
 def check_owned(layout: LakeLayout, opened: OpenTable) -> None:
@@ -191,9 +245,3 @@ def _commit_infos(table: DeltaTable) -> Iterator[dict[str, Any]]:
     newest = table.history(1)
     yield from newest
     yield from table.history(_LOOK_BACK_VERSIONS)[len(newest) :]
-
-
-def size_bytes(table: DeltaTable) -> int:
-    """Bytes of the table's live files."""
-    actions = pa.table(table.get_add_actions(flatten=True))
-    return int(sum(size for size in actions.column("size_bytes").to_pylist() if size is not None))

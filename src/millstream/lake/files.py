@@ -14,7 +14,7 @@ import pyarrow as pa
 from deltalake.fs import DeltaStorageHandler
 from pyarrow.fs import PyFileSystem
 
-from millstream.lake.delta import OpenTable, lake_errors
+from millstream.lake.delta import OpenTable, lake_errors, live_files
 from millstream.lake.layout import LakeLayout
 
 
@@ -33,10 +33,7 @@ class DataFile:
 
 def data_files(opened: OpenTable, column: str) -> list[DataFile]:
     """The table's live files with what is known of one column."""
-    with lake_errors(opened.path):
-        found: Any = opened.table.get_add_actions(flatten=True)
-        # Not by `pa.table`, which asks whether it was given a DataFrame and imports pandas for that.
-        actions = pa.RecordBatchReader.from_stream(found).read_all()
+    actions = live_files(opened)
     names = ("path", "num_records", "size_bytes", f"min.{column}", f"max.{column}")
     columns = [
         actions.column(name).to_pylist() if name in actions.column_names else [None] * actions.num_rows

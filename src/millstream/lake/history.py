@@ -9,7 +9,8 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import date
 from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
@@ -19,7 +20,17 @@ from deltalake import write_deltalake
 from millstream import failpoints
 from millstream.errors import LakeConflict, LakeTableForeign
 from millstream.lake.commits import last_cut
-from millstream.lake.delta import WRITER, OpenTable, create_table, lake_errors, open_table
+from millstream.lake.data_files import NewFile, TableFiles, new_name, swap
+from millstream.lake.delta import (
+    WRITER,
+    OpenTable,
+    add_columns,
+    create_table,
+    lake_errors,
+    live_files,
+    open_table,
+    set_properties,
+)
 from millstream.lake.layout import MESSAGES, LakeLayout, TableCommit
 from millstream.lake.types import conform, lake_columns, same_type, to_lake, union_schema
 from millstream.model.ids import TableId
@@ -39,6 +50,9 @@ ERA_PROPERTY: Final = "millstream.schema.at."
 HISTORY_FROM_PROPERTY: Final = "millstream.history_from_seq"
 """Records at or below this `seq` may be gone; what they made is in `current`."""
 PARTITION: Final = "__commit_date"
+BOUNDED: Final = ("__seq",)
+"""Whose bounds are noted with each file. It is in every record, which is what makes the bounds safe to skip files by."""
+_NO_DAY: Final = "__HIVE_DEFAULT_PARTITION__"
 _SCAN_ROWS: Final = 1 << 17
 
 
@@ -75,19 +89,32 @@ def append_history(layout: LakeLayout, schema: TableSchema, batches: Sequence[pa
     if ready.n != opened.n:
         # What was filtered by the first handle's n may not be written through one that has seen another commit.
         raise LakeConflict(f"another task appended to {path} meanwhile", path=path)
-    rows = conform(rows, _arranged(ready, rows.schema))
+    written = write_days(TableFiles(layout, path, BOUNDED), conform(rows, ready.schema()))
     failpoints.hit("lake.before_history_commit")
-    with lake_errors(path):
-        write_deltalake(
-            ready.table,
-            rows,
-            mode="append",
-            schema_mode="merge",
-            writer_properties=WRITER,
-            commit_properties=ready.commit(n),
-        )
+    swap(ready, ready.commit(n), add=written, partition_by=[PARTITION])
     failpoints.hit("lake.after_history_commit")
     return _commit(schema, path, ready, rows.num_rows, n)
+
+
+def write_days(files: TableFiles, rows: pa.Table) -> list[NewFile]:
+    """Write records as files of history, one for each day of theirs: in order of `seq`, not yet committed."""
+    days = rows.column(PARTITION)
+    rows = rows.drop_columns([PARTITION])
+    written = []
+    for day in pc.unique(days).to_pylist():
+        some = rows.filter(pc.is_null(days) if day is None else pc.equal(days, pa.scalar(day, pa.date32())))
+        written.append(in_day(files.write(some, some.schema, new_name(), partition=day_folder(day)), day))
+    return written
+
+
+def day_folder(day: date | None) -> str:
+    """The folder of a day's files."""
+    return f"{PARTITION}={_NO_DAY if day is None else day.isoformat()}"
+
+
+def in_day(file: NewFile, day: date | None) -> NewFile:
+    """A file as one of a day."""
+    return replace(file, partition={PARTITION: None if day is None else day.isoformat()})
 
 
 def newest_schema(opened: OpenTable) -> TableSchema:
@@ -111,7 +138,13 @@ def read_history(
 
 
 def scan_history(
-    opened: OpenTable, *, after: Seq, upto: Seq, columns: Sequence[str] | None = None, table: TableSchema | None = None
+    opened: OpenTable,
+    *,
+    after: Seq,
+    upto: Seq,
+    columns: Sequence[str] | None = None,
+    table: TableSchema | None = None,
+    only: pc.Expression | None = None,
 ) -> ds.Scanner:
     """A scan of history's records in `(after, upto]`; files that hold none of them aren't opened.
 
@@ -121,6 +154,7 @@ def scan_history(
         upto: inclusive.
         columns: all where None; names that the table lacks are left out.
         table: where given, only records of this table, not of one that bore its name before.
+        only: where given, only records for which it holds.
     """
     if table is not None:
         after = Seq(max(after, first_seq(opened) - 1))
@@ -128,6 +162,7 @@ def scan_history(
         files = opened.table.to_pyarrow_dataset(file_pruning_predicate=f"__seq > {int(after)} AND __seq <= {int(upto)}")
         names = None if columns is None else [name for name in columns if name in files.schema.names]
         wanted = (pc.field("__seq") > int(after)) & (pc.field("__seq") <= int(upto))
+        wanted = wanted if only is None else wanted & only
         return files.scanner(
             columns=names, filter=wanted, batch_size=_SCAN_ROWS, batch_readahead=4, fragment_readahead=2
         )
@@ -135,13 +170,10 @@ def scan_history(
 
 def count_history(opened: OpenTable, *, after: Seq) -> Callable[[Seq], int]:
     """At most how many records lie in `(after, upto]`, for any `upto`, by what the files' statistics tell."""
-    with lake_errors(opened.path):
-        actions = pa.table(opened.table.get_add_actions(flatten=True))
-        if not {"min.__seq", "max.__seq"} <= set(actions.column_names):
-            return lambda _upto: 0  # no file holds a record
-        counts, lows, highs = (
-            actions.column(name).to_numpy(zero_copy_only=False) for name in ("num_records", "min.__seq", "max.__seq")
-        )
+    actions = live_files(opened)
+    if not {"min.__seq", "max.__seq"} <= set(actions.column_names):
+        return lambda _upto: 0  # no file holds a record
+    counts, lows, highs = (actions.column(name).to_numpy() for name in ("num_records", "min.__seq", "max.__seq"))
     later = highs > after
     counts, lows = counts[later], lows[later]
     return lambda upto: int(counts[lows <= upto].sum())
@@ -214,6 +246,7 @@ def _create(
         app,
         pa.schema([*RECORD_PREFIX, *lake_columns(schema, layout.types)]),
         description=f"Every change of {name}, written by Millstream (stream {layout.stream_name}). Append-only; don't write here.",
+        bounded=BOUNDED,
         partition_by=[PARTITION],
         properties=_properties(schema) | _begun(batches, None),
     )
@@ -298,6 +331,9 @@ def _ready(
     if any(not same_type(union.field(field.name).type, field.type) for field in have):
         _rewrite(opened, union)
         opened = _reopen(layout, path, app)
+    elif len(union) > len(have):
+        add_columns(opened, union)
+        opened = _reopen(layout, path, app)
     known = newest_schema(opened)
     if schema.kind is TableKind.MESSAGES or not _newer(schema, known):
         return opened
@@ -306,10 +342,7 @@ def _ready(
         properties |= {f"{ERA_PROPERTY}{first_seq(opened)}": _encode(known)}
     if schema.table_id != known.table_id:
         properties[FROM_SEQ_PROPERTY] = str(pc.min(rows.column("__seq")).as_py())
-    with lake_errors(path):
-        opened.table.alter.set_table_properties(
-            properties, raise_if_not_exists=False, commit_properties=opened.upkeep()
-        )
+    set_properties(opened, properties)
     return _reopen(layout, path, app)
 
 
@@ -336,17 +369,6 @@ def _rewrite(opened: OpenTable, union: pa.Schema) -> None:
             writer_properties=WRITER,
             commit_properties=opened.upkeep(),
         )
-
-
-def _arranged(opened: OpenTable, rows: pa.Schema) -> pa.Schema:
-    """The rows' columns in the types that the table has (an older version's may be narrower), new ones as they are."""
-    have = opened.schema()
-    fields = []
-    for field in rows:
-        index = have.get_field_index(field.name)
-        wider = index >= 0 and not same_type(have.field(index).type, field.type)
-        fields.append(pa.field(field.name, have.field(index).type) if wider else field)
-    return pa.schema(fields)
 
 
 def _reopen(layout: LakeLayout, path: str, app: str) -> OpenTable:

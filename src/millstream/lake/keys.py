@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.lake.types import texts_of
+from millstream.lake.types import text_maps, texts_of
 
 Codes = npt.NDArray[np.int64]
 
@@ -50,6 +50,11 @@ class Keys:
     def to_table(self) -> pa.Table:
         """The key columns alone."""
         return pa.table(list(self.columns), names=list(self.names))
+
+    def with_texts(self) -> pa.Table:
+        """The key columns, and the texts in `__exact`: what `of` takes."""
+        texts = [pa.nulls(len(self), pa.string()) if e is None else e for e in self.exact]
+        return self.to_table().append_column("__exact", text_maps(self.names, texts, len(self)))
 
     @property
     def typed(self) -> bool:

@@ -30,7 +30,7 @@ from millstream.errors import (
 )
 from millstream.lake.commits import Cut, CutTable
 from millstream.lake.delta import WRITER, OpenTable, create_table, lake_errors, open_table
-from millstream.lake.history import history_from, scan_history
+from millstream.lake.history import BOUNDED, history_from, scan_history
 from millstream.lake.layout import LakeLayout, folder_name
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq
@@ -103,6 +103,7 @@ def replay_range(layout: LakeLayout, cut: Cut, name: str, *, after: Seq, upto: S
             app,
             history.schema(),
             description=f"Changes of {name} in ({after}, {upto}] of stream {layout.stream_name}, written by Millstream.",
+            bounded=BOUNDED,
             properties={REPLAY_PROPERTY: json.dumps(asked)},
         )
     if json.loads(opened.properties.get(REPLAY_PROPERTY) or "null") != asked:

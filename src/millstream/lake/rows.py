@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from millstream.lake.build import build_rows
-from millstream.lake.current import tail_columns
+from millstream.lake.build import build_rows, plan_build
+from millstream.lake.current import DEFAULT_SIZES, tail_columns
 from millstream.lake.delta import OpenTable
 from millstream.lake.engine import Engine, names, quote
 from millstream.lake.files import data_files
@@ -113,13 +113,13 @@ def built_sql(engine: Engine, upto: Seq, history: OpenTable, schema: TableSchema
     """A large table's rows from all of its history, through a scratch file."""
     import pyarrow.parquet as pq
 
-    built = build_rows(history, schema, columns, upto)
+    parts, exact = plan_build(history, schema, upto, part_bytes=DEFAULT_SIZES.build_bytes)
     shape = pa.schema([*columns, EXACT])
     path = engine.scratch_file(".parquet")
     with pq.ParquetWriter(path, shape, compression="zstd", compression_level=1) as writer:
-        for rows in built.rows:
-            writer.write_table(conform(rows, shape))
-    shown = [column.name for column in schema.columns] + ([EXACT.name] if built.exact else [])
+        for part in parts:
+            writer.write_table(conform(build_rows(history, schema, columns, upto, part), shape))
+    shown = [column.name for column in schema.columns] + ([EXACT.name] if exact else [])
     return f"SELECT {names(shown)} FROM read_parquet('{path}', hive_partitioning = false)"
 
 

@@ -1,31 +1,39 @@
 """Upkeep of lake tables: few files instead of many, and none that no reader needs any more.
 
-Safe beside writes: both are commits of Delta, neither changes a row, and what loses a race is left for the next time.
-Files that were replaced stay for `keep_s`, for readers that opened an older version; a file that a writer has just written and
-not yet committed is never touched, since only files that the log names as removed are deleted.
+Safe beside writes: compaction is a commit of Delta that changes no row, and what loses a race is left for the next time. A
+file is deleted only if no version that a reader may still be at names it: none of the last `keep_s`, nor one that a kept cut names.
+What interrupted writes left behind goes too: a file of a fold as soon as the version that its name speaks of has passed, any
+other once it is too old to be part of a write under way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta
 from typing import Final
 
 import pyarrow as pa
-from deltalake import DeltaTable
-from deltalake.fs import DeltaStorageHandler
-from pyarrow.fs import FileSelector, PyFileSystem
 
+from millstream import failpoints
 from millstream.errors import LakeConflict
-from millstream.lake.delta import WRITER, OpenTable, lake_errors, open_table
+from millstream.lake.data_files import TableFiles, new_name, swap, version_in
+from millstream.lake.delta import OpenTable, lake_errors, live_files, open_table
+from millstream.lake.history import BOUNDED, PARTITION, day_folder, in_day
 from millstream.lake.layout import LakeLayout, View
+from millstream.lake.types import conform
 from millstream.model.schema import TableSchema
 
 KEEP_S: Final = 300.0
 """Longer than a query of a plain reader takes."""
 COMPACT_FILES: Final = 200
-"""Compaction writes small files anew each time until they have grown large: seldom enough, and folds still open few files."""
+"""Small files of a day from which on they are made one: seldom enough, and folds still open few files."""
+_COMPACT_FILES_PAST: Final = 8
+"""The same of a day that is over."""
 _TARGET_BYTES: Final = 64 << 20
 _SMALL_BYTES: Final = 16 << 20
+_WRITE_S_MAX: Final = 3_600.0
+"""No write of ours holds a file uncommitted for as long."""
 _LOOK_BACK_VERSIONS: Final = 2_000
 
 
@@ -45,71 +53,127 @@ def tend_table(
     now_ms: int,
     keep_s: float = KEEP_S,
     compact_files: int = COMPACT_FILES,
+    spared: int | None = None,
 ) -> Upkeep:
-    """Compact a table where it has many small files, and delete the files that were replaced more than `keep_s` ago.
+    """Compact history where it has many small files, and delete files that no reader needs any more.
 
-    Call it about once a minute for a table that is written to. It may run beside appends and folds.
+    Call it about once a minute for a table that is written to. It may run beside appends and folds. Views that are folded
+    need no compaction: folds keep their files in shape.
 
     Args:
         layout: where the lake is.
-        view: which of the table's two.
+        view: which of the table's views.
         schema: names the table.
         now_ms: milliseconds since 1970, of the clock that stamps Delta's commits.
         keep_s: how long replaced files stay.
-        compact_files: small files from which on they are compacted.
+        compact_files: small files of a day from which on they are compacted.
+        spared: the oldest version of the table that a kept cut names; its files, and those of all later ones, stay.
 
     Raises:
         LakeTableForeign: somebody else wrote into the table.
+        LakeUnavailable: it can't be reached.
     """
     path, app = layout.table_path(view, schema), layout.app_id(view, schema.table_id)
     opened = open_table(layout, path, app)
     if opened is None:
         return Upkeep()
-    compacted = _compact(opened, compact_files)
-    return Upkeep(compacted, _delete_replaced(layout, path, app, int(now_ms - keep_s * 1000)))
+    today = datetime.fromtimestamp(now_ms / 1000, UTC).date()
+    compacted = _compact(layout, opened, compact_files, today) if view == "history" else 0
+    return Upkeep(compacted, delete_unneeded(layout, path, app, now_ms=now_ms, keep_s=keep_s, spared=spared))
 
 
-def _compact(opened: OpenTable, compact_files: int) -> int:
-    sizes = pa.table(opened.table.get_add_actions(flatten=True)).column("size_bytes").to_pylist()
-    if sum(size < _SMALL_BYTES for size in sizes) < compact_files:
-        return 0
-    try:
-        with lake_errors(opened.path):
-            done = opened.table.optimize.compact(
-                target_size=_TARGET_BYTES, writer_properties=WRITER, commit_properties=opened.upkeep()
+def _compact(layout: LakeLayout, opened: OpenTable, compact_files: int, today: date) -> int:
+    """Merge small files of history, neighbours in order of `seq`; returns how many there were."""
+    done = 0
+    for day, small in _small_files(opened).items():
+        if len(small) < (
+            compact_files
+            if day is None or day >= today - timedelta(days=1)
+            else min(compact_files, _COMPACT_FILES_PAST)
+        ):
+            continue
+        files = TableFiles(layout, opened.path, BOUNDED)
+        shape = pa.schema([field for field in opened.schema() if field.name != PARTITION])
+
+        def rows(
+            paths: list[str] = small, files: TableFiles = files, shape: pa.Schema = shape
+        ) -> Iterator[pa.RecordBatch]:
+            for path in paths:
+                yield from conform(files.read(path), shape).to_batches()
+
+        merged = files.write(rows(), shape, new_name(), partition=day_folder(day))
+        failpoints.hit("lake.before_compaction_commit")
+        try:
+            swap(
+                opened,
+                opened.upkeep(),
+                add=[in_day(merged, day)],
+                remove=small,
+                partition_by=[PARTITION],
+                data_change=False,
             )
-    except LakeConflict:
-        return 0
-    return int(done["numFilesRemoved"])
+        except LakeConflict:
+            continue
+        done += len(small)
+    return done
 
 
-def _delete_replaced(layout: LakeLayout, path: str, app: str, before_ms: int) -> int:
-    """Delete what the newest version that is old enough names as removed: no reader in time can need it.
+def _small_files(opened: OpenTable) -> dict[date | None, list[str]]:
+    """Small files by day, ordered by `seq`, of each day as many as make one file."""
+    actions = live_files(opened)
+    if "min.__seq" not in actions.column_names:
+        return {}
+    found: dict[date | None, list[str]] = {}
+    sizes: dict[date | None, int] = {}
+    for row in (
+        actions.select(["path", "size_bytes", "min.__seq", f"partition.{PARTITION}"]).sort_by("min.__seq").to_pylist()
+    ):
+        day, size = row[f"partition.{PARTITION}"], int(row["size_bytes"])
+        if size < _SMALL_BYTES and sizes.get(day, 0) + size <= _TARGET_BYTES:
+            found.setdefault(day, []).append(row["path"])
+            sizes[day] = sizes.get(day, 0) + size
+    return found
 
-    The list is a vacuum's dry run at that version. The vacuum itself counts in hours, and its commit would fail beside any
-    write that removes files.
-    """
+
+def delete_unneeded(
+    layout: LakeLayout, path: str, app: str, *, now_ms: int, keep_s: float = KEEP_S, spared: int | None = None
+) -> int:
+    """Delete the files of a table that no reader needs; returns how many. Arguments as of `tend_table`."""
     opened = open_table(layout, path, app)
-    version = None if opened is None else _version_before(opened.table, before_ms)
-    old = None if version is None else open_table(layout, path, app, version=version)
-    if old is None:
+    kept = None if opened is None else _version_before(opened, int(now_ms - keep_s * 1000))
+    if opened is None or kept is None:
         return 0
+    oldest = kept if spared is None else min(kept, max(0, spared))
+    before = open_table(layout, path, app, version=oldest)
+    if before is None:
+        return 0
+    needed = _live(opened) | _live(before)
     with lake_errors(path):
-        removed = set(old.table.vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=True))
-        if not removed:
-            return 0
-        files = PyFileSystem(DeltaStorageHandler(path, dict(layout.storage_options) or None))
-        stored = {
-            info.path.lstrip("/") for info in files.get_file_info(FileSelector("", recursive=True)) if info.is_file
-        }
-        for name in removed & stored:
-            files.delete_file(name)
-        return len(removed & stored)
+        removed = set(before.table.vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=True))
+    too_old = datetime.fromtimestamp((now_ms / 1000) - keep_s - _WRITE_S_MAX, UTC)
+    files = TableFiles(layout, path, ())
+    unneeded = []
+    for name, info in files.all().items():
+        version = version_in(name)
+        if name in needed:
+            continue
+        # A file meant for a version is in it or in none; one that is gone by the oldest kept version is gone for good.
+        passed = version is not None and version <= oldest
+        if passed or name in removed or (version is None and info.mtime is not None and info.mtime < too_old):
+            unneeded.append(name)
+    failpoints.hit("lake.before_delete")
+    with lake_errors(path):
+        return files.delete(unneeded)
 
 
-def _version_before(table: DeltaTable, before_ms: int) -> int | None:
+def _live(opened: OpenTable) -> set[str]:
+    return set(live_files(opened).column("path").to_pylist())
+
+
+def _version_before(opened: OpenTable, before_ms: int) -> int | None:
     """The newest version committed at or before a time; None where the log doesn't reach back so far."""
-    for info in table.history(_LOOK_BACK_VERSIONS):
-        if int(info["timestamp"]) <= before_ms:
-            return int(info["version"])
+    with lake_errors(opened.path):
+        for info in opened.table.history(_LOOK_BACK_VERSIONS):
+            if int(info["timestamp"]) <= before_ms:
+                return int(info["version"])
     return None

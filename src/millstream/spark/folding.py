@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final, TypeVar
 
 from py4j.protocol import Py4JError
@@ -19,11 +19,23 @@ from pyspark.sql import SparkSession
 
 from millstream.catalog import Catalog, TableState
 from millstream.errors import EngineError, Retry
+from millstream.lake.data_files import NewFile
 from millstream.lake.layout import View, has_current
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
-from millstream.spark.landing import FoldAnswer, FoldTask, TendTask, fold_one, tend_one
+from millstream.spark.landing import (
+    CommitTask,
+    FoldAnswer,
+    FoldTask,
+    PartTask,
+    TableError,
+    TendTask,
+    commit_fold,
+    start_fold,
+    tend_one,
+    write_part,
+)
 from millstream.spark.ledger import Ledger, TableEntry
 from millstream.spark.pipeline import PipelineConfig
 from millstream.spark.schedule import FoldHistory, fold_is_due
@@ -90,23 +102,24 @@ class Folder:
 
         Only while the thread isn't running.
         """
-        failure: Exception | None = None
-        for attempt in range(_FAILED_JOBS_MAX):
-            tasks = self._tasks(lambda _entry: True)
-            if not tasks:
-                return
-            time.sleep(0.2 * attempt)
+        failures = 0
+        while tasks := self._tasks(lambda _entry: True):
+            before = {entry.table_id: entry.current_n for entry in self._ledger.tables.values()}
+            time.sleep(0.2 * failures)
             try:
                 self._round(tasks)
             except (Py4JError, PySparkException) as error:
-                failure = error
+                failures += 1
+                if failures >= _FAILED_JOBS_MAX:
+                    raise EngineError(f"folding fails again and again: {error}") from error
                 continue
-            failure = None
+            after = {entry.table_id: entry.current_n for entry in self._ledger.tables.values()}
+            # A table with very many records gets there in several folds.
+            failures = 0 if after != before else failures + 1
             failed = [entry.fold_error for entry in self._ledger.tables.values() if entry.fold_error is not None]
-            if failed and all(error.retry in {Retry.NEVER, Retry.OPERATOR} for error in failed):
+            hopeless = failed and all(error.retry in {Retry.NEVER, Retry.OPERATOR} for error in failed)
+            if failures >= _FAILED_JOBS_MAX or (hopeless and after == before):
                 return
-        if failure is not None:
-            raise EngineError(f"folding fails again and again: {failure}") from failure
 
     def observe_copies(self, position: Callable[[], Seq]) -> Seq:
         """Note which copies are whole in the log by now: their tables are folded once the lake has got as far.
@@ -194,32 +207,66 @@ class Folder:
         self._tended_s = time.monotonic()
         tasks = []
         for entry in list(self._ledger.tables.values()):
-            schema = self._schema(entry) if entry.untended else None
+            schema = self._schema(entry) if entry.tend_until_s >= time.monotonic() else None
             if schema is not None:
-                entry.untended = False
                 views: tuple[View, ...] = ("history", "current") if has_current(schema) else ("history",)
-                tasks.append(TendTask(self._config.layout, schema.to_arrow().serialize().to_pybytes(), views))
+                tasks.append(
+                    TendTask(
+                        self._config.layout, schema.to_arrow().serialize().to_pybytes(), views, self._spared(entry)
+                    )
+                )
         if tasks:
-            compacted = self._map(tend_one, tasks)
-            self._ledger.commit(None, [commit for commit in compacted if commit is not None])
+            self._map(tend_one, tasks)
             self._ledger.tend_cuts()
 
-    def _map(self, function: Callable[[_Task], _Answer], tasks: list[_Task]) -> list[_Answer]:
-        """One job on all cores but one, which the batches keep."""
+    def _spared(self, entry: TableEntry) -> Mapping[View, int]:
+        """By view, the table's version that the last cut names: queries stand on it."""
+        cut = self._ledger.cut
+        named = [] if cut is None else [table for table in cut.tables.values() if table.table_id == entry.table_id]
+        versions: dict[View, int] = {}
+        for table in named:
+            versions |= {"history": table.history, "current": table.current}
+        return {view: version for view, version in versions.items() if version >= 0}
+
+    def _map(
+        self, function: Callable[[_Task], _Answer], tasks: list[_Task], *, every_core: bool = False
+    ) -> list[_Answer]:
+        """One job on all cores but one, which the batches keep; on every core where a task a slice is asked for."""
         context = self._spark.sparkContext
-        slices = max(1, min(len(tasks), context.defaultParallelism - 1))
+        slices = len(tasks) if every_core else max(1, min(len(tasks), context.defaultParallelism - 1))
         answers: list[_Answer] = context.parallelize(tasks, slices).map(function).collect()
         return answers
 
     def _round(self, tasks: list[FoldTask]) -> None:
-        """One job: fold the tables; then a cut that names their new versions."""
+        """Fold the tables: small ones in one job, large ones in parts; then a cut that names their new versions."""
         started = time.monotonic()
-        answers = self._map(fold_one, tasks)
-        self._note(answers, {task.table_id: task.upto for task in tasks}, started)
+        answers = self._finished(self._map(start_fold, tasks), started)
+        self._note(answers, started)
         self._ledger.commit(None, [answer.commit for answer in answers if answer.commit is not None])
         self._folded()
 
-    def _note(self, answers: Iterable[FoldAnswer], upto: dict[TableId, Seq], started: float) -> None:
+    def _finished(self, answers: list[FoldAnswer], started: float) -> list[FoldAnswer]:
+        """The answers, once the parts of large tables are written and committed."""
+        plans = {answer.table_id: answer.plan for answer in answers if answer.plan is not None}
+        if not plans:
+            return answers
+        parts = [PartTask(plan, part) for plan in plans.values() for part in range(plan.part_count)]
+        written: dict[TableId, list[NewFile]] = {table_id: [] for table_id in plans}
+        errors: dict[TableId, TableError] = {}
+        building = any(plan.build for plan in plans.values())
+        for part in self._map(write_part, parts, every_core=building):
+            written[part.table_id].extend(part.written)
+            if part.error is not None:
+                errors[part.table_id] = part.error
+        took_s = time.monotonic() - started
+        ready = [CommitTask(plan, tuple(written[t]), took_s) for t, plan in plans.items() if t not in errors]
+        return [
+            *(answer for answer in answers if answer.plan is None),
+            *(FoldAnswer(table_id, error=error) for table_id, error in errors.items()),
+            *(self._map(commit_fold, ready) if ready else ()),
+        ]
+
+    def _note(self, answers: Iterable[FoldAnswer], started: float) -> None:
         ended = time.monotonic()
         for answer in answers:
             if answer.commit is None:
@@ -227,4 +274,4 @@ class Folder:
                 self._ledger.fold_failed(answer.table_id, answer.error)
             else:
                 last = FoldHistory(ended, answer.took_s, answer.live_bytes, answer.removed_bytes)
-                self._ledger.folded(answer.commit, upto[answer.table_id], last, started)
+                self._ledger.folded(answer.commit, last, started)

@@ -11,7 +11,7 @@ import contextlib
 import json
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,8 +20,8 @@ import pyarrow.compute as pc
 
 from millstream import failpoints
 from millstream.errors import MillstreamError, Retry
-from millstream.lake.current import fold_table
-from millstream.lake.delta import open_table
+from millstream.lake.current import Fold, FoldOutcome, FoldPlan, begin_fold
+from millstream.lake.data_files import NewFile
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout, TableCommit, View
 from millstream.lake.upkeep import tend_table
@@ -29,7 +29,7 @@ from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.spark.frames import MARKER, unpack
-from millstream.spark.schedule import KEEP_REMOVED_S, SMALL_BYTES
+from millstream.spark.schedule import KEEP_REMOVED_S
 
 ANSWER_COLUMNS: Final = (
     "table_id long, schema_version long, batch_after long, batch_upto long, commit string, commit_us long, error string"
@@ -133,7 +133,7 @@ class FoldTask:
 
 @dataclass(frozen=True, slots=True)
 class FoldAnswer:
-    """What became of a `FoldTask`: a commit, or an error."""
+    """What became of a fold: a commit, an error, or a plan whose parts are yet to be written."""
 
     table_id: TableId
     commit: TableCommit | None = None
@@ -141,21 +141,75 @@ class FoldAnswer:
     live_bytes: int = 0
     """Of `current`'s files now."""
     removed_bytes: int = 0
-    """Of the files that this fold replaced; not measured where the table is small."""
+    """Of the files that this fold replaced."""
+    error: TableError | None = None
+    plan: FoldPlan | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PartTask:
+    """One part of a large table's fold."""
+
+    plan: FoldPlan
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartAnswer:
+    """The files of a part, not yet committed; or an error."""
+
+    table_id: TableId
+    written: tuple[NewFile, ...] = ()
     error: TableError | None = None
 
 
-def fold_one(task: FoldTask) -> FoldAnswer:
-    """Fold one table."""
+@dataclass(frozen=True, slots=True)
+class CommitTask:
+    """A fold whose parts are written."""
+
+    plan: FoldPlan
+    written: tuple[NewFile, ...]
+    took_s: float
+    """So far."""
+
+
+def start_fold(task: FoldTask) -> FoldAnswer:
+    """Fold one table, or, where it is large, find the parts that tasks of their own shall write."""
     schema = TableSchema.from_arrow(pa.ipc.read_schema(pa.py_buffer(task.schema)))
     failpoints.hit("fold.start")
     started = time.monotonic()
     try:
-        commit = fold_table(task.layout, schema, task.upto)
-        live, removed = _bytes_of(task.layout, schema, commit)
+        begun = begin_fold(task.layout, schema, task.upto)
+        if isinstance(begun, FoldOutcome):
+            return _folded(begun, started)
+        if begun.plan.part_count > 1:
+            return FoldAnswer(schema.table_id, took_s=time.monotonic() - started, plan=begun.plan)
+        return _folded(begun.commit(begun.write(0)), started)
     except Exception as failure:  # noqa: BLE001 - as above
         return FoldAnswer(schema.table_id, error=TableError.of(failure))
-    return FoldAnswer(schema.table_id, commit, time.monotonic() - started, live, removed)
+
+
+def write_part(task: PartTask) -> PartAnswer:
+    """Write one part of a large table."""
+    table_id = task.plan.schema.table_id
+    try:
+        return PartAnswer(table_id, tuple(Fold(task.plan).write(task.part)))
+    except Exception as failure:  # noqa: BLE001 - as above
+        return PartAnswer(table_id, error=TableError.of(failure))
+
+
+def commit_fold(task: CommitTask) -> FoldAnswer:
+    """Swap a large table's parts in."""
+    started = time.monotonic() - task.took_s
+    try:
+        return _folded(Fold(task.plan).commit(task.written), started)
+    except Exception as failure:  # noqa: BLE001 - as above
+        return FoldAnswer(task.plan.schema.table_id, error=TableError.of(failure))
+
+
+def _folded(done: FoldOutcome, started: float) -> FoldAnswer:
+    took_s = time.monotonic() - started
+    return FoldAnswer(done.commit.table_id, done.commit, took_s, done.live_bytes, done.removed_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,50 +219,14 @@ class TendTask:
     layout: LakeLayout
     schema: bytes
     views: tuple[View, ...]
+    spared: Mapping[View, int]
+    """By view, the version that the last cut names."""
 
 
-def tend_one(task: TendTask) -> TableCommit | None:
-    """Compact a table's small files and delete those that no reader needs any more.
-
-    Returns:
-        `current` in the version that a compaction made, for the next cut: the files of the version before go soon. None where it
-        is as it was, also where upkeep failed: that is left for the next time.
-    """
+def tend_one(task: TendTask) -> None:
+    """Compact a table's small files and delete those that no reader needs any more; what fails is left for the next time."""
     schema = TableSchema.from_arrow(pa.ipc.read_schema(pa.py_buffer(task.schema)))
     now_ms = time.time_ns() // 1_000_000
-    compacted: TableCommit | None = None
     for view in task.views:
-        with contextlib.suppress(MillstreamError):
-            done = tend_table(task.layout, view, schema, now_ms=now_ms, keep_s=KEEP_REMOVED_S)
-            if view == "current" and done.files_compacted:
-                compacted = _standing(task.layout, schema)
-    return compacted
-
-
-def _standing(layout: LakeLayout, schema: TableSchema) -> TableCommit | None:
-    """`current` as it is now."""
-    path = layout.table_path("current", schema)
-    opened = open_table(layout, path, layout.app_id("current", schema.table_id))
-    if opened is None or opened.n is None:
-        return None
-    name, folder = f"{schema.namespace}.{schema.name}", path.rsplit("/", 1)[1]
-    return TableCommit(schema.table_id, name, folder, "current", opened.version, 0, opened.n)
-
-
-def _bytes_of(layout: LakeLayout, schema: TableSchema, commit: TableCommit) -> tuple[int, int]:
-    """Bytes of `current`'s live files after a fold's commit, and of those that it replaced."""
-    path, app = layout.table_path("current", schema), layout.app_id("current", schema.table_id)
-    after = _files(layout, path, app, commit.version)
-    live = sum(after.values())
-    if live < SMALL_BYTES or commit.rows == 0 or commit.version == 0:
-        return live, 0
-    before = _files(layout, path, app, commit.version - 1)
-    return live, sum(size for name, size in before.items() if name not in after)
-
-
-def _files(layout: LakeLayout, path: str, app: str, version: int) -> dict[str, int]:
-    opened = open_table(layout, path, app, version=version)
-    if opened is None:
-        return {}
-    actions = pa.table(opened.table.get_add_actions(flatten=True))
-    return dict(zip(actions.column("path").to_pylist(), actions.column("size_bytes").to_pylist(), strict=True))
+        with contextlib.suppress(MillstreamError, OSError):
+            tend_table(task.layout, view, schema, now_ms=now_ms, keep_s=KEEP_REMOVED_S, spared=task.spared.get(view))

@@ -20,13 +20,14 @@ from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
 from millstream.spark.landing import TableError
 from millstream.spark.pipeline import PipelineConfig, TableProgress
-from millstream.spark.schedule import FoldHistory
+from millstream.spark.schedule import KEEP_REMOVED_S, FoldHistory
 
 RETRY_HELD_S_MIN: Final = 30.0
 RETRY_HELD_S_MAX: Final = 600.0
 """A table that was set aside is tried again after so long, first and at most: what a person mends takes minutes, and each
 attempt reads up to a batch of the log."""
 RETRY_FOLD_S_MAX: Final = 300.0
+_TENDED_S: Final = KEEP_REMOVED_S + 180.0
 _NO_VERSION: Final = SchemaVersion(0)
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -40,8 +41,8 @@ class TableEntry:
     version: SchemaVersion = _NO_VERSION
     """Of the newest records in the lake; 0 where this run has appended none."""
     rows: int = 0
-    untended: bool = True
-    """Whether it was written to since its files were last tended."""
+    tend_until_s: float = field(default_factory=lambda: time.monotonic() + _TENDED_S)
+    """Until then its files are tended: those that the last write replaced go a while after it."""
     history_n: Seq = Seq(0)
     current_n: Seq | None = None
     waiting_since_s: float | None = None
@@ -124,21 +125,21 @@ class Ledger:
             for commit in commits:
                 entry = self._entry(commit.table_id, commit.name)
                 entry.version = max(entry.version, versions[commit.table_id])
-                entry.untended = True
+                entry.tend_until_s = now + _TENDED_S
                 entry.rows += commit.rows
                 self.rows += commit.rows
                 entry.history_n = max(entry.history_n, commit.n)
                 if entry.waiting_since_s is None:
                     entry.waiting_since_s = now
 
-    def folded(self, commit: TableCommit, upto: Seq, last: FoldHistory, started_s: float) -> None:
-        """Note a fold to `upto` that began at `started_s`. Any thread."""
+    def folded(self, commit: TableCommit, last: FoldHistory, started_s: float) -> None:
+        """Note a fold that began at `started_s`. Any thread."""
         with self._lock:
             entry = self.tables[commit.table_id]
             entry.fold, entry.fold_error, entry.fold_failures = last, None, 0
             entry.current_n = commit.n
-            entry.untended = True
-            entry.waiting_since_s = started_s if entry.history_n > upto else None
+            entry.tend_until_s = time.monotonic() + _TENDED_S
+            entry.waiting_since_s = started_s if entry.history_n > commit.n else None
 
     def fold_failed(self, table_id: TableId, error: TableError) -> None:
         """Note a fold that failed; the next try waits twice as long as this one did. Any thread."""

@@ -1,0 +1,265 @@
+"""The Parquet files of a lake's Delta tables: written here, listed, read and swapped in one commit.
+
+Millstream writes the files itself and leaves the log of the Delta table to delta-rs. Why: delta-rs (1.6) cuts the bounds that it
+notes of a file's values (timestamps to milliseconds, decimals to doubles), so that readers skip files that hold what they look
+for; and it has no way to write files in several processes for one commit. Bounds noted here are exact, and only of the columns
+that the table's property names (`bounded_property`).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date, datetime
+from decimal import Decimal
+from typing import Any, Final, Literal
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+from deltalake import CommitProperties, PostCommitHookProperties
+from deltalake.fs import DeltaStorageHandler
+from deltalake.transaction import AddAction, RemoveAction
+
+from millstream.lake.delta import OpenTable, lake_errors
+from millstream.lake.layout import LakeLayout
+
+ROW_GROUP_ROWS: Final = 1 << 16
+"""Small enough that a look-up by key reads little, large enough to compress well."""
+_TEXT_BOUND_MAX: Final = 256
+"""Characters of a text's bound; longer ones are cut to a bound that still holds."""
+_LAST_CHARACTER: Final = "\U0010ffff"
+_SLASH: Final = "/"
+
+
+@dataclass(frozen=True, slots=True)
+class NewFile:
+    """A file that was written and isn't committed yet. A value: crosses processes."""
+
+    path: str
+    """Within the table's folder."""
+    size_bytes: int
+    rows: int
+    stats: str
+    """Delta's statistics, JSON."""
+    partition: dict[str, str | None] = field(default_factory=dict)
+
+    def action(self, *, data_change: bool) -> AddAction:
+        """The commit's action that adds it."""
+        return AddAction(self.path, self.size_bytes, self.partition, _now_ms(), data_change, self.stats)
+
+
+def storage_of(layout: LakeLayout, path: str) -> pafs.FileSystem:
+    """The file system whose root is a table's folder."""
+    if "://" in path:
+        return pafs.PyFileSystem(DeltaStorageHandler(path, dict(layout.storage_options) or None))
+    return pafs.SubTreeFileSystem(path, pafs.LocalFileSystem())
+
+
+class TableFiles:
+    """Writes new files of one table, and reads those that it has."""
+
+    def __init__(self, layout: LakeLayout, path: str, bounded: Sequence[str]) -> None:
+        """See the class.
+
+        Args:
+            layout: where the lake is.
+            path: the table's folder.
+            bounded: `boundable` columns, whose lowest and greatest values are noted with each file.
+        """
+        self._storage = storage_of(layout, path)
+        self._path = path
+        self._bounded = tuple(bounded)
+
+    def write(
+        self, rows: Iterable[pa.RecordBatch] | pa.Table, schema: pa.Schema, name: str, *, partition: str = ""
+    ) -> NewFile:
+        """Write one file.
+
+        Args:
+            rows: in `schema`.
+            schema: of the file: the table's columns without those that partition it.
+            name: the file's name, unique in the table.
+            partition: `column=value` for a partitioned table's folder.
+        """
+        folder = f"{partition}{_SLASH}" if partition else ""
+        batches = rows.to_batches() if isinstance(rows, pa.Table) else rows
+        bounds = _Bounds([schema.field(n) for n in self._bounded if schema.get_field_index(n) >= 0])
+        with lake_errors(self._path):
+            if partition and isinstance(self._storage, pafs.SubTreeFileSystem):
+                self._storage.create_dir(partition, recursive=True)
+            with (
+                self._storage.open_output_stream(folder + name) as sink,
+                pq.ParquetWriter(
+                    sink, schema, compression="zstd", compression_level=1, store_schema=False, version="2.6"
+                ) as writer,
+            ):
+                count = 0
+                for batch in batches:
+                    if batch.num_rows:
+                        writer.write_batch(batch, row_group_size=ROW_GROUP_ROWS)
+                        bounds.note(batch)
+                        count += batch.num_rows
+            size = self._storage.get_file_info(folder + name).size
+        column, _, value = partition.partition("=")
+        return NewFile(folder + name, int(size), count, bounds.stats(count), {column: value} if column else {})
+
+    def read(self, path: str, columns: Sequence[str] | None = None) -> pa.Table:
+        """One file's rows, in the columns that the file has."""
+        with lake_errors(self._path):
+            return pq.read_table(
+                path,
+                filesystem=self._storage,
+                columns=None if columns is None else list(columns),
+                partitioning=None,
+                pre_buffer=False,
+            )
+
+    def all(self) -> dict[str, pafs.FileInfo]:
+        """Every file in the folder, the Delta log's aside, by path."""
+        with lake_errors(self._path):
+            found = self._storage.get_file_info(pafs.FileSelector("", recursive=True))
+        named = ((info.path.lstrip(_SLASH), info) for info in found if info.is_file)
+        return {path: info for path, info in named if not path.startswith("_delta_log/")}
+
+    def delete(self, paths: Iterable[str]) -> int:
+        """Delete files; those that are gone already don't matter. Returns how many there were."""
+        deleted = 0
+        for path in paths:
+            try:
+                self._storage.delete_file(path)
+            except FileNotFoundError:
+                continue
+            deleted += 1
+        return deleted
+
+
+def new_name(version: int | None = None) -> str:
+    """A name for a new file.
+
+    Args:
+        version: where the file may be committed as this version of the table and no other, so that whoever finds it later knows
+            whether it was; None where another version will do.
+    """
+    return f"{'part' if version is None else f'v{version:020d}'}-{uuid.uuid4()}.zstd.parquet"
+
+
+def version_in(path: str) -> int | None:
+    """The only version that a file can have been committed as, by its name; None where the name doesn't say."""
+    name = path.rpartition(_SLASH)[2]
+    return int(name[1:21]) if name.startswith("v") and name[1:21].isdecimal() and name[21:22] == "-" else None
+
+
+def swap(
+    opened: OpenTable,
+    properties: CommitProperties,
+    *,
+    add: Sequence[NewFile],
+    remove: Sequence[str] = (),
+    mode: Literal["append", "overwrite"] = "append",
+    schema: pa.Schema | None = None,
+    partition_by: Sequence[str] = (),
+    data_change: bool = True,
+) -> None:
+    """Commit that some files are in the table now and others aren't, in one step.
+
+    Args:
+        opened: the table; the handle stands at the new version afterwards.
+        properties: the commit's stamp and position, of `OpenTable.commit` or `OpenTable.upkeep`.
+        add: files that were written.
+        remove: paths of live files.
+        mode: `overwrite` removes all files, and makes `schema` the table's.
+        schema: the table's new columns; as they are where None.
+        partition_by: the columns that partition the table.
+        data_change: False where no row changes.
+
+    Raises:
+        LakeConflict: another commit took files away that this one read, or, where the properties allow no retry, any came first.
+    """
+    now = _now_ms()
+    gone = [RemoveAction(path, data_change, now) for path in remove]
+    with lake_errors(opened.path):
+        opened.table.create_write_transaction(
+            [*(file.action(data_change=data_change) for file in add), *gone],
+            mode,
+            opened.table.schema() if schema is None else schema,
+            partition_by=list(partition_by) or None,
+            commit_properties=properties,
+            post_commithook_properties=PostCommitHookProperties(create_checkpoint=True),
+        )
+        opened.table.update_incremental()
+
+
+class _Bounds:
+    """The lowest and greatest values of some columns, over batches."""
+
+    def __init__(self, fields: Sequence[pa.Field]) -> None:
+        self._fields = list(fields)
+        self._low: dict[str, Any] = {}
+        self._high: dict[str, Any] = {}
+        self._nulls: dict[str, int] = {f.name: 0 for f in fields}
+
+    def note(self, batch: pa.RecordBatch) -> None:
+        for name in self._nulls:
+            self._nulls[name] += batch.column(name).null_count
+        for one in self._fields:
+            values = batch.column(one.name)
+            found = pc.min_max(values).as_py()
+            if found["min"] is None:
+                continue
+            low, high = self._low.get(one.name), self._high.get(one.name)
+            self._low[one.name] = found["min"] if low is None else min(low, found["min"], key=_order)
+            self._high[one.name] = found["max"] if high is None else max(high, found["max"], key=_order)
+
+    def stats(self, rows: int) -> str:
+        known = [f for f in self._fields if f.name in self._low]
+        low = {f.name: _bound(self._low[f.name], greatest=False) for f in known}
+        high = {f.name: _bound(self._high[f.name], greatest=True) for f in known}
+        nulls = json.dumps(self._nulls)
+        return f'{{"numRecords":{rows},"minValues":{_json(low)},"maxValues":{_json(high)},"nullCount":{nulls}}}'
+
+
+def _json(facts: Mapping[str, Any]) -> str:
+    """An object as JSON; decimals keep all of their digits, which `json` can't be told."""
+    values = (format(v, "f") if isinstance(v, Decimal) else json.dumps(v) for v in facts.values())
+    return "{" + ",".join(f"{json.dumps(name)}:{value}" for name, value in zip(facts, values, strict=True)) + "}"
+
+
+def _order(value: Any) -> Any:
+    """Texts in the order of their bytes, which is Delta's."""
+    return value.encode() if isinstance(value, str) else value
+
+
+def boundable(columns: pa.Schema, names: Sequence[str]) -> tuple[str, ...]:
+    """Those of some columns whose values all have exact bounds in Delta's statistics (a NaN and an infinity have none)."""
+    return tuple(name for name in names if _has_bounds(columns.field(name).type))
+
+
+def _has_bounds(kind: pa.DataType) -> bool:
+    return bool(
+        pa.types.is_integer(kind)
+        or pa.types.is_string(kind)
+        or pa.types.is_timestamp(kind)
+        or pa.types.is_date(kind)
+        or pa.types.is_decimal(kind)
+    )
+
+
+def _bound(value: Any, *, greatest: bool) -> Any:
+    """A bound as Delta's JSON has it; cut texts are lowered or raised."""
+    if isinstance(value, str) and len(value) > _TEXT_BOUND_MAX:
+        return value[:_TEXT_BOUND_MAX] + (_LAST_CHARACTER if greatest else "")
+    if isinstance(value, datetime):
+        text = value.replace(tzinfo=None).isoformat(timespec="microseconds")
+        return text if value.tzinfo is None else text + "Z"
+    if isinstance(value, date):
+        return value.isoformat()
+    return value
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
