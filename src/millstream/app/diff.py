@@ -7,14 +7,15 @@ range at a time: memory is bounded by a range, whatever the table. Two ranges th
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import pyarrow as pa
 
@@ -43,6 +44,7 @@ RANGE_BYTES: Final = 16 << 20
 """What a range is likely to hold at most: of these two sides' rows are in memory at once."""
 
 RowText = tuple[str | None, ...]
+_T = TypeVar("_T")
 
 
 class Compared(StrEnum):
@@ -96,6 +98,8 @@ class TableDiff:
     """`schema.table`, each part quoted where PostgreSQL would."""
     state: Compared
     reason: str = ""
+    key: tuple[str, ...] = ()
+    """Names of the key's columns; empty where rows have none."""
     notes: list[str] = field(default_factory=list)
     rows_source: int = 0
     rows_lake: int = 0
@@ -329,7 +333,7 @@ class _Comparison:
         )
         if lake is not None:
             _note_columns(columns, types, done)
-        key = tuple(column.name for column in table.key)
+        key = done.key = tuple(column.name for column in table.key)
         untold = [column.name for column in columns if column.name in key and column.lake is None]
         if lake is not None and untold:
             done.state = Compared.NOT_COMPARED
@@ -356,8 +360,7 @@ class _Comparison:
     @staticmethod
     def _lake_table(session: LakeSession, row: TableRow) -> LakeTable | None:
         """The table in the lake; None where no record of it has ever landed, as of one that was always empty."""
-        tables = {} if session.cut is None else session.cut.tables
-        if all(table.table_id != row.id for table in tables.values()):
+        if qualified_name(row.namespace, row.name) not in session.tables:
             return None
         return LakeTable(session, row.namespace, row.name)
 
@@ -370,27 +373,46 @@ class _Comparison:
         done: TableDiff,
         tell: Callable[[str, int], None],
     ) -> None:
-        empty = pa.table({HASH: pa.array([], pa.int64())})
-        take = (lambda _place: empty) if lake is None else lake.take(texts, differing)
+        ours = _Ranges(iter(()) if lake is None else lake.rows(texts, differing))
+        theirs = _Ranges(_gathered(side.rows(texts, differing)))
         through = 0
-        try:
-            groups = groupby(side.rows(texts, differing), key=lambda found: found[0])
-            waiting = next(groups, None)
+        with contextlib.closing(ours), contextlib.closing(theirs):
             for place in differing:
-                theirs: list[tuple[int, RowText]] = []
-                if waiting is not None and waiting[0] == place:
-                    theirs = [(hashed, values) for _, hashed, values in waiting[1]]
-                    waiting = next(groups, None)
-                through += len(theirs)
+                mine, others = ours.at(place), theirs.at(place) or []
+                through += len(others)
                 tell("reading", through)
-                for difference in differences_of(texts, *_unequal(take(place), theirs, texts.columns)):
+                for difference in differences_of(texts, *_unequal(mine, others, texts.columns)):
                     done.state = Compared.DIFFERENT
                     done.different += 1
                     if len(done.differences) < self.limit:
                         done.differences.append(difference)
-        finally:
-            if lake is not None:
-                lake.drop()
+
+
+class _Ranges(Generic[_T]):
+    """What comes by range, ascending; some ranges have nothing."""
+
+    def __init__(self, pieces: Iterator[tuple[int, _T]]) -> None:
+        self._pieces = pieces
+        self._next: tuple[int, _T] | None = None
+
+    def at(self, place: int) -> _T | None:
+        """What a range has; ranges are asked for in order, and nothing is read ahead of what is asked for."""
+        if self._next is None:
+            self._next = next(self._pieces, None)
+        if self._next is None or self._next[0] != place:
+            return None
+        found, self._next = self._next[1], None
+        return found
+
+    def close(self) -> None:
+        """Ask for no more."""
+        if isinstance(self._pieces, Generator):
+            self._pieces.close()
+
+
+def _gathered(rows: Iterator[tuple[int, int, RowText]]) -> Iterator[tuple[int, list[tuple[int, RowText]]]]:
+    for place, some in groupby(rows, key=lambda found: found[0]):
+        yield place, [(hashed, values) for _, hashed, values in some]
 
 
 def _both(lake: Callable[[], Sums], source: Callable[[], Sums]) -> tuple[Sums, Sums]:
@@ -428,13 +450,13 @@ def _note_columns(columns: Sequence[ComparedColumn], types: Mapping[str, pa.Data
 
 
 def _unequal(
-    lake: pa.Table, source: Sequence[tuple[int, RowText]], columns: Sequence[ComparedColumn]
+    lake: pa.Table | None, source: Sequence[tuple[int, RowText]], columns: Sequence[ComparedColumn]
 ) -> tuple[list[RowText], list[RowText]]:
     """The rows of both sides less those whose hash is equally often on both."""
-    hashes: list[int] = lake.column(HASH).to_pylist()
+    hashes: list[int] = [] if lake is None else lake.column(HASH).to_pylist()
     ours, theirs = Counter(hashes), Counter(hashed for hashed, _ in source)
     left = [index for index, hashed in enumerate(hashes) if ours[hashed] != theirs[hashed]]
-    mine = row_texts(lake.take(pa.array(left, pa.int64())), columns) if left else []
+    mine = row_texts(lake.take(pa.array(left, pa.int64())), columns) if lake is not None and left else []
     return mine, [values for hashed, values in source if ours[hashed] != theirs[hashed]]
 
 

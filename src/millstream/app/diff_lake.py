@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -16,7 +19,6 @@ from millstream.lake.types import texts_of, to_text
 if TYPE_CHECKING:
     from millstream.lake.query import LakeSession
 
-_ROWS: Final = "__millstream_diff_rows"
 EXACT: Final = "__exact"
 
 
@@ -51,27 +53,50 @@ class LakeTable:
         places, rows, totals = (column.to_pylist() for column in found.columns)
         return {place: (n, int(total)) for place, n, total in zip(places, rows, totals, strict=True)}
 
-    def take(self, texts: RowTexts, ranges: Collection[int]) -> Callable[[int], pa.Table]:
-        """Take the rows of some ranges out, in one pass; gives what gives one range's rows, with their hashes.
+    def rows(self, texts: RowTexts, ranges: Collection[int]) -> Iterator[tuple[int, pa.Table]]:
+        """(range, its rows with their hashes), by range, of those that have rows; sorted on disk where memory ends.
 
-        They lie in DuckDB's own storage, which goes to disk where memory ends, until `drop`.
+        Take it to its end, or close it, before anything else is asked of the session.
         """
         wanted = ",".join(map(str, sorted(ranges)))
-        self._query(
-            f"CREATE TEMP TABLE {_ROWS} AS SELECT * FROM ({texts.lake_sql(self._view, with_exact=self.with_exact)})"
-            f" WHERE {RANGE} IN (SELECT unnest([{wanted}]))"
+        query = (
+            f"SELECT * FROM ({texts.lake_sql(self._view, with_exact=self.with_exact)})"
+            f" WHERE {RANGE} IN (SELECT unnest([{wanted}])) ORDER BY {RANGE}"
         )
-        return lambda place: self._query(f"SELECT * FROM {_ROWS} WHERE {RANGE} = {place}")
+        held: list[pa.Table] = []
+        place = -1
+        with self._translated(), self._session.stream(query) as reader:
+            for batch in reader:
+                table = pa.Table.from_batches([batch])
+                for here, some in _by_range(table):
+                    if here != place and held:
+                        yield place, pa.concat_tables(held)
+                        held = []
+                    place = here
+                    held.append(some)
+        if held:
+            yield place, pa.concat_tables(held)
 
-    def drop(self) -> None:
-        """Let go of what `take` took."""
-        self._query(f"DROP TABLE IF EXISTS {_ROWS}")
-
-    def _query(self, sql: str) -> pa.Table:
+    @staticmethod
+    @contextmanager
+    def _translated() -> Iterator[None]:
         try:
-            return self._session.query(sql)
+            yield
         except InvalidQuery as error:
             raise LakeError(error.message, hint=error.hint) from error
+
+    def _query(self, sql: str) -> pa.Table:
+        with self._translated():
+            return self._session.query(sql)
+
+
+def _by_range(table: pa.Table) -> Iterator[tuple[int, pa.Table]]:
+    """The pieces of one range each, of rows sorted by it."""
+    places = table.column(RANGE).to_numpy()
+    starts = [0, *(np.flatnonzero(places[1:] != places[:-1]) + 1).tolist(), len(places)]
+    for start, end in pairwise(starts):
+        if end > start:
+            yield int(places[start]), table.slice(start, end - start)
 
 
 def row_texts(rows: pa.Table, columns: Collection[ComparedColumn]) -> list[tuple[str | None, ...]]:

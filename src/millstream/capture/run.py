@@ -22,6 +22,7 @@ from millstream.capture.connection import connect, connect_replication, take_byt
 from millstream.capture.copying import TableCopies
 from millstream.capture.directory import CatalogDirectory
 from millstream.capture.receiver import Receiver
+from millstream.capture.repair import CopiesAndRepairs, Repairs
 from millstream.capture.slot import check_slot, create_slot, read_slot, setting_ms
 from millstream.capture.source import Connection, Identity, check_same, identify_replication, insert_lsn
 from millstream.capture.spill import SpillFolder
@@ -84,7 +85,7 @@ class _Session:
     receiver: Receiver
     watcher: Watcher
     tables: Tables
-    copies: TableCopies
+    copies: CopiesAndRepairs
 
 
 class _Capture:
@@ -196,7 +197,8 @@ class _Capture:
                 buffer_bytes_max=config.buffer_bytes_max,
                 status_s=status_s,
             )
-            copies = TableCopies(config, self._catalog, directory, tables, self._stream, receiver.nudge)
+            shared = (config, self._catalog, directory, tables, self._stream, receiver.nudge)
+            copies = CopiesAndRepairs(TableCopies(*shared), Repairs(*shared))
             applier = Applier(receiver, self._log, directory, self._catalog, reached=reached, copies=copies)
             watcher = Watcher(config, tables, directory, passed=lambda: applier.passed, on_look=copies.see)
             self._connected = self._ever = True

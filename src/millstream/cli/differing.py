@@ -12,7 +12,8 @@ import click
 from millstream.cli.context import Session, json_option, note, on_terminal, pass_session, print_json, stream_option
 
 if TYPE_CHECKING:
-    from millstream.app.diff import Difference, Progress, TableDiff
+    from millstream.app.diff import Difference, DiffReport, Progress, TableDiff
+    from millstream.app.diff_repair import RepairAsked
 
 _SHOWN: Final = 10
 """Differing keys of a table that are printed for people."""
@@ -40,35 +41,79 @@ _VALUE_CHARS_MAX: Final = 60
     metavar="N",
     help="Differing keys of a table that --json lists; more are counted.",
 )
+@click.option("--repair", is_flag=True, help="Have capture read the keys that differ again, through the log.")
+@click.option("--wait", is_flag=True, help="With --repair: wait until it has, and compare those tables again.")
 @json_option
 @pass_session
 def diff(
-    session: Session, tables: tuple[str, ...], stream: str | None, timeout_s: float, limit: int, as_json: bool
+    session: Session,
+    tables: tuple[str, ...],
+    stream: str | None,
+    timeout_s: float,
+    limit: int,
+    repair: bool,
+    wait: bool,
+    as_json: bool,
 ) -> None:
     """Compare the lake's tables with the source at one LSN, by key and value, while both move.
 
     Exit code 3 where a table differs, 1 where one couldn't be compared. All tables where none is named.
     """
-    from millstream.app.diff import diff_stream
+    from millstream.app.diff import Compared, diff_stream
+    from millstream.app.diff_repair import ask_repairs, wait_for_repairs
 
+    if wait and not repair:
+        raise click.UsageError("--wait goes with --repair")
+    home = session.home()
     teller = _Teller()
-    report = diff_stream(
-        session.home(),
-        stream,
-        tables=tables,
-        timeout_s=timeout_s,
-        limit=limit,
-        on_progress=teller.progress,
-        on_table=(lambda _table: None) if as_json else teller.table,
-    )
-    teller.clear()
+
+    def compare(names: tuple[str, ...]) -> DiffReport:
+        found = diff_stream(
+            home,
+            stream,
+            tables=names,
+            timeout_s=timeout_s,
+            limit=limit,
+            on_progress=teller.progress,
+            on_table=(lambda _table: None) if as_json else teller.table,
+        )
+        teller.clear()
+        return found
+
+    report = compare(tables)
+    facts = report.as_dict()
+    if not as_json:
+        _sum_up(report)
+    differing = tuple(table.name for table in report.tables if table.state is Compared.DIFFERENT)
+    if repair and differing:
+        asked = ask_repairs(home, report)
+        facts["repair"] = [one.as_dict() for one in asked.tables]
+        for one in asked.tables:
+            note(f"{one.table}: {_asked(one)}")
+        if not asked.capture_runs:
+            note("No capture runs: the next `millstream run` does it.")
+        elif wait:
+            wait_for_repairs(home, report, asked, timeout_s=timeout_s, on_wait=teller.say)
+            teller.clear()
+            report = compare(differing)
+            facts["repaired"] = report.as_dict()
+            if not as_json:
+                _sum_up(report)
     if as_json:
-        print_json(report.as_dict())
-    else:
-        facts = report.as_dict()
-        counts = ", ".join(f"{n} {state.replace('_', ' ')}" for state, n in facts["counts"].items() if n)
-        note(f"{report.stream} at {facts['lsn']}: {counts or 'no tables'}")
+        print_json(facts)
     sys.exit(report.exit_code)
+
+
+def _sum_up(report: DiffReport) -> None:
+    facts = report.as_dict()
+    counts = ", ".join(f"{n} {state.replace('_', ' ')}" for state, n in facts["counts"].items() if n)
+    note(f"{report.stream} at {facts['lsn']}: {counts or 'no tables'}")
+
+
+def _asked(asked: RepairAsked) -> str:
+    if asked.how == "keys":
+        return f"{asked.keys:,} {'key is' if asked.keys == 1 else 'keys are'} read again"
+    return f"it is copied again: {asked.reason}" if asked.how == "copy" else f"can't be repaired: {asked.reason}"
 
 
 class _Teller:
@@ -87,6 +132,10 @@ class _Teller:
         if progress.table:
             share = f"{progress.rows:,} of about {progress.rows_estimate:,} rows"
             words = f"{progress.table}: {progress.doing}, {share}"
+        self.say(words)
+
+    def say(self, words: str) -> None:
+        """From any thread."""
         with self._lock:
             if self._terminal:
                 click.echo(f"\r{words.ljust(self._wide)}", nl=False, err=True)
