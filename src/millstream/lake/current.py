@@ -50,7 +50,7 @@ class FoldSizes:
     """What a fold holds in memory, and how large the files are that it writes."""
 
     leaf_bytes: int = LEAF_BYTES
-    small_bytes: int = 8 << 20
+    small_bytes: int = 4 << 20
     """A table up to here is rewritten whole: one file, and few of them over time."""
     part_bytes: int = 4 * LEAF_BYTES
     """Files that one part of a fold rewrites: parts run side by side."""
@@ -159,13 +159,12 @@ class Fold:
         writer = LeafWriter(files, plan.target, plan.schema.key, plan.version + 1, leaf_bytes=plan.sizes.leaf_bytes)
         if plan.build:
             writer.add(build_rows(plan.history(), plan.schema, plan.columns, plan.upto, plan.build[part]))
-            writer.flush()
-            return writer.written
+            return writer.written()
         _, leaves, folded = self._read
         key = plan.schema.key
         if not key:
             self._rewrite_bag(writer, leaves, folded)
-            return writer.written
+            return writer.written()
         put_at = placed(leaves, Keys.of(folded.rows, key), leaf_bytes=plan.sizes.leaf_bytes)
         which = touched(leaves, folded.gone, put_at, everything=False).gone
         changes = []
@@ -175,7 +174,7 @@ class Fold:
             gone = folded.gone if some is None else folded.gone.take(some)
             changes.append((place, Change(leaf, gone, folded.rows.filter(pa.array(put_at == place)))))
         writer.rewrite(changes)
-        return writer.written
+        return writer.written()
 
     def _rewrite_bag(self, writer: LeafWriter, leaves: Leaves, folded: Folded) -> None:
         """A table without a key: each row to take out is looked for in every file, until it is found."""
@@ -184,7 +183,6 @@ class Fold:
         old = () if self.plan.forgets(folded) else leaves.files
         writer.rewrite(((place, Change(leaf, folded.gone, nothing)) for place, leaf in enumerate(old)), taken)
         writer.add(folded.rows)
-        writer.flush()
 
     def commit(self, written: Sequence[NewFile]) -> FoldOutcome:
         """Swap the parts' files in.

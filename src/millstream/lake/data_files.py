@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, datetime
 from decimal import Decimal
+from itertools import chain
 from typing import Any, Final, Literal
 
 import pyarrow as pa
@@ -30,6 +31,7 @@ from millstream.lake.layout import LakeLayout
 
 ROW_GROUP_ROWS: Final = 1 << 16
 """Small enough that a look-up by key reads little, large enough to compress well."""
+_SAMPLE_ROWS: Final = 4096
 _TEXT_BOUND_MAX: Final = 256
 """Characters of a text's bound; longer ones are cut to a bound that still holds."""
 _LAST_CHARACTER: Final = "\U0010ffff"
@@ -87,7 +89,8 @@ class TableFiles:
             partition: `column=value` for a partitioned table's folder.
         """
         folder = f"{partition}{_SLASH}" if partition else ""
-        batches = rows.to_batches() if isinstance(rows, pa.Table) else rows
+        batches = iter(rows.to_batches() if isinstance(rows, pa.Table) else rows)
+        first = next((batch for batch in batches if batch.num_rows), None)
         bounds = _Bounds([schema.field(n) for n in self._bounded if schema.get_field_index(n) >= 0])
         with lake_errors(self._path):
             if partition and isinstance(self._storage, pafs.SubTreeFileSystem):
@@ -95,11 +98,17 @@ class TableFiles:
             with (
                 self._storage.open_output_stream(folder + name) as sink,
                 pq.ParquetWriter(
-                    sink, schema, compression="zstd", compression_level=1, store_schema=False, version="2.6"
+                    sink,
+                    schema,
+                    compression="zstd",
+                    compression_level=1,
+                    store_schema=False,
+                    version="2.6",
+                    **_encodings(schema, first),
                 ) as writer,
             ):
                 count = 0
-                for batch in batches:
+                for batch in () if first is None else chain([first], batches):
                     if batch.num_rows:
                         writer.write_batch(batch, row_group_size=ROW_GROUP_ROWS)
                         bounds.note(batch)
@@ -192,6 +201,26 @@ def swap(
             post_commithook_properties=PostCommitHookProperties(create_checkpoint=True),
         )
         opened.table.update_incremental()
+
+
+def _encodings(schema: pa.Schema, sample: pa.RecordBatch | None) -> dict[str, Any]:
+    """How columns are encoded: by a dictionary where values repeat, numbers and times as differences.
+
+    A dictionary of values that don't repeat costs three quarters of a file's time, and makes it larger.
+    """
+    plain = [f for f in schema if not pa.types.is_nested(f.type)]
+    repeating = {f.name for f in plain if sample is not None and _repeats(sample.column(f.name))}
+    steps = [f.name for f in plain if f.name not in repeating and _is_whole_number(f.type)]
+    return {"use_dictionary": sorted(repeating), "column_encoding": dict.fromkeys(steps, "DELTA_BINARY_PACKED")}
+
+
+def _repeats(values: pa.Array) -> bool:
+    some = values.slice(0, _SAMPLE_ROWS)
+    return bool(pc.count_distinct(some, mode="all").as_py() * 4 <= len(some))
+
+
+def _is_whole_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_timestamp(kind) or pa.types.is_date32(kind))
 
 
 class _Bounds:

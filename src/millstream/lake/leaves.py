@@ -21,8 +21,8 @@ import pyarrow.compute as pc
 from millstream.lake.delta import OpenTable, live_files
 from millstream.lake.keys import Keys
 
-LEAF_BYTES: Final = 16 << 20
-"""On disk, about: a look-up opens one leaf, a fold of few keys rewrites few bytes, and 10 M short rows are some forty files."""
+LEAF_BYTES: Final = 8 << 20
+"""On disk, about: a look-up opens one leaf, a fold of few keys rewrites few bytes, and 100 M short rows are some hundred files."""
 _NULL: Final = -1
 
 Flags = npt.NDArray[np.bool_]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -65,7 +67,9 @@ class LeafWriter:
         self._partition = partition
         self._held: list[pa.Table] = []
         self._held_bytes = 0.0
-        self.written: list[NewFile] = []
+        # One file is written while the rows of the next are read and merged; no more, for memory's sake.
+        self._writer = ThreadPoolExecutor(1)
+        self._writing: list[Future[NewFile]] = []
 
     def rewrite(self, changes: Iterable[tuple[int, Change]], taken: npt.NDArray[np.bool_] | None = None) -> None:
         """Write changed leaves.
@@ -89,7 +93,6 @@ class LeafWriter:
             self.add(rows, density)
             if self._held_bytes >= self._leaf_bytes / 2:
                 self.flush()
-        self.flush()
 
     def add(self, rows: pa.Table, density: float = _COMPRESSED) -> None:
         """Hold rows back for the next file; `density` is a file's bytes over Arrow's."""
@@ -107,12 +110,21 @@ class LeafWriter:
         if self._key:
             rows = in_key_order(rows, self._key)
         bounds = np.linspace(0, rows.num_rows, min(pieces, rows.num_rows) + 1).astype(int)
-        for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-            name = new_name(self._version)
-            self.written.append(
-                self._files.write(rows.slice(start, end - start), self._target, name, partition=self._partition)
-            )
-            failpoints.hit("lake.fold_file_written")
+        if self._writing:
+            self._writing[-1].result()
+        for start, end in pairwise(bounds.tolist()):
+            self._writing.append(self._writer.submit(self._write, rows.slice(start, end - start)))
+
+    def written(self) -> list[NewFile]:
+        """The files, once all of them are written; the writer takes no more."""
+        self.flush()
+        self._writer.shutdown()
+        return [file.result() for file in self._writing]
+
+    def _write(self, rows: pa.Table) -> NewFile:
+        file = self._files.write(rows, self._target, new_name(self._version), partition=self._partition)
+        failpoints.hit("lake.fold_file_written")
+        return file
 
 
 def surviving(rows: pa.Table, gone: Keys, taken: npt.NDArray[np.bool_] | None = None) -> pa.Table:
