@@ -1,0 +1,471 @@
+"""The table of versions (`scd2`): every version that a row has had, folded from history in one commit a fold.
+
+It is partitioned by `is_current`. Open versions (one a key) lie in leaves, as the rows of `current` do, and a fold rewrites only leaves
+that may hold a key which it met. Versions that have ended are only ever added. What a fold needs to know of the records before it, beside
+the open versions, is the greatest time so far (`Versions.clock_us`); it is committed with the rows, as a second `txn`.
+
+Records of a table that was dropped and made again under its name follow those of the old one: its open versions end when the new
+one begins. What history no longer has (`history_retention`) begins as `current` has it, at the time of that cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from deltalake import Transaction
+
+from millstream import failpoints
+from millstream.errors import LakeError, LakeSchemaConflict, LakeUnavailable
+from millstream.lake.commits import cut_at, cuts_between
+from millstream.lake.current import DEFAULT_SIZES, FoldOutcome, FoldSizes
+from millstream.lake.data_files import NewFile, TableFiles, boundable, new_name, swap
+from millstream.lake.delta import (
+    BOUNDED_PROPERTY,
+    OpenTable,
+    add_columns,
+    bounded_property,
+    create_table,
+    open_table,
+    set_properties,
+)
+from millstream.lake.fold import EXACT
+from millstream.lake.history import count_history, first_seq, history_from, newest_schema, read_history
+from millstream.lake.keys import Keys, key_codes
+from millstream.lake.layout import LakeLayout, TableCommit, folder_name
+from millstream.lake.leaves import Leaves, in_key_order
+from millstream.lake.rewrite import Change, LeafWriter, placed, touched
+from millstream.lake.scd2 import (
+    BEGAN_BY,
+    IS_CURRENT,
+    VALID_FROM,
+    VALID_TO,
+    VERSION_COLUMNS,
+    Versions,
+    fold_versions,
+    version_inputs,
+)
+from millstream.lake.types import conform, same_type
+from millstream.model.names import qualified_name
+from millstream.model.positions import Seq
+from millstream.model.records import INSTANT, RECORD_COLUMNS
+from millstream.model.schema import TableSchema
+
+OPEN_FOLDER: Final = f"{IS_CURRENT.name}=true"
+CLOSED_FOLDER: Final = f"{IS_CURRENT.name}=false"
+_CLOSED_ROWS: Final = 1 << 20
+"""Of a file of versions that have ended."""
+
+
+def has_versions(schema: TableSchema) -> bool:
+    """Whether a table's rows have versions: whether they have a key."""
+    return bool(schema.key)
+
+
+def fold_into_versions(
+    layout: LakeLayout, schema: TableSchema, upto: Seq, *, sizes: FoldSizes = DEFAULT_SIZES
+) -> FoldOutcome:
+    """Bring a table's versions to `upto`; nothing is done where they stand there.
+
+    Where very many records wait, they go there by way of earlier cuts, one commit each; but a copy that follows an earlier one is
+    folded whole, and its records are in memory at once.
+
+    Args:
+        layout: where the lake is.
+        schema: names the table, which has a key; the columns folded are those of its history.
+        upto: a cut that history has reached. Not inside a copy of the table.
+        sizes: bounds of memory and files.
+
+    Raises:
+        LakeTableForeign: somebody else wrote into the versions or into history.
+        LakeSchemaConflict: a column of the table bears the name of one that makes versions.
+        LakeUnavailable: history isn't there yet, or can't be reached.
+        LakeConflict: another task committed first; call again.
+        LakeError: a record leaves a column unchanged and the lake holds no earlier row of it.
+    """
+    assert has_versions(schema), f"{schema.namespace}.{schema.name} has no key"
+    while True:
+        done = _Fold.begin(layout, schema, upto, sizes).run()
+        if done.commit.n >= upto:
+            return done
+
+
+@dataclass
+class _Fold:
+    """One commit."""
+
+    layout: LakeLayout
+    schema: TableSchema
+    upto: Seq
+    sizes: FoldSizes
+    opened: OpenTable | None
+    history: OpenTable | None = None
+    columns: pa.Schema = field(default_factory=lambda: pa.schema([]))
+    """The table's own, those of the key first."""
+
+    @classmethod
+    def begin(cls, layout: LakeLayout, schema: TableSchema, upto: Seq, sizes: FoldSizes) -> _Fold:
+        opened = open_table(layout, layout.table_path("scd2", schema), layout.app_id("scd2", schema.table_id))
+        return cls(layout, schema, upto, sizes, opened)
+
+    def run(self) -> FoldOutcome:
+        opened = self.opened
+        if opened is not None and opened.n is not None and opened.n >= self.upto:
+            return self._standing(opened.n)
+        history = _history(self.layout, self.schema)
+        newest = newest_schema(history)
+        if newest.table_id != self.schema.table_id:
+            return self._standing(self.upto)  # dropped at the source and made again: the versions are the new table's
+        self.schema, self.history = newest, history
+        self.columns = _own_columns(newest, history)
+        opened = self.opened = opened or self._create()
+        if opened.n is None and history_from(history) >= max(1, first_seq(history)):
+            return self._begin_from_current(opened)
+        return self._fold(opened, history)
+
+    # --- from history ------------------------------------------------------------------------------------------
+
+    def _fold(self, opened: OpenTable, history: OpenTable) -> FoldOutcome:
+        after = opened.n or Seq(0)
+        step, tail = self._tail(history, after)
+        leaves = Leaves(opened, self.schema.key, partition=OPEN_FOLDER)
+        found: Versions | None = None
+        if tail.num_rows:
+            found = fold_versions(
+                tail,
+                self.schema,
+                self.columns,
+                lambda keys: self._look_up(leaves, keys),
+                clock_us=_clock_of(opened),
+                anew=opened.n is None and len(leaves) > 0,
+                whole=step == self.upto,
+            )
+        del tail
+        exact = found is not None and any(
+            rows.column(EXACT.name).null_count < rows.num_rows for rows in (found.opened, found.closed)
+        )
+        return self._write(opened, leaves, found, step, exact=exact)
+
+    def _tail(self, history: OpenTable, after: Seq) -> tuple[Seq, pa.Table]:
+        """The records of this commit, and the cut that they end at."""
+        step = _step(self.layout, history, after, self.upto, self.sizes.rows_max)
+        names = version_inputs(self.columns)
+        tail = read_history(history, after=after, upto=step, columns=names, table=self.schema)
+        if step == self.upto:
+            return step, tail
+        copy = pc.and_(pc.equal(tail.column("__op"), "t"), pc.is_null(tail.column("__commit_index")))
+        begins = pc.min(tail.filter(copy).column("__seq")).as_py()
+        if begins is None:
+            return step, tail
+        # Where such a copy ends, no record tells; that `upto` isn't inside of it, the caller knows.
+        before = cuts_between(self.layout, after, Seq(begins - 1))
+        if before and count_history(history, after=after)(before[-1]):
+            return before[-1], tail.filter(pc.less_equal(tail.column("__seq"), int(before[-1])))
+        return self.upto, read_history(history, after=after, upto=self.upto, columns=names, table=self.schema)
+
+    def _look_up(self, leaves: Leaves, keys: Keys) -> pa.Table:
+        """Open versions that may have one of the keys."""
+        shape = pa.schema([*self.columns, EXACT, VALID_FROM, BEGAN_BY])
+        hit, _ = leaves.holding(keys)
+        wanted = keys.columns[0].drop_null()
+        found = [shape.empty_table()]
+        for leaf in np.flatnonzero(hit).tolist():
+            rows = self._files.read(leaves.files[leaf].path)
+            column = rows.column(keys.names[0])
+            here = pc.is_in(column, value_set=wanted.cast(column.type))
+            if keys.columns[0].null_count:
+                here = pc.or_(here, pc.is_null(column))
+            found.append(conform(rows.filter(here), shape))
+        return pa.concat_tables(found)
+
+    # --- from current ------------------------------------------------------------------------------------------
+
+    def _begin_from_current(self, opened: OpenTable) -> FoldOutcome:
+        """The first commit where history lacks its beginning: the rows of `current` as open versions."""
+        path = self.layout.table_path("current", self.schema)
+        current = open_table(self.layout, path, self.layout.app_id("current", self.schema.table_id))
+        if current is None or current.n is None:
+            raise LakeError(
+                f"the history of {self.schema.namespace}.{self.schema.name} lacks its beginning, and there is no `current` to begin from",
+                hint=f"`millstream pipeline rebuild {self.name} --from source` copies the table anew.",
+                path=path,
+            )
+        cut = cut_at(self.layout, current.n)
+        assert cut is not None, "a fold ends at a cut"
+        began = cut.commit_ts_max or cut.committed_at
+        assert self.history is not None
+        have = current.schema()
+        writer = self._writer(opened, exact=EXACT.name in have.names)
+        files = TableFiles(self.layout, path, ())
+        for leaf in Leaves(current, self.schema.key).files:
+            rows = conform(files.read(leaf.path), pa.schema([*self.columns, EXACT]))
+            rows = rows.append_column(VALID_FROM, pa.array([began] * rows.num_rows, INSTANT))
+            rows = rows.append_column(VALID_TO, pa.nulls(rows.num_rows, INSTANT))
+            rows = rows.append_column(BEGAN_BY, pa.array([int(current.n)] * rows.num_rows, pa.int64()))
+            writer.add(conform(rows, self._file_columns(exact=True)))
+            writer.flush()
+        clock = pc.cast(pa.scalar(began, INSTANT), pa.int64()).as_py()
+        return self._commit(opened, writer.written, [], current.n, clock, anew=True, exact=EXACT.name in have.names)
+
+    # --- writing -----------------------------------------------------------------------------------------------
+
+    def _write(
+        self, opened: OpenTable, leaves: Leaves, found: Versions | None, upto: Seq, *, exact: bool
+    ) -> FoldOutcome:
+        have = opened.schema()
+        exact = exact or EXACT.name in have.names
+        target = self._table_columns(exact=exact)
+        clock = None if found is None else found.clock_us
+        if _widened(have, target) or not set(self._bounded) <= set(_noted(opened)):
+            # Not every reader reads older files' types as the new ones; and a column has bounds in all files or in none.
+            self._rewrite_all(opened, target, exact=exact)
+            return self._again(upto)
+        if not set(target.names) <= set(have.names):
+            add_columns(opened, target)
+        if found is None:
+            return self._standing(upto)
+        full = self._file_columns(exact=True)
+        put = conform(found.opened, full)
+        writer = self._writer(opened, exact=exact)
+        put_at = placed(leaves, Keys.of(put, self.schema.key), leaf_bytes=self.sizes.leaf_bytes)
+        small = leaves.size_bytes < self.sizes.small_bytes
+        rest = found.rest_closed_us is not None
+        places = touched(leaves, found.gone, put_at, everything=rest or (small and bool(len(found.gone) + len(put))))
+        extra = _Ended(self._files, self._file_columns(exact=exact), opened.version + 1)
+        extra.add(conform(found.closed, full))
+        changes = []
+        removed: list[str] = []
+        for place in places.hit:
+            leaf = leaves.files[place] if place < len(leaves) else None
+            some = places.gone.get(place)
+            gone = found.gone if some is None else found.gone.take(some)
+            mine = put.filter(pa.array(put_at == place))
+            if leaf is not None and rest:
+                gone = self._end_rest(leaf.path, found, extra)
+            if leaf is not None and not len(gone) and not mine.num_rows and not small:
+                continue
+            if leaf is not None:
+                removed.append(leaf.path)
+            changes.append((place, Change(leaf, gone, mine)))
+        writer.rewrite(changes)
+        extra.flush()
+        return self._commit(
+            opened, [*writer.written, *extra.written], removed, upto, clock, anew=False, exact=exact, leaves=leaves
+        )
+
+    def _end_rest(self, path: str, found: Versions, extra: _Ended) -> Keys:
+        """End a leaf's versions that the run left open and the table's end took; returns the keys to take out of it."""
+        rows = conform(self._files.read(path), self._file_columns(exact=True))
+        keys = Keys.of(rows, self.schema.key)
+        have, gone, kept = key_codes([keys, found.gone, found.kept])
+        stays, told = np.isin(have, kept), np.isin(have, gone)
+        ended = rows.filter(pa.array(~stays & ~told))
+        moment = pa.array([found.rest_closed_us] * ended.num_rows, pa.int64()).cast(INSTANT)
+        extra.add(ended.set_column(ended.schema.get_field_index(VALID_TO.name), VALID_TO, moment))
+        return keys.take(np.flatnonzero(~stays))
+
+    def _rewrite_all(self, opened: OpenTable, target: pa.Schema, *, exact: bool) -> None:
+        """Write every file anew in wider columns, as a commit of its own that changes no version."""
+        columns = self._file_columns(exact=exact)
+        written = []
+        for folder in (OPEN_FOLDER, CLOSED_FOLDER):
+            for leaf in Leaves(opened, self.schema.key, partition=folder).files:
+                rows = conform(self._files.read(leaf.path), columns)
+                written.append(self._files.write(rows, columns, new_name(opened.version + 1), partition=folder))
+        failpoints.hit("lake.before_scd2_commit")
+        swap(
+            opened,
+            opened.upkeep(),
+            add=written,
+            mode="overwrite",
+            schema=target,
+            partition_by=[IS_CURRENT.name],
+        )
+        again = open_table(self.layout, opened.path, opened.app)
+        assert again is not None
+        set_properties(again, bounded_property(self._bounded))
+
+    def _again(self, upto: Seq) -> FoldOutcome:
+        return _Fold.begin(self.layout, self.schema, upto, self.sizes).run()
+
+    def _commit(
+        self,
+        opened: OpenTable,
+        written: Sequence[NewFile],
+        removed: Sequence[str],
+        upto: Seq,
+        clock_us: int | None,
+        *,
+        anew: bool,
+        exact: bool,
+        leaves: Leaves | None = None,
+    ) -> FoldOutcome:
+        properties = opened.commit(upto, exact=True)
+        if clock_us is not None:
+            assert properties.app_transactions is not None
+            properties.app_transactions.append(Transaction(_clock_app(opened), clock_us))
+        failpoints.hit("lake.before_scd2_commit")
+        swap(
+            opened,
+            properties,
+            add=written,
+            remove=removed,
+            mode="overwrite" if anew else "append",
+            schema=self._table_columns(exact=exact) if anew else None,
+            partition_by=[IS_CURRENT.name],
+        )
+        failpoints.hit("lake.after_scd2_commit")
+        rows = sum(file.rows for file in written)
+        sizes = {} if leaves is None else {leaf.path: leaf.size_bytes for leaf in leaves.files}
+        removed_bytes = sum(sizes[path] for path in removed)
+        live_bytes = sum(sizes.values()) - removed_bytes + sum(file.size_bytes for file in written)
+        return FoldOutcome(self._told(opened.version, rows, upto), live_bytes, removed_bytes)
+
+    # --- what it is --------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return qualified_name(self.schema.namespace, self.schema.name)
+
+    @property
+    def _files(self) -> TableFiles:
+        assert self.opened is not None
+        return TableFiles(self.layout, self.opened.path, self._bounded)
+
+    @property
+    def _bounded(self) -> tuple[str, ...]:
+        names = (*boundable(self.columns, self.schema.key), VALID_FROM.name, BEGAN_BY.name)
+        # Those of an earlier key keep theirs.
+        before = () if self.opened is None else _noted(self.opened)
+        return (*names, *(name for name in before if name not in names))
+
+    def _writer(self, opened: OpenTable, *, exact: bool) -> LeafWriter:
+        return LeafWriter(
+            self._files,
+            self._file_columns(exact=exact),
+            self.schema.key,
+            opened.version + 1,
+            leaf_bytes=self.sizes.leaf_bytes,
+            partition=OPEN_FOLDER,
+        )
+
+    def _table_columns(self, *, exact: bool) -> pa.Schema:
+        """The table's columns: the key's and those that make versions first, where statistics reach."""
+        key = [column for column in self.columns if column.name in self.schema.key]
+        rest = [column for column in self.columns if column.name not in self.schema.key]
+        return pa.schema([*key, *VERSION_COLUMNS, *rest, *([EXACT] if exact else [])])
+
+    def _file_columns(self, *, exact: bool) -> pa.Schema:
+        """The same without the one that partitions."""
+        return pa.schema([column for column in self._table_columns(exact=exact) if column.name != IS_CURRENT.name])
+
+    def _create(self) -> OpenTable:
+        return create_table(
+            self.layout,
+            self.layout.table_path("scd2", self.schema),
+            self.layout.app_id("scd2", self.schema.table_id),
+            self._table_columns(exact=False),
+            description=(
+                f"Every version of the rows of {self.schema.namespace}.{self.schema.name}, written by Millstream "
+                f"(stream {self.layout.stream_name}). Don't write here."
+            ),
+            bounded=self._bounded,
+            partition_by=[IS_CURRENT.name],
+        )
+
+    def _standing(self, n: Seq) -> FoldOutcome:
+        return FoldOutcome(self._told(-1 if self.opened is None else self.opened.version, 0, n), 0)
+
+    def _told(self, version: int, rows: int, n: Seq) -> TableCommit:
+        folder = folder_name(self.schema.namespace, self.schema.name)
+        return TableCommit(self.schema.table_id, self.name, folder, "scd2", version, rows, n)
+
+
+class _Ended:
+    """Writes versions that have ended."""
+
+    def __init__(self, files: TableFiles, columns: pa.Schema, version: int) -> None:
+        self._files = files
+        self._columns = columns
+        self._version = version
+        self._held: list[pa.Table] = []
+        self.written: list[NewFile] = []
+
+    def add(self, rows: pa.Table) -> None:
+        """Take rows; files are written as there are enough of them."""
+        if rows.num_rows:
+            self._held.append(conform(rows, self._columns))
+        if sum(held.num_rows for held in self._held) >= _CLOSED_ROWS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is held."""
+        if self._held:
+            rows = pa.concat_tables(self._held)
+            self._held = []
+            key = self._columns.names[: self._columns.get_field_index(VALID_FROM.name)]
+            rows = in_key_order(rows, [*key, VALID_FROM.name])
+            self.written.append(
+                self._files.write(rows, self._columns, new_name(self._version), partition=CLOSED_FOLDER)
+            )
+
+
+def _own_columns(schema: TableSchema, history: OpenTable) -> pa.Schema:
+    """The columns that history keeps of the table, those of the key first; dropped ones stay, since older versions have them."""
+    columns = [column for column in history.schema() if column.name not in RECORD_COLUMNS]
+    ours = {column.name for column in VERSION_COLUMNS}
+    clash = [column.name for column in columns if column.name.lower() in ours]
+    if clash:
+        name = f"{schema.namespace}.{schema.name}"
+        raise LakeSchemaConflict(
+            f"{name} has a column {clash[0]}, which in its versions is Millstream's",
+            hint="Rename the column at the source, or leave `scd2` out of the stream's views.",
+            table=name,
+            column=clash[0],
+        )
+    key = [column for name in schema.key for column in columns if column.name == name]
+    return pa.schema([*key, *(column for column in columns if column.name not in schema.key)])
+
+
+def _history(layout: LakeLayout, schema: TableSchema) -> OpenTable:
+    path = layout.table_path("history", schema)
+    history = open_table(layout, path, layout.app_id("history", schema.table_id))
+    if history is None:
+        raise LakeUnavailable(f"{schema.namespace}.{schema.name} has no history to fold yet", path=path)
+    return history
+
+
+def _step(layout: LakeLayout, history: OpenTable, after: Seq, upto: Seq, rows_max: int) -> Seq:
+    count = count_history(history, after=after)
+    if count(upto) <= rows_max:
+        return upto
+    cuts = cuts_between(layout, after, upto)
+    near = [n for n in cuts if count(n) <= rows_max]
+    far = [n for n in cuts if count(n) > rows_max]
+    return near[-1] if near and count(near[-1]) else (far[0] if far else upto)
+
+
+def _widened(have: pa.Schema, target: pa.Schema) -> bool:
+    return any(
+        have.get_field_index(column.name) >= 0 and not same_type(have.field(column.name).type, column.type)
+        for column in target
+    )
+
+
+def _noted(opened: OpenTable) -> tuple[str, ...]:
+    """The columns whose bounds stand with every file."""
+    return tuple(name.strip("`") for name in (opened.properties.get(BOUNDED_PROPERTY) or "").split(","))
+
+
+def _clock_app(opened: OpenTable) -> str:
+    """Under which the greatest time is committed: for all tables that have borne the name."""
+    return opened.app.rpartition("/")[0] + "/clock"
+
+
+def _clock_of(opened: OpenTable) -> int | None:
+    found = opened.table.transaction_version(_clock_app(opened))
+    return None if found is None else int(found)

@@ -1,0 +1,263 @@
+"""The Delta table of versions: exact under any batches, folds, replays and kills, and readable by others."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from itertools import pairwise
+from pathlib import Path
+from uuid import UUID
+
+import duckdb
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+from deltalake import DeltaTable
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.lake.test_fold import texts_in
+from tests.lake.test_scd2 import CUTS, MIDNIGHT, STORIES, Told, at, schemas, told_by, version_of
+
+from millstream.errors import LakeSchemaConflict
+from millstream.lake.commits import commit_cut
+from millstream.lake.current import FoldSizes, fold_table
+from millstream.lake.delta import open_table, set_properties
+from millstream.lake.history import HISTORY_FROM_PROPERTY, append_history
+from millstream.lake.layout import LakeLayout
+from millstream.lake.scd2 import VERSION_COLUMNS
+from millstream.lake.upkeep import tend_table
+from millstream.lake.versions import fold_into_versions
+from millstream.model.ids import SchemaVersion, StreamId, TableId
+from millstream.model.positions import Seq
+from millstream.model.schema import Column, TableSchema
+
+TINY = FoldSizes(leaf_bytes=3_000, small_bytes=0, rows_max=4)
+
+
+def stored(layout: LakeLayout, schema: TableSchema) -> list[Told]:
+    """The table's versions, as deltalake alone reads them."""
+    rows = DeltaTable(layout.table_path("scd2", schema)).to_pyarrow_table()
+    names = [field.name for field in VERSION_COLUMNS]
+    facts = rows.select(names).to_pylist()
+    assert all(fact["is_current"] == (fact["valid_to"] is None) for fact in facts)
+    return sorted(
+        (
+            version_of(row, fact["valid_from"], fact["valid_to"], fact["__seq"])
+            for row, fact in zip(texts_in(rows.drop_columns(names)), facts, strict=True)
+        ),
+        key=str,
+    )
+
+
+@schemas
+@pytest.mark.parametrize("sizes", [FoldSizes(), TINY], ids=["one file", "many leaves"])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(story=STORIES, cuts=CUTS, again=st.integers(0, 3))
+def test_any_batches_folds_and_replays_leave_the_versions_that_the_source_had(
+    schema: TableSchema,
+    sizes: FoldSizes,
+    story: list[tuple[bool, list[tuple[int, int, int, int]], int]],
+    cuts: list[int],
+    again: int,
+):
+    source = told_by(schema, story)
+    ends = sorted(
+        {0, len(source.records), *source.copied, *(source.ends[cut] for cut in cuts if cut < len(source.ends))}
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        layout = LakeLayout(folder, "shop", StreamId(UUID(int=7)))
+        for place, (first, end) in enumerate(pairwise(ends)):
+            n = Seq(int(str(source.records[end - 1]["__seq"])))
+            for start in {first, max(0, first - again * 5)}:
+                commit = append_history(layout, schema, [source.batch(start, end)], n)
+            commit_cut(layout, n, [commit], committed_at=datetime.now(UTC))
+            if place % 2 == 0 or end in source.copied:
+                fold_into_versions(layout, schema, n, sizes=sizes)
+        if source.records:
+            for _ in range(2):
+                done = fold_into_versions(layout, schema, n, sizes=sizes)
+            assert done.commit.rows == 0, "what is there is not folded again"
+            assert stored(layout, schema) == source.versions()
+
+
+Records = Callable[..., pa.RecordBatch]
+Evolved = Callable[..., TableSchema]
+
+
+def land(layout: LakeLayout, schema: TableSchema, batch: pa.RecordBatch, n: int) -> None:
+    commit = append_history(layout, schema, [batch], Seq(n))
+    commit_cut(layout, Seq(n), [commit], committed_at=datetime.now(UTC))
+
+
+def rows_in(layout: LakeLayout, schema: TableSchema, *names: str) -> list[tuple[object, ...]]:
+    table = (
+        DeltaTable(layout.table_path("scd2", schema))
+        .to_pyarrow_table()
+        .sort_by([("id", "ascending"), ("__seq", "ascending")])
+    )
+    return [tuple(row.values()) for row in table.select(list(names)).to_pylist()]
+
+
+def seconds(layout: LakeLayout, schema: TableSchema) -> list[tuple[int, int, int | None]]:
+    """Each version as key, and seconds at which it began and ended."""
+    return [
+        (int(str(key)), *(None if t is None else round((t - MIDNIGHT).total_seconds()) for t in (began, ended)))  # type: ignore[misc,operator]
+        for key, began, ended in rows_in(layout, schema, "id", "valid_from", "valid_to")
+    ]
+
+
+def test_a_fold_rewrites_only_leaves_that_hold_its_keys_and_never_what_has_ended(
+    layout: LakeLayout, orders: TableSchema, records: Records
+):
+    sizes = FoldSizes(leaf_bytes=4_000, small_bytes=0)
+    note = [f"{n * 7919 % 1000:03d}" * 30 for n in range(1_000)]
+    land(
+        layout,
+        orders,
+        records(orders, *(("c", n, {"id": n, "note": note[n], **at(1, n)}) for n in range(1, 1_000))),
+        1_000,
+    )
+    fold_into_versions(layout, orders, Seq(1_000), sizes=sizes)
+    before = set(DeltaTable(layout.table_path("scd2", orders)).file_uris())
+    assert len(before) > 5
+    for n in (500, 501):
+        land(layout, orders, records(orders, ("u", 600 + n, {"id": n, "note": "new", **at(n)})), 600 + n)
+        done = fold_into_versions(layout, orders, Seq(600 + n), sizes=sizes)
+        after = set(DeltaTable(layout.table_path("scd2", orders)).file_uris())
+        assert len(before - after) == 1, "one leaf was replaced"
+        assert sorted("is_current=false" in uri for uri in after - before) == [False, True]
+        assert 0 < done.removed_bytes < done.live_bytes
+        before = after
+    assert len(rows_in(layout, orders, "id")) == 1_001
+    assert sum(row == (True,) for row in rows_in(layout, orders, "is_current")) == 999
+
+
+def test_columns_that_are_added_widened_or_dropped_are_followed(
+    layout: LakeLayout, orders: TableSchema, records: Records, evolved: Evolved
+):
+    land(layout, orders, records(orders, ("c", 1, {"id": 1, "note": "a", **at(1)}), ("c", 2, {"id": 2, **at(1, 1)})), 2)
+    fold_into_versions(layout, orders, Seq(2))
+    wide = evolved(total=pa.decimal128(20, 2), extra=pa.int64(), note=None)
+    land(layout, wide, records(wide, ("u", 3, {"id": 1, "total": Decimal("123456789012.34"), "extra": 5, **at(3)})), 3)
+    fold_into_versions(layout, wide, Seq(3))
+    assert rows_in(layout, wide, "id", "total", "note", "extra", "is_current") == [
+        (1, None, "a", None, False),
+        (1, Decimal("123456789012.34"), None, 5, True),
+        (2, None, None, None, True),
+    ]
+
+
+def test_another_key_is_followed(layout: LakeLayout, orders: TableSchema, records: Records):
+    sizes = FoldSizes(leaf_bytes=1_000, small_bytes=0)
+    land(layout, orders, records(orders, *(("c", n, {"id": n, "note": f"n{n}", **at(1, n)}) for n in range(1, 60))), 60)
+    fold_into_versions(layout, orders, Seq(60), sizes=sizes)
+    by_note = replace(orders, version=SchemaVersion(2), key=("note",), identity=("note",))
+    land(
+        layout,
+        by_note,
+        records(by_note, ("u", 61, {"id": 99, "note": "n7", **at(2)}), ("d", 62, {"note": "n9", **at(3)})),
+        62,
+    )
+    fold_into_versions(layout, by_note, Seq(62), sizes=sizes)
+    table = DeltaTable(layout.table_path("scd2", orders)).to_pyarrow_dataset()
+    found = table.to_table(filter=pc.field("note").isin(["n7", "n9"])).sort_by("__seq").select(["id", "is_current"])
+    assert found.to_pylist() == [
+        {"id": 7, "is_current": False},
+        {"id": 9, "is_current": False},
+        {"id": 99, "is_current": True},
+    ]
+
+
+def test_a_table_made_again_goes_on_behind_the_one_that_bore_its_name(
+    layout: LakeLayout, orders: TableSchema, records: Records
+):
+    land(layout, orders, records(orders, *(("c", n, {"id": n, "note": "a", **at(9, n)}) for n in (1, 2))), 2)
+    fold_into_versions(layout, orders, Seq(2))
+    again = replace(orders, table_id=TableId(9))
+    land(layout, again, records(again, ("c", 3, {"id": 1, "note": "a", **at(4)})), 3)
+    fold_into_versions(layout, again, Seq(3))
+    assert seconds(layout, again) == [(1, 9, 9), (1, 9, None), (2, 9, 9)]
+    assert fold_into_versions(layout, orders, Seq(3)).commit.rows == 0
+
+
+def test_a_column_of_ours_in_the_table_is_an_error_by_name(layout: LakeLayout, orders: TableSchema, records: Records):
+    odd = replace(orders, columns=(*orders.columns, Column("Valid_From", pa.string())))
+    land(layout, odd, records(odd, ("c", 1, {"id": 1, **at(1)})), 1)
+    with pytest.raises(LakeSchemaConflict, match=r"public\.orders has a column Valid_From"):
+        fold_into_versions(layout, odd, Seq(1))
+
+
+def test_where_history_lacks_its_beginning_versions_begin_as_current_has_them(
+    layout: LakeLayout, orders: TableSchema, records: Records
+):
+    land(layout, orders, records(orders, *(("c", n, {"id": n, "note": "a", **at(1, n)}) for n in (1, 2))), 2)
+    fold_table(layout, orders, Seq(2))
+    commit_cut(layout, Seq(2), [], committed_at=MIDNIGHT, commit_ts_max=MIDNIGHT + timedelta(seconds=1))
+    land(layout, orders, records(orders, ("u", 3, {"id": 1, "note": "b", **at(5)})), 3)
+    history = open_table(layout, layout.table_path("history", orders), layout.app_id("history", orders.table_id))
+    assert history is not None
+    set_properties(history, {HISTORY_FROM_PROPERTY: "2"})
+    fold_into_versions(layout, orders, Seq(3))
+    told = rows_in(layout, orders, "id", "note", "is_current", "__seq")
+    assert told == [(1, "a", False, 2), (1, "b", True, 3), (2, "a", True, 2)]
+
+
+def test_others_read_the_versions_and_find_them_by_time_and_key(
+    layout: LakeLayout, orders: TableSchema, records: Records
+):
+    land(layout, orders, records(orders, *(("c", n, {"id": n, "note": "a", **at(1, n)}) for n in range(1, 9))), 8)
+    fold_into_versions(layout, orders, Seq(8))
+    land(layout, orders, records(orders, ("u", 9, {"id": 3, "note": "b", **at(5)}), ("d", 10, {"id": 4, **at(6)})), 10)
+    fold_into_versions(layout, orders, Seq(10))
+    versions = DeltaTable(layout.table_path("scd2", orders)).to_pyarrow_dataset()
+    assert DeltaTable(layout.table_path("scd2", orders)).metadata().partition_columns == ["is_current"]
+    with duckdb.connect() as connection:
+        connection.register("versions", versions)
+        for second, note, count in [(4, "a", 8), (5, "b", 8), (6, "b", 7)]:
+            moment = MIDNIGHT + timedelta(seconds=second)
+            valid = "valid_from <= $1 AND (valid_to > $1 OR valid_to IS NULL)"
+            rows = connection.execute(f"SELECT id, note FROM versions WHERE {valid}", [moment]).fetchall()
+            assert (len(rows), dict(rows)[3]) == (count, note)
+
+
+@pytest.mark.parametrize("point", ["lake.fold_file_written", "lake.before_scd2_commit", "lake.after_scd2_commit"])
+def test_a_fold_that_is_killed_is_there_whole_or_not_at_all_and_leaves_nothing_behind(
+    layout: LakeLayout, orders: TableSchema, records: Records, tmp_path: Path, point: str
+):
+    land(layout, orders, records(orders, *(("c", n, {"id": n, "note": "a", **at(1, n)}) for n in range(1, 9))), 8)
+    fold_into_versions(layout, orders, Seq(8))
+    land(
+        layout,
+        orders,
+        records(orders, ("u", 9, {"id": 3, "note": "b", **at(5)}), ("t", 10, at(6)), ("c", 11, {"id": 12, **at(7)})),
+        11,
+    )
+    (tmp_path / "asked").write_bytes(pickle.dumps((layout, orders)))
+    program = (
+        "import pickle, sys; from millstream.lake.versions import fold_into_versions\n"
+        "fold_into_versions(*pickle.load(open(sys.argv[1], 'rb')), 11)\n"
+    )
+    environment = os.environ | {"MILLSTREAM_FAILPOINTS": point}
+    done = subprocess.run([sys.executable, "-c", program, tmp_path / "asked"], env=environment, check=False)
+    assert done.returncode == -signal.SIGKILL
+    before = 1 if point == "lake.after_scd2_commit" else 8
+    assert sum(row == (True,) for row in rows_in(layout, orders, "is_current")) == before
+    fold_into_versions(layout, orders, Seq(11))
+    ended = [(n, *span) for n in range(1, 9) for span in ([(1, 5), (5, 6)] if n == 3 else [(1, 6)])]
+    assert seconds(layout, orders) == [*ended, (12, 7, None)]
+    land(layout, orders, records(orders, ("u", 12, {"id": 12, "note": "c", **at(8)})), 12)
+    fold_into_versions(layout, orders, Seq(12))
+    tend_table(layout, "scd2", orders, now_ms=time.time_ns() // 1_000_000 + 10_000, keep_s=0)
+    stored_files = {str(file) for file in Path(layout.table_path("scd2", orders)).rglob("*.parquet")}
+    assert {file for file in stored_files if "_delta_log" not in file} == {
+        uri.removeprefix("file://") for uri in DeltaTable(layout.table_path("scd2", orders)).file_uris()
+    }
