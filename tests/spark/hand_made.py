@@ -67,6 +67,11 @@ class Home:
         self.catalog.close()
 
     @property
+    def last_lsn(self) -> int:
+        """Of the last transaction; the next ones stand a hundred apart."""
+        return self._lsn
+
+    @property
     def log(self) -> StreamReader:
         return StreamReader(str(self.wal))
 

@@ -1,7 +1,7 @@
 """Runs of a pipeline over a hand-made home, and the lake as deltalake alone reads it.
 
-As a program (`python -m tests.spark.lake_run HOME WORK drain|follow`) it lands the home's log in its lake, to the end or for ever:
-what tests kill. It says on stdout how far it is.
+As a program (`python -m tests.spark.lake_run HOME WORK drain|follow [VIEW …]`) it lands the home's log in its lake, to the end or for
+ever: what tests kill. It says on stdout how far it is.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -93,12 +93,13 @@ def rows_in(home: Path, view: str, table: str) -> list[dict[str, Any]]:
     return rows
 
 
-def main(home: Path, work: Path, mode: str) -> None:
+def main(home: Path, work: Path, mode: str, *views: str) -> None:
     drain_asked = threading.Event()
     if mode == "drain":
         drain_asked.set()
     with Catalog(home / "data" / "catalog.db") as catalog:
         config = config_of(home, catalog.stream("shop").id, SparkOptions(work), batch_bytes_max=20_000)
+        config = replace(config, views=views or config.views)
         run_pipeline(
             config,
             catalog,
@@ -109,4 +110,4 @@ def main(home: Path, work: Path, mode: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

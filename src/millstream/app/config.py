@@ -73,11 +73,11 @@ class LakeConfig(_Section):
         description="A folder (from the home, where it isn't absolute) or the URL of an object store's prefix. The stream's tables lie in a "
         "folder of its name in it.",
     )
-    views: list[Literal["current", "history"]] = Field(
+    views: list[Literal["current", "history", "scd2"]] = Field(
         default=["current", "history"],
         min_length=1,
-        description="What readers get: `current` has one row a key, `history` every record. History is written in any "
-        "case: `current` is folded from it.",
+        description="What readers get: `current` has one row a key, `history` every record, `scd2` every version of each row with "
+        "the time at which it began and ended. History is written in any case: the others are folded from it.",
     )
     engine: Literal["auto", "delta-rs", "spark"] = Field(
         default="auto", description="Who writes the files. `auto` takes `delta-rs`, the one that this version has."

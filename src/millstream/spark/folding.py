@@ -1,4 +1,4 @@
-"""Folding `current` beside the streaming query: a thread of the driver starts Spark jobs of its own.
+"""Folding `current` and `scd2` beside the streaming query: a thread of the driver starts Spark jobs of its own.
 
 What is folded is what the last cut covers, never more, so that `current` holds no half of a transaction. After each round the
 cut names the new versions. A table waits until its copy is whole in the lake: then its `current` is built, once. A fold
@@ -21,6 +21,7 @@ from millstream.catalog import Catalog, TableState
 from millstream.errors import EngineError, Retry
 from millstream.lake.data_files import NewFile
 from millstream.lake.layout import View, has_current
+from millstream.lake.versions import has_versions
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
@@ -104,7 +105,7 @@ class Folder:
         """
         failures = 0
         while tasks := self._tasks(lambda _entry: True):
-            before = {entry.table_id: entry.current_n for entry in self._ledger.tables.values()}
+            before = self._reached()
             time.sleep(0.2 * failures)
             try:
                 self._round(tasks)
@@ -113,13 +114,16 @@ class Folder:
                 if failures >= _FAILED_JOBS_MAX:
                     raise EngineError(f"folding fails again and again: {error}") from error
                 continue
-            after = {entry.table_id: entry.current_n for entry in self._ledger.tables.values()}
+            after = self._reached()
             # A table with very many records gets there in several folds.
             failures = 0 if after != before else failures + 1
             failed = [entry.fold_error for entry in self._ledger.tables.values() if entry.fold_error is not None]
             hopeless = failed and all(error.retry in {Retry.NEVER, Retry.OPERATOR} for error in failed)
             if failures >= _FAILED_JOBS_MAX or (hopeless and after == before):
                 return
+
+    def _reached(self) -> dict[TableId, tuple[Seq | None, Seq | None]]:
+        return {entry.table_id: (entry.current_n, entry.scd2_n) for entry in self._ledger.tables.values()}
 
     def observe_copies(self, position: Callable[[], Seq]) -> Seq:
         """Note which copies are whole in the log by now: their tables are folded once the lake has got as far.
@@ -170,7 +174,7 @@ class Folder:
     def _tasks(self, wanted: Callable[[TableEntry], bool]) -> list[FoldTask]:
         """What to fold now, each table to the last cut."""
         cut = self._ledger.cut
-        if cut is None or "current" not in self._config.views:
+        if cut is None or not {"current", "scd2"} & set(self._config.views):
             return []
         waiting = [e for e in list(self._ledger.tables.values()) if e.waiting_since_s is not None and wanted(e)]
         if not waiting:
@@ -180,15 +184,21 @@ class Folder:
         tasks = []
         for entry in waiting:
             schema = self._schema(entry)
-            if schema is None or not has_current(schema):
+            views = () if schema is None else self._folded_views(schema)
+            if schema is None or not views:
                 entry.waiting_since_s = None
                 continue
             if entry.table_id in copying or self._whole_at.get(entry.table_id, 0) > cut.n:
                 continue
-            tasks.append(
-                FoldTask(self._config.layout, schema.to_arrow().serialize().to_pybytes(), cut.n, entry.table_id)
-            )
+            encoded = schema.to_arrow().serialize().to_pybytes()
+            tasks += [FoldTask(self._config.layout, encoded, cut.n, entry.table_id, view) for view in views]
         return tasks
+
+    def _folded_views(self, schema: TableSchema) -> tuple[View, ...]:
+        """The views of a table that are folded from its history."""
+        wanted = self._config.views
+        views: list[View] = ["current"] if "current" in wanted and has_current(schema) else []
+        return (*views, "scd2") if "scd2" in wanted and has_versions(schema) else tuple(views)
 
     def _schema(self, entry: TableEntry) -> TableSchema | None:
         """The schema of the newest records in the lake: under its name the table lies there."""
@@ -209,7 +219,7 @@ class Folder:
         for entry in list(self._ledger.tables.values()):
             schema = self._schema(entry) if entry.tend_until_s >= time.monotonic() else None
             if schema is not None:
-                views: tuple[View, ...] = ("history", "current") if has_current(schema) else ("history",)
+                views: tuple[View, ...] = ("history", *self._folded_views(schema))
                 tasks.append(
                     TendTask(
                         self._config.layout, schema.to_arrow().serialize().to_pybytes(), views, self._spared(entry)
@@ -225,7 +235,7 @@ class Folder:
         named = [] if cut is None else [table for table in cut.tables.values() if table.table_id == entry.table_id]
         versions: dict[View, int] = {}
         for table in named:
-            versions |= {"history": table.history, "current": table.current}
+            versions |= {"history": table.history, "current": table.current, "scd2": table.scd2}
         return {view: version for view, version in versions.items() if version >= 0}
 
     def _map(
@@ -267,11 +277,15 @@ class Folder:
         ]
 
     def _note(self, answers: Iterable[FoldAnswer], started: float) -> None:
+        """Note what became of each table: of all its views together, for they are folded together."""
         ended = time.monotonic()
+        by_table: dict[TableId, list[FoldAnswer]] = {}
         for answer in answers:
-            if answer.commit is None:
-                assert answer.error is not None, "a fold ends with a commit or an error"
-                self._ledger.fold_failed(answer.table_id, answer.error)
-            else:
-                last = FoldHistory(ended, answer.took_s, answer.live_bytes, answer.removed_bytes)
-                self._ledger.folded(answer.commit, last, started)
+            by_table.setdefault(answer.table_id, []).append(answer)
+        for table_id, some in by_table.items():
+            commits = [answer.commit for answer in some if answer.commit is not None]
+            errors = [answer.error for answer in some if answer.error is not None]
+            assert len(commits) + len(errors) == len(some), "a fold ends with a commit or an error"
+            live, removed = sum(answer.live_bytes for answer in some), sum(answer.removed_bytes for answer in some)
+            last = FoldHistory(ended, max(answer.took_s for answer in some), live, removed)
+            self._ledger.folded(table_id, commits, last, started, errors[0] if errors else None)

@@ -25,6 +25,7 @@ from millstream.lake.data_files import NewFile
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout, TableCommit, View
 from millstream.lake.upkeep import tend_table
+from millstream.lake.versions import fold_into_versions
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
@@ -129,6 +130,7 @@ class FoldTask:
     """The table's newest schema: Arrow's serialised form of `to_arrow()`."""
     upto: Seq
     table_id: TableId
+    view: View = "current"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,7 @@ class FoldAnswer:
     commit: TableCommit | None = None
     took_s: float = 0.0
     live_bytes: int = 0
-    """Of `current`'s files now."""
+    """Of the view's files now."""
     removed_bytes: int = 0
     """Of the files that this fold replaced."""
     error: TableError | None = None
@@ -179,6 +181,8 @@ def start_fold(task: FoldTask) -> FoldAnswer:
     failpoints.hit("fold.start")
     started = time.monotonic()
     try:
+        if task.view == "scd2":
+            return _folded(fold_into_versions(task.layout, schema, task.upto), started)
         begun = begin_fold(task.layout, schema, task.upto)
         if isinstance(begun, FoldOutcome):
             return _folded(begun, started)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
@@ -45,6 +45,7 @@ class TableEntry:
     """Until then its files are tended: those that the last write replaced go a while after it."""
     history_n: Seq = Seq(0)
     current_n: Seq | None = None
+    scd2_n: Seq | None = None
     waiting_since_s: float | None = None
     """When the oldest record that waits for a fold was appended; None where none waits."""
     fold: FoldHistory = field(default_factory=FoldHistory)
@@ -106,7 +107,12 @@ class Ledger:
             for table in self.cut.tables.values():
                 # What an earlier run left unfolded; a fold of a table with nothing to fold costs little.
                 self.tables[table.table_id] = TableEntry(
-                    table.table_id, table.name, history_n=self.cut.n, current_n=table.current_n, waiting_since_s=now
+                    table.table_id,
+                    table.name,
+                    history_n=self.cut.n,
+                    current_n=table.current_n,
+                    scd2_n=table.scd2_n,
+                    waiting_since_s=now,
                 )
         for fact in catalog.facts(self._scope).values():
             held = HeldTable.from_fact(fact)
@@ -132,22 +138,42 @@ class Ledger:
                 if entry.waiting_since_s is None:
                     entry.waiting_since_s = now
 
-    def folded(self, commit: TableCommit, last: FoldHistory, started_s: float) -> None:
-        """Note a fold that began at `started_s`. Any thread."""
-        with self._lock:
-            entry = self.tables[commit.table_id]
-            entry.fold, entry.fold_error, entry.fold_failures = last, None, 0
-            entry.current_n = commit.n
-            entry.tend_until_s = time.monotonic() + _TENDED_S
-            entry.waiting_since_s = started_s if entry.history_n > commit.n else None
+    def folded(
+        self,
+        table_id: TableId,
+        commits: Sequence[TableCommit],
+        last: FoldHistory,
+        started_s: float,
+        error: TableError | None = None,
+    ) -> None:
+        """Note a table's folds that began at `started_s`. Any thread.
 
-    def fold_failed(self, table_id: TableId, error: TableError) -> None:
-        """Note a fold that failed; the next try waits twice as long as this one did. Any thread."""
+        Args:
+            table_id: the table.
+            commits: of the views whose fold didn't fail.
+            last: what the folds were.
+            started_s: when they began.
+            error: why a view's fold failed; the next try waits twice as long as this one did.
+        """
+        now = time.monotonic()
         with self._lock:
             entry = self.tables[table_id]
+            for commit in commits:
+                if commit.view == "current":
+                    entry.current_n = commit.n
+                else:
+                    entry.scd2_n = commit.n
+            if commits:
+                entry.fold = last
+                entry.tend_until_s = now + _TENDED_S
             entry.fold_error = error
-            entry.fold_failures += 1
-            entry.fold_again_s = time.monotonic() + min(RETRY_FOLD_S_MAX, 0.5 * 2**entry.fold_failures)
+            if error is None:
+                entry.fold_failures = 0
+                reached = min(commit.n for commit in commits)
+                entry.waiting_since_s = started_s if entry.history_n > reached else None
+            else:
+                entry.fold_failures += 1
+                entry.fold_again_s = now + min(RETRY_FOLD_S_MAX, 0.5 * 2**entry.fold_failures)
 
     def commit(self, n: Seq | None, commits: Iterable[TableCommit], *, newest_us: int | None = None) -> Cut | None:
         """Commit a cut: at `n`, or where the last one is, with the tables' new versions. Any thread.

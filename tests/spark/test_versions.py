@@ -1,0 +1,145 @@
+"""Versions in a real pipeline: what the source's rows were, whatever is killed, deleted or switched on late."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from tests.spark.hand_made import Change, Home, delete, insert, update
+from tests.spark.lake_run import config_of, drain, rows_in
+
+from millstream.lake.commits import last_cut
+from millstream.model.records import Op
+from millstream.model.schema import TableSchema
+from millstream.spark.session import SparkOptions
+
+VIEWS = ("current", "history", "scd2")
+START = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=1_700_000_000_000_000)
+"""Of the times in a hand-made log."""
+
+
+@dataclass
+class Story:
+    """A table that is changed at random, and the versions that a look after each transaction tells."""
+
+    home: Home
+    schema: TableSchema
+    draw: random.Random = field(default_factory=lambda: random.Random(4))
+    rows: dict[int, dict[str, Any]] = field(default_factory=dict)
+    live: dict[int, tuple[dict[str, Any], datetime]] = field(default_factory=dict)
+    told: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def go_on(self, transactions: int) -> None:
+        changes = [self._transaction(place) for place in range(1, transactions + 1)]
+        self.home.commits([some for some in changes if some])
+
+    def _transaction(self, place: int) -> list[Change]:
+        draw = self.draw
+        changes: list[Change] = []
+        for _ in range(draw.randint(1, 4)):
+            key = draw.randint(1, 12)
+            row = {"id": key, "size": draw.randint(0, 2), "note": draw.choice(["short", "x" * 3_000])}
+            if key not in self.rows:
+                self.rows[key] = row
+                changes.append(insert(self.schema, **row))
+            elif draw.random() < 0.2:
+                del self.rows[key]
+                changes.append(delete(self.schema, id=key))
+            elif draw.random() < 0.5:
+                self.rows[key] = row | {"note": self.rows[key]["note"]}
+                changes.append(Change(self.schema, Op.UPDATE, {"id": key, "size": row["size"]}, unchanged=["note"]))
+            else:
+                self.rows[key] = row
+                changes.append(update(self.schema, **row))
+        if draw.random() < 0.05:
+            self.rows.clear()
+            changes.append(Change(self.schema, Op.TRUNCATE))
+        self._look(START + timedelta(microseconds=self.home.last_lsn + 100 * place))
+        return changes
+
+    def _look(self, moment: datetime) -> None:
+        for key, (row, began) in list(self.live.items()):
+            if self.rows.get(key) != row:
+                self.told.append((key, row["size"], row["note"], began, moment))
+                del self.live[key]
+        for key, row in self.rows.items():
+            self.live.setdefault(key, (row, moment))
+
+    def check(self) -> None:
+        found = rows_in(self.home.path, "scd2", "public.items")
+        assert all(row["is_current"] == (row["valid_to"] is None) for row in found)
+        names = ("id", "size", "note", "valid_from", "valid_to")
+        told = self.told + [(key, row["size"], row["note"], began, None) for key, (row, began) in self.live.items()]
+        assert sorted((tuple(row[name] for name in names) for row in found), key=str) == sorted(told, key=str)
+
+
+@pytest.fixture
+def story(home: Home) -> Story:
+    return Story(home, home.table("public.items", id=pa.int64(), size=pa.int32(), note=pa.string()))
+
+
+def test_versions_are_kept_beside_the_rows_and_named_by_the_cut(
+    home: Home, story: Story, spark_options: SparkOptions
+) -> None:
+    home.commit(insert(home.table("public.keyless", key=(), a=pa.int64()), a=1))
+    story.go_on(30)
+    config = config_of(home.path, home.stream, spark_options, views=VIEWS, batch_bytes_max=7_000)
+    assert drain(config, home.catalog).set_aside == {}
+    story.check()
+    story.go_on(30)
+    # Delta's checkpoints are a convenience of its log's readers: without them the commits are read.
+    for checkpoint in Path(config.layout.root, "scd2").rglob("_delta_log/*checkpoint*"):
+        checkpoint.unlink()
+    outcome = drain(config, home.catalog)
+    story.check()
+    cut = last_cut(config.layout)
+    assert cut is not None
+    items, keyless = cut.tables["public.items"], cut.tables["public.keyless"]
+    assert (items.scd2_n, items.current_n) == (outcome.n, outcome.n)
+    assert (keyless.scd2, items.scd2 > 0) == (-1, True)
+
+
+def test_a_lake_gets_its_versions_from_history_when_they_are_asked_for_later_or_lost(
+    home: Home, story: Story, spark_options: SparkOptions
+) -> None:
+    story.go_on(20)
+    drain(config_of(home.path, home.stream, spark_options), home.catalog)
+    assert not (home.path / "lake" / "shop" / "scd2").exists()
+    story.go_on(20)
+    config = config_of(home.path, home.stream, spark_options, views=("history", "scd2"))
+    drain(config, home.catalog)
+    story.check()
+    shutil.rmtree(home.path / "lake" / "shop" / "scd2")
+    drain(config, home.catalog)
+    story.check()
+
+
+@pytest.mark.timeout(900)
+def test_versions_are_exact_whatever_is_killed_while_they_are_folded(home: Home, story: Story, tmp_path: Path) -> None:
+    witness = tmp_path / "witness"
+    witness.mkdir()
+    work = str(tmp_path / "work")
+    command = [sys.executable, "-m", "tests.spark.lake_run", str(home.path), work, "drain", *VIEWS]
+
+    def run(points: list[str]) -> int:
+        story.go_on(15)
+        environ = os.environ | {"MILLSTREAM_FAILPOINTS_DIR": str(witness), "MILLSTREAM_FAILPOINTS": ",".join(points)}
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=400)
+        missed = [point for point in points if not (witness / point.partition(":")[0]).exists()]
+        assert not missed, f"{missed} were never reached: {done.stderr}"
+        return done.returncode
+
+    assert run(["lake.before_scd2_commit", "lake.after_scd2_commit:2"]) == 0
+    assert run(["pipeline.after_lake_commit"]) == -signal.SIGKILL
+    assert run([]) == 0
+    story.check()
