@@ -4,7 +4,8 @@ The token is that of the last commit cut, or of an earlier one. For each table i
 rows now, and a DuckDB view lays them over `current`; so a query sees what the last batch brought, whatever the table's size,
 and never half a transaction. Nothing is written to the lake, and the SQL reaches the lake's own files and nothing else.
 
-Views: `schema.table` for the rows, `history."schema.table"` for the records, `history._messages` for logical messages.
+Views: `schema.table` for the rows, `history."schema.table"` for the records, `history._messages` for logical messages,
+`scd2."schema.table"` for the versions of rows, where the lake keeps them.
 Only tables whose name stands in the SQL are prepared. DuckDB is imported when a session opens.
 """
 
@@ -36,6 +37,7 @@ from millstream.lake.history import Era, era_at, first_seq, history_from, newest
 from millstream.lake.layout import MESSAGES, LakeLayout, folder_name, has_current
 from millstream.lake.overlay import SEQ
 from millstream.lake.rows import Run, bag_sql, built_sql, keyed_sql
+from millstream.lake.version_rows import versions_sql
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.schema import TableSchema
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     import duckdb
 
 HISTORY: Final = "history"
+SCD2: Final = "scd2"
 OVERLAY_ROWS_MAX: Final = 3_000_000
 """Records that lie over no `current`: more are built into a scratch file, in bounded memory."""
 _STREAM_ROWS: Final = 1 << 16
@@ -91,6 +94,7 @@ class LakeSession:
         """Whether `current` may be read at versions that aren't the newest: their files may go at any time."""
         self._rows_left = set(self._tables)
         self._records_left = set(self._tables)
+        self._versions_left = set(self._tables)
         self._named: set[str] = set()
         self._failures: dict[str, MillstreamError] = {}
 
@@ -181,6 +185,7 @@ class LakeSession:
         # Upkeep came first: all from history, then.
         self._engine.forget_views()
         self._rows_left, self._records_left = set(self._tables), set(self._tables)
+        self._versions_left = set(self._tables)
         self._old_versions = False
         self._prepare(sql)
         return self._reader(sql, batch_rows)
@@ -240,8 +245,12 @@ class LakeSession:
     def _prepare(self, sql: str | None) -> None:
         """Make the views that a query may name, once each; all of them for None."""
         text = None if sql is None or _CATALOG_WORDS.search(sql) else sql.lower()
-        for left, make in ((self._rows_left, self._make_rows), (self._records_left, self._make_records)):
-            if left is self._records_left and text is not None and HISTORY not in text:
+        for left, make, word in (
+            (self._rows_left, self._make_rows, ""),
+            (self._records_left, self._make_records, HISTORY),
+            (self._versions_left, self._make_versions, SCD2),
+        ):
+            if text is not None and word not in text:
                 continue
             for folder in sorted(folder for folder in left if text is None or self._stands_in(folder, text)):
                 left.discard(folder)
@@ -286,6 +295,29 @@ class LakeSession:
         # A dataset, for the partition's column isn't in the files.
         source = self._engine.register(history.table.to_pyarrow_dataset())
         self._engine.view(HISTORY, name, f"SELECT * FROM {source} WHERE {SEQ} <= {int(self._n)}")
+
+    def _make_versions(self, folder: str) -> None:
+        """`scd2."schema.table"`: every version that the table's rows have had up to the token."""
+        table = self._tables[folder]
+        if folder == MESSAGES or table.scd2 < 0:
+            return  # the lake keeps no versions of it
+        schema = newest_schema(self._history(folder))
+        if self._past:
+            raise LakeError(
+                "its versions hold every moment: without --as-of, ask for those "
+                "WHERE valid_from <= T AND (valid_to > T OR valid_to IS NULL)"
+            )
+        path, app = self._layout.table_path(SCD2, schema), self._layout.app_id(SCD2, schema.table_id)
+        opened = open_table(self._layout, path, app)
+        if opened is not None and opened.n is not None and opened.n > self._n:
+            opened = open_table(self._layout, path, app, version=table.scd2)
+        if opened is None or opened.n is None:
+            raise LakeError(f'scd2."{schema.namespace}.{schema.name}" is folded for the first time just now')
+        self._engine.view(
+            SCD2,
+            f"{schema.namespace}.{schema.name}",
+            versions_sql(self._engine, self._layout, schema, opened, self._n),
+        )
 
     def _make_rows(self, folder: str) -> None:
         """`schema.table`: the rows at the token."""

@@ -68,11 +68,11 @@ def keyed_sql(engine: Engine, run: Run, base: OpenTable | None, schema: TableSch
     types = engine.register(pa.schema([*columns, EXACT]).empty_table())
     parts = []
     if source:
-        kept = f"SELECT {_filled(engine, shown, have, 'c', types)} FROM {source} c"
+        kept = f"SELECT {filled(engine, shown, have, 'c', types)} FROM {source} c"
         if len(over.gone):
             # A table of DuckDB's own, which it probes faster than Arrow's: ten million times, for a query over everything.
-            gone = engine.keep(_gone_table(over.gone))
-            kept += f" ANTI JOIN {gone} g ON {_same_key(over.gone, with_exact=EXACT.name in have)}"
+            gone = engine.keep(gone_table(over.gone))
+            kept += f" ANTI JOIN {gone} g ON {same_key(over.gone, with_exact=EXACT.name in have)}"
         parts.append(kept)
     if over.winners.num_rows:
         parts.append(_winners_sql(engine, run, over, schema, shown, types))
@@ -85,7 +85,7 @@ def _winners_sql(engine: Engine, run: Run, over: Overlay, schema: TableSchema, s
     """The records that are rows. Keys come from memory, so that a condition on them spares reading the files."""
     winners = engine.keep(over.winners)
     source, have = run.scan([*shown, SEQ])
-    values = [f"w.{quote(name)}" if name in schema.key else _filled(engine, [name], have, "h", types) for name in shown]
+    values = [f"w.{quote(name)}" if name in schema.key else filled(engine, [name], have, "h", types) for name in shown]
     return f"SELECT {', '.join(values)} FROM {winners} w JOIN {source} h ON h.{SEQ} = w.{SEQ}"
 
 
@@ -102,9 +102,9 @@ def bag_sql(engine: Engine, run: Run, base: OpenTable | None, schema: TableSchem
     if not source:
         return fresh
     types = engine.register(pa.schema([*columns, EXACT]).empty_table())
-    kept = f"SELECT {_filled(engine, shown, have, 'c', types)} FROM {source} c"
+    kept = f"SELECT {filled(engine, shown, have, 'c', types)} FROM {source} c"
     if len(folded.gone):
-        gone = engine.register(_gone_table(folded.gone))
+        gone = engine.register(gone_table(folded.gone))
         kept = _without(kept, f"SELECT {names(shown)} FROM {gone}", shown, columns)
     return f"{kept} UNION ALL {fresh}"
 
@@ -137,7 +137,7 @@ def _rows_of(engine: Engine, base: OpenTable | None, keys: Keys, columns: pa.Sch
     return conform(found, shape)
 
 
-def _filled(engine: Engine, shown: Sequence[str], have: Sequence[str], table: str, types: str) -> str:
+def filled(engine: Engine, shown: Sequence[str], have: Sequence[str], table: str, types: str) -> str:
     """A SELECT's list of columns, NULL for those that the files lack."""
     return ", ".join(
         f"{table}.{quote(name)}" if name in have else f"NULL::{engine.type_of(types, name)} AS {quote(name)}"
@@ -157,14 +157,14 @@ def _without(kept: str, gone: str, shown: list[str], columns: pa.Schema) -> str:
     return f"SELECT {names(shown)} FROM ({both})"
 
 
-def _gone_table(gone: Keys) -> pa.Table:
+def gone_table(gone: Keys) -> pa.Table:
     """Keys as a table: the typed columns, `__exact`, and each column's text beside it."""
     exact = [pa.nulls(len(gone), pa.string()) if e is None else e for e in gone.exact]
     arrays = [*gone.columns, text_maps(gone.names, exact, len(gone)), *exact]
     return pa.table(arrays, names=[*gone.names, EXACT.name, *(f"__exact.{name}" for name in gone.names)])
 
 
-def _same_key(gone: Keys, *, with_exact: bool) -> str:
+def same_key(gone: Keys, *, with_exact: bool) -> str:
     """Whether a row of `current` (`c`) has a key of `gone` (`g`)."""
     if gone.typed:
         return " AND ".join(f"c.{quote(name)} = g.{quote(name)}" for name in gone.names)

@@ -94,6 +94,28 @@ def fold_into_versions(
             return done
 
 
+def unfolded_versions(
+    layout: LakeLayout, schema: TableSchema, opened: OpenTable, upto: Seq
+) -> tuple[Versions | None, pa.Schema]:
+    """What the records after the table's n do to its versions, for a reader that lays it over them; and the table's own columns.
+
+    From the beginning of a copy on that follows an earlier one, records are left out: until such a copy is whole, nobody knows what it
+    will leave.
+
+    Raises:
+        LakeTableForeign, LakeUnavailable, LakeError: as `fold_into_versions`.
+    """
+    history = _history(layout, schema)
+    fold = _Fold(layout, schema, upto, DEFAULT_SIZES, opened, history, _own_columns(schema, history))
+    tail = read_history(
+        history, after=opened.n or Seq(0), upto=upto, columns=version_inputs(fold.columns), table=schema
+    )
+    begins = _copy_begins(tail)
+    if begins is not None:
+        tail = tail.filter(pc.less(tail.column("__seq"), int(begins)))
+    return fold.folded(tail, whole=True), fold.columns
+
+
 @dataclass
 class _Fold:
     """One commit."""
@@ -130,25 +152,29 @@ class _Fold:
     # --- from history ------------------------------------------------------------------------------------------
 
     def _fold(self, opened: OpenTable, history: OpenTable) -> FoldOutcome:
-        after = opened.n or Seq(0)
-        step, tail = self._tail(history, after)
-        leaves = Leaves(opened, self.schema.key, partition=OPEN_FOLDER)
-        found: Versions | None = None
-        if tail.num_rows:
-            found = fold_versions(
-                tail,
-                self.schema,
-                self.columns,
-                lambda keys: self._look_up(leaves, keys),
-                clock_us=_clock_of(opened),
-                anew=opened.n is None and len(leaves) > 0,
-                whole=step == self.upto,
-            )
+        step, tail = self._tail(history, opened.n or Seq(0))
+        found = self.folded(tail, whole=step == self.upto)
         del tail
         exact = found is not None and any(
             rows.column(EXACT.name).null_count < rows.num_rows for rows in (found.opened, found.closed)
         )
-        return self._write(opened, leaves, found, step, exact=exact)
+        return self._write(opened, Leaves(opened, self.schema.key, partition=OPEN_FOLDER), found, step, exact=exact)
+
+    def folded(self, tail: pa.Table, *, whole: bool) -> Versions | None:
+        """The records folded; None where there are none."""
+        if not tail.num_rows:
+            return None
+        assert self.opened is not None
+        leaves = Leaves(self.opened, self.schema.key, partition=OPEN_FOLDER)
+        return fold_versions(
+            tail,
+            self.schema,
+            self.columns,
+            lambda keys: self._look_up(leaves, keys),
+            clock_us=_clock_of(self.opened),
+            anew=self.opened.n is None and len(leaves) > 0,
+            whole=whole,
+        )
 
     def _tail(self, history: OpenTable, after: Seq) -> tuple[Seq, pa.Table]:
         """The records of this commit, and the cut that they end at."""
@@ -157,8 +183,7 @@ class _Fold:
         tail = read_history(history, after=after, upto=step, columns=names, table=self.schema)
         if step == self.upto:
             return step, tail
-        copy = pc.and_(pc.equal(tail.column("__op"), "t"), pc.is_null(tail.column("__commit_index")))
-        begins = pc.min(tail.filter(copy).column("__seq")).as_py()
+        begins = _copy_begins(tail)
         if begins is None:
             return step, tail
         # Where such a copy ends, no record tells; that `upto` isn't inside of it, the caller knows.
@@ -437,6 +462,13 @@ def _history(layout: LakeLayout, schema: TableSchema) -> OpenTable:
     if history is None:
         raise LakeUnavailable(f"{schema.namespace}.{schema.name} has no history to fold yet", path=path)
     return history
+
+
+def _copy_begins(tail: pa.Table) -> Seq | None:
+    """The first record of a copy that follows an earlier one; None where none begins among these records."""
+    marker = pc.and_(pc.equal(tail.column("__op"), "t"), pc.is_null(tail.column("__commit_index")))
+    found = pc.min(tail.filter(marker).column("__seq")).as_py()
+    return None if found is None else Seq(found)
 
 
 def _step(layout: LakeLayout, history: OpenTable, after: Seq, upto: Seq, rows_max: int) -> Seq:
