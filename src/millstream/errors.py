@@ -497,6 +497,13 @@ class LakeTableForeign(LakeError):
     retry = Retry.OPERATOR
 
 
+class LakeHistoryLost(LakeError):
+    """A table can't be built from its history, which is damaged or doesn't reach back; details: table."""
+
+    code = "lake_history_lost"
+    retry = Retry.OPERATOR
+
+
 class LakeTableExists(LakeError):
     """A table or other files lie where a new table was to be written; nothing is overwritten. Details: path."""
 

@@ -34,7 +34,7 @@ from millstream.lake.delta import (
     set_properties,
 )
 from millstream.lake.fold import EXACT, Folded, fold_records
-from millstream.lake.history import count_history, newest_schema, read_history
+from millstream.lake.history import count_history, newest_schema, read_history, scan_history
 from millstream.lake.keys import Keys
 from millstream.lake.layout import LakeLayout, TableCommit, folder_name, has_current
 from millstream.lake.leaves import LEAF_BYTES, Leaves
@@ -216,7 +216,9 @@ class Fold:
         return FoldOutcome(_commit(plan.schema, opened, rows, plan.upto), live_bytes, removed_bytes)
 
 
-def fold_table(layout: LakeLayout, schema: TableSchema, upto: Seq, *, sizes: FoldSizes = DEFAULT_SIZES) -> TableCommit:
+def fold_table(
+    layout: LakeLayout, schema: TableSchema, upto: Seq, *, sizes: FoldSizes = DEFAULT_SIZES, anew: bool = False
+) -> TableCommit:
     """Bring a table's `current` to `upto`, in this process; nothing is done where it stands there.
 
     Where very many records wait, it goes there by way of earlier cuts, one commit each.
@@ -224,7 +226,7 @@ def fold_table(layout: LakeLayout, schema: TableSchema, upto: Seq, *, sizes: Fol
     Args and errors: as of `begin_fold`.
     """
     while True:
-        begun = begin_fold(layout, schema, upto, sizes=sizes)
+        begun = begin_fold(layout, schema, upto, sizes=sizes, anew=anew)
         if isinstance(begun, FoldOutcome):
             return begun.commit
         done = begun.commit([file for part in range(begun.plan.part_count) for file in begun.write(part)])
@@ -233,7 +235,7 @@ def fold_table(layout: LakeLayout, schema: TableSchema, upto: Seq, *, sizes: Fol
 
 
 def begin_fold(
-    layout: LakeLayout, schema: TableSchema, upto: Seq, *, sizes: FoldSizes = DEFAULT_SIZES
+    layout: LakeLayout, schema: TableSchema, upto: Seq, *, sizes: FoldSizes = DEFAULT_SIZES, anew: bool = False
 ) -> Fold | FoldOutcome:
     """Find what has to be done to bring a table's `current` to `upto`, or as far as one fold goes.
 
@@ -244,6 +246,7 @@ def begin_fold(
         schema: names the table; the columns folded are those of the newest schema in history.
         upto: a cut that history has reached.
         sizes: bounds of memory and files.
+        anew: build all of it from history, whatever is there; no file of it is read, and one commit replaces them.
 
     Returns:
         The fold to carry out, or what is there already where nothing has to be done.
@@ -259,7 +262,9 @@ def begin_fold(
     app = layout.app_id("current", schema.table_id)
     opened = open_table(layout, path, app)
     if opened is not None and opened.n is not None and opened.n >= upto:
-        return _standing(schema, opened, opened.n)
+        if not anew:
+            return _standing(schema, opened, opened.n)
+        upto = opened.n
     history = _history(layout, schema)
     newest = newest_schema(history)
     if newest.table_id != schema.table_id:
@@ -268,15 +273,19 @@ def begin_fold(
     schema = newest
     columns = current_columns(layout, schema, history)
     opened = opened or _create(layout, schema, path, app, columns)
-    first = opened.n is None
+    first = opened.n is None or anew
+    step = upto if first else _step(layout, history, opened.n or Seq(0), upto, sizes.rows_max)
+    if step < upto and _emptied(history, opened.n or Seq(0), upto):
+        # In steps, readers would see what was left of the table half way: a copy that follows an earlier one empties it first.
+        first, step = True, upto
     if first and schema.key and count_history(history, after=Seq(0))(upto) > sizes.build_rows_min:
         parts, exact = plan_build(history, schema, upto, part_bytes=sizes.build_bytes)
         bounded = _bounded(opened, columns, schema.key)
         plan = FoldPlan(layout, schema, columns, exact, bounded, None, upto, opened.version, True, sizes, build=parts)
         return Fold(plan)
-    step = upto if first else _step(layout, history, opened.n or Seq(0), upto, sizes.rows_max)
     bounded = _bounded(opened, columns, schema.key)
-    plan = FoldPlan(layout, schema, columns, False, bounded, opened.n, step, opened.version, first, sizes)
+    after = None if first else opened.n
+    plan = FoldPlan(layout, schema, columns, False, bounded, after, step, opened.version, first, sizes)
     return _begun(plan, opened, history)
 
 
@@ -380,6 +389,12 @@ def _step(layout: LakeLayout, history: OpenTable, after: Seq, upto: Seq, rows_ma
     # A cut without records would bring the fold no further.
     far = [n for n in cuts if count(n) > rows_max]
     return near[-1] if near and count(near[-1]) else (far[0] if far else upto)
+
+
+def _emptied(history: OpenTable, after: Seq, upto: Seq) -> bool:
+    """Whether the table is emptied by a record in `(after, upto]`."""
+    scan = scan_history(history, after=after, upto=upto, columns=["__op"], only=pc.field("__op") == "t")
+    return bool(scan.count_rows())
 
 
 def current_columns(layout: LakeLayout, schema: TableSchema, history: OpenTable) -> pa.Schema:

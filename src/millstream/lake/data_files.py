@@ -9,6 +9,7 @@ that the table's property names (`bounded_property`).
 from __future__ import annotations
 
 import json
+import shutil
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -60,6 +61,18 @@ def storage_of(layout: LakeLayout, path: str) -> pafs.FileSystem:
     if "://" in path:
         return pafs.PyFileSystem(DeltaStorageHandler(path, dict(layout.storage_options) or None))
     return pafs.SubTreeFileSystem(path, pafs.LocalFileSystem())
+
+
+def remove_folder(layout: LakeLayout, path: str) -> None:
+    """Delete a table's folder with all that is in it; nothing where there is none."""
+    with lake_errors(path):
+        if "://" not in path:
+            shutil.rmtree(path, ignore_errors=True)
+            return
+        storage = storage_of(layout, path)
+        for info in storage.get_file_info(pafs.FileSelector("", recursive=True, allow_not_found=True)):
+            if info.is_file:
+                storage.delete_file(info.path)
 
 
 class TableFiles:

@@ -219,7 +219,7 @@ def check_owned(layout: LakeLayout, opened: OpenTable) -> None:
         raise LakeTableForeign(
             f"{opened.path} holds a Delta table that "
             + ("this stream didn't make" if owner is None else f"stream {owner} made"),
-            hint="Move that folder away, or name another lake location; the table is then built anew by `millstream tables copy`.",
+            hint="`millstream pipeline rebuild` moves that folder aside and builds the table anew; or name another lake location.",
             path=opened.path,
             version=opened.version,
         )
@@ -232,7 +232,7 @@ def check_owned(layout: LakeLayout, opened: OpenTable) -> None:
         elif info.get("operation") not in _BENIGN:
             raise LakeTableForeign(
                 f"somebody else's {info.get('operation', 'commit')} changed {opened.path} in version {version}",
-                hint="Move that folder away and run `millstream tables copy` for the table; let nobody else write into the lake.",
+                hint="`millstream pipeline rebuild` moves that folder aside and builds the table anew; let nobody else write into the lake.",
                 path=opened.path,
                 version=version,
             )

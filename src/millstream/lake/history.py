@@ -252,6 +252,16 @@ def _create(
     )
 
 
+def begin_history(layout: LakeLayout, schema: TableSchema, n: Seq) -> OpenTable:
+    """An empty history in a folder where there is none, as if it had everything up to `n` and had lost it."""
+    path, app = layout.table_path("history", schema), layout.app_id("history", schema.table_id)
+    opened = _create(layout, schema, path, app, [])
+    set_properties(opened, {HISTORY_FROM_PROPERTY: str(int(n))})
+    if opened.n is None:
+        swap(opened, opened.commit(n), add=[], partition_by=[PARTITION])
+    return opened
+
+
 def _bring_past(layout: LakeLayout, schema: TableSchema, opened: OpenTable) -> OpenTable:
     """Copy the table's records from the folder of the name that it bore before it was renamed, where there is one.
 

@@ -10,6 +10,7 @@ one begins. What history no longer has (`history_retention`) begins as `current`
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -23,7 +24,7 @@ from millstream import failpoints
 from millstream.errors import LakeError, LakeSchemaConflict, LakeUnavailable
 from millstream.lake.commits import cut_at, cuts_between
 from millstream.lake.current import DEFAULT_SIZES, FoldOutcome, FoldSizes
-from millstream.lake.data_files import NewFile, TableFiles, boundable, new_name, swap
+from millstream.lake.data_files import NewFile, TableFiles, boundable, new_name, remove_folder, swap
 from millstream.lake.delta import (
     BOUNDED_PROPERTY,
     OpenTable,
@@ -57,6 +58,8 @@ from millstream.model.schema import TableSchema
 
 OPEN_FOLDER: Final = f"{IS_CURRENT.name}=true"
 CLOSED_FOLDER: Final = f"{IS_CURRENT.name}=false"
+BESIDE: Final = "~rebuild"
+"""Behind a folder's name: where its table is built anew. No table's folder is called so."""
 _CLOSED_ROWS: Final = 1 << 20
 """Of a file of versions that have ended."""
 
@@ -88,10 +91,30 @@ def fold_into_versions(
         LakeError: a record leaves a column unchanged and the lake holds no earlier row of it.
     """
     assert has_versions(schema), f"{schema.namespace}.{schema.name} has no key"
-    while True:
-        done = _Fold.begin(layout, schema, upto, sizes).run()
-        if done.commit.n >= upto:
-            return done
+    return _Fold.begin(layout, schema, upto, sizes).all()
+
+
+def rebuild_versions(
+    layout: LakeLayout, schema: TableSchema, upto: Seq, *, sizes: FoldSizes = DEFAULT_SIZES
+) -> FoldOutcome:
+    """Build a table's versions anew from history, beside those that are there, and put them in their place in one commit.
+
+    What is there is read only where it is another table's that bore the name before: history has its records, but not as this
+    table's. Not twice at once for one table.
+
+    Raises:
+        As `fold_into_versions`.
+    """
+    path = layout.table_path("scd2", schema)
+    remove_folder(layout, path + BESIDE)
+    try:
+        built = _Fold.begin(layout, schema, upto, sizes, path + BESIDE).all()
+        beside = open_table(layout, path + BESIDE, layout.app_id("scd2", schema.table_id))
+        assert beside is not None, "what was built is there"
+        fold = _Fold.begin(layout, schema, built.commit.n, sizes)
+        return fold.replace_by(beside)
+    finally:
+        remove_folder(layout, path + BESIDE)
 
 
 def unfolded_versions(
@@ -106,7 +129,7 @@ def unfolded_versions(
         LakeTableForeign, LakeUnavailable, LakeError: as `fold_into_versions`.
     """
     history = _history(layout, schema)
-    fold = _Fold(layout, schema, upto, DEFAULT_SIZES, opened, history, _own_columns(schema, history))
+    fold = _Fold(layout, schema, upto, DEFAULT_SIZES, opened, history, _own_columns(schema, history), opened.path)
     tail = read_history(
         history, after=opened.n or Seq(0), upto=upto, columns=version_inputs(fold.columns), table=schema
     )
@@ -129,10 +152,20 @@ class _Fold:
     columns: pa.Schema = field(default_factory=lambda: pa.schema([]))
     """The table's own, those of the key first."""
 
+    path: str = ""
+
     @classmethod
-    def begin(cls, layout: LakeLayout, schema: TableSchema, upto: Seq, sizes: FoldSizes) -> _Fold:
-        opened = open_table(layout, layout.table_path("scd2", schema), layout.app_id("scd2", schema.table_id))
-        return cls(layout, schema, upto, sizes, opened)
+    def begin(cls, layout: LakeLayout, schema: TableSchema, upto: Seq, sizes: FoldSizes, path: str = "") -> _Fold:
+        path = path or layout.table_path("scd2", schema)
+        opened = open_table(layout, path, layout.app_id("scd2", schema.table_id))
+        return cls(layout, schema, upto, sizes, opened, path=path)
+
+    def all(self) -> FoldOutcome:
+        """As many commits as it takes."""
+        done = self.run()
+        while done.commit.n < self.upto:
+            done = self.begin(self.layout, self.schema, self.upto, self.sizes, self.path).run()
+        return done
 
     def run(self) -> FoldOutcome:
         opened = self.opened
@@ -315,7 +348,36 @@ class _Fold:
         set_properties(again, bounded_property(self._bounded))
 
     def _again(self, upto: Seq) -> FoldOutcome:
-        return _Fold.begin(self.layout, self.schema, upto, self.sizes).run()
+        return self.begin(self.layout, self.schema, upto, self.sizes, self.path).run()
+
+    def replace_by(self, beside: OpenTable) -> FoldOutcome:
+        """Put the files of a table that was built beside this one in the place of all of its own."""
+        self.schema = newest_schema(_history(self.layout, self.schema))
+        history = _history(self.layout, self.schema)
+        self.columns = _own_columns(self.schema, history)
+        opened = self.opened = self.opened or self._create()
+        exact = EXACT.name in beside.schema().names or EXACT.name in opened.schema().names
+        columns = self._file_columns(exact=exact)
+        theirs = TableFiles(self.layout, beside.path, ())
+        written = []
+        for folder in (OPEN_FOLDER, CLOSED_FOLDER):
+            for leaf in Leaves(beside, self.schema.key, partition=folder).files:
+                rows = conform(theirs.read(leaf.path), columns)
+                written.append(self._files.write(rows, columns, new_name(opened.version + 1), partition=folder))
+        if first_seq(history) > 1:
+            written += self._of_another(opened, history, columns)
+        failpoints.hit("lake.rebuild.before_swap")
+        return self._commit(opened, written, [], self.upto, _clock_of(beside), anew=True, exact=exact)
+
+    def _of_another(self, opened: OpenTable, history: OpenTable, columns: pa.Schema) -> list[NewFile]:
+        """Ended versions of tables that bore the name before, written anew."""
+        kept = _Ended(self._files, columns, opened.version + 1)
+        for leaf in Leaves(opened, self.schema.key, partition=CLOSED_FOLDER).files:
+            with contextlib.suppress(LakeUnavailable):  # somebody deleted it: it can't be had again
+                rows = conform(self._files.read(leaf.path), columns)
+                kept.add(rows.filter(pc.less(rows.column(BEGAN_BY.name), int(first_seq(history)))))
+        kept.flush()
+        return kept.written
 
     def _commit(
         self,
@@ -391,7 +453,7 @@ class _Fold:
     def _create(self) -> OpenTable:
         return create_table(
             self.layout,
-            self.layout.table_path("scd2", self.schema),
+            self.path,
             self.layout.app_id("scd2", self.schema.table_id),
             self._table_columns(exact=False),
             description=(

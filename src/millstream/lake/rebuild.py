@@ -1,0 +1,130 @@
+"""Rebuilding: a folded table from its history, whatever became of it; and a history begun anew before a copy from the source.
+
+A folder that somebody else wrote into, or whose log can't be read, is never deleted: it is moved aside (`<folder>.set-aside-<n>`), and the
+table is built in its place. Where a table is in order, readers see it until one commit puts the new one there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from millstream import failpoints
+from millstream.errors import LakeError, LakeHistoryLost, LakeTableForeign, LakeUnavailable
+from millstream.lake.current import DEFAULT_SIZES, FoldSizes, fold_table
+from millstream.lake.data_files import TableFiles
+from millstream.lake.delta import live_files, open_table
+from millstream.lake.history import begin_history, first_seq, history_from
+from millstream.lake.layout import LakeLayout, TableCommit, View
+from millstream.lake.versions import rebuild_versions
+from millstream.model.names import qualified_name
+from millstream.model.positions import Seq
+from millstream.model.schema import TableSchema
+
+_ASIDE: Final = ".set-aside-"
+
+
+def damage_of(layout: LakeLayout, view: View, schema: TableSchema) -> str | None:
+    """What is wrong with one view of a table: foreign, unreadable, or files of it gone; None where it is in order or not there.
+
+    Asks the folder for its files, which takes a while for very many.
+    """
+    path, app = layout.table_path(view, schema), layout.app_id(view, schema.table_id)
+    try:
+        opened = open_table(layout, path, app)
+        if opened is None:
+            return None
+        gone = set(live_files(opened).column("path").to_pylist()) - TableFiles(layout, path, ()).all().keys()
+    except (LakeTableForeign, LakeUnavailable) as error:
+        return error.message
+    return f"{len(gone)} of its files are gone, {min(gone)} for one" if gone else None
+
+
+def check_history(layout: LakeLayout, schema: TableSchema) -> None:
+    """Raise unless all of a table can be built from its history.
+
+    Raises:
+        LakeHistoryLost: it is gone, damaged, or lacks its beginning.
+    """
+    name = qualified_name(schema.namespace, schema.name)
+    damage = damage_of(layout, "history", schema)
+    if damage is None:
+        history = open_table(layout, layout.table_path("history", schema), layout.app_id("history", schema.table_id))
+        if history is None:
+            damage = "it isn't there"
+        elif history_from(history) >= max(Seq(1), first_seq(history)):
+            damage = f"records up to {history_from(history)} have been dropped from it"
+    if damage is not None:
+        raise LakeHistoryLost(
+            f"{name} can't be built from its history: {damage}",
+            hint=f"`millstream pipeline rebuild {name} --from source` copies the table anew, and its history begins there.",
+            table=name,
+        )
+
+
+def prepare_rebuild(layout: LakeLayout, view: View, schema: TableSchema) -> str | None:
+    """Check that a view can be built from history, and move its folder aside where it can't be built over; returns where to.
+
+    Raises:
+        LakeHistoryLost: see `check_history`.
+    """
+    check_history(layout, schema)
+    try:
+        open_table(layout, layout.table_path(view, schema), layout.app_id(view, schema.table_id))
+    except (LakeTableForeign, LakeUnavailable):
+        return set_aside(layout, view, schema)
+    return None
+
+
+def rebuild_view(
+    layout: LakeLayout, view: View, schema: TableSchema, upto: Seq, *, sizes: FoldSizes = DEFAULT_SIZES
+) -> TableCommit:
+    """Build `current` or `scd2` anew from history, up to a cut, in this process and in one commit.
+
+    Call it only where `prepare_rebuild` has been called, nothing else folds the table, and no copy of it runs.
+
+    Raises:
+        LakeError, and its kin: as the folds.
+    """
+    if view == "scd2":
+        return rebuild_versions(layout, schema, upto, sizes=sizes).commit
+    assert view == "current", "history isn't built from anything"
+    return fold_table(layout, schema, upto, sizes=sizes, anew=True)
+
+
+def set_aside(layout: LakeLayout, view: View, schema: TableSchema) -> str:
+    """Move a view's folder out of the way; returns where it lies now.
+
+    Raises:
+        LakeError: the lake lies in an object store, where folders can't be moved.
+    """
+    path = layout.table_path(view, schema)
+    if "://" in path:
+        raise LakeError(
+            f"{path} is in the way, and can't be moved there", hint="Move it away by hand, and ask again.", path=path
+        )
+    number = 1
+    while Path(f"{path}{_ASIDE}{number}").exists():
+        number += 1
+    aside = f"{path}{_ASIDE}{number}"
+    try:
+        Path(path).rename(aside)
+    except FileNotFoundError:
+        return path
+    except OSError as error:
+        raise LakeUnavailable(f"{path} can't be moved aside: {error}", path=path) from error
+    failpoints.hit("lake.rebuild.set_aside")
+    return aside
+
+
+def restart_history(layout: LakeLayout, schema: TableSchema, n: Seq) -> str | None:
+    """Begin a damaged history anew at `n`, empty; returns where the old one lies, None where it is in order.
+
+    Nothing may be appended to it meanwhile, and a copy of the table must have been asked for: what was at or below `n` is gone.
+    """
+    path, app = layout.table_path("history", schema), layout.app_id("history", schema.table_id)
+    if damage_of(layout, "history", schema) is None and open_table(layout, path, app) is not None:
+        return None
+    aside = set_aside(layout, "history", schema)
+    begin_history(layout, schema, n)
+    return aside
