@@ -267,7 +267,7 @@ class _Fold:
             writer.add(conform(rows, self._file_columns(exact=True)))
             writer.flush()
         clock = pc.cast(pa.scalar(began, INSTANT), pa.int64()).as_py()
-        return self._commit(opened, writer.written, [], current.n, clock, anew=True, exact=EXACT.name in have.names)
+        return self._commit(opened, writer.written(), [], current.n, clock, anew=True, exact=EXACT.name in have.names)
 
     # --- writing -----------------------------------------------------------------------------------------------
 
@@ -312,7 +312,7 @@ class _Fold:
         writer.rewrite(changes)
         extra.flush()
         return self._commit(
-            opened, [*writer.written, *extra.written], removed, upto, clock, anew=False, exact=exact, leaves=leaves
+            opened, [*writer.written(), *extra.written], removed, upto, clock, anew=False, exact=exact, leaves=leaves
         )
 
     def _end_rest(self, path: str, found: Versions, extra: _Ended) -> Keys:
