@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
-from millstream.errors import LakeConflict
+from millstream.errors import LakeConflict, LakeError
 from millstream.lake.current import Fold, begin_fold, fold_table
-from millstream.lake.history import append_history
+from millstream.lake.delta import open_table
+from millstream.lake.history import append_history, history_from
 from millstream.lake.layout import LakeLayout, View
+from millstream.lake.retain import HistoryBound, drop_history
 from millstream.lake.upkeep import tend_table
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
@@ -74,6 +78,29 @@ def test_files_of_a_version_in_use_and_files_not_yet_committed_stay(
     assert tend_table(layout, "current", orders, now_ms=cut + 300_000).files_deleted > 0
     assert opened.to_pyarrow_table().num_rows == 4
     assert uncommitted.exists()
+
+
+def test_old_days_go_from_history_once_current_has_what_they_made(
+    layout: LakeLayout, orders: TableSchema, records: Records
+):
+    write(layout, orders, records, 1, 6)
+    append_history(layout, orders, [records(orders, ("c", 6, {"id": 6}), ("c", 7, {"id": 7}))], Seq(7))
+    path, app = layout.table_path("history", orders), layout.app_id("history", orders.table_id)
+    assert drop_history(layout, orders, HistoryBound(Seq(5), date(2026, 3, 1))) == 0
+    assert drop_history(layout, orders, HistoryBound(Seq(5), date(2026, 3, 2))) == 2, (
+        "even numbers are of the first day"
+    )
+    opened = open_table(layout, path, app)
+    assert opened is not None
+    assert sorted(opened.table.to_pyarrow_table().column("__seq").to_pylist()) == [1, 3, 5, 6, 7]
+    assert history_from(opened) == 4
+    assert drop_history(layout, orders, HistoryBound(Seq(5))) == 3
+    fold_table(layout, orders, Seq(7))
+    assert DeltaTable(layout.table_path("current", orders)).to_pyarrow_table().num_rows == 7
+    shutil.rmtree(layout.table_path("current", orders))
+    with pytest.raises(LakeError, match="was dropped up to 5") as caught:
+        fold_table(layout, orders, Seq(7))
+    assert "rebuild public.orders --from source" in caught.value.hint
 
 
 def test_a_table_that_is_not_there_needs_nothing(layout: LakeLayout, orders: TableSchema):

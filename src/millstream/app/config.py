@@ -82,6 +82,11 @@ class LakeConfig(_Section):
     engine: Literal["auto", "delta-rs", "spark"] = Field(
         default="auto", description="Who writes the files. `auto` takes `delta-rs`, the one that this version has."
     )
+    history_retention: Duration | None = Field(
+        default=None,
+        description="How long history is kept, by whole days: older ones are dropped once `current` has what they made. Unset: for ever. "
+        "`--as-of` answers for what is kept.",
+    )
     disk_factor: float = Field(
         default=5.0,
         ge=1.5,
@@ -90,6 +95,11 @@ class LakeConfig(_Section):
     storage_options: dict[str, str] = Field(
         default={}, description="Keys, region, endpoint … of the object store, as delta-rs names them."
     )
+
+    @property
+    def history_retention_s(self) -> float | None:
+        """`history_retention` in seconds."""
+        return None if self.history_retention is None else duration_s(self.history_retention)
 
 
 class LogConfig(_Section):

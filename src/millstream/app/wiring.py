@@ -97,6 +97,7 @@ def pipeline_config(home: Home, name: str, stream: StreamConfig, stream_id: Stre
         trigger_interval_ms=max(1, round(duration_s(spark.trigger_interval) * 1000)),
         batch_bytes_max=size_bytes(spark.batch_bytes),
         disk_factor=stream.lake.disk_factor,
+        history_retention_s=stream.lake.history_retention_s,
     )
 
 

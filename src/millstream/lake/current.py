@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream import failpoints
-from millstream.errors import LakeUnavailable
+from millstream.errors import LakeError, LakeUnavailable
 from millstream.lake.build import BuildPart, build_rows, plan_build
 from millstream.lake.commits import cuts_between
 from millstream.lake.data_files import NewFile, TableFiles, boundable, swap
@@ -34,7 +34,14 @@ from millstream.lake.delta import (
     set_properties,
 )
 from millstream.lake.fold import EXACT, Folded, fold_records
-from millstream.lake.history import count_history, newest_schema, read_history, scan_history
+from millstream.lake.history import (
+    count_history,
+    first_seq,
+    history_from,
+    newest_schema,
+    read_history,
+    scan_history,
+)
 from millstream.lake.keys import Keys
 from millstream.lake.layout import LakeLayout, TableCommit, folder_name, has_current
 from millstream.lake.leaves import LEAF_BYTES, Leaves
@@ -274,6 +281,13 @@ def begin_fold(
     columns = current_columns(layout, schema, history)
     opened = opened or _create(layout, schema, path, app, columns)
     first = opened.n is None or anew
+    gone = history_from(history)
+    if first and gone >= max(first_seq(history), 1) and not _emptied(history, gone, upto):
+        raise LakeError(
+            f"{schema.namespace}.{schema.name} can't be built from its history, which was dropped up to {gone}",
+            hint=f"`millstream pipeline rebuild {qualified_name(schema.namespace, schema.name)} --from source` copies it anew.",
+            path=path,
+        )
     step = upto if first else _step(layout, history, opened.n or Seq(0), upto, sizes.rows_max)
     if step < upto and _emptied(history, opened.n or Seq(0), upto):
         # In steps, readers would see what was left of the table half way: a copy that follows an earlier one empties it first.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime, timedelta
 from typing import Final, TypeVar
 
 from py4j.protocol import Py4JError
@@ -21,6 +22,7 @@ from millstream.catalog import Catalog, TableState
 from millstream.errors import EngineError, Retry
 from millstream.lake.data_files import NewFile
 from millstream.lake.layout import View, has_current
+from millstream.lake.retain import HistoryBound
 from millstream.lake.versions import has_versions
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
@@ -222,12 +224,33 @@ class Folder:
                 views: tuple[View, ...] = ("history", *self._folded_views(schema))
                 tasks.append(
                     TendTask(
-                        self._config.layout, schema.to_arrow().serialize().to_pybytes(), views, self._spared(entry)
+                        self._config.layout,
+                        schema.to_arrow().serialize().to_pybytes(),
+                        views,
+                        self._spared(entry),
+                        self._droppable(entry, schema),
                     )
                 )
         if tasks:
             self._map(tend_one, tasks)
             self._ledger.tend_cuts()
+
+    def _droppable(self, entry: TableEntry, schema: TableSchema) -> HistoryBound | None:
+        """What may go from a table's history: what the configuration doesn't keep and its folds, in the last cut, cover."""
+        cut, kept_s = self._ledger.cut, self._config.history_retention_s
+        folded = self._folded_views(schema)
+        unnamed = "history" not in self._config.views and bool(folded)
+        if cut is None or (kept_s is None and not unnamed):
+            return None
+        upto = cut.n
+        for view in folded:
+            tables = [table for table in cut.tables.values() if table.table_id == entry.table_id]
+            reached = [table.current_n if view == "current" else table.scd2_n for table in tables]
+            upto = min([upto, *reached]) if reached else Seq(0)
+        if unnamed:
+            return HistoryBound(upto)
+        assert kept_s is not None, "said above"
+        return HistoryBound(upto, (datetime.now(UTC) - timedelta(seconds=kept_s)).date())
 
     def _spared(self, entry: TableEntry) -> Mapping[View, int]:
         """By view, the table's version that the last cut names: queries stand on it."""

@@ -24,6 +24,7 @@ from millstream.lake.current import Fold, FoldOutcome, FoldPlan, begin_fold
 from millstream.lake.data_files import NewFile
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout, TableCommit, View
+from millstream.lake.retain import HistoryBound, drop_history
 from millstream.lake.upkeep import tend_table
 from millstream.lake.versions import fold_into_versions
 from millstream.model.ids import TableId
@@ -225,12 +226,17 @@ class TendTask:
     views: tuple[View, ...]
     spared: Mapping[View, int]
     """By view, the version that the last cut names."""
+    bound: HistoryBound | None = None
+    """What may be dropped from history; None: nothing."""
 
 
 def tend_one(task: TendTask) -> None:
     """Compact a table's small files and delete those that no reader needs any more; what fails is left for the next time."""
     schema = TableSchema.from_arrow(pa.ipc.read_schema(pa.py_buffer(task.schema)))
     now_ms = time.time_ns() // 1_000_000
+    if task.bound is not None:
+        with contextlib.suppress(MillstreamError, OSError):
+            drop_history(task.layout, schema, task.bound)
     for view in task.views:
         with contextlib.suppress(MillstreamError, OSError):
             tend_table(task.layout, view, schema, now_ms=now_ms, keep_s=KEEP_REMOVED_S, spared=task.spared.get(view))

@@ -30,6 +30,8 @@ class PipelineConfig:
     """Spark asks for new records this often; by default it would do so some 90 times a second."""
     batch_bytes_max: int = 64 << 20
     """Of the log, a batch: what a table's rows of it weigh in a worker's memory is a few times that."""
+    history_retention_s: float | None = None
+    """Days of history older than this are dropped; None: none is."""
     disk_factor: float = DISK_FACTOR
     """Bound of `current`'s disk bytes over its live bytes."""
 
