@@ -59,7 +59,7 @@ def test_import_millstream_imports_nothing() -> None:
     assert done.stdout == "[] open\n"
 
 
-@pytest.mark.parametrize("arguments", [["nothing"], ["status", "--nothing"], ["query"]])
+@pytest.mark.parametrize("arguments", [["nothing"], ["status", "--nothing"], ["query", "--nothing"]])
 def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
     done = millstream(*arguments)
     assert (done.returncode, done.stdout) == (2, "")

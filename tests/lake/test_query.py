@@ -378,15 +378,26 @@ def test_a_past_answer_survives_the_upkeep_that_deletes_its_files(
     assert at(layout, ids, 3) == [{"id": 1}, {"id": 2}]
 
 
-def test_a_table_that_is_held_back_is_named_with_its_reason(
+def test_a_table_that_is_held_back_is_named_with_its_reason_and_where_it_stands(
     layout: LakeLayout, orders: TableSchema, lines: TableSchema, records: Records
 ):
     batch = {orders: records(orders, ("c", 1, {"id": 1})), lines: records(lines, ("c", 2, {"Order": 1, "line no": 1}))}
     land(layout, 2, batch, fold=True)
-    held = {"public.orders": "a type changed", 'public."Order ""Lines"""': "another"}
+    land(layout, 4, {lines: records(lines, ("c", 4, {"Order": 1, "line no": 2}))})
+    asked = []
+
+    def held() -> dict[str, str]:
+        asked.append(1)
+        return {"public.orders": "a type changed", 'public."Order ""Lines"""': "another"}
+
     with LakeSession(layout, held=held) as session:
-        session.query("FROM public.orders ORDER BY id")
-        assert session.held_back == {"public.orders": "a type changed"}
+        session.query('FROM public."Order ""Lines"""')
+        assert (session.held_back, asked) == ({}, [])
+        session.query("FROM public.orders")
+        token = str(session.token).replace(".s4", ".s2")
+        assert session.held_back == {"public.orders": f"a type changed; its rows stand at {token}"}
+        assert session.held_back
+        assert asked == [1]
 
 
 OPS = st.lists(

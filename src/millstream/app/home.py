@@ -124,6 +124,11 @@ class Home:
         return self.data / "spark" / PIPELINE
 
     @property
+    def prompt_history(self) -> Path:
+        """What was typed at `query`'s prompt."""
+        return self.data / "query_history"
+
+    @property
     def run_folder(self) -> Path:
         """Locks, pid files, and the link to the sockets."""
         return self.data / "run"

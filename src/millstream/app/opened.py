@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from millstream.app.home import Home
+from millstream.app.moments import parse_as_of
 from millstream.errors import LogError, UnknownTable
 from millstream.model.ids import StreamId, TableId
 from millstream.model.names import parse_qualified_name
-from millstream.model.positions import StreamToken
+from millstream.model.positions import Seq, StreamToken
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -92,15 +94,26 @@ class OpenHome:
             if wanted is None or found.schema.table_id in wanted:
                 yield found.batch
 
-    def query(self, sql: str, *, stream: str | None = None) -> pa.Table:
+    def query(
+        self, sql: str, *, stream: str | None = None, as_of: StreamToken | datetime | str | None = None
+    ) -> pa.Table:
         """The result of SQL over a stream's lake tables, all at one token; see `millstream query`.
 
         Args:
-            sql: the query; tables are named schema.table.
+            sql: one statement; tables are named schema.table.
             stream: its name; needed where the home has several.
+            as_of: a token, a moment or the text of either: the tables as they stood then, with the columns of then.
+
+        Raises:
+            InvalidQuery: the SQL fails; the message is DuckDB's.
+            InvalidTime, InvalidToken, BeyondRetention, TimeFromFuture, TokenFromFuture: `as_of` can't be had.
         """
-        with open_lake(self._home, stream) as lake:
+        with self.lake(stream, as_of=as_of) as lake:
             return lake.query(sql)
+
+    def lake(self, stream: str | None = None, *, as_of: StreamToken | datetime | str | None = None) -> LakeSession:
+        """A session for several queries at one token; a context manager. See `query` for the arguments."""
+        return open_lake(self._home, stream, as_of=as_of)
 
     def status(self) -> dict[str, Any]:
         """What `millstream status --json` prints."""
@@ -157,13 +170,19 @@ def table_ids(reader: StreamReader, table: str) -> list[TableId]:
     return found
 
 
-def open_lake(home: Home, stream: str | None = None, *, as_of: str | None = None) -> LakeSession:
+def open_lake(
+    home: Home, stream: str | None = None, *, as_of: StreamToken | datetime | str | None = None
+) -> LakeSession:
     """A stream's lake tables at one token, for SQL.
 
     Args:
         home: the home.
         stream: its name; None where the home has only one.
-        as_of: a token that was given out before; None for the newest cut.
+        as_of: a token, a moment (UTC where it has no zone), or the text of either; None for the newest cut.
+
+    Raises:
+        InvalidTime, InvalidToken: the text is neither.
+        BeyondRetention, TimeFromFuture, TokenFromFuture: the lake has nothing of it, any more or as yet.
     """
     from millstream.app.wiring import lake_layout
     from millstream.lake.query import LakeSession
@@ -175,5 +194,24 @@ def open_lake(home: Home, stream: str | None = None, *, as_of: str | None = None
         # The log may be elsewhere, or gone; the catalog knows the stream too.
         with home.open_catalog() as catalog:
             stream_id = catalog.stream(name).id
-    token = None if as_of is None else StreamToken.parse(as_of, stream=stream_id)
-    return LakeSession(lake_layout(home, name, config, stream_id), as_of=None if token is None else token.minimum)
+    if isinstance(as_of, str):
+        as_of = parse_as_of(as_of, stream_id, now=datetime.now(UTC))
+    if isinstance(as_of, datetime):
+        moment: Seq | datetime | None = as_of.replace(tzinfo=UTC) if as_of.tzinfo is None else as_of
+    else:
+        moment = None if as_of is None else StreamToken.parse(str(as_of), stream=stream_id).minimum
+    return LakeSession(
+        lake_layout(home, name, config, stream_id), as_of=moment, held=lambda: _set_aside(home, stream_id)
+    )
+
+
+def _set_aside(home: Home, stream: StreamId) -> dict[str, str]:
+    """Names of tables that capture or the pipeline has set aside, with the reason."""
+    from millstream.app.tables import list_tables
+    from millstream.catalog import TableState
+
+    if not home.catalog_file.exists():
+        return {}
+    with home.open_catalog() as catalog:
+        found = list_tables(catalog, stream)
+    return {table["name"]: table["reason"] for table in found if table["state"] == TableState.SET_ASIDE.value}

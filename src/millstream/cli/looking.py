@@ -1,9 +1,8 @@
-"""`status`, `tables`, `query`: how things stand, and what is in them."""
+"""`status` and `tables`: how things stand."""
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -19,9 +18,6 @@ from millstream.cli.context import (
     print_table,
     stream_option,
 )
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 
 @click.command()
@@ -152,78 +148,3 @@ def tables_copy(session: Session, table: str, stream: str | None) -> None:
         name = home.pick_stream(stream, of=sorted(row.name for row in catalog.streams()))
         copy_table(catalog, catalog.stream(name).id, table)
         note(f"{table}: it will be copied by the running capture, or when it runs next")
-
-
-@click.command()
-@click.argument("sql")
-@click.option(
-    "--as-of", metavar="TOKEN", help="Answer as things stood at a token that `status` or a query told, from history."
-)
-@click.option(
-    "--format",
-    "style",
-    type=click.Choice(["table", "csv", "json", "arrow"]),
-    default="table",
-    show_default=True,
-    help="csv has a header; json is a list of objects; arrow an IPC stream.",
-)
-@click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
-@stream_option
-@pass_session
-def query(session: Session, sql: str, as_of: str | None, style: str, as_json: bool, stream: str | None) -> None:
-    """Ask SQL over the current tables, all at one token; they are named schema.table.
-
-    Records are in history."schema.table". The token goes to stderr.
-    """
-    from millstream.app.opened import open_lake
-
-    with open_lake(session.home(needs_source=False), stream, as_of=as_of) as lake:
-        result = lake.query(sql)
-        _print_result(result, "json" if as_json else style)
-        for name, reason in lake.missing.items():
-            note(f"not readable: {name}: {reason}")
-        note(f"at {lake.token}")
-
-
-def _print_result(result: pa.Table, style: str) -> None:
-    if style == "arrow":
-        import pyarrow as pa
-
-        with pa.ipc.new_stream(sys.stdout.buffer, result.schema) as writer:
-            writer.write_table(result)
-    elif style == "csv":
-        _print_csv(result)
-    elif style == "json":
-        print_json(result.to_pylist(maps_as_pydicts="strict"))
-    else:
-        columns = [column.to_pylist(maps_as_pydicts="strict") for column in result.columns]
-        numbers = [
-            f.name for f in result.schema if str(f.type).startswith(("int", "uint", "float", "double", "decimal"))
-        ]
-        rows = ([_cell(value) for value in row] for row in zip(*columns, strict=True))
-        print_table(result.schema.names, rows, right=numbers)
-
-
-def _print_csv(result: pa.Table) -> None:
-    import csv
-
-    writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow(result.schema.names)
-    for batch in result.to_batches():
-        for row in zip(*(c.to_pylist(maps_as_pydicts="strict") for c in batch.columns), strict=True):
-            writer.writerow([_cell(value) for value in row])
-
-
-def _cell(value: Any) -> str | None:
-    """A value for people and CSV; NULL is empty."""
-    if value is None:
-        return None
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, bytes):
-        return "\\x" + value.hex()
-    if isinstance(value, list | dict | tuple):
-        import json
-
-        return json.dumps(value, default=str, ensure_ascii=False)
-    return str(value)

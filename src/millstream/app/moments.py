@@ -1,0 +1,50 @@
+"""Moments as a person writes them: an ISO date or time, or an age."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime, timedelta
+from typing import Final
+
+from millstream.errors import InvalidTime
+from millstream.model.ids import StreamId
+from millstream.model.positions import StreamToken
+
+_TOKEN: Final = re.compile(r"[0-9a-f]{8}\.[sm]")
+_AGE: Final = re.compile(r"(\d+)\s*(s|sec|m|min|h|d|w|second|minute|hour|day|week)s?\s+ago\Z", re.IGNORECASE)
+_UNITS: Final = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+
+
+def parse_moment(text: str, *, now: datetime) -> datetime:
+    """The moment that a text names; without a zone in UTC, a date alone is its first instant.
+
+    Args:
+        text: as in `2026-03-01`, `2026-03-01T12:30`, `2026-03-01 12:30:00+01:00`, `10m ago`, `2 hours ago`.
+        now: with a time zone; what ages are counted from.
+
+    Raises:
+        InvalidTime: it is none.
+    """
+    text = text.strip()
+    if text.lower() == "now":
+        return now
+    age = _AGE.match(text)
+    try:
+        if age is not None:
+            return now - timedelta(**{_UNITS[age[2][0].lower()]: int(age[1])})
+        found = datetime.fromisoformat(text)
+        return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
+    except (ValueError, OverflowError) as error:
+        raise InvalidTime(f"{text!r} is neither a time nor a token") from error
+
+
+def parse_as_of(text: str, stream: StreamId, *, now: datetime) -> datetime | StreamToken:
+    """A moment or a token of the stream.
+
+    Raises:
+        InvalidTime: it is neither.
+        InvalidToken: it is a token, but malformed or of another stream.
+    """
+    if _TOKEN.match(text.strip()):
+        return StreamToken.parse(text.strip(), stream=stream)
+    return parse_moment(text, now=now)
