@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from millstream.app.control import ControlServer, ask
 from millstream.app.home import Home
@@ -20,6 +22,7 @@ from millstream.app.status import collect_status, held_scope
 from millstream.app.tables import copy_table, list_tables, retry_table
 from millstream.app.wiring import place_compiled_code
 from millstream.catalog import TableState
+from millstream.cli.main import cli
 from millstream.errors import UnknownTable, UsageError
 from millstream.model.ids import ShardId, StreamId
 from millstream.model.positions import Lsn, Seq
@@ -90,6 +93,42 @@ def test_metrics_tell_what_status_tells(home: Home) -> None:
     assert 'millstream_tables{state="set_aside",stream="shop"} 2.0' in text
     assert 'millstream_up{part="owner"} 0.0' in text
     assert 'millstream_durable_seq{stream="shop"} 3.0' in text
+
+
+def test_a_running_pipeline_tells_of_each_table(home: Home) -> None:
+    table = {
+        "table_id": 3, "name": "public.log", "rows": 40, "history_n": 40, "current_n": 30, "fold_lag_s": 12.5,
+        "fold_lag_records": 10, "rows_per_s": 1.5, "live_bytes": 2_000, "disk_bytes": 5_000,
+    }  # fmt: skip
+    with home.open_catalog() as catalog:
+        table["table_id"] = next(int(row.id) for row in catalog.tables(catalog.stream("shop").id) if row.name == "log")
+    live = {"streams": {"shop": {"progress": {"tables": [table], "set_aside": {}}}}}
+    with ControlServer(home, "pipeline", {"status": lambda: live}):
+        status = collect_status(home)
+        text = prometheus_text(lambda: collect_status(home)).decode()
+        shown = CliRunner().invoke(cli, ["--home", str(home.path), "status"]).output
+    (stream,) = status["streams"]
+    assert stream["lag"]["fold"] == {"records": 10, "seconds": 12.5}
+    (log,) = (t for t in stream["tables"] if t["name"] == "public.log")
+    assert (log["rows_per_s"], log["fold_lag_records"], log["disk_factor"]) == (1.5, 10, 2.5)
+    assert 'millstream_table_disk_factor{stream="shop",table="public.log"} 2.5' in text
+    assert 'millstream_table_fold_lag_seconds{stream="shop",table="public.log"} 12.5' in text
+    (line,) = (line for line in shown.splitlines() if "public.log" in line)
+    assert line.split() == ["public.log", "history_only", "2", "12.5", "s,", "10", "records", "2.5", "no", "key"]
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are(home: Home) -> None:
+    text = prometheus_text(lambda: collect_status(home)).decode()
+    there = set(re.findall(r"^# TYPE (\w+)", text, re.MULTILINE))
+    dashboard = json.loads((Path(__file__).parents[2] / "docs" / "how-to" / "grafana.json").read_text())
+    asked = {
+        name
+        for panel in dashboard["panels"]
+        for t in panel["targets"]
+        for name in re.findall(r"millstream_\w+", t["expr"])
+    }
+    assert asked <= there
+    assert {f"millstream_table_{name}" for name in ("fold_lag_seconds", "disk_factor", "rows_per_second")} <= asked
 
 
 def test_a_running_part_tells_what_only_it_knows(home: Home) -> None:

@@ -39,6 +39,7 @@ class _Status(Collector):
         )
         yield _gauge(streams, "millstream_writer_epoch", "Fencing epoch.", lambda s: (s["writer"] or {}).get("epoch"))
         yield _tables(streams)
+        yield from _each_table(streams)
 
 
 def _lags(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
@@ -58,6 +59,30 @@ def _tables(streams: list[dict[str, Any]]) -> GaugeMetricFamily:
         for state in sorted(set(states) | {"set_aside"}):
             family.add_metric([stream["name"], state], float(states.count(state)))
     return family
+
+
+_OF_A_TABLE: Final = {
+    "fold_lag_s": ("millstream_table_fold_lag_seconds", "How long the oldest record that waits for a fold has waited."),
+    "fold_lag_records": ("millstream_table_fold_lag_records", "Records that wait for a fold."),
+    "rows_per_s": ("millstream_table_rows_per_second", "Records landed in history a second, over half a minute."),
+    "landed_rows": ("millstream_table_landed_rows", "Records landed since the pipeline's process began."),
+    "live_bytes": ("millstream_table_live_bytes", "Bytes of current's files."),
+    "disk_bytes": (
+        "millstream_table_disk_bytes",
+        "Bytes in current's folder, replaced files that readers may need among them.",
+    ),
+    "disk_factor": ("millstream_table_disk_factor", "Bytes in current's folder over live bytes."),
+}
+
+
+def _each_table(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
+    for key, (name, text) in _OF_A_TABLE.items():
+        family = GaugeMetricFamily(name, text, labels=["stream", "table"])
+        for stream in streams:
+            for table in stream["tables"]:
+                if table.get(key) is not None:
+                    family.add_metric([stream["name"], table["name"]], float(table[key]))
+        yield family
 
 
 def _gauge(

@@ -101,7 +101,10 @@ def _stream(
         "lag": {
             "capture": _capture_lag(captured),
             "lake": _lake_lag(home, name, landed, durable, problems),
-            "fold": {"seconds": max((t["fold_lag_s"] or 0.0 for t in landing.get("tables", ())), default=None)},
+            "fold": {
+                "records": sum(t["fold_lag_records"] for t in landing["tables"]) if "tables" in landing else None,
+                "seconds": max((t["fold_lag_s"] or 0.0 for t in landing.get("tables", ())), default=None),
+            },
         },
         "log": _log(home, name, problems)
         | {"needed_from": {k: int(v) for k, v in catalog.needed_from(stream).items()}},
@@ -215,5 +218,16 @@ def table_facts(
         "shard": int(row.shard),
         "copy": copies.get(name) or copies.get(f"{row.namespace}.{row.name}"),
         "fold_lag_s": None if landed is None else landed["fold_lag_s"],
+        "fold_lag_records": None if landed is None else landed["fold_lag_records"],
         "landed_rows": None if landed is None else landed["rows"],
+        "rows_per_s": None if landed is None else landed["rows_per_s"],
+        "live_bytes": None if landed is None else landed["live_bytes"],
+        "disk_bytes": None if landed is None else landed["disk_bytes"],
+        "disk_factor": None if landed is None else _disk_factor(landed),
     }
+
+
+def _disk_factor(landed: dict[str, Any]) -> float | None:
+    """Bytes on disk over live bytes, of `current`."""
+    live, disk = landed["live_bytes"], landed["disk_bytes"]
+    return round(disk / live, 2) if live else None

@@ -71,7 +71,8 @@ def _print_stream(stream: dict[str, Any]) -> None:
     for part, error in stream["errors"].items():
         click.secho(f"  {part}: {error['code']}: {error['message']}", fg="red")
     if stream["tables"]:
-        print_table(["  table", "state", "reason"], [_table_row(t) for t in stream["tables"]])
+        titles = ["  table", "state", "rows/s", "fold lag", "disk factor", "reason"]
+        print_table(titles, [_table_row(t) for t in stream["tables"]], right=titles[2:5])
 
 
 def _table_row(table: dict[str, Any]) -> list[str]:
@@ -79,7 +80,15 @@ def _table_row(table: dict[str, Any]) -> list[str]:
     reason = table["reason"]
     if table["state"] == "copying" and copy.get("rows") is not None:
         reason = f"{copy['rows']:,} rows so far"
-    return ["  " + table["name"], table["state"], reason]
+    rate, lag, factor = table["rows_per_s"], table["fold_lag_s"], table["disk_factor"]
+    return [
+        "  " + table["name"],
+        table["state"],
+        "" if rate is None else f"{rate:,.0f}",
+        "" if lag is None else "none" if lag == 0 else f"{human_seconds(lag)}, {table['fold_lag_records']:,} records",
+        "" if factor is None else f"{factor:.1f}",
+        reason,
+    ]
 
 
 @click.group(cls=SuggestingGroup, invoke_without_command=True)

@@ -43,6 +43,10 @@ class Upkeep:
 
     files_compacted: int = 0
     files_deleted: int = 0
+    live_bytes: int = 0
+    """Of the files that the newest version names."""
+    disk_bytes: int = 0
+    """Of all files that lie in the table's folder now, its log aside."""
 
 
 def tend_table(
@@ -79,7 +83,11 @@ def tend_table(
         return Upkeep()
     today = datetime.fromtimestamp(now_ms / 1000, UTC).date()
     compacted = _compact(layout, opened, compact_files, today) if view == "history" else 0
-    return Upkeep(compacted, delete_unneeded(layout, path, app, now_ms=now_ms, keep_s=keep_s, spared=spared))
+    deleted = delete_unneeded(layout, path, app, now_ms=now_ms, keep_s=keep_s, spared=spared)
+    newest = open_table(layout, path, app) or opened
+    live = sum(size or 0 for size in live_files(newest).column("size_bytes").to_pylist())
+    disk = sum(info.size or 0 for info in TableFiles(layout, path, ()).all().values())
+    return Upkeep(compacted, deleted, int(live), int(disk))
 
 
 def _compact(layout: LakeLayout, opened: OpenTable, compact_files: int, today: date) -> int:

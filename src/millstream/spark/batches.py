@@ -72,6 +72,8 @@ class BatchLander:
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while a batch lands or a table catches up."""
     closed: bool = False
+    _last: tuple[Landed, float, float | None] | None = None
+    """The last batch, how long it took, and the age of its newest record when it had landed."""
 
     def __call__(self, batch: DataFrame, _batch_id: int) -> None:
         """Land one micro-batch; `foreachBatch` of the query."""
@@ -143,7 +145,9 @@ class BatchLander:
         self.catalog.set_landed(stream, pipeline, landed.upto)
         self.catalog.set_needed_from(stream, pipeline, max(Seq(1), landed.after))
         self.landed()
-        self._report(landed, time.monotonic() - started)
+        age_s = None if landed.newest_us is None else max(0.0, time.time() - landed.newest_us / 1e6)
+        self._last = landed, time.monotonic() - started, age_s
+        self.report(self.log.persisted_upto())
 
     def _write(self, batch: DataFrame, held: frozenset[TableId]) -> Landed | None:
         """Run the job; repeat it for tables whose error may pass. None where the batch has no row, not even a marker."""
@@ -191,7 +195,15 @@ class BatchLander:
             name = f"table {table_id}" if schema is None else f"{schema.namespace}.{schema.name}"
         self.ledger.hold(HeldTable(table_id, name, after, error.message, error.code, error.hint))
 
-    def _report(self, landed: Landed, batch_s: float) -> None:
+    def report(self, durable: Seq) -> None:
+        """Tell how things stand, once a batch has landed. Any thread.
+
+        Args:
+            durable: what the log has now.
+        """
+        if self._last is None:
+            return
+        landed, batch_s, age_s = self._last
         rows = sum(commit.rows for commit in landed.commits.values())
         self.on_progress(
             PipelineProgress(
@@ -199,8 +211,8 @@ class BatchLander:
                 rows=self.ledger.rows,
                 rows_per_s=rows / batch_s if batch_s else 0.0,
                 batch_s=batch_s,
-                lag_s=None if landed.newest_us is None else max(0.0, time.time() - landed.newest_us / 1e6),
-                lag_records=max(0, self.log.persisted_upto() - landed.upto),
+                lag_s=age_s,
+                lag_records=max(0, durable - landed.upto),
                 tables=self.ledger.progress(),
                 set_aside=self.ledger.set_aside(),
             )

@@ -34,6 +34,8 @@ from millstream.wal.reader import StreamReader
 _POLL_S: Final = 0.1
 """How often the driver looks whether it should stop; a wait inside Python, which costs next to nothing."""
 _NOTE_S: Final = 2.0
+_REPORT_S: Final = 1.0
+"""Lags grow while nothing lands."""
 _RETRY_ROUND_S: Final = 5.0
 
 
@@ -116,6 +118,8 @@ class _Run:
                 self.news.wait(_POLL_S)
                 self.news.clear()
                 rounds += 1
+                if rounds % round(_REPORT_S / _POLL_S) == 0:
+                    self.lander.report(self.log.persisted_upto())
                 if rounds % round(_RETRY_ROUND_S / _POLL_S) == 0:
                     self.lander.retry_held(self.spark)
             self.lander.close()

@@ -232,7 +232,8 @@ class Folder:
                     )
                 )
         if tasks:
-            self._map(tend_one, tasks)
+            for answer in self._map(tend_one, tasks):
+                self._ledger.tended(answer)
             self._ledger.tend_cuts()
 
     def _droppable(self, entry: TableEntry, schema: TableSchema) -> HistoryBound | None:

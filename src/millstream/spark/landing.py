@@ -25,7 +25,7 @@ from millstream.lake.data_files import NewFile
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout, TableCommit, View
 from millstream.lake.retain import HistoryBound, drop_history
-from millstream.lake.upkeep import tend_table
+from millstream.lake.upkeep import Upkeep, tend_table
 from millstream.lake.versions import fold_into_versions
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
@@ -230,8 +230,17 @@ class TendTask:
     """What may be dropped from history; None: nothing."""
 
 
-def tend_one(task: TendTask) -> None:
+@dataclass(frozen=True, slots=True)
+class TendAnswer:
+    """What a table's views take up on disk, by view; those whose upkeep failed are missing."""
+
+    table_id: TableId
+    taken: Mapping[View, Upkeep]
+
+
+def tend_one(task: TendTask) -> TendAnswer:
     """Compact a table's small files and delete those that no reader needs any more; what fails is left for the next time."""
+    taken: dict[View, Upkeep] = {}
     schema = TableSchema.from_arrow(pa.ipc.read_schema(pa.py_buffer(task.schema)))
     now_ms = time.time_ns() // 1_000_000
     if task.bound is not None:
@@ -239,4 +248,7 @@ def tend_one(task: TendTask) -> None:
             drop_history(task.layout, schema, task.bound)
     for view in task.views:
         with contextlib.suppress(MillstreamError, OSError):
-            tend_table(task.layout, view, schema, now_ms=now_ms, keep_s=KEEP_REMOVED_S, spared=task.spared.get(view))
+            taken[view] = tend_table(
+                task.layout, view, schema, now_ms=now_ms, keep_s=KEEP_REMOVED_S, spared=task.spared.get(view)
+            )
+    return TendAnswer(schema.table_id, taken)

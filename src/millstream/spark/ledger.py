@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -18,8 +19,9 @@ from millstream.lake.commits import Cut, commit_cut, compact_cuts, last_cut
 from millstream.lake.layout import TableCommit
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
-from millstream.spark.landing import TableError
+from millstream.spark.landing import TableError, TendAnswer
 from millstream.spark.pipeline import PipelineConfig, TableProgress
+from millstream.spark.rates import Rate
 from millstream.spark.schedule import KEEP_REMOVED_S, FoldHistory
 
 RETRY_HELD_S_MIN: Final = 30.0
@@ -41,6 +43,14 @@ class TableEntry:
     version: SchemaVersion = _NO_VERSION
     """Of the newest records in the lake; 0 where this run has appended none."""
     rows: int = 0
+    rate: Rate = field(default_factory=Rate)
+    """Of records appended."""
+    waiting: deque[tuple[Seq, int]] = field(default_factory=deque)
+    """Appends of this run that no fold has covered: up to where, how many records."""
+    live_bytes: int | None = None
+    """Of `current`'s files; None until it was folded or tended."""
+    disk_bytes: int | None = None
+    """Of everything in `current`'s folder when it was last tended."""
     tend_until_s: float = field(default_factory=lambda: time.monotonic() + _TENDED_S)
     """Until then its files are tended: those that the last write replaced go a while after it."""
     history_n: Seq = Seq(0)
@@ -133,6 +143,8 @@ class Ledger:
                 entry.version = max(entry.version, versions[commit.table_id])
                 entry.tend_until_s = now + _TENDED_S
                 entry.rows += commit.rows
+                entry.rate.add(commit.rows, now)
+                entry.waiting.append((commit.n, commit.rows))
                 self.rows += commit.rows
                 entry.history_n = max(entry.history_n, commit.n)
                 if entry.waiting_since_s is None:
@@ -158,6 +170,10 @@ class Ledger:
         now = time.monotonic()
         with self._lock:
             entry = self.tables[table_id]
+            if commits and error is None:
+                covered = min(commit.n for commit in commits)
+                while entry.waiting and entry.waiting[0][0] <= covered:
+                    entry.waiting.popleft()
             for commit in commits:
                 if commit.view == "current":
                     entry.current_n = commit.n
@@ -174,6 +190,13 @@ class Ledger:
             else:
                 entry.fold_failures += 1
                 entry.fold_again_s = now + min(RETRY_FOLD_S_MAX, 0.5 * 2**entry.fold_failures)
+
+    def tended(self, answer: TendAnswer) -> None:
+        """Note what a table takes up on disk. Any thread."""
+        current = answer.taken.get("current")
+        if current is not None:
+            entry = self.tables[answer.table_id]
+            entry.live_bytes, entry.disk_bytes = current.live_bytes, current.disk_bytes
 
     def commit(self, n: Seq | None, commits: Iterable[TableCommit], *, newest_us: int | None = None) -> Cut | None:
         """Commit a cut: at `n`, or where the last one is, with the tables' new versions. Any thread.
@@ -237,18 +260,23 @@ class Ledger:
     def progress(self) -> tuple[TableProgress, ...]:
         """All tables of this run, by name. Any thread."""
         now = time.monotonic()
-        entries = sorted(self.tables.values(), key=lambda entry: (entry.name, entry.table_id))
-        return tuple(
-            TableProgress(
-                entry.table_id,
-                entry.name,
-                entry.rows,
-                entry.history_n,
-                entry.current_n,
-                0.0 if entry.waiting_since_s is None else now - entry.waiting_since_s,
+        with self._lock:
+            entries = sorted(self.tables.values(), key=lambda entry: (entry.name, entry.table_id))
+            return tuple(
+                TableProgress(
+                    entry.table_id,
+                    entry.name,
+                    entry.rows,
+                    entry.history_n,
+                    entry.current_n,
+                    0.0 if entry.waiting_since_s is None else now - entry.waiting_since_s,
+                    0 if entry.waiting_since_s is None else sum(rows for _, rows in entry.waiting),
+                    round(entry.rate.per_s(now), 1),
+                    entry.live_bytes,
+                    entry.disk_bytes,
+                )
+                for entry in entries
             )
-            for entry in entries
-        )
 
     def _holder(self, table_id: TableId) -> str:
         return f"{self._config.pipeline}/{table_id}"

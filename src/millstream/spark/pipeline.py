@@ -59,6 +59,14 @@ class TableProgress:
     """`current` was last folded up to here; None where this run hasn't folded it."""
     fold_lag_s: float | None
     """How long records have waited for a fold; 0 where none wait; None where the table has no `current`."""
+    fold_lag_records: int = 0
+    """How many of this run's records wait for a fold."""
+    rows_per_s: float = 0.0
+    """Records landed in its history, over the last half minute."""
+    live_bytes: int | None = None
+    """Of `current`'s files; None until its files were first tended, once a minute."""
+    disk_bytes: int | None = None
+    """Of everything in `current`'s folder, with what was replaced and stays for its readers; None as above."""
 
 
 @dataclass(frozen=True, slots=True)
