@@ -92,6 +92,16 @@ class LakeConfig(_Section):
         ge=1.5,
         description="Bytes on disk over live bytes that folding `current` may reach: lower folds large tables less often.",
     )
+    keep_replaced: Duration = Field(
+        default="5m",
+        description="How long files that a fold or compaction replaced stay on disk: longer than the queries of readers that open tables themselves.",
+    )
+    upkeep_interval: Duration = Field(
+        default="60s", description="How often small files are compacted and files that nobody needs are deleted."
+    )
+    compact_files: int = Field(
+        default=200, ge=2, description="Small files of one day of a table's history from which on they are made one."
+    )
     storage_options: dict[str, str] = Field(
         default={}, description="Keys, region, endpoint … of the object store, as delta-rs names them."
     )

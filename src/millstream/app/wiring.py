@@ -83,6 +83,7 @@ def spark_options(home: Home) -> SparkOptions:
 
 def pipeline_config(home: Home, name: str, stream: StreamConfig, stream_id: StreamId) -> PipelineConfig:
     """What the pipeline of a stream is told."""
+    from millstream.lake.upkeep import UpkeepRules
     from millstream.spark.pipeline import PipelineConfig
 
     spark = home.config.spark
@@ -97,6 +98,11 @@ def pipeline_config(home: Home, name: str, stream: StreamConfig, stream_id: Stre
         trigger_interval_ms=max(1, round(duration_s(spark.trigger_interval) * 1000)),
         batch_bytes_max=size_bytes(spark.batch_bytes),
         disk_factor=stream.lake.disk_factor,
+        upkeep=UpkeepRules(
+            keep_s=duration_s(stream.lake.keep_replaced),
+            interval_s=duration_s(stream.lake.upkeep_interval),
+            compact_files=stream.lake.compact_files,
+        ),
         history_retention_s=stream.lake.history_retention_s,
     )
 

@@ -38,6 +38,18 @@ _LOOK_BACK_VERSIONS: Final = 2_000
 
 
 @dataclass(frozen=True, slots=True)
+class UpkeepRules:
+    """When and how a lake's files are tended."""
+
+    keep_s: float = KEEP_S
+    """How long replaced files stay."""
+    interval_s: float = 60.0
+    """From one upkeep to the next."""
+    compact_files: int = COMPACT_FILES
+    """Small files of a day of history from which on they are made one."""
+
+
+@dataclass(frozen=True, slots=True)
 class Upkeep:
     """What was done."""
 

@@ -46,7 +46,6 @@ from millstream.wal.reader import StreamReader
 
 _ROUND_S: Final = 1.0
 """How long the thread waits for news at most: tables become due by time too."""
-_TEND_S: Final = 60.0
 _FAILED_JOBS_MAX: Final = 5
 """In a row: then it isn't a killed worker but something that a new process may mend."""
 _COPYING: Final = frozenset({TableState.COPY_REQUESTED, TableState.COPYING})
@@ -171,7 +170,9 @@ class Folder:
 
     def _is_due(self, entry: TableEntry) -> bool:
         now = time.monotonic()
-        return now >= entry.fold_again_s and fold_is_due(entry.fold, now, disk_factor=self._config.disk_factor)
+        return now >= entry.fold_again_s and fold_is_due(
+            entry.fold, now, disk_factor=self._config.disk_factor, keep_s=self._config.upkeep.keep_s
+        )
 
     def _tasks(self, wanted: Callable[[TableEntry], bool]) -> list[FoldTask]:
         """What to fold now, each table to the last cut."""
@@ -213,13 +214,16 @@ class Folder:
         return self._schemas.get(key)
 
     def _tend(self) -> None:
-        """Once a minute: few files instead of many, and none that no reader needs, in tables that were written to."""
-        if time.monotonic() - self._tended_s < _TEND_S:
+        """At intervals: few files instead of many, and none that no reader needs, in tables that were written to."""
+        rules = self._config.upkeep
+        if time.monotonic() - self._tended_s < rules.interval_s:
             return
         self._tended_s = time.monotonic()
         tasks = []
         for entry in list(self._ledger.tables.values()):
-            schema = self._schema(entry) if entry.tend_until_s >= time.monotonic() else None
+            # What the last write replaced goes a while after it.
+            lately = time.monotonic() - entry.written_s < rules.keep_s + 3 * rules.interval_s
+            schema = self._schema(entry) if lately else None
             if schema is not None:
                 views: tuple[View, ...] = ("history", *self._folded_views(schema))
                 tasks.append(
@@ -228,6 +232,7 @@ class Folder:
                         schema.to_arrow().serialize().to_pybytes(),
                         views,
                         self._spared(entry),
+                        rules,
                         self._droppable(entry, schema),
                     )
                 )

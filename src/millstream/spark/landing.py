@@ -25,13 +25,12 @@ from millstream.lake.data_files import NewFile
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout, TableCommit, View
 from millstream.lake.retain import HistoryBound, drop_history
-from millstream.lake.upkeep import Upkeep, tend_table
+from millstream.lake.upkeep import Upkeep, UpkeepRules, tend_table
 from millstream.lake.versions import fold_into_versions
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.spark.frames import MARKER, unpack
-from millstream.spark.schedule import KEEP_REMOVED_S
 
 ANSWER_COLUMNS: Final = (
     "table_id long, schema_version long, batch_after long, batch_upto long, commit string, commit_us long, error string"
@@ -226,6 +225,7 @@ class TendTask:
     views: tuple[View, ...]
     spared: Mapping[View, int]
     """By view, the version that the last cut names."""
+    rules: UpkeepRules
     bound: HistoryBound | None = None
     """What may be dropped from history; None: nothing."""
 
@@ -249,6 +249,12 @@ def tend_one(task: TendTask) -> TendAnswer:
     for view in task.views:
         with contextlib.suppress(MillstreamError, OSError):
             taken[view] = tend_table(
-                task.layout, view, schema, now_ms=now_ms, keep_s=KEEP_REMOVED_S, spared=task.spared.get(view)
+                task.layout,
+                view,
+                schema,
+                now_ms=now_ms,
+                keep_s=task.rules.keep_s,
+                compact_files=task.rules.compact_files,
+                spared=task.spared.get(view),
             )
     return TendAnswer(schema.table_id, taken)

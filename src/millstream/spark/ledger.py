@@ -22,14 +22,13 @@ from millstream.model.positions import Seq
 from millstream.spark.landing import TableError, TendAnswer
 from millstream.spark.pipeline import PipelineConfig, TableProgress
 from millstream.spark.rates import Rate
-from millstream.spark.schedule import KEEP_REMOVED_S, FoldHistory
+from millstream.spark.schedule import FoldHistory
 
 RETRY_HELD_S_MIN: Final = 30.0
 RETRY_HELD_S_MAX: Final = 600.0
 """A table that was set aside is tried again after so long, first and at most: what a person mends takes minutes, and each
 attempt reads up to a batch of the log."""
 RETRY_FOLD_S_MAX: Final = 300.0
-_TENDED_S: Final = KEEP_REMOVED_S + 180.0
 _NO_VERSION: Final = SchemaVersion(0)
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -51,8 +50,8 @@ class TableEntry:
     """Of `current`'s files; None until it was folded or tended."""
     disk_bytes: int | None = None
     """Of everything in `current`'s folder when it was last tended."""
-    tend_until_s: float = field(default_factory=lambda: time.monotonic() + _TENDED_S)
-    """Until then its files are tended: those that the last write replaced go a while after it."""
+    written_s: float = field(default_factory=time.monotonic)
+    """When it was last written to; at first, when this run began."""
     history_n: Seq = Seq(0)
     current_n: Seq | None = None
     scd2_n: Seq | None = None
@@ -141,7 +140,7 @@ class Ledger:
             for commit in commits:
                 entry = self._entry(commit.table_id, commit.name)
                 entry.version = max(entry.version, versions[commit.table_id])
-                entry.tend_until_s = now + _TENDED_S
+                entry.written_s = now
                 entry.rows += commit.rows
                 entry.rate.add(commit.rows, now)
                 entry.waiting.append((commit.n, commit.rows))
@@ -181,7 +180,7 @@ class Ledger:
                     entry.scd2_n = commit.n
             if commits:
                 entry.fold = last
-                entry.tend_until_s = now + _TENDED_S
+                entry.written_s = now
             entry.fold_error = error
             if error is None:
                 entry.fold_failures = 0

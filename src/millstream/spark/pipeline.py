@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from millstream.lake.layout import LakeLayout, View
+from millstream.lake.upkeep import UpkeepRules
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq, StreamToken
 from millstream.spark.schedule import DISK_FACTOR
@@ -32,6 +33,7 @@ class PipelineConfig:
     """Of the log, a batch: what a table's rows of it weigh in a worker's memory is a few times that."""
     history_retention_s: float | None = None
     """Days of history older than this are dropped; None: none is."""
+    upkeep: UpkeepRules = UpkeepRules()
     disk_factor: float = DISK_FACTOR
     """Bound of `current`'s disk bytes over its live bytes."""
 

@@ -1,10 +1,10 @@
 """When to fold which table: a rule of arithmetic, without a clock.
 
 A fold rewrites the files of `current` that hold a changed key. The files it replaces stay on disk for as long as readers may
-still use them (`KEEP_REMOVED_S`). So a table whose every file is touched by each fold, folded every `t` seconds, holds
-`KEEP_REMOVED_S / t` dead copies beside the live one. `disk_factor` bounds that: disk bytes over live bytes.
+still use them (`keep_s`, 5 minutes). So a table whose every file is touched by each fold, folded every `t` seconds, holds
+`keep_s / t` dead copies beside the live one. `disk_factor` bounds that: disk bytes over live bytes.
 
-    removed_bytes x KEEP_REMOVED_S / t  <=  (disk_factor - 1) x live_bytes
+    removed_bytes x keep_s / t  <=  (disk_factor - 1) x live_bytes
 
 With the defaults, a table that is rewritten whole folds every 75 s; one whose changes lie together, in proportion oftener.
 """
@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-KEEP_REMOVED_S: Final = 300.0
-"""How long replaced files stay: longer than a plain reader's query takes; the specification's figure."""
+from millstream.lake.upkeep import KEEP_S
+
 DISK_FACTOR: Final = 5.0
 SMALL_BYTES: Final = 8 << 20
 """A table below this is folded after every batch, whatever it leaves: 5 minutes of it are a few hundred MiB at worst."""
@@ -36,14 +36,14 @@ class FoldHistory:
     """Of the files that it replaced."""
 
 
-def fold_interval_s(last: FoldHistory, *, disk_factor: float = DISK_FACTOR) -> float:
+def fold_interval_s(last: FoldHistory, *, disk_factor: float = DISK_FACTOR, keep_s: float = KEEP_S) -> float:
     """The least time from the end of one fold to the start of the next."""
     rest = last.took_s * (1 / BUSY_SHARE - 1)
     if last.live_bytes < SMALL_BYTES:
         return rest
-    return max(rest, KEEP_REMOVED_S * last.removed_bytes / ((disk_factor - 1) * last.live_bytes))
+    return max(rest, keep_s * last.removed_bytes / ((disk_factor - 1) * last.live_bytes))
 
 
-def fold_is_due(last: FoldHistory, now_s: float, *, disk_factor: float = DISK_FACTOR) -> bool:
+def fold_is_due(last: FoldHistory, now_s: float, *, disk_factor: float = DISK_FACTOR, keep_s: float = KEEP_S) -> bool:
     """Whether a table with something to fold may be folded now."""
-    return now_s - last.ended_s >= fold_interval_s(last, disk_factor=disk_factor)
+    return now_s - last.ended_s >= fold_interval_s(last, disk_factor=disk_factor, keep_s=keep_s)
