@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millstream.lake.upkeep import KEEP_S
 from millstream.spark.schedule import (
     DISK_FACTOR,
-    KEEP_REMOVED_S,
     SMALL_BYTES,
     FoldHistory,
     fold_interval_s,
@@ -39,7 +39,7 @@ def test_a_small_table_waits_no_longer_than_its_last_fold_took() -> None:
 def test_steady_folds_keep_disk_bytes_within_the_factor(live: int, share: float, took: float) -> None:
     removed = int(live * share)
     interval = fold_interval_s(FoldHistory(0.0, took, live, removed))
-    # Files that a fold replaced are gone after KEEP_REMOVED_S: so many folds' worth of them lie there at any time.
-    dead = removed * (KEEP_REMOVED_S / interval) if interval else 0
+    # Files that a fold replaced are gone after KEEP_S: so many folds' worth of them lie there at any time.
+    dead = removed * (KEEP_S / interval) if interval else 0
 
     assert live + dead <= DISK_FACTOR * live * 1.000001

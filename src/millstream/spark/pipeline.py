@@ -33,7 +33,7 @@ class PipelineConfig:
     """Of the log, a batch: what a table's rows of it weigh in a worker's memory is a few times that."""
     history_retention_s: float | None = None
     """Days of history older than this are dropped; None: none is."""
-    upkeep: UpkeepRules = UpkeepRules()
+    upkeep: UpkeepRules = field(default_factory=UpkeepRules)
     disk_factor: float = DISK_FACTOR
     """Bound of `current`'s disk bytes over its live bytes."""
 
