@@ -1,7 +1,9 @@
-"""`layout=frames`: a stream's records as one row a table and stretch of the log, the records in it as Arrow IPC bytes.
+"""`layout=frames`: a stream's records as one row a table and stretch of the log.
 
 One Spark job can so carry all tables of a stream, each with its own columns and schema versions, and a new table or
-column changes nothing in Spark's plan. The table's schema travels in the IPC's own metadata.
+column changes nothing in Spark's plan. Of a table that has little in a stretch, the row holds the records themselves, as Arrow IPC
+bytes with the schema in their metadata: whoever takes them opens no file. Of one that has much, the row says where in the log they
+lie: an executor that can read the stretch in one task can read it in another, and megabytes needn't pass through the JVM twice.
 
 Every partition of a batch begins with a *marker*: a row of table 0 without records. It says where the batch begins and ends
 even where no table has a record in it.
@@ -9,7 +11,9 @@ even where no table has a record in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
 from typing import Final
 
 import pyarrow as pa
@@ -17,7 +21,8 @@ import pyarrow as pa
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableKind, TableSchema
-from millstream.wal.reader import TableRecords
+from millstream.wal.index import SchemaPlace
+from millstream.wal.reader import LogSpan, StreamReader, TablePart, TableRecords
 
 MARKER: Final = TableId(0)
 """The catalog numbers tables from 1."""
@@ -32,18 +37,47 @@ FRAMES_SCHEMA: Final = pa.schema(
         pa.field("batch_after", pa.int64(), nullable=False),
         pa.field("batch_upto", pa.int64(), nullable=False),
         pa.field("ipc", pa.binary(), nullable=False),
+        pa.field("span", pa.string(), nullable=False),
     ]
 )
-"""The batch holds the stream's records with `batch_after < seq <= batch_upto`; both are cuts."""
+"""Of `ipc` and `span` one is empty; in a marker both are. The batch holds the stream's records with `batch_after < seq <= batch_upto`; both are cuts."""
+
+INLINE_BYTES_MAX: Final = 1 << 20
+"""Of the log, a table and stretch: what lies in a row itself. Below it, opening the segment again costs more than carrying it."""
+
+_TOGETHER_ROWS: Final = 1 << 15
+"""A batch of so many rows, and of one frame more, is large enough."""
 
 PACKED_BYTES: Final = 16 << 20
 """Of Arrow data in one row, about: large enough that a busy table's small frames become few batches, small enough that a
 row of them passes through Spark's memory with ease."""
 
 
+def marker(after: Seq, upto: Seq) -> pa.RecordBatch:
+    """The row that a partition begins with."""
+    return _row(MARKER, SchemaVersion(0), Seq(0), Seq(0), 0, after, upto)
+
+
+def refer(folder: str, span: LogSpan, parts: Sequence[TablePart], after: Seq, upto: Seq) -> pa.RecordBatch:
+    """The row that says where a table's records lie: all of its `parts` of a span, of one schema version or several.
+
+    Args:
+        folder: the log's.
+        span: the stretch.
+        parts: what it holds of the table, at least one.
+        after: where the batch begins.
+        upto: where it ends.
+    """
+    newest = max(parts, key=lambda part: part.schema.version).schema
+    places = [place for place in span.schema_frames if place.table_id == newest.table_id]
+    facts = {"folder": folder} | asdict(replace(span, schema_frames=tuple(places)))
+    first, last = min(part.first_seq for part in parts), max(part.last_seq for part in parts)
+    rows = sum(part.rows for part in parts)
+    return _row(newest.table_id, newest.version, first, last, rows, after, upto, span=json.dumps(facts))
+
+
 def pack(records: Iterable[TableRecords], after: Seq, upto: Seq) -> Iterator[pa.RecordBatch]:
-    """Rows of `FRAMES_SCHEMA` for one partition, its marker first. Memory: about `PACKED_BYTES` for the tables together, twice."""
-    yield _row(MARKER, SchemaVersion(0), Seq(0), Seq(0), 0, after, upto, b"")
+    """Rows that hold their records themselves. Memory: about `PACKED_BYTES` for the tables together, twice."""
     held: dict[TableId, list[TableRecords]] = {}
     held_bytes = 0
     for piece in records:
@@ -62,32 +96,63 @@ def pack(records: Iterable[TableRecords], after: Seq, upto: Seq) -> Iterator[pa.
         yield _pack_one(pieces, after, upto)
 
 
-def unpack(ipc: bytes) -> tuple[TableSchema, list[pa.RecordBatch]]:
-    """The table's schema and the records, in `record_schema`, of one row's bytes."""
-    with pa.ipc.open_stream(ipc) as stream:
-        return TableSchema.from_arrow(stream.schema), list(stream)
+def records_in(table_id: TableId, ipc: pa.Buffer, span: str) -> Iterator[tuple[TableSchema, pa.RecordBatch]]:
+    """The records of one row in `record_schema`, each batch with its schema, in order.
+
+    Raises:
+        OffsetExpired, CorruptWal: from a row that names a stretch of the log.
+    """
+    if not span:
+        with pa.ipc.open_stream(ipc) as stream:
+            schema = TableSchema.from_arrow(stream.schema)
+            for batch in stream:
+                yield schema, batch
+        return
+    facts = json.loads(span)
+    folder = facts.pop("folder")
+    places = tuple(SchemaPlace(*place) for place in facts.pop("schema_frames"))
+    stretch = LogSpan(**facts, schema_frames=places)
+    held: list[TableRecords] = []
+    rows = 0
+    for piece in StreamReader(folder).read_span(stretch, tables=[table_id], moments=True):
+        if is_raw(piece.schema):
+            continue
+        if held and (piece.schema.version != held[0].schema.version or rows >= _TOGETHER_ROWS):
+            yield held[0].schema, _one_batch(held)
+            held, rows = [], 0
+        held.append(piece)
+        rows += piece.batch.num_rows
+    if held:
+        yield held[0].schema, _one_batch(held)
 
 
-def is_raw(piece: TableRecords) -> bool:
+def _one_batch(pieces: list[TableRecords]) -> pa.RecordBatch:
+    """Many small frames as one batch: what comes after costs something for each."""
+    if len(pieces) == 1:
+        return pieces[0].batch
+    return pa.concat_batches([piece.batch for piece in pieces])
+
+
+def is_raw(schema: TableSchema) -> bool:
     """Whether the records are of a table that was set aside: bytes of the protocol, which no table of the lake takes."""
-    return piece.schema.kind is TableKind.RAW
+    return schema.kind is TableKind.RAW
 
 
 def _pack_one(pieces: list[TableRecords], after: Seq, upto: Seq) -> pa.RecordBatch:
     schema = pieces[0].schema
-    table = pa.Table.from_batches([piece.batch for piece in pieces]).combine_chunks()
+    batch = _one_batch(pieces)
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, pieces[0].batch.schema) as writer:
-        writer.write_table(table)
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
     return _row(
         schema.table_id,
         schema.version,
         pieces[0].first_seq,
         pieces[-1].last_seq,
-        table.num_rows,
+        batch.num_rows,
         after,
         upto,
-        sink.getvalue().to_pybytes(),
+        ipc=sink.getvalue().to_pybytes(),
     )
 
 
@@ -99,8 +164,10 @@ def _row(
     rows: int,
     after: Seq,
     upto: Seq,
-    ipc: bytes,
+    *,
+    ipc: bytes = b"",
+    span: str = "",
 ) -> pa.RecordBatch:
-    values = [table_id, version, first, last, rows, after, upto, ipc]
+    values = [table_id, version, first, last, rows, after, upto, ipc, span]
     arrays = [pa.array([value], field.type) for value, field in zip(values, FRAMES_SCHEMA, strict=True)]
     return pa.RecordBatch.from_arrays(arrays, schema=FRAMES_SCHEMA)

@@ -30,7 +30,7 @@ from millstream.lake.versions import fold_into_versions
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
-from millstream.spark.frames import MARKER, unpack
+from millstream.spark.frames import MARKER, records_in
 
 ANSWER_COLUMNS: Final = (
     "table_id long, schema_version long, batch_after long, batch_upto long, commit string, commit_us long, error string"
@@ -111,10 +111,11 @@ def _append(layout: LakeLayout, rows: pa.Table, upto: Seq) -> tuple[TableCommit,
     """Append one table's records, sorted by `seq`; also the newest commit time among them, µs since 1970."""
     newest: TableSchema | None = None
     batches: list[pa.RecordBatch] = []
-    for ipc in rows.column("ipc"):
-        schema, some = unpack(ipc.as_buffer())
-        batches.extend(some)
-        newest = schema if newest is None or schema.version > newest.version else newest
+    table_id = TableId(rows.column("table_id")[0].as_py())
+    for ipc, span in zip(rows.column("ipc"), rows.column("span").to_pylist(), strict=True):
+        for schema, batch in records_in(table_id, ipc.as_buffer(), span):
+            batches.append(batch)
+            newest = schema if newest is None or schema.version > newest.version else newest
     assert newest is not None, "a group of rows has at least one"
     times = [pc.max(batch.column("__commit_ts").cast(pa.int64())).as_py() for batch in batches]
     commit = append_history(layout, newest, batches, upto)

@@ -38,8 +38,8 @@ from millstream.model.records import record_schema
 from millstream.model.schema import TableKind, TableSchema
 from millstream.spark.columns import arrow_schema, conform, spark_schema
 from millstream.spark.envelope import ENVELOPE_SCHEMA, envelopes, shown_name
-from millstream.spark.frames import FRAMES_SCHEMA, is_raw, pack
-from millstream.wal.reader import LogSpan, StreamReader, TableRecords
+from millstream.spark.frames import FRAMES_SCHEMA, INLINE_BYTES_MAX, is_raw, marker, pack, refer
+from millstream.wal.reader import LogSpan, StreamReader, TablePart, TableRecords
 
 PARTITION_BYTES: Final = 16 << 20
 """Of the log, a partition: about a quarter of a second's work for a Python worker, several times what a task costs."""
@@ -48,7 +48,7 @@ BATCH_ROWS: Final = 16_384
 
 _OPTIONS: Final = frozenset(
     {"path", "wal", "stream", "table", "tables", "columns", "starting", "ending", "layout"}
-    | {"max_rows_per_trigger", "max_bytes_per_trigger", "partition_bytes"}
+    | {"max_rows_per_trigger", "max_bytes_per_trigger", "partition_bytes", "inline_bytes_max"}
 )
 
 
@@ -68,6 +68,7 @@ class SourceOptions:
         layout: `records` (default) or `frames` (see `millstream.spark.frames`).
         tables: with frames, table ids separated by commas.
         partition_bytes: bytes of the log a Spark partition.
+        inline_bytes_max: with frames, a table's bytes in a partition from which on a row only says where they lie.
     """
 
     wal: Path
@@ -80,6 +81,7 @@ class SourceOptions:
     bytes_max: int | None = None
     layout: Literal["records", "frames"] = "records"
     partition_bytes: int = PARTITION_BYTES
+    inline_bytes_max: int = INLINE_BYTES_MAX
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> Self:
@@ -113,6 +115,7 @@ class SourceOptions:
             bytes_max=_count(given, "max_bytes_per_trigger"),
             layout="frames" if layout == "frames" else "records",
             partition_bytes=_count(given, "partition_bytes") or PARTITION_BYTES,
+            inline_bytes_max=_count(given, "inline_bytes_max") or INLINE_BYTES_MAX,
         )
 
 
@@ -204,17 +207,40 @@ class _Scan:
         return [LogPartition(span, after, upto, table_ids) for span in spans]
 
     def read(self, partition: LogPartition) -> Iterator[pa.RecordBatch]:
-        tables = None if partition.table_ids is None else set(partition.table_ids)
-        frames = self.options.layout == "frames"
-        records = (
-            iter(()) if partition.span is None else self.log.read_span(partition.span, tables=tables, moments=frames)
-        )
-        pieces = (piece for piece in records if not is_raw(piece))
-        target = arrow_schema(self.declared)
-        if frames:
-            yield from pack(pieces, partition.after, partition.upto)
-        else:
+        if self.options.layout == "frames":
+            yield from self._frames(partition)
+        elif partition.span is not None:
+            target = arrow_schema(self.declared)
+            pieces = self._pieces(partition.span, partition.table_ids)
             yield from _together(self._rows(pieces, target), target)
+
+    def _frames(self, partition: LogPartition) -> Iterator[pa.RecordBatch]:
+        span, after, upto = partition.span, partition.after, partition.upto
+        yield marker(after, upto)
+        if span is None:
+            return
+        inline = partition.table_ids
+        if span.size_bytes >= self.options.inline_bytes_max:
+            parts: dict[TableId, list[TablePart]] = {}
+            for part in self.log.parts_of(span):
+                if not is_raw(part.schema) and (inline is None or part.schema.table_id in inline):
+                    parts.setdefault(part.schema.table_id, []).append(part)
+            inline = frozenset(
+                table_id
+                for table_id, found in parts.items()
+                if sum(part.size_bytes for part in found) < self.options.inline_bytes_max
+            )
+            for table_id, found in parts.items():
+                if table_id not in inline:
+                    yield refer(str(self.options.wal.absolute()), span, found, after, upto)
+        if inline is None or inline:
+            yield from pack(self._pieces(span, inline, moments=True), after, upto)
+
+    def _pieces(
+        self, span: LogSpan, tables: frozenset[TableId] | None, *, moments: bool = False
+    ) -> Iterator[TableRecords]:
+        found = self.log.read_span(span, tables=tables, moments=moments)
+        return (piece for piece in found if not is_raw(piece.schema))
 
     def _rows(self, pieces: Iterator[TableRecords], target: pa.Schema) -> Iterator[pa.RecordBatch]:
         for piece in pieces:
@@ -327,10 +353,13 @@ def position_of(offset: Mapping[str, Any], stream: StreamId) -> Seq:
 
 
 def _together(batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """The same rows in fewer batches, of about `BATCH_ROWS` where they were smaller."""
+    """The same rows in fewer batches, of about `BATCH_ROWS` where they were much smaller; large ones are passed on uncopied."""
     held: list[pa.RecordBatch] = []
     rows = 0
     for batch in batches:
+        if not held and batch.num_rows >= BATCH_ROWS // 4:
+            yield batch
+            continue
         held.append(batch)
         rows += batch.num_rows
         if rows >= BATCH_ROWS:

@@ -17,7 +17,7 @@ from typing import Final
 from millstream.codec.log_frame import FrameKind
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, FrameEntry
 from millstream.errors import CorruptWal, LogError, OffsetBeyondEnd, OffsetExpired, TokenFromFuture
-from millstream.model.ids import ShardId, StreamId, TableId
+from millstream.model.ids import SchemaVersion, ShardId, StreamId, TableId
 from millstream.model.positions import Offset, Seq, StreamToken
 from millstream.model.schema import TableSchema
 from millstream.ports import Files
@@ -26,10 +26,10 @@ from millstream.wal.index import OnDamage, SchemaPlace, ShardIndex, load_schemas
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard_folder
 from millstream.wal.mark import DurableMark, common_cut, read_dropped, read_mark
 from millstream.wal.scan import Window, read_frame, reader_of
-from millstream.wal.source import SegmentSource, TableRecords, within_offsets
+from millstream.wal.source import SegmentSource, TablePart, TableRecords, within_offsets
 from millstream.wal.whole import marks_of_whole_groups
 
-__all__ = ["LogSpan", "StreamReader", "TableRecords"]
+__all__ = ["LogSpan", "StreamReader", "TablePart", "TableRecords"]
 
 _POLL_FIRST_S: Final = 0.0005
 _POLL_MAX_S: Final = 0.02
@@ -229,6 +229,25 @@ class StreamReader:
                 position = scanned.end
                 if scanned.header.kind is FrameKind.RECORDS:
                     yield from source.records(scanned, span.after, span.upto, wanted, offsets=offsets, moments=moments)
+
+    def parts_of(self, span: LogSpan) -> list[TablePart]:
+        """What a span's frames hold of which table and schema version; only heads of frames are read.
+
+        Frames that straddle the span's bounds count whole.
+        """
+        found: dict[tuple[TableId, SchemaVersion], TablePart] = {}
+        with self._expiry():
+            source = SegmentSource(self._files, span.path)
+            source.bring_schemas(span.schema_frames)
+            position = span.byte_start
+            while position < span.byte_end:
+                scanned = source.frame(position)
+                position = scanned.end
+                if scanned.header.kind is FrameKind.RECORDS:
+                    for part in source.parts(scanned):
+                        key = (part.schema.table_id, part.schema.version)
+                        found[key] = _sum(found[key], part) if key in found else part
+        return list(found.values())
 
     def read_between(
         self, after: Seq, upto: Seq, *, table: TableId | None = None, offsets: bool = False
@@ -481,6 +500,16 @@ class _Expiry:
                 f"retention has dropped {error.filename} while it was read; {first} is the first number left",
                 first=int(first),
             ) from error
+
+
+def _sum(one: TablePart, other: TablePart) -> TablePart:
+    return TablePart(
+        one.schema,
+        min(one.first_seq, other.first_seq),
+        max(one.last_seq, other.last_seq),
+        one.rows + other.rows,
+        one.size_bytes + other.size_bytes,
+    )
 
 
 def _of_tables(frames: Sequence[SchemaPlace], wanted: frozenset[TableId] | None) -> Sequence[SchemaPlace]:

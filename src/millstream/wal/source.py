@@ -37,6 +37,18 @@ class TableRecords:
     """The first offset of the frame: records of several tables are merged by offset within it."""
 
 
+@dataclass(frozen=True, slots=True)
+class TablePart:
+    """What a stretch of the log holds of one table under one schema version, by the heads of its frames."""
+
+    schema: TableSchema
+    first_seq: Seq
+    last_seq: Seq
+    rows: int
+    size_bytes: int
+    """As they lie in the log, compressed."""
+
+
 class SegmentSource:
     """One segment's file, read frame by frame.
 
@@ -105,6 +117,24 @@ class SegmentSource:
                 for schema, batch in frame.records(table_id, offsets=offsets, moments=moments):
                     found = _table_records(frame, firsts, schema, batch)
                     yield from _within_seqs(found, after, upto) if straddles else (found,)
+        except CorruptFrame as error:
+            raise self._damage(error, scanned.position, scanned) from error
+
+    def parts(self, scanned: ScannedFrame) -> list[TablePart]:
+        """What a frame holds of which table; no payload is read."""
+        try:
+            frame = decode_frame(scanned.head, self._schemas, read_payload=lambda _position, _length: b"")
+            assert isinstance(frame, RecordsFrame)
+            tables, versions, firsts, counts = (
+                frame.batches.column(name).to_numpy() for name in ("table_id", "schema_version", "first_seq", "count")
+            )
+            found = []
+            for part in scanned.header.parts:
+                mine = (tables == part.table_id) & (versions == part.schema_version)
+                first, last = firsts[mine].min(), (firsts + counts)[mine].max() - 1
+                schema = self._schemas.find(part.table_id, part.schema_version)
+                found.append(TablePart(schema, Seq(int(first)), Seq(int(last)), part.rows, part.length))
+            return found
         except CorruptFrame as error:
             raise self._damage(error, scanned.position, scanned) from error
 
