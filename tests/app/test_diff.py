@@ -11,9 +11,11 @@ import psycopg
 import pytest
 from tests.app.landed import LandedHome
 
-from millstream.app.diff import DiffReport, diff_stream
+from millstream.app.diff import DiffReport, Progress, diff_stream
+from millstream.app.home import Home
 from millstream.app.locks import RoleLock
-from millstream.errors import LakeBehind, SnapshotWaits
+from millstream.app.tables import copy_table
+from millstream.errors import LakeBehind, NoFreeSlot, SnapshotWaits, SourcePrivilegeMissing, UnknownTable
 from millstream.testing.pytest_plugin import Database
 from millstream.testing.shop import ShopWorkload
 
@@ -214,3 +216,130 @@ def test_an_old_transaction_at_the_source_is_named(
         other.rollback()
     assert diff_stream(home.home).exit_code == 0
     assert not slots(source, "millstream_diff")
+
+
+def test_what_publications_leave_out_is_not_compared_and_partitions_count_by_their_root(
+    postgres: Database, source: psycopg.Connection[Any], tmp_path: Path
+) -> None:
+    source.execute(
+        "CREATE TABLE items (id int PRIMARY KEY, secret text, note text, twice int GENERATED ALWAYS AS (id * 2) STORED)"
+    )
+    source.execute("INSERT INTO items SELECT i, 's' || i, 'n' || i FROM generate_series(1, 50) i")
+    source.execute("CREATE TABLE days (d date, n int, PRIMARY KEY (d, n)) PARTITION BY RANGE (d)")
+    source.execute("CREATE TABLE days_1 PARTITION OF days FOR VALUES FROM ('2020-01-01') TO ('2021-01-01')")
+    source.execute("CREATE TABLE days_2 PARTITION OF days FOR VALUES FROM ('2021-01-01') TO ('2022-01-01')")
+    source.execute("INSERT INTO days SELECT DATE '2020-06-01' + i, i FROM generate_series(1, 400) i")
+    # Column lists and row filters came with PostgreSQL 15.
+    some, rows = ("items (id, note) WHERE (id > 10)", 40) if source.info.server_version >= 150000 else ("items", 50)
+    source.execute(
+        f"CREATE PUBLICATION millstream_shop FOR TABLE {some}, days WITH (publish_via_partition_root = true)"
+    )
+    home = LandedHome(tmp_path / "shop", postgres.dsn)
+    home.catch_up()
+    found = diff_stream(home.home)
+    assert states(found) == {"public.days": "equal", "public.items": "equal"}, found.as_dict()
+    assert told(found, "public.items")["rows"] == {"source": rows, "lake": rows}
+    assert told(found, "public.days")["rows"] == {"source": 400, "lake": 400}
+
+
+def test_columns_that_the_stream_has_not_told_of_are_said(
+    postgres: Database, source: psycopg.Connection[Any], tmp_path: Path
+) -> None:
+    source.execute("CREATE TABLE items (id int PRIMARY KEY, note text, former text)")
+    source.execute("INSERT INTO items VALUES (1, 'x', 'y')")
+    home = LandedHome(tmp_path / "shop", postgres.dsn)
+    home.catch_up()
+    source.execute("ALTER TABLE items ADD fresh int")
+    source.execute("ALTER TABLE items DROP former")
+    found = told(diff_stream(home.home), "public.items")
+    assert found["state"] == "equal"
+    assert ["fresh" in note for note in found["notes"]] == [True, False]
+    assert ["former" in note for note in found["notes"]] == [False, True]
+    source.execute("INSERT INTO items VALUES (2, 'z', 7)")
+    home.catch_up()
+    assert told(diff_stream(home.home), "public.items")["state"] == "equal"
+
+
+def test_tables_that_cannot_be_compared_are_named_with_their_reason(
+    postgres: Database, source: psycopg.Connection[Any], tmp_path: Path
+) -> None:
+    for name in ("fine", "copied", "dropped", "hidden"):
+        source.execute(f"CREATE TABLE {name} (id int PRIMARY KEY)")
+    role = f"watcher_{postgres.name}"
+    source.execute(f"CREATE ROLE {role} LOGIN REPLICATION; GRANT SELECT ON fine, copied, dropped TO {role}")
+    home = LandedHome(tmp_path / "shop", postgres.dsn)
+    home.catch_up()
+    with home.home.open_catalog() as catalog:
+        copy_table(catalog, catalog.stream("shop").id, "public.copied")
+    source.execute("DROP TABLE dropped")
+    config = home.home.config_file
+    config.write_text(config.read_text().replace("postgres@", f"{role}@"))
+    found = diff_stream(Home(home.home.path))
+    assert found.exit_code == 1
+    assert states(found) == {
+        "public.copied": "not_compared", "public.dropped": "not_compared", "public.fine": "equal",
+        "public.hidden": "not_compared",
+    }  # fmt: skip
+    why = reasons(found)
+    assert "still to be copied" in why["public.copied"]
+    assert "the source has it no more" in why["public.dropped"]
+    assert "permission denied" in why["public.hidden"]
+    with pytest.raises(UnknownTable):
+        diff_stream(home.home, tables=["public.nothing"])
+    source.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
+
+
+def test_a_role_that_may_not_replicate_is_told_what_it_lacks(
+    postgres: Database, source: psycopg.Connection[Any], tmp_path: Path
+) -> None:
+    source.execute("CREATE TABLE items (id int PRIMARY KEY)")
+    home = LandedHome(tmp_path / "shop", postgres.dsn)
+    home.catch_up()
+    role = f"reader_{postgres.name}"
+    source.execute(f"CREATE ROLE {role} LOGIN")
+    config = home.home.config_file
+    config.write_text(config.read_text().replace("postgres@", f"{role}@"))
+    with pytest.raises(SourcePrivilegeMissing) as caught:
+        diff_stream(Home(home.home.path))
+    assert "REPLICATION" in caught.value.hint
+    source.execute(f"DROP ROLE {role}")
+
+
+def test_slots_that_are_all_taken_are_said(postgres: Database, source: psycopg.Connection[Any], tmp_path: Path) -> None:
+    source.execute("CREATE TABLE items (id int PRIMARY KEY)")
+    home = LandedHome(tmp_path / "shop", postgres.dsn)
+    home.catch_up()
+    made = f"full_{postgres.name}_"
+    free = (
+        "SELECT setting::int - (SELECT count(*) FROM pg_replication_slots) FROM pg_settings"
+        " WHERE name = 'max_replication_slots'"
+    )
+    source.execute(f"SELECT pg_create_physical_replication_slot('{made}' || i) FROM generate_series(1, ({free})) i")
+    try:
+        with pytest.raises(NoFreeSlot):
+            diff_stream(home.home)
+    finally:
+        source.execute(
+            "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE starts_with(slot_name, %s)",
+            [made],
+        )
+    assert diff_stream(home.home).exit_code == 0
+
+
+def test_a_table_truncated_after_the_snapshot_is_not_taken_for_an_empty_one(
+    postgres: Database, source: psycopg.Connection[Any], tmp_path: Path
+) -> None:
+    source.execute("CREATE TABLE items (id int PRIMARY KEY)")
+    source.execute("INSERT INTO items SELECT generate_series(1, 10)")
+    home = LandedHome(tmp_path / "shop", postgres.dsn)
+    home.catch_up()
+
+    def truncate(progress: Progress) -> None:
+        if progress.doing == "waiting for capture":
+            source.execute("TRUNCATE items")
+
+    found = diff_stream(home.home, on_progress=truncate)
+    assert states(found) == {"public.items": "not_compared"}
+    assert "rewritten" in reasons(found)["public.items"]
+    home.catch_up()
+    assert states(diff_stream(home.home)) == {"public.items": "equal"}

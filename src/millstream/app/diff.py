@@ -226,7 +226,7 @@ def diff_stream(
             by_oid = {found.table.oid: found for found in published}
             comparison = _Comparison(snapshot, hash_name, limit, on_progress)
             with _session_at(layout, n) as session:
-                for row in asked or first.rows.values():
+                for row in sorted(asked or first.rows.values(), key=lambda row: _size(row, by_oid)):
                     done = _compare_one(comparison, session, row, first, by_oid)
                     if done.state in {Compared.EQUAL, Compared.DIFFERENT}:
                         _check_again(catalog, stream_id, row, first, done)
@@ -240,6 +240,12 @@ def diff_stream(
                         report.tables.append(TableDiff(table, Compared.NOT_COMPARED, "capture hasn't met it yet"))
                         on_table(report.tables[-1])
     return report
+
+
+def _size(row: TableRow, by_oid: Mapping[int, PublishedTable]) -> int:
+    """Small tables go first: the sooner a table is read, the likelier that nothing has truncated it since the snapshot."""
+    found = by_oid.get(row.relation_oid)
+    return 0 if found is None else found.table.size_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,8 +379,8 @@ class _Comparison:
         done: TableDiff,
         tell: Callable[[str, int], None],
     ) -> None:
-        ours = _Ranges(iter(()) if lake is None else lake.rows(texts, differing))
         theirs = _Ranges(_gathered(side.rows(texts, differing)))
+        ours = _Ranges(iter(()) if lake is None else lake.rows(texts, differing))
         through = 0
         with contextlib.closing(ours), contextlib.closing(theirs):
             for place in differing:

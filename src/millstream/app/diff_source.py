@@ -7,9 +7,11 @@ the rows of ranges that differ, ordered by range, so that one range at a time is
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Final
 
+import psycopg
 from psycopg import sql
 
 from millstream.app.diff_columns import HASH, RANGE, HashName, RowTexts
@@ -129,13 +131,22 @@ class TableSide:
         return found
 
     def rows(self, texts: RowTexts, ranges: Collection[int]) -> Iterator[tuple[int, int, tuple[str | None, ...]]]:
-        """(range, hash, the columns' texts as PostgreSQL prints them) of every row of some ranges, by range."""
+        """(range, hash, the columns' texts as PostgreSQL prints them) of every row of some ranges, by range.
+
+        The server begins at the call, not when the first row is asked for.
+        """
         wanted = ",".join(map(str, sorted(ranges)))
         query = (
             f"COPY (SELECT * FROM ({texts.source_sql(self._rows(''), utf8=self._utf8)}) r"
             f" WHERE {RANGE} = ANY ('{{{wanted}}}'::pg_catalog.int8[]) ORDER BY {RANGE}) TO STDOUT"
         )
-        with translated(), self._connection.cursor() as cursor, cursor.copy(query.encode()) as copy:
+        with translated(), ExitStack() as stack:
+            copy = stack.enter_context(self._connection.cursor().copy(query.encode()))
+            return self._split(copy, stack.pop_all())
+
+    @staticmethod
+    def _split(copy: psycopg.Copy, stack: ExitStack) -> Iterator[tuple[int, int, tuple[str | None, ...]]]:
+        with translated(), stack:
             for place, hashed, *columns in copy.rows():
                 yield int(place), int(hashed), tuple(columns)
 
