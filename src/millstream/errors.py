@@ -504,6 +504,14 @@ class LakeHistoryLost(LakeError):
     retry = Retry.OPERATOR
 
 
+class LakeFilesGone(LakeError):
+    """Files that a lake table names aren't there: deleted by somebody, or vacuumed; details: path."""
+
+    code = "lake_files_gone"
+    retry = Retry.OPERATOR
+    default_hint = "`millstream pipeline rebuild T` builds the table anew, from its history or `--from source`."
+
+
 class LakeTableExists(LakeError):
     """A table or other files lie where a new table was to be written; nothing is overwritten. Details: path."""
 

@@ -22,7 +22,14 @@ from deltalake import CommitProperties, DeltaTable, Schema, Transaction
 from deltalake.exceptions import CommitFailedError, DeltaError, SchemaMismatchError, TableNotFoundError
 from deltalake.writer import WriterProperties
 
-from millstream.errors import LakeConflict, LakeError, LakeSchemaConflict, LakeTableForeign, LakeUnavailable
+from millstream.errors import (
+    LakeConflict,
+    LakeError,
+    LakeFilesGone,
+    LakeSchemaConflict,
+    LakeTableForeign,
+    LakeUnavailable,
+)
 from millstream.lake.layout import LakeLayout
 from millstream.model.positions import Seq
 
@@ -97,6 +104,8 @@ def lake_errors(path: str) -> Iterator[None]:
         raise LakeConflict(f"another writer committed to {path} first: {error}", path=path) from error
     except SchemaMismatchError as error:
         raise LakeSchemaConflict(f"{path} can't take these columns: {error}", path=path) from error
+    except FileNotFoundError as error:
+        raise LakeFilesGone(f"a file of {path} is gone: {error}", path=path) from error
     except (DeltaError, OSError) as error:
         raise LakeUnavailable(f"{path}: {error}", path=path) from error
     except pa.ArrowException as error:

@@ -18,8 +18,8 @@ import pyarrow.compute as pc
 from deltalake import write_deltalake
 
 from millstream import failpoints
-from millstream.errors import LakeConflict, LakeTableForeign
-from millstream.lake.commits import last_cut
+from millstream.errors import LakeConflict, LakeHistoryLost, LakeTableForeign
+from millstream.lake.commits import Cut, last_cut
 from millstream.lake.data_files import NewFile, TableFiles, new_name, swap
 from millstream.lake.delta import (
     WRITER,
@@ -73,13 +73,18 @@ def append_history(layout: LakeLayout, schema: TableSchema, batches: Sequence[pa
         LakeSchemaConflict: a column can't follow its change; nothing was written.
         LakeTableForeign: somebody else wrote into the table; nothing was written.
         LakeConflict: another task committed first; call again.
+        LakeHistoryLost: the folder is gone, though the last cut says that it had records.
     """
     assert schema.kind is not TableKind.RAW, "rows of a table that is set aside have no place in the lake"
     path = layout.table_path("history", schema)
     app = layout.app_id("history", schema.table_id)
-    opened = open_table(layout, path, app) or _create(layout, schema, path, app, batches)
-    if opened.n is None and schema.kind is TableKind.TABLE:
-        opened = _bring_past(layout, schema, opened)
+    opened = open_table(layout, path, app)
+    if opened is None or opened.n is None:
+        cut = last_cut(layout)
+        _check_not_lost(path, schema, cut)
+        opened = opened or _create(layout, schema, path, app, batches)
+        if cut is not None and schema.kind is TableKind.TABLE:
+            opened = _bring_past(layout, schema, opened, cut)
     if opened.n is not None and opened.n >= n:
         return _commit(schema, path, opened, 0, n)
     rows = _rows(schema, batches, layout.types, after=opened.n or Seq(0), upto=n)
@@ -262,13 +267,25 @@ def begin_history(layout: LakeLayout, schema: TableSchema, n: Seq) -> OpenTable:
     return opened
 
 
-def _bring_past(layout: LakeLayout, schema: TableSchema, opened: OpenTable) -> OpenTable:
+def _check_not_lost(path: str, schema: TableSchema, cut: Cut | None) -> None:
+    """Raise where a folder without records had some, as the last cut says."""
+    known = None if cut is None else cut.tables.get(path.rsplit("/", 1)[1])
+    if known is not None and known.table_id == schema.table_id and known.history >= 0:
+        name = qualified_name(schema.namespace, schema.name)
+        raise LakeHistoryLost(
+            f"the history of {name} is gone: {path} was moved away or deleted",
+            hint=f"Put the folder back and run `millstream tables retry {name}`, or have the table copied anew, into a history that begins "
+            f"there: `millstream pipeline rebuild {name} --from source`.",
+            table=name,
+        )
+
+
+def _bring_past(layout: LakeLayout, schema: TableSchema, opened: OpenTable, cut: Cut) -> OpenTable:
     """Copy the table's records from the folder of the name that it bore before it was renamed, where there is one.
 
     Looked for once, before a folder's first records: what is copied is committed under the position that it reaches.
     """
-    cut = last_cut(layout)
-    for folder in () if cut is None else cut.tables:
+    for folder in cut.tables:
         path = f"{layout.root}/history/{folder}"
         old = None if path == opened.path or folder == MESSAGES else open_table(layout, path, opened.app)
         if old is None or old.n is None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from millstream import failpoints
-from millstream.errors import LakeError, LakeHistoryLost, LakeTableForeign, LakeUnavailable
+from millstream.errors import LakeError, LakeFilesGone, LakeHistoryLost, LakeTableForeign, LakeUnavailable
 from millstream.lake.current import DEFAULT_SIZES, FoldSizes, fold_table
 from millstream.lake.data_files import TableFiles
 from millstream.lake.delta import live_files, open_table
@@ -35,7 +35,7 @@ def damage_of(layout: LakeLayout, view: View, schema: TableSchema) -> str | None
         if opened is None:
             return None
         gone = set(live_files(opened).column("path").to_pylist()) - TableFiles(layout, path, ()).all().keys()
-    except (LakeTableForeign, LakeUnavailable) as error:
+    except (LakeFilesGone, LakeTableForeign, LakeUnavailable) as error:
         return error.message
     return f"{len(gone)} of its files are gone, {min(gone)} for one" if gone else None
 
@@ -71,7 +71,7 @@ def prepare_rebuild(layout: LakeLayout, view: View, schema: TableSchema) -> str 
     check_history(layout, schema)
     try:
         open_table(layout, layout.table_path(view, schema), layout.app_id(view, schema.table_id))
-    except (LakeTableForeign, LakeUnavailable):
+    except (LakeFilesGone, LakeTableForeign, LakeUnavailable):
         return set_aside(layout, view, schema)
     return None
 
