@@ -181,7 +181,7 @@ def test_answers_hold_whole_transactions_whatever_part_of_the_lake_is_killed_whe
 
     def strike(point: str) -> None:
         (witnesses / point).unlink()
-        wait_for((witnesses / point).exists, f"a kill at {point}; so far {dict(kills)}", timeout_s=120)
+        wait_for((witnesses / point).exists, f"a kill at {point}; so far {dict(kills)}", timeout_s=240)
         kills[point] += 1
 
     with postgres_server.connect("bank", autocommit=True) as connection:
@@ -189,7 +189,7 @@ def test_answers_hold_whole_transactions_whatever_part_of_the_lake_is_killed_whe
         bank = Bank(postgres_server, "bank", 3)
         with home.running(failpoints=",".join(POINTS), witnesses=witnesses) as run, bank.working():
             # The large table's first build, in the midst of its parts.
-            wait_for(lambda: home.lake("history", "public.large").exists(), "the copy to land", timeout_s=120)
+            wait_for(lambda: home.lake("history", "public.large").exists(), "the copy to land", timeout_s=300)
             strike("lake.fold_file_written")
             wait_for(lambda: check_whole(home) > 0, "the first transactions in the lake", timeout_s=120)
             order = [*POINTS] * TIMES
