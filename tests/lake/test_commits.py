@@ -59,6 +59,14 @@ def test_a_cut_tells_versions_where_there_are_any_and_is_written_as_before_where
     assert json.loads(stored[1])["s.b"] == [2, "s.b", 3, -1, 0]
 
 
+def test_a_table_that_was_built_anew_is_named_by_its_new_versions(layout: LakeLayout):
+    commit_cut(layout, Seq(5), [landed("s.a", "history", 3, 5), landed("s.a", "current", 9, 5)], committed_at=NOON)
+    cut = commit_cut(layout, Seq(5), [landed("s.a", "current", 1, 5), landed("s.a", "scd2", 4, 5)], committed_at=NOON)
+    assert cut.tables["s.a"] == CutTable(TableId(1), "s.a", 3, 1, Seq(5), 4, Seq(5))
+    late = commit_cut(layout, Seq(6), [landed("s.a", "current", 8, 4), landed("s.a", "scd2", 9, 4)], committed_at=NOON)
+    assert late.tables == cut.tables
+
+
 def test_a_repeated_or_older_cut_adds_nothing(layout: LakeLayout):
     first = commit_cut(layout, Seq(5), [landed("s.a", "history", 3, 5)], committed_at=NOON)
     assert commit_cut(layout, Seq(5), [landed("s.a", "history", 3, 5)], committed_at=NOON) == first

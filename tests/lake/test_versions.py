@@ -212,6 +212,27 @@ def test_where_history_lacks_its_beginning_versions_begin_as_current_has_them(
     assert told == [(1, "a", False, 2), (1, "b", True, 3), (2, "a", True, 2)]
 
 
+def test_versions_that_have_ended_are_compacted_beside_the_folds(
+    layout: LakeLayout, orders: TableSchema, records: Records
+):
+    sizes = FoldSizes(leaf_bytes=2_000, small_bytes=0)
+    land(
+        layout, orders, records(orders, *(("c", n, {"id": n, "note": "x" * n, **at(1, n)}) for n in range(1, 100))), 100
+    )
+    for n in range(101, 111):
+        land(layout, orders, records(orders, ("u", n, {"id": n - 90, "note": "b", **at(n)})), n)
+        fold_into_versions(layout, orders, Seq(n), sizes=sizes)
+    before = rows_in(layout, orders, "id", "note", "valid_from", "valid_to", "is_current", "__seq")
+    leaves = {uri for uri in DeltaTable(layout.table_path("scd2", orders)).file_uris() if "is_current=true" in uri}
+    now_ms = time.time_ns() // 1_000_000
+    assert tend_table(layout, "scd2", orders, now_ms=now_ms, compact_files=5).files_compacted == 10
+    uris = set(DeltaTable(layout.table_path("scd2", orders)).file_uris())
+    assert (len(uris - leaves), leaves <= uris) == (1, True)
+    assert rows_in(layout, orders, "id", "note", "valid_from", "valid_to", "is_current", "__seq") == before
+    land(layout, orders, records(orders, ("d", 111, {"id": 50, **at(111)})), 111)
+    assert fold_into_versions(layout, orders, Seq(111), sizes=sizes).commit.rows > 0
+
+
 def test_others_read_the_versions_and_find_them_by_time_and_key(
     layout: LakeLayout, orders: TableSchema, records: Records
 ):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -91,6 +92,13 @@ def rows_in(home: Path, view: str, table: str) -> list[dict[str, Any]]:
         DeltaTable(str(home / "lake" / "shop" / view / table)).to_pyarrow_dataset().to_table().to_pylist()
     )
     return rows
+
+
+def eventually(condition: Callable[[], bool], what: str, deadline_s: float = 60) -> None:
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, f"never: {what}"
+        threading.Event().wait(0.1)
 
 
 def main(home: Path, work: Path, mode: str, *views: str) -> None:

@@ -10,8 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
 from tests.spark.hand_made import Change, Home, delete, insert, update
-from tests.spark.lake_run import RunningPipeline, config_of, drain, rows_in
+from tests.spark.lake_run import RunningPipeline, config_of, drain, eventually, rows_in
 
 from millstream.catalog import TableState
 from millstream.errors import CheckpointForeign, LakeConflict
@@ -307,10 +305,3 @@ def java_of(work: Path) -> list[psutil.Process]:
     """The JVMs that run with a session's work folder."""
     javas = [p for p in psutil.process_iter(["name", "cmdline"]) if p.info["name"] == "java"]
     return [p for p in javas if any(str(work) in part for part in p.info["cmdline"] or ())]
-
-
-def eventually(condition: Callable[[], bool], what: str, deadline_s: float = 60) -> None:
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end, f"never: {what}"
-        threading.Event().wait(0.1)

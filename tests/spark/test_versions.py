@@ -15,9 +15,12 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from deltalake import DeltaTable, write_deltalake
 from tests.spark.hand_made import Change, Home, delete, insert, update
-from tests.spark.lake_run import config_of, drain, rows_in
+from tests.spark.lake_run import RunningPipeline, config_of, drain, eventually, rows_in
 
+from millstream.catalog import TableState
+from millstream.catalog.rebuilds import Rebuilds
 from millstream.lake.commits import last_cut
 from millstream.model.records import Op
 from millstream.model.schema import TableSchema
@@ -143,3 +146,57 @@ def test_versions_are_exact_whatever_is_killed_while_they_are_folded(home: Home,
     assert run(["pipeline.after_lake_commit"]) == -signal.SIGKILL
     assert run([]) == 0
     story.check()
+
+
+def test_a_running_pipeline_builds_anew_what_is_asked_for_beside_its_batches(
+    home: Home, story: Story, spark_options: SparkOptions
+) -> None:
+    story.go_on(20)
+    config = config_of(home.path, home.stream, spark_options, views=VIEWS)
+    rebuilds = Rebuilds(home.catalog, home.stream, config.pipeline)
+    folders = {view: home.path / "lake" / "shop" / view / "public.items" for view in ("current", "scd2")}
+    drain(config, home.catalog)
+    with RunningPipeline(config, home.catalog) as pipeline:
+        # Somebody writes into one of them, and all files of the other are deleted.
+        write_deltalake(
+            folders["current"], DeltaTable(folders["current"]).to_pyarrow_table().slice(0, 1), mode="append"
+        )
+        for file in folders["scd2"].glob("*/*.parquet"):
+            file.unlink()
+        story.go_on(5)
+        rebuilds.ask(story.schema.table_id, ["current", "scd2"])
+        eventually(lambda: rebuilds.outcome(story.schema.table_id) is not None, "the request is settled", 240)
+        story.go_on(5)
+        assert pipeline.finish(pipeline.drain).set_aside == {}
+    told = rebuilds.outcome(story.schema.table_id)
+    assert told is not None
+    assert {view: (facts["state"], facts["aside"]) for view, facts in told.items()} == {
+        "current": ("done", f"{folders['current']}.set-aside-1"),
+        "scd2": ("done", None),
+    }
+    story.check()
+    assert {row["id"]: row for row in rows_in(home.path, "current", "public.items")} == story.rows
+
+
+def test_a_history_that_was_deleted_begins_anew_behind_the_batches_that_have_landed(
+    home: Home, story: Story, spark_options: SparkOptions
+) -> None:
+    story.go_on(20)
+    config = config_of(home.path, home.stream, spark_options)
+    rebuilds = Rebuilds(home.catalog, home.stream, config.pipeline)
+    drain(config, home.catalog)
+    history = home.path / "lake" / "shop" / "history" / "public.items"
+    for file in history.glob("*/*.parquet"):
+        file.unlink()
+    home.catalog.set_state(story.schema.table_id, TableState.COPY_REQUESTED)
+    rebuilds.ask(story.schema.table_id, ["history"], before_copy=True)
+    with RunningPipeline(config, home.catalog) as pipeline:
+        eventually(lambda: rebuilds.outcome(story.schema.table_id) is not None, "the request is settled", 240)
+        story.go_on(3)
+        # What capture writes once it takes the request up, were it to run here.
+        copied = [Change(story.schema, Op.TRUNCATE), *(insert(story.schema, **row) for row in story.rows.values())]
+        home.commit(*copied)
+        home.catalog.set_state(story.schema.table_id, TableState.STREAMING)
+        assert pipeline.finish(pipeline.drain).set_aside == {}
+    assert rebuilds.outcome(story.schema.table_id) == {"history": {"state": "done", "aside": f"{history}.set-aside-1"}}
+    assert {row["id"]: row for row in rows_in(home.path, "current", "public.items")} == story.rows

@@ -34,7 +34,7 @@ tables = {tables}    # "!" in front leaves out: "!public.audit_*"
 [streams.{stream}.lake]
 format = "delta"
 location = "lake"    # a folder, from here; or the URL of an object store, with [streams.{stream}.lake.storage_options]
-# views = ["current", "history"]
+# views = ["current", "history"]    # and "scd2": every version of each row, with the time at which it began and ended
 
 # [streams.{stream}.types]    # numeric columns without a precision are text in the lake, unless they stand here
 # "public.orders.total" = "decimal(38,9)"

@@ -12,14 +12,16 @@ from typing import Any, Final, Literal, Self
 
 from millstream.errors import HomeBusy
 
-Role = Literal["run", "owner", "pipeline", "serve"]
-"""`run`: the supervisor. `owner`: capture, the streams' writer. `pipeline`: the Spark driver. `serve`: HTTP."""
+Role = Literal["run", "owner", "pipeline", "serve", "replay"]
+"""`run`: the supervisor. `owner`: capture, the streams' writer. `pipeline`: the Spark driver. `serve`: HTTP. `replay`: writes a
+range of records into a table of its own."""
 
 _WORDS: Final[dict[str, str]] = {
     "run": "`millstream run`",
     "owner": "`millstream capture run`",
     "pipeline": "`millstream pipeline run`",
     "serve": "`millstream serve`",
+    "replay": "`millstream pipeline replay`",
 }
 _POLL_S: Final = 0.1
 

@@ -23,7 +23,7 @@ _COMMANDS: Final = {
     "slot": "millstream.cli.setup:slot",
     "run": "millstream.cli.running:run",
     "capture": "millstream.cli.running:capture",
-    "pipeline": "millstream.cli.running:pipeline",
+    "pipeline": "millstream.cli.rebuilding:pipeline",
     "serve": "millstream.cli.running:serve",
     "status": "millstream.cli.looking:status",
     "tables": "millstream.cli.looking:tables",

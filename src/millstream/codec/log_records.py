@@ -19,7 +19,7 @@ from millstream.model.schema import TableSchema
 
 _LETTERS: Final = pa.array([op.letter for op in Op])
 _LETTER_OF_CODE: Final = np.full(256, -1, dtype=np.int64)
-_COPIED: Final = list(Op).index(Op.COPY)
+_TRUNCATE: Final = list(Op).index(Op.TRUNCATE)
 _LETTER_OF_CODE[[int(op) for op in Op]] = range(len(Op))
 
 
@@ -40,8 +40,8 @@ def records_of(
         operations: the frame's operations.
         batches: the frame's batch entries, of all tables.
         offsets: put `__offset` first.
-        moments: give a copied row the moment of its copy as `__commit_ts`, instead of null. A copy's marker (`t`) has none:
-            its time is of another clock than the source's.
+        moments: give what was copied the moment at which it was read as `__commit_ts`, instead of null. A copy's marker (`t`)
+            has none: its time is of another clock than the source's.
 
     Raises:
         CorruptFrame: directory and rows disagree.
@@ -68,7 +68,7 @@ def records_of(
         "__source": pc.take(operations.column("source"), at),
         "__commit_lsn": pc.take(operations.column("commit_lsn"), at),
         "__commit_index": _null_where(rows.column("__index"), copied | (kind == OperationKind.MESSAGE)),
-        "__commit_ts": _null_where(moment, copied & (letters != _COPIED) if moments else copied),
+        "__commit_ts": _null_where(moment, copied & (letters == _TRUNCATE) if moments else copied),
         "__commit_date": pc.cast(moment, pa.date32()),
         "__xid": pc.take(operations.column("xid"), at),
     }

@@ -193,7 +193,7 @@ def compact_cuts(layout: LakeLayout) -> None:
 
 
 def merged(tables: Mapping[str, CutTable], commits: Iterable[TableCommit]) -> dict[str, CutTable]:
-    """The tables as they stand after some commits, in any order; versions never go back."""
+    """The tables as they stand after some commits, in any order. Positions never go back; versions of a table that was built anew do."""
     result = dict(tables)
     for commit in commits:
         if commit.version < 0:
@@ -208,9 +208,9 @@ def merged(tables: Mapping[str, CutTable], commits: Iterable[TableCommit]) -> di
         if commit.view == "history":
             had = replace(had, history=max(had.history, commit.version))
         elif commit.view == "scd2":
-            if commit.version >= had.scd2:
+            if commit.n >= had.scd2_n:
                 had = replace(had, scd2=commit.version, scd2_n=commit.n)
-        elif commit.version >= had.current:
+        elif commit.n >= had.current_n:
             had = replace(had, current=commit.version, current_n=commit.n)
         result[commit.folder] = replace(had, name=commit.name)
     return result

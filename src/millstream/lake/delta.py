@@ -203,6 +203,12 @@ def bounded_property(columns: Sequence[str]) -> dict[str, str]:
     return {BOUNDED_PROPERTY: ",".join(f"`{name}`" for name in columns)}
 
 
+def bounded_columns(opened: OpenTable) -> tuple[str, ...]:
+    """The columns that have bounds in every file, by that property."""
+    names = (opened.properties.get(BOUNDED_PROPERTY) or "").split(",")
+    return tuple(name.strip("`") for name in names if name)
+
+
 def set_properties(opened: OpenTable, properties: Mapping[str, str]) -> None:
     """Change the table's configuration; the handle stands at the new version afterwards."""
     with lake_errors(opened.path):

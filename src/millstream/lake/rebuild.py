@@ -117,6 +117,16 @@ def set_aside(layout: LakeLayout, view: View, schema: TableSchema) -> str:
     return aside
 
 
+def make_way(layout: LakeLayout, view: View, schema: TableSchema, n: Seq) -> str | None:
+    """Put a damaged view out of the way of a copy of the table, which has been asked for; returns where it lies now.
+
+    Nothing may write into the view meanwhile. `n`: what its history had.
+    """
+    if view == "history":
+        return restart_history(layout, schema, n)
+    return None if damage_of(layout, view, schema) is None else set_aside(layout, view, schema)
+
+
 def restart_history(layout: LakeLayout, schema: TableSchema, n: Seq) -> str | None:
     """Begin a damaged history anew at `n`, empty; returns where the old one lies, None where it is in order.
 

@@ -41,6 +41,9 @@ VALID_FROM: Final = pa.field("valid_from", INSTANT, nullable=False)
 VALID_TO: Final = pa.field("valid_to", INSTANT)
 IS_CURRENT: Final = pa.field("is_current", pa.bool_(), nullable=False)
 BEGAN_BY: Final = pa.field("__seq", pa.int64(), nullable=False)
+OPEN_FOLDER: Final = f"{IS_CURRENT.name}=true"
+ENDED_FOLDER: Final = f"{IS_CURRENT.name}=false"
+"""The table of versions is partitioned."""
 VERSION_COLUMNS: Final = (VALID_FROM, VALID_TO, IS_CURRENT, BEGAN_BY)
 
 Indexes = npt.NDArray[np.int64]

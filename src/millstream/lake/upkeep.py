@@ -8,19 +8,21 @@ other once it is too old to be part of a write under way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 import pyarrow as pa
 
 from millstream import failpoints
 from millstream.errors import LakeConflict
-from millstream.lake.data_files import TableFiles, new_name, swap, version_in
-from millstream.lake.delta import OpenTable, lake_errors, live_files, open_table
+from millstream.lake.data_files import NewFile, TableFiles, new_name, swap, version_in
+from millstream.lake.delta import OpenTable, bounded_columns, lake_errors, live_files, open_table
 from millstream.lake.history import BOUNDED, PARTITION, day_folder, in_day
 from millstream.lake.layout import LakeLayout, View
+from millstream.lake.scd2 import ENDED_FOLDER, IS_CURRENT
 from millstream.lake.types import conform
 from millstream.model.schema import TableSchema
 
@@ -71,9 +73,9 @@ def tend_table(
     compact_files: int = COMPACT_FILES,
     spared: int | None = None,
 ) -> Upkeep:
-    """Compact history where it has many small files, and delete files that no reader needs any more.
+    """Compact what is only appended to where it has many small files, and delete files that no reader needs any more.
 
-    Call it about once a minute for a table that is written to. It may run beside appends and folds. Views that are folded
+    Call it about once a minute for a table that is written to. It may run beside appends and folds. Rows that folds rewrite
     need no compaction: folds keep their files in shape.
 
     Args:
@@ -82,7 +84,7 @@ def tend_table(
         schema: names the table.
         now_ms: milliseconds since 1970, of the clock that stamps Delta's commits.
         keep_s: how long replaced files stay.
-        compact_files: small files of a day from which on they are compacted.
+        compact_files: small files (of history: of a day) from which on they are compacted.
         spared: the oldest version of the table that a kept cut names; its files, and those of all later ones, stay.
 
     Raises:
@@ -94,7 +96,11 @@ def tend_table(
     if opened is None:
         return Upkeep()
     today = datetime.fromtimestamp(now_ms / 1000, UTC).date()
-    compacted = _compact(layout, opened, compact_files, today) if view == "history" else 0
+    compacted = 0
+    if view == "history":
+        compacted = _compact(layout, opened, compact_files, today)
+    elif view == "scd2":
+        compacted = _compact_ended(layout, opened, compact_files)
     deleted = delete_unneeded(layout, path, app, now_ms=now_ms, keep_s=keep_s, spared=spared)
     newest = open_table(layout, path, app) or opened
     live = sum(size or 0 for size in live_files(newest).column("size_bytes").to_pylist())
@@ -103,55 +109,60 @@ def tend_table(
 
 
 def _compact(layout: LakeLayout, opened: OpenTable, compact_files: int, today: date) -> int:
-    """Merge small files of history, neighbours in order of `seq`; returns how many there were."""
+    """Merge small files of history, those of a day; returns how many there were."""
     done = 0
-    for day, small in _small_files(opened).items():
-        if len(small) < (
-            compact_files
-            if day is None or day >= today - timedelta(days=1)
-            else min(compact_files, _COMPACT_FILES_PAST)
-        ):
+    for day, small in _small_files(opened, PARTITION).items():
+        past = day is not None and day < today - timedelta(days=1)
+        if len(small) < (min(compact_files, _COMPACT_FILES_PAST) if past else compact_files):
             continue
         files = TableFiles(layout, opened.path, BOUNDED)
-        shape = pa.schema([field for field in opened.schema() if field.name != PARTITION])
-
-        def rows(
-            paths: list[str] = small, files: TableFiles = files, shape: pa.Schema = shape
-        ) -> Iterator[pa.RecordBatch]:
-            for path in paths:
-                yield from conform(files.read(path), shape).to_batches()
-
-        merged = files.write(rows(), shape, new_name(), partition=day_folder(day))
-        failpoints.hit("lake.before_compaction_commit")
-        try:
-            swap(
-                opened,
-                opened.upkeep(),
-                add=[in_day(merged, day)],
-                remove=small,
-                partition_by=[PARTITION],
-                data_change=False,
-            )
-        except LakeConflict:
-            continue
-        done += len(small)
+        if _merge(opened, files, small, PARTITION, day_folder(day), partial(in_day, day=day)):
+            done += len(small)
     return done
 
 
-def _small_files(opened: OpenTable) -> dict[date | None, list[str]]:
-    """Small files by day, ordered by `seq`, of each day as many as make one file."""
+def _compact_ended(layout: LakeLayout, opened: OpenTable, compact_files: int) -> int:
+    """Merge small files of versions that have ended; returns how many there were. Open ones are in shape by the folds."""
+    small = _small_files(opened, IS_CURRENT.name).get(False, [])
+    files = TableFiles(layout, opened.path, bounded_columns(opened))
+    if len(small) < compact_files or not _merge(opened, files, small, IS_CURRENT.name, ENDED_FOLDER, lambda file: file):
+        return 0
+    return len(small)
+
+
+def _merge(
+    opened: OpenTable,
+    files: TableFiles,
+    paths: Sequence[str],
+    partition: str,
+    folder: str,
+    placed: Callable[[NewFile], NewFile],
+) -> bool:
+    """Make some files of one folder one, in a commit that changes no row; False where another commit came first."""
+    shape = pa.schema([field for field in opened.schema() if field.name != partition])
+    rows = (batch for path in paths for batch in conform(files.read(path), shape).to_batches())
+    merged = files.write(rows, shape, new_name(), partition=folder)
+    failpoints.hit("lake.before_compaction_commit")
+    try:
+        swap(opened, opened.upkeep(), add=[placed(merged)], remove=paths, partition_by=[partition], data_change=False)
+    except LakeConflict:
+        return False
+    return True
+
+
+def _small_files(opened: OpenTable, partition: str) -> dict[Any, list[str]]:
+    """Small files by the value that partitions them, ordered by `seq`, of each as many as make one file."""
     actions = live_files(opened)
     if "min.__seq" not in actions.column_names:
         return {}
-    found: dict[date | None, list[str]] = {}
-    sizes: dict[date | None, int] = {}
-    for row in (
-        actions.select(["path", "size_bytes", "min.__seq", f"partition.{PARTITION}"]).sort_by("min.__seq").to_pylist()
-    ):
-        day, size = row[f"partition.{PARTITION}"], int(row["size_bytes"])
-        if size < _SMALL_BYTES and sizes.get(day, 0) + size <= _TARGET_BYTES:
-            found.setdefault(day, []).append(row["path"])
-            sizes[day] = sizes.get(day, 0) + size
+    found: dict[Any, list[str]] = {}
+    sizes: dict[Any, int] = {}
+    held = actions.select(["path", "size_bytes", "min.__seq", f"partition.{partition}"])
+    for row in held.sort_by("min.__seq").to_pylist():
+        value, size = row[f"partition.{partition}"], int(row["size_bytes"])
+        if size < _SMALL_BYTES and sizes.get(value, 0) + size <= _TARGET_BYTES:
+            found.setdefault(value, []).append(row["path"])
+            sizes[value] = sizes.get(value, 0) + size
     return found
 
 

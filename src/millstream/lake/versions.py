@@ -26,9 +26,9 @@ from millstream.lake.commits import cut_at, cuts_between
 from millstream.lake.current import DEFAULT_SIZES, FoldOutcome, FoldSizes
 from millstream.lake.data_files import NewFile, TableFiles, boundable, new_name, remove_folder, swap
 from millstream.lake.delta import (
-    BOUNDED_PROPERTY,
     OpenTable,
     add_columns,
+    bounded_columns,
     bounded_property,
     create_table,
     open_table,
@@ -42,7 +42,9 @@ from millstream.lake.leaves import Leaves, in_key_order
 from millstream.lake.rewrite import Change, LeafWriter, placed, touched
 from millstream.lake.scd2 import (
     BEGAN_BY,
+    ENDED_FOLDER,
     IS_CURRENT,
+    OPEN_FOLDER,
     VALID_FROM,
     VALID_TO,
     VERSION_COLUMNS,
@@ -56,8 +58,6 @@ from millstream.model.positions import Seq
 from millstream.model.records import INSTANT, RECORD_COLUMNS
 from millstream.model.schema import TableSchema
 
-OPEN_FOLDER: Final = f"{IS_CURRENT.name}=true"
-CLOSED_FOLDER: Final = f"{IS_CURRENT.name}=false"
 BESIDE: Final = "~rebuild"
 """Behind a folder's name: where its table is built anew. No table's folder is called so."""
 _CLOSED_ROWS: Final = 1 << 20
@@ -278,7 +278,7 @@ class _Fold:
         exact = exact or EXACT.name in have.names
         target = self._table_columns(exact=exact)
         clock = None if found is None else found.clock_us
-        if _widened(have, target) or not set(self._bounded) <= set(_noted(opened)):
+        if _widened(have, target) or not set(self._bounded) <= set(bounded_columns(opened)):
             # Not every reader reads older files' types as the new ones; and a column has bounds in all files or in none.
             self._rewrite_all(opened, target, exact=exact)
             return self._again(upto)
@@ -330,7 +330,7 @@ class _Fold:
         """Write every file anew in wider columns, as a commit of its own that changes no version."""
         columns = self._file_columns(exact=exact)
         written = []
-        for folder in (OPEN_FOLDER, CLOSED_FOLDER):
+        for folder in (OPEN_FOLDER, ENDED_FOLDER):
             for leaf in Leaves(opened, self.schema.key, partition=folder).files:
                 rows = conform(self._files.read(leaf.path), columns)
                 written.append(self._files.write(rows, columns, new_name(opened.version + 1), partition=folder))
@@ -360,7 +360,7 @@ class _Fold:
         columns = self._file_columns(exact=exact)
         theirs = TableFiles(self.layout, beside.path, ())
         written = []
-        for folder in (OPEN_FOLDER, CLOSED_FOLDER):
+        for folder in (OPEN_FOLDER, ENDED_FOLDER):
             for leaf in Leaves(beside, self.schema.key, partition=folder).files:
                 rows = conform(theirs.read(leaf.path), columns)
                 written.append(self._files.write(rows, columns, new_name(opened.version + 1), partition=folder))
@@ -372,7 +372,7 @@ class _Fold:
     def _of_another(self, opened: OpenTable, history: OpenTable, columns: pa.Schema) -> list[NewFile]:
         """Ended versions of tables that bore the name before, written anew."""
         kept = _Ended(self._files, columns, opened.version + 1)
-        for leaf in Leaves(opened, self.schema.key, partition=CLOSED_FOLDER).files:
+        for leaf in Leaves(opened, self.schema.key, partition=ENDED_FOLDER).files:
             with contextlib.suppress(LakeUnavailable):  # somebody deleted it: it can't be had again
                 rows = conform(self._files.read(leaf.path), columns)
                 kept.add(rows.filter(pc.less(rows.column(BEGAN_BY.name), int(first_seq(history)))))
@@ -427,7 +427,7 @@ class _Fold:
     def _bounded(self) -> tuple[str, ...]:
         names = (*boundable(self.columns, self.schema.key), VALID_FROM.name, BEGAN_BY.name)
         # Those of an earlier key keep theirs.
-        before = () if self.opened is None else _noted(self.opened)
+        before = () if self.opened is None else bounded_columns(self.opened)
         return (*names, *(name for name in before if name not in names))
 
     def _writer(self, opened: OpenTable, *, exact: bool) -> LeafWriter:
@@ -496,9 +496,7 @@ class _Ended:
             self._held = []
             key = self._columns.names[: self._columns.get_field_index(VALID_FROM.name)]
             rows = in_key_order(rows, [*key, VALID_FROM.name])
-            self.written.append(
-                self._files.write(rows, self._columns, new_name(self._version), partition=CLOSED_FOLDER)
-            )
+            self.written.append(self._files.write(rows, self._columns, new_name(self._version), partition=ENDED_FOLDER))
 
 
 def _own_columns(schema: TableSchema, history: OpenTable) -> pa.Schema:
@@ -548,11 +546,6 @@ def _widened(have: pa.Schema, target: pa.Schema) -> bool:
         have.get_field_index(column.name) >= 0 and not same_type(have.field(column.name).type, column.type)
         for column in target
     )
-
-
-def _noted(opened: OpenTable) -> tuple[str, ...]:
-    """The columns whose bounds stand with every file."""
-    return tuple(name.strip("`") for name in (opened.properties.get(BOUNDED_PROPERTY) or "").split(","))
 
 
 def _clock_app(opened: OpenTable) -> str:

@@ -95,10 +95,11 @@ class _Run:
         self.ledger = ledger
         self.spark = spark
         self.news = threading.Event()
-        self.folder = Folder(config, catalog, ledger, spark, self.news.set)
+        batches = threading.Lock()
+        self.folder = Folder(config, catalog, ledger, spark, self.news.set, batches)
         # A reader of the log is one thread's: each part has its own.
         lander_log = StreamReader(str(config.wal_folder))
-        self.lander = BatchLander(config, catalog, lander_log, ledger, on_progress, self._landed)
+        self.lander = BatchLander(config, catalog, lander_log, ledger, on_progress, self._landed, lock=batches)
 
     def until(self, stop: threading.Event, drain: threading.Event) -> PipelineOutcome:
         """Run the query; see `run_pipeline`."""

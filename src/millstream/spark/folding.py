@@ -8,20 +8,23 @@ and a longer tail.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime, timedelta
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from millstream.catalog import Catalog, TableState
-from millstream.errors import EngineError, Retry
+from millstream.catalog.rebuilds import Rebuilds
+from millstream.errors import EngineError, MillstreamError, Retry
 from millstream.lake.data_files import NewFile
 from millstream.lake.layout import View, has_current
+from millstream.lake.rebuild import make_way
 from millstream.lake.retain import HistoryBound
 from millstream.lake.versions import has_versions
 from millstream.model.ids import SchemaVersion, TableId
@@ -39,7 +42,7 @@ from millstream.spark.landing import (
     tend_one,
     write_part,
 )
-from millstream.spark.ledger import Ledger, TableEntry
+from millstream.spark.ledger import Ledger, TableEntry, held_scope, request_retry
 from millstream.spark.pipeline import PipelineConfig
 from millstream.spark.schedule import FoldHistory, fold_is_due
 from millstream.wal.reader import StreamReader
@@ -63,6 +66,7 @@ class Folder:
         ledger: Ledger,
         spark: SparkSession,
         folded: Callable[[], None],
+        batches: threading.Lock,
     ) -> None:
         self._config = config
         self._catalog = catalog
@@ -70,6 +74,9 @@ class Folder:
         self._ledger = ledger
         self._spark = spark
         self._folded = folded
+        self._batches = batches
+        """Held while a batch lands."""
+        self._rebuilds = Rebuilds(catalog, config.stream_id, config.pipeline)
         self._whole_at: dict[TableId, Seq] = {}
         """By table whose copy is whole in the log: a position by which it is."""
         self._schemas: dict[tuple[TableId, SchemaVersion], TableSchema] = {}
@@ -105,6 +112,7 @@ class Folder:
         Only while the thread isn't running.
         """
         failures = 0
+        self._make_way()
         while tasks := self._tasks(lambda _entry: True):
             before = self._reached()
             time.sleep(0.2 * failures)
@@ -152,6 +160,7 @@ class Folder:
                 self._news.clear()
                 if self._stopped.is_set():
                     return
+                self._make_way()
                 tasks = self._tasks(self._is_due)
                 try:
                     if tasks:
@@ -179,7 +188,15 @@ class Folder:
         cut = self._ledger.cut
         if cut is None or not {"current", "scd2"} & set(self._config.views):
             return []
-        waiting = [e for e in list(self._ledger.tables.values()) if e.waiting_since_s is not None and wanted(e)]
+        asked = {request.table_id: request.views for request in self._rebuilds.waiting() if not request.before_copy}
+        entries = list(self._ledger.tables.values())
+        now = time.monotonic()
+        waiting = [
+            entry
+            for entry in entries
+            if (entry.waiting_since_s is not None and wanted(entry))
+            or (entry.table_id in asked and now >= entry.fold_again_s)
+        ]
         if not waiting:
             return []
         self.observe_copies(self._log.persisted_upto)
@@ -194,8 +211,33 @@ class Folder:
             if entry.table_id in copying or self._whole_at.get(entry.table_id, 0) > cut.n:
                 continue
             encoded = schema.to_arrow().serialize().to_pybytes()
-            tasks += [FoldTask(self._config.layout, encoded, cut.n, entry.table_id, view) for view in views]
+            anew = asked.get(entry.table_id, ())
+            tasks += [
+                FoldTask(self._config.layout, encoded, cut.n, entry.table_id, view, anew=view in anew) for view in views
+            ]
         return tasks
+
+    def _make_way(self) -> None:
+        """Put damaged tables out of the way of copies that somebody asked for. No fold of them runs: their copies wait."""
+        for request in self._rebuilds.waiting():
+            entry = self._ledger.tables.get(request.table_id)
+            schema = None if entry is None else self._schema(entry)
+            if not request.before_copy or schema is None or self._ledger.cut is None:
+                continue
+            # No batch may be appended meanwhile.
+            with self._batches:
+                held = self._ledger.held.get(request.table_id)
+                n = self._ledger.cut.n if held is None else held.after
+                for view in request.views:
+                    self._rebuilds.settle(request.table_id, view, self._made_way(view, schema, n))
+            request_retry(self._catalog, held_scope(self._config), request.table_id)
+
+    def _made_way(self, view: str, schema: TableSchema, n: Seq) -> dict[str, Any]:
+        try:
+            aside = make_way(self._config.layout, cast("View", view), schema, n)
+        except (MillstreamError, OSError) as error:
+            return _failed(TableError.of(error))
+        return {"state": "done", "aside": aside}
 
     def _folded_views(self, schema: TableSchema) -> tuple[View, ...]:
         """The views of a table that are folded from its history."""
@@ -279,10 +321,29 @@ class Folder:
     def _round(self, tasks: list[FoldTask]) -> None:
         """Fold the tables: small ones in one job, large ones in parts; then a cut that names their new versions."""
         started = time.monotonic()
-        answers = self._finished(self._map(start_fold, tasks), started)
+        begun = self._map(start_fold, tasks)
+        answers = self._finished(begun, started)
         self._note(answers, started)
         self._ledger.commit(None, [answer.commit for answer in answers if answer.commit is not None])
+        self._settle(tasks, begun, answers)
         self._folded()
+
+    def _settle(self, tasks: list[FoldTask], begun: list[FoldAnswer], answers: list[FoldAnswer]) -> None:
+        """Say what became of tables that somebody asked to have built anew."""
+        asked = {(task.table_id, task.view) for task in tasks if task.anew}
+        asides = {(answer.table_id, answer.view): answer.aside for answer in begun}
+        for answer in answers:
+            key = (answer.table_id, answer.view)
+            if key not in asked:
+                continue
+            if answer.commit is not None:
+                told = {"state": "done", "rows": answer.commit.rows, "aside": asides.get(key)}
+            elif answer.error is not None and answer.error.retry in {Retry.BACKOFF, Retry.REOPEN}:
+                continue  # it is tried again, as every fold is
+            else:
+                assert answer.error is not None, "a fold ends with a commit or an error"
+                told = _failed(answer.error)
+            self._rebuilds.settle(answer.table_id, answer.view, told)
 
     def _finished(self, answers: list[FoldAnswer], started: float) -> list[FoldAnswer]:
         """The answers, once the parts of large tables are written and committed."""
@@ -318,3 +379,9 @@ class Folder:
             live, removed = sum(answer.live_bytes for answer in some), sum(answer.removed_bytes for answer in some)
             last = FoldHistory(ended, max(answer.took_s for answer in some), live, removed)
             self._ledger.folded(table_id, commits, last, started, errors[0] if errors else None)
+
+
+def _failed(error: TableError) -> dict[str, Any]:
+    """How a request failed, as whoever asked is told."""
+    facts: dict[str, Any] = json.loads(error.to_json())
+    return {"state": "failed"} | facts

@@ -12,7 +12,7 @@ import json
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import pyarrow as pa
@@ -24,9 +24,10 @@ from millstream.lake.current import Fold, FoldOutcome, FoldPlan, begin_fold
 from millstream.lake.data_files import NewFile
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout, TableCommit, View
+from millstream.lake.rebuild import prepare_rebuild
 from millstream.lake.retain import HistoryBound, drop_history
 from millstream.lake.upkeep import Upkeep, UpkeepRules, tend_table
-from millstream.lake.versions import fold_into_versions
+from millstream.lake.versions import fold_into_versions, rebuild_versions
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
@@ -132,6 +133,8 @@ class FoldTask:
     upto: Seq
     table_id: TableId
     view: View = "current"
+    anew: bool = False
+    """Whether the view is built anew from all of its history."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +150,9 @@ class FoldAnswer:
     """Of the files that this fold replaced."""
     error: TableError | None = None
     plan: FoldPlan | None = None
+    view: View = "current"
+    aside: str | None = None
+    """Where a damaged table was moved that is built anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,16 +188,18 @@ def start_fold(task: FoldTask) -> FoldAnswer:
     failpoints.hit("fold.start")
     started = time.monotonic()
     try:
+        aside = prepare_rebuild(task.layout, task.view, schema) if task.anew else None
         if task.view == "scd2":
-            return _folded(fold_into_versions(task.layout, schema, task.upto), started)
-        begun = begin_fold(task.layout, schema, task.upto)
+            fold = rebuild_versions if task.anew else fold_into_versions
+            return replace(_folded(fold(task.layout, schema, task.upto), started), aside=aside)
+        begun = begin_fold(task.layout, schema, task.upto, anew=task.anew)
         if isinstance(begun, FoldOutcome):
-            return _folded(begun, started)
+            return replace(_folded(begun, started), aside=aside)
         if begun.plan.part_count > 1:
-            return FoldAnswer(schema.table_id, took_s=time.monotonic() - started, plan=begun.plan)
-        return _folded(begun.commit(begun.write(0)), started)
+            return FoldAnswer(schema.table_id, took_s=time.monotonic() - started, plan=begun.plan, aside=aside)
+        return replace(_folded(begun.commit(begun.write(0)), started), aside=aside)
     except Exception as failure:  # noqa: BLE001 - as above
-        return FoldAnswer(schema.table_id, error=TableError.of(failure))
+        return FoldAnswer(schema.table_id, error=TableError.of(failure), view=task.view)
 
 
 def write_part(task: PartTask) -> PartAnswer:
@@ -214,7 +222,8 @@ def commit_fold(task: CommitTask) -> FoldAnswer:
 
 def _folded(done: FoldOutcome, started: float) -> FoldAnswer:
     took_s = time.monotonic() - started
-    return FoldAnswer(done.commit.table_id, done.commit, took_s, done.live_bytes, done.removed_bytes)
+    live, removed = done.live_bytes, done.removed_bytes
+    return FoldAnswer(done.commit.table_id, done.commit, took_s, live, removed, view=done.commit.view)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,263 @@
+"""Tables of the lake built anew, and ranges of their records as tables of their own: what a person asks for by name.
+
+Building anew is the pipeline's work, for nothing else may fold the table meanwhile: a request is left in the catalog, and the running
+pipeline takes it up; where none runs, the caller takes the pipeline's role and does it itself, without Spark.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
+
+from millstream.app.home import PIPELINE, Home
+from millstream.app.locks import RoleLock
+from millstream.app.status import held_scope, held_tables
+from millstream.app.tables import copy_table
+from millstream.app.wiring import lake_layout
+from millstream.catalog import TableState
+from millstream.catalog.rebuilds import RebuildRequest, Rebuilds
+from millstream.errors import HomeBusy, LakeError, MillstreamError, UnknownTable, UsageError
+from millstream.model.names import parse_qualified_name
+from millstream.model.positions import Seq
+
+if TYPE_CHECKING:
+    from millstream.app.config import StreamConfig
+    from millstream.catalog import Catalog, TableRow
+    from millstream.lake.commits import Cut
+    from millstream.lake.layout import LakeLayout, View
+    from millstream.lake.replay import Replay
+    from millstream.model.schema import TableSchema
+
+From = Literal["history", "source"]
+_LOOK_EVERY_S: Final = 0.2
+_COPYING: Final = frozenset({TableState.COPY_REQUESTED, TableState.COPYING})
+
+
+@dataclass(frozen=True, slots=True)
+class RebuiltView:
+    """What became of one view."""
+
+    view: str
+    rows: int | None
+    """Rows of the new table; None where the copy will bring them."""
+    aside: str | None
+    """Where the damaged table lies that stood in its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One table of one stream's lake."""
+
+    home: Home
+    catalog: Catalog
+    layout: LakeLayout
+    row: TableRow
+    schema: TableSchema
+    cut: Cut
+
+    @property
+    def rebuilds(self) -> Rebuilds:
+        return Rebuilds(self.catalog, self.layout.stream_id, PIPELINE)
+
+
+def rebuild_table(
+    home: Home,
+    table: str,
+    *,
+    stream: str | None = None,
+    origin: From = "history",
+    views: Sequence[str] = (),
+    say: Callable[[str], None] = lambda _text: None,
+) -> list[RebuiltView]:
+    """Build views of a table anew, and return when they are; from the source, when the copy has been asked for.
+
+    Readers see the old table until one commit puts the new one in its place; from the source, that commit comes when the copy is whole.
+
+    Args:
+        home: the home.
+        table: `schema.table`.
+        stream: its stream; None where the home has only one.
+        origin: `history`: from the records in the lake. `source`: by a copy of the table's rows; what is damaged is put out of its way,
+            history included.
+        views: `current`, `scd2`; those that the stream's `views` name where empty.
+        say: told what goes on.
+
+    Raises:
+        UnknownTable: the lake or the catalog has no table of that name.
+        UsageError: it is being copied, it has no such view, or nothing can copy it.
+        LakeHistoryLost: history can't give it; the hint says what can.
+        MillstreamError: it failed, with the pipeline's own reason.
+    """
+    home.prepare()
+    name, config = home.stream_config(stream)
+    with home.open_catalog() as catalog:
+        place = _find(home, catalog, name, config, table)
+        wanted = _views(place, config, views)
+        if origin == "source":
+            return _from_source(place, table, wanted, say)
+        if place.row.state in _COPYING:
+            raise UsageError(
+                f"{table} is being copied: its views are built from the copy when that is whole",
+                hint="`millstream tables` shows how far it is.",
+            )
+        from millstream.lake.rebuild import check_history
+
+        check_history(place.layout, place.schema)
+        place.rebuilds.ask(place.row.id, wanted)
+        return _await(place, say)
+
+
+def replay_table(
+    home: Home, table: str, *, begin: str | None, end: str | None, into: str, stream: str | None = None
+) -> Replay:
+    """Write the records of a table between two moments into a new Delta table; see `millstream.lake.replay`.
+
+    Args:
+        home: the home.
+        table: `schema.table`.
+        begin: a time or a token; records behind it are taken, from the first one where None.
+        end: a time or a token, inclusive; the lake's last cut where None.
+        into: a name of its own among the stream's replays, or a path.
+        stream: as `rebuild_table`.
+
+    Raises:
+        InvalidTime, InvalidToken, TimeFromFuture: a bound can't be understood, or hasn't come.
+        MillstreamError: as `replay_range`.
+    """
+    from millstream.lake.replay import replay_range
+
+    home.prepare()
+    name, config = home.stream_config(stream)
+    with home.open_catalog() as catalog:
+        layout = lake_layout(home, name, config, catalog.stream(name).id)
+    cut = _last_cut(layout, name)
+    after = Seq(0) if begin is None else _position(layout, begin)
+    upto = cut.n if end is None else _position(layout, end)
+    with RoleLock.take(home.run_folder, "replay"):
+        return replay_range(layout, cut, table, after=after, upto=upto, into=into)
+
+
+def _position(layout: LakeLayout, text: str) -> Seq:
+    from millstream.app.moments import parse_as_of
+    from millstream.errors import TimeFromFuture
+    from millstream.lake.commits import cut_at_time
+
+    now = datetime.now(UTC)
+    moment = parse_as_of(text, layout.stream_id, now=now)
+    if not isinstance(moment, datetime):
+        return moment.minimum
+    if moment > now:
+        raise TimeFromFuture(f"{moment.isoformat()} lies in the future", hint=f"It is {now.isoformat()} now.")
+    cut = cut_at_time(layout, moment)
+    return Seq(0) if cut is None else cut.n
+
+
+def _last_cut(layout: LakeLayout, stream: str) -> Cut:
+    from millstream.lake.commits import last_cut
+
+    cut = last_cut(layout)
+    if cut is None:
+        raise UsageError(
+            f"nothing of {stream} has landed in the lake yet", hint="`millstream status` shows how far it is."
+        )
+    return cut
+
+
+def _find(home: Home, catalog: Catalog, stream: str, config: StreamConfig, table: str) -> _Place:
+    stream_id = catalog.stream(stream).id
+    layout = lake_layout(home, stream, config, stream_id)
+    row = catalog.find_table(stream_id, *parse_qualified_name(table))
+    cut = _last_cut(layout, stream)
+    schema = catalog.latest_schemas(stream_id).get(row.id)
+    if schema is None or all(found.table_id != row.id for found in cut.tables.values()):
+        raise UnknownTable(f"nothing of {table} has landed in the lake yet", table=table)
+    return _Place(home, catalog, layout, row, schema, cut)
+
+
+def _views(place: _Place, config: StreamConfig, asked: Sequence[str]) -> tuple[str, ...]:
+    from millstream.lake.layout import has_current
+    from millstream.lake.versions import has_versions
+
+    has = {"current": has_current(place.schema), "scd2": has_versions(place.schema)}
+    named = [view for view in ("current", "scd2") if view in config.lake.views and has[view]]
+    for view in asked:
+        if view not in named:
+            name = f"{place.schema.namespace}.{place.schema.name}"
+            raise UsageError(f"{name} has no {view}", hint=f"It has: history{''.join(f', {n}' for n in named)}.")
+    wanted = tuple(asked) or tuple(named)
+    if not wanted:
+        raise UsageError(
+            f"{place.schema.namespace}.{place.schema.name} has history only, which nothing is built from again",
+            hint="A primary key, or REPLICA IDENTITY FULL, would tell its rows apart.",
+        )
+    return wanted
+
+
+def _from_source(place: _Place, table: str, views: Sequence[str], say: Callable[[str], None]) -> list[RebuiltView]:
+    """Ask for the copy first: from then on nothing folds the table. Then put what is damaged out of its way."""
+    from millstream.lake.rebuild import damage_of
+
+    copy_table(place.catalog, place.layout.stream_id, table)
+    damaged = {
+        view: damage
+        for view in ("history", *views)
+        if (damage := damage_of(place.layout, cast("View", view), place.schema)) is not None
+    }
+    for view, damage in damaged.items():
+        say(f"{view}: {damage}")
+    if not damaged:
+        return [RebuiltView(view, None, None) for view in views]
+    place.rebuilds.ask(place.row.id, tuple(damaged), before_copy=True)
+    done = {found.view: found for found in _await(place, say)}
+    return [done.get(view, RebuiltView(view, None, None)) for view in dict.fromkeys([*damaged, *views])]
+
+
+def _await(place: _Place, say: Callable[[str], None]) -> list[RebuiltView]:
+    """The outcome of a request: of the running pipeline's work, or of our own where none runs."""
+    said = False
+    while (outcome := place.rebuilds.outcome(place.row.id)) is None:
+        try:
+            with RoleLock.take(place.home.run_folder, "pipeline", patience_s=0):
+                for request in place.rebuilds.waiting():
+                    if request.table_id == place.row.id:
+                        _perform(place, request, say)
+        except HomeBusy:
+            if not said:
+                say("the running pipeline takes it up")
+                said = True
+            time.sleep(_LOOK_EVERY_S)
+    place.rebuilds.forget(place.row.id)
+    for told in outcome.values():
+        if told["state"] == "failed":
+            raise LakeError(told["message"], hint=told["hint"], code=told["code"])
+    return [RebuiltView(view, told.get("rows"), told["aside"]) for view, told in outcome.items()]
+
+
+def _perform(place: _Place, request: RebuildRequest, say: Callable[[str], None]) -> None:
+    """Do what a request asks; the caller holds the pipeline's role."""
+    from millstream.lake.commits import commit_cut, last_cut
+    from millstream.lake.rebuild import make_way, prepare_rebuild, rebuild_view
+
+    cut = last_cut(place.layout) or place.cut
+    held = held_tables(place.catalog, place.layout.stream_id).get(str(int(place.row.id)))
+    for view in cast("tuple[View, ...]", request.views):
+        say(f"{view} is built")
+        told: dict[str, Any]
+        try:
+            if request.before_copy:
+                n = cut.n if held is None else Seq(held["after"])
+                told = {"state": "done", "aside": make_way(place.layout, view, place.schema, n)}
+            else:
+                aside = prepare_rebuild(place.layout, view, place.schema)
+                commit = rebuild_view(place.layout, view, place.schema, cut.n)
+                commit_cut(place.layout, cut.n, [commit], committed_at=datetime.now(UTC))
+                told = {"state": "done", "rows": commit.rows, "aside": aside}
+        except MillstreamError as error:
+            told = {"state": "failed", "code": error.code, "message": error.message, "hint": error.hint}
+        place.rebuilds.settle(place.row.id, view, told)
+    if held is not None and request.before_copy:
+        scope = held_scope(place.layout.stream_id)
+        place.catalog.put_fact(scope, str(int(place.row.id)), held | {"retry": True})

@@ -1,0 +1,131 @@
+"""Tables built anew by name, from history and from the source, and ranges of records: as commands, with nothing else running."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from deltalake import DeltaTable, write_deltalake
+from tests.app.landed import LandedHome
+
+from millstream.app.rebuild import rebuild_table, replay_table
+from millstream.app.status import held_scope
+from millstream.errors import LakeError, LakeHistoryLost, UnknownTable, UsageError
+from millstream.testing.pytest_plugin import Database
+
+TABLES = (
+    "CREATE TABLE items (id int PRIMARY KEY, note text)",
+    "INSERT INTO items SELECT i, 'old' FROM generate_series(1, 50) i",
+    "CREATE TABLE keyless (a int)",
+    "INSERT INTO keyless VALUES (1)",
+)
+
+
+@pytest.fixture
+def home(postgres: Database, tmp_path: Path) -> LandedHome:
+    with postgres.connect() as source:
+        for statement in TABLES:
+            source.execute(statement)
+    home = LandedHome(tmp_path / "shop", postgres.dsn)
+    home.catch_up()
+    with postgres.connect() as source:
+        source.execute(
+            "UPDATE items SET note = 'new' WHERE id <= 5; DELETE FROM items WHERE id = 50; INSERT INTO keyless VALUES (2)"
+        )
+    home.catch_up()
+    return home
+
+
+def millstream(home: LandedHome, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "millstream.cli", "--home", str(home.home.path), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ, check=False)
+
+
+def folder(home: LandedHome, view: str) -> Path:
+    return home.home.path / "lake" / "shop" / view / "public.items"
+
+
+def rows(home: LandedHome) -> dict[int, str]:
+    found = DeltaTable(folder(home, "current")).to_pyarrow_table().to_pylist()
+    assert len({row["id"] for row in found}) == len(found)
+    return {row["id"]: row["note"] for row in found}
+
+
+EXPECTED = {n: "new" if n <= 5 else "old" for n in range(1, 50)}
+
+
+def test_a_table_that_somebody_else_wrote_into_is_built_anew_from_its_history(home: LandedHome) -> None:
+    write_deltalake(folder(home, "current"), DeltaTable(folder(home, "current")).to_pyarrow_table(), mode="append")
+    done = millstream(home, "pipeline", "rebuild", "public.items", "--json")
+    assert done.returncode == 0, done.stderr
+    (told,) = json.loads(done.stdout)
+    assert told == {"view": "current", "rows": 49, "set_aside": f"{folder(home, 'current')}.set-aside-1"}
+    assert rows(home) == EXPECTED
+    assert "is built" in done.stderr
+    asked = millstream(home, "query", "select count(*) n from public.items", "--format", "csv")
+    assert asked.stdout.split() == ["n", "49"]
+
+
+def test_a_damaged_history_sends_to_the_source_and_begins_anew_there(home: LandedHome, postgres: Database) -> None:
+    for file in folder(home, "history").glob("*/*.parquet"):
+        file.unlink()
+    done = millstream(home, "pipeline", "rebuild", "public.items")
+    assert done.returncode == 1
+    assert "--from source" in done.stderr
+    with postgres.connect() as source:
+        source.execute("DELETE FROM items WHERE id = 7")
+    done = millstream(home, "pipeline", "rebuild", "public.items", "--from", "source")
+    assert done.returncode == 0, done.stderr
+    assert f"{folder(home, 'history')}.set-aside-1" in done.stderr
+    assert rows(home) == EXPECTED, "the table stays as it was until the copy is whole"
+    home.catch_up()
+    assert rows(home) == {n: note for n, note in EXPECTED.items() if n != 7}
+    with pytest.raises(LakeHistoryLost, match="have been dropped"):
+        rebuild_table(home.home, "public.items")
+
+
+def test_what_can_not_be_rebuilt_is_said_by_name(home: LandedHome) -> None:
+    with pytest.raises(UnknownTable):
+        rebuild_table(home.home, "public.nothing")
+    with pytest.raises(UsageError, match="history only"):
+        rebuild_table(home.home, "public.keyless")
+    with pytest.raises(UsageError, match="no scd2"):
+        rebuild_table(home.home, "public.items", views=["scd2"])
+    with home.home.open_catalog() as catalog:
+        assert catalog.facts(held_scope(catalog.stream("shop").id)) == {}
+
+
+def test_an_error_of_the_work_is_told_to_whoever_asked(home: LandedHome, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise LakeError("the disk is full", hint="Make room.")
+
+    monkeypatch.setattr("millstream.lake.rebuild.rebuild_view", full)
+    with pytest.raises(LakeError, match="the disk is full") as caught:
+        rebuild_table(home.home, "public.items")
+    assert caught.value.hint == "Make room."
+    monkeypatch.undo()
+    assert [view.rows for view in rebuild_table(home.home, "public.items")] == [49]
+
+
+def test_a_range_of_time_becomes_a_table(home: LandedHome, postgres: Database) -> None:
+    between = datetime.now(UTC).isoformat()
+    with postgres.connect() as source:
+        source.execute("DELETE FROM items WHERE id <= 3")
+    home.catch_up()
+    done = millstream(home, "pipeline", "replay", "public.items", "--from", between, "--into", "deleted")
+    assert done.returncode == 0, done.stderr
+    path = home.home.path / "lake" / "shop" / "replays" / "deleted"
+    found = DeltaTable(path).to_pyarrow_table()
+    assert sorted(found.column("id").to_pylist()) == [1, 2, 3]
+    assert set(found.column("__op").to_pylist()) == {"d"}
+    again = millstream(home, "pipeline", "replay", "public.items", "--from", between, "--into", "deleted", "--json")
+    assert json.loads(again.stdout)["already"] is True
+    other = millstream(home, "pipeline", "replay", "public.items", "--into", "deleted")
+    assert (other.returncode, "another table" in other.stderr) == (1, True)
+    whole = replay_table(home.home, "public.items", begin=None, end=between, into="before")
+    assert whole.rows == 50 + 5 + 1
