@@ -86,17 +86,14 @@ class Prompt:
             while True:
                 try:
                     text = session.prompt(f"{self._stream}{'' if self._as_of is None else '@' + self._as_of}> ")
-                except KeyboardInterrupt:
-                    continue
-                except EOFError:
-                    return
-                try:
                     if not self._take(text.strip()):
                         return
                 except MillstreamError as error:
                     say_error(error.as_dict())
                 except KeyboardInterrupt:
                     note("cancelled")
+                except EOFError:
+                    return
         finally:
             self._lake.close()
 

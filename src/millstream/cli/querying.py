@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from concurrent.futures import Future, wait
 from importlib.abc import MetaPathFinder
-from threading import Thread
+from threading import Event, Thread
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Final
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from millstream.cli.results import Style
     from millstream.lake.query import LakeSession
 
-_CANCEL_S: Final = 0.2
+_LOOK_S: Final = 0.1
+"""How soon Ctrl-C is noticed."""
 
 
 @click.command()
@@ -106,16 +108,20 @@ def _cancellable(lake: LakeSession, work: Callable[[], int]) -> int:
             clear_frames(error.__traceback__)
             outcome.set_exception(error)
 
-    Thread(target=run, name="millstream-query", daemon=True).start()
+    cancelled = Event()
+    # A handler that raises would do so anywhere, also while the first Ctrl-C is being dealt with.
+    before = signal.signal(signal.SIGINT, lambda _number, _frame: cancelled.set())
     try:
-        # Not by joining the thread: Python 3.11 takes it for ended when the join is interrupted.
-        wait([outcome])
-    except KeyboardInterrupt:
-        # More than once: between two of its steps DuckDB runs nothing that could be interrupted.
-        while not outcome.done():
-            lake.interrupt()
-            wait([outcome], _CANCEL_S)
-        raise
+        Thread(target=run, name="millstream-query", daemon=True).start()
+        # Not by joining the thread, which Python 3.11 takes for ended once a signal came.
+        while not wait([outcome], _LOOK_S).done:
+            if cancelled.is_set():
+                # More than once: between two of its steps DuckDB runs nothing that could be interrupted.
+                lake.interrupt()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if cancelled.is_set():
+        raise KeyboardInterrupt
     return outcome.result()
 
 
