@@ -206,8 +206,22 @@ def install() -> None:
     locked = ["--require-hashes", "--requirements", str(REQUIREMENTS / "all.txt")]
     run([*install_command, *build, *locked], environment, to="install the locked packages")
     run([*install_command, *build, "--no-deps", "--editable", ROOT], environment, to="install Millstream itself")
+    compile_packages(environment)
     STAMP.write_text(fingerprint())
     say(f"Installed in {time.monotonic() - started:.0f} s.")
+
+
+def compile_packages(environment: dict[str, str]) -> None:
+    """Compile the packages where Python is told not to keep what it compiles, as many containers do.
+
+    Else each of the many processes that a pipeline starts would compile all that it imports, for seconds.
+    """
+    if not environment.get("PYTHONDONTWRITEBYTECODE"):
+        return
+    folders = [*VENV.glob("lib/python*/site-packages"), ROOT / "src"]
+    # A package may hold templates and tests for other Pythons: what can't be compiled isn't imported either.
+    command = [PYTHON, "-m", "compileall", "-qq", "-j", "0", *folders]
+    subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False)
 
 
 def lock(*more: str) -> None:
