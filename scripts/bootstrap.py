@@ -220,7 +220,7 @@ def compile_packages(environment: dict[str, str]) -> None:
         return
     folders = [*VENV.glob("lib/python*/site-packages"), ROOT / "src"]
     # A package may hold templates and tests for other Pythons: what can't be compiled isn't imported either.
-    command = [PYTHON, "-m", "compileall", "-qq", "-j", "0", *folders]
+    command: list[str | Path] = [PYTHON, "-m", "compileall", "-qq", "-j", "0", *folders]
     subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False)
 
 
