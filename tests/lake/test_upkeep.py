@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
-from datetime import date
+from dataclasses import replace
+from datetime import UTC, date, datetime
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,12 +14,13 @@ import pytest
 from deltalake import DeltaTable
 
 from millstream.errors import LakeConflict, LakeError
+from millstream.lake.commits import commit_cut, last_cut
 from millstream.lake.current import Fold, begin_fold, fold_table
 from millstream.lake.delta import open_table
 from millstream.lake.history import append_history, history_from
 from millstream.lake.layout import LakeLayout, View
 from millstream.lake.retain import HistoryBound, drop_history
-from millstream.lake.upkeep import tend_table
+from millstream.lake.upkeep import tend_cuts, tend_table
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 
@@ -101,6 +103,18 @@ def test_old_days_go_from_history_once_current_has_what_they_made(
     with pytest.raises(LakeError, match="was dropped up to 5") as caught:
         fold_table(layout, orders, Seq(7))
     assert "rebuild public.orders --from source" in caught.value.hint
+
+
+def test_cuts_lie_in_few_files_and_the_many_go(layout: LakeLayout, orders: TableSchema, records: Records):
+    commit = append_history(layout, orders, [records(orders, ("c", 1, {"id": 1}))], Seq(1))
+    for n in range(1, 506):
+        commit_cut(layout, Seq(n), [replace(commit, n=Seq(n))], committed_at=datetime.now(UTC))
+    assert tend_cuts(layout, now_ms=now_ms()) == 0
+    assert len(DeltaTable(layout.commits_path).file_uris()) == 1
+    assert tend_cuts(layout, now_ms=now_ms() + 301_000) == 505
+    cut = last_cut(layout)
+    assert cut is not None
+    assert (cut.n, cut.number) == (505, 505)
 
 
 def test_a_table_that_is_not_there_needs_nothing(layout: LakeLayout, orders: TableSchema):

@@ -35,6 +35,8 @@ _SCHEMA: Final = pa.schema(
 )
 _COMPACT_FILES: Final = 500
 """A file a row: every so many rows the table's small files are made one."""
+_COMPACTED_BYTES: Final = 8 << 20
+"""Files of this size aren't written again: what compaction costs doesn't grow with the lake's age."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +191,9 @@ def compact_cuts(layout: LakeLayout) -> None:
     opened = _open(layout)
     if opened is not None and len(opened.table.file_uris()) >= _COMPACT_FILES:
         with lake_errors(layout.commits_path):
-            opened.table.optimize.compact(writer_properties=WRITER, commit_properties=opened.upkeep())
+            opened.table.optimize.compact(
+                target_size=_COMPACTED_BYTES, writer_properties=WRITER, commit_properties=opened.upkeep()
+            )
 
 
 def merged(tables: Mapping[str, CutTable], commits: Iterable[TableCommit]) -> dict[str, CutTable]:

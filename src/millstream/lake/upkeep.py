@@ -8,6 +8,7 @@ other once it is too old to be part of a write under way.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
@@ -18,6 +19,7 @@ import pyarrow as pa
 
 from millstream import failpoints
 from millstream.errors import LakeConflict
+from millstream.lake.commits import compact_cuts
 from millstream.lake.data_files import NewFile, TableFiles, new_name, swap, version_in
 from millstream.lake.delta import OpenTable, bounded_columns, lake_errors, live_files, open_table
 from millstream.lake.history import BOUNDED, PARTITION, day_folder, in_day
@@ -195,6 +197,13 @@ def delete_unneeded(
     failpoints.hit("lake.before_delete")
     with lake_errors(path):
         return files.delete(unneeded)
+
+
+def tend_cuts(layout: LakeLayout, *, now_ms: int, keep_s: float = KEEP_S) -> int:
+    """Keep `_commits` in few files; returns how many were deleted. It may run beside the commits of cuts."""
+    with contextlib.suppress(LakeConflict):
+        compact_cuts(layout)
+    return delete_unneeded(layout, layout.commits_path, layout.commits_app_id, now_ms=now_ms, keep_s=keep_s)
 
 
 def _live(opened: OpenTable) -> set[str]:

@@ -8,6 +8,7 @@ and a longer tail.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -26,6 +27,7 @@ from millstream.lake.data_files import NewFile
 from millstream.lake.layout import View, has_current
 from millstream.lake.rebuild import make_way
 from millstream.lake.retain import HistoryBound
+from millstream.lake.upkeep import tend_cuts
 from millstream.lake.versions import has_versions
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
@@ -281,7 +283,8 @@ class Folder:
         if tasks:
             for answer in self._map(tend_one, tasks):
                 self._ledger.tended(answer)
-            self._ledger.tend_cuts()
+            with contextlib.suppress(MillstreamError, OSError):
+                tend_cuts(self._config.layout, now_ms=time.time_ns() // 1_000_000, keep_s=rules.keep_s)
 
     def _droppable(self, entry: TableEntry, schema: TableSchema) -> HistoryBound | None:
         """What may go from a table's history: what the configuration doesn't keep and its folds, in the last cut, cover."""

@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 from millstream.catalog import Catalog
-from millstream.lake.commits import Cut, commit_cut, compact_cuts, last_cut
+from millstream.lake.commits import Cut, commit_cut, last_cut
 from millstream.lake.layout import TableCommit
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
@@ -220,11 +220,6 @@ class Ledger:
                 commit_ts_max=None if newest_us is None else _EPOCH + timedelta(microseconds=newest_us),
             )
             return self.cut
-
-    def tend_cuts(self) -> None:
-        """Keep the table of cuts in few files. Any thread."""
-        with self._lock:
-            compact_cuts(self._config.layout)
 
     def hold(self, table: HeldTable) -> None:
         """Set a table aside, durably; its records stay in the log until it is released."""
