@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -71,9 +72,15 @@ def test_a_table_that_somebody_else_wrote_into_is_built_anew_from_its_history(ho
     assert asked.stdout.split() == ["n", "49"]
 
 
-def test_a_damaged_history_sends_to_the_source_and_begins_anew_there(home: LandedHome, postgres: Database) -> None:
-    for file in folder(home, "history").glob("*/*.parquet"):
-        file.unlink()
+@pytest.mark.parametrize("damage", ["files", "folder"])
+def test_a_damaged_history_sends_to_the_source_and_begins_anew_there(
+    home: LandedHome, postgres: Database, damage: str
+) -> None:
+    if damage == "folder":
+        shutil.rmtree(folder(home, "history"))
+    else:
+        for file in folder(home, "history").glob("*/*.parquet"):
+            file.unlink()
     done = millstream(home, "pipeline", "rebuild", "public.items")
     assert done.returncode == 1
     assert "--from source" in done.stderr
@@ -81,7 +88,7 @@ def test_a_damaged_history_sends_to_the_source_and_begins_anew_there(home: Lande
         source.execute("DELETE FROM items WHERE id = 7")
     done = millstream(home, "pipeline", "rebuild", "public.items", "--from", "source")
     assert done.returncode == 0, done.stderr
-    assert f"{folder(home, 'history')}.set-aside-1" in done.stderr
+    assert (f"{folder(home, 'history')}.set-aside-1" in done.stderr) == (damage == "files")
     assert rows(home) == EXPECTED, "the table stays as it was until the copy is whole"
     home.catch_up()
     assert rows(home) == {n: note for n, note in EXPECTED.items() if n != 7}

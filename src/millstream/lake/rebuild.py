@@ -25,7 +25,9 @@ _ASIDE: Final = ".set-aside-"
 
 
 def damage_of(layout: LakeLayout, view: View, schema: TableSchema) -> str | None:
-    """What is wrong with one view of a table: foreign, unreadable, or files of it gone; None where it is in order or not there.
+    """What is wrong with one view of a table: foreign, unreadable, or files of it gone; None where it is in order.
+
+    A folded view that isn't there is in order: the next fold makes it. A history that isn't there is lost.
 
     Asks the folder for its files, which takes a while for very many.
     """
@@ -33,7 +35,7 @@ def damage_of(layout: LakeLayout, view: View, schema: TableSchema) -> str | None
     try:
         opened = open_table(layout, path, app)
         if opened is None:
-            return None
+            return "it isn't there" if view == "history" else None
         gone = set(live_files(opened).column("path").to_pylist()) - TableFiles(layout, path, ()).all().keys()
     except (LakeFilesGone, LakeTableForeign, LakeUnavailable) as error:
         return error.message
@@ -50,9 +52,8 @@ def check_history(layout: LakeLayout, schema: TableSchema) -> None:
     damage = damage_of(layout, "history", schema)
     if damage is None:
         history = open_table(layout, layout.table_path("history", schema), layout.app_id("history", schema.table_id))
-        if history is None:
-            damage = "it isn't there"
-        elif history_from(history) >= max(Seq(1), first_seq(history)):
+        assert history is not None, "it was there just now"
+        if history_from(history) >= max(Seq(1), first_seq(history)):
             damage = f"records up to {history_from(history)} have been dropped from it"
     if damage is not None:
         raise LakeHistoryLost(
@@ -92,8 +93,8 @@ def rebuild_view(
     return fold_table(layout, schema, upto, sizes=sizes, anew=True)
 
 
-def set_aside(layout: LakeLayout, view: View, schema: TableSchema) -> str:
-    """Move a view's folder out of the way; returns where it lies now.
+def set_aside(layout: LakeLayout, view: View, schema: TableSchema) -> str | None:
+    """Move a view's folder out of the way; returns where it lies now, None where there was none.
 
     Raises:
         LakeError: the lake lies in an object store, where folders can't be moved.
@@ -110,7 +111,7 @@ def set_aside(layout: LakeLayout, view: View, schema: TableSchema) -> str:
     try:
         Path(path).rename(aside)
     except FileNotFoundError:
-        return path
+        return None
     except OSError as error:
         raise LakeUnavailable(f"{path} can't be moved aside: {error}", path=path) from error
     failpoints.hit("lake.rebuild.set_aside")
@@ -132,8 +133,7 @@ def restart_history(layout: LakeLayout, schema: TableSchema, n: Seq) -> str | No
 
     Nothing may be appended to it meanwhile, and a copy of the table must have been asked for: what was at or below `n` is gone.
     """
-    path, app = layout.table_path("history", schema), layout.app_id("history", schema.table_id)
-    if damage_of(layout, "history", schema) is None and open_table(layout, path, app) is not None:
+    if damage_of(layout, "history", schema) is None:
         return None
     aside = set_aside(layout, "history", schema)
     begin_history(layout, schema, n)

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from deltalake import Transaction
 
 from millstream import failpoints
-from millstream.errors import LakeError, LakeSchemaConflict, LakeUnavailable
+from millstream.errors import LakeError, LakeFilesGone, LakeSchemaConflict, LakeUnavailable
 from millstream.lake.commits import cut_at, cuts_between
 from millstream.lake.current import DEFAULT_SIZES, FoldOutcome, FoldSizes
 from millstream.lake.data_files import NewFile, TableFiles, boundable, new_name, remove_folder, swap
@@ -373,7 +373,7 @@ class _Fold:
         """Ended versions of tables that bore the name before, written anew."""
         kept = _Ended(self._files, columns, opened.version + 1)
         for leaf in Leaves(opened, self.schema.key, partition=ENDED_FOLDER).files:
-            with contextlib.suppress(LakeUnavailable):  # somebody deleted it: it can't be had again
+            with contextlib.suppress(LakeFilesGone, LakeUnavailable):  # somebody deleted it: it can't be had again
                 rows = conform(self._files.read(leaf.path), columns)
                 kept.add(rows.filter(pc.less(rows.column(BEGAN_BY.name), int(first_seq(history)))))
         kept.flush()
