@@ -147,6 +147,8 @@ def test_killed_anywhere_the_old_table_or_the_new_one_is_there_and_nothing_is_le
     done = subprocess.run([sys.executable, "-c", program, tmp_path / "asked"], env=environment, check=False)
     assert done.returncode == -signal.SIGKILL
     check(landed, orders)
+    tend_table(landed, view, orders, now_ms=time.time_ns() // 1_000_000)
+    assert [left.name for left in Path(landed.table_path(view, orders)).parent.iterdir()] == ["public.orders"]
     rebuild_view(landed, view, orders, Seq(10))
     check(landed, orders)
     land(landed, orders, records(orders, ("u", 11, {"id": 8, "note": "c", **at(9)})), 11)

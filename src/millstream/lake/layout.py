@@ -20,6 +20,8 @@ View = Literal["current", "history", "scd2"]
 
 MESSAGES: Final = "_messages"
 COMMITS: Final = "_commits"
+BESIDE: Final = "~rebuild"
+"""Behind a folder's name: where its table is built anew, until it is put in its place. No table's folder is called so."""
 _PLAIN: Final = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789_")
 _FOLDER_BYTES_MAX: Final = 200
 """File systems take 255; engines add suffixes of their own."""

@@ -20,10 +20,10 @@ import pyarrow as pa
 from millstream import failpoints
 from millstream.errors import LakeConflict
 from millstream.lake.commits import compact_cuts
-from millstream.lake.data_files import NewFile, TableFiles, new_name, swap, version_in
+from millstream.lake.data_files import NewFile, TableFiles, new_name, remove_folder, swap, version_in
 from millstream.lake.delta import OpenTable, bounded_columns, lake_errors, live_files, open_table
 from millstream.lake.history import BOUNDED, PARTITION, day_folder, in_day
-from millstream.lake.layout import LakeLayout, View
+from millstream.lake.layout import BESIDE, LakeLayout, View
 from millstream.lake.scd2 import ENDED_FOLDER, IS_CURRENT
 from millstream.lake.types import conform
 from millstream.model.schema import TableSchema
@@ -78,7 +78,7 @@ def tend_table(
     """Compact what is only appended to where it has many small files, and delete files that no reader needs any more.
 
     Call it about once a minute for a table that is written to. It may run beside appends and folds. Rows that folds rewrite
-    need no compaction: folds keep their files in shape.
+    need no compaction: folds keep their files in shape. Not while the same table is built anew.
 
     Args:
         layout: where the lake is.
@@ -102,6 +102,7 @@ def tend_table(
     if view == "history":
         compacted = _compact(layout, opened, compact_files, today)
     elif view == "scd2":
+        remove_folder(layout, path + BESIDE)  # of a rebuild that was killed
         compacted = _compact_ended(layout, opened, compact_files)
     deleted = delete_unneeded(layout, path, app, now_ms=now_ms, keep_s=keep_s, spared=spared)
     newest = open_table(layout, path, app) or opened

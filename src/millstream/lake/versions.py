@@ -37,7 +37,7 @@ from millstream.lake.delta import (
 from millstream.lake.fold import EXACT
 from millstream.lake.history import count_history, first_seq, history_from, newest_schema, read_history
 from millstream.lake.keys import Keys, key_codes
-from millstream.lake.layout import LakeLayout, TableCommit, folder_name
+from millstream.lake.layout import BESIDE, LakeLayout, TableCommit, folder_name
 from millstream.lake.leaves import Leaves, in_key_order
 from millstream.lake.rewrite import Change, LeafWriter, placed, touched
 from millstream.lake.scd2 import (
@@ -58,8 +58,6 @@ from millstream.model.positions import Seq
 from millstream.model.records import INSTANT, RECORD_COLUMNS
 from millstream.model.schema import TableSchema
 
-BESIDE: Final = "~rebuild"
-"""Behind a folder's name: where its table is built anew. No table's folder is called so."""
 _CLOSED_ROWS: Final = 1 << 20
 """Of a file of versions that have ended."""
 
