@@ -23,6 +23,7 @@ from pyspark.sql import SparkSession
 from millstream.catalog import Catalog, TableState
 from millstream.catalog.rebuilds import Rebuilds
 from millstream.errors import EngineError, MillstreamError, Retry
+from millstream.lake.current import FoldPlan
 from millstream.lake.data_files import NewFile
 from millstream.lake.layout import View, has_current
 from millstream.lake.rebuild import make_way
@@ -36,13 +37,13 @@ from millstream.spark.landing import (
     CommitTask,
     FoldAnswer,
     FoldTask,
-    PartTask,
+    PartsTask,
     TableError,
     TendTask,
     commit_fold,
     start_fold,
     tend_one,
-    write_part,
+    write_parts,
 )
 from millstream.spark.ledger import Ledger, TableEntry, held_scope, request_retry
 from millstream.spark.pipeline import PipelineConfig
@@ -353,11 +354,11 @@ class Folder:
         plans = {answer.table_id: answer.plan for answer in answers if answer.plan is not None}
         if not plans:
             return answers
-        parts = [PartTask(plan, part) for plan in plans.values() for part in range(plan.part_count)]
+        parts = [task for plan in plans.values() for task in self._shared_out(plan)]
         written: dict[TableId, list[NewFile]] = {table_id: [] for table_id in plans}
         errors: dict[TableId, TableError] = {}
         building = any(plan.build for plan in plans.values())
-        for part in self._map(write_part, parts, every_core=building):
+        for part in self._map(write_parts, parts, every_core=building):
             written[part.table_id].extend(part.written)
             if part.error is not None:
                 errors[part.table_id] = part.error
@@ -368,6 +369,12 @@ class Folder:
             *(FoldAnswer(table_id, error=error) for table_id, error in errors.items()),
             *(self._map(commit_fold, ready) if ready else ()),
         ]
+
+    def _shared_out(self, plan: FoldPlan) -> list[PartsTask]:
+        """A plan's parts as tasks: of a build each by itself, for each reads its own; of a fold as many as run side by side."""
+        parts = range(plan.part_count)
+        tasks = len(parts) if plan.build else min(len(parts), max(1, self._spark.sparkContext.defaultParallelism - 1))
+        return [PartsTask(plan, tuple(parts[first::tasks])) for first in range(tasks)]
 
     def _note(self, answers: Iterable[FoldAnswer], started: float) -> None:
         """Note what became of each table: of all its views together, for they are folded together."""

@@ -156,16 +156,16 @@ class FoldAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class PartTask:
-    """One part of a large table's fold."""
+class PartsTask:
+    """Some parts of a large table's fold; what they have in common is read once."""
 
     plan: FoldPlan
-    part: int
+    parts: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class PartAnswer:
-    """The files of a part, not yet committed; or an error."""
+class PartsAnswer:
+    """The parts' files, not yet committed; or an error."""
 
     table_id: TableId
     written: tuple[NewFile, ...] = ()
@@ -202,13 +202,14 @@ def start_fold(task: FoldTask) -> FoldAnswer:
         return FoldAnswer(schema.table_id, error=TableError.of(failure), view=task.view)
 
 
-def write_part(task: PartTask) -> PartAnswer:
-    """Write one part of a large table."""
+def write_parts(task: PartsTask) -> PartsAnswer:
+    """Write parts of a large table."""
     table_id = task.plan.schema.table_id
+    fold = Fold(task.plan)
     try:
-        return PartAnswer(table_id, tuple(Fold(task.plan).write(task.part)))
+        return PartsAnswer(table_id, tuple(file for part in task.parts for file in fold.write(part)))
     except Exception as failure:  # noqa: BLE001 - as above
-        return PartAnswer(table_id, error=TableError.of(failure))
+        return PartsAnswer(table_id, error=TableError.of(failure))
 
 
 def commit_fold(task: CommitTask) -> FoldAnswer:
