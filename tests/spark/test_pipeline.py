@@ -24,6 +24,7 @@ from tests.spark.lake_run import RunningPipeline, config_of, drain, eventually, 
 from millstream.catalog import TableState
 from millstream.errors import CheckpointForeign, LakeConflict
 from millstream.lake.commits import last_cut
+from millstream.lake.current import FoldSizes
 from millstream.model.records import Op
 from millstream.model.schema import TableSchema
 from millstream.spark.pipeline import PipelineProgress
@@ -108,6 +109,23 @@ def test_every_table_lands_and_ends_folded_at_one_cut(home: Home, spark_options:
     }
     assert home.catalog.landed(home.stream, "lake") == outcome.n
     assert 0 < home.catalog.needed_from(home.stream)["lake"] <= outcome.n
+
+
+def test_large_tables_are_built_and_folded_in_parts_with_one_commit_each(
+    home: Home, spark_options: SparkOptions
+) -> None:
+    models = two_tables(home)
+    write(home, models, groups=8)
+    tiny = FoldSizes(leaf_bytes=300, small_bytes=0, part_bytes=500, build_rows_min=0, build_bytes=40_000)
+    config = config_of(home.path, home.stream, spark_options, fold_sizes=tiny)
+    for _ in range(3):
+        drain(config, home.catalog)
+        for model in models:
+            model.check(home.path)
+        write(home, models, groups=3)
+    table = DeltaTable(str(home.path / "lake" / "shop" / "current" / "public.items"))
+    assert len([commit for commit in table.history() if commit["operation"] == "WRITE"]) == 3, "one commit a fold"
+    assert len(table.file_uris()) > 3, "of several parts"
 
 
 @pytest.mark.parametrize("notes", ["kept", "deleted", "older"])

@@ -216,7 +216,16 @@ class Folder:
             encoded = schema.to_arrow().serialize().to_pybytes()
             anew = asked.get(entry.table_id, ())
             tasks += [
-                FoldTask(self._config.layout, encoded, cut.n, entry.table_id, view, anew=view in anew) for view in views
+                FoldTask(
+                    self._config.layout,
+                    encoded,
+                    cut.n,
+                    entry.table_id,
+                    view,
+                    anew=view in anew,
+                    sizes=self._config.fold_sizes,
+                )
+                for view in views
             ]
         return tasks
 

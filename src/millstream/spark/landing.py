@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from millstream import failpoints
 from millstream.errors import MillstreamError, Retry
-from millstream.lake.current import Fold, FoldOutcome, FoldPlan, begin_fold
+from millstream.lake.current import DEFAULT_SIZES, Fold, FoldOutcome, FoldPlan, FoldSizes, begin_fold
 from millstream.lake.data_files import NewFile
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout, TableCommit, View
@@ -135,6 +135,7 @@ class FoldTask:
     view: View = "current"
     anew: bool = False
     """Whether the view is built anew from all of its history."""
+    sizes: FoldSizes = DEFAULT_SIZES
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +192,8 @@ def start_fold(task: FoldTask) -> FoldAnswer:
         aside = prepare_rebuild(task.layout, task.view, schema) if task.anew else None
         if task.view == "scd2":
             fold = rebuild_versions if task.anew else fold_into_versions
-            return replace(_folded(fold(task.layout, schema, task.upto), started), aside=aside)
-        begun = begin_fold(task.layout, schema, task.upto, anew=task.anew)
+            return replace(_folded(fold(task.layout, schema, task.upto, sizes=task.sizes), started), aside=aside)
+        begun = begin_fold(task.layout, schema, task.upto, sizes=task.sizes, anew=task.anew)
         if isinstance(begun, FoldOutcome):
             return replace(_folded(begun, started), aside=aside)
         if begun.plan.part_count > 1:

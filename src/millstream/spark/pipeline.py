@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from millstream.lake.current import DEFAULT_SIZES, FoldSizes
 from millstream.lake.layout import LakeLayout, View
 from millstream.lake.upkeep import UpkeepRules
 from millstream.model.ids import StreamId, TableId
@@ -33,6 +34,7 @@ class PipelineConfig:
     """Of the log, a batch: what a table's rows of it weigh in a worker's memory is a few times that."""
     history_retention_s: float | None = None
     """Days of history older than this are dropped; None: none is."""
+    fold_sizes: FoldSizes = DEFAULT_SIZES
     upkeep: UpkeepRules = field(default_factory=UpkeepRules)
     disk_factor: float = DISK_FACTOR
     """Bound of `current`'s disk bytes over its live bytes."""
