@@ -125,7 +125,7 @@ def test_large_tables_are_built_and_folded_in_parts_with_one_commit_each(
         write(home, models, groups=3)
     table = DeltaTable(str(home.path / "lake" / "shop" / "current" / "public.items"))
     assert len([commit for commit in table.history() if commit["operation"] == "WRITE"]) == 3, "one commit a fold"
-    assert len(table.file_uris()) > 3, "of several parts"
+    assert len(table.file_uris()) > 1, "of several parts"
 
 
 @pytest.mark.parametrize("notes", ["kept", "deleted", "older"])
