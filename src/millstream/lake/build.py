@@ -78,7 +78,12 @@ def build_rows(history: OpenTable, schema: TableSchema, columns: pa.Schema, upto
     """
     names = ["__op", "__seq", "__unchanged", EXACT.name, "__before", *columns.names]
     scan = scan_history(
-        history, after=part.after, upto=upto, columns=names, table=schema, only=_coarse(part, schema.key[0])
+        history,
+        after=part.after,
+        upto=upto,
+        columns=names,
+        table=schema,
+        only=_coarse(part, schema.key[0], floating=pa.types.is_floating(columns.field(schema.key[0]).type)),
     )
     held = []
     for batch in scan.to_batches():
@@ -169,9 +174,11 @@ class _Seen:
         return picked
 
 
-def _coarse(part: BuildPart, name: str) -> pc.Expression | None:
+def _coarse(part: BuildPart, name: str, *, floating: bool) -> pc.Expression | None:
     """What a part's records have in their first key column, for the scan to skip by; more may come through."""
     column = pc.field(name)
+    if floating:
+        return None  # no range takes a NaN, and 0 isn't -0 to a scan
     if part.movers:
         assert part.moved is not None, "the part of the moved keys has some"
         values = part.moved.columns[0]

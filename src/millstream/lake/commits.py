@@ -149,14 +149,17 @@ def cut_from(layout: LakeLayout, n: Seq) -> Cut | None:
     if opened is None or opened.n is None:
         return None
     best: tuple[int, str] | None = None
+    reached = int(n)
     files = [file for file in data_files(opened, "n") if file.high is None or file.high >= n]
     for file in sorted(files, key=lambda file: file.low or 0):
-        if best is not None and file.low is not None and file.low > n:
+        # Several cuts may stand at one position, each in a file of its own.
+        if best is not None and file.low is not None and file.low > reached:
             break
         for batch in read_batches(layout, opened, file.path, ["number", "n"]):
-            number = pc.min(batch.column("number").filter(pc.greater_equal(batch.column("n"), int(n)))).as_py()
+            here = pc.greater_equal(batch.column("n"), int(n))
+            number = pc.min(batch.column("number").filter(here)).as_py()
             if number is not None and (best is None or number < best[0]):
-                best = (number, file.path)
+                best, reached = (number, file.path), pc.min(batch.column("n").filter(here)).as_py()
     return None if best is None else _row(layout, opened, *best)
 
 

@@ -42,7 +42,7 @@ from millstream.lake.history import (
     read_history,
     scan_history,
 )
-from millstream.lake.keys import Keys
+from millstream.lake.keys import Keys, having
 from millstream.lake.layout import LakeLayout, TableCommit, folder_name, has_current
 from millstream.lake.leaves import LEAF_BYTES, Leaves
 from millstream.lake.rewrite import Change, LeafWriter, Touched, placed, touched
@@ -433,15 +433,9 @@ def _rows_in(files: TableFiles, leaves: Leaves, keys: Keys, columns: pa.Schema) 
     """Rows that may have one of the keys: of the leaves that may, those whose first key column holds one of their values."""
     shape = pa.schema([*columns, EXACT])
     hit, _ = leaves.holding(keys)
-    wanted = keys.columns[0].drop_null()
     found = [shape.empty_table()]
     for leaf in np.flatnonzero(hit).tolist():
-        rows = files.read(leaves.files[leaf].path)
-        column = rows.column(keys.names[0])
-        here = pc.is_in(column, value_set=wanted.cast(column.type))
-        if keys.columns[0].null_count:
-            here = pc.or_(here, pc.is_null(column))
-        found.append(conform(rows.filter(here), shape))
+        found.append(having(conform(files.read(leaves.files[leaf].path), shape), keys))
     return pa.concat_tables(found)
 
 

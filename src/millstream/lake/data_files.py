@@ -35,7 +35,9 @@ ROW_GROUP_ROWS: Final = 1 << 16
 _SAMPLE_ROWS: Final = 4096
 _TEXT_BOUND_MAX: Final = 256
 """Characters of a text's bound; longer ones are cut to a bound that still holds."""
-_LAST_CHARACTER: Final = "\U0010ffff"
+_LAST_CODE: Final = 0x10FFFF
+_SURROGATES: Final = 0xD800
+_SURROGATES_END: Final = 0xE000
 _SLASH: Final = "/"
 
 
@@ -261,14 +263,19 @@ class _Bounds:
         known = [f for f in self._fields if f.name in self._low]
         low = {f.name: _bound(self._low[f.name], greatest=False) for f in known}
         high = {f.name: _bound(self._high[f.name], greatest=True) for f in known}
-        nulls = json.dumps(self._nulls)
+        nulls = _text(self._nulls)
         return f'{{"numRecords":{rows},"minValues":{_json(low)},"maxValues":{_json(high)},"nullCount":{nulls}}}'
 
 
 def _json(facts: Mapping[str, Any]) -> str:
     """An object as JSON; decimals keep all of their digits, which `json` can't be told."""
-    values = (format(v, "f") if isinstance(v, Decimal) else json.dumps(v) for v in facts.values())
-    return "{" + ",".join(f"{json.dumps(name)}:{value}" for name, value in zip(facts, values, strict=True)) + "}"
+    values = (format(v, "f") if isinstance(v, Decimal) else _text(v) for v in facts.values())
+    return "{" + ",".join(f"{_text(name)}:{value}" for name, value in zip(facts, values, strict=True)) + "}"
+
+
+def _text(value: Any) -> str:
+    """JSON without escapes: delta-rs (1.6) takes some characters beyond U+FFFF for others where they are escaped."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _order(value: Any) -> Any:
@@ -278,7 +285,8 @@ def _order(value: Any) -> Any:
 
 def boundable(columns: pa.Schema, names: Sequence[str]) -> tuple[str, ...]:
     """Those of some columns whose values all have exact bounds in Delta's statistics (a NaN and an infinity have none)."""
-    return tuple(name for name in names if _has_bounds(columns.field(name).type))
+    # The property that lists them has no way to write these two characters.
+    return tuple(name for name in names if _has_bounds(columns.field(name).type) and not set(name) & {",", "`"})
 
 
 def _has_bounds(kind: pa.DataType) -> bool:
@@ -294,13 +302,22 @@ def _has_bounds(kind: pa.DataType) -> bool:
 def _bound(value: Any, *, greatest: bool) -> Any:
     """A bound as Delta's JSON has it; cut texts are lowered or raised."""
     if isinstance(value, str) and len(value) > _TEXT_BOUND_MAX:
-        return value[:_TEXT_BOUND_MAX] + (_LAST_CHARACTER if greatest else "")
+        return _raised(value) if greatest else value[:_TEXT_BOUND_MAX]
     if isinstance(value, datetime):
         text = value.replace(tzinfo=None).isoformat(timespec="microseconds")
         return text if value.tzinfo is None else text + "Z"
     if isinstance(value, date):
         return value.isoformat()
     return value
+
+
+def _raised(text: str) -> str:
+    """A shorter text above a long one: its beginning, with the last character that has a next one raised; itself where none has."""
+    for end in range(_TEXT_BOUND_MAX, 0, -1):
+        code = ord(text[end - 1]) + 1
+        if code <= _LAST_CODE:
+            return text[: end - 1] + chr(_SURROGATES_END if _SURROGATES <= code < _SURROGATES_END else code)
+    return text
 
 
 def _now_ms() -> int:

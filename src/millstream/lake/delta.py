@@ -82,9 +82,11 @@ class OpenTable:
             max_commit_retries=0 if exact else None,
         )
 
-    def upkeep(self) -> CommitProperties:
-        """What a commit that changes no rows carries."""
-        return CommitProperties(custom_metadata={STAMP: json.dumps({"on": self.version})})
+    def upkeep(self, *, exact: bool = False) -> CommitProperties:
+        """What a commit that changes no rows carries; `exact` as of `commit`, for one that replaces every file."""
+        return CommitProperties(
+            custom_metadata={STAMP: json.dumps({"on": self.version})}, max_commit_retries=0 if exact else None
+        )
 
 
 def live_files(opened: OpenTable) -> pa.Table:

@@ -394,7 +394,7 @@ def _rewrite(opened: OpenTable, union: pa.Schema) -> None:
             schema_mode="overwrite",
             partition_by=[PARTITION],
             writer_properties=WRITER,
-            commit_properties=opened.upkeep(),
+            commit_properties=opened.upkeep(exact=True),
         )
 
 

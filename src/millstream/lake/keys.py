@@ -62,6 +62,15 @@ class Keys:
         return all(e is None for e in self.exact) and all(c.null_count == 0 for c in self.columns)
 
 
+def having(rows: pa.Table, keys: Keys) -> pa.Table:
+    """Rows that may have one of the keys: those whose first key column holds one of their values."""
+    column, values = rows.column(keys.names[0]), keys.columns[0]
+    if pa.types.is_floating(column.type):
+        return rows  # equal numbers may differ by their sign: 0 and -0
+    here = pc.is_in(column, value_set=values.drop_null().cast(column.type))
+    return rows.filter(pc.or_(here, pc.is_null(column)) if values.null_count else here)
+
+
 def key_codes(sets: Sequence[Keys], *, signed_zero: bool = False) -> list[Codes]:
     """For each set, each row's code: equal just where the rows are equal. Codes are not dense.
 

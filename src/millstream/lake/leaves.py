@@ -150,6 +150,8 @@ class Leaves:
         low, high = self._low[place], self._high[place]
         if low is None or high is None:
             return None
+        if pa.types.is_string(low.type) != pa.types.is_string(values.type):
+            return None  # the key became text, and these files are in another order
         try:
             parts = [part.cast(values.type) for part in (low, high)]
             ranks = pc.rank(pa.concat_arrays([*parts, values]), tiebreaker="dense")

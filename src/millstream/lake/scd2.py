@@ -371,7 +371,7 @@ def _versions(run: Run, met: _Met, order: _Order, events: _Events, filled: dict[
     went = np.zeros(len(met.open_codes), bool)
     went[held] = ended[from_before]
     clears, markers = order.clears, order.markers
-    rest = clears[:1] if len(clears) else markers[:1]
+    rest = np.sort(np.concatenate([clears[:1], markers[:1]]))[:1]
     return Versions(
         closed=made.filter(pa.array(ended)),
         opened=made.filter(pa.array(~ended & ~from_before)),

@@ -36,7 +36,7 @@ from millstream.lake.delta import (
 )
 from millstream.lake.fold import EXACT
 from millstream.lake.history import count_history, first_seq, history_from, newest_schema, read_history
-from millstream.lake.keys import Keys, key_codes
+from millstream.lake.keys import Keys, having, key_codes
 from millstream.lake.layout import BESIDE, LakeLayout, TableCommit, folder_name
 from millstream.lake.leaves import Leaves, in_key_order
 from millstream.lake.rewrite import Change, LeafWriter, placed, touched
@@ -227,15 +227,9 @@ class _Fold:
         """Open versions that may have one of the keys."""
         shape = pa.schema([*self.columns, EXACT, VALID_FROM, BEGAN_BY])
         hit, _ = leaves.holding(keys)
-        wanted = keys.columns[0].drop_null()
         found = [shape.empty_table()]
         for leaf in np.flatnonzero(hit).tolist():
-            rows = self._files.read(leaves.files[leaf].path)
-            column = rows.column(keys.names[0])
-            here = pc.is_in(column, value_set=wanted.cast(column.type))
-            if keys.columns[0].null_count:
-                here = pc.or_(here, pc.is_null(column))
-            found.append(conform(rows.filter(here), shape))
+            found.append(having(conform(self._files.read(leaves.files[leaf].path), shape), keys))
         return pa.concat_tables(found)
 
     # --- from current ------------------------------------------------------------------------------------------
@@ -335,7 +329,7 @@ class _Fold:
         failpoints.hit("lake.before_scd2_commit")
         swap(
             opened,
-            opened.upkeep(),
+            opened.upkeep(exact=True),
             add=written,
             mode="overwrite",
             schema=target,
