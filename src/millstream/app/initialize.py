@@ -22,7 +22,7 @@ _KEYWORD_PASSWORD: Final = re.compile(r"(\bpassword\s*=\s*)('(?:\\.|[^'\\])*'|(?
 
 _TEMPLATE: Final = """\
 # A home of Millstream's. `millstream config show` prints every key with its value and where that came from;
-# the reference of all keys is docs/reference/config.md. ${{NAME}} in any string is taken from the environment.
+# `millstream config show` prints every key with its value. ${{NAME}} in any string is taken from the environment.
 
 [streams.{stream}.source]
 {export}dsn = {dsn}
@@ -35,6 +35,7 @@ tables = {tables}    # "!" in front leaves out: "!public.audit_*"
 format = "delta"
 location = "lake"    # a folder, from here; or the URL of an object store, with [streams.{stream}.lake.storage_options]
 # views = ["current", "history"]    # and "scd2": every version of each row, with the time at which it began and ended
+# history_retention = "90d"    # whole days of history older than this go, once current has them; unset: kept for ever
 
 # [streams.{stream}.types]    # numeric columns without a precision are text in the lake, unless they stand here
 # "public.orders.total" = "decimal(38,9)"

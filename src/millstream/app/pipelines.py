@@ -7,7 +7,7 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -50,6 +50,7 @@ class StreamPipeline:
         """Land the stream until told to stop or drained. Never raises: `error` and `crash` say how it ended."""
 
         def on_progress(progress: PipelineProgress) -> None:
+            self._say_set_aside(progress.set_aside)
             self.progress = progress
             tell()
 
@@ -80,6 +81,19 @@ class StreamPipeline:
             logger.exception("the pipeline fails", stream=self.name)
             self.crash = error
             lifeline.stop.set()
+
+    def _say_set_aside(self, now: Mapping[str, str]) -> None:
+        """A line for each table that was set aside, or that goes on, since the last progress."""
+        before = {} if self.progress is None else self.progress.set_aside
+        for table in sorted(now.keys() - before.keys()):
+            logger.warning(
+                "table set aside; `millstream tables` says what to run",
+                stream=self.name,
+                table=table,
+                reason=now[table],
+            )
+        for table in sorted(before.keys() - now.keys()):
+            logger.info("table goes on", stream=self.name, table=table)
 
     def facts(self) -> dict[str, Any]:
         """What is known of it now, JSON-able."""

@@ -19,7 +19,7 @@ from millstream.app.tables import copy_table
 from millstream.app.wiring import lake_layout
 from millstream.catalog import TableState
 from millstream.catalog.rebuilds import RebuildRequest, Rebuilds
-from millstream.errors import HomeBusy, LakeError, MillstreamError, UnknownTable, UsageError
+from millstream.errors import HomeBusy, LakeError, LakeSchemaConflict, MillstreamError, UnknownTable, UsageError
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq
 
@@ -206,6 +206,9 @@ def _from_source(place: _Place, table: str, views: Sequence[str], say: Callable[
         for view in ("history", *views)
         if (damage := damage_of(place.layout, cast("View", view), place.schema)) is not None
     }
+    held = held_tables(place.catalog, place.layout.stream_id).get(str(int(place.row.id)), {})
+    if held.get("code") == LakeSchemaConflict.code:
+        damaged.setdefault("history", held["reason"])
     for view, damage in damaged.items():
         say(f"{view}: {damage}")
     if not damaged:
@@ -248,8 +251,9 @@ def _perform(place: _Place, request: RebuildRequest, say: Callable[[str], None])
         told: dict[str, Any]
         try:
             if request.before_copy:
-                n = cut.n if held is None else Seq(held["after"])
-                told = {"state": "done", "aside": make_way(place.layout, view, place.schema, n)}
+                forget = held is not None and held.get("code") == LakeSchemaConflict.code
+                n = cut.n if held is None or forget else Seq(held["after"])
+                told = {"state": "done", "aside": make_way(place.layout, view, place.schema, n, forget=forget)}
             else:
                 aside = prepare_rebuild(place.layout, view, place.schema)
                 commit = rebuild_view(place.layout, view, place.schema, cut.n)

@@ -215,6 +215,7 @@ def table_facts(
         "id": int(row.id),
         "state": state,
         "reason": reason,
+        "hint": (held or {}).get("hint", ""),
         "shard": int(row.shard),
         "copy": copies.get(name) or copies.get(f"{row.namespace}.{row.name}"),
         "fold_lag_s": None if landed is None else landed["fold_lag_s"],

@@ -73,6 +73,14 @@ def _print_stream(stream: dict[str, Any]) -> None:
     if stream["tables"]:
         titles = ["  table", "state", "rows/s", "fold lag", "disk factor", "reason"]
         print_table(titles, [_table_row(t) for t in stream["tables"]], right=titles[2:5])
+        _print_hints(stream["tables"])
+
+
+def _print_hints(tables: list[dict[str, Any]]) -> None:
+    """What to run for tables that were set aside."""
+    for table in tables:
+        if table["hint"]:
+            note(f"{table['name']}: {table['hint']}")
 
 
 def _table_row(table: dict[str, Any]) -> list[str]:
@@ -128,6 +136,7 @@ def tables_ls(session: Session, stream: str | None = None, as_json: bool = False
         ["stream", "table", "state", "shard", "reason"],
         [[t["stream"], t["name"], t["state"], t["shard"], t["reason"]] for t in found],
     )
+    _print_hints(found)
 
 
 @tables.command("retry")

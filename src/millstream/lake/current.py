@@ -433,10 +433,8 @@ def _rows_in(files: TableFiles, leaves: Leaves, keys: Keys, columns: pa.Schema) 
     """Rows that may have one of the keys: of the leaves that may, those whose first key column holds one of their values."""
     shape = pa.schema([*columns, EXACT])
     hit, _ = leaves.holding(keys)
-    found = [shape.empty_table()]
-    for leaf in np.flatnonzero(hit).tolist():
-        found.append(having(conform(files.read(leaves.files[leaf].path), shape), keys))
-    return pa.concat_tables(found)
+    read = (conform(files.read(leaves.files[leaf].path), shape) for leaf in np.flatnonzero(hit).tolist())
+    return pa.concat_tables([shape.empty_table(), *(having(rows, keys) for rows in read)])
 
 
 def _create(layout: LakeLayout, schema: TableSchema, path: str, app: str, columns: pa.Schema) -> OpenTable:

@@ -235,9 +235,10 @@ def _rows(
             first = pc.min(batch.column("__seq")).as_py()
             kept = batch if first > after else batch.filter(pc.greater(batch.column("__seq"), int(after)))
             tables.append(to_lake(TableSchema.from_arrow(batch.schema), kept, types))
-    union = pa.schema([*RECORD_PREFIX, *lake_columns(schema, types)])
-    for table in tables:
-        union = union_schema(f"{schema.namespace}.{schema.name}", union, table.schema)
+    newest = pa.schema([*RECORD_PREFIX, *lake_columns(schema, types)])
+    union = tables[0].schema if tables else newest
+    for columns in [*(table.schema for table in tables[1:]), newest]:
+        union = union_schema(f"{schema.namespace}.{schema.name}", union, columns)
     return pa.concat_tables([conform(table, union) for table in tables]) if tables else union.empty_table()
 
 

@@ -118,22 +118,29 @@ def set_aside(layout: LakeLayout, view: View, schema: TableSchema) -> str | None
     return aside
 
 
-def make_way(layout: LakeLayout, view: View, schema: TableSchema, n: Seq) -> str | None:
+def make_way(layout: LakeLayout, view: View, schema: TableSchema, n: Seq, *, forget: bool = False) -> str | None:
     """Put a damaged view out of the way of a copy of the table, which has been asked for; returns where it lies now.
 
-    Nothing may write into the view meanwhile. `n`: what its history had.
+    Nothing may write into the view meanwhile.
+
+    Args:
+        layout: where the lake is.
+        view: which one.
+        schema: the table's latest.
+        n: what its history had; where it is to be forgotten, the position from which on records count again.
+        forget: whether a history in order goes too, because its columns can't follow the source's.
     """
     if view == "history":
-        return restart_history(layout, schema, n)
+        return restart_history(layout, schema, n, forget=forget)
     return None if damage_of(layout, view, schema) is None else set_aside(layout, view, schema)
 
 
-def restart_history(layout: LakeLayout, schema: TableSchema, n: Seq) -> str | None:
-    """Begin a damaged history anew at `n`, empty; returns where the old one lies, None where it is in order.
+def restart_history(layout: LakeLayout, schema: TableSchema, n: Seq, *, forget: bool = False) -> str | None:
+    """Begin a damaged history anew at `n`, empty; returns where the old one lies, None where it is in order and isn't to be forgotten.
 
     Nothing may be appended to it meanwhile, and a copy of the table must have been asked for: what was at or below `n` is gone.
     """
-    if damage_of(layout, "history", schema) is None:
+    if damage_of(layout, "history", schema) is None and not forget:
         return None
     aside = set_aside(layout, "history", schema)
     begin_history(layout, schema, n)

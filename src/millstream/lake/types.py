@@ -104,7 +104,8 @@ def union_schema(table: str, have: pa.Schema, want: pa.Schema) -> pa.Schema:
         if wide is None:
             raise LakeSchemaConflict(
                 f"{table}.{field.name} was {field.type} in the lake and is now {want.field(index).type}",
-                hint=f"Move the table's lake folders away and run `millstream tables copy {table}` to build them anew.",
+                hint=f"`millstream pipeline rebuild {table} --from source` begins its history anew in the new columns; the old one is "
+                "kept beside it.",
                 table=table,
                 column=field.name,
             )
@@ -115,7 +116,8 @@ def union_schema(table: str, have: pa.Schema, want: pa.Schema) -> pa.Schema:
             if field.name.lower() in lower:
                 raise LakeSchemaConflict(
                     f"{table}: a column's name changed by case only ({field.name}); a Delta table can't tell them apart",
-                    hint=f"Move the table's lake folders away and run `millstream tables copy {table}`.",
+                    hint=f"`millstream pipeline rebuild {table} --from source` begins its history anew in the new columns; the old one is "
+                    "kept beside it.",
                     table=table,
                     column=field.name,
                 )

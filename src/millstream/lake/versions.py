@@ -227,10 +227,8 @@ class _Fold:
         """Open versions that may have one of the keys."""
         shape = pa.schema([*self.columns, EXACT, VALID_FROM, BEGAN_BY])
         hit, _ = leaves.holding(keys)
-        found = [shape.empty_table()]
-        for leaf in np.flatnonzero(hit).tolist():
-            found.append(having(conform(self._files.read(leaves.files[leaf].path), shape), keys))
-        return pa.concat_tables(found)
+        read = (conform(self._files.read(leaves.files[leaf].path), shape) for leaf in np.flatnonzero(hit).tolist())
+        return pa.concat_tables([shape.empty_table(), *(having(rows, keys) for rows in read)])
 
     # --- from current ------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from pyspark.sql import SparkSession
 
 from millstream.catalog import Catalog, TableState
 from millstream.catalog.rebuilds import Rebuilds
-from millstream.errors import EngineError, MillstreamError, Retry
+from millstream.errors import EngineError, LakeSchemaConflict, MillstreamError, Retry
 from millstream.lake.current import FoldPlan
 from millstream.lake.data_files import NewFile
 from millstream.lake.layout import View, has_current
@@ -239,14 +239,17 @@ class Folder:
             # No batch may be appended meanwhile.
             with self._batches:
                 held = self._ledger.held.get(request.table_id)
-                n = self._ledger.cut.n if held is None else held.after
+                # Columns that can't follow the source's: what came before the copy has no place in the new ones.
+                forget = held is not None and held.code == LakeSchemaConflict.code
+                n = self._ledger.cut.n if held is None or forget else held.after
+                newest = self._catalog.latest_schemas(self._config.stream_id).get(request.table_id, schema)
                 for view in request.views:
-                    self._rebuilds.settle(request.table_id, view, self._made_way(view, schema, n))
+                    self._rebuilds.settle(request.table_id, view, self._made_way(view, newest, n, forget=forget))
             request_retry(self._catalog, held_scope(self._config), request.table_id)
 
-    def _made_way(self, view: str, schema: TableSchema, n: Seq) -> dict[str, Any]:
+    def _made_way(self, view: str, schema: TableSchema, n: Seq, *, forget: bool) -> dict[str, Any]:
         try:
-            aside = make_way(self._config.layout, cast("View", view), schema, n)
+            aside = make_way(self._config.layout, cast("View", view), schema, n, forget=forget)
         except (MillstreamError, OSError) as error:
             return _failed(TableError.of(error))
         return {"state": "done", "aside": aside}

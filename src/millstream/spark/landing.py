@@ -92,12 +92,14 @@ def table_writer(layout: LakeLayout, held: frozenset[TableId]) -> Callable[[pa.T
         commit: str | None = None
         commit_us: int | None = None
         error: str | None = None
-        if table_id != MARKER and table_id not in held:
+        if table_id != MARKER:
             try:
-                landed, commit_us = _append(layout, rows, upto)
-                commit = json.dumps(landed.as_dict())
+                # Of a table that is passed over too: a cut's time is of all that was committed up to it.
+                schema, batches, commit_us = _records(table_id, rows)
+                if table_id not in held:
+                    commit = json.dumps(append_history(layout, schema, batches, upto).as_dict())
             except Exception as failure:  # noqa: BLE001 - whatever it is, it is this table's alone
-                error = TableError.of(failure).to_json()
+                error = None if table_id in held else TableError.of(failure).to_json()
         version = pc.max(rows.column("schema_version")).as_py()
         answer = [[table_id], [version], [after], [upto], [commit], [commit_us], [error]]
         return pa.Table.from_arrays(
@@ -108,19 +110,17 @@ def table_writer(layout: LakeLayout, held: frozenset[TableId]) -> Callable[[pa.T
     return write
 
 
-def _append(layout: LakeLayout, rows: pa.Table, upto: Seq) -> tuple[TableCommit, int | None]:
-    """Append one table's records, sorted by `seq`; also the newest commit time among them, µs since 1970."""
+def _records(table_id: TableId, rows: pa.Table) -> tuple[TableSchema, list[pa.RecordBatch], int | None]:
+    """One table's records, sorted by `seq`: their newest schema, they themselves, and the newest commit time, µs since 1970."""
     newest: TableSchema | None = None
     batches: list[pa.RecordBatch] = []
-    table_id = TableId(rows.column("table_id")[0].as_py())
     for ipc, span in zip(rows.column("ipc"), rows.column("span").to_pylist(), strict=True):
         for schema, batch in records_in(table_id, ipc.as_buffer(), span):
             batches.append(batch)
             newest = schema if newest is None or schema.version > newest.version else newest
     assert newest is not None, "a group of rows has at least one"
     times = [pc.max(batch.column("__commit_ts").cast(pa.int64())).as_py() for batch in batches]
-    commit = append_history(layout, newest, batches, upto)
-    return commit, max((time for time in times if time is not None), default=None)
+    return newest, batches, max((time for time in times if time is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)
