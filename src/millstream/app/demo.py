@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 _MARKER: Final = ".millstream-demo"
 """Says that a folder is a demo's, and so may be thrown away."""
+_PATIENCE_S: Final = 180.0
+"""For what takes seconds, on a machine that has other things to do."""
 _TRANSACTIONS_PER_S: Final = 60.0
 _STREAM: Final = "shop"
 _SLOT_STANDS: Final = "SELECT 1 FROM pg_replication_slots WHERE confirmed_flush_lsn IS NOT NULL"
@@ -159,7 +161,7 @@ def _live_and_die(
     try:
         with _running(folder) as run, connection.cursor() as cursor:
             # Transactions before the slot are rows to copy; only those after it can be checked one by one.
-            _await(lambda: bool(cursor.execute(_SLOT_STANDS).fetchone()), 60, "capture to make its slot")
+            _await(lambda: bool(cursor.execute(_SLOT_STANDS).fetchone()), _PATIENCE_S, "capture to make its slot")
             workload.start()
             say("`millstream run` is up: copying the tables, with changes going on beside")
             _wait_for_cut(folder, run, above=-1)
@@ -233,7 +235,7 @@ def _running(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
         if run.poll() is None:
             run.kill()
         run.wait()
-        _await(lambda: not any(holder(folder / "data" / "run", role) for role in _ROLES), 60, "the processes to end")
+        _await(lambda: not any(holder(folder / "data" / "run", role) for role in _ROLES), _PATIENCE_S, "the processes to end")
 
 
 _ROLES: Final[tuple[Role, ...]] = ("run", "owner", "pipeline", "serve")
@@ -250,7 +252,7 @@ def _kill(
         pid = run.pid if role == "run" else holder(folder / "data" / "run", role).get("pid")
         return pid is not None
 
-    _await(found, 60, f"{what} to run")
+    _await(found, _PATIENCE_S, f"{what} to run")
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     report.kills.append(what)
