@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 
 from bench import capture, commands, first_load, freshness, lake, latency, spark_source, wal  # noqa: F401 - they register their figures
@@ -20,6 +21,8 @@ def main() -> int:
     )
     parser.add_argument("--seconds", type=int, metavar="N", help="how long, where a figure runs for a time")
     options = parser.parse_args()
+    # Ended from outside, what was started and filled has to go too: as by Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(143))
     asked.rows, asked.seconds = options.rows, options.seconds
     if options.list:
         print("\n".join(names()))

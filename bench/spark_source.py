@@ -69,9 +69,7 @@ def source_vs_parquet() -> Iterator[Figure]:
                 yield compared(
                     name,
                     _timed(path, rows, lambda c=columns: _log_stream(spark, path / "wal", c)),
-                    _timed(
-                        spark, path, rows, lambda f=files: spark.readStream.schema(_schema_of(spark, f)).parquet(str(f))
-                    ),
+                    _timed(path, rows, lambda f=files: spark.readStream.schema(_schema_of(spark, f)).parquet(str(f))),
                     unit="rows/s",
                     goal=">= 0.6" if name == "spark_source_vs_parquet" else "reported",
                     rows=rows,
