@@ -29,6 +29,8 @@ class Home:
     dsn: str
     tables: Sequence[str] = ("public.*",)
     extra_config: str = ""
+    slot: str = ""
+    """Tests share a server, and its slots have names of their own."""
     runs: int = field(default=0, init=False)
 
     def init(self) -> None:
@@ -36,7 +38,10 @@ class Home:
         arguments = [a for table in self.tables for a in ("--tables", table)]
         self.command("init", str(self.path), "--stream", "shop", "--source", self.dsn, *arguments, home=False)
         config = self.path / "millstream.toml"
-        config.write_text(config.read_text() + "\n" + self.extra_config)
+        text = config.read_text()
+        if self.slot:
+            text = text.replace("[streams.shop.source]\n", f'[streams.shop.source]\nslot = "{self.slot}"\n', 1)
+        config.write_text(text + "\n" + self.extra_config)
 
     def command(self, *arguments: str, home: bool = True, check: bool = True, timeout_s: float = 120) -> str:
         """A command's stdout; the test fails with its stderr where it doesn't end with 0."""

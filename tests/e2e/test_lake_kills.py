@@ -169,7 +169,7 @@ def leftovers(folder: Path) -> int:
 def test_answers_hold_whole_transactions_whatever_part_of_the_lake_is_killed_when(
     tmp_path: Path, postgres_server: EmbeddedPostgres
 ) -> None:
-    home = Home(tmp_path / "shop", postgres_server.create_database("bank"))
+    home = Home(tmp_path / "shop", postgres_server.create_database("bank"), slot="bank")
     home.init()
     config = home.path / "millstream.toml"
     config.write_text(config.read_text().replace("[streams.shop.lake]\n", LAKE, 1))

@@ -25,7 +25,7 @@ def table(home: Home, name: str) -> dict[str, Any]:
 def test_a_type_that_cannot_follow_is_mended_by_what_its_reason_says(
     tmp_path: Path, postgres_server: EmbeddedPostgres
 ) -> None:
-    home = Home(tmp_path / "shop", postgres_server.create_database("types"))
+    home = Home(tmp_path / "shop", postgres_server.create_database("types"), slot="types")
     home.init()
     with postgres_server.connect("types", autocommit=True) as connection:
         connection.execute("CREATE TABLE orders (id int PRIMARY KEY, placed timestamptz, note text)")

@@ -235,7 +235,11 @@ def _running(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
         if run.poll() is None:
             run.kill()
         run.wait()
-        _await(lambda: not any(holder(folder / "data" / "run", role) for role in _ROLES), _PATIENCE_S, "the processes to end")
+        _await(
+            lambda: not any(holder(folder / "data" / "run", role) for role in _ROLES),
+            _PATIENCE_S,
+            "the processes to end",
+        )
 
 
 _ROLES: Final[tuple[Role, ...]] = ("run", "owner", "pipeline", "serve")
