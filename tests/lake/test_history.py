@@ -7,6 +7,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -22,8 +23,10 @@ from millstream.errors import LakeConflict, LakeError, LakeSchemaConflict, LakeT
 from millstream.lake.commits import commit_cut
 from millstream.lake.current import FoldSizes, fold_table
 from millstream.lake.delta import open_table
-from millstream.lake.history import append_history, era_at, newest_schema
+from millstream.lake.history import append_history, era_at, fold_step, newest_schema, open_history
 from millstream.lake.layout import LakeLayout
+from millstream.lake.upkeep import tend_table
+from millstream.lake.versions import fold_into_versions
 from millstream.model.ids import SchemaVersion, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import Column, PgType, ReplicaIdentity, TableKind, TableSchema
@@ -419,3 +422,27 @@ def test_a_history_that_knows_no_schemas_by_position_gives_the_newest_until_colu
     wide = evolved(paid=pa.bool_())
     append_history(layout, wide, [records(wide, ("c", 5, {"id": 2}))], Seq(5))
     assert [version(n) for n in (0, 4, 5)] == [1, 1, 2]
+
+
+def test_folds_in_steps_get_on_beside_compacted_files_and_cuts_of_other_tables(
+    layout: LakeLayout, orders: TableSchema, records: Records
+):
+    timed = {"__commit_ts": datetime(2026, 3, 1, tzinfo=UTC), "__commit_lsn": 1}
+    for n in range(1, 9):
+        batch = records(orders, ("c", 10 * n, {"id": n, **timed, "__commit_index": n}))
+        commit = append_history(layout, orders, [batch], Seq(10 * n))
+        for cut in (10 * n, 10 * n + 3, 10 * n + 6):  # two of three bring nothing for this table
+            commit_cut(layout, Seq(cut), [commit], committed_at=datetime.now(UTC))
+        if n == 2:
+            fold_table(layout, orders, Seq(20))
+            fold_into_versions(layout, orders, Seq(20))
+    # One file now holds what the folds have and what they lack.
+    assert tend_table(layout, "history", orders, now_ms=time.time_ns() // 10**6, compact_files=2).files_compacted == 8
+    assert fold_table(layout, orders, Seq(86), sizes=FoldSizes(rows_max=2)).n == 86
+    assert fold_into_versions(layout, orders, Seq(86), sizes=FoldSizes(rows_max=2)).commit.n == 86
+    for view in ("current", "scd2"):
+        assert sorted(stored(layout, orders, view).column("id").to_pylist()) == list(range(1, 9))
+    history = open_history(layout, orders)
+    step = fold_step(layout, history, after=Seq(20), upto=Seq(86), rows_max=2, table=orders)
+    assert step == 46, "the last cut with two records more"
+    assert fold_step(layout, history, after=Seq(20), upto=Seq(86), rows_max=6, table=orders) == 86

@@ -22,7 +22,6 @@ import pyarrow.compute as pc
 from millstream import failpoints
 from millstream.errors import LakeError, LakeUnavailable
 from millstream.lake.build import BuildPart, build_rows, plan_build
-from millstream.lake.commits import cuts_between
 from millstream.lake.data_files import NewFile, TableFiles, boundable, swap
 from millstream.lake.delta import (
     BOUNDED_PROPERTY,
@@ -37,8 +36,10 @@ from millstream.lake.fold import EXACT, Folded, fold_records
 from millstream.lake.history import (
     count_history,
     first_seq,
+    fold_step,
     history_from,
     newest_schema,
+    open_history,
     read_history,
     scan_history,
 )
@@ -124,7 +125,7 @@ class FoldPlan:
 
     def history(self) -> OpenTable:
         """The table's history, opened now."""
-        return _history(self.layout, self.schema)
+        return open_history(self.layout, self.schema)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +273,7 @@ def begin_fold(
         if not anew:
             return _standing(schema, opened, opened.n)
         upto = opened.n
-    history = _history(layout, schema)
+    history = open_history(layout, schema)
     newest = newest_schema(history)
     if newest.table_id != schema.table_id:
         # Dropped at the source and made again: `current` is the new table's.
@@ -288,8 +289,9 @@ def begin_fold(
             hint=f"`millstream pipeline rebuild {qualified_name(schema.namespace, schema.name)} --from source` copies it anew.",
             path=path,
         )
-    step = upto if first else _step(layout, history, opened.n or Seq(0), upto, sizes.rows_max)
-    if step < upto and _emptied(history, opened.n or Seq(0), upto):
+    stands = opened.n or Seq(0)
+    step = upto if first else fold_step(layout, history, after=stands, upto=upto, rows_max=sizes.rows_max, table=schema)
+    if step < upto and _emptied(history, stands, upto):
         # In steps, readers would see what was left of the table half way: a copy that follows an earlier one empties it first.
         first, step = True, upto
     if first and schema.key and count_history(history, after=Seq(0))(upto) > sizes.build_rows_min:
@@ -376,33 +378,11 @@ def _folded(plan: FoldPlan, leaves: Leaves, history: OpenTable | None = None) ->
     return fold_records(tail, plan.schema, columns, lookup)
 
 
-def _history(layout: LakeLayout, schema: TableSchema) -> OpenTable:
-    history = open_table(layout, layout.table_path("history", schema), layout.app_id("history", schema.table_id))
-    if history is None:
-        # The catalog may know of a new name before a record under it has landed.
-        raise LakeUnavailable(
-            f"{schema.namespace}.{schema.name} has no history to fold yet", path=layout.table_path("history", schema)
-        )
-    return history
-
-
 def _at(plan: FoldPlan) -> OpenTable:
     opened = open_table(plan.layout, plan.path, plan.app, version=plan.version)
     if opened is None:
         raise LakeUnavailable(f"the Delta table {plan.path} is gone", path=plan.path)
     return opened
-
-
-def _step(layout: LakeLayout, history: OpenTable, after: Seq, upto: Seq, rows_max: int) -> Seq:
-    """The furthest cut that a fold can reach with `rows_max` records in memory; the next one where none is so near."""
-    count = count_history(history, after=after)
-    if count(upto) <= rows_max:
-        return upto
-    cuts = cuts_between(layout, after, upto)
-    near = [n for n in cuts if count(n) <= rows_max]
-    # A cut without records would bring the fold no further.
-    far = [n for n in cuts if count(n) > rows_max]
-    return near[-1] if near and count(near[-1]) else (far[0] if far else upto)
 
 
 def _emptied(history: OpenTable, after: Seq, upto: Seq) -> bool:

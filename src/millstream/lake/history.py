@@ -13,13 +13,15 @@ from dataclasses import dataclass, replace
 from datetime import date
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from deltalake import write_deltalake
 
 from millstream import failpoints
-from millstream.errors import LakeConflict, LakeHistoryLost, LakeTableForeign
-from millstream.lake.commits import Cut, last_cut
+from millstream.errors import LakeConflict, LakeHistoryLost, LakeTableForeign, LakeUnavailable
+from millstream.lake.commits import Cut, cuts_between, last_cut
 from millstream.lake.data_files import NewFile, TableFiles, new_name, swap
 from millstream.lake.delta import (
     WRITER,
@@ -122,6 +124,21 @@ def in_day(file: NewFile, day: date | None) -> NewFile:
     return replace(file, partition={PARTITION: None if day is None else day.isoformat()})
 
 
+def open_history(layout: LakeLayout, schema: TableSchema) -> OpenTable:
+    """A table's history, to fold from.
+
+    Raises:
+        LakeUnavailable: it isn't there yet, or can't be reached.
+        LakeTableForeign: somebody else wrote into it.
+    """
+    path = layout.table_path("history", schema)
+    history = open_table(layout, path, layout.app_id("history", schema.table_id))
+    if history is None:
+        # The catalog may know of a new name before a record under it has landed.
+        raise LakeUnavailable(f"{schema.namespace}.{schema.name} has no history to fold yet", path=path)
+    return history
+
+
 def newest_schema(opened: OpenTable) -> TableSchema:
     """The schema that the table's newest records had.
 
@@ -182,6 +199,35 @@ def count_history(opened: OpenTable, *, after: Seq) -> Callable[[Seq], int]:
     later = highs > after
     counts, lows = counts[later], lows[later]
     return lambda upto: int(counts[lows <= upto].sum())
+
+
+def fold_step(
+    layout: LakeLayout, opened: OpenTable, *, after: Seq, upto: Seq, rows_max: int, table: TableSchema
+) -> Seq:
+    """How far a fold from `after` goes: to `upto`, or to the last cut before it that is reached with `rows_max` records in memory.
+
+    Where no cut is so near, to the next one. There is a record in each step, so that folds get on: a file's bounds alone don't
+    tell, for compaction makes files of which a fold has covered half.
+    """
+    if count_history(opened, after=after)(upto) <= rows_max:
+        return upto
+    seqs = _first_seqs(opened, after=after, upto=upto, most=rows_max + 1, table=table)
+    if len(seqs) <= rows_max:
+        return upto
+    cuts = cuts_between(layout, after, upto)
+    near = [n for n in cuts if seqs[0] <= n < seqs[rows_max]]
+    far = [n for n in cuts if n >= seqs[rows_max]]
+    return near[-1] if near else (far[0] if far else upto)
+
+
+def _first_seqs(opened: OpenTable, *, after: Seq, upto: Seq, most: int, table: TableSchema) -> npt.NDArray[np.int64]:
+    """The lowest numbers of the table's records in `(after, upto]`, ascending; a few times `most` are held at once."""
+    held = np.zeros(0, np.int64)
+    for batch in scan_history(opened, after=after, upto=upto, columns=["__seq"], table=table).to_batches():
+        held = np.concatenate([held, batch.column("__seq").to_numpy()])
+        if len(held) > 4 * most:
+            held = np.partition(held, most)[:most]
+    return np.sort(held)[:most]
 
 
 def first_seq(opened: OpenTable) -> Seq:

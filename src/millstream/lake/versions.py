@@ -35,7 +35,7 @@ from millstream.lake.delta import (
     set_properties,
 )
 from millstream.lake.fold import EXACT
-from millstream.lake.history import count_history, first_seq, history_from, newest_schema, read_history
+from millstream.lake.history import first_seq, fold_step, history_from, newest_schema, open_history, read_history
 from millstream.lake.keys import Keys, having, key_codes
 from millstream.lake.layout import BESIDE, LakeLayout, TableCommit, folder_name
 from millstream.lake.leaves import Leaves, in_key_order
@@ -126,7 +126,7 @@ def unfolded_versions(
     Raises:
         LakeTableForeign, LakeUnavailable, LakeError: as `fold_into_versions`.
     """
-    history = _history(layout, schema)
+    history = open_history(layout, schema)
     fold = _Fold(layout, schema, upto, DEFAULT_SIZES, opened, history, _own_columns(schema, history), opened.path)
     tail = read_history(
         history, after=opened.n or Seq(0), upto=upto, columns=version_inputs(fold.columns), table=schema
@@ -169,7 +169,7 @@ class _Fold:
         opened = self.opened
         if opened is not None and opened.n is not None and opened.n >= self.upto:
             return self._standing(opened.n)
-        history = _history(self.layout, self.schema)
+        history = open_history(self.layout, self.schema)
         newest = newest_schema(history)
         if newest.table_id != self.schema.table_id:
             return self._standing(self.upto)  # dropped at the source and made again: the versions are the new table's
@@ -209,7 +209,9 @@ class _Fold:
 
     def _tail(self, history: OpenTable, after: Seq) -> tuple[Seq, pa.Table]:
         """The records of this commit, and the cut that they end at."""
-        step = _step(self.layout, history, after, self.upto, self.sizes.rows_max)
+        step = fold_step(
+            self.layout, history, after=after, upto=self.upto, rows_max=self.sizes.rows_max, table=self.schema
+        )
         names = version_inputs(self.columns)
         tail = read_history(history, after=after, upto=step, columns=names, table=self.schema)
         if step == self.upto:
@@ -219,8 +221,9 @@ class _Fold:
             return step, tail
         # Where such a copy ends, no record tells; that `upto` isn't inside of it, the caller knows.
         before = cuts_between(self.layout, after, Seq(begins - 1))
-        if before and count_history(history, after=after)(before[-1]):
-            return before[-1], tail.filter(pc.less_equal(tail.column("__seq"), int(before[-1])))
+        earlier = tail.filter(pc.less_equal(tail.column("__seq"), int(before[-1]))) if before else tail.slice(0, 0)
+        if earlier.num_rows:
+            return before[-1], earlier
         return self.upto, read_history(history, after=after, upto=self.upto, columns=names, table=self.schema)
 
     def _look_up(self, leaves: Leaves, keys: Keys) -> pa.Table:
@@ -342,8 +345,8 @@ class _Fold:
 
     def replace_by(self, beside: OpenTable) -> FoldOutcome:
         """Put the files of a table that was built beside this one in the place of all of its own."""
-        self.schema = newest_schema(_history(self.layout, self.schema))
-        history = _history(self.layout, self.schema)
+        history = open_history(self.layout, self.schema)
+        self.schema = newest_schema(history)
         self.columns = _own_columns(self.schema, history)
         opened = self.opened = self.opened or self._create()
         exact = EXACT.name in beside.schema().names or EXACT.name in opened.schema().names
@@ -506,29 +509,11 @@ def _own_columns(schema: TableSchema, history: OpenTable) -> pa.Schema:
     return pa.schema([*key, *(column for column in columns if column.name not in schema.key)])
 
 
-def _history(layout: LakeLayout, schema: TableSchema) -> OpenTable:
-    path = layout.table_path("history", schema)
-    history = open_table(layout, path, layout.app_id("history", schema.table_id))
-    if history is None:
-        raise LakeUnavailable(f"{schema.namespace}.{schema.name} has no history to fold yet", path=path)
-    return history
-
-
 def _copy_begins(tail: pa.Table) -> Seq | None:
     """The first record of a copy that follows an earlier one; None where none begins among these records."""
     marker = pc.and_(pc.equal(tail.column("__op"), "t"), pc.is_null(tail.column("__commit_index")))
     found = pc.min(tail.filter(marker).column("__seq")).as_py()
     return None if found is None else Seq(found)
-
-
-def _step(layout: LakeLayout, history: OpenTable, after: Seq, upto: Seq, rows_max: int) -> Seq:
-    count = count_history(history, after=after)
-    if count(upto) <= rows_max:
-        return upto
-    cuts = cuts_between(layout, after, upto)
-    near = [n for n in cuts if count(n) <= rows_max]
-    far = [n for n in cuts if count(n) > rows_max]
-    return near[-1] if near and count(near[-1]) else (far[0] if far else upto)
 
 
 def _widened(have: pa.Schema, target: pa.Schema) -> bool:
