@@ -197,11 +197,12 @@ class Stage:
         return {tuple(row[k] for k in key): row for row in rows}
 
     def slot_confirmed(self) -> int:
+        """Where the slot stands; 0 while there is none or it is still being made."""
         with self.connect() as connection:
             row = connection.execute(
                 "SELECT confirmed_flush_lsn - '0/0' FROM pg_replication_slots WHERE slot_name = %s", [self.config.slot]
             ).fetchone()
-        return 0 if row is None else int(row[0])
+        return 0 if row is None or row[0] is None else int(row[0])
 
 
 class Running:

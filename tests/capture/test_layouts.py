@@ -28,6 +28,7 @@ CHANGES = {
         "ALTER TABLE orders RENAME other TO item; ALTER TABLE orders RENAME t TO other",
         UPDATE,
     ],
+    "a column dropped and added again": ["ALTER TABLE orders DROP item; ALTER TABLE orders ADD item text", UPDATE],
     "another type": ["ALTER TABLE orders ALTER id TYPE bigint, ALTER item TYPE varchar(3) USING left(item, 3)"],
     "another scale": [
         "ALTER TABLE orders ALTER price TYPE numeric(12,4)",
@@ -64,6 +65,23 @@ def test_rows_end_as_the_source_has_them(stage: Stage, change: str, running: boo
     copies = marks(stage)
     stage.catch_up()
     assert marks(stage) == copies, "and once only"
+
+
+def test_a_column_that_was_seen_to_go_has_nothing_of_its_values_when_its_name_comes_back(stage: Stage) -> None:
+    stage.sql(*ORDERS)
+    stage.catch_up()
+    stage.sql("ALTER TABLE orders DROP item", "UPDATE orders SET price = 1 WHERE id = 7")
+    stage.catch_up()
+    stage.sql("ALTER TABLE orders ADD other text")
+    stage.catch_up()
+    assert marks(stage) == 0
+    stage.sql("ALTER TABLE orders ADD item text", UPDATE)
+    stage.catch_up()
+    assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
+    assert marks(stage) == 1
+    stage.sql("ALTER TABLE orders ADD price2 int")
+    stage.catch_up()
+    assert marks(stage) == 1, "and once only"
 
 
 def test_the_reason_is_told_while_the_table_is_copied(stage: Stage) -> None:

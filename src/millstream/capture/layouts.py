@@ -1,7 +1,8 @@
 """Changes of a table's columns that change rows without a word in the stream, and so have the table copied again.
 
 `ADD COLUMN … DEFAULT` gives every row a value, `RENAME COLUMN` every row another column's, and a change of type may write
-every row anew: PostgreSQL sends none of it. The columns by their numbers, as last seen, are kept in the catalog; what has
+every row anew: PostgreSQL sends none of it. Nor that a column added under the name of one that was dropped has nothing of its values,
+which the log's records still hold under that name. The columns by their numbers, as last seen, are kept in the catalog; what has
 happened since is told by them, also where no capture ran meanwhile.
 
 A column that is added counts as filled where it has, or had when it was added, a default, an identity or NOT NULL. That
@@ -32,19 +33,33 @@ class KnownLayouts:
             return None
         before = {number: (name, type_oid, modifier) for number, name, type_oid, modifier in known["columns"]}
         rewritten = table.partitioned or table.relfilenode != known["relfilenode"]
-        told = [_news_of(column, before.get(column.number), rewritten=rewritten) for column in table.layout]
+        gone = _gone(known, table)
+        told = [_news_of(c, before.get(c.number), rewritten=rewritten, again=c.name in gone) for c in table.layout]
         return "; ".join(filter(None, told)) or None
 
     def remember(self, table: SourceTable, id_: TableId) -> None:
         """From now on the log's rows, or those that are about to be copied, are as the table is now."""
         columns = [[c.number, c.name, c.type_oid, c.type_modifier] for c in table.layout]
-        value = {"relfilenode": table.relfilenode, "columns": columns}
+        known = self._known.get(str(id_))
+        # A copy brings what rows have now; without one, a name that is gone may come back.
+        gone = [] if known is None or self.news(table, id_) is not None else sorted(_gone(known, table))
+        value = {"relfilenode": table.relfilenode, "columns": columns, "gone": gone}
         if self._known.get(str(id_)) != value:
             self._catalog.put_fact(self._scope, str(id_), value)
             self._known[str(id_)] = value
 
 
-def _news_of(column: AttributeFacts, before: tuple[str, int, int] | None, *, rewritten: bool) -> str | None:
+def _gone(known: dict[str, Any], table: SourceTable) -> set[str]:
+    """Names of columns that were dropped since the table's rows were last copied, by what was known before this look."""
+    live = {column.number for column in table.layout}
+    return {*known.get("gone", ()), *(name for number, name, _, _ in known["columns"] if number not in live)}
+
+
+def _news_of(
+    column: AttributeFacts, before: tuple[str, int, int] | None, *, rewritten: bool, again: bool
+) -> str | None:
+    if before is None and again:
+        return f"column {column.name} was dropped and added again"
     if before is None:
         return f"column {column.name} was added with a value for existing rows" if column.filled else None
     name, type_oid, modifier = before
