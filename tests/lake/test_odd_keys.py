@@ -17,9 +17,9 @@ from deltalake import DeltaTable
 
 import millstream.lake.history as history_module
 from millstream.errors import LakeConflict
+from millstream.lake.bounds import bound_of
 from millstream.lake.commits import commit_cut, first_cut
 from millstream.lake.current import DEFAULT_SIZES, FoldSizes, fold_table
-from millstream.lake.data_files import _bound
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
 from millstream.lake.upkeep import tend_table
@@ -75,7 +75,7 @@ def test_texts_of_every_plane_and_length_are_found_again(lake: LakeLayout, key: 
     files = DeltaTable(lake.table_path("current", schema)).to_pyarrow_dataset()
     assert files.count_rows(filter=pc.field("k") == key) == 1
     assert [row["k"] for row in step(lake, schema, 20, ("d", {"k": key}))] == ["a"]
-    assert key.encode() <= str(_bound(key, greatest=True)).encode()
+    assert key.encode() <= str(bound_of(key, greatest=True)).encode()
 
 
 @pytest.mark.parametrize("sizes", [DEFAULT_SIZES, BUILT], ids=["in one read", "in parts"])

@@ -253,6 +253,18 @@ def test_the_catalog_lists_every_table(layout: LakeLayout, orders: TableSchema, 
             ("public", 'Order "Lines"'),
             ("public", "orders"),
         ]
+    with LakeSession(layout) as session:
+        assert session.query("SELECT count(*) AS n FROM public.orders").to_pylist() == [{"n": 1}]
+        shown = session.query("show tables;").column("name").to_pylist()
+        assert shown == [
+            'history."public.Order ""Lines"""',
+            'history."public.orders"',
+            'public."Order ""Lines"""',
+            "public.orders",
+        ]
+        for name in shown:
+            assert session.query(f"SELECT count(*) AS n FROM {name}").to_pylist() == [{"n": 1}]
+        assert session.query("DESCRIBE public.orders").column("column_name").to_pylist()[:2] == ["id", "total"]
 
 
 def test_the_executors_part_imports_neither_duckdb_nor_the_catalog():

@@ -302,6 +302,21 @@ def test_an_insert_behind_a_copys_marker_tells_that_the_row_had_gone(orders: Tab
     assert short(store) == [(1, "a", 1, 1, 1), (1, "a", 3, None, 3)]
 
 
+def test_a_truncate_behind_a_copys_marker_ends_what_the_copy_had_confirmed_and_the_marker_ends_the_rest(
+    orders: TableSchema, records: Records
+):
+    changes = (
+        ("t", 10, at(10, None)),
+        ("r", 11, {"id": 1, "note": "a", **at(11, None)}),
+        ("t", 12, at(12)),
+        ("c", 13, {"id": 2, "note": "a", **at(13)}),
+    )
+    store = Store.of(orders)
+    store.fold(records(orders, *(("c", n, {"id": n, "note": "a", **at(n)}) for n in range(1, 4))))
+    store.fold(records(orders, *changes))
+    assert sorted(short(store)) == [(1, "a", 1, 12, 1), (2, "a", 2, 3, 2), (2, "a", 13, None, 13), (3, "a", 3, 3, 3)]
+
+
 def test_a_table_made_again_under_its_name_closes_what_was_open(orders: TableSchema, records: Records):
     store = Store.of(orders)
     store.fold(records(orders, ("c", 1, {"id": 1, "note": "a", **at(1)}), ("c", 2, {"id": 2, "note": "a", **at(1)})))

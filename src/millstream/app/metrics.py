@@ -9,6 +9,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+_PARTS: Final = ("owner", "pipeline", "serve")
+"""Those that should always run."""
 _LAG: Final = {
     "records": "Records between two stages.",
     "bytes": "Bytes between two stages.",
@@ -23,8 +25,8 @@ class _Status(Collector):
     def collect(self) -> Iterable[GaugeMetricFamily]:
         status = self._collect()
         up = GaugeMetricFamily("millstream_up", "Whether a part runs.", labels=["part"])
-        for part, pid in status["processes"].items():
-            up.add_metric([part], float(pid is not None))
+        for part in _PARTS:
+            up.add_metric([part], float(status["processes"].get(part) is not None))
         yield up
         yield GaugeMetricFamily(
             "millstream_problems", "Things that status could not read.", value=float(len(status["problems"]))

@@ -72,7 +72,10 @@ def make_app(home: Home) -> Any:
         found = status()
         parts = {part: found["processes"].get(part) is not None for part in ("owner", "pipeline")}
         healthy = all(parts.values()) and not found["problems"]
-        return JSONResponse({"healthy": healthy, **parts, "problems": found["problems"]}, 200 if healthy else 503)
+        # Restarting wouldn't help these, so they don't make anything unhealthy.
+        waiting = [t["name"] for s in found["streams"] for t in s.get("tables", ()) if t["state"] == "set_aside"]
+        facts = {"healthy": healthy, **parts, "problems": found["problems"], "set_aside": waiting}
+        return JSONResponse(facts, 200 if healthy else 503)
 
     @app.get("/metrics", summary="Metrics in Prometheus's text format.")
     def get_metrics() -> Response:

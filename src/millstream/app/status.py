@@ -209,6 +209,8 @@ def table_facts(
     lake_reason = (held or {}).get("reason") or failed.get(name) or failed.get(f"{row.namespace}.{row.name}")
     if lake_reason:
         state, reason = "set_aside", f"lake: {lake_reason}"
+    # What waits in a table that is set aside waits for a person, and isn't in history to be counted.
+    lag = None if state == "set_aside" else landed
     copies = captured.get("copies") or {}
     return {
         "name": name,
@@ -218,8 +220,8 @@ def table_facts(
         "hint": (held or {}).get("hint", ""),
         "shard": int(row.shard),
         "copy": copies.get(name) or copies.get(f"{row.namespace}.{row.name}"),
-        "fold_lag_s": None if landed is None else landed["fold_lag_s"],
-        "fold_lag_records": None if landed is None else landed["fold_lag_records"],
+        "fold_lag_s": None if lag is None else lag["fold_lag_s"],
+        "fold_lag_records": None if lag is None else lag["fold_lag_records"],
         "landed_rows": None if landed is None else landed["rows"],
         "rows_per_s": None if landed is None else landed["rows_per_s"],
         "live_bytes": None if landed is None else landed["live_bytes"],

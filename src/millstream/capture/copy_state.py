@@ -143,7 +143,11 @@ class Copy:
     ranges: dict[int, Range] = field(default_factory=dict)
     bound: int = 0
     """Snapshots count from the moment at which every transaction below has ended."""
-    attempts: int = 0
+
+    @property
+    def name(self) -> str:
+        """The table's."""
+        return f"{self.row.namespace}.{self.row.name}"
 
     @property
     def keyed(self) -> bool:

@@ -12,17 +12,15 @@ snapshot doesn't see has touched the table: its rows can't be told apart.
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import structlog
 
+from millstream.capture.chunk_workers import ChunkWorkers, Work
 from millstream.capture.config import CaptureConfig
-from millstream.capture.connection import connect
 from millstream.capture.copy_reader import (
     CHUNK_BYTES,
     CHUNK_BYTES_MAX,
@@ -36,11 +34,10 @@ from millstream.capture.copy_reader import (
 from millstream.capture.copy_state import FIRST_KEYS_RANGE, OPEN_CHUNKS_MAX, Copy, OpenChunk, Range, Stage
 from millstream.capture.copy_text import behind_truncate, chunk_operation, truncate_rows
 from millstream.capture.directory import CatalogDirectory
-from millstream.capture.source import Connection
 from millstream.capture.touches import touches_of, touches_of_spilled
 from millstream.capture.watcher import Tables
 from millstream.catalog import Catalog, TableRow, TableState
-from millstream.errors import MillstreamError, Retry
+from millstream.errors import MillstreamError
 from millstream.failpoints import hit
 from millstream.model.ids import StreamId, TableId
 from millstream.model.operations import SpilledOp, TableRows, WriteOps
@@ -53,16 +50,8 @@ logger = structlog.get_logger("millstream.capture")
 _SPLIT_CHUNKS: Final = 4
 """A table of more than so many chunks is split between the workers."""
 _WAIT_S: Final = 0.1
-_RETRY_S: Final = 1.0
 
 Entry = tuple[WriteOps | SpilledOp, Callable[[], None]]
-
-
-@dataclass(order=True, slots=True)
-class _Task:
-    due: float
-    run: Callable[[ChunkReader], None] = field(compare=False)
-    copy: Copy = field(compare=False)
 
 
 class TableCopies:
@@ -88,32 +77,33 @@ class TableCopies:
         self._nudge = nudge
         self._lock = threading.RLock()
         self._copies: dict[TableId, Copy] = {}
-        self._tasks: queue.PriorityQueue[_Task] = queue.PriorityQueue()
         self._schemas: dict[TableSchema, TableSchema] = {}
         self._passed = Lsn(0)
         self._seen = False
-        self._broken: BaseException | None = None
         self._save_lock = threading.Lock()
         # Each copy that runs may hold chunks in memory; the others wait untracked.
         self._copies_max = 2 * max(1, config.copy_workers)
-        self._stop = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._work, name=f"millstream-copy-{n}", daemon=True)
-            for n in range(max(1, config.copy_workers))
-        ]
+        self._workers = ChunkWorkers[Copy](
+            "copy",
+            max(1, config.copy_workers),
+            dsn=config.dsn,
+            reader=lambda connection: ChunkReader(connection, directory.source, tables.coverage.publications),
+            wanted=lambda copy: self._copies.get(copy.row.id) is copy,
+            gone=lambda copy: copy.row.relation_oid not in tables.facts,
+            failed=self._failed,
+            name_of=lambda copy: copy.name,
+            broken=nudge,
+        )
 
     # --- for the session ---------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin."""
-        for thread in self._threads:
-            thread.start()
+        self._workers.start()
 
     def stop(self) -> None:
         """End the workers; chunks that haven't entered are read again another time."""
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
+        self._workers.stop()
 
     @property
     def all_done(self) -> bool:
@@ -135,7 +125,7 @@ class TableCopies:
     def progress(self) -> dict[str, dict[str, Any]]:
         """By table being copied, how far it is."""
         with self._lock:
-            return {f"{c.row.namespace}.{c.row.name}": c.progress() for c in self._copies.values()}
+            return {c.name: c.progress() for c in self._copies.values()}
 
     def see(self, rows: list[TableRow]) -> None:
         """Begin what the tables' states ask for."""
@@ -190,8 +180,8 @@ class TableCopies:
 
     def ready(self) -> Iterable[Entry]:
         """What of the copies may enter now."""
-        if self._broken is not None:
-            raise self._broken
+        if self._workers.error is not None:
+            raise self._workers.error
         if not self._copies:
             return ()
         with self._lock:
@@ -280,70 +270,27 @@ class TableCopies:
 
     # --- on the workers ----------------------------------------------------------------------------------------
 
-    def _queue(self, copy: Copy, run: Callable[[ChunkReader], None], *, after_s: float = 0.0) -> None:
-        self._tasks.put(_Task(time.monotonic() + after_s, run, copy))
+    def _queue(self, copy: Copy, work: Work, *, after_s: float = 0.0) -> None:
+        self._workers.queue(copy, work, after_s=after_s)
 
     def _queue_range(self, copy: Copy, part: Range) -> None:
         if not part.reading and not part.all_read and len(part.open) < OPEN_CHUNKS_MAX:
             part.reading = True
             self._queue(copy, lambda reader: self._read_next(copy, part, reader))
 
-    def _work(self) -> None:
-        connection: Connection | None = None
-        reader: ChunkReader | None = None
-        while not self._stop.is_set():
-            try:
-                task = self._tasks.get(timeout=0.2)
-            except queue.Empty:
-                continue
-            delay = task.due - time.monotonic()
-            if delay > 0:
-                # Not due yet: tasks are ordered by time, so nothing else is.
-                self._stop.wait(min(delay, 0.05))
-                self._tasks.put(task)
-                continue
-            if self._copies.get(task.copy.row.id) is not task.copy:
-                continue
-            try:
-                if connection is None or connection.closed:
-                    connection = connect(self._config.dsn, purpose="copy")
-                    reader = ChunkReader(connection, self._directory.source, self._tables.coverage.publications)
-                assert reader is not None
-                task.run(reader)
-            except MillstreamError as error:
-                self._failed(task, error)
-                if connection is not None:
-                    connection.close()  # whatever state it is in, the next task gets a fresh one
-            except BaseException as error:
-                self._broken = error
-                self._nudge()
-                raise
-        if connection is not None:
-            connection.close()
-
-    def _failed(self, task: _Task, error: MillstreamError) -> None:
-        copy = task.copy
-        name = f"{copy.row.namespace}.{copy.row.name}"
+    def _failed(self, copy: Copy, error: MillstreamError) -> None:
+        self.discard(copy.row.relation_oid)
         if isinstance(error, TableGone) or copy.row.relation_oid not in self._tables.facts:
-            logger.info("copy given up: the table is gone", table=name)
-            self.discard(copy.row.relation_oid)
+            logger.info("copy given up: the table is gone", table=copy.name)
         elif isinstance(error, TableChanged):
-            logger.info("copy begins again: the table's key changed", table=name)
-            self.discard(copy.row.relation_oid)
+            logger.info("copy begins again: the table's key changed", table=copy.name)
             self._catalog.set_state(copy.row.id, TableState.COPY_REQUESTED, "its key changed during the copy")
         elif isinstance(error, TableTooLarge):
-            logger.warning("table in history only", table=name, reason=error.message)
-            self.discard(copy.row.relation_oid)
+            logger.warning("table in history only", table=copy.name, reason=error.message)
             details = {"cause": error.code, "hint": error.hint}
             self._catalog.set_state(copy.row.id, TableState.HISTORY_ONLY, error.message, details=details)
-        elif error.retry is Retry.BACKOFF or error.details.get("sqlstate") in _TRANSIENT:
-            copy.attempts += 1
-            logger.info("a chunk is tried again", table=name, error=error.message, attempt=copy.attempts)
-            task.due = time.monotonic() + min(10.0, _RETRY_S * copy.attempts)
-            self._tasks.put(task)
         else:
-            logger.warning("table set aside", table=name, reason=error.message)
-            self.discard(copy.row.relation_oid)
+            logger.warning("table set aside", table=copy.name, reason=error.message)
             self._catalog.set_state(
                 copy.row.id, TableState.SET_ASIDE, f"its copy failed: {error.message}", details={"hint": error.hint}
             )
@@ -445,12 +392,8 @@ class TableCopies:
             self._catalog.set_state(copy.row.id, TableState.STREAMING, only_from=[TableState.COPYING])
             self._directory.refresh()
         rows = copy.progress()["rows"]
-        logger.info("table copied", table=f"{copy.row.namespace}.{copy.row.name}", rows=rows)
+        logger.info("table copied", table=copy.name, rows=rows)
         self._nudge()
-
-
-_TRANSIENT: Final = frozenset({"55P03", "57014", "42P01", "3F000", "40001", "40P01"})
-"""SQLSTATEs after which the same chunk is tried again: locks not had in time, names on the move, conflicts."""
 
 
 def _nothing() -> None:

@@ -9,8 +9,6 @@ wins there. Read again after a crash, a chunk enters twice, and says the same as
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,19 +19,19 @@ import numpy as np
 import pyarrow as pa
 import structlog
 
+from millstream.capture.chunk_workers import ChunkWorkers, Work
 from millstream.capture.config import CaptureConfig
-from millstream.capture.connection import connect
 from millstream.capture.copy_reader import Bounds, Chunk, ChunkReader, TableChanged, TableGone, table_of
 from millstream.capture.copy_state import Stage
 from millstream.capture.copy_text import chunk_operation
 from millstream.capture.copying import TableCopies
 from millstream.capture.directory import CatalogDirectory
 from millstream.capture.repair_request import RepairChunk, repair_chunks, repair_scope
-from millstream.capture.source import Connection, SourceTable
+from millstream.capture.source import SourceTable
 from millstream.capture.touches import touches_of, touches_of_spilled
 from millstream.capture.watcher import Tables
 from millstream.catalog import Catalog, TableRow, TableState
-from millstream.errors import MillstreamError, Retry
+from millstream.errors import MillstreamError
 from millstream.failpoints import hit
 from millstream.model.ids import StreamId, TableId
 from millstream.model.operations import SpilledOp, TableRows, WriteOps
@@ -46,7 +44,6 @@ from millstream.protocol.table_copy import CopyTracker, Key, kept
 logger = structlog.get_logger("millstream.capture")
 
 _WAIT_S: Final = 0.1
-_RETRY_S: Final = 1.0
 _READ_MAX: Final = 2
 """Chunks of a table in memory."""
 
@@ -83,6 +80,10 @@ class _Repair:
     rows: int = 0
 
     @property
+    def name(self) -> str:
+        return f"{self.row.namespace}.{self.row.name}"
+
+    @property
     def done(self) -> bool:
         return not self.waiting and not self.open
 
@@ -109,7 +110,6 @@ class Repairs:
         stream: StreamId,
         nudge: Callable[[], None],
     ) -> None:
-        self._config = config
         self._catalog = catalog
         self._directory = directory
         self._tables = tables
@@ -117,26 +117,29 @@ class Repairs:
         self._nudge = nudge
         self._lock = threading.RLock()
         self._repairs: dict[TableId, _Repair] = {}
-        self._tasks: list[tuple[float, int, TableId, Callable[[ChunkReader], None]]] = []
-        self._counter = itertools.count()
-        self._wake = threading.Event()
-        self._stop = threading.Event()
         self._passed = Lsn(0)
         self._seen = False
-        self._broken: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name="millstream-repair", daemon=True)
+        self._workers = ChunkWorkers[_Repair](
+            "repair",
+            1,
+            dsn=config.dsn,
+            reader=lambda connection: ChunkReader(connection, directory.source, tables.coverage.publications),
+            wanted=lambda repair: self._repairs.get(repair.row.id) is repair,
+            gone=lambda repair: repair.row.relation_oid not in tables.facts,
+            failed=self._failed,
+            name_of=lambda repair: repair.name,
+            broken=nudge,
+        )
 
     # --- for the session ---------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin."""
-        self._thread.start()
+        self._workers.start()
 
     def stop(self) -> None:
         """End the worker; chunks that haven't entered are read again another time."""
-        self._stop.set()
-        self._wake.set()
-        self._thread.join()
+        self._workers.stop()
 
     @property
     def all_done(self) -> bool:
@@ -218,8 +221,8 @@ class Repairs:
 
     def ready(self) -> Iterable[Entry]:
         """What may enter now."""
-        if self._broken is not None:
-            raise self._broken
+        if self._workers.error is not None:
+            raise self._workers.error
         if not self._repairs:
             return ()
         with self._lock:
@@ -283,60 +286,15 @@ class Repairs:
 
     # --- on the worker -----------------------------------------------------------------------------------------
 
-    def _queue(self, repair: _Repair, run: Callable[[ChunkReader], None], *, after_s: float = 0.0) -> None:
-        with self._lock:
-            heapq.heappush(self._tasks, (time.monotonic() + after_s, next(self._counter), repair.row.id, run))
-        self._wake.set()
+    def _queue(self, repair: _Repair, work: Work, *, after_s: float = 0.0) -> None:
+        self._workers.queue(repair, work, after_s=after_s)
 
     def _read_on(self, repair: _Repair, *, after_s: float = 0.0) -> None:
         if repair.stage is Stage.READING:
             self._queue(repair, lambda reader: self._read_next(repair, reader), after_s=after_s)
 
-    def _work(self) -> None:
-        connection: Connection | None = None
-        reader: ChunkReader | None = None
-        while not self._stop.is_set():
-            task = self._next_task()
-            if task is None:
-                continue
-            table, run = task
-            repair = self._repairs.get(table)
-            if repair is None:
-                continue
-            try:
-                if connection is None or connection.closed:
-                    connection = connect(self._config.dsn, purpose="repair")
-                    reader = ChunkReader(connection, self._directory.source, self._tables.coverage.publications)
-                assert reader is not None
-                run(reader)
-            except MillstreamError as error:
-                self._failed(repair, error, run)
-                if connection is not None:
-                    connection.close()
-            except BaseException as error:
-                self._broken = error
-                self._nudge()
-                raise
-        if connection is not None:
-            connection.close()
-
-    def _next_task(self) -> tuple[TableId, Callable[[ChunkReader], None]] | None:
-        with self._lock:
-            if self._tasks and self._tasks[0][0] <= time.monotonic():
-                _, _, table, run = heapq.heappop(self._tasks)
-                return table, run
-            wait_s = max(0.0, self._tasks[0][0] - time.monotonic()) if self._tasks else None
-            self._wake.clear()
-        self._wake.wait(wait_s)
-        return None
-
-    def _failed(self, repair: _Repair, error: MillstreamError, run: Callable[[ChunkReader], None]) -> None:
-        name = f"{repair.row.namespace}.{repair.row.name}"
-        if error.retry is Retry.BACKOFF or error.details.get("sqlstate") in _TRANSIENT:
-            logger.info("a repair's chunk is tried again", table=name, error=error.message)
-            self._queue(repair, run, after_s=_RETRY_S)
-            return
-        logger.warning("rows can't be repaired", table=name, reason=error.message)
+    def _failed(self, repair: _Repair, error: MillstreamError) -> None:
+        logger.warning("rows can't be repaired", table=repair.name, reason=error.message)
         with self._lock:
             for found in repair.chunks():
                 self._fail(found.chunk, error.message)
@@ -405,7 +363,7 @@ class Repairs:
     def _finish_where_done(self, repair: _Repair) -> None:
         if repair.done and self._repairs.get(repair.row.id) is repair:
             del self._repairs[repair.row.id]
-            logger.info("rows repaired", table=f"{repair.row.namespace}.{repair.row.name}", records=repair.rows)
+            logger.info("rows repaired", table=repair.name, records=repair.rows)
             self._nudge()
 
     def _key(self, table: SourceTable, table_id: TableId) -> tuple[str, ...]:
@@ -414,12 +372,8 @@ class Repairs:
     def _table(self, repair: _Repair) -> SourceTable:
         found = self._tables.facts.get(repair.row.relation_oid)
         if found is None:
-            raise TableGone(f"the table {repair.row.namespace}.{repair.row.name} is gone")
+            raise TableGone(f"the table {repair.name} is gone")
         return found
-
-
-_TRANSIENT: Final = frozenset({"55P03", "57014", "42P01", "3F000", "40001", "40P01"})
-"""SQLSTATEs after which the same is tried again: locks not had in time, names on the move, conflicts."""
 
 
 def deleted_rows(schema: TableSchema, keys: Sequence[Key]) -> pa.RecordBatch:

@@ -17,8 +17,8 @@ import pyarrow.compute as pc
 from deltalake import write_deltalake
 
 from millstream.errors import LakeTableForeign
+from millstream.lake.data_files import TableFiles, files_of
 from millstream.lake.delta import WRITER, OpenTable, create_table, lake_errors, open_table
-from millstream.lake.files import data_files, read_batches
 from millstream.lake.layout import LakeLayout, TableCommit
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
@@ -150,12 +150,12 @@ def cut_from(layout: LakeLayout, n: Seq) -> Cut | None:
         return None
     best: tuple[int, str] | None = None
     reached = int(n)
-    files = [file for file in data_files(opened, "n") if file.high is None or file.high >= n]
+    files = [file for file in files_of(opened, "n") if file.high is None or file.high >= n]
     for file in sorted(files, key=lambda file: file.low or 0):
         # Several cuts may stand at one position, each in a file of its own.
         if best is not None and file.low is not None and file.low > reached:
             break
-        for batch in read_batches(layout, opened, file.path, ["number", "n"]):
+        for batch in TableFiles(layout, opened.path).batches(file.path, ["number", "n"]):
             here = pc.greater_equal(batch.column("n"), int(n))
             number = pc.min(batch.column("number").filter(here)).as_py()
             if number is not None and (best is None or number < best[0]):
@@ -232,14 +232,14 @@ def _last_where(layout: LakeLayout, opened: OpenTable, column: str, bound: Any) 
 
     Three narrow columns of few files are read: those of the greatest numbers first, until one has such a cut.
     """
-    lows = {file.path: file.low for file in data_files(opened, column)}
+    lows = {file.path: file.low for file in files_of(opened, column)}
     best: tuple[int, str] | None = None
-    for file in sorted(data_files(opened, "number"), key=lambda file: -(file.high or 0)):
+    for file in sorted(files_of(opened, "number"), key=lambda file: -(file.high or 0)):
         if best is not None and (file.high or 0) < best[0]:
             break
         if lows[file.path] is not None and lows[file.path] > bound and column == "n":
             continue
-        for batch in read_batches(layout, opened, file.path, ["number", "committed_at", column]):
+        for batch in TableFiles(layout, opened.path).batches(file.path, ["number", "committed_at", column]):
             values = batch.column(column)
             if column != "n":
                 values = pc.coalesce(values, batch.column("committed_at"))
@@ -252,7 +252,7 @@ def _last_where(layout: LakeLayout, opened: OpenTable, column: str, bound: Any) 
 
 def _row(layout: LakeLayout, opened: OpenTable, number: int, path: str) -> Cut:
     """One cut, of which the file is known."""
-    for batch in read_batches(layout, opened, path, _SCHEMA.names, rows=1024, least=("number", number)):
+    for batch in TableFiles(layout, opened.path).batches(path, _SCHEMA.names, rows=1024, least=("number", number)):
         found = batch.filter(pc.equal(batch.column("number"), number))
         if found.num_rows:
             return _decode(found.to_pylist()[0])
@@ -263,9 +263,9 @@ def _read_last(layout: LakeLayout, opened: OpenTable) -> Cut | None:
     if opened.n is None:
         return None
     rows: list[dict[str, Any]] = []
-    for file in data_files(opened, "n"):
+    for file in files_of(opened, "n"):
         if file.high is None or file.high >= opened.n:
-            for batch in read_batches(layout, opened, file.path, _SCHEMA.names, least=("n", int(opened.n))):
+            for batch in TableFiles(layout, opened.path).batches(file.path, _SCHEMA.names, least=("n", int(opened.n))):
                 rows += batch.filter(pc.equal(batch.column("n"), int(opened.n))).to_pylist()
     if not rows:
         raise LakeTableForeign(

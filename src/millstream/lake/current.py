@@ -21,8 +21,9 @@ import pyarrow.compute as pc
 
 from millstream import failpoints
 from millstream.errors import LakeError, LakeUnavailable
+from millstream.lake.bounds import boundable
 from millstream.lake.build import BuildPart, build_rows, plan_build
-from millstream.lake.data_files import NewFile, TableFiles, boundable, swap
+from millstream.lake.data_files import NewFile, TableFiles, swap
 from millstream.lake.delta import (
     BOUNDED_PROPERTY,
     OpenTable,
@@ -368,7 +369,7 @@ def _folded(plan: FoldPlan, leaves: Leaves, history: OpenTable | None = None) ->
         columns=tail_columns(columns),
         table=plan.schema,
     )
-    files = TableFiles(plan.layout, plan.path, ())
+    files = TableFiles(plan.layout, plan.path)
 
     def lookup(keys: Keys) -> pa.Table:
         if plan.after is None:

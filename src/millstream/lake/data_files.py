@@ -1,21 +1,18 @@
 """The Parquet files of a lake's Delta tables: written here, listed, read and swapped in one commit.
 
 Millstream writes the files itself and leaves the log of the Delta table to delta-rs. Why: delta-rs (1.6) cuts the bounds that it
-notes of a file's values (timestamps to milliseconds, decimals to doubles), so that readers skip files that hold what they look
-for; and it has no way to write files in several processes for one commit. Bounds noted here are exact, and only of the columns
-that the table's property names (`bounded_property`).
+notes of a file's values, and it has no way to write files in several processes for one commit. Bounds noted here are exact,
+and only of the columns that the table's property names (`bounded_property`). Files are read one by one where that starts sooner than
+a dataset, which brings pandas along where that is installed.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import date, datetime
-from decimal import Decimal
 from itertools import chain
 from typing import Any, Final, Literal
 
@@ -27,17 +24,13 @@ from deltalake import CommitProperties, PostCommitHookProperties
 from deltalake.fs import DeltaStorageHandler
 from deltalake.transaction import AddAction, RemoveAction
 
-from millstream.lake.delta import OpenTable, lake_errors
+from millstream.lake.bounds import Bounds
+from millstream.lake.delta import OpenTable, lake_errors, live_files
 from millstream.lake.layout import LakeLayout
 
 ROW_GROUP_ROWS: Final = 1 << 16
 """Small enough that a look-up by key reads little, large enough to compress well."""
 _SAMPLE_ROWS: Final = 4096
-_TEXT_BOUND_MAX: Final = 256
-"""Characters of a text's bound; longer ones are cut to a bound that still holds."""
-_LAST_CODE: Final = 0x10FFFF
-_SURROGATES: Final = 0xD800
-_SURROGATES_END: Final = 0xE000
 _SLASH: Final = "/"
 
 
@@ -56,6 +49,32 @@ class NewFile:
     def action(self, *, data_change: bool) -> AddAction:
         """The commit's action that adds it."""
         return AddAction(self.path, self.size_bytes, self.partition, _now_ms(), data_change, self.stats)
+
+
+@dataclass(frozen=True, slots=True)
+class LiveFile:
+    """A file that a table has, with what its log knows of one column."""
+
+    path: str
+    """Within the table's folder."""
+    rows: int
+    size_bytes: int
+    low: Any
+    """The column's least value; None where the log doesn't tell."""
+    high: Any
+
+
+def files_of(opened: OpenTable, column: str) -> list[LiveFile]:
+    """A table's live files with what is known of one column."""
+    actions = live_files(opened)
+    names = ("path", "num_records", "size_bytes", f"min.{column}", f"max.{column}")
+    columns = [
+        actions.column(name).to_pylist() if name in actions.column_names else [None] * actions.num_rows
+        for name in names
+    ]
+    return [
+        LiveFile(path, rows or 0, size or 0, low, high) for path, rows, size, low, high in zip(*columns, strict=True)
+    ]
 
 
 def storage_of(layout: LakeLayout, path: str) -> pafs.FileSystem:
@@ -80,7 +99,7 @@ def remove_folder(layout: LakeLayout, path: str) -> None:
 class TableFiles:
     """Writes new files of one table, and reads those that it has."""
 
-    def __init__(self, layout: LakeLayout, path: str, bounded: Sequence[str]) -> None:
+    def __init__(self, layout: LakeLayout, path: str, bounded: Sequence[str] = ()) -> None:
         """See the class.
 
         Args:
@@ -106,7 +125,7 @@ class TableFiles:
         folder = f"{partition}{_SLASH}" if partition else ""
         batches = iter(rows.to_batches() if isinstance(rows, pa.Table) else rows)
         first = next((batch for batch in batches if batch.num_rows), None)
-        bounds = _Bounds([schema.field(n) for n in self._bounded if schema.get_field_index(n) >= 0])
+        bounds = Bounds([schema.field(n) for n in self._bounded if schema.get_field_index(n) >= 0])
         with lake_errors(self._path):
             if partition and isinstance(self._storage, pafs.SubTreeFileSystem):
                 self._storage.create_dir(partition, recursive=True)
@@ -142,6 +161,23 @@ class TableFiles:
                 partitioning=None,
                 pre_buffer=False,
             )
+
+    def batches(
+        self, path: str, columns: Sequence[str], *, rows: int = 1 << 14, least: tuple[str, int] | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """One file's rows, in its order and a batch at a time; columns that the table is partitioned by aren't in it.
+
+        Args:
+            path: within the table's folder.
+            columns: which, by name.
+            rows: at most so many a batch.
+            least: a column and a number: row groups that hold none so great are passed over.
+        """
+        with lake_errors(self._path), self._storage.open_input_file(path) as handle, pq.ParquetFile(handle) as file:
+            groups = [
+                g for g in range(file.num_row_groups) if least is None or _reaches(file.metadata.row_group(g), *least)
+            ]
+            yield from file.iter_batches(batch_size=rows, row_groups=groups, columns=list(columns))
 
     def all(self) -> dict[str, pafs.FileInfo]:
         """Every file in the folder, the Delta log's aside, by path."""
@@ -238,87 +274,14 @@ def _is_whole_number(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_timestamp(kind) or pa.types.is_date32(kind))
 
 
-class _Bounds:
-    """The lowest and greatest values of some columns, over batches."""
-
-    def __init__(self, fields: Sequence[pa.Field]) -> None:
-        self._fields = list(fields)
-        self._low: dict[str, Any] = {}
-        self._high: dict[str, Any] = {}
-        self._nulls: dict[str, int] = {f.name: 0 for f in fields}
-
-    def note(self, batch: pa.RecordBatch) -> None:
-        for name in self._nulls:
-            self._nulls[name] += batch.column(name).null_count
-        for one in self._fields:
-            values = batch.column(one.name)
-            found = pc.min_max(values).as_py()
-            if found["min"] is None:
-                continue
-            low, high = self._low.get(one.name), self._high.get(one.name)
-            self._low[one.name] = found["min"] if low is None else min(low, found["min"], key=_order)
-            self._high[one.name] = found["max"] if high is None else max(high, found["max"], key=_order)
-
-    def stats(self, rows: int) -> str:
-        known = [f for f in self._fields if f.name in self._low]
-        low = {f.name: _bound(self._low[f.name], greatest=False) for f in known}
-        high = {f.name: _bound(self._high[f.name], greatest=True) for f in known}
-        nulls = _text(self._nulls)
-        return f'{{"numRecords":{rows},"minValues":{_json(low)},"maxValues":{_json(high)},"nullCount":{nulls}}}'
-
-
-def _json(facts: Mapping[str, Any]) -> str:
-    """An object as JSON; decimals keep all of their digits, which `json` can't be told."""
-    values = (format(v, "f") if isinstance(v, Decimal) else _text(v) for v in facts.values())
-    return "{" + ",".join(f"{_text(name)}:{value}" for name, value in zip(facts, values, strict=True)) + "}"
-
-
-def _text(value: Any) -> str:
-    """JSON without escapes: delta-rs (1.6) takes some characters beyond U+FFFF for others where they are escaped."""
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _order(value: Any) -> Any:
-    """Texts in the order of their bytes, which is Delta's."""
-    return value.encode() if isinstance(value, str) else value
-
-
-def boundable(columns: pa.Schema, names: Sequence[str]) -> tuple[str, ...]:
-    """Those of some columns whose values all have exact bounds in Delta's statistics (a NaN and an infinity have none)."""
-    # The property that lists them has no way to write these two characters.
-    return tuple(name for name in names if _has_bounds(columns.field(name).type) and not set(name) & {",", "`"})
-
-
-def _has_bounds(kind: pa.DataType) -> bool:
-    return bool(
-        pa.types.is_integer(kind)
-        or pa.types.is_string(kind)
-        or pa.types.is_timestamp(kind)
-        or pa.types.is_date(kind)
-        or pa.types.is_decimal(kind)
-    )
-
-
-def _bound(value: Any, *, greatest: bool) -> Any:
-    """A bound as Delta's JSON has it; cut texts are lowered or raised."""
-    if isinstance(value, str) and len(value) > _TEXT_BOUND_MAX:
-        return _raised(value) if greatest else value[:_TEXT_BOUND_MAX]
-    if isinstance(value, datetime):
-        text = value.replace(tzinfo=None).isoformat(timespec="microseconds")
-        return text if value.tzinfo is None else text + "Z"
-    if isinstance(value, date):
-        return value.isoformat()
-    return value
-
-
-def _raised(text: str) -> str:
-    """A shorter text above a long one: its beginning, with the last character that has a next one raised; itself where none has."""
-    for end in range(_TEXT_BOUND_MAX, 0, -1):
-        code = ord(text[end - 1]) + 1
-        if code <= _LAST_CODE:
-            return text[: end - 1] + chr(_SURROGATES_END if _SURROGATES <= code < _SURROGATES_END else code)
-    return text
-
-
 def _now_ms() -> int:
     return time.time_ns() // 1_000_000
+
+
+def _reaches(group: Any, column: str, bound: int) -> bool:
+    """Whether a row group's statistics allow a value of at least `bound`."""
+    for place in range(group.num_columns):
+        facts = group.column(place)
+        if facts.path_in_schema == column:
+            return not facts.is_stats_set or not facts.statistics.has_min_max or facts.statistics.max >= bound
+    return True

@@ -51,9 +51,16 @@ OVERLAY_ROWS_MAX: Final = 3_000_000
 """Records that lie over no `current`: more are built into a scratch file, in bounded memory."""
 _STREAM_ROWS: Final = 1 << 16
 _CATALOG_WORDS: Final = re.compile(
-    r"\b(show|describe|information_schema|pg_catalog|duckdb_\w+|sqlite_master|pg_\w+)\b", re.IGNORECASE
+    r"\b(information_schema|pg_catalog|duckdb_\w+|sqlite_master|pg_\w+)\b", re.IGNORECASE
 )
 """A query with one of these may list tables that it doesn't name."""
+_LIST: Final = re.compile(r"\s*(show(\s+all)?\s+tables|show|describe)\s*;?\s*", re.IGNORECASE)
+_LISTED: Final = (
+    "SELECT list_aggregate([CASE WHEN regexp_full_match(part, '[a-z_][a-z0-9_]*') THEN part"
+    """ ELSE '"' || replace(part, '"', '""') || '"' END FOR part IN [schema_name, view_name]], 'string_agg', '.') AS name"""
+    " FROM duckdb_views() WHERE NOT internal AND NOT temporary ORDER BY schema_name, view_name"
+)
+"""What `SHOW TABLES` gives here: DuckDB's own also has what views are made of, and no schemas."""
 
 
 class LakeSession:
@@ -172,6 +179,8 @@ class LakeSession:
 
         if len(self.statements(sql)) != 1:
             raise InvalidQuery("one statement at a time, please", hint=self._hint())
+        if _LIST.fullmatch(sql):
+            sql = _LISTED
         try:
             reader = self._run(sql, batch_rows)
             return pa.RecordBatchReader.from_batches(reader.schema, self._checked(reader))
@@ -284,7 +293,7 @@ class LakeSession:
             (self._records_left, self._make_records, HISTORY),
             (self._versions_left, self._make_versions, SCD2),
         ):
-            if text is not None and word not in text:
+            if (text is None and word == SCD2 and self._past) or (text is not None and word not in text):
                 continue
             for folder in sorted(folder for folder in left if text is None or self._stands_in(folder, text)):
                 left.discard(folder)

@@ -36,7 +36,7 @@ def damage_of(layout: LakeLayout, view: View, schema: TableSchema) -> str | None
         opened = open_table(layout, path, app)
         if opened is None:
             return "it isn't there" if view == "history" else None
-        gone = set(live_files(opened).column("path").to_pylist()) - TableFiles(layout, path, ()).all().keys()
+        gone = set(live_files(opened).column("path").to_pylist()) - TableFiles(layout, path).all().keys()
     except (LakeFilesGone, LakeTableForeign, LakeUnavailable) as error:
         return error.message
     return f"{len(gone)} of its files are gone, {min(gone)} for one" if gone else None

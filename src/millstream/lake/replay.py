@@ -31,7 +31,7 @@ from millstream.errors import (
 from millstream.lake.commits import Cut, CutTable
 from millstream.lake.delta import WRITER, OpenTable, create_table, lake_errors, open_table
 from millstream.lake.history import BOUNDED, history_from, scan_history
-from millstream.lake.layout import LakeLayout, folder_name
+from millstream.lake.layout import MESSAGES, LakeLayout, folder_name
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq
 
@@ -134,7 +134,7 @@ def table_named(cut: Cut, name: str) -> tuple[str, CutTable]:
     """
     folder = folder_name(*parse_qualified_name(name))
     if folder not in cut.tables:
-        known = sorted(table.name for table in cut.tables.values())
+        known = sorted(table.name for of, table in cut.tables.items() if of != MESSAGES)
         raise UnknownTable(
             f"the lake has no table {name}", hint=f"It has: {', '.join(known[:20]) or 'none yet'}.", table=name
         )

@@ -11,9 +11,9 @@ import pyarrow as pa
 
 from millstream.lake.build import build_rows, plan_build
 from millstream.lake.current import DEFAULT_SIZES, tail_columns
+from millstream.lake.data_files import files_of
 from millstream.lake.delta import OpenTable
 from millstream.lake.engine import Engine, names, quote
-from millstream.lake.files import data_files
 from millstream.lake.fold import EXACT, fold_records
 from millstream.lake.keys import Keys
 from millstream.lake.overlay import SEQ, Overlay, overlay
@@ -29,7 +29,7 @@ class Run:
         self._engine, self._history = engine, history
         self._range = f"{SEQ} > {int(after)} AND {SEQ} <= {int(upto)}"
         files = [
-            file for file in data_files(history, SEQ) if file.low is None or (file.high > after and file.low <= upto)
+            file for file in files_of(history, SEQ) if file.low is None or (file.high > after and file.low <= upto)
         ]
         self._paths = [file.path for file in sorted(files, key=lambda file: file.low or 0)]
         self.rows = sum(file.rows for file in files)

@@ -303,7 +303,7 @@ def _events(run: Run, met: _Met, at: Indexes, order: _Order, unknown: npt.NDArra
         np.concatenate([places, order.clears[behind[cleared]]]),
         np.concatenate([rows, np.full(len(cleared), _ABSENT, np.int64)]),
     )
-    return events if not len(order.markers) else _with_markers(events, order.markers, _births(run, met))
+    return events if not len(order.markers) else _with_markers(events, order, _births(run, met))
 
 
 def _births(run: Run, met: _Met) -> npt.NDArray[np.bool_]:
@@ -313,13 +313,14 @@ def _births(run: Run, met: _Met) -> npt.NDArray[np.bool_]:
     return births
 
 
-def _with_markers(events: _Events, markers: Indexes, births: npt.NDArray[np.bool_]) -> _Events:
-    """Also the rows that a copy didn't find any more: behind its marker comes nothing of their key, or a new row."""
+def _with_markers(events: _Events, order: _Order, births: npt.NDArray[np.bool_]) -> _Events:
+    """Also the rows that a copy didn't find any more: behind its marker comes nothing of their key, a truncate, or a new row."""
+    markers = order.markers
     here = events.rows != _ABSENT
     marker = np.searchsorted(markers, events.places, "right")
     follower = np.append(events.rows[1:], _ABSENT)[: len(events.rows)]
     until = np.where(events.last, np.iinfo(np.int64).max, np.append(events.places[1:], 0)[: len(events.rows)])
-    reborn = events.last | ((follower != _ABSENT) & births[follower])
+    reborn = events.last | np.isin(until, order.clears) | ((follower != _ABSENT) & births[follower])
     missing = np.flatnonzero(here & reborn & (marker < len(markers)))
     missing = missing[markers[marker[missing]] < until[missing]]
     return _Events.sorted(

@@ -107,7 +107,7 @@ def tend_table(
     deleted = delete_unneeded(layout, path, app, now_ms=now_ms, keep_s=keep_s, spared=spared)
     newest = open_table(layout, path, app) or opened
     live = sum(size or 0 for size in live_files(newest).column("size_bytes").to_pylist())
-    disk = sum(info.size or 0 for info in TableFiles(layout, path, ()).all().values())
+    disk = sum(info.size or 0 for info in TableFiles(layout, path).all().values())
     return Upkeep(compacted, deleted, int(live), int(disk))
 
 
@@ -185,7 +185,7 @@ def delete_unneeded(
     with lake_errors(path):
         removed = set(before.table.vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=True))
     too_old = datetime.fromtimestamp((now_ms / 1000) - keep_s - _WRITE_S_MAX, UTC)
-    files = TableFiles(layout, path, ())
+    files = TableFiles(layout, path)
     unneeded = []
     for name, info in files.all().items():
         version = version_in(name)

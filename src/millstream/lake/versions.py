@@ -22,9 +22,10 @@ from deltalake import Transaction
 
 from millstream import failpoints
 from millstream.errors import LakeError, LakeFilesGone, LakeSchemaConflict, LakeUnavailable
+from millstream.lake.bounds import boundable
 from millstream.lake.commits import cut_at, cuts_between
 from millstream.lake.current import DEFAULT_SIZES, FoldOutcome, FoldSizes
-from millstream.lake.data_files import NewFile, TableFiles, boundable, new_name, remove_folder, swap
+from millstream.lake.data_files import NewFile, TableFiles, new_name, remove_folder, swap
 from millstream.lake.delta import (
     OpenTable,
     add_columns,
@@ -251,7 +252,7 @@ class _Fold:
         assert self.history is not None
         have = current.schema()
         writer = self._writer(opened, exact=EXACT.name in have.names)
-        files = TableFiles(self.layout, path, ())
+        files = TableFiles(self.layout, path)
         for leaf in Leaves(current, self.schema.key).files:
             rows = conform(files.read(leaf.path), pa.schema([*self.columns, EXACT]))
             rows = rows.append_column(VALID_FROM, pa.array([began] * rows.num_rows, INSTANT))
@@ -351,7 +352,7 @@ class _Fold:
         opened = self.opened = self.opened or self._create()
         exact = EXACT.name in beside.schema().names or EXACT.name in opened.schema().names
         columns = self._file_columns(exact=exact)
-        theirs = TableFiles(self.layout, beside.path, ())
+        theirs = TableFiles(self.layout, beside.path)
         written = []
         for folder in (OPEN_FOLDER, ENDED_FOLDER):
             for leaf in Leaves(beside, self.schema.key, partition=folder).files:
