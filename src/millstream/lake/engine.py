@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from concurrent.futures import Future
+from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
@@ -45,7 +48,7 @@ class Engine:
     """A private DuckDB connection that reads a lake. For one thread, but for `interrupt` of the connection."""
 
     def __init__(self, layout: LakeLayout, scratch: str) -> None:
-        """Connect.
+        """Begin to connect, which takes as long as finding out what to read: both go on at once.
 
         Args:
             layout: the lake.
@@ -54,9 +57,25 @@ class Engine:
         Raises:
             MissingExtra: DuckDB isn't installed.
         """
-        self.connection = _connect(scratch, layout)
+        if find_spec("duckdb") is None:
+            raise MissingExtra(
+                "SQL needs DuckDB, which isn't installed", hint="pip install 'millstream[run]'", extra="run"
+            )
+        self._connected: Future[duckdb.DuckDBPyConnection] = Future()
+        Thread(target=self._connect, args=(scratch, layout), name="millstream-duckdb", daemon=True).start()
         self._scratch = scratch
         self._named = 0
+
+    def _connect(self, scratch: str, layout: LakeLayout) -> None:
+        try:
+            self._connected.set_result(_connect(scratch, layout))
+        except BaseException as error:  # noqa: BLE001 - whoever needs the connection raises it
+            self._connected.set_exception(error)
+
+    @property
+    def connection(self) -> duckdb.DuckDBPyConnection:
+        """The connection itself."""
+        return self._connected.result()
 
     def close(self) -> None:
         """End the connection."""
@@ -163,12 +182,17 @@ class Engine:
         try:
             have = self.connection.sql(f"SELECT * FROM {source} LIMIT 0").columns
         except duckdb.IOException as error:
-            raise LakeUnavailable(
-                f"{opened.path}: files of version {opened.version} are gone: {error}",
-                hint="Ask again; where it stays, somebody deleted files of the lake.",
-                path=opened.path,
-            ) from error
+            raise unavailable(opened, error) from error
         return source, [name for name in needed if name in have]
+
+
+def unavailable(opened: OpenTable, error: Exception) -> LakeUnavailable:
+    """What to raise where a table's files went between looking and reading."""
+    return LakeUnavailable(
+        f"{opened.path}: files of version {opened.version} are gone: {error}",
+        hint="Ask again; where it stays, somebody deleted files of the lake: `millstream pipeline rebuild` builds the table anew.",
+        path=opened.path,
+    )
 
 
 def files_gone(said: str) -> bool:
@@ -177,17 +201,9 @@ def files_gone(said: str) -> bool:
 
 
 def _connect(scratch: str, layout: LakeLayout) -> duckdb.DuckDBPyConnection:
-    """A private connection that reaches what is registered and the lake's own files, and nothing else.
+    """A private connection that reaches what is registered and the lake's own files, and nothing else."""
+    import duckdb
 
-    Raises:
-        MissingExtra: DuckDB isn't installed.
-    """
-    try:
-        import duckdb
-    except ImportError as error:
-        raise MissingExtra(
-            "SQL needs DuckDB, which isn't installed", hint="pip install 'millstream[run]'", extra="run"
-        ) from error
     connection = duckdb.connect(
         ":memory:",
         config={

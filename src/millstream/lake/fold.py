@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.errors import LakeError
-from millstream.lake.keys import Codes, Keys, concat_keys, key_codes, last_of_each
+from millstream.lake.keys import Codes, Keys, concat_keys, first_of_each, key_codes, last_of_each
 from millstream.lake.types import conform, from_text, text_maps, texts_of
 from millstream.model.records import TEXT_BY_COLUMN
 from millstream.model.schema import TableSchema
@@ -181,8 +181,8 @@ def plan_keyed(run: Run, *, gone: bool = True) -> Plan:
     walk = _Walk(run.ops, new, old, dict(zip(sparse.tolist(), names, strict=True)), truncated=run.truncated)
     states = walk.play(slow)
     everything = np.concatenate([new, old_some]) if gone else new[:0]
-    seen = np.unique(everything, return_index=True)[1].astype(np.int64)
-    return Plan(winners, states, _asked(walk, new_keys, old_keys, at), concat_keys(new_keys, old_keys).take(seen))
+    met = concat_keys(new_keys, old_keys).take(first_of_each(everything))
+    return Plan(winners, states, _asked(walk, new_keys, old_keys, at), met)
 
 
 @dataclass(slots=True)

@@ -118,9 +118,29 @@ def concat_keys(one: Keys, other: Keys) -> Keys:
 
 def last_of_each(codes: Codes) -> npt.NDArray[np.int64]:
     """The index of each code's last occurrence, ascending by code."""
-    order = np.argsort(codes, kind="stable")
-    grouped = codes[order]
+    order, grouped = _grouped(codes)
     return order[np.flatnonzero(np.append(grouped[1:] != grouped[:-1], True))] if len(codes) else order
+
+
+def first_of_each(codes: Codes) -> npt.NDArray[np.int64]:
+    """The index of each code's first occurrence, ascending by code."""
+    order, grouped = _grouped(codes)
+    return order[np.flatnonzero(np.append(True, grouped[1:] != grouped[:-1]))] if len(codes) else order
+
+
+def _grouped(codes: Codes) -> tuple[npt.NDArray[np.int64], Codes]:
+    """Indexes by their codes, ascending within one; and beside each something that tells its code from others."""
+    if not len(codes):
+        return np.zeros(0, np.int64), codes
+    bits = len(codes).bit_length()
+    low = int(codes.min())
+    if (int(codes.max()) - low).bit_length() + bits > 63:
+        order = np.argsort(codes, kind="stable")
+        return order, codes[order]
+    # Sorting numbers is some ten times as quick as sorting indexes by them.
+    both = ((codes - low) << bits) | np.arange(len(codes))
+    both.sort()
+    return both & ((1 << bits) - 1), both >> bits
 
 
 def _codes(values: pa.Array, *, signed_zero: bool) -> Codes:

@@ -94,13 +94,17 @@ class LakeSession:
             LakeTableForeign: somebody else wrote into `_commits`.
         """
         self._layout = layout
-        self._n, self._cut = _place(layout, as_of)
-        self._past = as_of is not None
         self._scratch = tempfile.TemporaryDirectory(prefix="millstream-query-")
         self._engine = Engine(layout, self._scratch.name)
-        self._tables: dict[str, CutTable] = {} if self._cut is None else dict(self._cut.tables)
-        if self._past and (self._cut is None or self._cut.n < self._n):
-            self._since_the_cut()
+        self._past = as_of is not None
+        try:
+            self._n, self._cut = _place(layout, as_of)
+            self._tables: dict[str, CutTable] = {} if self._cut is None else dict(self._cut.tables)
+            if self._past and (self._cut is None or self._cut.n < self._n):
+                self._since_the_cut()
+        except BaseException:
+            self.close()
+            raise
         self._held, self._asked_held = held, dict[str, str]()
         self._old_versions = True
         """Whether `current` may be read at versions that aren't the newest: their files may go at any time."""
@@ -257,7 +261,9 @@ class LakeSession:
         if table is None:
             return InvalidQuery(said, hint=self._hint())
         for name, failure in self._failures.items():
-            if isinstance(failure, BeyondRetention) and table.lower().endswith(parse_qualified_name(name)[1].lower()):
+            if isinstance(failure, BeyondRetention | LakeUnavailable) and table.lower().endswith(
+                parse_qualified_name(name)[1].lower()
+            ):
                 return failure
         # In our words, for DuckDB's guesses are its own tables.
         return InvalidQuery(f"there is no table {table} in the lake", hint=self._hint())
@@ -381,7 +387,7 @@ class LakeSession:
                 f"{schema.namespace}.{schema.name} can't be shown as of {self._n}: its history begins after {gone}",
                 first=int(gone),
             )
-        run = Run(self._engine, history, after, self._n)
+        run = Run(self._engine, self._layout, history, after, self._n)
         if not schema.key:
             sql = bag_sql(self._engine, run, base, schema, columns)
         elif base is None and run.rows > OVERLAY_ROWS_MAX and era.first <= max(first_seq(history), Seq(1)):

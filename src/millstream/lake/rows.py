@@ -8,15 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from millstream.errors import LakeFilesGone
 from millstream.lake.build import build_rows, plan_build
 from millstream.lake.current import DEFAULT_SIZES, tail_columns
-from millstream.lake.data_files import files_of
+from millstream.lake.data_files import ROW_GROUP_ROWS, LiveFile, TableFiles, files_of
 from millstream.lake.delta import OpenTable
-from millstream.lake.engine import Engine, names, quote
+from millstream.lake.engine import Engine, names, quote, unavailable
 from millstream.lake.fold import EXACT, fold_records
 from millstream.lake.keys import Keys
-from millstream.lake.overlay import SEQ, Overlay, overlay
+from millstream.lake.layout import LakeLayout
+from millstream.lake.overlay import SEQ, overlay
 from millstream.lake.types import conform, text_maps
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
@@ -25,30 +28,41 @@ from millstream.model.schema import TableSchema
 class Run:
     """A table's records in `(after, upto]`."""
 
-    def __init__(self, engine: Engine, history: OpenTable, after: Seq, upto: Seq) -> None:
+    def __init__(self, engine: Engine, layout: LakeLayout, history: OpenTable, after: Seq, upto: Seq) -> None:
         self._engine, self._history = engine, history
-        self._range = f"{SEQ} > {int(after)} AND {SEQ} <= {int(upto)}"
-        files = [
+        self._files = TableFiles(layout, history.path)
+        self._after, self._upto = int(after), int(upto)
+        found = [
             file for file in files_of(history, SEQ) if file.low is None or (file.high > after and file.low <= upto)
         ]
-        self._paths = [file.path for file in sorted(files, key=lambda file: file.low or 0)]
-        self.rows = sum(file.rows for file in files)
+        self._found = sorted(found, key=lambda file: file.low or 0)
+        self.rows = sum(file.rows for file in found)
         """At most so many."""
 
     def scan(self, needed: Sequence[str]) -> tuple[str, list[str]]:
         """What to write after FROM, and which columns it has."""
-        return self._engine.scan(self._history, self._paths, needed)
+        return self._engine.scan(self._history, [file.path for file in self._found], needed)
 
     def read(self, needed: Sequence[str], seqs: pa.Array | None) -> pa.Table:
-        """See `overlay.Read`."""
-        source, have = self.scan(needed) if self._paths else ("", [])
-        if not source:
-            shape = self._history.schema()
-            return pa.schema([shape.field(name) for name in needed if name in shape.names]).empty_table()
-        where = self._range
-        if seqs is not None:
-            where += f" AND {SEQ} IN (FROM {self._engine.register(pa.table({SEQ: seqs}))})"
-        return self._engine.fetch(f"SELECT {names(have)} FROM {source} WHERE {where}")
+        """See `overlay.Read`. All records are read past the engine: their files are many and small, and it takes its time with each."""
+        shape = self._history.schema()
+        shape = pa.schema([shape.field(name) for name in needed if name in shape.names])
+        if seqs is None or not self._found:
+            return pa.concat_tables([shape.empty_table(), *(self._records(file, shape) for file in self._found)])
+        source, have = self.scan(needed)
+        wanted = self._engine.register(pa.table({SEQ: seqs}))
+        inside = f"{SEQ} > {self._after} AND {SEQ} <= {self._upto} AND {SEQ} IN (FROM {wanted})"
+        return self._engine.fetch(f"SELECT {names(have)} FROM {source} WHERE {inside}")
+
+    def _records(self, file: LiveFile, shape: pa.Schema) -> pa.Table:
+        try:
+            rows = self._files.read(file.path, shape.names, threads=file.rows >= ROW_GROUP_ROWS)
+        except LakeFilesGone as error:
+            raise unavailable(self._history, error) from error
+        if file.low is None or file.low <= self._after or file.high > self._upto:
+            seqs = rows.column(SEQ)
+            rows = rows.filter(pc.and_(pc.greater(seqs, self._after), pc.less_equal(seqs, self._upto)))
+        return conform(rows, shape)
 
 
 def keyed_sql(engine: Engine, run: Run, base: OpenTable | None, schema: TableSchema, columns: pa.Schema) -> str:
@@ -67,23 +81,25 @@ def keyed_sql(engine: Engine, run: Run, base: OpenTable | None, schema: TableSch
         shown.append(EXACT.name)
     types = engine.register(pa.schema([*columns, EXACT]).empty_table())
     parts = []
+    # Tables of DuckDB's own, which it probes faster than Arrow's: ten million times, for a query over everything.
+    winners = engine.keep(over.winners) if over.winners.num_rows else ""
     if source:
         kept = f"SELECT {filled(engine, shown, have, 'c', types)} FROM {source} c"
         if len(over.gone):
-            # A table of DuckDB's own, which it probes faster than Arrow's: ten million times, for a query over everything.
-            gone = engine.keep(gone_table(over.gone))
+            # Every winner's key is among them.
+            same = over.gone.typed and len(over.gone) == over.winners.num_rows
+            gone = winners if same else engine.keep(gone_table(over.gone))
             kept += f" ANTI JOIN {gone} g ON {same_key(over.gone, with_exact=EXACT.name in have)}"
         parts.append(kept)
-    if over.winners.num_rows:
-        parts.append(_winners_sql(engine, run, over, schema, shown, types))
+    if winners:
+        parts.append(_winners_sql(engine, run, winners, schema, shown, types))
     if over.built.num_rows or not parts:
         parts.append(f"SELECT {names(shown)} FROM {engine.register(over.built)}")
     return " UNION ALL ".join(parts)
 
 
-def _winners_sql(engine: Engine, run: Run, over: Overlay, schema: TableSchema, shown: Sequence[str], types: str) -> str:
+def _winners_sql(engine: Engine, run: Run, winners: str, schema: TableSchema, shown: Sequence[str], types: str) -> str:
     """The records that are rows. Keys come from memory, so that a condition on them spares reading the files."""
-    winners = engine.keep(over.winners)
     source, have = run.scan([*shown, SEQ])
     values = [f"w.{quote(name)}" if name in schema.key else filled(engine, [name], have, "h", types) for name in shown]
     return f"SELECT {', '.join(values)} FROM {winners} w JOIN {source} h ON h.{SEQ} = w.{SEQ}"

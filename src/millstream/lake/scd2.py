@@ -32,7 +32,7 @@ import pyarrow.compute as pc
 
 from millstream.errors import LakeError
 from millstream.lake.fold import EXACT, Plan, Run, State, in_order, materialize, op_codes
-from millstream.lake.keys import Codes, Keys, concat_keys, key_codes
+from millstream.lake.keys import Codes, Keys, concat_keys, first_of_each, key_codes
 from millstream.lake.types import conform
 from millstream.model.records import INSTANT
 from millstream.model.schema import TableSchema
@@ -210,7 +210,7 @@ def _meet(run: Run, lookup: Lookup, shape: pa.Schema) -> _Met:
     found = shape.empty_table()
     if len(both):
         codes = key_codes([both])[0]
-        distinct = np.unique(codes, return_index=True)[1].astype(np.int64)
+        distinct = first_of_each(codes)
         found = conform(lookup(both.take(distinct)), shape)
     found_keys = Keys.of(found, key)
     new, old_some, open_codes = key_codes([new_keys, old_keys, found_keys])
