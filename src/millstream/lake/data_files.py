@@ -12,6 +12,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final, Literal
@@ -151,10 +152,16 @@ class TableFiles:
         column, _, value = partition.partition("=")
         return NewFile(folder + name, int(size), count, bounds.stats(count), {column: value} if column else {})
 
-    def read(self, path: str, columns: Sequence[str] | None = None, *, threads: bool = True) -> pa.Table:
-        """One file's rows, in those of some columns that the file has; of small files sooner without threads."""
+    @contextmanager
+    def open(self, path: str) -> Iterator[pq.ParquetFile]:
+        """One file, for reading."""
         with lake_errors(self._path), self._storage.open_input_file(path) as handle, pq.ParquetFile(handle) as file:
-            return file.read(columns=None if columns is None else list(columns), use_threads=threads)
+            yield file
+
+    def read(self, path: str) -> pa.Table:
+        """One file's rows, in the columns that the file has."""
+        with self.open(path) as file:
+            return file.read()
 
     def batches(
         self, path: str, columns: Sequence[str], *, rows: int = 1 << 14, least: tuple[str, int] | None = None
@@ -167,7 +174,7 @@ class TableFiles:
             rows: at most so many a batch.
             least: a column and a number: row groups that hold none so great are passed over.
         """
-        with lake_errors(self._path), self._storage.open_input_file(path) as handle, pq.ParquetFile(handle) as file:
+        with self.open(path) as file:
             groups = [
                 g for g in range(file.num_row_groups) if least is None or _reaches(file.metadata.row_group(g), *least)
             ]

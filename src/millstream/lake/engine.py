@@ -154,13 +154,21 @@ class Engine:
             raise InvalidQuery(str(error)) from error
         return [statement.query for statement in found]
 
-    def scan(self, opened: OpenTable, paths: Sequence[str] | None, needed: Sequence[str]) -> tuple[str, list[str]]:
+    def scan(
+        self,
+        opened: OpenTable,
+        paths: Sequence[str] | None,
+        needed: Sequence[str],
+        *,
+        alike: Sequence[str] | None = None,
+    ) -> tuple[str, list[str]]:
         """What to write after FROM to read some of a table's files, and which of the needed columns that has.
 
         Args:
             opened: the Delta table.
             paths: the files, within the table's folder, in order; None for all.
             needed: the columns that may be asked for.
+            alike: where the files are known to have the same columns, these: then they needn't all be opened to find out.
 
         Returns:
             An empty text where there are no files.
@@ -178,6 +186,8 @@ class Engine:
         if not files:
             return "", []
         listed = ", ".join(literal(file) for file in files)
+        if alike is not None:
+            return f"read_parquet([{listed}], hive_partitioning = false)", [name for name in needed if name in alike]
         source = f"read_parquet([{listed}], union_by_name = true, hive_partitioning = false)"
         try:
             have = self.connection.sql(f"SELECT * FROM {source} LIMIT 0").columns

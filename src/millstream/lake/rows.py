@@ -6,6 +6,7 @@ Each function gives a SELECT with the schema's columns, and `__exact` where a ro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -38,31 +39,47 @@ class Run:
         self._found = sorted(found, key=lambda file: file.low or 0)
         self.rows = sum(file.rows for file in found)
         """At most so many."""
+        self._alike: Sequence[str] | None = None
+        """The files' columns, once all have been read and had the same."""
 
     def scan(self, needed: Sequence[str]) -> tuple[str, list[str]]:
         """What to write after FROM, and which columns it has."""
-        return self._engine.scan(self._history, [file.path for file in self._found], needed)
+        return self._engine.scan(self._history, [file.path for file in self._found], needed, alike=self._alike)
 
     def read(self, needed: Sequence[str], seqs: pa.Array | None) -> pa.Table:
         """See `overlay.Read`. All records are read past the engine: their files are many and small, and it takes its time with each."""
-        shape = self._history.schema()
-        shape = pa.schema([shape.field(name) for name in needed if name in shape.names])
         if seqs is None or not self._found:
-            return pa.concat_tables([shape.empty_table(), *(self._records(file, shape) for file in self._found)])
+            return self._read_all(needed)
         source, have = self.scan(needed)
         wanted = self._engine.register(pa.table({SEQ: seqs}))
         inside = f"{SEQ} > {self._after} AND {SEQ} <= {self._upto} AND {SEQ} IN (FROM {wanted})"
         return self._engine.fetch(f"SELECT {names(have)} FROM {source} WHERE {inside}")
 
-    def _records(self, file: LiveFile, shape: pa.Schema) -> pa.Table:
+    def _read_all(self, needed: Sequence[str]) -> pa.Table:
+        shape = self._history.schema()
+        shape = pa.schema([shape.field(name) for name in needed if name in shape.names])
+        tables, schemas = [shape.empty_table()], list[Any]()
         try:
-            rows = self._files.read(file.path, shape.names, threads=file.rows >= ROW_GROUP_ROWS)
+            for file in self._found:
+                with self._files.open(file.path) as opened:
+                    # Of small files it is over sooner without threads.
+                    rows = opened.read(columns=shape.names, use_threads=file.rows >= ROW_GROUP_ROWS)
+                    schemas.append(opened.schema)
+                    if self._alike is None and len(schemas) == 1:
+                        self._alike = opened.schema_arrow.names
+                tables.append(conform(self._inside(file, rows), shape))
         except LakeFilesGone as error:
             raise unavailable(self._history, error) from error
-        if file.low is None or file.low <= self._after or file.high > self._upto:
-            seqs = rows.column(SEQ)
-            rows = rows.filter(pc.and_(pc.greater(seqs, self._after), pc.less_equal(seqs, self._upto)))
-        return conform(rows, shape)
+        if not all(schema.equals(schemas[0]) for schema in schemas[1:]):
+            self._alike = None
+        return pa.concat_tables(tables)
+
+    def _inside(self, file: LiveFile, rows: pa.Table) -> pa.Table:
+        """Those of a file's rows that are the run's."""
+        if file.low is not None and file.low > self._after and file.high <= self._upto:
+            return rows
+        seqs = rows.column(SEQ)
+        return rows.filter(pc.and_(pc.greater(seqs, self._after), pc.less_equal(seqs, self._upto)))
 
 
 def keyed_sql(engine: Engine, run: Run, base: OpenTable | None, schema: TableSchema, columns: pa.Schema) -> str:
