@@ -52,6 +52,18 @@ class Home:
             raise AssertionError(f"millstream {' '.join(arguments)}: exit {done.returncode}\n{done.stderr[-4000:]}")
         return done.stdout
 
+    @contextmanager
+    def commanding(self, *arguments: str, timeout_s: float = 300) -> Iterator[None]:
+        """A command beside what the test does meanwhile; it must end with 0."""
+        command = subprocess.Popen(self._argv(arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        try:
+            yield
+            said, _ = command.communicate(timeout=timeout_s)
+        finally:
+            command.kill()
+            command.wait()
+        assert command.returncode == 0, f"millstream {' '.join(arguments)}: exit {command.returncode}\n{said[-4000:]}"
+
     def caught_up(self, *, timeout_s: float = 240) -> None:
         """`run --until-caught-up`, which must end with 0."""
         self.runs += 1

@@ -2,7 +2,8 @@
 
 Accounts and the entries that move money between them change together in every transaction, and a counter tells which
 transaction is the last. So any answer of `query` can be checked: it holds whole transactions, and just those of its own
-counter. The processes die in the first build of a large table, in folds, in compaction, and before files are deleted.
+counter. The processes die in the first build of a large table, in folds, in compaction, before files are deleted, while a table
+is built anew, and while rows are repaired.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ POINTS = {
     "lake.after_fold_commit": "a fold committed, no cut names it",
     "lake.before_compaction_commit": "history compacted, not committed",
     "lake.before_delete": "upkeep knows what to delete, and hasn't",
+}
+REPAIRS = {
+    "capture.repair.before_append": "rows read again, not in the log",
+    "capture.repair.durable": "in the log, the request not taken off",
 }
 TIMES = 2
 ACCOUNTS = 40
@@ -156,6 +161,14 @@ def check_whole(home: Home) -> int:
     return tx
 
 
+def unsent(connection: psycopg.Connection[Any], table: str, statement: str) -> None:
+    """Change a table while no publication sends it, as only a fault could."""
+    with connection.transaction():
+        connection.execute(f"ALTER PUBLICATION millstream_shop DROP TABLE {table}")
+        connection.execute(statement)
+        connection.execute(f"ALTER PUBLICATION millstream_shop ADD TABLE {table}")
+
+
 def leftovers(folder: Path) -> int:
     """Files in a table's folder that its newest version doesn't name."""
     from deltalake import DeltaTable
@@ -175,19 +188,21 @@ def test_answers_hold_whole_transactions_whatever_part_of_the_lake_is_killed_whe
     config.write_text(config.read_text().replace("[streams.shop.lake]\n", LAKE, 1))
     witnesses = tmp_path / "witnesses"
     witnesses.mkdir()
-    for point in POINTS:
+    for point in (*POINTS, *REPAIRS):
         (witnesses / point).touch()
     kills: Counter[str] = Counter()
 
-    def strike(point: str) -> None:
-        (witnesses / point).unlink()
-        wait_for((witnesses / point).exists, f"a kill at {point}; so far {dict(kills)}", timeout_s=240)
-        kills[point] += 1
+    def strike(*points: str) -> None:
+        for point in points:
+            (witnesses / point).unlink()
+        for point in points:
+            wait_for((witnesses / point).exists, f"a kill at {point}; so far {dict(kills)}", timeout_s=240)
+            kills[point] += 1
 
     with postgres_server.connect("bank", autocommit=True) as connection:
         connection.execute(SETUP)
         bank = Bank(postgres_server, "bank", 3)
-        with home.running(failpoints=",".join(POINTS), witnesses=witnesses) as run, bank.working():
+        with home.running(failpoints=",".join([*POINTS, *REPAIRS]), witnesses=witnesses) as run, bank.working():
             # The large table's first build, in the midst of its parts.
             wait_for(lambda: home.lake("history", "public.large").exists(), "the copy to land", timeout_s=300)
             strike("lake.fold_file_written")
@@ -205,6 +220,14 @@ def test_answers_hold_whole_transactions_whatever_part_of_the_lake_is_killed_whe
                 then = in_source(connection)
             wait_for(lambda: check_whole(home) > last, "the next transactions", timeout_s=90)
             assert in_lake(home, "--as-of", token) == then, "a moment that has passed is answered as it was"
+            with home.commanding("pipeline", "rebuild", "public.large"):
+                strike("lake.fold_file_written", "lake.before_fold_commit")
+                check_whole(home)
+            with bank.resting():
+                unsent(connection, "large", "UPDATE large SET body = 'unsent' WHERE id % 1000 = 7")
+            with home.commanding("diff", "public.large", "--repair", "--wait"):
+                strike(*REPAIRS)
+                check_whole(home)
             assert run.process.poll() is None, f"run ended:\n{run.output()[-4000:]}"
         home.caught_up()
         assert in_lake(home) == in_source(connection)
@@ -212,7 +235,8 @@ def test_answers_hold_whole_transactions_whatever_part_of_the_lake_is_killed_whe
         there = connection.execute("SELECT count(*), md5(string_agg(body, ',' ORDER BY id)) FROM large").fetchone()
         assert there is not None
         assert (int(large["rows"]), large["sum"]) == there
-        assert kills == {point: TIMES + (point == "lake.fold_file_written") for point in POINTS}
+        expected = Counter(dict.fromkeys(POINTS, TIMES)) + Counter(REPAIRS.keys())
+        assert kills == expected + Counter(["lake.fold_file_written"] * 2 + ["lake.before_fold_commit"])
         # What was left half done goes, once nobody can need it.
         with home.running():
             tables = [home.lake("current", f"public.{name}") for name in ("accounts", "entries", "counter", "large")]
