@@ -30,6 +30,7 @@ HOSTS = {
     "localhost",
     "0.0.0.0",  # noqa: S104 - the text, not a socket
     # documents that pages and licences refer to
+    "arrow.apache.org",
     "datatracker.ietf.org",
     "docs.delta.io",
     "github.com",

@@ -143,11 +143,13 @@ def test_messages_and_raw_records_have_shapes_of_their_own(log: LogWriter, tmp_p
             (MESSAGES, 0, [row(0, Op.MESSAGE, prefix="p", content=b"hello", transactional=False)]),
         )
     )
-    log.append(ops([operation(8, 16)], (RAW, 0, [row(0, Op.CREATE, message=b"\x00I")])))
-    message, raw = cat(tmp_path)
+    changes = [row(0, Op.CREATE, message=b"\x00I"), row(1, Op.DELETE, message=b"D"), row(2, Op.TRUNCATE, message=b"T")]
+    log.append(ops([operation(8, 16)], (RAW, 0, changes)))
+    message, raw, deletion, truncation = cat(tmp_path)
     assert (message["table"], message["op"], message["xid"]) == (None, "m", None)
     assert message["row"] == {"prefix": "p", "content": "hello", "transactional": False}
     assert (raw["op"], raw["table"], raw["row"]) == ("raw", "public.broken", {"message": "\\x0049"})
+    assert [line["row"] for line in (deletion, truncation)] == [{"message": "\\x44"}, {"message": "\\x54"}]
 
 
 def test_shards_are_merged_by_operation_and_a_transaction_by_index(log: LogWriter, tmp_path: Path) -> None:

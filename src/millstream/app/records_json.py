@@ -138,7 +138,8 @@ def table_lines(found: TableRecords, *, stream: str, values: Values = "json") ->
     operations = found.operation_seq.to_pylist()
     identity = frozenset(schema.identity)
     for i in range(batch.num_rows):
-        op, whole, unchanged = facts["__op"][i], exact[i], facts["__unchanged"][i] or []
+        op = "raw" if schema.kind is TableKind.RAW else facts["__op"][i]
+        whole, unchanged = exact[i], facts["__unchanged"][i] or []
         row: dict[str, Any] | None = None
         if op != _TRUNCATE:
             row = {
@@ -147,13 +148,12 @@ def table_lines(found: TableRecords, *, stream: str, values: Values = "json") ->
                 if name not in unchanged and (op != _DELETE or name in identity)
             }
         lsn, xid, time = facts["__commit_lsn"][i], facts["__xid"][i], times[i]
-        is_raw = schema.kind is TableKind.RAW
         line = {
             "stream": stream,
             "shard": int(found.shard),
             "offset": facts["__offset"][i],
             "seq": facts["__seq"][i],
-            "op": "raw" if is_raw else op,
+            "op": op,
             "table": table,
             "source": facts["__source"][i],
             "commit_lsn": None if lsn is None else format_lsn(Lsn(lsn)),

@@ -1,0 +1,419 @@
+"""Read a Millstream log from its folder alone, with Python's standard library and pyarrow (for Arrow IPC and its LZ4).
+
+    python examples/read_log.py data/wal/shop [--without-mark]
+
+Nothing of Millstream is imported: this is docs/internals/FORMAT.md in code, a pattern for a reader in another language. Every
+checksum and the chain of segments are checked; on damage it ends with exit code 3, and what was printed before is right.
+
+Prints what `millstream wal cat --values text` prints. Two things in a line aren't in the log: the stream's name is the folder's, and
+a schema or table that is called like a keyword (`public."order"`) stands without its quotes, for want of PostgreSQL's list.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import struct
+import sys
+from collections import namedtuple
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+from pyarrow import ipc
+
+Header = namedtuple("Header", "magic crc version zero stream region shard epoch base previous created ops batches")
+Trailer = namedtuple("Trailer", "crc length end_offset count heads_hash magic")
+Head = namedtuple(
+    "Head",
+    "length crc head_length version kind flags offset count first_seq last_seq group_last_seq reserved group epoch hybrid"
+    " region shard writer shards sources parts ops batches",
+)
+Part = namedtuple("Part", "table version rows length crc")
+Mark = namedtuple(
+    "Mark", "magic crc version zero counter stream writer epoch base byte_end end_offset group upto reserved"
+)
+Dropped = namedtuple("Dropped", "magic crc version zero counter seq offset")
+HEADER, TRAILER, HEAD = (
+    struct.Struct("<8sIHH16sIIqq32sqII"),
+    struct.Struct("<IIqq32s8s"),
+    struct.Struct("<IIIBBH9q3I2H3I"),
+)
+PART, MARK, DROPPED = struct.Struct("<q4I"), struct.Struct("<8sIHHQ16si7q"), struct.Struct("<8sIHHQqq")
+PREFIX = ["__offset", "__index", "__op", "__unchanged", "__exact", "__before"]
+SCHEMA, RECORDS = 1, 2  # kinds of frames
+COPY_CHUNK, MESSAGE = 2, 4  # kinds of operations
+CRC_TABLE = list(range(256))
+for _ in range(8):
+    CRC_TABLE = [value >> 1 ^ (0x82F63B78 if value & 1 else 0) for value in CRC_TABLE]
+
+
+class Damage(Exception):
+    """What lies here isn't what the format asks for."""
+
+
+def check(held: object, what: object) -> None:
+    """Raise `Damage` unless it holds."""
+    if not held:
+        raise Damage(what)
+
+
+def crc32c(*pieces: bytes) -> int:
+    """CRC32C byte by byte; a reader that has to be fast takes the processor's instruction."""
+    register = 0xFFFFFFFF
+    for piece in pieces:
+        for byte in piece:
+            register = CRC_TABLE[(register ^ byte) & 0xFF] ^ register >> 8
+    return register ^ 0xFFFFFFFF
+
+
+# --- segments and frames ----------------------------------------------------------------------------------------------
+
+
+class Frame(NamedTuple):
+    """A frame whose checksums hold."""
+
+    head: Head
+    shards: tuple[int, ...]
+    """Those on which its group has frames, its own first."""
+    directory: list[bytes]
+    parts: list[tuple[Part, bytes]]
+    end: int
+    """The byte behind it."""
+
+
+class Segment:
+    """A `.wal` file: its header and, where it is sealed, its footer."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.file = path, path.open("rb")
+        self.size = self.file.seek(0, 2)
+        head = self.read(0, 4096)
+        check(len(head) == 4096 and head.startswith(b"MILLWAL\n"), f"{path} is no segment")
+        self.header = header = Header(*HEADER.unpack_from(head))
+        check(header.crc == crc32c(head[:8], head[12:]), f"{path}: the header fails its checksum")
+        check((header.version, header.base) == (2, int(path.stem)), f"{path} says that it is another")
+        middle, end = HEADER.size + header.ops, HEADER.size + header.ops + header.batches
+        self.directory = [ipc.read_schema(pa.py_buffer(m)) for m in (head[HEADER.size : middle], head[middle:end])]
+        self.trailer = self.footer_hash = None
+        trailer = self.read(self.size - TRAILER.size, TRAILER.size)
+        if self.size >= 4096 + TRAILER.size and trailer.endswith(b"MILLEND\n"):
+            self.trailer = Trailer(*TRAILER.unpack(trailer))
+            self.frames_end = self.size - TRAILER.size - self.trailer.length
+            check(self.frames_end >= 4096, f"{path}: the footer's length can't be")
+            index = self.read(self.frames_end, self.trailer.length)
+            check(self.trailer.crc == crc32c(index, trailer[4:]), f"{path}: the footer fails its checksum")
+            self.footer_hash = hashlib.sha256(index + trailer).digest()
+            self.index = ipc.open_stream(index).read_all().to_pylist()
+
+    def read(self, position: int, length: int) -> bytes:
+        """That many bytes; fewer where the file ends."""
+        self.file.seek(max(position, 0))
+        return self.file.read(length)
+
+    def frames(self, end: int) -> Iterator[Frame]:
+        """The frames up to a byte. `Damage` at the first that isn't what has to follow."""
+        position, offset, heads, index = 4096, self.header.base, hashlib.sha256(), []
+        while position < end:
+            frame = self.frame(position, offset)
+            yield frame
+            heads.update(self.read(position, frame.head.head_length))
+            index.append((offset, frame.head.count, position, frame.head.length))
+            position, offset = frame.end, offset + frame.head.count
+        if self.trailer is not None and end == self.frames_end:
+            told = [(entry["offset"], entry["count"], entry["position"], entry["length"]) for entry in self.index]
+            facts = (self.trailer.end_offset, self.trailer.count, self.trailer.heads_hash)
+            found = (offset, offset - self.header.base, heads.digest())
+            check((told, facts) == (index, found), f"{self.path}: footer and frames disagree")
+
+    def frame(self, position: int, offset: int) -> Frame:
+        """The frame at a byte."""
+        where = f"{self.path}, byte {position}"
+        start = self.read(position, HEAD.size)
+        check(len(start) == HEAD.size, f"{where}: the file ends")
+        head = Head(*HEAD.unpack(start))
+        check(HEAD.size <= head.head_length <= head.length <= self.size - position, f"{where}: no frame")
+        data = self.read(position, head.head_length)
+        check(head.crc == crc32c(data[:4], data[8:]), f"{where}: the head fails its checksum")
+        check((head.version, head.flags & ~1) == (2, 0) and head.kind in {SCHEMA, RECORDS}, f"{where}: unknown version")
+        own = (self.header.region, self.header.shard, self.header.epoch, offset)
+        check((head.region, head.shard, head.epoch, head.offset) == own, f"{where}: it doesn't follow on")
+        parts, behind = [], position + head.head_length
+        first = HEAD.size + 4 * head.shards + 12 * head.sources
+        for part in map(Part._make, PART.iter_unpack(data[first : first + PART.size * head.parts])):
+            parts.append((part, self.read(behind, part.length)))
+            check(part.crc == crc32c(parts[-1][1]), f"{where}: the rows of table {part.table} fail their checksum")
+            behind += part.length
+        check(behind == position + head.length, f"{where}: the parts contradict the length")
+        directory = data[-head.batches - head.ops :]
+        others = struct.unpack_from(f"<{head.shards}I", data, HEAD.size)
+        return Frame(head, (head.shard, *others), [directory[: head.ops], directory[head.ops :]], parts, behind)
+
+
+# --- how far to read --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Shard:
+    """What of a shard counts: segments up to one of them, and so many bytes of that one."""
+
+    number: int
+    segments: list[Path]
+    first_offset: int = 0
+    last_base: int = 0
+    byte_end: int = 4096
+    group: int = 0
+    upto: int = 0
+
+
+def newest(data: bytes, places: tuple[int, ...], layout: struct.Struct, kind: type) -> Any:
+    """The newest of a mark's slots; None where none holds."""
+    pieces = [data[place : place + layout.size] for place in places]
+    slots = [kind(*layout.unpack(piece)) for piece in pieces if len(piece) == layout.size and piece.startswith(b"MILLMRK\n")
+             and struct.unpack_from("<I", piece, 8)[0] == crc32c(piece[12:])]  # fmt: skip
+    check(all(slot.version == 1 for slot in slots), "a mark of an unknown version")
+    return max(slots, key=lambda slot: slot.counter, default=None)
+
+
+def follow_marks(shards: list[Shard], folder: Path) -> int:
+    """Ask the marks; the number up to which all of them show everything."""
+    for shard in shards:
+        file = folder / f"{shard.number:05}" / "durable.mark"
+        data = file.read_bytes() if file.exists() else b""
+        mark, dropped = newest(data, (0, 512, 1024), MARK, Mark), newest(data, (2048, 2560), DROPPED, Dropped)
+        check(mark or not shard.segments, f"{file} doesn't say how far to read: try --without-mark")
+        if mark:
+            shard.last_base, shard.byte_end, shard.group, shard.upto = mark.base, mark.byte_end, mark.group, mark.upto
+        shard.first_offset = dropped.offset if dropped else 0
+    marked = [shard for shard in shards if shard.segments]
+    covered = min((shard.group for shard in marked), default=0)
+    return max((shard.upto for shard in marked if shard.group == covered), default=0)
+
+
+def follow_groups(shards: list[Shard]) -> int:
+    """Without marks: up to the last commit group that is there whole, on every shard that it names."""
+    tails: dict[int, list[Frame]] = {}
+    sealed: dict[int, int] = {}
+    for shard in shards:
+        for segment in map(Segment, shard.segments[-2:]):
+            tail = tails[shard.number] = []
+            shard.last_base, shard.byte_end = segment.header.base, 4096
+            if segment.trailer is None:
+                with suppress(Damage):  # behind the last frame lies what a crash left, or a write that goes on
+                    tail.extend(segment.frames(segment.size))
+            elif segment.index:
+                sealed[shard.number], shard.byte_end = segment.index[-1]["group"], segment.frames_end
+                shard.upto = segment.index[-1]["group_last_seq"]
+        shard.first_offset = int(shard.segments[0].stem) if shard.segments else 0
+
+    def is_there(group: int, number: int) -> bool:
+        ends = (frame.head.group == group and not frame.head.flags & 1 for frame in tails.get(number, []))
+        return number not in tails or group <= sealed.get(number, 0) or any(ends)
+
+    frames = [frame for tail in tails.values() for frame in tail]
+    torn = min((f.head.group for f in frames if not all(is_there(f.head.group, s) for s in f.shards)), default=math.inf)
+    for shard in shards:
+        kept = [frame for frame in tails.get(shard.number, []) if frame.head.group < torn]
+        if kept:
+            shard.byte_end, shard.upto = kept[-1].end, kept[-1].head.group_last_seq
+    return max((shard.upto for shard in shards), default=0)
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+class Line(NamedTuple):
+    """A record as it is printed, and what shards are merged by."""
+
+    operation: tuple[Any, ...]
+    first_seq: int
+    """The operation's first number in the frame."""
+    place: int
+    facts: dict[str, Any]
+
+
+def lines_of_shard(shard: Shard, stream: str, upto: int) -> Iterator[Line]:
+    """A shard's records in offset order."""
+    expected, footer_hash = shard.first_offset, None
+    for path in shard.segments:
+        if not shard.first_offset <= int(path.stem) <= shard.last_base:
+            continue
+        segment = Segment(path)
+        is_last = segment.header.base == shard.last_base
+        check(segment.header.base == expected, f"{path}: offsets from {expected} on are missing in front of it")
+        check(footer_hash in {None, segment.header.previous}, f"{path} doesn't follow on the segment before it")
+        check(is_last or segment.trailer, f"{path} has no footer")
+        schemas: dict[tuple[int, int], pa.Schema] = {}
+        for frame in segment.frames(shard.byte_end if is_last else segment.frames_end):
+            if frame.head.kind == SCHEMA:
+                ((part, data),) = frame.parts
+                schemas[part.table, part.version] = ipc.read_schema(pa.py_buffer(data))
+            elif frame.head.first_seq > upto:
+                return
+            else:
+                yield from sorted(
+                    lines_of_frame(frame, segment, schemas, stream), key=lambda line: line.facts["offset"]
+                )
+            expected = frame.head.offset + frame.head.count
+        footer_hash = segment.footer_hash
+
+
+def lines_of_frame(
+    frame: Frame, segment: Segment, schemas: dict[tuple[int, int], pa.Schema], stream: str
+) -> Iterator[Line]:
+    """A frame's records, table by table."""
+    pairs = zip(frame.directory, segment.directory, strict=True)
+    table, entries = (ipc.read_record_batch(pa.py_buffer(message), schema) for message, schema in pairs)
+    times = table.column("commit_ts").cast(pa.int64()).to_pylist()
+    operations, batches = table.select(["kind", "source", "commit_lsn", "xid"]).to_pylist(), entries.to_pylist()
+    check(sum(batch["count"] for batch in batches) == frame.head.count, f"{segment.path}: a directory is wrong")
+    for part, data in frame.parts:
+        schema = schemas[part.table, part.version]
+        facts = json.loads(schema.metadata[b"millstream.table"])
+        rows = ipc.read_record_batch(pa.py_buffer(data), schema)
+        mine = [b for b in batches if (b["table_id"], b["schema_version"]) == (part.table, part.version)]
+        numbers = [(b["operation"], b["first_seq"] + i) for b in mine for i in range(b["count"])]
+        check(len(numbers) == rows.num_rows == part.rows, f"{segment.path}: rows of table {part.table} are missing")
+        is_raw, is_message, names = (
+            facts["kind"] == "raw",
+            facts["kind"] == "messages",
+            [c["name"] for c in facts["columns"]],
+        )
+        name = None if is_message else f"{quoted(facts['namespace'])}.{quoted(facts['name'])}"
+        values = list(zip(*(texts(column, utf8=is_message) for column in rows.columns[len(PREFIX) :]), strict=True))
+        prefixes = zip(*(rows.column(column).to_pylist() for column in PREFIX), strict=True)
+        for at, ((of, seq), (offset, index, code, unchanged, exact, before)) in enumerate(
+            zip(numbers, prefixes, strict=True)
+        ):
+            kind, source, lsn, xid = operations[of].values()
+            number = None if kind in {COPY_CHUNK, MESSAGE} else index
+            op = "raw" if is_raw else chr(code)
+            shown = set(facts["identity"] if op == "d" else names) - set(unchanged or ())
+            row = {n: dict(exact or ()).get(n, v) for n, v in zip(names, values[at], strict=True) if n in shown}
+            line = {
+                "stream": stream, "shard": segment.header.shard, "offset": offset, "seq": seq, "op": op, "table": name,
+                "source": source, "commit_lsn": None if lsn is None else f"{lsn >> 32:X}/{lsn & 0xFFFFFFFF:08X}",
+                "commit_index": number,
+                "commit_ts": None if times[of] is None or kind == COPY_CHUNK else moment(times[of], UTC).isoformat(),
+                "xid": xid, "row": None if op == "t" else row, "before": None if before is None else dict(before),
+                "unchanged": unchanged or [], "exact": dict(exact or ()),
+            }  # fmt: skip
+            first = min(b["first_seq"] for b in batches if b["operation"] == of)
+            operation = (segment.header.shard, first) if xid is None else (source, lsn, xid)
+            yield Line(operation, first, -1 if number is None else number, line)
+
+
+def merged(shards: list[Iterator[Line]]) -> Iterator[Line]:
+    """Lines of all shards: operations by their first number, the records of a transaction by their index."""
+    heads = {number: line for number, lines in enumerate(shards) if (line := next(lines, None))}
+    operation: tuple[Any, ...] | None = None
+    while heads:
+        if all(line.operation != operation for line in heads.values()):
+            operation = min(heads.values(), key=lambda line: (line.first_seq, line.place)).operation
+        same = [number for number, line in heads.items() if line.operation == operation]
+        chosen = min(same, key=lambda number: heads[number].place)
+        yield heads.pop(chosen)
+        if line := next(shards[chosen], None):
+            heads[chosen] = line
+
+
+# --- values as PostgreSQL's text --------------------------------------------------------------------------------------
+
+
+def texts(array: pa.Array, *, utf8: bool) -> list[str | None]:
+    """Each value as PostgreSQL prints it (a message's content as UTF-8, where it is); None for NULL."""
+    kind = array.type
+    if pa.types.is_list(kind):
+        lists = [None if not value.is_valid else texts(value.values, utf8=utf8) for value in array]
+        return [None if items is None else "{" + ",".join(map(element, items)) + "}" for items in lists]
+    values = (array.cast(pa.int64()) if pa.types.is_timestamp(kind) else array).to_pylist()
+    return [None if value is None else text(value, kind, utf8=utf8) for value in values]
+
+
+def text(value: Any, kind: pa.DataType, *, utf8: bool) -> str:
+    """One value."""
+    if pa.types.is_timestamp(kind):
+        written = moment(value).isoformat(" ")
+        return (written.rstrip("0") if "." in written else written) + ("+00" if kind.tz else "")
+    if pa.types.is_binary(kind):
+        with suppress(UnicodeDecodeError):
+            return str(value.decode() if utf8 else "\\x" + value.hex())
+        return f"\\x{value.hex()}"
+    if pa.types.is_boolean(kind):
+        return "t" if value else "f"
+    if pa.types.is_floating(kind):
+        return float_text(value, pa.types.is_float32(kind))
+    return format(value, "f") if isinstance(value, Decimal) else str(value)
+
+
+def element(value: str | None) -> str:
+    """An element of an array's text."""
+    if value is None:
+        return "NULL"
+    plain = value and value.upper() != "NULL" and not re.search(r'[{}",\\ \t\n\r\v\f]', value)
+    return value if plain else '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
+
+
+def float_text(value: float, is_real: bool) -> str:  # noqa: FBT001
+    """The shortest digits that read back (but not those half-way to another number), in PostgreSQL's notation."""
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    size, as_float, as_bits = abs(value), *(("<f", "<i") if is_real else ("<d", "<q"))
+    (bits,) = struct.unpack(as_bits, struct.pack(as_float, size))
+    beside = [struct.unpack(as_float, struct.pack(as_bits, b))[0] for b in (bits - 1, bits + 1) if b >= 0]
+
+    def is_half_way(digits: str) -> bool:
+        return any(math.isfinite(b) and 2 * Fraction(digits) == Fraction(size) + Fraction(b) for b in beside)
+
+    shortest = str(pa.scalar(size, pa.float32()).cast(pa.string())) if is_real else repr(size)
+    if is_half_way(shortest):
+        tries = [f"{size:.{precision}e}" for precision in range(17)]
+        reading_back = (t for t in tries if struct.pack(as_float, float(t)) == struct.pack(as_float, size))
+        shortest = next(digits for digits in reading_back if not is_half_way(digits))
+    _, found, power = Decimal(shortest).as_tuple()
+    digits = "".join(map(str, found)).rstrip("0") or "0"
+    exponent = len(found) - 1 + int(power) if size else 0
+    sign = "-" if math.copysign(1, value) < 0 else ""
+    if -4 <= exponent < (6 if is_real else 15):
+        return sign + format(Decimal(f"{digits}e{exponent - len(digits) + 1}"), "f")
+    return f"{sign}{digits[0]}{'.' if digits[1:] else ''}{digits[1:]}e{'-' if exponent < 0 else '+'}{abs(exponent):02}"
+
+
+def moment(micros: int, zone: Any = None) -> datetime:
+    """A time from microseconds since 1970."""
+    return datetime(1970, 1, 1, tzinfo=zone) + timedelta(microseconds=micros)
+
+
+def quoted(name: str) -> str:
+    """An identifier, quoted where it isn't plain."""
+    return name if re.fullmatch(r"[a-z_][a-z0-9_]*", name) else '"' + name.replace('"', '""') + '"'
+
+
+def main(arguments: list[str]) -> int:
+    """Print a log; 3 where it is damaged."""
+    without_mark = "--without-mark" in arguments
+    if len(arguments) != 1 + without_mark:
+        print(__doc__, file=sys.stderr)
+        return 2
+    folder = Path(next(argument for argument in arguments if argument != "--without-mark")).resolve()
+    shards = [Shard(int(place.name), sorted(place.glob("*.wal"))) for place in sorted(folder.iterdir())]
+    try:
+        upto = follow_groups(shards) if without_mark else follow_marks(shards, folder)
+        for line in merged([lines_of_shard(shard, folder.name, upto) for shard in shards]):
+            print(json.dumps(line.facts, ensure_ascii=False, separators=(",", ":")))
+    except Damage as damage:
+        print(damage, file=sys.stderr)
+        return 3
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
