@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +20,7 @@ import pyarrow as pa
 from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
+import millstream
 from bench.figures import RUNS, Figure, asked, measures, say
 from bench.homes import Home, make_home, wait_for
 from bench.latency import RATE, MarkWatcher, paced
@@ -262,4 +266,44 @@ def disk_factor() -> Iterator[Figure]:
         bytes=late[-1].live_bytes,
         note=f"the most that all Parquet files in the folder of `current` ever had of bytes, over its live files' bytes, in the second half of"
         f" {seconds} s of {RATE} updates a second of uniformly random rows of {rows:,}; looked at every {LOOK_S:.0f} s; median {statistics.median(factors):.2f}",
+    )
+
+
+@measures("driver_back_s")
+def driver_back() -> Iterator[Figure]:
+    """The pipeline's driver is killed, and its JVM with it; how long until a row that was committed then is in an answer."""
+    rows = asked.rows or ROWS_SMALL
+    say(f"driver_back_s: {rows:,} rows, the driver killed {RUNS} times")
+    with postgres(load_unsynced=False) as server, folder("back") as path, server.connect(DATABASE) as connection:
+        connection.execute(f"CREATE TABLE accounts ({COLUMNS}, client int, n bigint)")
+        connection.execute(f"INSERT INTO accounts SELECT {VALUES}, 0, -1 FROM generate_series(1, {rows}) AS n")
+        home = make_home(server, path / "home", [_TABLE])
+        home.run("run", "--until-caught-up")
+        took_s = []
+        with home.running("run") as run, millstream.open(str(home.path)) as opened:
+
+            def shows(number: int) -> bool:
+                found = opened.query("SELECT n FROM public.accounts WHERE id = 1", stream="bench")
+                return bool(found.column("n").to_pylist() == [number])
+
+            for number in range(RUNS + 1):
+                began_at = time.perf_counter()
+                if number:
+                    os.kill(int(opened.status()["processes"]["pipeline"]), signal.SIGKILL)
+                connection.execute("UPDATE accounts SET n = %s WHERE id = 1", [number])
+                wait_for("the driver to be back", partial(shows, number), process=run)
+                if number:
+                    took_s.append(time.perf_counter() - began_at)
+    yield Figure(
+        figure="driver_back_s",
+        ratio=None,
+        ours=round(statistics.median(took_s), 1),
+        peer=None,
+        unit="s",
+        runs=RUNS,
+        goal="<= 30",
+        rows=rows,
+        bytes=rows * _ROW_BYTES,
+        note=f"SIGKILL of the pipeline's process under `millstream run`; from there until a query shows a row that was committed right after;"
+        f" table of {rows:,} rows; at most {max(took_s):.1f} s",
     )

@@ -17,7 +17,7 @@ from psycopg import sql
 
 from millstream.app.control import ask
 from millstream.app.home import Home
-from millstream.app.locks import holder
+from millstream.app.locks import runs
 from millstream.capture.connection import connect, translated
 from millstream.capture.publication import inserts_name
 from millstream.codec.pgoutput import HEARTBEAT_PREFIX
@@ -59,8 +59,8 @@ class Waiting:
         return time.monotonic() >= self.deadline_s
 
     def runs(self, role: str) -> bool:
-        """Whether that part of the home runs."""
-        return bool(holder(self.home.run_folder, "owner" if role == "capture" else "pipeline"))
+        """Whether that part of the home runs, or is about to again."""
+        return runs(self.home.run_folder, "owner" if role == "capture" else "pipeline")
 
 
 def wait_for_lake(waiting: Waiting, lsn: Lsn, *, before: Seq) -> Seq:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from millstream.app.diff import Compared, DiffReport, TableDiff
 from millstream.app.home import Home
-from millstream.app.locks import holder
+from millstream.app.locks import runs
 from millstream.app.tables import copy_table
 from millstream.capture.repair_request import ask_repair, open_chunks
 from millstream.catalog import TableState
@@ -56,7 +56,7 @@ def ask_repairs(home: Home, report: DiffReport) -> Repair:
 
     A table without a key, or of which more keys differ than were listed, is copied whole.
     """
-    asked = Repair(capture_runs=bool(holder(home.run_folder, "owner")))
+    asked = Repair(capture_runs=runs(home.run_folder, "owner"))
     with home.open_catalog() as catalog:
         for table in report.tables:
             if table.state is Compared.DIFFERENT:
@@ -100,7 +100,7 @@ def wait_for_repairs(
             copying = [table for table in copies if _is_copying(catalog, report, table)]
             if not left and not copying:
                 return
-            if not holder(home.run_folder, "owner"):
+            if not runs(home.run_folder, "owner"):
                 raise LakeBehind("the repair waits: no capture runs", hint="Start `millstream run`; it does it then.")
             if time.monotonic() > deadline:
                 raise LakeBehind(

@@ -99,3 +99,8 @@ def holder(run_folder: Path, role: Role) -> dict[str, Any]:
     finally:
         os.close(descriptor)
     return {}
+
+
+def runs(run_folder: Path, role: Role) -> bool:
+    """Whether a process has a role, or will have it again soon: `millstream run` starts what has died."""
+    return bool(holder(run_folder, role) or holder(run_folder, "run"))

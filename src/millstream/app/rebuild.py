@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from millstream.app.home import PIPELINE, Home
-from millstream.app.locks import RoleLock
+from millstream.app.locks import RoleLock, holder
 from millstream.app.status import held_scope, held_tables
 from millstream.app.tables import copy_table
 from millstream.app.wiring import lake_layout
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 From = Literal["history", "source"]
 _LOOK_EVERY_S: Final = 0.2
+_RESTART_S: Final = 60.0
+"""A pipeline that doesn't come back for so long, though `millstream run` runs, isn't waited for."""
 _COPYING: Final = frozenset({TableState.COPY_REQUESTED, TableState.COPYING})
 
 
@@ -221,7 +223,14 @@ def _from_source(place: _Place, table: str, views: Sequence[str], say: Callable[
 def _await(place: _Place, say: Callable[[str], None]) -> list[RebuiltView]:
     """The outcome of a request: of the running pipeline's work, or of our own where none runs."""
     said = False
+    give_up_s = time.monotonic() + _RESTART_S
     while (outcome := place.rebuilds.outcome(place.row.id)) is None:
+        if holder(place.home.run_folder, "pipeline"):
+            give_up_s = time.monotonic() + _RESTART_S
+        elif holder(place.home.run_folder, "run") and time.monotonic() < give_up_s:
+            # It died, and is started again: its place isn't ours to take.
+            time.sleep(_LOOK_EVERY_S)
+            continue
         try:
             with RoleLock.take(place.home.run_folder, "pipeline", patience_s=0):
                 for request in place.rebuilds.waiting():

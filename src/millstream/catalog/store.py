@@ -105,7 +105,9 @@ class Catalog:
         for row in self.streams():
             if row.name == name:
                 return row
-        raise UnknownStream(f"the catalog has no stream {name}", hint="`millstream run` makes it, when it first runs.", stream=name)
+        raise UnknownStream(
+            f"the catalog has no stream {name}", hint="`millstream run` makes it, when it first runs.", stream=name
+        )
 
     def streams(self) -> list[StreamRow]:
         """All streams, by name."""

@@ -47,7 +47,7 @@ from millstream.spark.landing import (
 )
 from millstream.spark.ledger import Ledger, TableEntry, held_scope, request_retry
 from millstream.spark.pipeline import PipelineConfig
-from millstream.spark.schedule import FoldHistory, fold_is_due
+from millstream.spark.schedule import SMALL_BYTES, FoldHistory, fold_is_due
 from millstream.wal.reader import StreamReader
 
 _ROUND_S: Final = 1.0
@@ -215,6 +215,8 @@ class Folder:
                 continue
             encoded = schema.to_arrow().serialize().to_pybytes()
             anew = asked.get(entry.table_id, ())
+            spared = self._spared(entry)
+            large = entry.fold.live_bytes >= SMALL_BYTES
             tasks += [
                 FoldTask(
                     self._config.layout,
@@ -224,6 +226,8 @@ class Folder:
                     view,
                     anew=view in anew,
                     sizes=self._config.fold_sizes,
+                    keep_s=self._config.upkeep.keep_s if large else None,
+                    spared=spared.get(view),
                 )
                 for view in views
             ]

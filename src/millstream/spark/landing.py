@@ -26,7 +26,7 @@ from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout, TableCommit, View
 from millstream.lake.rebuild import prepare_rebuild
 from millstream.lake.retain import HistoryBound, drop_history
-from millstream.lake.upkeep import Upkeep, UpkeepRules, tend_table
+from millstream.lake.upkeep import Upkeep, UpkeepRules, delete_unneeded, tend_table
 from millstream.lake.versions import fold_into_versions, rebuild_versions
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
@@ -136,6 +136,10 @@ class FoldTask:
     anew: bool = False
     """Whether the view is built anew from all of its history."""
     sizes: FoldSizes = DEFAULT_SIZES
+    keep_s: float | None = None
+    """Where given, files that were replaced that long ago go first: the bound on a table's disk counts on it."""
+    spared: int | None = None
+    """The version that the last cut names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +194,11 @@ def start_fold(task: FoldTask) -> FoldAnswer:
     started = time.monotonic()
     try:
         aside = prepare_rebuild(task.layout, task.view, schema) if task.anew else None
+        if task.keep_s is not None:
+            path, app = task.layout.table_path(task.view, schema), task.layout.app_id(task.view, schema.table_id)
+            now_ms = time.time_ns() // 1_000_000
+            with contextlib.suppress(MillstreamError, OSError):
+                delete_unneeded(task.layout, path, app, now_ms=now_ms, keep_s=task.keep_s, spared=task.spared)
         if task.view == "scd2":
             fold = rebuild_versions if task.anew else fold_into_versions
             return replace(_folded(fold(task.layout, schema, task.upto, sizes=task.sizes), started), aside=aside)

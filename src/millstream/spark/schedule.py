@@ -1,12 +1,14 @@
 """When to fold which table: a rule of arithmetic, without a clock.
 
 A fold rewrites the files of `current` that hold a changed key. The files it replaces stay on disk for as long as readers may
-still use them (`keep_s`, 5 minutes). So a table whose every file is touched by each fold, folded every `t` seconds, holds
-`keep_s / t` dead copies beside the live one. `disk_factor` bounds that: disk bytes over live bytes.
+still use them (`keep_s`, 5 minutes), and go before the next fold begins. So a table whose every file is touched holds, while
+a fold writes, the live copy, the one that is being written, and one for each fold of the last `keep_s`. `disk_factor` bounds that: disk
+bytes over live bytes. With r = removed / live bytes of a fold and n folds' files still there:
 
-    removed_bytes x keep_s / t  <=  (disk_factor - 1) x live_bytes
+    1 + r + n r  <=  disk_factor,   and n folds ago was longer than keep_s before this one began
 
-With the defaults, a table that is rewritten whole folds every 75 s; one whose changes lie together, in proportion oftener.
+With the defaults, a table that is rewritten whole folds every 75 s and a quarter of a fold's time; one whose changes lie together,
+in proportion oftener.
 """
 
 from __future__ import annotations
@@ -21,6 +23,10 @@ SMALL_BYTES: Final = 8 << 20
 """A table below this is folded after every batch, whatever it leaves: 5 minutes of it are a few hundred MiB at worst."""
 BUSY_SHARE: Final = 0.5
 """Of the time, folding may take for one table; the rest is the batches'."""
+
+
+_CLOCK_S: Final = 1.0
+"""Commit times are told by another clock than the one that folds go by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +45,10 @@ class FoldHistory:
 def fold_interval_s(last: FoldHistory, *, disk_factor: float = DISK_FACTOR, keep_s: float = KEEP_S) -> float:
     """The least time from the end of one fold to the start of the next."""
     rest = last.took_s * (1 / BUSY_SHARE - 1)
-    if last.live_bytes < SMALL_BYTES:
+    if last.live_bytes < SMALL_BYTES or not last.removed_bytes:
         return rest
-    return max(rest, keep_s * last.removed_bytes / ((disk_factor - 1) * last.live_bytes))
+    copies = max(1, int((disk_factor - 1) * last.live_bytes / last.removed_bytes))
+    return max(rest, (keep_s + last.took_s + _CLOCK_S) / copies - last.took_s)
 
 
 def fold_is_due(last: FoldHistory, now_s: float, *, disk_factor: float = DISK_FACTOR, keep_s: float = KEEP_S) -> bool:
