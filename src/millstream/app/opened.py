@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from millstream.lake.query import LakeSession
+    from millstream.wal.index import OnDamage
     from millstream.wal.reader import StreamReader
 
 
@@ -144,11 +145,14 @@ def open(path: str | Path | None = None) -> OpenHome:  # noqa: A001 - as `millst
     return OpenHome(home)
 
 
-def open_reader(home: Home, stream: str, *, without_mark: bool = False) -> StreamReader:
-    """A reader of a stream's log. `UnknownStream` where the home has none of that name."""
+def open_reader(
+    home: Home, stream: str, *, without_mark: bool = False, on_damage: OnDamage | None = None
+) -> StreamReader:
+    """A reader of a stream's log. `UnknownStream` where the home has none of that name; see `StreamReader`."""
     from millstream.wal.reader import StreamReader
 
-    return StreamReader(str(home.wal_folder(home.pick_stream(stream))), without_mark=without_mark)
+    folder = str(home.wal_folder(home.pick_stream(stream)))
+    return StreamReader(folder, without_mark=without_mark, on_damage=on_damage)
 
 
 def table_ids(reader: StreamReader, table: str) -> list[TableId]:

@@ -23,8 +23,11 @@ from millstream.cli.context import (
 )
 
 if TYPE_CHECKING:
+    from millstream.app.home import Home
     from millstream.app.records_json import Cat
+    from millstream.errors import CorruptWal
     from millstream.wal.inspect import Loss
+    from millstream.wal.reader import StreamReader
 
 _FOLLOW_POLL_S: Final = 0.5
 
@@ -50,7 +53,7 @@ def wal() -> None:
 @click.option("--limit", type=click.IntRange(min=0), metavar="N", help="Stop after so many records.")
 @click.option("--follow", is_flag=True, help="Go on with what is appended, until interrupted.")
 @click.option(
-    "--without-mark", is_flag=True, help="Show every valid whole group: for a folder copied without its mark."
+    "--without-mark", is_flag=True, help="Show every valid whole group, as where a folder was copied without its mark."
 )
 @stream_option
 @pass_session
@@ -65,17 +68,19 @@ def cat(
     without_mark: bool,
     stream: str | None,
 ) -> None:
-    """Print records, one a line, in order, and nothing else on stdout."""
-    from millstream.app.opened import open_reader, table_ids
+    """Print records, one a line, in order, and nothing else on stdout.
+
+    Goes on past damage: what can't be read is said on stderr, and the exit code is 3.
+    """
+    from millstream.app.opened import table_ids
     from millstream.app.records_json import Cat
     from millstream.model.positions import Offset
 
     del style
     home = session.home(needs_source=False)
     name = home.pick_stream(stream)
-    reader = open_reader(home, name, without_mark=without_mark)
-    if without_mark:
-        note("without the mark: shown is every valid whole group, durable or not")
+    damage = Damage()
+    reader = open_past_damage(home, name, damage, without_mark=without_mark)
     records = Cat(
         name,
         reader,
@@ -89,6 +94,31 @@ def cat(
         upto = reader.persisted_upto()
         if reader.wait_beyond(upto, _FOLLOW_POLL_S) or records.is_behind():
             left = _print_lines(records, left)
+    sys.stdout.flush()
+    sys.exit(3 if damage.told else 0)
+
+
+class Damage:
+    """Says each damaged place once, on stderr."""
+
+    def __init__(self) -> None:
+        self.told: set[str] = set()
+
+    def __call__(self, error: CorruptWal) -> None:
+        """Say one."""
+        if error.message not in self.told:
+            self.told.add(error.message)
+            note(f"damaged: {error.message}")
+
+
+def open_past_damage(home: Home, stream: str, damage: Damage, *, without_mark: bool = False) -> StreamReader:
+    """A reader that leaves out what can't be read, and does without a mark where there is none."""
+    from millstream.app.opened import open_reader
+
+    if without_mark or open_reader(home, stream).lacks_marks():
+        without_mark = True
+        note("without the mark: shown is every valid whole group, durable or not")
+    return open_reader(home, stream, without_mark=without_mark, on_damage=damage)
 
 
 def _print_lines(records: Cat, limit: int | None) -> int | None:
@@ -146,14 +176,14 @@ def ls(session: Session, stream: str | None, as_json: bool) -> None:
 @pass_session
 def inspect_frames(session: Session, seq: str | None, table: str | None, stream: str | None, as_json: bool) -> None:
     """List frames: where they lie and what they hold; goes on past damage (exit code 3)."""
-    from millstream.app.opened import open_reader, table_ids
+    from millstream.app.opened import table_ids
     from millstream.model.positions import Seq
     from millstream.wal.inspect import Loss, inspect
 
     home = session.home(needs_source=False)
     name = home.pick_stream(stream)
     first, last = _seq_range(seq)
-    tables = [None] if table is None else table_ids(open_reader(home, name), table)
+    tables = [None] if table is None else table_ids(open_past_damage(home, name, Damage()), table)
     damaged = False
     for wanted in tables:
         frames = inspect(
@@ -191,18 +221,31 @@ def verify(session: Session, stream: str | None, as_json: bool) -> None:
     home = session.home(needs_source=False)
     found = verify_log(str(home.wal_folder(home.pick_stream(stream))))
     if as_json:
-        print_json({"whole": found.is_whole, **asdict(found)})
+        print_json({"whole": found.is_whole, "has_marks": found.has_marks, **asdict(found)})
         sys.exit(0 if found.is_whole else 3)
     for loss in found.losses:
         _say_loss(loss)
+    for loss in found.accepted:
+        _say_loss(loss, accepted=True)
     for rest in found.unfinished:
         note(f"{rest.file}@{rest.byte}: {rest.why}; nothing durable is lost")
-    if not found.has_marks:
-        note("there is no mark: everything that is valid was checked, durable or not")
+    if found.losses:
+        outcome = f"{len(found.losses)} damaged"
+    elif found.has_marks:
+        outcome = (
+            "all is well" if not found.accepted else f"nothing is lost but what was accepted ({len(found.accepted)})"
+        )
+    else:
+        outcome = "nothing is damaged"
     click.echo(
         f"{found.segments} segments, {found.frames} frames, {found.records:,} records, {human_bytes(found.bytes_checked)} checked:"
-        f" {'all is well' if found.is_whole else f'{len(found.losses)} damaged'}"
+        f" {outcome}"
     )
+    for shard in found.unmarked:
+        note(
+            f"shard {shard} has no mark: whether records are missing at its end can't be said, and valid records may be among"
+            " these that were never acknowledged"
+        )
     if not found.is_whole:
         for shard, ranges in found.readable.items():
             whole = ", ".join(f"[{start}, {end})" for start, end in ranges)
@@ -220,6 +263,8 @@ def stats(session: Session, stream: str | None, as_json: bool) -> None:
 
     home = session.home(needs_source=False)
     found = count(str(home.wal_folder(home.pick_stream(stream))))
+    if not found.has_marks:
+        note("there is no mark: every valid frame is counted, durable or not")
     tables = sorted(found.tables.values(), key=lambda t: -t.size_bytes)
     if as_json:
         print_json({**asdict(found), "tables": [asdict(table) for table in tables]})
@@ -238,16 +283,20 @@ def stats(session: Session, stream: str | None, as_json: bool) -> None:
         )
     for loss in found.losses:
         _say_loss(loss)
+    for loss in found.accepted:
+        _say_loss(loss, accepted=True)
     sys.exit(3 if found.losses else 0)
 
 
-def _say_loss(loss: Loss) -> None:
-    lost = (
-        ""
-        if loss.offset_from is None
-        else f"; offsets from {loss.offset_from} to {loss.offset_to or '?'} can't be read"
-    )
-    note(f"damaged: {loss.file}@{loss.byte}: {loss.why}{lost}")
+def _say_loss(loss: Loss, *, accepted: bool = False) -> None:
+    lost = ""
+    if loss.offset_from is not None and loss.offset_from != loss.offset_to:
+        upto = "?" if loss.offset_to is None else loss.offset_to
+        of = "" if loss.tables is None else " of table " + ", ".join(str(table) for table in loss.tables)
+        lost = f"; records{of} at offsets [{loss.offset_from}, {upto}) can't be read"
+        if loss.first_seq and loss.last_seq:
+            lost += f", numbers {loss.first_seq}-{loss.last_seq}"
+    note(f"{'lost, and accepted' if accepted else 'damaged'}: {loss.file}@{loss.byte}: {loss.why}{lost}")
 
 
 def _seq_range(text: str | None) -> tuple[int, int | None]:

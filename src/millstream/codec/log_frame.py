@@ -14,12 +14,13 @@ layout, byte by byte, is in docs/internals/FORMAT.md.
 
 from __future__ import annotations
 
+import json
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -60,6 +61,8 @@ _SHARD: Final = struct.Struct("<I")
 _REACHED: Final = struct.Struct("<IQ")
 _PART: Final = struct.Struct("<qIIII")
 """table id, schema version, rows, length, crc"""
+_NO_TABLE: Final = TableId(0)
+_NO_VERSION: Final = SchemaVersion(0)
 _FLAG_MORE: Final = 1
 _KNOWN_FLAGS: Final = _FLAG_MORE
 FRAME_SIZE_MAX: Final = 2**32 - 8
@@ -70,6 +73,8 @@ class FrameKind(IntEnum):
 
     SCHEMA = 1
     RECORDS = 2
+    LOSS = 3
+    """What stood here can't be read, and a person accepted that (`wal.repair`): offsets go on behind it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +244,15 @@ class RecordsFrame:
         return rows
 
 
+@dataclass(frozen=True, slots=True)
+class LossFrame:
+    """A frame in the place of records that are lost: `header.count` offsets that nobody will ever read."""
+
+    header: FrameHeader
+    facts: Mapping[str, Any]
+    """What was said of it: JSON-able."""
+
+
 # --- encoding ------------------------------------------------------------------------------------------------------
 
 
@@ -270,6 +284,22 @@ def encode_records_frame(
         parts.append(PayloadPart(schema.table_id, schema.version, rows.num_rows, len(data), crc32c(data)))
         buffers.append(data)
     return [_encode_head(header, tuple(parts), encode_batch(operations), encode_batch(batches)), *buffers]
+
+
+def encode_loss_frame(header: FrameHeader, facts: Mapping[str, Any], *, length: int = 0) -> list[Bytes]:
+    """The buffers of a loss frame, head first: of `length` bytes, where what it says fits into that."""
+    text = json.dumps(facts, separators=(",", ":"), ensure_ascii=False).encode()
+    bare = len(_encode_head(header, (PayloadPart(_NO_TABLE, _NO_VERSION, 0, 0, 0),), b"", b""))
+    text = text.ljust(max(length - bare, len(text) + -len(text) % 8))
+    part = PayloadPart(_NO_TABLE, _NO_VERSION, 0, len(text), crc32c(text))
+    return [_encode_head(header, (part,), b"", b""), text]
+
+
+def without_parts(head: bytes, lost: Collection[tuple[TableId, SchemaVersion]]) -> bytes:
+    """A records frame's head without some of its parts: the directory still names their records, which can't be had."""
+    header, _, operations, batches = decode_frame_head(head)
+    kept = tuple(part for part in header.parts if (part.table_id, part.schema_version) not in lost)
+    return _encode_head(header, kept, operations, batches)
 
 
 def _encode_head(header: FrameHeader, parts: tuple[PayloadPart, ...], operations: Bytes, batches: Bytes) -> bytes:
@@ -385,7 +415,7 @@ def decode_frame(
     schemas: SchemaSet,
     *,
     read_payload: Callable[[int, int], Bytes] | None = None,
-) -> SchemaFrame | RecordsFrame:
+) -> SchemaFrame | RecordsFrame | LossFrame:
     """A frame from its bytes; a schema frame's schema is added to `schemas`.
 
     Args:
@@ -409,6 +439,8 @@ def decode_frame(
         schema = _decode_schema_payload(header, read_payload)
         schemas.add(schema)
         return SchemaFrame(header, schema)
+    if header.kind is FrameKind.LOSS:
+        return LossFrame(header, _decode_facts(header, read_payload))
     frame = RecordsFrame(
         header,
         decode_batch(operations, schemas.directory.operations),
@@ -453,6 +485,19 @@ def _decode_schema_payload(header: FrameHeader, read: Callable[[int, int], Bytes
         return TableSchema.from_arrow(decode_schema(data))
     except (KeyError, ValueError, TypeError) as error:
         raise CorruptFrame(f"a schema frame holds no table schema: {error!r}") from error
+
+
+def _decode_facts(header: FrameHeader, read: Callable[[int, int], Bytes]) -> Mapping[str, Any]:
+    length = header.payload_length
+    if len(header.parts) != 1 or not length:
+        return {}
+    data = bytes(read(0, length))
+    verify_payload(header, data)
+    try:
+        facts = json.loads(data)
+    except ValueError as error:
+        raise CorruptFrame(f"a loss frame says nothing that can be read: {error}") from error
+    return facts if isinstance(facts, dict) else {}
 
 
 def _check_directory(frame: RecordsFrame) -> None:

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from millstream.codec.log_frame import FrameKind, SchemaFrame, SchemaSet, decode_frame
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, FrameEntry, SegmentFooter, SegmentHeader
@@ -30,15 +30,17 @@ _CACHED_FRAMES_MAX: Final = 200_000
 """Frames of footers kept in memory, about 100 MiB of them."""
 
 
-def damage(why: object, *, file: str, byte: int, offset_from: Offset, offset_to: Offset | None) -> CorruptWal:
-    """The error for bytes that no crash explains."""
+def damage(
+    why: object, *, file: str, byte: int, offset_from: Offset, offset_to: Offset | None, table: TableId | None = None
+) -> CorruptWal:
+    """The error for bytes that no crash explains; with a table, where only its records are hurt."""
     upto = "the end" if offset_to is None else str(offset_to)
+    details: dict[str, Any] = {"file": file, "byte": byte, "offset_from": int(offset_from)}
+    details["offset_to"] = None if offset_to is None else int(offset_to)
+    if table is not None:
+        details["table"] = int(table)
     return CorruptWal(
-        f"{file} is damaged at byte {byte}: {why}; offsets {offset_from} to {upto} can't be read",
-        file=file,
-        byte=byte,
-        offset_from=int(offset_from),
-        offset_to=None if offset_to is None else int(offset_to),
+        f"{file} is damaged at byte {byte}: {why}; offsets {offset_from} to {upto} can't be read", **details
     )
 
 
@@ -67,7 +69,7 @@ class _OpenFrames:
 
     base_offset: Offset
     epoch: Epoch
-    header: SegmentHeader
+    header: SegmentHeader | None = None
     entries: list[FrameEntry] = field(default_factory=list)
     byte_end: int = SEGMENT_HEADER_SIZE
     end_offset: Offset = Offset(0)
@@ -194,12 +196,7 @@ class ShardIndex:
             if self._on_damage is None:
                 raise
             self._on_damage(error)
-            found = walk_segment(self._files, self._shard, segment, is_last=False, payload=False)
-            return tuple(
-                entry_of(frame.header, frame.position, frame.length, None)
-                for frame in found
-                if isinstance(frame, ScannedFrame)
-            )
+            return tuple(self._walk(segment, None))
 
     def _footer(self, segment: SegmentFile) -> SegmentFooter:
         size = self._files.size(segment.path)
@@ -216,14 +213,31 @@ class ShardIndex:
     def _open_frames(self, segment: SegmentFile, mark: DurableMark) -> list[FrameEntry]:
         known = self._open
         if known is None or (known.base_offset, known.epoch) != (mark.base_offset, mark.epoch):
-            header = read_header(self._files, segment)
-            known = self._open = _OpenFrames(segment.base_offset, mark.epoch, header, end_offset=segment.base_offset)
+            known = _OpenFrames(segment.base_offset, mark.epoch, end_offset=segment.base_offset)
         if known.byte_end > mark.byte_end:
             return [entry for entry in known.entries if entry.position < mark.byte_end]
+        if known.byte_end == mark.byte_end:
+            return known.entries
+        try:
+            if known.header is None:
+                known.header = read_header(self._files, segment)
+            self._scan(segment, known, known.header, mark)
+        except CorruptWal as error:
+            if self._on_damage is None:
+                raise
+            self._on_damage(error)
+            # What was found is kept: asked again, it isn't walked over again.
+            known.entries = list(self._walk(segment, mark))
+            known.byte_end, known.end_offset = mark.byte_end, mark.durable_offset
+        self._open = known
+        return known.entries
+
+    def _scan(self, segment: SegmentFile, known: _OpenFrames, header: SegmentHeader, mark: DurableMark) -> None:
+        """Take in the frames that the mark has come to show. Raises `CorruptWal`."""
         window = Window(reader_of(self._files, segment.path), HEADS_AHEAD_BYTES)
         try:
             for frame in scan_frames(
-                window, known.header, position=known.byte_end, offset=known.end_offset, end=mark.byte_end, payload=False
+                window, header, position=known.byte_end, offset=known.end_offset, end=mark.byte_end, payload=False
             ):
                 known.entries.append(entry_of(frame.header, frame.position, frame.length, None))
                 known.byte_end = frame.end
@@ -236,7 +250,12 @@ class ShardIndex:
                 offset_from=known.end_offset,
                 offset_to=mark.durable_offset,
             ) from error
-        return known.entries
+
+    def _walk(self, segment: SegmentFile, mark: DurableMark | None) -> Iterator[FrameEntry]:
+        """Entries for the frames that can be found by themselves; in front of the mark, where there is one."""
+        for found in walk_segment(self._files, self._shard, segment, end=None, payload=False):
+            if isinstance(found, ScannedFrame) and (mark is None or found.end <= mark.byte_end):
+                yield entry_of(found.header, found.position, found.length, None)
 
 
 def load_schemas(files: Files, path: str, header: SegmentHeader, frames: Iterable[SchemaPlace]) -> SchemaSet:

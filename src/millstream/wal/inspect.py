@@ -2,7 +2,7 @@
 
 Everything reads from the folder alone and goes on past damage: what can't be read is named by file, byte and offset range,
 and what lies behind it is still shown. Nothing is changed. Without marks (a copied folder) every valid frame is shown, and
-`Verification.has_marks` says so.
+`has_marks` says so.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
-from millstream.codec.log_frame import FrameKind, RecordsFrame, SchemaFrame, SchemaSet, decode_frame
+from millstream.codec.log_frame import FrameKind, SchemaFrame, SchemaSet, decode_frame
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SEGMENT_TRAILER_SIZE, SegmentFooter, SegmentHeader
-from millstream.errors import CorruptFrame, MillstreamError, UnexpectedFile, UnsupportedFormat
+from millstream.errors import CorruptFrame, CorruptWal, MillstreamError, UnexpectedFile, UnsupportedFormat
 from millstream.model.ids import Epoch, GroupNumber, ShardId, TableId
 from millstream.model.positions import Offset, Seq
 from millstream.ports import Files
 from millstream.wal.files import RealFiles
-from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard_folder
-from millstream.wal.mark import DurableMark, read_dropped, read_mark
+from millstream.wal.layout import MARK_NAME, SegmentFile, list_segments, list_shards, shard_folder
+from millstream.wal.mark import DurableMark, is_mark_damaged, read_dropped, read_mark
 from millstream.wal.scan import ScannedFrame, Window, commit_times, reader_of
-from millstream.wal.walk import Loss, footer_of, header_of, scan_like, walk_segment
+from millstream.wal.survey import Checked, KnownSchemas, accepted_loss, survey_segment
+from millstream.wal.walk import Loss, ends_of, footer_of, header_of, scan_like, walk_segment
+from millstream.wal.whole import marks_of_whole_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +82,23 @@ class Verification:
     bytes_checked: int = 0
     losses: list[Loss] = field(default_factory=list)
     """Damage: records, or what is needed to trust them, can't be read."""
+    accepted: list[Loss] = field(default_factory=list)
+    """What was lost, and is passed over because `wal repair` was told so."""
     unfinished: list[Loss] = field(default_factory=list)
     """Bytes behind the last whole frame, as a crash or a write that is going on leaves them: nothing durable is lost."""
     readable: dict[ShardId, list[tuple[Offset, Offset]]] = field(default_factory=dict)
     """What is not lost: by shard the ranges of offsets that were read and passed."""
-    has_marks: bool = True
+    unmarked: list[ShardId] = field(default_factory=list)
+    """Shards with frames but without a mark: whether durable records are missing at their ends can't be said."""
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether every shard with frames has its mark."""
+        return not self.unmarked
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is lost."""
+        """Whether nothing is lost but what was accepted. Without marks: nothing of what can be judged."""
         return not self.losses
 
 
@@ -117,9 +127,13 @@ class LogStats:
     persisted_upto: Seq | None = None
     oldest_commit_us: int | None = None
     newest_commit_us: int | None = None
+    has_marks: bool = True
+    """Whether every shard has its mark; else `persisted_upto` may be missing, and what isn't durable counts too."""
     dropped_upto: Seq = Seq(0)
     tables: dict[TableId, TableStats] = field(default_factory=dict)
     losses: list[Loss] = field(default_factory=list)
+    accepted: list[Loss] = field(default_factory=list)
+    """What was lost, and is passed over because `wal repair` was told so."""
 
 
 __all__ = [
@@ -149,11 +163,12 @@ def inspect(
 ) -> Iterator[FrameInfo | Loss]:
     """The frames with numbers in `(after, upto]` and rows (or the schema) of a table, shard by shard; losses in between."""
     files = RealFiles() if files is None else files
-    for shard, segment, mark, is_last in _segments(files, folder):
+    for shard, segment, mark, end in _segments(files, folder):
         header = header_of(files, segment)
-        for found in walk_segment(files, shard, segment, is_last=is_last):
+        for found in walk_segment(files, shard, segment, end=end):
             if isinstance(found, Loss):
-                yield found
+                if not _is_beyond(found, segment, mark):
+                    yield found
                 continue
             head = found.header
             if head.group_last_seq <= after or (
@@ -172,8 +187,16 @@ def verify(folder: str, *, files: Files | None = None) -> Verification:
     """
     files = RealFiles() if files is None else files
     report = Verification()
-    for shard in list_shards(files, folder):
-        _verify_shard(files, folder, shard, report)
+    elsewhere = KnownSchemas(files, folder)
+    shards = list_shards(files, folder)
+    torn: list[tuple[Loss, GroupNumber]] = []
+    for shard in shards:
+        _verify_shard(files, folder, shard, report, elsewhere, torn)
+    if report.unmarked:
+        # A group that one shard lacks is torn when it is the last of all, and damage where another follows.
+        marks, _ = marks_of_whole_groups(files, folder, shards, lambda error: _add_missing(report, error))
+        newest = max((mark.group for mark in marks.values()), default=0)
+        report.losses += [loss for loss, group in torn if group <= newest]
     return report
 
 
@@ -186,18 +209,20 @@ def stats(folder: str, *, files: Files | None = None) -> LogStats:
         shard_dir = shard_folder(folder, shard)
         with suppress(MillstreamError):
             mark = read_mark(files, shard_dir)
+            counted.has_marks = counted.has_marks and (mark is not None or not list_segments(files, shard_dir))
             if mark is not None:
                 counted.persisted_upto = Seq(max(mark.persisted_upto, counted.persisted_upto or 0))
             dropped = read_dropped(files, shard_dir)
             if dropped is not None:
                 counted.dropped_upto = max(counted.dropped_upto, dropped.seq)
-    for shard, segment, _, is_last in _segments(files, folder):
+    for shard, segment, mark, end in _segments(files, folder):
         counted.segments += 1
         counted.size_bytes += files.size(segment.path)
         header = header_of(files, segment)
-        for found in walk_segment(files, shard, segment, is_last=is_last, payload=False):
+        for found in walk_segment(files, shard, segment, end=end, payload=False):
             if isinstance(found, Loss):
-                counted.losses.append(found)
+                if not _is_beyond(found, segment, mark):
+                    counted.losses.append(found)
             else:
                 groups.add(found.header.group)
                 _count(files, counted, segment, header, found)
@@ -208,14 +233,19 @@ def stats(folder: str, *, files: Files | None = None) -> LogStats:
 # --- walking over what may be damaged --------------------------------------------------------------------------------
 
 
-def _segments(files: Files, folder: str) -> Iterator[tuple[ShardId, SegmentFile, DurableMark | None, bool]]:
-    """Every segment with its shard's mark and whether it is the shard's last."""
+def _segments(files: Files, folder: str) -> Iterator[tuple[ShardId, SegmentFile, DurableMark | None, Offset | None]]:
+    """Every segment with its shard's mark and where its records must end."""
     for shard in list_shards(files, folder):
         shard_dir = shard_folder(folder, shard)
         segments = list_segments(files, shard_dir)
         mark = read_mark(files, shard_dir)
-        for place, segment in enumerate(segments):
-            yield shard, segment, mark, place + 1 == len(segments)
+        for segment, end in zip(segments, ends_of(segments, mark), strict=True):
+            yield shard, segment, mark, end
+
+
+def _is_beyond(loss: Loss, segment: SegmentFile, mark: DurableMark | None) -> bool:
+    """Whether it lies where nothing is durable yet: what is being written, or what a crash left."""
+    return mark is not None and (segment.base_offset, loss.byte) >= (mark.base_offset, mark.byte_end)
 
 
 # --- the four views --------------------------------------------------------------------------------------------------
@@ -283,7 +313,23 @@ def _frame_info(
     )
 
 
-def _verify_shard(files: Files, folder: str, shard: ShardId, report: Verification) -> None:
+def _add_missing(report: Verification, error: CorruptWal) -> None:
+    file, byte = str(error.details["file"]), int(error.details["byte"])
+    shard = ShardId(int(file.split("/")[-2]))
+    loss = Loss(file, byte, error.message, Offset(error.details["offset_from"]), None, shard)
+    if loss not in report.losses:
+        report.losses.append(loss)
+
+
+def _verify_shard(
+    files: Files,
+    folder: str,
+    shard: ShardId,
+    report: Verification,
+    elsewhere: KnownSchemas,
+    torn: list[tuple[Loss, GroupNumber]],
+) -> None:
+    """Check one shard; frames that lack rows at an unmarked end are added to `torn`, with their groups."""
     shard_dir = shard_folder(folder, shard)
     try:
         segments = list_segments(files, shard_dir)
@@ -292,41 +338,37 @@ def _verify_shard(files: Files, folder: str, shard: ShardId, report: Verificatio
         return
     mark = read_mark(files, shard_dir)
     dropped = read_dropped(files, shard_dir)
-    if mark is None:
-        report.has_marks = False
+    if mark is None and is_mark_damaged(files, shard_dir):
+        why = "the mark can't be read; the stream's next writer makes it anew"
+        report.losses.append(Loss(f"{shard_dir}/{MARK_NAME}", 0, why, None, None, shard))
     if dropped is not None:
         segments = [segment for segment in segments if segment.base_offset >= dropped.offset]
-    readable = report.readable.setdefault(shard, [])
     expected = Offset(0) if dropped is None else dropped.offset
     if mark is None and segments:
         expected = segments[0].base_offset
     previous_hash: bytes | None = None
-    for place, segment in enumerate(segments):
-        is_last = place + 1 == len(segments)
-        if segment.base_offset > expected and not _is_lost(report, shard, expected):
-            report.losses.append(
-                Loss(segment.path, 0, "segments before it are missing", expected, segment.base_offset, shard)
-            )
-        expected = max(expected, _verify_segment(files, shard, segment, report, readable, is_last=is_last))
+    frames = report.frames
+    group = GroupNumber(0)
+    for segment, end in zip(segments, ends_of(segments, mark), strict=True):
+        if segment.base_offset > expected:
+            why = "segments before it are missing"
+            report.losses.append(Loss(segment.path, 0, why, expected, segment.base_offset, shard))
+        is_last = segment is segments[-1]
+        checking = _Segment(shard, segment, mark, end, is_last, torn)
+        reached, group = _verify_segment(files, checking, report, elsewhere, group)
+        expected = max(expected, reached)
         header = header_of(files, segment)
         if header is not None and previous_hash is not None and header.previous_hash != previous_hash:
             why = "it doesn't follow on the segment before it: one of them was replaced"
             report.losses.append(Loss(segment.path, 0, why, None, None, shard))
         previous_hash = _footer_hash(files, segment)
-    if mark is not None and mark.durable_offset > expected and not _is_lost(report, shard, expected):
+    if mark is None and report.frames > frames:
+        report.unmarked.append(shard)
+    if mark is not None and mark.durable_offset > expected:
         path = segments[-1].path if segments else shard_dir
         at = files.size(path) if segments else 0
-        report.losses.append(
-            Loss(path, at, "durable records are missing at the end", expected, mark.durable_offset, shard)
-        )
-
-
-def _is_lost(report: Verification, shard: ShardId, offset: Offset) -> bool:
-    """Whether a loss has been reported already that goes on at the offset."""
-    return any(
-        loss.shard == shard and loss.offset_from is not None and loss.offset_from <= offset and loss.offset_to is None
-        for loss in report.losses
-    )
+        why = "durable records are missing at the end"
+        report.losses.append(Loss(path, at, why, expected, mark.durable_offset, shard))
 
 
 def _footer_hash(files: Files, segment: SegmentFile) -> bytes | None:
@@ -337,65 +379,95 @@ def _footer_hash(files: Files, segment: SegmentFile) -> bytes | None:
     return SegmentFooter.encoded_hash(files.read(segment.path, size - length, length))
 
 
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """A segment to check."""
+
+    shard: ShardId
+    segment: SegmentFile
+    mark: DurableMark | None
+    end: Offset | None
+    """Where its records must end."""
+    is_last: bool
+    torn: list[tuple[Loss, GroupNumber]]
+    """Filled in: see `_verify_shard`."""
+
+
 def _verify_segment(
-    files: Files,
-    shard: ShardId,
-    segment: SegmentFile,
-    report: Verification,
-    readable: list[tuple[Offset, Offset]],
-    *,
-    is_last: bool,
-) -> Offset:
-    """Check one segment; returns the offset behind what it tells of."""
+    files: Files, checking: _Segment, report: Verification, elsewhere: KnownSchemas, group: GroupNumber
+) -> tuple[Offset, GroupNumber]:
+    """Check one segment, in front of which a group is expected; returns the offset and the group behind what it tells of."""
+    shard, segment, mark, is_last = checking.shard, checking.segment, checking.mark, checking.is_last
     report.segments += 1
-    header = header_of(files, segment)
-    if header is None:
+    readable = report.readable.setdefault(shard, [])
+    if header_of(files, segment) is None:
         report.losses.append(Loss(segment.path, 0, "the segment header can't be read", None, None, shard))
     footer = footer_of(files, segment)
-    if isinstance(footer, CorruptFrame) and not is_last:
-        report.losses.append(Loss(segment.path, files.size(segment.path), str(footer), None, None, shard))
-    schemas = SchemaSet() if header is None else SchemaSet(header.directory)
-    end = segment.base_offset
-    byte_end = SEGMENT_HEADER_SIZE
-    for found in walk_segment(files, shard, segment, is_last=is_last):
-        loss = found if isinstance(found, Loss) else _decode(files, shard, segment, found, schemas)
-        if loss is not None:
+    if not isinstance(footer, SegmentFooter) and not is_last:
+        why = "the segment's footer is missing" if footer is None else str(footer)
+        report.losses.append(Loss(segment.path, files.size(segment.path), why, None, None, shard))
+    reached, byte_end = segment.base_offset, SEGMENT_HEADER_SIZE
+    is_open = is_last and not isinstance(footer, SegmentFooter)
+    torn: list[Loss] = []
+    """In an open segment: what a crash may have left, unless a later group stands behind it …"""
+    with_heads: list[tuple[Loss, GroupNumber]] = []
+    torn_group = GroupNumber(0)
+    behind: list[ScannedFrame] = []
+    """… and the frames behind that."""
+    for found in survey_segment(files, shard, segment, elsewhere, end=checking.end):
+        loss = found if isinstance(found, Loss) else None if found.is_whole else found.loss(segment)
+        if isinstance(found, Checked):
+            header = found.frame.header
+            group = GroupNumber(header.group + (0 if header.more or loss is not None else 1))
+            if torn and mark is None and header.group > torn_group:
+                report.losses += torn
+                for frame in behind:
+                    reached, byte_end = _add(files, segment, frame, report, readable), frame.end
+                torn, behind, with_heads = [], [], []
+            if loss is None and torn:
+                behind.append(found.frame)
+                continue
+        if loss is None:
+            assert isinstance(found, Checked)
+            reached, byte_end = _add(files, segment, found.frame, report, readable), found.frame.end
+        elif is_open and (mark is None or _is_beyond(loss, segment, mark)):
+            torn_group = torn_group if torn else group
+            torn.append(loss)
+            if isinstance(found, Checked):
+                with_heads.append((loss, found.frame.header.group))
+        else:
             report.losses.append(loss)
-            end = end if loss.offset_to is None else max(end, loss.offset_to)
-            continue
-        assert isinstance(found, ScannedFrame)
-        report.frames += 1
-        report.records += found.header.count
-        report.bytes_checked += found.length
-        byte_end = found.end
-        first, end = found.header.first_offset, Offset(found.header.first_offset + found.header.count)
-        if readable and readable[-1][1] == first:
-            readable[-1] = (readable[-1][0], end)
-        elif found.header.count:
-            readable.append((first, end))
+            reached = reached if loss.offset_to is None else max(reached, loss.offset_to)
+    if mark is None:
+        checking.torn.extend(with_heads)
     size = files.size(segment.path)
-    if is_last and not isinstance(footer, SegmentFooter) and size > byte_end:
+    if is_open and size > byte_end and (torn or not any(loss.file == segment.path for loss in report.losses)):
         report.unfinished.append(
             Loss(segment.path, byte_end, f"{size - byte_end} bytes behind the last whole frame", None, None, shard)
         )
+    return reached, group
+
+
+def _add(
+    files: Files,
+    segment: SegmentFile,
+    frame: ScannedFrame,
+    report: Verification,
+    readable: list[tuple[Offset, Offset]],
+) -> Offset:
+    """Count a whole frame; the offset behind it."""
+    report.frames += 1
+    report.bytes_checked += frame.length
+    first, end = frame.header.first_offset, Offset(frame.header.first_offset + frame.header.count)
+    if frame.header.kind is FrameKind.LOSS:
+        report.accepted.append(accepted_loss(files, segment, frame))
+        return end
+    report.records += frame.header.count
+    if readable and readable[-1][1] == first:
+        readable[-1] = (readable[-1][0], end)
+    elif frame.header.count:
+        readable.append((first, end))
     return end
-
-
-def _decode(files: Files, shard: ShardId, segment: SegmentFile, found: ScannedFrame, schemas: SchemaSet) -> Loss | None:
-    """Decode a frame with all its rows: a checksum may hold over what makes no sense."""
-    try:
-        frame = decode_frame(files.read(segment.path, found.position, found.length), schemas)
-        if isinstance(frame, SchemaFrame):
-            return None
-        assert isinstance(frame, RecordsFrame)
-        for table_id in frame.table_ids():
-            for _ in frame.records(table_id):
-                continue
-    except CorruptFrame as error:
-        head = found.header
-        end = Offset(head.first_offset + head.count)
-        return Loss(segment.path, found.position, str(error), head.first_offset, end, shard)
-    return None
 
 
 def _count(
@@ -403,6 +475,9 @@ def _count(
 ) -> None:
     head = found.header
     counted.frames += 1
+    if head.kind is FrameKind.LOSS:
+        counted.accepted.append(accepted_loss(files, segment, found))
+        return
     counted.records += head.count
     if head.kind is FrameKind.SCHEMA:
         with suppress(CorruptFrame):

@@ -142,6 +142,12 @@ def read_mark(files: Files, shard_dir: str) -> DurableMark | None:
     )  # fmt: skip
 
 
+def is_mark_damaged(files: Files, shard_dir: str) -> bool:
+    """Whether the writer's slots hold something, and none of them makes sense."""
+    data = _read(files, shard_dir)
+    return _newest(data, _DURABLE)[1] is None and any(data[: _DROPPED[0]])
+
+
 def read_dropped(files: Files, shard_dir: str) -> DroppedMark | None:
     """What retention has dropped; None where it never did."""
     _, fields = _newest(_read(files, shard_dir), _DROPPED)

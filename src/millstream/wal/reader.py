@@ -25,8 +25,10 @@ from millstream.wal.files import RealFiles
 from millstream.wal.index import OnDamage, SchemaPlace, ShardIndex, load_schemas, read_header
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard_folder
 from millstream.wal.mark import DurableMark, common_cut, read_dropped, read_mark
-from millstream.wal.scan import Window, read_frame, reader_of
+from millstream.wal.scan import ScannedFrame
 from millstream.wal.source import SegmentSource, TablePart, TableRecords, within_offsets
+from millstream.wal.survey import KnownSchemas
+from millstream.wal.walk import walk_segment
 from millstream.wal.whole import marks_of_whole_groups
 
 __all__ = ["LogSpan", "StreamReader", "TablePart", "TableRecords"]
@@ -63,8 +65,7 @@ class StreamReader:
         folder: `data/wal/<stream>`.
         files: the file system.
         without_mark: show every valid whole group instead of what marks say: for a folder that was copied without them.
-
-        on_damage: told of damaged frames, which `read` and `read_between` then leave out; without it they raise `CorruptWal`.
+        on_damage: told of what is damaged, which `read` and `read_between` then leave out; without it they raise `CorruptWal`.
 
     Concurrency: one thread a reader; any number of readers.
     """
@@ -83,6 +84,7 @@ class StreamReader:
         self._on_damage = on_damage
         self._indexes: dict[ShardId, ShardIndex] = {}
         self._stream: StreamId | None = None
+        self._known_schemas: KnownSchemas | None = None
 
     # --- positions -------------------------------------------------------------------------------------------------
 
@@ -100,6 +102,15 @@ class StreamReader:
     def shards(self) -> tuple[ShardId, ...]:
         """The shards that the folder has."""
         return tuple(list_shards(self._files, self._folder))
+
+    def lacks_marks(self) -> bool:
+        """Whether a shard has frames and no mark that says how far they are durable: then only `without_mark` reads it."""
+        folders = [shard_folder(self._folder, shard) for shard in self.shards]
+        return any(
+            read_mark(self._files, folder) is None
+            and any(self._holds_frames(segment) for segment in list_segments(self._files, folder))
+            for folder in folders
+        )
 
     def persisted_upto(self) -> Seq:
         """Every number up to it is durable and readable, or will never be."""
@@ -278,8 +289,16 @@ class StreamReader:
         *,
         tables: Iterable[TableId] | None = None,
         upto: Offset | None = None,
+        numbers: tuple[Seq | None, Seq | None] = (None, None),
     ) -> Iterator[TableRecords]:
         """A shard's records from an offset to the durable end (or `upto`), with their offsets.
+
+        Args:
+            shard: whose.
+            from_offset: inclusive.
+            tables: only these.
+            upto: exclusive.
+            numbers: only records with numbers in `(first, second]`; frames without any aren't read.
 
         Raises:
             OffsetBeyondEnd: `from_offset` lies past the durable end.
@@ -304,13 +323,19 @@ class StreamReader:
             for segment, entry in self._index(shard).from_offset(from_offset, mark):
                 if entry.offset >= last:
                     return
-                if entry.kind is FrameKind.RECORDS:
+                if entry.kind is FrameKind.RECORDS and _has_numbers(entry, numbers):
                     place = (shard, segment, entry)
-                    for found in self._records(sources, place, mark, wanted, (None, None), offsets=True):
+                    for found in self._records(sources, place, mark, wanted, numbers, offsets=True):
                         yield from within_offsets(found, from_offset, last)
+
+    def schema_versions(self) -> dict[tuple[TableId, SchemaVersion], TableSchema]:
+        """Every schema that can be read, of every table, by table and version."""
+        return dict(sorted(self._elsewhere().all().items()))
 
     def schemas(self) -> dict[TableId, TableSchema]:
         """The latest schema of every table that the log has rows of."""
+        if self._on_damage is not None:
+            return {table: schema for (table, _), schema in self.schema_versions().items()}
         latest: dict[TableId, TableSchema] = {}
         newest: dict[TableId, tuple[int, SegmentFile, SchemaPlace]] = {}
         with self._expiry():
@@ -330,11 +355,16 @@ class StreamReader:
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
+    def _elsewhere(self) -> KnownSchemas:
+        if self._known_schemas is None:
+            self._known_schemas = KnownSchemas(self._files, self._folder)
+        return self._known_schemas
+
     def _marks(self) -> tuple[Mapping[ShardId, DurableMark], Seq]:
         """Marks of all shards, and a number up to which each of them shows everything."""
         shards = self.shards
         if self._without_mark:
-            return marks_of_whole_groups(self._files, self._folder, shards)
+            return marks_of_whole_groups(self._files, self._folder, shards, self._on_damage)
         marks = self._read_marks(shards)
         return marks, common_cut(marks.values())
 
@@ -371,18 +401,27 @@ class StreamReader:
             return dropped.seq, dropped.offset
         if first == 0:
             return Seq(0), Offset(0)
-        if not self._without_mark and self._on_damage is None and read_mark(self._files, shard_dir) is not None:
+        if not self._without_mark and read_mark(self._files, shard_dir) is not None:
             begin = Offset(0) if dropped is None else dropped.offset
-            raise CorruptWal(
+            error = CorruptWal(
                 f"segments are missing in {shard_dir}: offsets {begin} to {first} can't be read, and retention didn't drop them",
                 file=shard_dir,
                 offset_from=int(begin),
                 offset_to=int(first),
             )
+            if self._on_damage is None:
+                raise error
+            self._on_damage(error)
         # A copy without the mark: what was dropped lies below the first frame that is there.
-        frame = read_frame(Window(reader_of(self._files, segments[0].path)), SEGMENT_HEADER_SIZE, payload=False)
-        first_seq = frame.header.first_seq or frame.header.group_last_seq
-        return Seq(first_seq - 1), first
+        return Seq(self._first_number(shard, segments) - 1), first
+
+    def _first_number(self, shard: ShardId, segments: Sequence[SegmentFile]) -> Seq:
+        """The lowest number that the first frame that can be read may hold."""
+        for segment in segments:
+            for found in walk_segment(self._files, shard, segment, end=None, payload=False):
+                if isinstance(found, ScannedFrame):
+                    return found.header.first_seq or found.header.group_last_seq
+        return Seq(1)
 
     def _check_range(self, after: Seq, upto: Seq, persisted: Seq) -> None:
         first = self.first_seq()
@@ -465,11 +504,16 @@ class StreamReader:
         try:
             source = sources.get(shard)
             if source is None or source.path != segment.path:
-                source = sources[shard] = SegmentSource(self._files, segment.path)
+                source = sources[shard] = SegmentSource(
+                    self._files, segment.path, on_damage=self._on_damage, elsewhere=self._elsewhere
+                )
             if not source.knows(tables):
                 places = self._index(shard).schema_frames(segment, mark, entry.position)
                 source.bring_schemas(_of_tables(places, wanted))
-            yield from source.records(source.frame(entry.position), *numbers, wanted, offsets=offsets)
+                if self._on_damage is not None:
+                    source.bring_from_elsewhere(tables)
+            scanned = source.frame(entry.position, end=Offset(entry.offset + entry.count), first=entry.offset)
+            yield from source.records(scanned, *numbers, wanted, offsets=offsets)
         except CorruptWal as error:
             if self._on_damage is None:
                 raise
@@ -510,6 +554,11 @@ def _sum(one: TablePart, other: TablePart) -> TablePart:
         one.rows + other.rows,
         one.size_bytes + other.size_bytes,
     )
+
+
+def _has_numbers(entry: FrameEntry, numbers: tuple[Seq | None, Seq | None]) -> bool:
+    after, upto = numbers
+    return (after is None or entry.last_seq > after) and (upto is None or entry.first_seq <= upto)
 
 
 def _of_tables(frames: Sequence[SchemaPlace], wanted: frozenset[TableId] | None) -> Sequence[SchemaPlace]:

@@ -7,7 +7,7 @@ shard and offset are what the place asks for. What old frames, zeros or garbage 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,7 @@ from millstream.codec.log_frame import (
 )
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SegmentHeader
 from millstream.errors import CorruptFrame, TruncatedFrame, UnsupportedFormat
+from millstream.model.ids import GroupNumber
 from millstream.model.positions import Offset
 from millstream.ports import Files
 
@@ -131,6 +132,23 @@ def _check_newer_head(window: Window, position: int) -> None:
     head = bytes(window.at(position, head_length))
     if len(head) < head_length or crc != crc32c(head[:4], head[8:]):
         raise CorruptFrame("no frame begins here")
+
+
+def lost_groups(frames: Iterable[ScannedFrame], before: GroupNumber) -> list[range]:
+    """The numbers of groups of which something may have stood where loss frames stand now.
+
+    Args:
+        frames: in order.
+        before: the group in front of the first of them.
+    """
+    found = []
+    first = before + 1
+    for frame in frames:
+        header = frame.header
+        if header.kind is FrameKind.LOSS:
+            found.append(range(first, header.group + (0 if header.more else 1)))
+        first = header.group + (0 if header.more else 1)
+    return found
 
 
 def commit_times(head: bytes, segment: SegmentHeader) -> tuple[int, int] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,15 +10,17 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from millstream.codec.log_frame import RecordsFrame, SchemaSet, decode_frame
-from millstream.codec.log_segment import TableEntry
-from millstream.errors import CorruptFrame, LogError
-from millstream.model.ids import ShardId, TableId
+from millstream.codec.log_segment import SegmentHeader, TableEntry
+from millstream.errors import CorruptFrame, CorruptWal
+from millstream.model.ids import Epoch, RegionId, ShardId, TableId
 from millstream.model.positions import Offset, Seq
 from millstream.model.schema import TableSchema
 from millstream.ports import Files
-from millstream.wal.index import HEADS_AHEAD_BYTES, SchemaPlace, damage, load_schemas, read_header
+from millstream.wal.index import HEADS_AHEAD_BYTES, OnDamage, SchemaPlace, damage, load_schemas, read_header
 from millstream.wal.layout import SegmentFile
 from millstream.wal.scan import ScannedFrame, Window, read_frame, reader_of
+from millstream.wal.survey import KnownSchemas
+from millstream.wal.walk import NO_STREAM
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +57,34 @@ class SegmentSource:
     Args:
         files: the file system.
         path: the segment's.
+        on_damage: told of a damaged header or schema, and of tables' rows in a frame, which are then done without; without it
+            they are errors.
+        elsewhere: where schemas are found that this segment has lost.
 
     Raises:
         CorruptWal, UnsupportedFormat, FileNotFoundError: from every method, the making included.
     """
 
-    def __init__(self, files: Files, path: str) -> None:
+    def __init__(
+        self,
+        files: Files,
+        path: str,
+        *,
+        on_damage: OnDamage | None = None,
+        elsewhere: Callable[[], KnownSchemas] | None = None,
+    ) -> None:
         base = Offset(int(path.rsplit("/", 1)[-1].removesuffix(".wal")))
         self.path = path
         self._files = files
-        self._header = read_header(files, SegmentFile(base, path))
+        self._on_damage = on_damage
+        self._elsewhere = elsewhere
+        try:
+            self._header = read_header(files, SegmentFile(base, path))
+        except CorruptWal as error:
+            if on_damage is None:
+                raise
+            on_damage(error)
+            self._header = SegmentHeader(NO_STREAM, RegionId(0), ShardId(0), Epoch(0), base)
         self._schemas = SchemaSet(self._header.directory)
         self._heads = Window(reader_of(files, path), HEADS_AHEAD_BYTES)
 
@@ -74,16 +94,33 @@ class SegmentSource:
 
     def bring_schemas(self, places: Iterable[SchemaPlace]) -> None:
         """Read the schemas at these places."""
-        for schema in load_schemas(self._files, self.path, self._header, places).tables.values():
-            if (schema.table_id, schema.version) not in self._schemas:
-                self._schemas.add(schema)
+        for some in [places] if self._on_damage is None else [[place] for place in places]:
+            try:
+                found = load_schemas(self._files, self.path, self._header, some)
+            except CorruptWal as error:
+                if self._on_damage is None:
+                    raise
+                self._on_damage(error)
+                continue
+            for schema in found.tables.values():
+                if (schema.table_id, schema.version) not in self._schemas:
+                    self._schemas.add(schema)
 
-    def frame(self, position: int) -> ScannedFrame:
-        """The head of the frame at a position, verified."""
+    def bring_from_elsewhere(self, tables: Iterable[TableEntry]) -> None:
+        """Take schemas that this segment has lost from another one."""
+        for table in tables:
+            if self._elsewhere is not None and (table.table_id, table.schema_version) not in self._schemas:
+                schema = self._elsewhere().find(table.table_id, table.schema_version)
+                if schema is not None:
+                    self._schemas.add(schema)
+
+    def frame(self, position: int, *, first: Offset | None = None, end: Offset | None = None) -> ScannedFrame:
+        """The head of the frame at a position, verified; `first` and `end` are its offsets, for the error, where known."""
         try:
             return read_frame(self._heads, position, payload=False)
         except CorruptFrame as error:
-            raise self._damage(error, position, None) from error
+            base = self._header.base_offset if first is None else first
+            raise damage(error, file=self.path, byte=position, offset_from=base, offset_to=end) from error
 
     def records(
         self,
@@ -111,14 +148,20 @@ class SegmentSource:
                 upto is not None and header.last_seq > upto
             )
             firsts = _first_seqs(frame)
-            for table_id in frame.table_ids():
-                if wanted is not None and table_id not in wanted:
-                    continue
+        except CorruptFrame as error:
+            raise self._damage(error, scanned.position, scanned) from error
+        for table_id in frame.table_ids():
+            if wanted is not None and table_id not in wanted:
+                continue
+            try:
                 for schema, batch in frame.records(table_id, offsets=offsets, moments=moments):
                     found = _table_records(frame, firsts, schema, batch)
                     yield from _within_seqs(found, after, upto) if straddles else (found,)
-        except CorruptFrame as error:
-            raise self._damage(error, scanned.position, scanned) from error
+            except CorruptFrame as error:
+                told = self._damage(error, scanned.position, scanned, table_id)
+                if self._on_damage is None:
+                    raise told from error
+                self._on_damage(told)
 
     def parts(self, scanned: ScannedFrame) -> list[TablePart]:
         """What a frame holds of which table; no payload is read."""
@@ -138,10 +181,12 @@ class SegmentSource:
         except CorruptFrame as error:
             raise self._damage(error, scanned.position, scanned) from error
 
-    def _damage(self, error: CorruptFrame, position: int, scanned: ScannedFrame | None) -> LogError:
-        first = self._header.base_offset if scanned is None else scanned.header.first_offset
-        end = None if scanned is None else Offset(first + scanned.header.count)
-        return damage(error, file=self.path, byte=position, offset_from=first, offset_to=end)
+    def _damage(
+        self, error: CorruptFrame, position: int, scanned: ScannedFrame, table: TableId | None = None
+    ) -> CorruptWal:
+        first = scanned.header.first_offset
+        end = Offset(first + scanned.header.count)
+        return damage(error, file=self.path, byte=position, offset_from=first, offset_to=end, table=table)
 
 
 def _first_seqs(frame: RecordsFrame) -> npt.NDArray[np.int64]:

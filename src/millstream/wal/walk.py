@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 from uuid import UUID
 
 from millstream.codec.log_frame import FrameHeader
-from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SEGMENT_TRAILER_SIZE, SegmentFooter, SegmentHeader
+from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SegmentFooter, SegmentHeader
 from millstream.errors import CorruptFrame, UnsupportedFormat
-from millstream.model.ids import ShardId, StreamId
-from millstream.model.positions import Offset
+from millstream.model.ids import ShardId, StreamId, TableId
+from millstream.model.positions import Offset, Seq
 from millstream.ports import Files
 from millstream.wal.layout import SegmentFile
+from millstream.wal.mark import DurableMark
 from millstream.wal.scan import ScannedFrame, Window, frames_behind, read_frame, reader_of, scan_frames
 
-_NO_STREAM: Final = StreamId(UUID(int=0))
+NO_STREAM: Final = StreamId(UUID(int=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,13 @@ class Loss:
     offset_to: Offset | None
     """Offsets `[from, to)` can't be read; None where no records are lost, or their end isn't known."""
     shard: ShardId | None = None
+    byte_to: int | None = None
+    """Exclusive end of the bytes; None where it isn't known."""
+    first_seq: Seq | None = None
+    last_seq: Seq | None = None
+    """Bounds of the lost records' numbers, where they are known."""
+    tables: tuple[TableId, ...] | None = None
+    """Only the records of these are lost in the range; None for all."""
 
 
 Found: TypeAlias = ScannedFrame | Loss
@@ -51,18 +59,29 @@ def footer_of(files: Files, segment: SegmentFile) -> SegmentFooter | CorruptFram
         return error
 
 
+def ends_of(segments: Sequence[SegmentFile], mark: DurableMark | None) -> list[Offset | None]:
+    """Where the records of each of a shard's segments must end; None where nothing says so (the last one's, without a mark)."""
+    ends: list[Offset | None] = [following.base_offset for following in segments[1:]]
+    if segments:
+        holds = mark is not None and mark.durable_offset >= segments[-1].base_offset
+        ends.append(mark.durable_offset if mark is not None and holds else None)
+    return ends
+
+
 def walk_segment(
-    files: Files,
-    shard: ShardId,
-    segment: SegmentFile,
-    *,
-    is_last: bool,
-    payload: bool = True,
+    files: Files, shard: ShardId, segment: SegmentFile, *, end: Offset | None, payload: bool = True
 ) -> Iterator[Found]:
     """A segment's valid frames and, between them, what can't be read.
 
     With a footer its index finds what follows on damage; without one, a frame is looked for at every place where one may
-    stand. Bytes behind the last frame of a shard's last segment are no damage: they aren't reported here.
+    stand. Bytes behind the last frame are no damage where the records are complete without them: they aren't told of.
+
+    Args:
+        files: the file system.
+        shard: whose segment it is.
+        segment: which.
+        end: where its records must end; see `ends_of`.
+        payload: whether to verify payloads too, or heads only.
     """
     header = header_of(files, segment)
     footer = footer_of(files, segment)
@@ -72,29 +91,37 @@ def walk_segment(
     read = reader_of(files, segment.path)
     size = files.size(segment.path)
     position, offset = SEGMENT_HEADER_SIZE, segment.base_offset
-    while position < size:
+    while True:
         try:
             for frame in scan_like(Window(read), header, shard, position, offset, payload=payload):
                 yield frame
                 position, offset = frame.end, Offset(frame.header.first_offset + frame.header.count)
-            return
+            return  # pragma: no cover - a walk without an end is ended by an error
         except (CorruptFrame, UnsupportedFormat) as error:
-            following = next(
-                (
-                    frame
-                    for frame in frames_behind(read, position + 8, size)
-                    if frame.header.shard == shard
-                    and frame.header.first_offset >= offset
-                    and (header is None or frame.header.epoch == header.epoch)
-                ),
-                None,
-            )
+            following = _behind(read, header, shard, position, offset, size)
             if following is None:
-                if not (is_last or _ends_with_footer(read, size, position)):
-                    yield Loss(segment.path, position, str(error), offset, None, shard)
+                if end is not None and offset < end:
+                    yield Loss(segment.path, position, str(error), offset, end, shard)
                 return
-            yield Loss(segment.path, position, str(error), offset, following.header.first_offset, shard)
-            position, offset = following.position, following.header.first_offset
+            upto = following.header.first_offset
+            yield Loss(segment.path, position, str(error), offset, upto, shard, following.position)
+            position, offset = following.position, upto
+
+
+def _behind(
+    read: Callable[[int, int], bytes],
+    header: SegmentHeader | None,
+    shard: ShardId,
+    position: int,
+    offset: Offset,
+    size: int,
+) -> ScannedFrame | None:
+    """The next frame behind a bad place that may be this segment's."""
+    for frame in frames_behind(read, position + 8, size):
+        fits = frame.header.shard == shard and frame.header.first_offset >= offset
+        if fits and (header is None or frame.header.epoch == header.epoch):
+            return frame
+    return None
 
 
 def scan_like(
@@ -105,13 +132,13 @@ def scan_like(
         first = read_frame(window, position, payload=payload)
         if first.header.shard != shard:
             raise CorruptFrame("a frame of another shard lies here")
-        header = _header_like(first.header)
+        header = header_like(first.header)
     yield from scan_frames(window, header, position=position, offset=offset, payload=payload)
 
 
-def _header_like(frame: FrameHeader) -> SegmentHeader:
+def header_like(frame: FrameHeader) -> SegmentHeader:
     """What a lost header must have said, but for the stream, which frames don't name."""
-    return SegmentHeader(_NO_STREAM, frame.region, frame.shard, frame.epoch, frame.first_offset)
+    return SegmentHeader(NO_STREAM, frame.region, frame.shard, frame.epoch, frame.first_offset)
 
 
 def _walk_by_footer(
@@ -125,10 +152,14 @@ def _walk_by_footer(
                 raise CorruptFrame("another frame lies here than the footer says")
             yield frame
         except (CorruptFrame, UnsupportedFormat) as error:
-            end = Offset(entry.offset + entry.count)
-            yield Loss(segment.path, entry.position, str(error), entry.offset, end, shard)
-
-
-def _ends_with_footer(read: Callable[[int, int], bytes], size: int, position: int) -> bool:
-    """Whether what lies behind the last frame is just a (damaged) footer."""
-    return position < size and SegmentFooter.is_trailer(read(size - SEGMENT_TRAILER_SIZE, SEGMENT_TRAILER_SIZE))
+            yield Loss(
+                segment.path,
+                entry.position,
+                str(error),
+                entry.offset,
+                Offset(entry.offset + entry.count),
+                shard,
+                entry.position + entry.length,
+                entry.first_seq if entry.count else None,
+                entry.last_seq if entry.count else None,
+            )

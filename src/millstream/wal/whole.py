@@ -5,20 +5,21 @@ Unlike recovery it changes nothing and needs no lock; like it, it shows a group 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from millstream.codec.log_frame import FrameHeader
-from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SegmentFooter, SegmentHeader
-from millstream.errors import CorruptFrame, UnsupportedFormat
-from millstream.model.ids import GroupNumber, ShardId, WriterId
+from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, FrameEntry, SegmentFooter, SegmentHeader
+from millstream.errors import CorruptFrame, CorruptWal, UnsupportedFormat
+from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, WriterId
 from millstream.model.positions import Offset, Seq
 from millstream.ports import Files
-from millstream.wal.index import read_header
+from millstream.wal.index import OnDamage, damage
 from millstream.wal.layout import SegmentFile, list_segments, shard_folder
 from millstream.wal.mark import DurableMark
-from millstream.wal.scan import ScannedFrame, Window, read_frame, reader_of, scan_frames
+from millstream.wal.scan import ScannedFrame, Window, lost_groups, read_frame, reader_of
+from millstream.wal.walk import NO_STREAM, Loss, header_of, walk_segment
 
 
 @dataclass(slots=True)
@@ -34,29 +35,56 @@ class _End:
     """Whether that is the last segment."""
     frames: list[ScannedFrame] = field(default_factory=list)
     """The valid frames of the last segment, where it is open."""
+    holes: list[range] = field(default_factory=list)
+    """Groups of which something may have stood where bytes between them can't be read."""
 
     def found(self) -> list[ScannedFrame]:
         """All frames looked at."""
         return self.frames if self.sealed_last is None else [self.sealed_last, *self.frames]
 
+    def damaged(self, why: str) -> CorruptWal:
+        """The error for records that are missing behind what was found."""
+        last = self.frames[-1] if self.frames else None
+        offset = self.segment.base_offset if last is None else Offset(last.header.first_offset + last.header.count)
+        byte = SEGMENT_HEADER_SIZE if last is None else last.end
+        return damage(why, file=self.segment.path, byte=byte, offset_from=offset, offset_to=None)
+
     def has_whole(self, group: GroupNumber) -> bool:
         """Whether this shard's part of the group is there: a segment is sealed only when its groups are durable."""
         if self.sealed_last is not None and group <= self.sealed_last.header.group:
             return True
-        return any(frame.header.group == group and not frame.header.more for frame in self.frames)
+        if any(frame.header.group == group and not frame.header.more for frame in self.frames):
+            return True
+        before = GroupNumber(0) if self.sealed_last is None else self.sealed_last.header.group
+        return any(group in lost for lost in (*lost_groups(self.frames, before), *self.holes))
 
 
 def marks_of_whole_groups(
-    files: Files, folder: str, shards: Iterable[ShardId]
+    files: Files, folder: str, shards: Iterable[ShardId], on_damage: OnDamage | None = None
 ) -> tuple[Mapping[ShardId, DurableMark], Seq]:
-    """Marks that show every valid whole group, and the last one's last number.
+    """Marks that show every valid whole group, and the last one's last number. Every mark bears that group.
+
+    Bytes that can't be read between groups are the reader's to tell of. A group that lacks a part at a shard's end was being
+    written when it is the last one, and is damage where another follows.
 
     Raises:
-        CorruptWal: the header of a shard's last segment is damaged.
+        CorruptWal: it is that, and there is no `on_damage` to tell.
     """
-    ends = {shard: end for shard in shards if (end := _end(files, shard_folder(folder, shard))) is not None}
+    ends = {shard: end for shard in shards if (end := _end(files, shard, shard_folder(folder, shard))) is not None}
     headers = sorted((frame.header for end in ends.values() for frame in end.found()), key=lambda header: header.group)
-    cut_from = next((header.group for header in headers if not _is_whole(header, ends)), None)
+    newest = headers[-1].group if headers else GroupNumber(0)
+    cut_from: GroupNumber | None = None
+    for header in headers:
+        missing = _missing(header, ends)
+        if missing is None:
+            continue
+        if header.group == newest:
+            cut_from = header.group
+            break
+        error = ends[missing].damaged(f"group {header.group} isn't whole, though group {newest} follows")
+        if on_damage is None:
+            raise error
+        on_damage(error)
     last = max(
         (header for header in headers if cut_from is None or header.group < cut_from),
         key=lambda header: header.group,
@@ -85,32 +113,79 @@ def marks_of_whole_groups(
     return marks, persisted
 
 
-def _is_whole(header: FrameHeader, ends: Mapping[ShardId, _End]) -> bool:
-    return all(s not in ends or ends[s].has_whole(header.group) for s in (header.shard, *header.other_shards))
+def _missing(header: FrameHeader, ends: Mapping[ShardId, _End]) -> ShardId | None:
+    """A shard that lacks its part of a frame's group; None where the group is whole."""
+    shards = (header.shard, *header.other_shards)
+    return next((s for s in shards if s in ends and not ends[s].has_whole(header.group)), None)
 
 
-def _end(files: Files, shard_dir: str) -> _End | None:
+def _end(files: Files, shard: ShardId, shard_dir: str) -> _End | None:
     segments = list_segments(files, shard_dir)
     if not segments:
         return None
-    end = _End(segments[-1], read_header(files, segments[-1]))
+    header = header_of(files, segments[-1])
+    end = _End(segments[-1], header or _header_like(files, shard, segments))
     end.sealed_last = _last_of_sealed(files, segments[-1])
     end.is_sealed = end.sealed_last is not None
     if end.is_sealed:
         return end
     if len(segments) > 1:
         end.sealed_last = _last_of_sealed(files, segments[-2])
-    with suppress(CorruptFrame, UnsupportedFormat):
-        for frame in scan_frames(Window(reader_of(files, segments[-1].path)), end.header):
-            end.frames.append(frame)
+    bad: GroupNumber | None = None
+    """The group of the first bytes that can't be read."""
+    whole: list[ScannedFrame] = []
+    for found in walk_segment(files, shard, segments[-1], end=None):
+        if isinstance(found, Loss):
+            before = whole[-1] if whole else end.sealed_last
+            if bad is None:
+                more = before is not None and before.header.more
+                bad = GroupNumber((0 if before is None else before.header.group) + (0 if more else 1))
+            continue
+        whole.append(found)
+        if bad is None:
+            end.frames.append(found)
+        elif found.header.group > bad:
+            # A later group behind bad bytes: damage, of which the reader tells; not a torn tail.
+            end.holes.append(range(bad, found.header.group + 1))
+            end.frames, bad = list(whole), None
     return end
 
 
+def _header_like(files: Files, shard: ShardId, segments: Sequence[SegmentFile]) -> SegmentHeader:
+    """What a lost header of a shard's last segment must have said: whoever reads the segment is told of it."""
+    known = next((header for segment in segments if (header := header_of(files, segment)) is not None), None)
+    stream = NO_STREAM if known is None else known.stream
+    epoch = Epoch(0) if known is None else known.epoch
+    return SegmentHeader(stream, RegionId(0), shard, epoch, segments[-1].base_offset)
+
+
 def _last_of_sealed(files: Files, segment: SegmentFile) -> ScannedFrame | None:
-    """A sealed segment's last frame; None where the segment isn't sealed, or its end is damaged."""
+    """A sealed segment's last frame; None where the segment isn't sealed, or its footer is damaged."""
     read = reader_of(files, segment.path)
     with suppress(CorruptFrame):
         footer = SegmentFooter.decode_tail(read, files.size(segment.path))
         if footer is not None and footer.frames:
-            return read_frame(Window(read), footer.frames[-1].position, payload=False)
+            try:
+                return read_frame(Window(read), footer.frames[-1].position, payload=False)
+            except (CorruptFrame, UnsupportedFormat):
+                return _frame_of(footer.frames[-1])
     return None
+
+
+def _frame_of(entry: FrameEntry) -> ScannedFrame:
+    """What a footer says of a frame that can't be read: it was durable, or the segment wouldn't have been sealed."""
+    header = FrameHeader(
+        kind=entry.kind,
+        first_offset=entry.offset,
+        count=entry.count,
+        first_seq=entry.first_seq,
+        last_seq=entry.last_seq,
+        group_last_seq=entry.group_last_seq,
+        group=entry.group,
+        epoch=Epoch(0),
+        region=RegionId(0),
+        shard=ShardId(0),
+        writer=WriterId(0),
+        reserved_to=entry.group_last_seq,
+    )
+    return ScannedFrame(header, b"", entry.position, entry.length)

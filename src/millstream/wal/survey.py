@@ -1,0 +1,174 @@
+"""What of a damaged log can be read, part by part: a frame may lose one table's rows and keep the others'.
+
+Everything is read and decoded. A schema whose frame is damaged is taken from any other segment that brings it: then its
+records aren't lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from millstream.codec.log_frame import (
+    FrameKind,
+    LossFrame,
+    PayloadPart,
+    RecordsFrame,
+    SchemaFrame,
+    SchemaSet,
+    decode_frame,
+)
+from millstream.codec.log_records import records_of
+from millstream.codec.log_segment import SegmentFooter
+from millstream.errors import CorruptFrame, MillstreamError
+from millstream.model.ids import SchemaVersion, ShardId, TableId
+from millstream.model.positions import Offset, Seq
+from millstream.model.schema import TableSchema
+from millstream.ports import Files
+from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard_folder
+from millstream.wal.scan import ScannedFrame
+from millstream.wal.walk import Loss, footer_of, header_of, walk_segment
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A frame whose head holds."""
+
+    frame: ScannedFrame
+    lost: tuple[PayloadPart, ...] = ()
+    """Its parts that can't be read."""
+    why: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing of it is lost."""
+        return not self.lost
+
+    def loss(self, segment: SegmentFile) -> Loss:
+        """What is lost of it."""
+        header = self.frame.header
+        end = Offset(header.first_offset + header.count)
+        tables = None if len(self.lost) == len(header.parts) else tuple(part.table_id for part in self.lost)
+        return Loss(
+            segment.path,
+            self.frame.position,
+            self.why,
+            header.first_offset,
+            end,
+            header.shard,
+            self.frame.end,
+            header.first_seq if header.count else None,
+            header.last_seq if header.count else None,
+            tables,
+        )
+
+
+Surveyed: TypeAlias = Checked | Loss
+
+
+class KnownSchemas:
+    """The schemas that a log's segments bring, all of them; read when first asked for.
+
+    Args:
+        files: the file system.
+        folder: the stream's.
+        others: known from elsewhere (a catalog).
+    """
+
+    def __init__(self, files: Files, folder: str, others: Iterable[TableSchema] = ()) -> None:
+        self._files = files
+        self._folder = folder
+        self._found = {(schema.table_id, schema.version): schema for schema in others}
+        self._looked = False
+
+    def find(self, table: TableId, version: SchemaVersion) -> TableSchema | None:
+        """One schema; None where no segment has it any more."""
+        return self.all().get((table, version))
+
+    def all(self) -> dict[tuple[TableId, SchemaVersion], TableSchema]:
+        """Every one that can be read."""
+        if not self._looked:
+            self._looked = True
+            with suppress(MillstreamError):
+                for shard in list_shards(self._files, self._folder):
+                    for segment in list_segments(self._files, shard_folder(self._folder, shard)):
+                        self._look(shard, segment)
+        return self._found
+
+    def _look(self, shard: ShardId, segment: SegmentFile) -> None:
+        footer = footer_of(self._files, segment)
+        if isinstance(footer, SegmentFooter):
+            places = [(entry.position, entry.length) for entry in footer.frames if entry.kind is FrameKind.SCHEMA]
+        else:
+            places = [
+                (frame.position, frame.length)
+                for frame in walk_segment(self._files, shard, segment, end=None, payload=False)
+                if isinstance(frame, ScannedFrame) and frame.header.kind is FrameKind.SCHEMA
+            ]
+        for position, length in places:
+            with suppress(MillstreamError):
+                frame = decode_frame(self._files.read(segment.path, position, length), SchemaSet())
+                if isinstance(frame, SchemaFrame):
+                    self._found[frame.schema.table_id, frame.schema.version] = frame.schema
+
+
+def survey_segment(
+    files: Files, shard: ShardId, segment: SegmentFile, elsewhere: KnownSchemas, *, end: Offset | None
+) -> Iterator[Surveyed]:
+    """A segment's frames, each checked to its last row, and what can't be read between them; see `walk_segment`."""
+    header = header_of(files, segment)
+    schemas = SchemaSet() if header is None else SchemaSet(header.directory)
+    for found in walk_segment(files, shard, segment, end=end, payload=False):
+        yield found if isinstance(found, Loss) else _check(files, segment, found, schemas, elsewhere)
+
+
+def _check(
+    files: Files, segment: SegmentFile, found: ScannedFrame, schemas: SchemaSet, elsewhere: KnownSchemas
+) -> Surveyed:
+    header = found.header
+
+    def read_payload(position: int, length: int) -> bytes:
+        return files.read(segment.path, found.position + len(found.head) + position, length)
+
+    for part in header.parts if header.kind is FrameKind.RECORDS else ():
+        if (part.table_id, part.schema_version) not in schemas:
+            schema = elsewhere.find(part.table_id, part.schema_version)
+            if schema is not None:
+                schemas.add(schema)
+    try:
+        frame = decode_frame(found.head, schemas, read_payload=read_payload)
+    except CorruptFrame as error:
+        return Checked(found, header.parts, str(error))
+    if not isinstance(frame, RecordsFrame):
+        return Checked(found)
+    lost: list[PayloadPart] = []
+    why = ""
+    for part in header.parts:
+        try:
+            schema = schemas.find(part.table_id, part.schema_version)
+            records_of(schema, frame.log_rows(part.table_id, part.schema_version), frame.operations, frame.batches)
+        except CorruptFrame as error:
+            lost.append(part)
+            why = why or str(error)
+    return Checked(found, tuple(lost), why)
+
+
+def accepted_loss(files: Files, segment: SegmentFile, found: ScannedFrame) -> Loss:
+    """What a loss frame stands for."""
+    header = found.header
+    why, tables = "it was accepted that this is lost", None
+    with suppress(CorruptFrame):
+        frame = decode_frame(files.read(segment.path, found.position, found.length), SchemaSet())
+        if isinstance(frame, LossFrame):
+            why = str(frame.facts.get("why", why))
+            of = frame.facts.get("tables")
+            tables = None if of is None else tuple(TableId(table) for table in of)
+            first, end = (Offset(int(frame.facts[name])) for name in ("offset_from", "offset_to"))
+            numbers = (Seq(frame.facts.get("first_seq", 0)), Seq(frame.facts.get("last_seq", 0)))
+            return Loss(segment.path, found.position, why, first, end, header.shard, found.end, *numbers, tables)
+    end = Offset(header.first_offset + header.count)
+    return Loss(
+        segment.path, found.position, why, header.first_offset, end, header.shard, found.end, None, None, tables
+    )
