@@ -7,8 +7,8 @@ bytes over live bytes. With r = removed / live bytes of a fold and n folds' file
 
     1 + r + n r  <=  disk_factor,   and n folds ago was longer than keep_s before this one began
 
-With the defaults, a table that is rewritten whole folds every 75 s and a quarter of a fold's time; one whose changes lie together,
-in proportion oftener.
+With the defaults, a table that is rewritten whole folds 75 s after its last fold; one whose changes lie together, in proportion
+oftener.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def fold_interval_s(last: FoldHistory, *, disk_factor: float = DISK_FACTOR, keep
     if last.live_bytes < SMALL_BYTES or not last.removed_bytes:
         return rest
     copies = max(1, int((disk_factor - 1) * last.live_bytes / last.removed_bytes))
-    return max(rest, (keep_s + last.took_s + _CLOCK_S) / copies - last.took_s)
+    # Whatever folds take: of the waits between them so many are longer than `keep_s`.
+    return max(rest, (keep_s + _CLOCK_S) / copies)
 
 
 def fold_is_due(last: FoldHistory, now_s: float, *, disk_factor: float = DISK_FACTOR, keep_s: float = KEEP_S) -> bool:
