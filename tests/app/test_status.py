@@ -193,6 +193,23 @@ def test_retention_drops_nothing_that_the_pipeline_lacks(home: Home) -> None:
         owned.writer.close()
 
 
+def test_who_keeps_how_much_of_the_log_is_told(home: Home) -> None:
+    with home.open_catalog() as catalog:
+        stream = catalog.stream("shop").id
+        catalog.set_needed_from(stream, "lake", Seq(4))
+        catalog.set_needed_from(stream, "lake/1", Seq(1))
+    status = collect_status(home)
+    log = status["streams"][0]["log"]
+    assert log["first_seq"] == 1
+    assert log["held"]["lake"] == {"from": 4, "bytes": 0, "seconds": None}
+    assert (log["held"]["lake/1"]["from"], log["held"]["lake/1"]["bytes"] > 0) == (1, True)
+    assert log["held"]["lake/1"]["seconds"] > 0
+    text = prometheus_text(lambda: status).decode()
+    assert 'millstream_log_held_bytes{holder="lake",stream="shop"} 0.0' in text
+    assert 'millstream_log_held_seconds{holder="lake/1",stream="shop"}' in text
+    assert 'millstream_log_first_seq{stream="shop"} 1.0' in text
+
+
 def test_a_lost_catalog_takes_the_stream_and_a_higher_epoch_over_from_the_log(home: Home) -> None:
     with home.open_catalog() as catalog:
         stream = catalog.stream("shop").id

@@ -40,6 +40,13 @@ class _Status(Collector):
             streams, "millstream_landed_seq", "Everything up to here is in the lake.", lambda s: _n(s, "landed")
         )
         yield _gauge(streams, "millstream_writer_epoch", "Fencing epoch.", lambda s: (s["writer"] or {}).get("epoch"))
+        yield _gauge(
+            streams,
+            "millstream_log_first_seq",
+            "The oldest number that the log still has.",
+            lambda s: s["log"]["first_seq"],
+        )
+        yield from _held(streams)
         yield _tables(streams)
         yield from _each_table(streams)
 
@@ -51,6 +58,20 @@ def _lags(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
             for stage, lag in stream["lag"].items():
                 if lag.get(unit) is not None:
                     family.add_metric([stream["name"], stage], float(lag[unit]))
+        yield family
+
+
+def _held(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
+    """One that grows and grows has a holder that doesn't come on."""
+    for key, text in (
+        ("bytes", "Bytes of the log that a pipeline, or a table that it set aside, still needs."),
+        ("seconds", "Age of the oldest record that it needs."),
+    ):
+        family = GaugeMetricFamily(f"millstream_log_held_{key}", text, labels=["stream", "holder"])
+        for stream in streams:
+            for holder, facts in stream["log"]["held"].items():
+                if facts[key] is not None:
+                    family.add_metric([stream["name"], holder], float(facts[key]))
         yield family
 
 

@@ -18,6 +18,8 @@ from millstream.model.names import qualified_name
 from millstream.model.positions import Seq, StreamToken, format_lsn
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from millstream.catalog import Catalog, TableRow
 
 
@@ -106,8 +108,7 @@ def _stream(
                 "seconds": max((t["fold_lag_s"] or 0.0 for t in landing.get("tables", ())), default=None),
             },
         },
-        "log": _log(home, name, problems)
-        | {"needed_from": {k: int(v) for k, v in catalog.needed_from(stream).items()}},
+        "log": _log(home, name, problems) | {"held": _held(home, name, catalog.needed_from(stream), durable, problems)},
         "tables": tables_of(catalog, stream, captured, landing),
         "errors": {
             part: facts["error"]
@@ -169,13 +170,37 @@ def _lake_lag(home: Home, name: str, landed: Seq, durable: Seq | None, problems:
 
 def _log(home: Home, name: str, problems: list[str]) -> dict[str, Any]:
     from millstream.wal.backlog import log_size
+    from millstream.wal.reader import StreamReader
 
     try:
         segments, size = log_size(str(home.wal_folder(name)))
+        first = int(StreamReader(str(home.wal_folder(name))).first_seq())
     except (LogError, OSError) as error:
         problems.append(f"log of {name}: {error}")
-        return {"segments": None, "bytes": None}
-    return {"segments": segments, "bytes": size}
+        return {"segments": None, "bytes": None, "first_seq": None}
+    return {"segments": segments, "bytes": size, "first_seq": first}
+
+
+def _held(
+    home: Home, name: str, needed_from: Mapping[str, Seq], durable: Seq | None, problems: list[str]
+) -> dict[str, dict[str, Any]]:
+    """Who keeps how much of the log from being dropped: by holder, `from` which number, `bytes`, and `seconds` of age."""
+    from millstream.wal.backlog import backlog
+
+    held: dict[str, dict[str, Any]] = {}
+    for who, seq in needed_from.items():
+        held[who] = {"from": int(seq), "bytes": None, "seconds": None}
+        if durable is None:
+            continue
+        try:
+            waiting = backlog(str(home.wal_folder(name)), Seq(max(0, seq - 1)), durable)
+        except (LogError, OSError) as error:
+            problems.append(f"log of {name}: {error}")
+            continue
+        oldest = waiting.oldest_commit_us
+        seconds = None if oldest is None else max(0.0, time.time() - oldest / 1e6)
+        held[who] = {"from": int(seq), "bytes": waiting.size_bytes, "seconds": seconds}
+    return held
 
 
 def live_progress(home: Home, name: str) -> tuple[dict[str, Any], dict[str, Any]]:

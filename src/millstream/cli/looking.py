@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import click
 
@@ -18,6 +18,9 @@ from millstream.cli.context import (
     print_table,
     stream_option,
 )
+
+_HELD_BYTES: Final = 256 << 20
+"""What a holder may need of the log without being named."""
 
 
 @click.command()
@@ -67,13 +70,28 @@ def _print_stream(stream: dict[str, Any]) -> None:
         click.echo(f"  {words}: {records} records, {size}, {age} behind")
     if lag["fold"]["seconds"] is not None:
         click.echo(f"  current: folded {human_seconds(lag['fold']['seconds'])} ago at the oldest")
-    click.echo(f"  log: {stream['log']['segments']} segments, {human_bytes(stream['log']['bytes'])}")
+    click.echo(f"  log: {stream['log']['segments']} segments, {human_bytes(stream['log']['bytes'])}{_held(stream)}")
     for part, error in stream["errors"].items():
         click.secho(f"  {part}: {error['code']}: {error['message']}", fg="red")
     if stream["tables"]:
         titles = ["  table", "state", "rows/s", "fold lag", "disk factor", "reason"]
         print_table(titles, [_table_row(t) for t in stream["tables"]], right=titles[2:5])
         _print_hints(stream["tables"])
+
+
+def _held(stream: dict[str, Any]) -> str:
+    """Who keeps most of the log, where it is more than what just goes through."""
+    held = {holder: facts["bytes"] or 0 for holder, facts in stream["log"]["held"].items()}
+    holder = max(held, key=lambda name: held[name], default=None)
+    if holder is None or held[holder] < _HELD_BYTES:
+        return ""
+    return f", {human_bytes(held[holder])} of it needed by {_holder_words(stream, holder)}"
+
+
+def _holder_words(stream: dict[str, Any], holder: str) -> str:
+    pipeline, _, table_id = holder.partition("/")
+    name = next((table["name"] for table in stream["tables"] if str(table["id"]) == table_id), None)
+    return f"the pipeline {pipeline}" if not table_id else f"{name or f'table {table_id}'}, which is set aside"
 
 
 def _print_hints(tables: list[dict[str, Any]]) -> None:
