@@ -64,6 +64,11 @@ upkeep_interval = "2s"
 keep_replaced = "10s"
 compact_files = 10
 """
+LOG = """[streams.shop.log]
+segment_bytes = "64KiB"
+retention_age = "0s"
+"""
+"""Upkeep at its busiest, and a log that drops all that nobody needs."""
 
 
 class Bank:
@@ -182,7 +187,7 @@ def leftovers(folder: Path) -> int:
 def test_answers_hold_whole_transactions_whatever_part_of_the_lake_is_killed_when(
     tmp_path: Path, postgres_server: EmbeddedPostgres
 ) -> None:
-    home = Home(tmp_path / "shop", postgres_server.create_database("bank"), slot="bank")
+    home = Home(tmp_path / "shop", postgres_server.create_database("bank"), slot="bank", extra_config=LOG)
     home.init()
     config = home.path / "millstream.toml"
     config.write_text(config.read_text().replace("[streams.shop.lake]\n", LAKE, 1))
@@ -241,3 +246,4 @@ def test_answers_hold_whole_transactions_whatever_part_of_the_lake_is_killed_whe
         with home.running():
             tables = [home.lake("current", f"public.{name}") for name in ("accounts", "entries", "counter", "large")]
             wait_for(lambda: all(leftovers(table) == 0 for table in tables), "leftovers to go", timeout_s=90)
+            wait_for(lambda: home.status()["streams"][0]["log"]["first_seq"] > 1, "the log to let go", timeout_s=90)
