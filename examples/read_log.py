@@ -49,7 +49,7 @@ HEADER, TRAILER, HEAD = (
 )
 PART, MARK, DROPPED = struct.Struct("<q4I"), struct.Struct("<8sIHHQ16si7q"), struct.Struct("<8sIHHQqq")
 PREFIX = ["__offset", "__index", "__op", "__unchanged", "__exact", "__before"]
-SCHEMA, RECORDS = 1, 2  # kinds of frames
+SCHEMA, RECORDS, LOSS = 1, 2, 3  # kinds of frames
 COPY_CHUNK, MESSAGE = 2, 4  # kinds of operations
 CRC_TABLE = list(range(256))
 for _ in range(8):
@@ -143,7 +143,10 @@ class Segment:
         check(HEAD.size <= head.head_length <= head.length <= self.size - position, f"{where}: no frame")
         data = self.read(position, head.head_length)
         check(head.crc == crc32c(data[:4], data[8:]), f"{where}: the head fails its checksum")
-        check((head.version, head.flags & ~1) == (2, 0) and head.kind in {SCHEMA, RECORDS}, f"{where}: unknown version")
+        check(
+            (head.version, head.flags & ~1) == (2, 0) and head.kind in {SCHEMA, RECORDS, LOSS},
+            f"{where}: unknown version",
+        )
         own = (self.header.region, self.header.shard, self.header.epoch, offset)
         check((head.region, head.shard, head.epoch, head.offset) == own, f"{where}: it doesn't follow on")
         parts, behind = [], position + head.head_length
@@ -256,6 +259,8 @@ def lines_of_shard(shard: Shard, stream: str, upto: int) -> Iterator[Line]:
             if frame.head.kind == SCHEMA:
                 ((part, data),) = frame.parts
                 schemas[part.table, part.version] = ipc.read_schema(pa.py_buffer(data))
+            elif frame.head.kind == LOSS:
+                pass  # nobody will ever read these offsets
             elif frame.head.first_seq > upto:
                 return
             else:

@@ -223,8 +223,17 @@ class CorruptWal(LogError):
     code = "corrupt_wal"
     retry = Retry.OPERATOR
     default_hint = (
-        "`millstream wal verify` says what is lost and what is not; restore the file from a copy if there is one."
+        "`millstream wal verify` says what is lost and what is not; restore the file from a copy if there is one,"
+        " else `millstream wal repair` goes on without what is lost."
     )
+
+
+class LossNotAccepted(LogError):
+    """`wal repair` was given ranges that aren't exactly what is lost; nothing was changed. Details: file."""
+
+    code = "loss_not_accepted"
+    exit_code = 3
+    retry = Retry.OPERATOR
 
 
 class UnsupportedFormat(LogError):

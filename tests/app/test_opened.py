@@ -121,6 +121,30 @@ def test_damage_is_reported_and_exits_with_3(home: Path) -> None:
     assert [json.loads(line)["xid"] for line in read.stdout.splitlines()] == [1, 1, 1, 2, 2, 2]
 
 
+def test_a_damaged_log_is_repaired_by_the_command_that_the_dry_run_prints(home: Path) -> None:
+    append(home, 2)
+    (segment, *_) = sorted((home / "data" / "wal" / "shop" / "00000").glob("*.wal"))
+    data = bytearray(segment.read_bytes())
+    command = [sys.executable, "-m", "millstream.cli", "--home", str(home), "wal"]
+    frames = subprocess.run([*command, "inspect", "--json"], capture_output=True, text=True).stdout
+    records = next(
+        f for f in map(json.loads, frames.splitlines()) if f["kind"] == "records" and f["path"] == str(segment)
+    )
+    data[records["position"] + 40] ^= 0xFF
+    segment.write_bytes(data)
+    refused = subprocess.run([*command, "repair"], capture_output=True, text=True)
+    assert (refused.returncode, "error[loss_not_accepted]" in refused.stderr) == (3, True)
+    dry = subprocess.run([*command, "repair", "--dry-run", "--json"], capture_output=True, text=True)
+    assert (dry.returncode, json.loads(dry.stdout)["accept"]) == (3, ["0:0-3"])
+    done = subprocess.run([*command, "repair", "--accept-loss", "0:0-3"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "what was cut is in" in done.stderr
+    verified = subprocess.run([*command, "verify"], capture_output=True, text=True)
+    assert (verified.returncode, "nothing is lost but what was accepted" in verified.stdout) == (0, True)
+    append(home, 3)
+    assert names(list(millstream.open(home).read("shop"))) == [2, 2, 2, 3, 3, 3]
+
+
 def test_a_home_that_is_not_there_is_told_by_the_argument(tmp_path: Path) -> None:
     with pytest.raises(HomeNotFound) as caught:
         millstream.open(tmp_path / "none")

@@ -21,6 +21,7 @@ from millstream.cli.context import (
     print_table,
     stream_option,
 )
+from millstream.cli.wal_repairing import repair
 
 if TYPE_CHECKING:
     from millstream.app.home import Home
@@ -34,7 +35,10 @@ _FOLLOW_POLL_S: Final = 0.5
 
 @click.group(cls=SuggestingGroup)
 def wal() -> None:
-    """Look into the log on disk: live, or a copied folder."""
+    """Look into the log on disk, live or a copied folder, and mend it."""
+
+
+wal.add_command(repair)
 
 
 @wal.command()

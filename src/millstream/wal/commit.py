@@ -156,7 +156,7 @@ class GroupCommitter:
         """
         shards = sorted({*shards, *list_shards(files, folder)})
         _check_not_gone(files, folder, shards, reservations)
-        marks = _lock_shards(files, folder, shards)
+        marks = lock_shards(files, folder, shards)
         try:
             recovered = recover(
                 files, folder, stream=identity.stream, region=identity.region, shards=shards, epoch=identity.epoch
@@ -456,7 +456,8 @@ def _check_not_gone(files: Files, folder: str, shards: Sequence[ShardId], reserv
         )
 
 
-def _lock_shards(files: Files, folder: str, shards: Sequence[ShardId]) -> dict[ShardId, MarkFile]:
+def lock_shards(files: Files, folder: str, shards: Sequence[ShardId]) -> dict[ShardId, MarkFile]:
+    """Take the locks of shards, whose folders are made; `ShardLocked` where another process has one."""
     marks: dict[ShardId, MarkFile] = {}
     try:
         for shard in shards:

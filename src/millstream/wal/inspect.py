@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from millstream.codec.log_frame import FrameKind, SchemaFrame, SchemaSet, decode_frame
-from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SEGMENT_TRAILER_SIZE, SegmentFooter, SegmentHeader
+from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SegmentFooter, SegmentHeader
 from millstream.errors import CorruptFrame, CorruptWal, MillstreamError, UnexpectedFile, UnsupportedFormat
 from millstream.model.ids import Epoch, GroupNumber, ShardId, TableId
 from millstream.model.positions import Offset, Seq
@@ -21,6 +21,7 @@ from millstream.ports import Files
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import MARK_NAME, SegmentFile, list_segments, list_shards, shard_folder
 from millstream.wal.mark import DurableMark, is_mark_damaged, read_dropped, read_mark
+from millstream.wal.repair_plan import footer_hash_of
 from millstream.wal.scan import ScannedFrame, Window, commit_times, reader_of
 from millstream.wal.survey import Checked, KnownSchemas, accepted_loss, survey_segment
 from millstream.wal.walk import Loss, ends_of, footer_of, header_of, scan_like, walk_segment
@@ -269,7 +270,7 @@ def _segment_info(files: Files, shard: ShardId, segment: SegmentFile) -> Segment
         end = Offset(segment.base_offset + sum(count for _, _, count in entries))
     if header is None:
         state = "damaged"
-    numbered = [(first, last) for first, last, count in entries if count]
+    numbered = [(first, last) for first, last, count in entries if count and first]
     return SegmentInfo(
         shard=shard,
         path=segment.path,
@@ -361,7 +362,7 @@ def _verify_shard(
         if header is not None and previous_hash is not None and header.previous_hash != previous_hash:
             why = "it doesn't follow on the segment before it: one of them was replaced"
             report.losses.append(Loss(segment.path, 0, why, None, None, shard))
-        previous_hash = _footer_hash(files, segment)
+        previous_hash = footer_hash_of(files, segment)
     if mark is None and report.frames > frames:
         report.unmarked.append(shard)
     if mark is not None and mark.durable_offset > expected:
@@ -369,14 +370,6 @@ def _verify_shard(
         at = files.size(path) if segments else 0
         why = "durable records are missing at the end"
         report.losses.append(Loss(path, at, why, expected, mark.durable_offset, shard))
-
-
-def _footer_hash(files: Files, segment: SegmentFile) -> bytes | None:
-    if not isinstance(footer_of(files, segment), SegmentFooter):
-        return None
-    size = files.size(segment.path)
-    length = SegmentFooter.size_in(files.read(segment.path, size - SEGMENT_TRAILER_SIZE, SEGMENT_TRAILER_SIZE))
-    return SegmentFooter.encoded_hash(files.read(segment.path, size - length, length))
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,7 +453,8 @@ def _add(
     report.bytes_checked += frame.length
     first, end = frame.header.first_offset, Offset(frame.header.first_offset + frame.header.count)
     if frame.header.kind is FrameKind.LOSS:
-        report.accepted.append(accepted_loss(files, segment, frame))
+        loss = accepted_loss(files, segment, frame)
+        report.accepted += [loss] if loss.offset_from != loss.offset_to else []
         return end
     report.records += frame.header.count
     if readable and readable[-1][1] == first:
@@ -476,7 +470,8 @@ def _count(
     head = found.header
     counted.frames += 1
     if head.kind is FrameKind.LOSS:
-        counted.accepted.append(accepted_loss(files, segment, found))
+        loss = accepted_loss(files, segment, found)
+        counted.accepted += [loss] if loss.offset_from != loss.offset_to else []
         return
     counted.records += head.count
     if head.kind is FrameKind.SCHEMA:

@@ -412,6 +412,7 @@ class StreamReader:
             if self._on_damage is None:
                 raise error
             self._on_damage(error)
+            return Seq(0) if dropped is None else dropped.seq, first
         # A copy without the mark: what was dropped lies below the first frame that is there.
         return Seq(self._first_number(shard, segments) - 1), first
 

@@ -37,7 +37,16 @@ from millstream.ports import Files
 from millstream.wal.index import damage
 from millstream.wal.layout import SPARE_NAME, SegmentFile, list_segments, shard_folder
 from millstream.wal.mark import DurableMark, read_dropped, read_mark
-from millstream.wal.scan import ScannedFrame, Window, commit_times, frames_behind, read_frame, reader_of, scan_frames
+from millstream.wal.scan import (
+    ScannedFrame,
+    Window,
+    commit_times,
+    frames_behind,
+    lost_groups,
+    read_frame,
+    reader_of,
+    scan_frames,
+)
 from millstream.wal.segment import FrameLog, entry_of
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -115,7 +124,11 @@ class _Tail:
 
     def has_whole(self, group: GroupNumber) -> bool:
         """Whether this shard's part of a group is all there."""
-        return group <= self.sealed_group or group in self.whole
+        return group <= self.sealed_group or group in self.whole or self.has_lost(group)
+
+    def has_lost(self, group: GroupNumber) -> bool:
+        """Whether something of a group may have stood where `wal repair` cut something out."""
+        return any(group in lost for lost in lost_groups(self.frames, self.sealed_group))
 
     def damaged(self, why: str, byte: int | None = None) -> CorruptWal:
         segment = self.open or self.sealed
@@ -323,10 +336,12 @@ def _check_for_damage(tails: Mapping[ShardId, _Tail], cut_from: GroupNumber) -> 
     sealed_upto = max((tail.sealed_group for tail in tails.values()), default=0)
     open_groups = sorted(group for group in groups if group > sealed_upto)
     first = sealed_upto + 1 if sealed_upto else (open_groups[0] if open_groups else 1)
-    for expected, group in enumerate(open_groups, start=first):
-        if group != expected:
-            culprit = max(tails.values(), key=lambda tail: tail.size - tail.byte_end if tail.open else -1)
-            raise culprit.damaged(f"group {expected} is missing, though group {group} is there")
+    for group in open_groups:
+        for missing in range(first, group):
+            if not any(tail.has_lost(GroupNumber(missing)) for tail in tails.values()):
+                culprit = max(tails.values(), key=lambda tail: tail.size - tail.byte_end if tail.open else -1)
+                raise culprit.damaged(f"group {missing} is missing, though group {group} is there")
+        first = group + 1
 
 
 def _cut(tail: _Tail, cut_from: GroupNumber) -> int:

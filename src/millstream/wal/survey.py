@@ -161,7 +161,7 @@ def accepted_loss(files: Files, segment: SegmentFile, found: ScannedFrame) -> Lo
     why, tables = "it was accepted that this is lost", None
     with suppress(CorruptFrame):
         frame = decode_frame(files.read(segment.path, found.position, found.length), SchemaSet())
-        if isinstance(frame, LossFrame):
+        if isinstance(frame, LossFrame) and "offset_from" in frame.facts:
             why = str(frame.facts.get("why", why))
             of = frame.facts.get("tables")
             tables = None if of is None else tuple(TableId(table) for table in of)

@@ -1,0 +1,96 @@
+"""`wal repair`: past damage, by saying what is done without."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from millstream.cli.context import Session, json_option, note, pass_session, print_json, stream_option
+
+if TYPE_CHECKING:
+    from millstream.app.home import Home
+    from millstream.model.schema import TableSchema
+    from millstream.wal.repair import RepairPlan
+
+
+@click.command()
+@click.option(
+    "--accept-loss",
+    "accepted",
+    multiple=True,
+    metavar="RANGE",
+    help="Records to do without: FROM-TO or SHARD:FROM-TO (offsets, TO not included), or seq:A-B. May be given several times.",
+)
+@click.option("--drop-readable", is_flag=True, help="Let ranges cover records that can be read, and lose those too.")
+@click.option("--dry-run", is_flag=True, help="Say what is damaged and what mending it would cost; change nothing.")
+@stream_option
+@json_option
+@pass_session
+def repair(
+    session: Session, accepted: tuple[str, ...], drop_readable: bool, dry_run: bool, stream: str | None, as_json: bool
+) -> None:
+    """Cut out what is damaged, so that a writer and readers go on; what is cut is kept in .torn files.
+
+    Records that are lost have to be named, exactly: --dry-run prints how. What costs no records (a footer, a header, a schema
+    that stands elsewhere too) is made anew without. Stop what writes the stream first.
+    """
+    from millstream.wal.repair import AcceptedRange, plan_repair
+    from millstream.wal.repair import repair as repair_log
+
+    home = session.home(needs_source=False)
+    name = home.pick_stream(stream)
+    folder = str(home.wal_folder(name))
+    ranges = [AcceptedRange.parse(text) for text in accepted]
+    schemas = _catalog_schemas(home, name)
+    if dry_run:
+        plan = plan_repair(folder, schemas=schemas)
+    else:
+        plan = repair_log(folder, ranges, drop_readable=drop_readable, schemas=schemas)
+    _report(plan, dry_run=dry_run, as_json=as_json)
+    sys.exit(3 if dry_run and plan.is_needed else 0)
+
+
+def _report(plan: RepairPlan, *, dry_run: bool, as_json: bool) -> None:
+    wanted = [str(found) for found in plan.ranges()]
+    if as_json:
+        print_json(
+            {
+                "done": not dry_run,
+                "losses": [asdict(loss) for loss in plan.losses],
+                "mends": [asdict(mend) for mend in plan.mends],
+                "accept": wanted,
+                "kept_aside": plan.kept_aside,
+            }
+        )
+        return
+    for loss in plan.losses:
+        of = "" if loss.tables is None else f" of table {', '.join(str(table) for table in loss.tables)}"
+        numbers = f", numbers {loss.first_seq}-{loss.last_seq}" if loss.first_seq and loss.last_seq else ""
+        click.echo(
+            f"{'lost' if not dry_run else 'would be lost'}: records{of} at offsets [{loss.offset_from}, {loss.offset_to}) of"
+            f" shard {loss.shard}{numbers} ({loss.file}@{loss.byte}: {loss.why})"
+        )
+    for mend in plan.mends:
+        click.echo(f"{'made anew' if not dry_run else 'would be made anew'}: {mend.file}@{mend.byte}: {mend.why}")
+    for kept in plan.kept_aside:
+        note(f"what was cut is in {kept}")
+    if not plan.is_needed:
+        click.echo("nothing is damaged")
+    elif dry_run:
+        options = "".join(f" --accept-loss {found}" for found in wanted)
+        note(f"to do it: millstream wal repair{options}")
+
+
+def _catalog_schemas(home: Home, name: str) -> list[TableSchema]:
+    """Every schema that the home's catalog has of the stream: for records whose schema the log has lost."""
+    from millstream.errors import MillstreamError
+
+    with contextlib.suppress(ImportError, MillstreamError):
+        if home.catalog_file.exists():
+            with home.open_catalog() as catalog:
+                return list(catalog.schemas(catalog.stream(name).id).values())
+    return []
