@@ -236,6 +236,21 @@ class LossNotAccepted(LogError):
     retry = Retry.OPERATOR
 
 
+class ExportUnusable(LogError):
+    """A folder isn't an export that can be imported: cut off, changed, or of another version. Nothing was imported."""
+
+    code = "export_unusable"
+    default_hint = "Make the export anew: `millstream wal export --format arrow --output DIR`."
+
+
+class StreamNotEmpty(LogError):
+    """An export is imported into an empty stream only, and this one has records; nothing was changed."""
+
+    code = "stream_not_empty"
+    retry = Retry.OPERATOR
+    default_hint = "Import into a fresh home, or name a stream that has no log yet."
+
+
 class UnsupportedFormat(LogError):
     """The bytes are of a format version that this Millstream doesn't know; details: version."""
 

@@ -42,6 +42,8 @@ class Line:
     operation: tuple[Any, ...]
     """Tells operations apart: a transaction's parts on several shards bear the same."""
     facts: dict[str, Any]
+    schema: TableSchema
+    """Under which the record was written."""
 
 
 @dataclass(slots=True)
@@ -54,6 +56,8 @@ class Cat:
         values: how values stand.
         tables: only these.
         from_offset: of every shard (one that begins later begins there).
+        numbers: only records with numbers in `(first, second]`.
+        moments: give copied rows the moment of their copy as commit time.
     """
 
     stream: str
@@ -61,10 +65,16 @@ class Cat:
     values: Values = "json"
     tables: frozenset[TableId] | None = None
     from_offset: Offset | None = None
+    numbers: tuple[Seq | None, Seq | None] = (None, None)
+    moments: bool = False
     _next: dict[ShardId, Offset] = field(default_factory=dict)
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Everything that is durable now and wasn't given before.
+        """Everything that is durable now and wasn't given before; see `records`."""
+        return (line.facts for line in self.records())
+
+    def records(self) -> Iterator[Line]:
+        """As `lines`, with what each was made of.
 
         Raises:
             OffsetExpired, OffsetBeyondEnd: `from_offset` isn't there.
@@ -77,7 +87,7 @@ class Cat:
             # Beyond the end of one shard, but not of all: that one has nothing to give yet.
             if any(end >= self.from_offset for end in ends.values()):
                 self._next = {shard: end for shard, end in ends.items() if end < self.from_offset}
-        return (line.facts for line in _merged([self._shard(shard, upto) for shard in shards]))
+        return _merged([self._shard(shard, upto) for shard in shards])
 
     def is_behind(self) -> bool:
         """Whether more is durable than was given."""
@@ -91,11 +101,14 @@ class Cat:
             if len(self.reader.shards) > 1:
                 start = max(start, first)
         self._next[shard] = start
-        for line in self._by_offset(self.reader.read(shard, start, tables=self.tables)):
+        for line in self._by_offset(self._read(shard, start)):
             if line.facts["seq"] > upto:
                 return
             self._next[shard] = Offset(line.offset + 1)
             yield line
+
+    def _read(self, shard: ShardId, start: Offset) -> Iterator[TableRecords]:
+        return self.reader.read(shard, start, tables=self.tables, numbers=self.numbers, moments=self.moments)
 
     def _by_offset(self, found: Iterable[TableRecords]) -> Iterator[Line]:
         """Within a frame, records of its tables by offset."""
@@ -168,7 +181,13 @@ def table_lines(found: TableRecords, *, stream: str, values: Values = "json") ->
         index = facts["__commit_index"][i]
         operation = (facts["__source"][i], lsn, xid) if xid is not None else (found.shard, operations[i])
         yield Line(
-            found.shard, Offset(line["offset"]), Seq(operations[i]), -1 if index is None else index, operation, line
+            found.shard,
+            Offset(line["offset"]),
+            Seq(operations[i]),
+            -1 if index is None else index,
+            operation,
+            line,
+            schema,
         )
 
 

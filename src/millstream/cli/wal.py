@@ -21,14 +21,12 @@ from millstream.cli.context import (
     print_table,
     stream_option,
 )
+from millstream.cli.wal_moving import Damage, export, import_, open_past_damage
 from millstream.cli.wal_repairing import repair
 
 if TYPE_CHECKING:
-    from millstream.app.home import Home
     from millstream.app.records_json import Cat
-    from millstream.errors import CorruptWal
     from millstream.wal.inspect import Loss
-    from millstream.wal.reader import StreamReader
 
 _FOLLOW_POLL_S: Final = 0.5
 
@@ -39,6 +37,8 @@ def wal() -> None:
 
 
 wal.add_command(repair)
+wal.add_command(export)
+wal.add_command(import_)
 
 
 @wal.command()
@@ -100,29 +100,6 @@ def cat(
             left = _print_lines(records, left)
     sys.stdout.flush()
     sys.exit(3 if damage.told else 0)
-
-
-class Damage:
-    """Says each damaged place once, on stderr."""
-
-    def __init__(self) -> None:
-        self.told: set[str] = set()
-
-    def __call__(self, error: CorruptWal) -> None:
-        """Say one."""
-        if error.message not in self.told:
-            self.told.add(error.message)
-            note(f"damaged: {error.message}")
-
-
-def open_past_damage(home: Home, stream: str, damage: Damage, *, without_mark: bool = False) -> StreamReader:
-    """A reader that leaves out what can't be read, and does without a mark where there is none."""
-    from millstream.app.opened import open_reader
-
-    if without_mark or open_reader(home, stream).lacks_marks():
-        without_mark = True
-        note("without the mark: shown is every valid whole group, durable or not")
-    return open_reader(home, stream, without_mark=without_mark, on_damage=damage)
 
 
 def _print_lines(records: Cat, limit: int | None) -> int | None:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from millstream.codec.log_frame import FrameKind
+from millstream.codec.log_frame import FrameKind, RecordsFrame
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, FrameEntry
 from millstream.errors import CorruptWal, LogError, OffsetBeyondEnd, OffsetExpired, TokenFromFuture
 from millstream.model.ids import SchemaVersion, ShardId, StreamId, TableId
@@ -22,10 +22,10 @@ from millstream.model.positions import Offset, Seq, StreamToken
 from millstream.model.schema import TableSchema
 from millstream.ports import Files
 from millstream.wal.files import RealFiles
-from millstream.wal.index import OnDamage, SchemaPlace, ShardIndex, load_schemas, read_header
+from millstream.wal.index import HEADS_AHEAD_BYTES, OnDamage, SchemaPlace, ShardIndex, load_schemas, read_header
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard_folder
 from millstream.wal.mark import DurableMark, common_cut, read_dropped, read_mark
-from millstream.wal.scan import ScannedFrame
+from millstream.wal.scan import ScannedFrame, Window, commit_times, read_frame, reader_of
 from millstream.wal.source import SegmentSource, TablePart, TableRecords, within_offsets
 from millstream.wal.survey import KnownSchemas
 from millstream.wal.walk import walk_segment
@@ -290,6 +290,7 @@ class StreamReader:
         tables: Iterable[TableId] | None = None,
         upto: Offset | None = None,
         numbers: tuple[Seq | None, Seq | None] = (None, None),
+        moments: bool = False,
     ) -> Iterator[TableRecords]:
         """A shard's records from an offset to the durable end (or `upto`), with their offsets.
 
@@ -299,6 +300,7 @@ class StreamReader:
             tables: only these.
             upto: exclusive.
             numbers: only records with numbers in `(first, second]`; frames without any aren't read.
+            moments: give copied rows the moment of their copy as `__commit_ts`.
 
         Raises:
             OffsetBeyondEnd: `from_offset` lies past the durable end.
@@ -325,8 +327,65 @@ class StreamReader:
                     return
                 if entry.kind is FrameKind.RECORDS and _has_numbers(entry, numbers):
                     place = (shard, segment, entry)
-                    for found in self._records(sources, place, mark, wanted, numbers, offsets=True):
+                    for found in self._records(sources, place, mark, wanted, numbers, offsets=True, moments=moments):
                         yield from within_offsets(found, from_offset, last)
+
+    def read_groups(self, after: Seq, upto: Seq) -> Iterator[list[RecordsFrame]]:
+        """The frames of each commit group with numbers in `(after, upto]`, shard by shard; rows are read when asked for.
+
+        Raises:
+            OffsetExpired, TokenFromFuture, CorruptWal: as `read_between`; damaged rows when they are read, as `CorruptFrame`.
+        """
+        marks, persisted = self._marks()
+        self._check_range(after, upto, persisted)
+        frames = heapq.merge(
+            *(self._frames_of(shard, after, upto, mark) for shard, mark in marks.items()),
+            key=lambda found: (found[2].group, found[0]),
+        )
+        sources: dict[ShardId, SegmentSource] = {}
+        group: list[RecordsFrame] = []
+        with self._expiry():
+            for shard, segment, entry in frames:
+                source = self._source(sources, shard, segment, entry, marks[shard], None)
+                frame = source.decode(source.frame(entry.position))
+                if group and frame.header.group != group[0].header.group:
+                    yield group
+                    group = []
+                group.append(frame)
+        if group:
+            yield group
+
+    def numbers_at(self, moment_us: int) -> tuple[Seq, Seq]:
+        """Where a moment of the source's commits lies (µs since 1970 UTC), in whole commit groups.
+
+        Returns:
+            The last number in front of the first group with a commit at or behind it, and the last number of the last group with
+            a commit at or in front of it.
+        """
+        marks, persisted = self._marks()
+        since: Seq | None = None
+        until = Seq(self.first_seq() - 1)
+        ends = (until, until)
+        """Of the group before, and of this one."""
+        frames = heapq.merge(
+            *(self._frames_of(shard, until, persisted, mark) for shard, mark in marks.items()),
+            key=lambda found: found[2].group,
+        )
+        for _, segment, entry in frames:
+            if entry.group_last_seq != ends[1]:
+                ends = (ends[1], entry.group_last_seq)
+            low, high = entry.commit_ts_min_us, entry.commit_ts_max_us
+            if low is None or high is None:
+                window = Window(reader_of(self._files, segment.path), HEADS_AHEAD_BYTES)
+                head = read_frame(window, entry.position, payload=False).head
+                low, high = commit_times(head, read_header(self._files, segment)) or (None, None)
+            if low is None or high is None:
+                continue
+            if since is None and high >= moment_us:
+                since = ends[0]
+            if low <= moment_us:
+                until = ends[1]
+        return persisted if since is None else since, until
 
     def schema_versions(self) -> dict[tuple[TableId, SchemaVersion], TableSchema]:
         """Every schema that can be read, of every table, by table and version."""
@@ -469,6 +528,29 @@ class StreamReader:
             if _overlaps(entry, after, upto):
                 yield shard, segment, entry
 
+    def _source(
+        self,
+        sources: dict[ShardId, SegmentSource],
+        shard: ShardId,
+        segment: SegmentFile,
+        entry: FrameEntry,
+        mark: DurableMark,
+        wanted: frozenset[TableId] | None,
+    ) -> SegmentSource:
+        """A segment's source, with the schemas that a frame needs."""
+        tables = [table for table in entry.tables if wanted is None or table.table_id in wanted]
+        source = sources.get(shard)
+        if source is None or source.path != segment.path:
+            source = sources[shard] = SegmentSource(
+                self._files, segment.path, on_damage=self._on_damage, elsewhere=self._elsewhere
+            )
+        if not source.knows(tables):
+            places = self._index(shard).schema_frames(segment, mark, entry.position)
+            source.bring_schemas(_of_tables(places, wanted))
+            if self._on_damage is not None:
+                source.bring_from_elsewhere(tables)
+        return source
+
     def _groups(self, after: Seq, marks: Mapping[ShardId, DurableMark], persisted: Seq) -> Iterator[_Group]:
         """The commit groups behind `after`, in order, over all shards."""
         frames = heapq.merge(
@@ -496,6 +578,7 @@ class StreamReader:
         numbers: tuple[Seq | None, Seq | None],
         *,
         offsets: bool,
+        moments: bool = False,
     ) -> Iterator[TableRecords]:
         """The records of one frame; where it is damaged, and damage is only to be told, none."""
         shard, segment, entry = place
@@ -503,18 +586,9 @@ class StreamReader:
         if not tables:
             return
         try:
-            source = sources.get(shard)
-            if source is None or source.path != segment.path:
-                source = sources[shard] = SegmentSource(
-                    self._files, segment.path, on_damage=self._on_damage, elsewhere=self._elsewhere
-                )
-            if not source.knows(tables):
-                places = self._index(shard).schema_frames(segment, mark, entry.position)
-                source.bring_schemas(_of_tables(places, wanted))
-                if self._on_damage is not None:
-                    source.bring_from_elsewhere(tables)
+            source = self._source(sources, shard, segment, entry, mark, wanted)
             scanned = source.frame(entry.position, end=Offset(entry.offset + entry.count), first=entry.offset)
-            yield from source.records(scanned, *numbers, wanted, offsets=offsets)
+            yield from source.records(scanned, *numbers, wanted, offsets=offsets, moments=moments)
         except CorruptWal as error:
             if self._on_damage is None:
                 raise

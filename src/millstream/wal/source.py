@@ -122,6 +122,20 @@ class SegmentSource:
             base = self._header.base_offset if first is None else first
             raise damage(error, file=self.path, byte=position, offset_from=base, offset_to=end) from error
 
+    def decode(self, scanned: ScannedFrame) -> RecordsFrame:
+        """A records frame; its rows are read when they are asked for."""
+        behind = scanned.position + len(scanned.head)
+
+        def read_payload(position: int, length: int) -> bytes:
+            return self._files.read(self.path, behind + position, length)
+
+        try:
+            frame = decode_frame(scanned.head, self._schemas, read_payload=read_payload)
+        except CorruptFrame as error:
+            raise self._damage(error, scanned.position, scanned) from error
+        assert isinstance(frame, RecordsFrame)
+        return frame
+
     def records(
         self,
         scanned: ScannedFrame,
@@ -136,20 +150,9 @@ class SegmentSource:
         header = scanned.header
         if wanted is not None and not any(part.table_id in wanted for part in header.parts):
             return
-        behind = scanned.position + len(scanned.head)
-
-        def read_payload(position: int, length: int) -> bytes:
-            return self._files.read(self.path, behind + position, length)
-
-        try:
-            frame = decode_frame(scanned.head, self._schemas, read_payload=read_payload)
-            assert isinstance(frame, RecordsFrame)
-            straddles = (after is not None and header.first_seq <= after) or (
-                upto is not None and header.last_seq > upto
-            )
-            firsts = _first_seqs(frame)
-        except CorruptFrame as error:
-            raise self._damage(error, scanned.position, scanned) from error
+        frame = self.decode(scanned)
+        straddles = (after is not None and header.first_seq <= after) or (upto is not None and header.last_seq > upto)
+        firsts = _first_seqs(frame)
         for table_id in frame.table_ids():
             if wanted is not None and table_id not in wanted:
                 continue

@@ -1,0 +1,328 @@
+"""A log as Arrow files, without loss: what `log_import` makes the same log of, and any Arrow reader a table.
+
+    DIR/operations.arrow                              a row for each operation, in order: what its records have in common
+    DIR/<schema>.<table>-t<id>-v<version>-s<shard>.arrow   the records of one table, under one version of its schema, on one shard
+    DIR/export.json                                   written last: what belongs to it, with sizes and checksums
+
+Operations are numbered in the log's order (`number`); records name theirs (`__operation`) and stand in its order. All are Arrow IPC
+files (Feather v2), LZ4. Memory is bounded by a frame, and by the directories of a commit group.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from pyarrow import ipc
+
+from millstream.codec.checksums import crc32c
+from millstream.codec.log_frame import RecordsFrame
+from millstream.codec.log_records import records_of
+from millstream.errors import CorruptFrame, CorruptWal, ExportUnusable, UsageError
+from millstream.model.ids import SchemaVersion, ShardId, TableId
+from millstream.model.operations import OPERATION_SCHEMA, OperationKind
+from millstream.model.positions import Seq
+from millstream.model.records import LOG_ROW_PREFIX, RECORD_OFFSET, RECORD_PREFIX
+from millstream.model.schema import TableSchema
+from millstream.wal.reader import StreamReader
+
+EXPORT_VERSION: Final = 1
+EXPORT_FILE: Final = "export.json"
+OPERATIONS_FILE: Final = "operations.arrow"
+ORDINAL: Final = pa.field("__operation", pa.int64(), nullable=False)
+ROW_PREFIX: Final = (ORDINAL, RECORD_OFFSET, LOG_ROW_PREFIX[1], *RECORD_PREFIX)
+"""What stands before a table's own columns: the operation, the offset and index, and what every reader gets."""
+_COUNTS: Final = pa.list_(pa.struct([("shard", pa.int32()), ("table_id", pa.int64()), ("records", pa.int64())]))
+EXPORTED_OPERATION: Final = pa.schema(
+    [pa.field("number", pa.int64(), nullable=False), *OPERATION_SCHEMA, pa.field("counts", _COUNTS, nullable=False)]
+)
+_OPTIONS: Final = ipc.IpcWriteOptions(compression="lz4")
+_OPERATIONS_A_BATCH: Final = 10_000
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class _Operation:
+    """One operation of a commit group, over its shards."""
+
+    facts: dict[str, Any]
+    first_seq: int
+    number: int = -1
+    counts: dict[tuple[ShardId, TableId], int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Placed:
+    """A frame, and which operation each of its directory's is."""
+
+    frame: RecordsFrame
+    operations: list[_Operation]
+
+
+def export_arrow(
+    reader: StreamReader,
+    folder: Path,
+    *,
+    stream: str,
+    after: Seq,
+    upto: Seq,
+    tables: frozenset[TableId] | None = None,
+    catalog: Mapping[str, Any] | None = None,
+) -> int:
+    """Write the operations with numbers in `(after, upto]` to a folder; returns how many records.
+
+    Args:
+        reader: the log.
+        folder: made; must be empty.
+        stream: the name that the export bears.
+        after: exclusive.
+        upto: inclusive.
+        tables: only their records.
+        catalog: what the home knows of sources and tables, JSON-able.
+
+    Raises:
+        UsageError: the folder holds something.
+        CorruptWal: the log is damaged. What was written has no `export.json`, and is no export.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise UsageError(f"{folder} holds something already", hint="Name a folder that is new, or empty.")
+    writer = _Writer(folder, tables)
+    reached: dict[str, int] = {}
+    is_whole = tables is None and after < reader.first_seq()
+    try:
+        for group in reader.read_groups(after, upto):
+            if is_whole:  # a log that lacks something hasn't got anywhere
+                reached.update({str(source): int(lsn) for source, lsn in group[-1].header.reached.items()})
+            writer.write_group(group)
+        files = writer.close()
+    except CorruptFrame as error:
+        writer.abandon()
+        raise CorruptWal(f"the log is damaged: {error.message}; {folder} isn't whole") from error
+    except BaseException:
+        writer.abandon()
+        raise
+    facts = {
+        "format": "millstream-export",
+        "version": EXPORT_VERSION,
+        "stream": stream,
+        "stream_id": str(reader.stream_id),
+        "after": int(after),
+        "upto": int(upto),
+        "operations": writer.operations,
+        "records": writer.records,
+        "reached": reached,
+        "sources": sorted(writer.sources),
+        "catalog": dict(catalog or {}),
+        "files": files,
+    }
+    with (folder / f"{EXPORT_FILE}.tmp").open("w") as out:
+        json.dump(facts, out, indent=1)
+        out.flush()
+        os.fsync(out.fileno())
+    (folder / f"{EXPORT_FILE}.tmp").rename(folder / EXPORT_FILE)
+    return writer.records
+
+
+class _Writer:
+    def __init__(self, folder: Path, tables: frozenset[TableId] | None) -> None:
+        self._folder = folder
+        self._tables = tables
+        self._files: dict[tuple[ShardId, TableId, SchemaVersion], tuple[str, ipc.RecordBatchFileWriter]] = {}
+        self._rows: dict[str, int] = {}
+        self._waiting: list[dict[str, Any]] = []
+        self._out = ipc.new_file(str(folder / OPERATIONS_FILE), EXPORTED_OPERATION, options=_OPTIONS)
+        self.operations = 0
+        self.records = 0
+        self.sources: set[int] = set()
+
+    def write_group(self, group: Sequence[RecordsFrame]) -> None:
+        """Number a commit group's operations, and write their records."""
+        placed = _place(group)
+        operations = list({id(op): op for found in placed for op in found.operations}.values())
+        for operation in sorted(operations, key=lambda op: op.first_seq):
+            if self._tables is not None:
+                operation.counts = {key: n for key, n in operation.counts.items() if key[1] in self._tables}
+            if not operation.counts:
+                continue
+            self.sources.add(operation.facts["source"])
+            operation.number = self.operations
+            self.operations += 1
+            counts = [{"shard": s, "table_id": t, "records": n} for (s, t), n in operation.counts.items()]
+            self._waiting.append({"number": operation.number, **operation.facts, "counts": counts})
+        if len(self._waiting) >= _OPERATIONS_A_BATCH:
+            self._write_operations()
+        for found in placed:
+            self._write_frame(found)
+
+    def close(self) -> list[dict[str, Any]]:
+        """Finish the files; what `export.json` says of them."""
+        self._write_operations()
+        self._out.close()
+        self._rows[OPERATIONS_FILE] = self.operations
+        keys: dict[str, dict[str, int]] = {OPERATIONS_FILE: {}}
+        for (shard, table, version), (name, out) in self._files.items():
+            out.close()
+            keys[name] = {"shard": shard, "table_id": table, "schema_version": version}
+        return [
+            {"name": name, "rows": self._rows[name], **file_facts(self._folder / name), **key}
+            for name, key in keys.items()
+        ]
+
+    def abandon(self) -> None:
+        """Close what is open, after a failure."""
+        for out in (self._out, *(out for _, out in self._files.values())):
+            out.close()
+
+    def _write_operations(self) -> None:
+        if self._waiting:
+            self._out.write_batch(pa.RecordBatch.from_pylist(self._waiting, schema=EXPORTED_OPERATION))
+            self._waiting = []
+
+    def _write_frame(self, found: _Placed) -> None:
+        frame = found.frame
+        numbers = np.array([op.number for op in found.operations], dtype=np.int64)
+        of_batch, counts, tables, versions = (
+            frame.batches.column(name).to_numpy() for name in ("operation", "count", "table_id", "schema_version")
+        )
+        for part in frame.header.parts:
+            if self._tables is not None and part.table_id not in self._tables:
+                continue
+            mine = (tables == part.table_id) & (versions == part.schema_version)
+            schema = frame.schemas.find(part.table_id, part.schema_version)
+            rows = frame.log_rows(part.table_id, part.schema_version)
+            records = records_of(schema, rows, frame.operations, frame.batches)
+            ordinals = pa.array(np.repeat(numbers[of_batch[mine]], counts[mine]))
+            target = schema.to_arrow(ROW_PREFIX)
+            columns = [ordinals, rows.column("__offset"), rows.column("__index"), *records.columns]
+            batch = pa.RecordBatch.from_arrays(columns, schema=target)
+            name, out = self._file(frame.header.shard, schema, target)
+            out.write_batch(batch)
+            self._rows[name] = self._rows.get(name, 0) + batch.num_rows
+            self.records += batch.num_rows
+
+    def _file(self, shard: ShardId, schema: TableSchema, target: pa.Schema) -> tuple[str, ipc.RecordBatchFileWriter]:
+        key = (shard, schema.table_id, schema.version)
+        if key not in self._files:
+            self.sources.add(schema.source)
+            table = quote(f"{schema.namespace}.{schema.name}", safe="")[:150]
+            name = f"{table}-t{schema.table_id}-v{schema.version}-s{shard}.arrow"
+            self._files[key] = (name, ipc.new_file(str(self._folder / name), target, options=_OPTIONS))
+        return self._files[key]
+
+
+def _place(group: Sequence[RecordsFrame]) -> list[_Placed]:
+    """The operations of a group's frames: one that goes on in the next frame, or on another shard, is one."""
+    known: dict[tuple[Any, ...], _Operation] = {}
+    placed: list[_Placed] = []
+    before: _Placed | None = None
+    for frame in group:
+        facts = frame.operations.to_pylist()
+        batches = frame.batches.to_pydict()
+        firsts: dict[int, int] = {}
+        for operation, first in zip(batches["operation"], batches["first_seq"], strict=True):
+            firsts[operation] = min(first, firsts.get(operation, first))
+        operations: list[_Operation] = []
+        for ordinal, of in enumerate(facts):
+            identity = _identity(of)
+            found = known.get(identity) if identity is not None else None
+            if found is None and identity is None and ordinal == 0:
+                found = _goes_on(before, frame, of)
+            if found is None:
+                found = _Operation(of, firsts[ordinal])
+                if identity is not None:
+                    known[identity] = found
+            found.first_seq = min(found.first_seq, firsts[ordinal])
+            operations.append(found)
+        for operation, table, count in zip(batches["operation"], batches["table_id"], batches["count"], strict=True):
+            key = (frame.header.shard, TableId(table))
+            counts = operations[operation].counts
+            counts[key] = counts.get(key, 0) + count
+        before = _Placed(frame, operations)
+        placed.append(before)
+    return placed
+
+
+def _identity(facts: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """What tells an operation from all others of its group; None for an append that nobody named."""
+    named = facts["session"], facts["session_number"], facts["idempotency_key"]
+    if facts["kind"] == OperationKind.APPEND and named == (None, None, None):
+        return None
+    return (facts["kind"], facts["source"], facts["commit_lsn"], facts["xid"], facts["chunk_id"], *named)
+
+
+def _goes_on(before: _Placed | None, frame: RecordsFrame, facts: Mapping[str, Any]) -> _Operation | None:
+    """The operation at the end of the frame before, where this frame begins with the rest of it."""
+    if before is None or before.frame.header.shard != frame.header.shard or before.operations[-1].facts != facts:
+        return None
+    last, first = _indexes(before.frame, len(before.operations) - 1), _indexes(frame, 0)
+    return before.operations[-1] if max(last) < min(first) else None
+
+
+def _indexes(frame: RecordsFrame, operation: int) -> list[int]:
+    """The indexes of the records that one operation has in a frame."""
+    found: list[int] = []
+    for part in frame.header.parts:
+        at = 0
+        rows = frame.log_rows(part.table_id, part.schema_version).column("__index")
+        for entry in frame.batches.to_pylist():
+            if (entry["table_id"], entry["schema_version"]) == (part.table_id, part.schema_version):
+                if entry["operation"] == operation:
+                    found += rows.slice(at, entry["count"]).to_pylist()
+                at += entry["count"]
+    return found
+
+
+def file_facts(path: Path) -> dict[str, int]:
+    """A file's size and checksum."""
+    crc = size = 0
+    with path.open("rb") as data:
+        while piece := data.read(1 << 20):
+            crc = crc32c(crc.to_bytes(4, "little"), piece)
+            size += len(piece)
+    return {"size_bytes": size, "chained_crc32c": crc}
+
+
+def read_export(folder: Path) -> dict[str, Any]:
+    """What an export says of itself, after all of its files have been checked against it.
+
+    Raises:
+        ExportUnusable: it isn't whole, isn't one, or a newer Millstream wrote it.
+    """
+    try:
+        facts: dict[str, Any] = json.loads((folder / EXPORT_FILE).read_bytes())
+        if facts["format"] != "millstream-export":
+            raise ValueError("it is none of ours")
+        if facts["version"] != EXPORT_VERSION:
+            raise ExportUnusable(
+                f"{folder} is an export of version {facts['version']}; this Millstream reads {EXPORT_VERSION}",
+                hint="Import it with the version that wrote it, or a later one.",
+            )
+        for file in facts["files"]:
+            path = folder / file["name"]
+            if path.parent != folder or file_facts(path) != {k: file[k] for k in ("size_bytes", "chained_crc32c")}:
+                raise ExportUnusable(
+                    f"{path} isn't what the export says of it: it was changed, or cut off", file=str(path)
+                )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ExportUnusable(f"{folder} holds no whole export: {error}", file=str(folder)) from error
+    return facts
+
+
+def batches_of(path: Path) -> Iterator[pa.RecordBatch]:
+    """A file's batches, one at a time. `ExportUnusable` where it isn't an Arrow file."""
+    try:
+        with pa.OSFile(str(path)) as source:
+            reader = ipc.open_file(source)
+            for number in range(reader.num_record_batches):
+                yield reader.get_batch(number)
+    except (pa.ArrowException, OSError) as error:
+        raise ExportUnusable(f"{path} can't be read: {error}", file=str(path)) from error

@@ -1,0 +1,269 @@
+"""`wal export` and `wal import`: records for other programs, and a log as files that make the same log again."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import click
+
+from millstream.cli.context import Session, note, pass_session, stream_option
+
+if TYPE_CHECKING:
+    from millstream.app.home import Home
+    from millstream.app.records_json import Cat
+    from millstream.errors import CorruptWal
+    from millstream.model.positions import Seq
+    from millstream.wal.reader import StreamReader
+
+
+@click.command()
+@click.option(
+    "--format",
+    "style",
+    type=click.Choice(["ndjson", "arrow", "csv", "line-protocol"]),
+    default="ndjson",
+    show_default=True,
+    help="arrow is what `wal import` takes.",
+)
+@click.option("--since", metavar="WHEN", help="From here on: a time, a token (not included) or a number.")
+@click.option("--until", metavar="WHEN", help="Up to here: a time, a token or a number.")
+@click.option("--table", metavar="T", help="Only this table, as schema.table.")
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="A file; a folder for arrow and csv. Else stdout.",
+)
+@click.option(
+    "--values",
+    type=click.Choice(["json", "text"]),
+    default="json",
+    show_default=True,
+    help="For ndjson: numbers as JSON's, or every value as PostgreSQL prints it.",
+)
+@stream_option
+@pass_session
+def export(
+    session: Session,
+    style: str,
+    since: str | None,
+    until: str | None,
+    table: str | None,
+    output: Path | None,
+    values: str,
+    stream: str | None,
+) -> None:
+    """Write records in order: as lines, as CSV, as InfluxDB's line protocol, or as Arrow files without loss.
+
+    A time is that of commits at the source, in whole commit groups. CSV and Arrow of one table go to stdout, of several to a
+    folder, a file each. Text goes on past damage, with exit code 3; Arrow stops at it.
+    """
+    from millstream.app.opened import open_reader, table_ids
+    from millstream.app.records_json import Cat
+    from millstream.errors import UsageError
+
+    home = session.home(needs_source=False)
+    name = home.pick_stream(stream)
+    if output is None and table is None and style in ("arrow", "csv"):
+        raise UsageError(
+            f"{style} of several tables doesn't fit on stdout",
+            hint="Name a folder with --output, or one table with --table.",
+        )
+    damage = Damage()
+    reader = open_past_damage(home, name, damage)
+    after, upto = _bounds(reader, since, until)
+    wanted = None if table is None else frozenset(table_ids(reader, table))
+    if style == "arrow":
+        strict = open_reader(home, name, without_mark=reader.lacks_marks())
+        if output is None:
+            _write_stream(strict, after, upto, wanted)
+        else:
+            from millstream.app.log_export import export_arrow
+
+            count = export_arrow(
+                strict, output, stream=name, after=after, upto=upto, tables=wanted, catalog=_catalog_facts(home, name)
+            )
+            note(f"{count:,} records in {output}")
+        return
+    as_text = style == "csv" or values == "text"
+    cat = Cat(
+        name,
+        reader,
+        "text" if as_text else "json",
+        wanted,
+        numbers=(after, upto),
+        moments=style == "line-protocol",
+    )
+    if style == "csv":
+        _write_csv(cat, reader, output)
+    else:
+        with _opened(output) as out:
+            _write_lines(cat, style, out)
+    sys.stdout.flush()
+    sys.exit(3 if damage.told else 0)
+
+
+@click.command("import")
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@stream_option
+@pass_session
+def import_(session: Session, folder: Path, stream: str | None) -> None:
+    """Make the log of an Arrow export again, in a stream that has no records.
+
+    It is there whole or not at all; repeat it where it was interrupted. Without --stream the export's name is taken.
+    """
+    from millstream.app.log_export import read_export
+    from millstream.app.log_import import import_log
+
+    home = session.home(needs_source=False)
+    name = stream or str(read_export(folder)["stream"])
+    note(f"importing into stream {name} of {home.path}")
+    count = import_log(home, name, folder.absolute())
+    note(f"{count:,} records")
+
+
+class Damage:
+    """Says each damaged place once, on stderr."""
+
+    def __init__(self) -> None:
+        self.told: set[str] = set()
+
+    def __call__(self, error: CorruptWal) -> None:
+        """Say one."""
+        if error.message not in self.told:
+            self.told.add(error.message)
+            note(f"damaged: {error.message}")
+
+
+def open_past_damage(home: Home, stream: str, damage: Damage, *, without_mark: bool = False) -> StreamReader:
+    """A reader that leaves out what can't be read, and does without a mark where there is none."""
+    from millstream.app.opened import open_reader
+
+    if without_mark or open_reader(home, stream).lacks_marks():
+        without_mark = True
+        note("without the mark: shown is every valid whole group, durable or not")
+    return open_reader(home, stream, without_mark=without_mark, on_damage=damage)
+
+
+def _bounds(reader: StreamReader, since: str | None, until: str | None) -> tuple[Seq, Seq]:
+    """`(after, upto]` of what was asked for, within what is there."""
+    from millstream.model.positions import Seq
+
+    after = Seq(reader.first_seq() - 1)
+    upto = reader.persisted_upto()
+    if since is not None:
+        after = Seq(max(after, _number(reader, since, is_start=True)))
+    if until is not None:
+        upto = Seq(min(upto, _number(reader, until, is_start=False)))
+    return after, Seq(max(after, upto))
+
+
+def _number(reader: StreamReader, text: str, *, is_start: bool) -> int:
+    from millstream.app.moments import parse_as_of
+
+    if text.isdigit():
+        return int(text) - 1 if is_start else int(text)
+    found = parse_as_of(text, reader.stream_id, now=datetime.now(UTC))
+    if isinstance(found, datetime):
+        before, last = reader.numbers_at(int(found.timestamp() * 1_000_000))
+        return before if is_start else last
+    return found.minimum
+
+
+@contextlib.contextmanager
+def _opened(output: Path | None) -> Iterator[TextIO]:
+    """stdout, or a file that is there when it is whole."""
+    if output is None:
+        yield sys.stdout
+        return
+    part = output.with_name(f"{output.name}.part")
+    with part.open("w", newline="") as out:
+        yield out
+    part.rename(output)
+
+
+def _write_lines(cat: Cat, style: str, out: TextIO) -> None:
+    from millstream.app.records_json import to_json
+    from millstream.app.records_text import line_protocol
+
+    timeless = 0
+    for line in cat.records():
+        text = to_json(line.facts) if style == "ndjson" else line_protocol(line)
+        if text is None:
+            timeless += 1
+        else:
+            out.write(text + "\n")
+    if timeless:
+        note(f"{timeless:,} records have no time, and were left out")
+
+
+def _write_csv(cat: Cat, reader: StreamReader, output: Path | None) -> None:
+    from urllib.parse import quote
+
+    from millstream.app.records_text import CsvTable, table_columns
+
+    columns = table_columns(reader.schema_versions())
+    tables: dict[tuple[str, str], CsvTable] = {}
+    with contextlib.ExitStack() as stack:
+        if output is not None:
+            output.mkdir(parents=True, exist_ok=True)
+        for line in cat.records():
+            key = (line.schema.namespace, line.schema.name)
+            if key not in tables:
+                file = None if output is None else output / f"{quote('.'.join(key), safe='')}.csv"
+                tables[key] = CsvTable(stack.enter_context(_opened(file)), columns[key])
+            tables[key].write(line)
+
+
+def _write_stream(reader: StreamReader, after: Seq, upto: Seq, wanted: frozenset[Any] | None) -> None:
+    """One table's records on stdout, as an Arrow stream."""
+    import pyarrow as pa
+
+    from millstream.errors import UsageError
+
+    out: pa.ipc.RecordBatchStreamWriter | None = None
+    schema: pa.Schema | None = None
+    for found in reader.read_between(after, upto, offsets=True):
+        if wanted is not None and found.schema.table_id not in wanted:
+            continue
+        if out is None:
+            out = pa.ipc.new_stream(sys.stdout.buffer, found.batch.schema)
+            schema = found.batch.schema
+        if not found.batch.schema.equals(schema):
+            raise UsageError(
+                "the table's columns change in between, and an Arrow stream has one schema",
+                hint="Name a folder with --output, or a range with --since and --until.",
+            )
+        out.write_batch(found.batch)
+    if out is not None:
+        out.close()
+
+
+def _catalog_facts(home: Home, name: str) -> dict[str, Any]:
+    """What the home's catalog says of the stream's sources and tables; nothing where there is none."""
+    from millstream.errors import MillstreamError
+
+    with contextlib.suppress(ImportError, MillstreamError):
+        if home.catalog_file.exists():
+            with home.open_catalog() as catalog:
+                stream = catalog.stream(name).id
+                sources = [
+                    {
+                        "id": s.id,
+                        "system_identifier": s.system_identifier,
+                        "database": s.database,
+                        "timeline": s.timeline,
+                    }
+                    for s in catalog.sources(stream)
+                ]
+                tables = [
+                    {"id": t.id, "state": t.state.value, "reason": t.reason} for t in catalog.tables(stream, gone=True)
+                ]
+                return {"sources": sources, "tables": tables}
+    return {}

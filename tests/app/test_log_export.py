@@ -1,0 +1,357 @@
+"""A log exported and imported is the same log; and what other programs get of it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from tests.app.test_records_json import ITEMS, MESSAGES, ORDERS, RAW, operation, ops, row
+
+from millstream.app.home import Home
+from millstream.app.log_export import EXPORT_FILE, export_arrow, read_export
+from millstream.app.log_import import import_log
+from millstream.app.records_json import Cat, Line
+from millstream.app.records_text import line_protocol
+from millstream.errors import ExportUnusable, StreamNotEmpty, UsageError
+from millstream.model.ids import SchemaVersion, ShardId, SourceId, TableId
+from millstream.model.operations import OperationKind, SpilledOp
+from millstream.model.positions import Lsn, Offset, Seq
+from millstream.model.records import Op
+from millstream.model.schema import Column, PgType
+from millstream.testing.log import plain_spilled, plain_table
+from millstream.wal.commit import LogOptions
+from millstream.wal.reader import StreamReader
+from millstream.wal.writer import LogWriter
+
+WIDER = replace(
+    ORDERS, version=SchemaVersion(2), columns=(*ORDERS.columns, Column("more", pa.string(), PgType(25, -1, "text")))
+)
+BULK = replace(plain_table(9, "bulk"), relation_oid=20009)
+FEW = replace(plain_table(8, "few"), relation_oid=20008)
+NOTHING: dict[str, Any] = {"total": None, "ratio": None, "paid": None, "note": None}
+
+
+def home_at(path: Path) -> Home:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "millstream.toml").write_text('[streams.shop.source]\ndsn = "host=127.0.0.1 port=1"\n')
+    home = Home(path)
+    home.prepare()
+    return home
+
+
+def fill(home: Home) -> None:
+    """Every kind of operation and record, over two shards, two versions of a schema, small frames and several segments."""
+    with home.open_catalog() as catalog:
+        stream = catalog.resolve_stream("shop")
+        assert catalog.resolve_source(stream, 77, "shop", 1) == 1
+        for table in (ORDERS, ITEMS, MESSAGES, RAW):
+            catalog.table_for(stream, SourceId(1), table.relation_oid, table.namespace, table.name, kind=table.kind)
+        options = LogOptions(segment_bytes=40_000, frame_bytes_max=3_000)
+        with LogWriter.open(
+            str(home.wal_folder("shop")),
+            stream=stream,
+            shards=[ShardId(0), ShardId(1)],
+            epoch=catalog.register_writer(stream)[1],
+            reservations=catalog.reservations(stream),
+            options=options,
+        ) as log:
+            copied = operation(None, 8, OperationKind.COPY_CHUNK) | {"chunk_id": "1.0", "commit_end_lsn": None}
+            log.append(ops([copied], (ORDERS, 0, [row(n, Op.COPY, id=n, **NOTHING) for n in range(40)])))
+            log.append(
+                ops(
+                    [operation(7, 0x16B374D848), operation(8, 0x16B374E000)],
+                    (ORDERS, 0, [
+                        row(0, Op.CREATE, id=100, total=Decimal("1.50"), ratio=0.1, paid=True, note=""),
+                        row(2, Op.UPDATE, id=101, total=None, ratio=float("inf"), paid=False, note=None, __unchanged=["note"],
+                            __exact=[("total", "NaN")], __before=[("id", "100")]),
+                        row(3, Op.DELETE, id=2**53 + 1, **NOTHING),
+                        row(0, Op.TRUNCATE, 1, id=None, **NOTHING),
+                    ]),
+                    (ITEMS, 1, [row(1, Op.CREATE, id=5), row(1, Op.TRUNCATE, 1, id=None)]),
+                    (MESSAGES, 0, [row(4, Op.MESSAGE, prefix="p", content=b"\x00\xff", transactional=True)]),
+                )
+            )  # fmt: skip
+            log.append(
+                ops(
+                    [operation(None, 9, OperationKind.MESSAGE)],
+                    (MESSAGES, 0, [row(0, Op.MESSAGE, prefix="q", content=b"x")]),
+                )
+            )
+            log.append(ops([operation(9, 0x16B374F000)], (RAW, 0, [row(0, Op.UPDATE, message=b"\x00U")])))
+            for xid in range(10, 60):
+                one = [row(0, Op.CREATE, id=xid, **NOTHING | {"note": f'línea,{xid}\n"q"'}, more="m")]
+                log.append(
+                    ops([operation(xid, 0x1700000000 + xid)], (WIDER, 0, one), (ITEMS, 1, [row(1, Op.CREATE, id=xid)]))
+                )
+            large = plain_spilled(
+                90, [[(BULK, 15_000, "a"), (FEW, 20, "b")], [(BULK, 9_000, "c" * 30)]], shard_of={9: 1, 8: 0}
+            )
+            log.append(SpilledOp(large.operation, large.counts, large.chunks, {SourceId(1): Lsn(0x1800000000)}))
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    home = home_at(tmp_path_factory.mktemp("filled"))
+    fill(home)
+    return home
+
+
+@pytest.fixture(scope="module")
+def exported(filled: Home, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("export") / "out"
+    done = wal(filled, "export", "--format", "arrow", "-o", str(folder))
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def wal(home: Home, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "millstream.cli", "--home", str(home.path), "wal", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def reader_of(home: Home) -> StreamReader:
+    return StreamReader(str(home.wal_folder("shop")))
+
+
+def lines(home: Home, values: str = "text") -> list[dict[str, Any]]:
+    """All records as `wal cat` has them, but for the stream's own numbers."""
+    found = list(Cat("shop", reader_of(home), values).lines())  # type: ignore[arg-type]
+    for line in found:
+        del line["seq"]
+    return found
+
+
+def operations_of(home: Home) -> dict[int, list[dict[str, Any]]]:
+    """Every operation's facts by shard, in order."""
+    reader = reader_of(home)
+    found: dict[int, list[dict[str, Any]]] = {}
+    for group in reader.read_groups(Seq(reader.first_seq() - 1), reader.persisted_upto()):
+        for frame in group:
+            facts = found.setdefault(frame.header.shard, [])
+            facts += [of for of in frame.operations.to_pylist() if not facts or of != facts[-1]]
+    return found
+
+
+def replayed(home: Home) -> dict[str, dict[str, Any]]:
+    """The tables that the records make, by key."""
+    tables: dict[str, dict[str, Any]] = {}
+    for line in lines(home):
+        if line["op"] in ("m", "raw"):
+            continue
+        rows = tables.setdefault(line["table"], {})
+        if line["op"] == "t":
+            rows.clear()
+            continue
+        if line["before"]:
+            rows.pop(line["before"]["id"], None)
+        if line["op"] == "d":
+            rows.pop(line["row"]["id"], None)
+        else:
+            rows[line["row"]["id"]] = line["row"]
+    return tables
+
+
+def test_what_was_exported_and_imported_is_the_same_log(filled: Home, exported: Path, tmp_path: Path) -> None:
+    home = home_at(tmp_path)
+    done = wal(home, "import", str(exported))
+    assert done.returncode == 0, done.stderr
+    assert lines(home) == lines(filled)
+    assert lines(home, "json") == lines(filled, "json")
+    assert operations_of(home) == operations_of(filled)
+    assert replayed(home) == replayed(filled)
+    assert len(replayed(home)["public.bulk"]) == 24_000
+    assert wal(home, "verify").returncode == 0
+    ours, theirs = reader_of(home), reader_of(filled)
+    assert [s.columns for s in ours.schemas().values()] == [s.columns for s in theirs.schemas().values()]
+    assert [version for _, version in ours.schema_versions()] == [version for _, version in theirs.schema_versions()]
+    with home.open_catalog() as catalog:
+        stream = catalog.stream("shop").id
+        assert ours.stream_id == stream != theirs.stream_id
+        assert {(t.namespace, t.name) for t in catalog.tables(stream)} >= {
+            ("public", "orders"),
+            ("public", "Order Items"),
+        }
+        assert [(s.system_identifier, s.reached) for s in catalog.sources(stream)] == [(77, 0x1800000000)]
+        # A writer goes on from there, above every number that was given.
+        with LogWriter.open(
+            str(home.wal_folder("shop")),
+            stream=stream,
+            shards=[ShardId(0), ShardId(1)],
+            epoch=catalog.register_writer(stream)[1],
+            reservations=catalog.reservations(stream),
+        ) as log:
+            assert log.reached()[SourceId(1)] == 0x1800000000
+            before = ours.persisted_upto()
+            ack = log.append(ops([operation(99, 0x1900000000)], (ITEMS, 1, [row(0, Op.CREATE, id=1)])))
+            assert ack.seqs.first > before
+    again = wal(home, "import", str(exported))
+    assert (again.returncode, "error[stream_not_empty]" in again.stderr) == (1, True)
+
+
+def test_an_export_without_a_catalog_is_imported_too(filled: Home, tmp_path: Path) -> None:
+    bare = Home(tmp_path / "bare")
+    shutil.copytree(filled.data / "wal", bare.data / "wal")
+    for mark in bare.data.glob("wal/shop/*/durable.mark"):
+        mark.unlink()
+    assert wal(bare, "export", "--format", "arrow", "-o", str(tmp_path / "out")).returncode == 0
+    home = home_at(tmp_path / "home")
+    import_log(home, "shop", tmp_path / "out")
+    assert lines(home) == lines(filled)
+
+
+@pytest.mark.parametrize("harm", ["cut", "flip", "gone", "version", "unfinished", "foreign", "columns"])
+def test_an_export_that_isnt_whole_is_refused_and_nothing_is_imported(
+    exported: Path, tmp_path: Path, harm: str
+) -> None:
+    folder = tmp_path / "out"
+    shutil.copytree(exported, folder)
+    victim = next(folder.glob("*bulk*.arrow"))
+    facts = json.loads((folder / EXPORT_FILE).read_bytes())
+    match harm:
+        case "cut":
+            victim.write_bytes(victim.read_bytes()[:-1000])
+        case "flip":
+            data = bytearray(victim.read_bytes())
+            data[len(data) // 2] ^= 1
+            victim.write_bytes(data)
+        case "gone":
+            victim.unlink()
+        case "version":
+            (folder / EXPORT_FILE).write_text(json.dumps(facts | {"version": 2}))
+        case "unfinished":
+            (folder / EXPORT_FILE).unlink()
+        case "foreign":
+            (folder / EXPORT_FILE).write_text('{"format": "something"}')
+        case "columns":
+            from millstream.app.log_export import file_facts
+
+            table = pa.table({"id": [1]})
+            with pa.OSFile(str(victim), "wb") as sink, pa.ipc.new_file(sink, table.schema) as out:
+                out.write_table(table)
+            facts["files"] = [f | (file_facts(victim) if f["name"] == victim.name else {}) for f in facts["files"]]
+            (folder / EXPORT_FILE).write_text(json.dumps(facts))
+    home = home_at(tmp_path / "home")
+    with pytest.raises(ExportUnusable):
+        import_log(home, "shop", folder)
+    assert home.streams_on_disk() == []
+    import_log(home, "shop", exported)
+    assert sum(1 for _ in reader_of(home).read(ShardId(0), Offset(0)))
+
+
+def test_an_import_that_was_cut_short_is_begun_again(exported: Path, filled: Home, tmp_path: Path) -> None:
+    home = home_at(tmp_path)
+    facts = read_export(exported)
+    (exported / EXPORT_FILE).rename(exported / "kept")
+    try:
+        (exported / EXPORT_FILE).write_text(json.dumps(facts | {"records": facts["records"] + 1}))
+        with pytest.raises(ExportUnusable, match="announces"):
+            import_log(home, "shop", exported)  # all was appended, and nothing is shown
+    finally:
+        (exported / "kept").rename(exported / EXPORT_FILE)
+    assert home.streams_on_disk() == []
+    import_log(home, "shop", exported)
+    assert lines(home) == lines(filled)
+
+
+def test_an_empty_stream_that_ran_before_takes_an_import_and_one_with_records_does_not(
+    exported: Path, tmp_path: Path
+) -> None:
+    home = home_at(tmp_path)
+    with home.open_catalog() as catalog:
+        stream = catalog.resolve_stream("shop")
+        opened = {"stream": stream, "shards": [ShardId(0)], "reservations": catalog.reservations(stream)}
+        LogWriter.open(str(home.wal_folder("shop")), epoch=catalog.register_writer(stream)[1], **opened).close()
+    import_log(home, "shop", exported)
+    assert reader_of(home).stream_id == stream
+    with pytest.raises(StreamNotEmpty):
+        import_log(home, "shop", exported)
+
+
+def test_a_part_of_the_log_is_exported_by_number_token_time_and_table(filled: Home, tmp_path: Path) -> None:
+    reader = reader_of(filled)
+    every = list(Cat("shop", reader).lines())
+    half = every[len(every) // 2]["seq"]
+    token = str(reader.token())
+
+    def ndjson(*words: str) -> list[dict[str, Any]]:
+        done = wal(filled, "export", *words)
+        assert done.returncode == 0, done.stderr
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    assert ndjson("--table", "public.orders") == [line for line in every if line["table"] == "public.orders"]
+    assert ndjson("--since", str(half), "--table", "bulk") == [
+        line for line in every if line["seq"] >= half and line["table"] == "public.bulk"
+    ]
+    assert ndjson("--until", "40", "--values", "text")[-1]["seq"] <= 40
+    assert ndjson("--since", token) == []
+    assert ndjson("--since", "2100-01-01") == []
+    assert len(ndjson("--until", "2100-01-01", "--table", "orders")) == len(
+        [1 for x in every if x["table"] == "public.orders"]
+    )
+    assert ndjson("--until", "2000-01-01") == []
+    count = export_arrow(
+        reader, tmp_path / "part", stream="shop", after=Seq(40), upto=Seq(half), tables=frozenset({TableId(1)})
+    )
+    home = home_at(tmp_path / "home")
+    assert import_log(home, "shop", tmp_path / "part") == count == len(lines(home))
+    with pytest.raises(UsageError):
+        export_arrow(reader, tmp_path / "part", stream="shop", after=Seq(0), upto=Seq(1))
+
+
+def test_one_table_on_stdout_is_an_arrow_stream_or_csv(filled: Home) -> None:
+    command = [sys.executable, "-m", "millstream.cli", "--home", str(filled.path), "wal", "export"]
+    done = subprocess.run([*command, "--format", "arrow", "--table", "bulk"], capture_output=True, timeout=120)
+    assert pa.ipc.open_stream(done.stdout).read_all().num_rows == 24_000
+    done = subprocess.run([*command, "--format", "arrow", "--table", "orders"], capture_output=True, timeout=120)
+    assert (done.returncode, b"columns change" in done.stderr) == (2, True)
+    assert wal(filled, "export", "--format", "arrow").returncode == 2
+    text = wal(filled, "export", "--format", "csv", "--table", "orders").stdout
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert list(rows[0])[-6:] == ["id", "total", "ratio", "paid", "note", "more"]
+    want = [line for line in Cat("shop", reader_of(filled), "text").lines() if line["table"] == "public.orders"]
+    assert [(r["__op"], r["id"], r["note"], r["total"]) for r in rows] == [
+        (w["op"], *((w["row"] or {}).get(name) or "" for name in ("id", "note", "total"))) for w in want
+    ]
+    assert '""' in text
+
+
+def test_csv_of_several_tables_is_a_file_each(filled: Home, tmp_path: Path) -> None:
+    assert wal(filled, "export", "--format", "csv", "-o", str(tmp_path / "csv")).returncode == 0
+    names = sorted(path.name for path in (tmp_path / "csv").iterdir())
+    assert names == [f"public.{name}.csv" for name in ("Order%20Items", "_messages", "broken", "bulk", "few", "orders")]
+
+
+def protocol(home: Home) -> Iterator[tuple[Line, str | None]]:
+    for line in Cat("shop", reader_of(home), moments=True).records():
+        yield line, line_protocol(line)
+
+
+def test_line_protocol_has_key_tags_typed_fields_and_commit_times(filled: Home) -> None:
+    found = list(protocol(filled))
+    by = {(line.facts["op"], line.facts["table"], line.facts["offset"]): text for line, text in found}
+    orders = [text for (op, table, _), text in by.items() if table == "public.orders" and op == "c"]
+    assert (
+        orders[0]
+        == 'public.orders,id=100 __op="c",__seq=41i,total="1.50",ratio=0.1,paid=true,note="" 1700000000000000000'
+    )
+    update = next(text for (op, table, _), text in by.items() if table == "public.orders" and op == "u")
+    assert update == 'public.orders,id=101 __op="u",__seq=42i,total="NaN",paid=false 1700000000000000000'
+    items = next(text for (op, table, _), text in by.items() if table == 'public."Order Items"')
+    assert items.startswith("public.Order\\ Items,id=5 ")
+    message = next(text for (op, _, _), text in by.items() if op == "m")
+    assert message.startswith("_messages,prefix=p ")
+    # Copied rows have the moment of their copy.
+    assert all(text is not None for line, text in found if line.facts["op"] == "r")
+    escaped = orders[1]
+    assert 'note="línea,10\n\\"q\\"",more="m"' in escaped
