@@ -26,7 +26,15 @@ from millstream.wal.index import HEADS_AHEAD_BYTES, OnDamage, SchemaPlace, Shard
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard_folder
 from millstream.wal.mark import DurableMark, common_cut, read_dropped, read_mark
 from millstream.wal.scan import ScannedFrame, Window, commit_times, read_frame, reader_of
-from millstream.wal.source import SegmentSource, TablePart, TableRecords, within_offsets
+from millstream.wal.source import (
+    Expiry,
+    LogSpan,
+    SegmentSource,
+    TablePart,
+    TableRecords,
+    sum_of_parts,
+    within_offsets,
+)
 from millstream.wal.survey import KnownSchemas
 from millstream.wal.walk import walk_segment
 from millstream.wal.whole import marks_of_whole_groups
@@ -36,26 +44,6 @@ __all__ = ["LogSpan", "StreamReader", "TablePart", "TableRecords"]
 _POLL_FIRST_S: Final = 0.0005
 _POLL_MAX_S: Final = 0.02
 """How often an idle reader looks at the mark: a twentieth of what a person notices, and nothing to a CPU."""
-
-
-@dataclass(frozen=True, slots=True)
-class LogSpan:
-    """A piece of one segment to read, for any process that sees the folder; picklable."""
-
-    shard: ShardId
-    path: str
-    byte_start: int
-    byte_end: int
-    after: Seq
-    upto: Seq
-    """Rows with numbers in `(after, upto]`."""
-    schema_frames: tuple[SchemaPlace, ...]
-    """The schema frames in front."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of its frames."""
-        return self.byte_end - self.byte_start
 
 
 class StreamReader:
@@ -80,8 +68,7 @@ class StreamReader:
     ) -> None:
         self._folder = folder
         self._files: Files = RealFiles() if files is None else files
-        self._without_mark = without_mark
-        self._on_damage = on_damage
+        self._without_mark, self._on_damage = without_mark, on_damage
         self._indexes: dict[ShardId, ShardIndex] = {}
         self._stream: StreamId | None = None
         self._known_schemas: KnownSchemas | None = None
@@ -194,7 +181,7 @@ class StreamReader:
         for shard, mark in marks.items():
             piece: list[FrameEntry] = []
             of: SegmentFile | None = None
-            with self._expiry():
+            with Expiry(self.first_seq):
                 for _, segment, entry in self._frames_of(shard, after, upto, mark):
                     size = piece[-1].position - piece[0].position if piece else 0
                     if of is not None and (segment != of or size + entry.length > bytes_target):
@@ -231,7 +218,7 @@ class StreamReader:
         have the moment of their copy as `__commit_ts`.
         """
         wanted = None if tables is None else frozenset(tables)
-        with self._expiry():
+        with Expiry(self.first_seq):
             source = SegmentSource(self._files, span.path)
             source.bring_schemas(_of_tables(span.schema_frames, wanted))
             position = span.byte_start
@@ -247,7 +234,7 @@ class StreamReader:
         Frames that straddle the span's bounds count whole.
         """
         found: dict[tuple[TableId, SchemaVersion], TablePart] = {}
-        with self._expiry():
+        with Expiry(self.first_seq):
             source = SegmentSource(self._files, span.path)
             source.bring_schemas(span.schema_frames)
             position = span.byte_start
@@ -257,7 +244,7 @@ class StreamReader:
                 if scanned.header.kind is FrameKind.RECORDS:
                     for part in source.parts(scanned):
                         key = (part.schema.table_id, part.schema.version)
-                        found[key] = _sum(found[key], part) if key in found else part
+                        found[key] = sum_of_parts(found[key], part) if key in found else part
         return list(found.values())
 
     def read_between(
@@ -278,7 +265,7 @@ class StreamReader:
             key=lambda found: (found[2].group, found[2].first_seq),
         )
         sources: dict[ShardId, SegmentSource] = {}
-        with self._expiry():
+        with Expiry(self.first_seq):
             for place in frames:
                 yield from self._records(sources, place, marks[place[0]], wanted, (after, upto), offsets=offsets)
 
@@ -321,7 +308,7 @@ class StreamReader:
         last = end if upto is None else min(upto, end)
         wanted = None if tables is None else frozenset(tables)
         sources: dict[ShardId, SegmentSource] = {}
-        with self._expiry():
+        with Expiry(self.first_seq):
             for segment, entry in self._index(shard).from_offset(from_offset, mark):
                 if entry.offset >= last:
                     return
@@ -344,7 +331,7 @@ class StreamReader:
         )
         sources: dict[ShardId, SegmentSource] = {}
         group: list[RecordsFrame] = []
-        with self._expiry():
+        with Expiry(self.first_seq):
             for shard, segment, entry in frames:
                 source = self._source(sources, shard, segment, entry, marks[shard], None)
                 frame = source.decode(source.frame(entry.position))
@@ -397,7 +384,7 @@ class StreamReader:
             return {table: schema for (table, _), schema in self.schema_versions().items()}
         latest: dict[TableId, TableSchema] = {}
         newest: dict[TableId, tuple[int, SegmentFile, SchemaPlace]] = {}
-        with self._expiry():
+        with Expiry(self.first_seq):
             for shard, mark in self._marks()[0].items():
                 index = self._index(shard)
                 for segment in index.segments(mark):
@@ -508,9 +495,6 @@ class StreamReader:
             self._indexes[shard] = ShardIndex(self._files, shard_folder(self._folder, shard), shard, self._on_damage)
         return self._indexes[shard]
 
-    def _expiry(self) -> _Expiry:
-        return _Expiry(self)
-
     def _frames_of(
         self, shard: ShardId, after: Seq, upto: Seq, mark: DurableMark
     ) -> Iterator[tuple[ShardId, SegmentFile, FrameEntry]]:
@@ -558,7 +542,7 @@ class StreamReader:
             key=lambda found: found[2].group,
         )
         current: _Group | None = None
-        with self._expiry():
+        with Expiry(self.first_seq):
             for _, _, entry in frames:
                 if current is None or entry.group != current.group:
                     if current is not None:
@@ -601,34 +585,6 @@ class _Group:
     last_seq: Seq
     rows: int
     size_bytes: int
-
-
-class _Expiry:
-    """Turns a segment that is gone into `OffsetExpired`: retention was faster."""
-
-    def __init__(self, reader: StreamReader) -> None:
-        self._reader = reader
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, FileNotFoundError):
-            first = self._reader.first_seq()
-            raise OffsetExpired(
-                f"retention has dropped {error.filename} while it was read; {first} is the first number left",
-                first=int(first),
-            ) from error
-
-
-def _sum(one: TablePart, other: TablePart) -> TablePart:
-    return TablePart(
-        one.schema,
-        min(one.first_seq, other.first_seq),
-        max(one.last_seq, other.last_seq),
-        one.rows + other.rows,
-        one.size_bytes + other.size_bytes,
-    )
 
 
 def _has_numbers(entry: FrameEntry, numbers: tuple[Seq | None, Seq | None]) -> bool:

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from millstream.codec.log_frame import RecordsFrame, SchemaSet, decode_frame
 from millstream.codec.log_segment import SegmentHeader, TableEntry
-from millstream.errors import CorruptFrame, CorruptWal
+from millstream.errors import CorruptFrame, CorruptWal, OffsetExpired
 from millstream.model.ids import Epoch, RegionId, ShardId, TableId
 from millstream.model.positions import Offset, Seq
 from millstream.model.schema import TableSchema
@@ -49,6 +49,44 @@ class TablePart:
     rows: int
     size_bytes: int
     """As they lie in the log, compressed."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogSpan:
+    """A piece of one segment to read, for any process that sees the folder; picklable."""
+
+    shard: ShardId
+    path: str
+    byte_start: int
+    byte_end: int
+    after: Seq
+    upto: Seq
+    """Rows with numbers in `(after, upto]`."""
+    schema_frames: tuple[SchemaPlace, ...]
+    """The schema frames in front."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its frames."""
+        return self.byte_end - self.byte_start
+
+
+class Expiry:
+    """Turns a segment that is gone into `OffsetExpired`: retention was faster."""
+
+    def __init__(self, first_seq: Callable[[], Seq]) -> None:
+        self._first_seq = first_seq
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, FileNotFoundError):
+            first = self._first_seq()
+            raise OffsetExpired(
+                f"retention has dropped {error.filename} while it was read; {first} is the first number left",
+                first=int(first),
+            ) from error
 
 
 class SegmentSource:
@@ -190,6 +228,17 @@ class SegmentSource:
         first = scanned.header.first_offset
         end = Offset(first + scanned.header.count)
         return damage(error, file=self.path, byte=position, offset_from=first, offset_to=end, table=table)
+
+
+def sum_of_parts(one: TablePart, other: TablePart) -> TablePart:
+    """Both together; of one table and version."""
+    return TablePart(
+        one.schema,
+        min(one.first_seq, other.first_seq),
+        max(one.last_seq, other.last_seq),
+        one.rows + other.rows,
+        one.size_bytes + other.size_bytes,
+    )
 
 
 def _first_seqs(frame: RecordsFrame) -> npt.NDArray[np.int64]:
