@@ -6,7 +6,8 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
+from pathlib import Path
 from uuid import uuid4
 
 import numpy as np
@@ -19,6 +20,7 @@ from millstream.model.operations import FIRST_SHARD, OPERATION_SCHEMA, Operation
 from millstream.model.positions import Seq
 from millstream.model.records import Op, append_row_schema
 from millstream.model.schema import Column, ReplicaIdentity, TableSchema
+from millstream.wal.commit import LogOptions
 from millstream.wal.writer import LogWriter
 
 BATCH_ROWS = 1000
@@ -65,10 +67,26 @@ _SAID_BY_COUNT = [
 """The columns that say nothing but how many rows there are: the same in every batch."""
 
 
-def operation(values: list[bytes]) -> WriteOps:
-    """One request's rows as the log takes them: the work of building the column belongs to the figure."""
-    rows = pa.RecordBatch.from_arrays([*_SAID_BY_COUNT, pa.array(values, pa.binary())], schema=_SCHEMA)
-    return WriteOps(_ONE_APPEND, (TableRows(EVENTS, rows, FIRST_SHARD),))
+def operation(values: list[bytes], *, table: TableSchema = EVENTS) -> WriteOps:
+    """One request's rows, at most `BATCH_ROWS`, as the log takes them: the work of building the column belongs to the figure."""
+    said = [column.slice(0, len(values)) for column in _SAID_BY_COUNT]
+    rows = pa.RecordBatch.from_arrays([*said, pa.array(values, pa.binary())], schema=_SCHEMA)
+    return WriteOps(_ONE_APPEND, (TableRows(table, rows, FIRST_SHARD),))
+
+
+@contextmanager
+def log_in(path: Path, *, options: LogOptions | None = None) -> Iterator[LogWriter]:
+    """A new log's writer."""
+    writer = LogWriter.open(
+        str(path / "wal"),
+        stream=StreamId(uuid4()),
+        shards=[FIRST_SHARD],
+        epoch=Epoch(1),
+        reservations=ReservationsInMemory(),
+        options=LogOptions() if options is None else options,
+    )
+    with closing(writer):
+        yield writer
 
 
 @measures("wal_append_batch_vs_sqlite")
@@ -79,19 +97,11 @@ def append_batch_vs_sqlite() -> Iterator[Figure]:
     batches = [[os.urandom(ROW_BYTES) for _ in range(BATCH_ROWS)] for _ in range(BATCHES)]
 
     def ours() -> float:
-        with folder("log") as path:
-            writer = LogWriter.open(
-                str(path / "wal"),
-                stream=StreamId(uuid4()),
-                shards=[FIRST_SHARD],
-                epoch=Epoch(1),
-                reservations=ReservationsInMemory(),
-            )
-            with closing(writer):
-                started = time.perf_counter()
-                for values in batches:
-                    writer.append(operation(values))
-                return rows / (time.perf_counter() - started)
+        with folder("log") as path, log_in(path) as writer:
+            started = time.perf_counter()
+            for values in batches:
+                writer.append(operation(values))
+            return rows / (time.perf_counter() - started)
 
     def sqlite() -> float:
         with folder("sqlite") as path, closing(sqlite3.connect(path / "log.db", isolation_level=None)) as connection:

@@ -85,13 +85,7 @@ def plan_group(
     if (alone := _alone(group, frame_bytes_max)) is not None:
         shard = alone.tables[0].shard
         return {shard: [_plan_alone(alone, first_seq, base[shard])]}
-    tables: list[TableRows] = []
-    first_operation: list[int] = []
-    known = 0
-    for ops in group:
-        tables.extend(ops.tables)
-        first_operation.extend([known] * len(ops.tables))
-        known += ops.operations.num_rows
+    tables, of_rows = _by_table(group)
 
     def number(runs: Runs) -> Ints:
         order = np.lexsort((runs.entry, runs.operation)) if len(tables) > 1 else slice(None)
@@ -101,7 +95,33 @@ def plan_group(
         return firsts
 
     operations = _one_batch([ops.operations for ops in group], OPERATION_SCHEMA)
-    return _plan(operations, tables, first_operation, number, base, frame_bytes_max)
+    return _plan(operations, tables, of_rows, number, base, frame_bytes_max)
+
+
+def _by_table(group: Sequence[WriteOps]) -> tuple[list[TableRows], list[Ints]]:
+    """The group's entries, and for each row its operation's place in the group.
+
+    Rows of one table that came in several submissions are made one entry: what follows costs by the entry, and small submissions
+    come by the hundred. A submission that has several entries of one table keeps all of the group as it is.
+    """
+    keys = [[(t.schema.table_id, t.schema.version, t.shard) for t in ops.tables] for ops in group]
+    apart = len(group) == 1 or any(len(set(of_ops)) < len(of_ops) for of_ops in keys)
+    found: dict[object, list[tuple[TableRows, int]]] = {}
+    known = 0
+    for ops, of_ops in zip(group, keys, strict=True):
+        for key, table in zip(of_ops, ops.tables, strict=True):
+            found.setdefault((len(found), key) if apart else key, []).append((table, known))
+        known += ops.operations.num_rows
+    tables, of_rows = [], []
+    for entries in found.values():
+        first = entries[0][0]
+        rows = [table.rows for table, _ in entries]
+        counts = [batch.num_rows for batch in rows]
+        whole = rows[0] if len(rows) == 1 else pa.concat_batches(rows)
+        tables.append(TableRows(first.schema, whole, first.shard))
+        shift = np.repeat(np.array([known for _, known in entries], np.int64), counts)
+        of_rows.append(whole.column("__operation").to_numpy().astype(np.int64) + shift)
+    return tables, of_rows
 
 
 def _alone(group: Sequence[WriteOps], frame_bytes_max: int) -> WriteOps | None:
@@ -152,19 +172,20 @@ def plan_chunk(
             next_seq[key] = Seq(next_seq[key] + count)
         return firsts
 
-    return _plan(operation, tables, [0] * len(tables), number, base, frame_bytes_max)
+    of_rows = [table.rows.column("__operation").to_numpy().astype(np.int64) for table in tables]
+    return _plan(operation, tables, of_rows, number, base, frame_bytes_max)
 
 
 def _plan(
     operations: pa.RecordBatch,
     tables: Sequence[TableRows],
-    first_operation: Sequence[int],
+    of_rows: Sequence[Ints],
     number: Callable[[Runs], Ints],
     base: Mapping[ShardId, Offset],
     frame_bytes_max: int,
 ) -> dict[ShardId, list[FramePlan]]:
     by_shard: dict[ShardId, list[_Entry]] = {}
-    for entry in _entries(tables, first_operation, number):
+    for entry in _entries(tables, of_rows, number):
         by_shard.setdefault(entry.table.shard, []).append(entry)
     plans: dict[ShardId, list[FramePlan]] = {}
     for shard, entries in by_shard.items():
@@ -174,13 +195,10 @@ def _plan(
     return plans
 
 
-def _entries(
-    tables: Sequence[TableRows], first_operation: Sequence[int], number: Callable[[Runs], Ints]
-) -> Iterable[_Entry]:
+def _entries(tables: Sequence[TableRows], of_rows: Sequence[Ints], number: Callable[[Runs], Ints]) -> Iterable[_Entry]:
     """Cut every entry's rows into runs and number them."""
     found = []
-    for table, first in zip(tables, first_operation, strict=True):
-        of_row = table.rows.column("__operation").to_numpy().astype(np.int64) + first
+    for of_row in of_rows:
         starts = np.flatnonzero(np.diff(of_row, prepend=-1)) if len(of_row) else np.empty(0, dtype=np.int64)
         found.append((of_row, starts, np.diff(starts, append=len(of_row))))
     runs = Runs(

@@ -1,0 +1,254 @@
+"""The log beside what a disk gives: callers that wait, large batches, one table of many, and reading it back."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from bench.figures import Figure, compared, interleaved, measures, say
+from bench.places import folder
+from bench.wal import BATCH_ROWS, EVENTS, ROW_BYTES, log_in, operation
+from millstream.model.ids import TableId
+from millstream.model.positions import Seq
+from millstream.wal.reader import StreamReader
+
+CALLERS = 64
+CALLERS_S = 3.0
+TIMER_S = 0.010
+COLUMNAR_BATCHES = 300
+COLUMNAR_ROWS = 1 << 20 >> 7
+"""Of 128 bytes: a batch of 1 MiB."""
+TABLES = 100
+REPLAY_BATCHES = 2000
+
+
+class _TimedLog:
+    """The least that a log with a group timer does: what came in ten milliseconds goes out in one write and one fsync."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path / "log", os.O_WRONLY | os.O_CREAT)
+        self._end = 0
+        self._waiting: list[tuple[bytes, threading.Event]] = []
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def append(self, data: bytes) -> None:
+        done = threading.Event()
+        with self._lock:
+            self._waiting.append((data, done))
+        done.wait()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        os.close(self._file)
+
+    def _run(self) -> None:
+        while not self._stop.wait(TIMER_S):
+            with self._lock:
+                group, self._waiting = self._waiting, []
+            if group:
+                data = b"".join(data for data, _ in group)
+                os.pwrite(self._file, data, self._end)
+                os.fdatasync(self._file)
+                self._end += len(data)
+            for _, done in group:
+                done.set()
+
+
+def _by_callers(append: Callable[[bytes], object], took_ms: list[float]) -> float:
+    """Appends a second of callers that each wait for their answer; the time of each goes into `took_ms`."""
+    data = os.urandom(ROW_BYTES)
+    until = time.perf_counter() + CALLERS_S
+
+    def call() -> None:
+        mine = []
+        while (began := time.perf_counter()) < until:
+            append(data)
+            mine.append((time.perf_counter() - began) * 1000)
+        took_ms.extend(mine)
+
+    before = len(took_ms)
+    threads = [threading.Thread(target=call) for _ in range(CALLERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return (len(took_ms) - before) / CALLERS_S
+
+
+@measures("wal_append_64_callers_vs_timer", "wal_ack_vs_raw_fsync")
+def callers_vs_timer() -> Iterator[Figure]:
+    """Many callers of one small row each, and what one of them waits."""
+    say(f"wal_append_64_callers_vs_timer: {CALLERS} callers of {ROW_BYTES} B for {CALLERS_S:.0f} s")
+    took_ms: list[float] = []
+    timed_ms: list[float] = []
+
+    def ours() -> float:
+        with folder("log") as path, log_in(path) as writer:
+            return _by_callers(lambda data: writer.append(operation([data])), took_ms)
+
+    def timer() -> float:
+        with folder("timed") as path, closing(_TimedLog(path)) as log:
+            return _by_callers(log.append, timed_ms)
+
+    yield compared(
+        "wal_append_64_callers_vs_timer", ours, timer, unit="rows/s", goal=">= 20", rows=round(CALLERS * CALLERS_S),
+        size_bytes=ROW_BYTES,
+        note=f"{CALLERS} threads that each append a row of {ROW_BYTES} B and wait for its answer; the peer joins what came in"
+        f" {TIMER_S * 1000:.0f} ms into one write and one fdatasync, raw bytes",
+    )  # fmt: skip
+
+    def raw() -> float:
+        with folder("raw") as path:
+            return _raw_fsync_ms(path, ROW_BYTES, 300)
+
+    mine, theirs = interleaved(lambda: _median_of_new(took_ms, ours), raw)
+    yield Figure(
+        figure="wal_ack_vs_raw_fsync", ratio=round(mine / theirs, 2), ours=round(mine, 2), peer=round(theirs, 2), unit="ms", runs=5,
+        goal="<= 2", rows=1, bytes=ROW_BYTES,
+        note=f"the median time of one of {CALLERS} waiting callers; the peer is one pwrite of {ROW_BYTES} B and its fdatasync, alone",
+    )  # fmt: skip
+
+
+def _median_of_new(took_ms: list[float], run: Callable[[], float]) -> float:
+    took_ms.clear()
+    run()
+    return statistics.median(took_ms)
+
+
+def _raw_fsync_ms(path: Path, size: int, times: int) -> float:
+    data, took = os.urandom(size), []
+    file = os.open(path / "raw", os.O_WRONLY | os.O_CREAT)
+    for number in range(times):
+        began = time.perf_counter()
+        os.pwrite(file, data, number * size)
+        os.fdatasync(file)
+        took.append((time.perf_counter() - began) * 1000)
+    os.close(file)
+    return statistics.median(took)
+
+
+@measures("wal_append_columnar_vs_raw")
+def columnar_vs_raw() -> Iterator[Figure]:
+    """Large batches that come as Arrow, beside the same bytes written raw."""
+    size = COLUMNAR_ROWS * 128
+    say(f"wal_append_columnar_vs_raw: {COLUMNAR_BATCHES} batches of {size >> 20} MiB")
+    # Random: the log's compression has nothing to win.
+    data = np.random.default_rng(1).bytes(size)
+    values = [data[at : at + 128] for at in range(0, size, 128)]
+    ready = [operation(values[at : at + BATCH_ROWS]) for at in range(0, COLUMNAR_ROWS, BATCH_ROWS)]
+    one = replace(
+        ready[0],
+        tables=(replace(ready[0].tables[0], rows=_joined([ops.tables[0].rows for ops in ready])),),
+    )
+
+    def ours() -> float:
+        with folder("log") as path, log_in(path) as writer:
+            began = time.perf_counter()
+            for _ in range(COLUMNAR_BATCHES):
+                writer.append(one)
+            return COLUMNAR_BATCHES * size / (time.perf_counter() - began) / 1e6
+
+    def raw() -> float:
+        with folder("raw") as path:
+            file = os.open(path / "raw", os.O_WRONLY | os.O_CREAT)
+            began = time.perf_counter()
+            for number in range(COLUMNAR_BATCHES):
+                os.pwrite(file, data, number * size)
+                os.fdatasync(file)
+            took_s = time.perf_counter() - began
+            os.close(file)
+            return COLUMNAR_BATCHES * size / took_s / 1e6
+
+    yield compared(
+        "wal_append_columnar_vs_raw", ours, raw, unit="MB/s", goal=">= 0.7", rows=COLUMNAR_BATCHES * COLUMNAR_ROWS,
+        size_bytes=COLUMNAR_BATCHES * size,
+        note=f"{COLUMNAR_BATCHES} batches of {COLUMNAR_ROWS} random values of 128 B, ready as Arrow, one caller, each durable before the next; the peer"
+        " writes the same bytes by pwrite and fdatasync into a new file",
+    )  # fmt: skip
+
+
+def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    whole = pa.Table.from_batches(batches).combine_chunks().to_batches()[0]
+    place = whole.schema.get_field_index("__index")
+    index = pa.array(np.arange(whole.num_rows, dtype=np.int64))
+    columns = [index if at == place else column for at, column in enumerate(whole.columns)]
+    return pa.RecordBatch.from_arrays(columns, schema=whole.schema)
+
+
+@measures("wal_read_one_of_100_tables")
+def one_of_many_tables() -> Iterator[Figure]:
+    """A table's records out of a log of a hundred, beside a log that holds it alone."""
+    rows = 400 * BATCH_ROWS
+    say(f"wal_read_one_of_100_tables: {rows:,} rows of each of {TABLES} tables")
+    with folder("many") as many, folder("alone") as alone:
+        tables = [replace(EVENTS, table_id=TableId(number), name=f"events_{number}") for number in range(1, TABLES + 1)]
+        for path, kept in ((many, tables), (alone, tables[:1])):
+            with log_in(path) as writer:
+                for _ in range(rows // BATCH_ROWS):
+                    values = [os.urandom(ROW_BYTES) for _ in range(BATCH_ROWS)]
+                    parts = [operation(values, table=table) for table in kept]
+                    writer.append(replace(parts[0], tables=tuple(part.tables[0] for part in parts)))
+
+        def read_s(path: Path) -> float:
+            reader = StreamReader(str(path / "wal"))
+            began = time.perf_counter()
+            count = sum(
+                found.batch.num_rows for found in reader.read_between(Seq(0), reader.persisted_upto(), table=TableId(1))
+            )
+            assert count == rows
+            return (time.perf_counter() - began) * 1000
+
+        yield compared(
+            "wal_read_one_of_100_tables", lambda: read_s(many), lambda: read_s(alone), unit="ms", goal="<= 1.3", rows=rows,
+            size_bytes=rows * ROW_BYTES,
+            note=f"{rows:,} rows of {ROW_BYTES} random bytes of one table, read by number; in ours a frame holds {BATCH_ROWS} rows of each of {TABLES}"
+            " tables, in the peer's of that table alone",
+        )  # fmt: skip
+
+
+@measures("wal_replay_rows_per_s")
+def replay_vs_parquet() -> Iterator[Figure]:
+    """All records of a log, in order, beside the same rows from a Parquet file."""
+    rows = REPLAY_BATCHES * BATCH_ROWS
+    say(f"wal_replay_rows_per_s: {rows:,} rows")
+    with folder("replay") as path:
+        with log_in(path) as writer:
+            for _ in range(REPLAY_BATCHES):
+                writer.append(operation([os.urandom(ROW_BYTES) for _ in range(BATCH_ROWS)]))
+        reader = StreamReader(str(path / "wal"))
+        batches = [found.batch for found in reader.read_between(Seq(0), reader.persisted_upto())]
+        pq.write_table(pa.Table.from_batches(batches), path / "rows.parquet", compression="lz4")
+
+        def ours() -> float:
+            again = StreamReader(str(path / "wal"))
+            began = time.perf_counter()
+            count = sum(found.batch.num_rows for found in again.read_between(Seq(0), again.persisted_upto()))
+            assert count == rows
+            return rows / (time.perf_counter() - began)
+
+        def parquet() -> float:
+            began = time.perf_counter()
+            with pq.ParquetFile(path / "rows.parquet") as file:
+                count = sum(batch.num_rows for batch in file.iter_batches(batch_size=BATCH_ROWS))
+            assert count == rows
+            return rows / (time.perf_counter() - began)
+
+        yield compared(
+            "wal_replay_rows_per_s", ours, parquet, unit="rows/s", goal=">= 0.5", rows=rows, size_bytes=rows * ROW_BYTES,
+            note=f"{rows:,} records of {ROW_BYTES} random bytes in frames of {BATCH_ROWS}, with all columns of a record; the peer reads the same record batches"
+            f" from one Parquet file (lz4) with pyarrow, {BATCH_ROWS} rows at a time",
+        )  # fmt: skip
