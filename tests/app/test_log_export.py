@@ -31,7 +31,9 @@ from millstream.model.records import Op
 from millstream.model.schema import Column, PgType
 from millstream.testing.log import plain_spilled, plain_table
 from millstream.wal.commit import LogOptions
+from millstream.wal.inspect import FrameInfo, inspect
 from millstream.wal.reader import StreamReader
+from millstream.wal.repair import plan_repair, repair
 from millstream.wal.writer import LogWriter
 
 WIDER = replace(
@@ -208,6 +210,31 @@ def test_an_export_without_a_catalog_is_imported_too(filled: Home, tmp_path: Pat
     home = home_at(tmp_path / "home")
     import_log(home, "shop", tmp_path / "out")
     assert lines(home) == lines(filled)
+
+
+def test_a_repaired_log_is_exported_and_imported_without_what_was_lost(filled: Home, tmp_path: Path) -> None:
+    home = home_at(tmp_path / "hurt")
+    shutil.copytree(filled.data / "wal", home.data / "wal", dirs_exist_ok=True)
+    folder = str(home.wal_folder("shop"))
+    frames = [f for f in inspect(folder) if isinstance(f, FrameInfo) and f.count]
+    in_part = next(f for f in frames if len(f.tables) > 1)  # one table's rows
+    in_head = next(f for f in frames if f.path != in_part.path)  # all of it
+    for frame, at in ((in_part, in_part.position + in_part.length - 10), (in_head, in_head.position + 20)):
+        data = bytearray(Path(frame.path).read_bytes())
+        data[at] ^= 0xFF
+        Path(frame.path).write_bytes(data)
+    assert wal(home, "export", "--format", "arrow", "-o", str(tmp_path / "no")).returncode == 1
+    assert wal(home, "export").returncode == 3
+    repair(folder, plan_repair(folder).ranges())
+    assert wal(home, "export", "--format", "arrow", "-o", str(tmp_path / "out")).returncode == 0
+    again = home_at(tmp_path / "again")
+    import_log(again, "shop", tmp_path / "out")
+
+    def told(of: Home) -> list[dict[str, Any]]:
+        return [{name: value for name, value in line.items() if name != "offset"} for line in lines(of)]
+
+    assert told(again) == told(home)
+    assert 0 < len(told(filled)) - len(told(home)) < 100
 
 
 @pytest.mark.parametrize("harm", ["cut", "flip", "gone", "version", "unfinished", "foreign", "columns"])
