@@ -93,6 +93,8 @@ def load_config(file: Path, environ: Mapping[str, str] | None = None, *, needs_s
         place = re.search(r"at line (\d+)", str(error))
         line = int(place[1]) if place else text.count("\n") + 1
         raise _config_error(file, [_Mistake(f"{file.name}:{line}", "", f"not TOML: {error}", line)]) from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets nested as deeply
+        raise _config_error(file, [_Mistake(file.name, "", f"no TOML that can be read: {error}")]) from error
     return _Loader(file, written, key_lines(text), environ, needs_source=needs_source).load()
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Final
 
-_DURATION: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d)\s*\Z")
+_DURATION: Final = re.compile(r"\s*(\d{1,15}(?:\.\d+)?)\s*(ms|s|min|m|h|d)\s*\Z")
 _SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|[kKMGT]B|[KMGT]iB|%)?\s*\Z")
+_SIZE: Final = re.compile(r"\s*(\d{1,20}(?:\.\d+)?)\s*(B|[kKMGT]B|[KMGT]iB|%)?\s*\Z")
 _BYTES: Final = {"B": 1} | {
     f"{letter}{suffix}": base**power
     for power, letter in enumerate("KMGT", 1)

@@ -11,6 +11,12 @@ Array = Any  # numba knows the element types better than a type checker could
 FINE: Final = 0
 WRONG_WIDTH: Final = 1
 UNFINISHED: Final = 2
+TOO_MANY: Final = 3
+
+PARTIAL: Final = 0
+NO_ROOM: Final = -1
+MALFORMED: Final = -2
+_LENGTH_MAX: Final = 1 << 30  # what PostgreSQL sends was put together in memory, of which it takes less (MaxAllocSize)
 
 _TAB, _NEWLINE, _BACKSLASH = 9, 10, 92
 _DATA = 100
@@ -23,9 +29,10 @@ def scan_rows(  # noqa: C901, PLR0912 - a walk byte by byte is one loop
 ) -> tuple[int, int]:
     """Walk COPY's text; unescape values where they lie, for an escape is longer than what it stands for.
 
-    Fills `value_at[column, row]` and `size[column, row]` (-1: NULL), which are as wide as the table and hold at least as
-    many rows as the text. Returns the fault and the number of rows read without one.
+    Fills `value_at[column, row]` and `size[column, row]` (-1: NULL), which are as wide as the table; more rows than they hold
+    are a fault. Returns the fault and the number of rows read without one.
     """
+    rows_max = value_at.shape[1]
     rows = 0
     column = 0
     start = 0
@@ -60,6 +67,8 @@ def scan_rows(  # noqa: C901, PLR0912 - a walk byte by byte is one loop
         elif byte == _TAB or byte == _NEWLINE:  # noqa: PLR1714, SIM109 - machine code
             if column >= width:
                 return WRONG_WIDTH, rows
+            if rows >= rows_max:
+                return TOO_MANY, rows
             value_at[column, rows] = start
             size[column, rows] = -1 if null else to - start
             null = False
@@ -84,9 +93,9 @@ def scan_rows(  # noqa: C901, PLR0912 - a walk byte by byte is one loop
 def take_rows(block: Array, filled: int, text: Array, to: int) -> tuple[int, int, int, int]:
     """Put the rows of whole CopyData messages one behind the other.
 
-    Stops at the first message of another kind, or that isn't there whole, or has no room in `text`. Returns where in
-    `block` it stopped, the kind it stopped at (0: a message that isn't whole, -1: no room), the end of what is in `text`
-    now, and how many rows were put there.
+    Stops at the first message of another kind, or that isn't there whole (PARTIAL), has no room in `text` (NO_ROOM), or a length that
+    none has (MALFORMED). Returns where in `block` it stopped, the kind it stopped at, the end of what is in `text` now, and how many rows
+    were put there.
     """
     at = 0
     rows = 0
@@ -96,12 +105,14 @@ def take_rows(block: Array, filled: int, text: Array, to: int) -> tuple[int, int
         length = (
             (int(block[at + 1]) << 24) | (int(block[at + 2]) << 16) | (int(block[at + 3]) << 8) | int(block[at + 4])
         ) - 4
+        if length < 0 or length > _LENGTH_MAX:
+            return at, MALFORMED, to, rows
         if at + 5 + length > filled:
-            return at, 0, to, rows
+            return at, PARTIAL, to, rows
         if to + length > len(text):
-            return at, -1, to, rows
+            return at, NO_ROOM, to, rows
         text[to : to + length] = block[at + 5 : at + 5 + length]
         to += length
         at += 5 + length
         rows += 1
-    return at, 0, to, rows
+    return at, PARTIAL, to, rows

@@ -28,7 +28,6 @@ _TEXT_BYTES: Final = 4 << 20
 _DATA: Final = ord("d")
 _SAY_NOTHING: Final = frozenset(b"HcNS")
 """COPY's own beginning and end, notices, settings that changed."""
-_PARTIAL, _NO_ROOM = 0, -1
 _LIBPQS: Final = frozenset(b"EC")
 """What ends the command: libpq reads it."""
 
@@ -111,7 +110,7 @@ def _by_socket(connection: Connection, bytes_max: int) -> CopyText:
             at, kind, end, found = machine.take_rows(pieces.look(), pieces.filled, text, end)
             rows += found
             pieces.take(at, kind)
-            if kind == _NO_ROOM:
+            if kind == machine.NO_ROOM:
                 text = _enlarged(text, pieces.next_length())
             elif kind in _LIBPQS:
                 return CopyText(text[:end], rows, whole=True)
@@ -155,7 +154,7 @@ class _Pieces:
 
     def take(self, upto: int, kind: int) -> None:
         """Take what lies before `upto`, where a message of that kind begins, and that one too where it says nothing."""
-        if kind == _PARTIAL and upto < self.filled and self._memory[upto] == _DATA:
+        if kind == machine.PARTIAL and upto < self.filled and self._memory[upto] == _DATA:
             self._receive(self.filled - self._owned)
             left = bytes(self._memory[upto : self.filled])
             size = 5 + int.from_bytes(left[1:5], "big") if len(left) >= 5 else 0
@@ -164,7 +163,7 @@ class _Pieces:
             else:
                 self._memory[: len(left)] = left
             self._owned = len(left)
-        elif kind in _LIBPQS or kind in {_NO_ROOM, _PARTIAL}:
+        elif kind in _LIBPQS or kind in {machine.NO_ROOM, machine.PARTIAL}:
             if upto >= self._owned:  # else it's what is owned already that has no room
                 self._receive(upto - self._owned)
                 self._owned = 0
@@ -172,6 +171,8 @@ class _Pieces:
             self._receive(upto - self._owned)
             self._owned = 0
             self._skip_message()
+        elif kind == machine.MALFORMED:
+            raise ProtocolViolation("a row of a COPY has a length that none can have")
         else:
             raise ProtocolViolation(f"a message {chr(kind)!r} came in a COPY")
 
@@ -183,7 +184,7 @@ class _Pieces:
     def skip_rows(self) -> None:
         """Take everything up to what ends the command."""
         nowhere = np.empty(len(self._memory), np.uint8)
-        kind = _PARTIAL
+        kind = machine.PARTIAL
         while kind not in _LIBPQS:
             view = self.look()
             nowhere = nowhere if len(nowhere) >= len(view) else np.empty(len(view), np.uint8)

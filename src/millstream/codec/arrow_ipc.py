@@ -1,5 +1,8 @@
 """Record batches as Arrow IPC messages without their schema, which stands elsewhere.
 
+What is decoded is validated whole: Arrow follows offsets without a look at where they lead, and a checksum that holds says
+nothing of who wrote them. It takes a quarter of what decoding strings takes, and next to nothing for numbers.
+
 Large batches are LZ4-compressed buffer by buffer, as the IPC format has it; a message says itself whether it is, so
 readers need no flag. Small ones are not: below a few KiB the fixed cost is larger than what it saves. Nor are those that are mostly
 one buffer that a sample shows not to shrink: random bytes, pictures, what is compressed already.
@@ -58,8 +61,10 @@ def _shrinks(batch: pa.RecordBatch) -> bool:
 def decode_batch(message: Bytes, schema: pa.Schema) -> pa.RecordBatch:
     """The batch of a message made under `schema`; `CorruptFrame` where it isn't one."""
     try:
-        return ipc.read_record_batch(pa.py_buffer(message), schema)
-    except (pa.ArrowException, OSError, ValueError) as error:
+        batch = ipc.read_record_batch(pa.py_buffer(message), schema)
+        batch.validate(full=True)
+        return batch
+    except (pa.ArrowException, OSError, EOFError, ValueError) as error:
         raise CorruptFrame(f"not an Arrow record batch of the expected schema: {error}") from error
 
 
@@ -72,5 +77,5 @@ def decode_schema(message: Bytes) -> pa.Schema:
     """The schema of a message; `CorruptFrame` where it isn't one."""
     try:
         return ipc.read_schema(pa.py_buffer(message))
-    except (pa.ArrowException, OSError, ValueError) as error:
+    except (pa.ArrowException, OSError, EOFError, ValueError) as error:
         raise CorruptFrame(f"not an Arrow schema: {error}") from error

@@ -22,8 +22,8 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Any, Final
 
-import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from millstream.codec.arrow_ipc import decode_batch, decode_schema, encode_batch, encode_schema
 from millstream.codec.checksums import Bytes, crc32c
@@ -32,7 +32,7 @@ from millstream.errors import CorruptFrame, TruncatedFrame, UnsupportedFormat
 from millstream.model.ids import Epoch, GroupNumber, RegionId, SchemaVersion, ShardId, SourceId, TableId, WriterId
 from millstream.model.operations import OPERATION_SCHEMA
 from millstream.model.positions import Lsn, Offset, Seq
-from millstream.model.records import LOG_ROW_PREFIX
+from millstream.model.records import LOG_ROW_PREFIX, TIME_MAX_US, TIME_MIN_US
 from millstream.model.schema import TableSchema
 
 BATCH_HEADER_VERSION: Final = 2
@@ -63,9 +63,12 @@ _PART: Final = struct.Struct("<qIIII")
 """table id, schema version, rows, length, crc"""
 _NO_TABLE: Final = TableId(0)
 _NO_VERSION: Final = SchemaVersion(0)
+_NEVER_NULL: Final = tuple(field.name for field in LOG_ROW_PREFIX if not field.nullable)
 _FLAG_MORE: Final = 1
 _KNOWN_FLAGS: Final = _FLAG_MORE
 FRAME_SIZE_MAX: Final = 2**32 - 8
+_COUNT_MAX: Final = 2**40
+"""Records of a frame, a thousand times what its bytes can hold: sums of counts below it don't overflow."""
 
 
 class FrameKind(IntEnum):
@@ -83,6 +86,15 @@ class Directory:
 
     operations: pa.Schema
     batches: pa.Schema
+
+    def check(self) -> Directory:
+        """The value itself; `CorruptFrame` where a column that readers take by name is missing or of another type."""
+        for found, known in ((self.operations, OPERATION_SCHEMA), (self.batches, BATCH_SCHEMA)):
+            for column in known:
+                place = found.get_field_index(column.name)
+                if place < 0 or found.field(place).type != column.type:
+                    raise CorruptFrame(f"the directory's column {column.name} is missing, or isn't what it must be")
+        return self
 
 
 DIRECTORY: Final = Directory(OPERATION_SCHEMA, BATCH_SCHEMA)
@@ -241,6 +253,8 @@ class RecordsFrame:
         rows = decode_batch(data, self.schemas.log_rows(part.table_id, part.schema_version))
         if rows.num_rows != part.rows:
             raise CorruptFrame(f"{part.rows} rows of table {part.table_id} were announced, {rows.num_rows} are there")
+        if any(rows.column(name).null_count for name in _NEVER_NULL):
+            raise CorruptFrame(f"a row of table {part.table_id} lacks its offset, index or op")
         return rows
 
 
@@ -400,6 +414,10 @@ def decode_frame_head(head: bytes | memoryview) -> tuple[FrameHeader, FrameExten
     )
     if extent.head_length + header.payload_length != extent.length:
         raise CorruptFrame("a frame's parts contradict its length")
+    if min(first_offset, count, first_seq, last_seq, group_last_seq, group, epoch) < 0 or (
+        extent.kind is FrameKind.RECORDS and not sum(part.rows for part in header.parts) <= count <= _COUNT_MAX
+    ):
+        raise CorruptFrame("a frame's numbers contradict each other")
     operations_end = directory + n_ops
     return header, extent, view[directory:operations_end], view[operations_end : extent.head_length]
 
@@ -481,10 +499,16 @@ def _decode_schema_payload(header: FrameHeader, read: Callable[[int, int], Bytes
         raise TruncatedFrame("the file ends inside of a schema frame")
     if crc32c(data) != part.crc:
         raise CorruptFrame("a schema frame's payload fails its checksum")
+    message = decode_schema(data)
     try:
-        return TableSchema.from_arrow(decode_schema(data))
+        schema = TableSchema.from_arrow(message)
     except (KeyError, ValueError, TypeError) as error:
         raise CorruptFrame(f"a schema frame holds no table schema: {error!r}") from error
+    if (schema.table_id, schema.version) != (part.table_id, part.schema_version) or not message.equals(
+        schema.to_arrow(LOG_ROW_PREFIX)
+    ):
+        raise CorruptFrame("a schema frame holds another schema than it says")
+    return schema
 
 
 def _decode_facts(header: FrameHeader, read: Callable[[int, int], Bytes]) -> Mapping[str, Any]:
@@ -495,16 +519,28 @@ def _decode_facts(header: FrameHeader, read: Callable[[int, int], Bytes]) -> Map
     verify_payload(header, data)
     try:
         facts = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptFrame(f"a loss frame says nothing that can be read: {error}") from error
     return facts if isinstance(facts, dict) else {}
 
 
 def _check_directory(frame: RecordsFrame) -> None:
-    """What readers rely on: the directory's counts add up, and its operations are there."""
-    counts = frame.batches.column("count").to_numpy()
-    ordinals = frame.batches.column("operation").to_numpy()
-    if int(counts.sum()) != frame.header.count:
+    """What readers rely on: the directory's counts and numbers are the header's, and its operations are there."""
+    operations, batches, header = frame.operations, frame.batches, frame.header
+    for known, found in ((OPERATION_SCHEMA, operations), (BATCH_SCHEMA, batches)):
+        if any(found.column(column.name).null_count for column in known if not column.nullable):
+            raise CorruptFrame("a frame's directory has nulls where there can be none")
+    if not batches.num_rows:
+        raise CorruptFrame("a frame's directory is empty")
+    counts, ordinals, firsts = (batches.column(name).to_numpy() for name in ("count", "operation", "first_seq"))
+    if counts.min() < 1 or counts.max() > header.count or int(counts.sum()) != header.count:
         raise CorruptFrame("a frame's directory and its record count disagree")
-    if len(ordinals) and not (int(np.min(ordinals)) >= 0 and int(np.max(ordinals)) < frame.operations.num_rows):
+    if int(firsts.min()) != header.first_seq or int((firsts + counts).max()) - 1 != header.last_seq:
+        raise CorruptFrame("a frame's directory and its numbers disagree")
+    if int(ordinals.min()) < 0 or int(ordinals.max()) >= operations.num_rows:
         raise CorruptFrame("a frame's directory names an operation that it doesn't hold")
+    times = operations.column("commit_ts")
+    if times.null_count < len(times):
+        found = pc.min_max(times)
+        if found["min"].value < TIME_MIN_US or found["max"].value > TIME_MAX_US:
+            raise CorruptFrame("an operation's commit time lies outside of the years 1 to 9999")

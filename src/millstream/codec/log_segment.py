@@ -126,9 +126,11 @@ class SegmentHeader:
         directory = Directory(
             decode_schema(head[_HEADER.size : middle]), decode_schema(head[middle : middle + n_batches])
         )
+        if base < 0:
+            raise CorruptFrame("a segment can't begin at a negative offset")
         return cls(
             StreamId(UUID(bytes=stream)), RegionId(region), ShardId(shard), Epoch(epoch), Offset(base), previous,
-            created, directory,
+            created, directory.check(),
         )  # fmt: skip
 
 
@@ -218,7 +220,9 @@ class SegmentFooter:
         index = read(start, index_length)
         if len(index) < index_length or crc != crc32c(index, trailer[4:]):
             raise CorruptFrame("the segment footer fails its checksum")
-        return cls(_decode_index(index), Offset(end_offset), record_count, frames_hash)
+        frames = _decode_index(index)
+        _check_chain(frames, start, end_offset, record_count)
+        return cls(frames, Offset(end_offset), record_count, frames_hash)
 
     @staticmethod
     def encoded_hash(encoded: bytes) -> bytes:
@@ -236,9 +240,24 @@ class SegmentFooter:
         return int(_TRAILER.unpack(trailer)[1]) + SEGMENT_TRAILER_SIZE
 
 
+def _check_chain(frames: tuple[FrameEntry, ...], byte_end: int, end_offset: int, record_count: int) -> None:
+    """`CorruptFrame` unless frames stand one behind the other, from the header to the index, and hold what the trailer says."""
+    position, offset = SEGMENT_HEADER_SIZE, frames[0].offset if frames else Offset(end_offset)
+    for frame in frames:
+        if (frame.position, frame.offset) != (position, offset) or frame.length <= 0 or frame.count < 0:
+            raise CorruptFrame("the segment footer's frames don't follow on each other")
+        position, offset = position + frame.length, Offset(offset + frame.count)
+    if (position, offset) != (byte_end, end_offset) or record_count != sum(frame.count for frame in frames):
+        raise CorruptFrame("the segment footer contradicts itself")
+
+
 def _decode_index(index: bytes) -> tuple[FrameEntry, ...]:
     try:
-        rows = ipc.open_stream(index).read_all().to_pylist()
+        table = ipc.open_stream(index).read_all()
+        table.validate(full=True)
+        if table.schema.names != _INDEX.names or table.schema.types != _INDEX.types:
+            raise CorruptFrame("the segment footer's index has other columns than it must have")
+        rows = table.to_pylist()
         return tuple(
             FrameEntry(
                 kind=FrameKind(row["kind"]),
@@ -260,5 +279,5 @@ def _decode_index(index: bytes) -> tuple[FrameEntry, ...]:
             )
             for row in rows
         )
-    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+    except (pa.ArrowException, OSError, EOFError, TypeError, ValueError) as error:
         raise CorruptFrame(f"the segment footer's index can't be read: {error}") from error

@@ -11,6 +11,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from millstream.errors import InvalidValue
 from millstream.model.pgtext import storage_values, text_renderer
 from millstream.model.schema import Column
 
@@ -22,6 +23,9 @@ def render_column(array: pa.Array, column: Column) -> list[str | None]:
     """PostgreSQL's text of each value of a log column; None for NULL (and for what lies in `__exact`: see there first).
 
     Bytes that aren't of a PostgreSQL column (the content of a logical message) are text where they are UTF-8, else hex.
+
+    Raises:
+        InvalidValue: a value that the log never takes.
     """
     kind = array.type
     if pa.types.is_string(kind):
@@ -39,7 +43,12 @@ def render_column(array: pa.Array, column: Column) -> list[str | None]:
     if pa.types.is_binary(kind) and column.pg is None:
         return [None if value is None else render_content(value) for value in array.to_pylist()]
     render = text_renderer(kind)
-    return [None if value is None else render(value) for value in storage_values(array)]
+    try:
+        return [None if value is None else render(value) for value in storage_values(array)]
+    except (ValueError, OverflowError) as error:  # a date beyond the year 9999 in a list: none that was parsed
+        raise InvalidValue(
+            f"column {column.name} holds what no {kind} can be", column=column.name, type=str(kind)
+        ) from error
 
 
 # Arrow turns to an exponent where more than six zeros would stand behind the point.

@@ -160,7 +160,7 @@ def _decimal(modifier: int) -> pa.DataType | None:
     precision, scale = found
     # numeric(3,-2) holds up to 99900: five digits. numeric(2,4) holds up to 0.0099: four digits behind the point.
     digits = max(precision - min(scale, 0), scale)
-    return pa.decimal128(digits, max(scale, 0)) if digits <= DECIMAL_DIGITS_MAX else None
+    return pa.decimal128(digits, max(scale, 0)) if 1 <= digits <= DECIMAL_DIGITS_MAX else None
 
 
 def log_type(oid: int, modifier: int) -> pa.DataType:

@@ -22,7 +22,7 @@ Seq = NewType("Seq", int)
 """A record's number in its stream: unique, from 1, with gaps; 0 stands before the first."""
 
 _LSN_TEXT: Final = re.compile(r"([0-9A-Fa-f]{1,8})/([0-9A-Fa-f]{1,8})\Z")
-_TOKEN_TEXT: Final = re.compile(r"([0-9a-f]{8})\.(?:s([0-9]+)|m([0-9]+)((?:~[0-9]+\.[0-9]+)+))\Z")
+_TOKEN_TEXT: Final = re.compile(r"([0-9a-f]{8})\.(?:s([0-9]{1,20})|m([0-9]{1,20})((?:~[0-9]{1,20}\.[0-9]{1,20})+))\Z")
 _SEQ_MAX: Final = 2**63 - 1
 
 

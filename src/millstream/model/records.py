@@ -38,6 +38,9 @@ class Op(IntEnum):
 TEXT_BY_COLUMN: Final = pa.map_(pa.string(), pa.string())
 """From a column's name to PostgreSQL's text of a value; a null item is SQL's NULL."""
 INSTANT: Final = pa.timestamp("us", tz="UTC")
+TIME_MIN_US: Final = -62_135_596_800_000_000
+TIME_MAX_US: Final = 253_402_300_799_999_999
+"""The years 1 to 9999, in microseconds since 1970: commit times are of these, for every reader to show."""
 
 LOG_ROW_PREFIX: Final = (
     pa.field("__offset", pa.int64(), nullable=False),

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast
 
 import pyarrow as pa
 
@@ -91,13 +91,15 @@ class TableSchema:
 
     @classmethod
     def from_arrow(cls, schema: pa.Schema) -> Self:
-        """The value that `to_arrow` put into a schema. `KeyError`, `ValueError` where it holds none."""
-        facts: Mapping[str, Any] = json.loads((schema.metadata or {})[_METADATA_KEY])
-        names = [column["name"] for column in facts["columns"]]
-        types = {field.name: field.type for field in list(schema)[len(schema) - len(names) :]}
+        """The value that `to_arrow` put into a schema. `KeyError`, `TypeError`, `ValueError` where it holds none."""
+        facts = _read_facts((schema.metadata or {})[_METADATA_KEY])
+        own = list(schema)[max(len(schema) - len(facts["columns"]), 0) :]
         columns = tuple(
-            Column(c["name"], types[c["name"]], None if c["pg"] is None else PgType(*c["pg"])) for c in facts["columns"]
+            Column(field.name, field.type, None if c["pg"] is None else PgType(*c["pg"]))
+            for field, c in zip(own, facts["columns"], strict=True)
         )
+        if [column.name for column in columns] != [c["name"] for c in facts["columns"]]:
+            raise ValueError("its columns bear other names than it says")
         return cls(
             table_id=TableId(facts["table_id"]),
             version=SchemaVersion(facts["version"]),
@@ -132,3 +134,26 @@ class TableSchema:
 
 
 _METADATA_KEY: Final = b"millstream.table"
+_FACTS: Final[Mapping[str, type]] = {
+    **dict.fromkeys(("table_id", "version", "source", "relation_oid"), int),
+    **dict.fromkeys(("namespace", "name", "replica_identity", "kind"), str),
+    **dict.fromkeys(("columns", "identity", "key"), list),
+}
+
+
+def _read_facts(text: bytes) -> Mapping[str, Any]:
+    """What `_facts` made, of the types that it has."""
+    try:
+        facts = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("its metadata is nested too deeply") from error
+    for name, kind in _FACTS.items():
+        if type(facts[name]) is not kind:
+            raise TypeError(f"{name} is no {kind.__name__}")
+    for column in facts["columns"]:
+        if column["pg"] is not None and [type(fact) for fact in column["pg"]] != [int, int, str]:
+            raise TypeError(f"the type of column {column['name']} is none")
+    names = [column["name"] for column in facts["columns"]]
+    if len(set(names)) != len(names):
+        raise ValueError("a column is named twice")
+    return cast("Mapping[str, Any]", facts)

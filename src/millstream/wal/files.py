@@ -92,7 +92,9 @@ class RealFiles:
         """Bytes at a position; fewer at the end of the file."""
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            wanted = os.fstat(descriptor).st_size - position if length is None else length
+            # A length may come from damaged bytes: memory is taken for what is there, not for what is asked for.
+            left = os.fstat(descriptor).st_size - position
+            wanted = left if length is None else min(length, left)
             pieces: list[bytes] = []
             while wanted > 0 and (piece := os.pread(descriptor, wanted, position)):
                 pieces.append(piece)

@@ -215,6 +215,8 @@ class SegmentSource:
             found = []
             for part in scanned.header.parts:
                 mine = (tables == part.table_id) & (versions == part.schema_version)
+                if not mine.any():
+                    raise CorruptFrame(f"a frame's directory doesn't name its rows of table {part.table_id}")
                 first, last = firsts[mine].min(), (firsts + counts)[mine].max() - 1
                 schema = self._schemas.find(part.table_id, part.schema_version)
                 found.append(TablePart(schema, Seq(int(first)), Seq(int(last)), part.rows, part.length))

@@ -19,6 +19,7 @@ _XLOG_DATA: Final = ord("w")
 _KEEPALIVE: Final = ord("k")
 _HEADER: Final = 25  # of XLogData: 'w', its LSN, the server's end of WAL, the server's clock
 _KEEPALIVE_BYTES: Final = 18
+_LENGTH_MAX: Final = 1 << 30  # what PostgreSQL sends was put together in memory, of which it takes less (MaxAllocSize)
 
 
 @compiled
@@ -40,7 +41,7 @@ def split_copy_data(buffer: Array, begin: Any, end: int, starts: Array, ends: Ar
         for i in range(1, 5):
             length = (length << 8) | np.int64(buffer[at + i])
         stop = at + 1 + length
-        if length < 5:
+        if length < 5 or length > _LENGTH_MAX:
             return count, at, MALFORMED
         if stop > end:
             break

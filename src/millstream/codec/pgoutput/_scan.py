@@ -13,6 +13,8 @@ from typing import Any, Final
 import numpy as np
 
 from millstream.codec.pgoutput._compiled import compiled, inlined
+from millstream.codec.pgoutput.messages import LSN_MAX, POSTGRES_EPOCH_US
+from millstream.model.records import TIME_MAX_US, TIME_MIN_US
 
 Array = Any  # numba knows the element types better than a type checker could
 
@@ -31,6 +33,7 @@ MISPLACED_MESSAGE: Final = 6
 NO_COMMIT: Final = 7
 BAD_VALUE_KIND: Final = 8
 WRONG_WIDTH: Final = 9
+BEYOND_BOUNDS: Final = 10
 
 NULL: Final = -1
 UNCHANGED: Final = -2
@@ -38,7 +41,8 @@ NOT_SENT: Final = -3
 
 _TRANSACTION: Final = 1
 _MESSAGE: Final = 4
-_POSTGRES_EPOCH_US: Final = 946_684_800_000_000
+_TIME_MIN: Final = TIME_MIN_US - POSTGRES_EPOCH_US
+_TIME_MAX: Final = TIME_MAX_US - POSTGRES_EPOCH_US
 
 
 @inlined
@@ -60,6 +64,11 @@ def _i64(buffer: Array, at: int) -> Any:
     for i in range(8):
         value = (value << 8) | np.int64(buffer[at + i])
     return value
+
+
+@inlined
+def _is_position(lsn: Any) -> Any:
+    return 0 <= lsn <= LSN_MAX
 
 
 @inlined
@@ -134,6 +143,8 @@ def scan(  # noqa: C901, PLR0911, PLR0912, PLR0915, PLR0917 — one loop over by
                 return records, count, reached, TOO_SHORT, number
             if inside:
                 return records, count, reached, NESTED_BEGIN, number
+            if not (_is_position(_i64(buffer, at)) and _TIME_MIN <= _i64(buffer, at + 8) <= _TIME_MAX):
+                return records, count, reached, BEYOND_BOUNDS, number
             begin_xid = _u32(buffer, at + 16)
             inside = True
             first_record = records
@@ -143,6 +154,12 @@ def scan(  # noqa: C901, PLR0911, PLR0912, PLR0915, PLR0917 — one loop over by
                 return records, count, reached, TOO_SHORT, number
             if not inside or mode != RUN:
                 return records, count, reached, NO_BEGIN, number
+            if not (
+                _is_position(_i64(buffer, at + 1))
+                and _is_position(_i64(buffer, at + 9))
+                and _TIME_MIN <= _i64(buffer, at + 17) <= _TIME_MAX
+            ):
+                return records, count, reached, BEYOND_BOUNDS, number
             reached = _i64(buffer, at + 9)
             if reached <= after:
                 records = first_record
@@ -151,7 +168,7 @@ def scan(  # noqa: C901, PLR0911, PLR0912, PLR0915, PLR0917 — one loop over by
                 transactions[1, count] = _i64(buffer, at + 1)
                 transactions[2, count] = reached
                 transactions[3, count] = begin_xid
-                transactions[4, count] = _i64(buffer, at + 17) + _POSTGRES_EPOCH_US
+                transactions[4, count] = _i64(buffer, at + 17) + POSTGRES_EPOCH_US
                 count += 1
             inside = False
             continue
@@ -185,6 +202,8 @@ def scan(  # noqa: C901, PLR0911, PLR0912, PLR0915, PLR0917 — one loop over by
                 stop += 1
             if stop + 5 > end or stop + 5 + _u32(buffer, stop + 1) != end:
                 return records, count, reached, TOO_SHORT, number
+            if not _is_position(_i64(buffer, at + 1)):
+                return records, count, reached, BEYOND_BOUNDS, number
             alone = buffer[at] & 1 == 0
             if alone == inside:
                 return records, count, reached, MISPLACED_MESSAGE, number

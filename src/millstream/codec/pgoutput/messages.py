@@ -17,11 +17,14 @@ from typing import Final
 from millstream.errors import ProtocolViolation
 from millstream.model.names import qualified_name
 from millstream.model.pgtypes import builtin_name
-from millstream.model.positions import Lsn
+from millstream.model.positions import Lsn, format_lsn
+from millstream.model.records import TIME_MAX_US, TIME_MIN_US
 from millstream.model.schema import ReplicaIdentity
 
 POSTGRES_EPOCH_US: Final = 946_684_800_000_000
 """2000-01-01 UTC in microseconds since 1970."""
+LSN_MAX: Final = 2**63 - 2
+"""Positions are int64 in the log, and the one behind a position is one too."""
 
 
 class Unchanged:
@@ -281,14 +284,28 @@ def parse_message(data: bytes, *, streamed: bool = False) -> Message:
     return message
 
 
+def _position(lsn: int) -> Lsn:
+    """An LSN that the log's 63 bits hold, with room for the byte behind it."""
+    if lsn > LSN_MAX:
+        raise ProtocolViolation(f"no source gets as far as {format_lsn(Lsn(lsn))}")
+    return Lsn(lsn)
+
+
+def _moment(time: int) -> int:
+    """A time of the protocol since 1970, where it is of the years 1 to 9999."""
+    if not TIME_MIN_US <= time + POSTGRES_EPOCH_US <= TIME_MAX_US:
+        raise ProtocolViolation(f"no source's clock shows {time} µs since 2000")
+    return time + POSTGRES_EPOCH_US
+
+
 def _begin(reader: _Reader) -> Begin:
     lsn, time, own = reader.unpack(_BEGIN)
-    return Begin(Lsn(lsn), time + POSTGRES_EPOCH_US, own)
+    return Begin(_position(lsn), _moment(time), own)
 
 
 def _commit(reader: _Reader) -> Commit:
     flags, lsn, end, time = reader.unpack(_COMMIT)
-    return Commit(flags, Lsn(lsn), Lsn(end), time + POSTGRES_EPOCH_US)
+    return Commit(flags, _position(lsn), _position(end), _moment(time))
 
 
 def _origin(reader: _Reader) -> Origin:
@@ -312,6 +329,8 @@ def _relation(reader: _Reader, xid: int | None) -> Relation:
         column = reader.text()
         type_oid, modifier = reader.unpack(_COLUMN)
         columns.append(RelationColumn(column, type_oid, modifier, bool(flags & 1), builtin_name(type_oid) or "?"))
+    if len({column.name for column in columns}) != len(columns):
+        raise ProtocolViolation(f"two columns of {namespace}.{name} bear one name")
     return Relation(oid, namespace, name, identity, tuple(columns), b"R" + body, xid)
 
 
@@ -378,7 +397,7 @@ def _truncate(reader: _Reader, xid: int | None) -> Truncate:
 
 def _logical_message(reader: _Reader, xid: int | None) -> LogicalMessage:
     flags = reader.u8()
-    lsn = Lsn(int.from_bytes(reader.take(8), "big"))
+    lsn = _position(int.from_bytes(reader.take(8), "big"))
     prefix = reader.text()
     return LogicalMessage(bool(flags & 1), lsn, prefix, reader.take(reader.u32()), xid)
 
@@ -389,7 +408,7 @@ def _stream_start(reader: _Reader) -> StreamStart:
 
 def _stream_commit(reader: _Reader) -> StreamCommit:
     own, flags, lsn, end, time = reader.unpack(_STREAM_COMMIT)
-    return StreamCommit(own, flags, Lsn(lsn), Lsn(end), time + POSTGRES_EPOCH_US)
+    return StreamCommit(own, flags, _position(lsn), _position(end), _moment(time))
 
 
 def _stream_abort(reader: _Reader) -> StreamAbort:

@@ -247,6 +247,7 @@ def _violation(fault: int, kind: str) -> ProtocolViolation:
         machine.MISPLACED_MESSAGE: "stands on the wrong side of a transaction's border",
         machine.NO_COMMIT: "ends the run inside a transaction",
         machine.BAD_VALUE_KIND: "holds a part of an unknown kind",
+        machine.BEYOND_BOUNDS: "names a position or a time that no source gets to",
     }
     return ProtocolViolation(f"a message of kind {kind!r} {said[fault]}", kind=kind)
 
@@ -405,7 +406,10 @@ def warm() -> None:
         (701, -1, b"1.5"),
         (25, -1, None),
     )
-    columns = b"".join(struct.pack(">B2sIi", 1, b"c\0", oid, modifier) for oid, modifier, _ in types)
+    names = (bytes([ord("a") + number, 0]) for number in range(len(types)))
+    columns = b"".join(
+        struct.pack(">B2sIi", 1, name, oid, modifier) for name, (oid, modifier, _) in zip(names, types, strict=True)
+    )
     relation = b"R" + struct.pack(">I", 1) + b"s\0t\0d" + struct.pack(">H", len(types)) + columns
     values = b"".join(b"u" if text is None else struct.pack(">cI", b"t", len(text)) + text for _, _, text in types)
     row = struct.pack(">H", len(types)) + values

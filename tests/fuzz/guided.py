@@ -1,0 +1,60 @@
+"""As `harness`, led by coverage: atheris (libFuzzer) keeps inputs that reach new lines and changes those.
+
+    python -m tests.fuzz.guided TARGET --seed N --seconds S [--findings FOLDER]
+
+Lines of Python lead it; machine code is under the same checks of indexes, and a crash, a hang or too much memory is a finding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+import atheris
+from tests.fuzz.harness import INPUT_MAX, ROOT, SECONDS_MAX, corpus
+
+# Not machine code: numba compiles only what it knows, which calls of atheris aren't.
+_COMPILED = ("codec.pgoutput._scan", "codec.pgoutput._values", "codec.pgoutput._framing", "capture._copy_scan")
+with atheris.instrument_imports(include=["millstream"], exclude=[f"millstream.{name}" for name in _COMPILED]):
+    from tests.fuzz.targets import TARGETS
+
+
+class RuleBrokenError(Exception):
+    """A decoder did something else than give a value or a typed error."""
+
+
+def main() -> None:
+    """Run one target; libFuzzer ends the process."""
+    parser = argparse.ArgumentParser(description="Feed inputs to a decoder, led by coverage.")
+    parser.add_argument("target", choices=list(TARGETS))
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=int, default=60)
+    parser.add_argument("--findings", default=str(ROOT / ".cache" / "fuzz"))
+    options = parser.parse_args()
+    target = TARGETS[options.target]
+    findings = Path(options.findings) / options.target
+    findings.mkdir(parents=True, exist_ok=True)
+    start = Path(tempfile.mkdtemp(prefix="millstream-fuzz-"))
+    for number, seed in enumerate([*target.seeds(), *corpus(options.target)]):
+        (start / str(number)).write_bytes(seed)
+        target.attempt(seed)  # what is compiled is compiled now
+
+    def attempt(data: bytes) -> None:
+        why = target.attempt(data)
+        if why is not None:
+            raise RuleBrokenError(why)
+
+    def change(data: bytes, size_max: int, seed: int) -> bytes:
+        changed = bytes(atheris.Mutate(data, size_max))
+        return changed if target.mend is None or seed % 5 == 0 else target.mend(changed)
+
+    flags = [f"-seed={options.seed}", f"-max_total_time={options.seconds}", f"-timeout={SECONDS_MAX}"]
+    flags += ["-rss_limit_mb=4096", f"-max_len={INPUT_MAX}", f"-artifact_prefix={findings}/", "-print_final_stats=1"]
+    atheris.Setup([sys.argv[0], *flags, str(start)], attempt, custom_mutator=change)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()
