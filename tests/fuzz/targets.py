@@ -10,7 +10,7 @@ import struct
 import tempfile
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -28,7 +28,15 @@ from millstream.app.quantities import duration_s, size_bytes
 from millstream.app.records_json import Cat, to_json
 from millstream.capture import _copy_scan
 from millstream.capture.copy_text import read_copied
-from millstream.codec.log_frame import RecordsFrame, SchemaSet, decode_frame, frame_extent
+from millstream.codec.log_frame import (
+    FrameKind,
+    RecordsFrame,
+    SchemaSet,
+    decode_frame,
+    decode_frame_header,
+    encode_loss_frame,
+    frame_extent,
+)
 from millstream.codec.log_segment import SegmentFooter, SegmentHeader
 from millstream.codec.pgoutput import (
     MessageRun,
@@ -124,6 +132,14 @@ def _frames(segment: bytes) -> bytes:
     footer = SegmentFooter.decode_tail(lambda at, length: segment[at : at + length], len(segment))
     end = len(segment) if footer is None else footer.frames[-1].position + footer.frames[-1].length
     return segment[4096:end]
+
+
+def _frame_seeds() -> list[bytes]:
+    found = [_frames(segment) for segment in (*_segments(_written()), GOLDEN.read_bytes())]
+    header, length = decode_frame_header(found[-1])  # of a schema frame; what is lost may be of any group
+    lost = replace(header, kind=FrameKind.LOSS, count=3, more=False)
+    facts = {"why": "damaged", "offsets": [1000, 1003]}
+    return [*found, b"".join(map(bytes, encode_loss_frame(lost, facts, length=length)))]
 
 
 def _decode_frames(data: bytes) -> None:
@@ -513,7 +529,7 @@ def _decode_config(data: bytes) -> None:
 
 LOG_ERRORS: Final = (MillstreamError,)
 TARGETS: Final = {
-    "frames": Target(lambda: [_frames(s) for s in (*_segments(_written()), GOLDEN.read_bytes())], _decode_frames, (CorruptFrame, UnsupportedFormat), checksums.of_frames),
+    "frames": Target(_frame_seeds, _decode_frames, (CorruptFrame, UnsupportedFormat), checksums.of_frames),
     "segment": Target(lambda: [*_segments(_written()), GOLDEN.read_bytes()], _decode_segment, LOG_ERRORS, checksums.of_segment, 0.15),
     "mark": Target(_mark_seeds, _decode_mark, LOG_ERRORS, checksums.of_mark, 0.05),
     "message": Target(_message_seeds, _decode_message, ()),
