@@ -21,9 +21,9 @@ from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.output import create_output
 
 from millstream.app.opened import open_lake
+from millstream.cli.answering import answer
 from millstream.cli.context import note, print_table
 from millstream.cli.main import say_error
-from millstream.cli.querying import answer
 from millstream.cli.results import STYLES, Style
 from millstream.errors import MillstreamError, UsageError
 

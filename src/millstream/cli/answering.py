@@ -1,0 +1,73 @@
+"""Answering one statement: its rows on stdout, where they stand on stderr, and an end by Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from concurrent.futures import Future, wait
+from threading import Event, Thread
+from traceback import clear_frames
+from typing import TYPE_CHECKING, Final
+
+from millstream.cli.context import note
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from millstream.cli.results import Style
+    from millstream.lake.query import LakeSession
+
+_LOOK_S: Final = 0.1
+"""How soon Ctrl-C is noticed."""
+
+
+def answer(lake: LakeSession, sql: str, style: Style) -> int:
+    """Print one statement's rows on stdout, and on stderr where they stand; returns how many there were.
+
+    Ctrl-C ends the query in DuckDB too, and raises KeyboardInterrupt.
+    """
+    count = _cancellable(lake, lambda: _print(lake, sql, style))
+    for name, reason in lake.missing.items():
+        note(f"not readable: {name}: {reason}")
+    for name, reason in lake.held_back.items():
+        note(f"set aside: {name}: {reason}")
+    note(f"at {lake.token}")
+    return count
+
+
+def _print(lake: LakeSession, sql: str, style: Style) -> int:
+    from millstream.cli.results import write_result
+
+    with lake.stream(sql) as reader:
+        count = write_result(reader, style)
+    sys.stdout.flush()
+    return count
+
+
+def _cancellable(lake: LakeSession, work: Callable[[], int]) -> int:
+    """Do it in a thread: while the main one is inside DuckDB, Python can't run the handler of Ctrl-C."""
+    outcome: Future[int] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
+            # Its frames hold DuckDB's half-read result, and DuckDB complains on stderr of what outlives the interpreter.
+            clear_frames(error.__traceback__)
+            outcome.set_exception(error)
+
+    cancelled = Event()
+    # A handler that raises would do so anywhere, also while the first Ctrl-C is being dealt with.
+    before = signal.signal(signal.SIGINT, lambda _number, _frame: cancelled.set())
+    try:
+        Thread(target=run, name="millstream-query", daemon=True).start()
+        # Not by joining the thread, which Python 3.11 takes for ended once a signal came.
+        while not wait([outcome], _LOOK_S).done:
+            if cancelled.is_set():
+                # More than once: between two of its steps DuckDB runs nothing that could be interrupted.
+                lake.interrupt()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if cancelled.is_set():
+        raise KeyboardInterrupt
+    return outcome.result()
