@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sphinx.application import Sphinx
 
 CLI = ("millstream.cli.main", "cli")
-CONFIG = ("millstream.app.config", "Config")
+CONFIG = ("millstream.app.config.model", "Config")
 REQUEST = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 NOT_BUILT = "*Not in this version.*"
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.app.config_file import LoadedConfig, load_config
-from millstream.app.interpolation import interpolate, interpolate_dsn, mask_dsn
-from millstream.app.quantities import duration_s, size_bytes
-from millstream.app.toml_lines import key_lines
+from millstream.app.config.file import LoadedConfig, load_config
+from millstream.app.config.interpolation import interpolate, interpolate_dsn, mask_dsn
+from millstream.app.config.quantities import duration_s, size_bytes
+from millstream.app.config.toml_lines import key_lines
 from millstream.errors import ConfigError, LakeFormatUnsupported
 
 GOOD = """\

@@ -11,7 +11,7 @@ import psycopg
 import pytest
 from tests.app.landed import LandedHome
 
-from millstream.app.diff import DiffReport, Progress, diff_stream
+from millstream.app.diff.compare import DiffReport, Progress, diff_stream
 from millstream.app.home import Home
 from millstream.app.locks import RoleLock
 from millstream.app.tables import copy_table

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.app.diff import What, differences_of
-from millstream.app.diff_columns import ComparedColumn, RowTexts, ranges_for
+from millstream.app.diff.columns import ComparedColumn, RowTexts, ranges_for
+from millstream.app.diff.compare import What, differences_of
 from millstream.model.pgtext import array_of, text_renderer
 
 UTC = pa.timestamp("us", tz="UTC")

@@ -14,8 +14,8 @@ import pytest
 from tests.app.landed import LandedHome
 from tests.app.test_diff import behind_captures_back, reasons, told
 
-from millstream.app.diff import diff_stream
-from millstream.app.diff_repair import ask_repairs, wait_for_repairs
+from millstream.app.diff.compare import diff_stream
+from millstream.app.diff.repair import ask_repairs, wait_for_repairs
 from millstream.errors import LakeBehind
 from millstream.testing.pytest_plugin import Database
 from millstream.testing.shop import ShopWorkload

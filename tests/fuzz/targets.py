@@ -22,9 +22,9 @@ from tests.fuzz import checksums
 from tests.fuzz.harness import MORE_MEMORY
 from tests.wal.truth import FOLDER, STREAM, Truth
 
-from millstream.app.config_file import load_config
+from millstream.app.config.file import load_config
+from millstream.app.config.quantities import duration_s, size_bytes
 from millstream.app.moments import parse_as_of
-from millstream.app.quantities import duration_s, size_bytes
 from millstream.app.records_json import Cat, to_json
 from millstream.capture import _copy_scan
 from millstream.capture.copy_text import read_copied

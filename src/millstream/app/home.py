@@ -30,8 +30,8 @@ from millstream.errors import (
 from millstream.model.ids import check_stream_name
 
 if TYPE_CHECKING:
-    from millstream.app.config import Config, StreamConfig
-    from millstream.app.config_file import LoadedConfig
+    from millstream.app.config.file import LoadedConfig
+    from millstream.app.config.model import Config, StreamConfig
     from millstream.catalog import Catalog
 
 FILE_NAME: Final = "millstream.toml"
@@ -189,7 +189,7 @@ class Home:
     @cached_property
     def loaded_config(self) -> LoadedConfig:
         """The configuration with the origins of its values, read once. Raises what `load_config` raises."""
-        from millstream.app.config_file import load_config
+        from millstream.app.config.file import load_config
 
         return load_config(self.config_file, needs_source=self.needs_source)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
 
-from millstream.app.config_file import FILE_NAME
+from millstream.app.config.file import FILE_NAME
 from millstream.errors import HomeUnwritable, UsageError
 from millstream.model.ids import check_stream_name
 from millstream.model.names import TablePatterns

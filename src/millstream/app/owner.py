@@ -25,7 +25,7 @@ from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.positions import Seq
 
 if TYPE_CHECKING:
-    from millstream.app.config import StreamConfig
+    from millstream.app.config.model import StreamConfig
     from millstream.capture import CaptureOutcome, CaptureProgress
     from millstream.catalog import Catalog
     from millstream.wal.writer import LogWriter

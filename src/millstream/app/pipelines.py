@@ -23,7 +23,7 @@ from millstream.errors import LogError, MillstreamError, MissingExtra, Retry
 from millstream.model.ids import StreamId
 
 if TYPE_CHECKING:
-    from millstream.app.config import StreamConfig
+    from millstream.app.config.model import StreamConfig
     from millstream.catalog import Catalog
     from millstream.spark.pipeline import PipelineOutcome, PipelineProgress
 

@@ -24,7 +24,7 @@ from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq
 
 if TYPE_CHECKING:
-    from millstream.app.config import StreamConfig
+    from millstream.app.config.model import StreamConfig
     from millstream.catalog import Catalog, TableRow
     from millstream.lake.commits import Cut
     from millstream.lake.layout import LakeLayout, View

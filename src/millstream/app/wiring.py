@@ -8,12 +8,12 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from millstream.app.config.quantities import duration_s, size_bytes
 from millstream.app.home import PIPELINE, Home
-from millstream.app.quantities import duration_s, size_bytes
 from millstream.model.ids import ShardId, StreamId
 
 if TYPE_CHECKING:
-    from millstream.app.config import StreamConfig
+    from millstream.app.config.model import StreamConfig
     from millstream.capture import CaptureConfig
     from millstream.lake.layout import LakeLayout
     from millstream.spark.pipeline import PipelineConfig

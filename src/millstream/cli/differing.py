@@ -12,8 +12,8 @@ import click
 from millstream.cli.context import Session, json_option, note, on_terminal, pass_session, print_json, stream_option
 
 if TYPE_CHECKING:
-    from millstream.app.diff import Difference, DiffReport, Progress, TableDiff
-    from millstream.app.diff_repair import RepairAsked
+    from millstream.app.diff.compare import Difference, DiffReport, Progress, TableDiff
+    from millstream.app.diff.repair import RepairAsked
 
 _SHOWN: Final = 10
 """Differing keys of a table that are printed for people."""
@@ -59,8 +59,8 @@ def diff(
 
     Exit code 3 where a table differs, 1 where one couldn't be compared. All tables where none is named.
     """
-    from millstream.app.diff import Compared, diff_stream
-    from millstream.app.diff_repair import ask_repairs, wait_for_repairs
+    from millstream.app.diff.compare import Compared, diff_stream
+    from millstream.app.diff.repair import ask_repairs, wait_for_repairs
 
     if wait and not repair:
         raise click.UsageError("--wait goes with --repair")

@@ -40,7 +40,7 @@ def init(session: Session, folder: str | None, stream: str, source: str, tables:
 
 def _list_text_columns(home: Path, environ: dict[str, str]) -> None:
     """Say which columns will be text in the lake, where the source can be asked."""
-    from millstream.app.config_file import load_config
+    from millstream.app.config.file import load_config
     from millstream.app.home import Home
     from millstream.app.wiring import capture_config
     from millstream.errors import MillstreamError
@@ -113,11 +113,11 @@ def config_show(session: Session, as_json: bool) -> None:
     """Print the whole effective configuration, secrets masked, with where each value came from."""
     loaded = session.home(needs_source=False).loaded_config
     if as_json:
-        from millstream.app.config_file import key_text
+        from millstream.app.config.file import key_text
 
         print_json([{"key": key_text(p), "value": v, "origin": o} for p, v, o in loaded.effective()])
         return
-    from millstream.app.config_file import key_text
+    from millstream.app.config.file import key_text
 
     sections: dict[tuple[Any, ...], list[str]] = {}
     for path, value, origin in loaded.effective():

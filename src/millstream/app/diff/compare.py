@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import pyarrow as pa
 
-from millstream.app.diff_columns import HASH, ComparedColumn, HashName, RowTexts, ranges_for
-from millstream.app.diff_lake import LakeTable, row_texts
-from millstream.app.diff_position import Waiting, wait_for_lake
-from millstream.app.diff_source import PublishedTable, Sums, TableSide, pick_hash, published_tables
+from millstream.app.diff.columns import HASH, ComparedColumn, HashName, RowTexts, ranges_for
+from millstream.app.diff.lake import LakeTable, row_texts
+from millstream.app.diff.position import Waiting, wait_for_lake
+from millstream.app.diff.source import PublishedTable, Sums, TableSide, pick_hash, published_tables
 from millstream.app.home import Home
 from millstream.app.status import held_tables
 from millstream.app.wiring import capture_config, lake_layout

@@ -1,7 +1,7 @@
 """`millstream.toml` as a checked value: every key, its default, and what it does.
 
 The descriptions here are the reference documentation. Loading (interpolation, environment, places of errors) is
-`millstream.app.config_file`'s.
+`millstream.app.config.file`'s.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from millstream.app.quantities import check_duration, check_size, check_size_or_share, duration_s, size_bytes
+from millstream.app.config.quantities import check_duration, check_size, check_size_or_share, duration_s, size_bytes
 
 Duration = Annotated[str, AfterValidator(check_duration)]
 """`500ms`, `10s`, `7d`."""

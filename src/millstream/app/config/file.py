@@ -20,9 +20,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 from pydantic_settings.exceptions import SettingsError
 
-from millstream.app.config import Config
-from millstream.app.interpolation import MissingVariable, interpolate, interpolate_dsn, mask
-from millstream.app.toml_lines import KeyPath, key_lines
+from millstream.app.config.interpolation import MissingVariable, interpolate, interpolate_dsn, mask
+from millstream.app.config.model import Config
+from millstream.app.config.toml_lines import KeyPath, key_lines
 from millstream.errors import ConfigError, LakeFormatUnsupported, MillstreamError, UsageError
 from millstream.model.ids import check_stream_name
 

@@ -14,7 +14,7 @@ from typing import Final
 import psycopg
 from psycopg import sql
 
-from millstream.app.diff_columns import HASH, RANGE, HashName, RowTexts
+from millstream.app.diff.columns import HASH, RANGE, HashName, RowTexts
 from millstream.capture.connection import translated
 from millstream.capture.publication import inserts_name, restrictions
 from millstream.capture.source import Connection, SourceTable, list_tables, read_table

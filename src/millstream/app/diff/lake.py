@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.app.diff_columns import HASH, RANGE, ComparedColumn, RowTexts, duck_name
-from millstream.app.diff_source import Sums
+from millstream.app.diff.columns import HASH, RANGE, ComparedColumn, RowTexts, duck_name
+from millstream.app.diff.source import Sums
 from millstream.errors import InvalidQuery, LakeError
 from millstream.lake.types import texts_of, to_text
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from millstream.app.diff import Compared, DiffReport, TableDiff
+from millstream.app.diff.compare import Compared, DiffReport, TableDiff
 from millstream.app.home import Home
 from millstream.app.locks import runs
 from millstream.app.tables import copy_table

@@ -1,0 +1,1 @@
+"""`millstream.toml`: what it may say, and reading it."""
