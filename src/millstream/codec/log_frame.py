@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -101,9 +101,8 @@ DIRECTORY: Final = Directory(OPERATION_SCHEMA, BATCH_SCHEMA)
 """What this version writes."""
 
 
-@dataclass(frozen=True, slots=True)
-class PayloadPart:
-    """A table's rows in a frame, under one schema version."""
+class PayloadPart(NamedTuple):
+    """A table's rows in a frame, under one schema version. A frame may have hundreds, and each reader decodes them all."""
 
     table_id: TableId
     schema_version: SchemaVersion
@@ -407,10 +406,7 @@ def decode_frame_head(head: bytes | memoryview) -> tuple[FrameHeader, FrameExten
         hybrid_time=hybrid_time,
         reached={SourceId(s): Lsn(lsn) for s, lsn in _REACHED.iter_unpack(view[shards_end:reached_end])},
         more=bool(flags & _FLAG_MORE),
-        parts=tuple(
-            PayloadPart(TableId(table), SchemaVersion(version), rows, length, crc)
-            for table, version, rows, length, crc in _PART.iter_unpack(view[reached_end:parts_end])
-        ),
+        parts=tuple(map(PayloadPart._make, _PART.iter_unpack(view[reached_end:parts_end]))),
     )
     if extent.head_length + header.payload_length != extent.length:
         raise CorruptFrame("a frame's parts contradict its length")

@@ -16,7 +16,8 @@ import hashlib
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, Self
+from itertools import pairwise
+from typing import Any, Final, NamedTuple, Self
 from uuid import UUID
 
 import pyarrow as pa
@@ -134,8 +135,7 @@ class SegmentHeader:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class TableEntry:
+class TableEntry(NamedTuple):
     """What a frame holds of one table and schema version; for a schema frame 0 rows."""
 
     table_id: TableId
@@ -257,7 +257,13 @@ def _decode_index(index: bytes) -> tuple[FrameEntry, ...]:
         table.validate(full=True)
         if table.schema.names != _INDEX.names or table.schema.types != _INDEX.types:
             raise CorruptFrame("the segment footer's index has other columns than it must have")
-        rows = table.to_pylist()
+        lists = table.column("tables").combine_chunks()
+        if lists.null_count or lists.values.null_count:
+            raise CorruptFrame("the segment footer's index has nulls where there can be none")
+        columns = [lists.values.field(place).to_pylist() for place in range(lists.values.type.num_fields)]
+        entries = list(map(TableEntry, *columns))
+        ends = lists.offsets.to_pylist()
+        rows = table.drop_columns(["tables"]).to_pylist()
         return tuple(
             FrameEntry(
                 kind=FrameKind(row["kind"]),
@@ -272,12 +278,9 @@ def _decode_index(index: bytes) -> tuple[FrameEntry, ...]:
                 group=GroupNumber(row["group"]),
                 commit_ts_min_us=row["commit_ts_min_us"],
                 commit_ts_max_us=row["commit_ts_max_us"],
-                tables=tuple(
-                    TableEntry(TableId(t["table_id"]), SchemaVersion(t["schema_version"]), t["rows"], t["bytes"])
-                    for t in row["tables"]
-                ),
+                tables=tuple(entries[first:end]),
             )
-            for row in rows
+            for row, (first, end) in zip(rows, pairwise(ends), strict=True)
         )
     except (pa.ArrowException, OSError, EOFError, TypeError, ValueError) as error:
         raise CorruptFrame(f"the segment footer's index can't be read: {error}") from error
