@@ -193,6 +193,10 @@ def test_a_type_that_old_values_do_not_fit_is_an_error_that_writes_nothing(
     with pytest.raises(LakeSchemaConflict) as caught:
         append_history(layout, other, [records(other, ("c", 2, {"id": 2}))], Seq(2))
     assert caught.value.details == {"table": "public.orders", "column": "note"}
+    # A copy's marker may bring the new columns before records that still have the old ones.
+    mixed = [records(other, ("t", 2, {})), records(orders, ("c", 3, {"id": 3, "note": "y"}))]
+    with pytest.raises(LakeSchemaConflict, match=r"note was string in the lake and is now date32"):
+        append_history(layout, other, mixed, Seq(3))
     assert seqs(layout, orders) == [1]
 
 

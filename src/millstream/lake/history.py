@@ -89,7 +89,7 @@ def append_history(layout: LakeLayout, schema: TableSchema, batches: Sequence[pa
             opened = _bring_past(layout, schema, opened, cut)
     if opened.n is not None and opened.n >= n:
         return _commit(schema, path, opened, 0, n)
-    rows = _rows(schema, batches, layout.types, after=opened.n or Seq(0), upto=n)
+    rows = _rows(schema, opened.schema(), batches, layout.types, after=opened.n or Seq(0), upto=n)
     if not rows.num_rows:
         return _commit(schema, path, opened, 0, n)
     ready = _ready(layout, schema, opened, rows, batches)
@@ -270,9 +270,15 @@ def history_from(opened: OpenTable) -> Seq:
 
 
 def _rows(
-    schema: TableSchema, batches: Sequence[pa.RecordBatch], types: Mapping[str, str], *, after: Seq, upto: Seq
+    schema: TableSchema,
+    have: pa.Schema,
+    batches: Sequence[pa.RecordBatch],
+    types: Mapping[str, str],
+    *,
+    after: Seq,
+    upto: Seq,
 ) -> pa.Table:
-    """The batches' records above `after` in lake types, over the union of their columns."""
+    """The batches' records above `after` in lake types, over the union of the columns that the lake has and theirs."""
     tables = []
     for batch in batches:
         last = pc.max(batch.column("__seq")).as_py() if batch.num_rows else None
@@ -282,8 +288,8 @@ def _rows(
             kept = batch if first > after else batch.filter(pc.greater(batch.column("__seq"), int(after)))
             tables.append(to_lake(TableSchema.from_arrow(batch.schema), kept, types))
     newest = pa.schema([*RECORD_PREFIX, *lake_columns(schema, types)])
-    union = tables[0].schema if tables else newest
-    for columns in [*(table.schema for table in tables[1:]), newest]:
+    union = have
+    for columns in [*(table.schema for table in tables), newest]:
         union = union_schema(f"{schema.namespace}.{schema.name}", union, columns)
     return pa.concat_tables([conform(table, union) for table in tables]) if tables else union.empty_table()
 
