@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.codec.log_samples import Sample, samples
 
+from millstream.codec.arrow_ipc import ColumnPicker, encode_batch
 from millstream.codec.log_frame import (
     FRAME_HEADER_MIN,
     RecordsFrame,
@@ -94,6 +97,43 @@ def test_records_spread_the_directory_over_the_rows(sample: Sample) -> None:
             assert got["__xid"] == operation["xid"]
             for name in ("__unchanged", "__exact", "__before", *(c.name for c in table.columns)):
                 assert got[name] == row[name]
+
+
+@given(samples(), st.data())
+def test_some_columns_are_those_of_all_records(sample: Sample, data: st.DataObject) -> None:
+    frame = decode_frame(joined(sample), schemas_of(sample))
+    assert isinstance(frame, RecordsFrame)
+    for table, _ in sample.payload:
+        names = [field.name for field in record_schema(table)]
+        picked = frozenset(data.draw(st.sets(st.sampled_from([*names, "there is none of this name"]))))
+        ((_, whole),) = list(frame.records(table.table_id))
+        ((_, some),) = list(frame.records(table.table_id, columns=picked))
+        assert some.equals(whole.select([name for name in names if name in picked | {"__seq"}]))
+
+
+@pytest.mark.parametrize("rows", [3, 40_000])
+@pytest.mark.parametrize("threads", [False, True])
+def test_a_picker_decodes_what_it_names_and_nothing_else(rows: int, *, threads: bool) -> None:
+    numbers = np.random.default_rng(7).integers(0, 2**60, rows)
+    schema = pa.schema(
+        [pa.field("a", pa.int64()), pa.field("texts", pa.list_(pa.string())), pa.field("b", pa.string())],
+        {"made": "for a test"},
+    )
+    texts = [[str(n), "x"] if n % 3 else None for n in numbers.tolist()]
+    batch = pa.record_batch([pa.array(numbers), texts, [str(n) for n in numbers.tolist()]], schema)
+    message = bytes(encode_batch(batch))
+    for names in (["b"], ["a", "texts"], [], ["a", "c"], ["a", "texts", "b"]):
+        picker = ColumnPicker(schema, names, threads=threads)
+        assert picker.decode(message).equals(batch.select([name for name in names if name != "c"]))
+        for broken in (
+            b"",
+            message[:200],
+            message[: len(message) // 2],
+            bytes(len(message)),
+            bytes(schema.serialize()),
+        ):
+            with pytest.raises(CorruptFrame):
+                picker.decode(broken)
 
 
 @given(samples(), st.data())

@@ -142,6 +142,9 @@ def _frame_seeds() -> list[bytes]:
     return [*found, b"".join(map(bytes, encode_loss_frame(lost, facts, length=length)))]
 
 
+_PICKED: Final = frozenset({"id", "__commit_index", "__exact"})
+
+
 def _decode_frames(data: bytes) -> None:
     schemas = SchemaSet()
     at = 0
@@ -153,6 +156,8 @@ def _decode_frames(data: bytes) -> None:
                 for schema, records in frame.records(table, offsets=True, moments=True):
                     records.validate(full=True)
                     assert records.num_columns == len(schema.columns) + 12
+                for _, records in frame.records(table, columns=_PICKED):
+                    records.validate(full=True)
         at += extent.length
 
 

@@ -25,9 +25,9 @@ from typing import Any, Final, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.codec.arrow_ipc import decode_batch, decode_schema, encode_batch, encode_schema
+from millstream.codec.arrow_ipc import ColumnPicker, decode_batch, decode_schema, encode_batch, encode_schema
 from millstream.codec.checksums import Bytes, crc32c
-from millstream.codec.log_records import records_of
+from millstream.codec.log_records import log_columns, records_of
 from millstream.errors import CorruptFrame, TruncatedFrame, UnsupportedFormat
 from millstream.model.ids import Epoch, GroupNumber, RegionId, SchemaVersion, ShardId, SourceId, TableId, WriterId
 from millstream.model.operations import OPERATION_SCHEMA
@@ -156,11 +156,14 @@ class SchemaSet:
     directory: Directory = DIRECTORY
     tables: dict[tuple[TableId, SchemaVersion], TableSchema] = field(default_factory=dict)
     _log_rows: dict[tuple[TableId, SchemaVersion], pa.Schema] = field(default_factory=dict)
+    _pickers: dict[tuple[TableId, SchemaVersion, frozenset[str], bool], ColumnPicker] = field(default_factory=dict)
 
     def add(self, schema: TableSchema) -> None:
         """Remember a schema frame's content."""
-        self.tables[schema.table_id, schema.version] = schema
-        self._log_rows.pop((schema.table_id, schema.version), None)
+        key = (schema.table_id, schema.version)
+        self.tables[key] = schema
+        self._log_rows.pop(key, None)
+        self._pickers = {picked: picker for picked, picker in self._pickers.items() if picked[:2] != key}
 
     def __contains__(self, key: tuple[TableId, SchemaVersion]) -> bool:
         return key in self.tables
@@ -180,6 +183,15 @@ class SchemaSet:
         if key not in self._log_rows:
             self._log_rows[key] = self.find(table_id, version).to_arrow(LOG_ROW_PREFIX)
         return self._log_rows[key]
+
+    def picker(
+        self, table_id: TableId, version: SchemaVersion, columns: frozenset[str], *, threads: bool
+    ) -> ColumnPicker:
+        """What decodes these columns of `log_row_schema` of one of them, made once."""
+        key = (table_id, version, columns, threads)
+        if key not in self._pickers:
+            self._pickers[key] = ColumnPicker(self.log_rows(table_id, version), columns, threads=threads)
+        return self._pickers[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,9 +240,17 @@ class RecordsFrame:
         raise KeyError((table_id, version))
 
     def records(
-        self, table_id: TableId, *, offsets: bool = False, moments: bool = False
+        self,
+        table_id: TableId,
+        *,
+        columns: frozenset[str] | None = None,
+        offsets: bool = False,
+        moments: bool = False,
     ) -> Iterator[tuple[TableSchema, pa.RecordBatch]]:
         """A table's records in `record_schema`, one batch a schema version, rows in directory order; see `records_of`.
+
+        Only what `columns` need is decoded, and so verified beyond its checksum. Arrow's threads help where all are asked for;
+        who picks some is one of Spark's workers, with company on every core.
 
         Raises:
             CorruptFrame: a part fails its checksum, or rows and directory disagree.
@@ -239,20 +259,28 @@ class RecordsFrame:
         for part in self.header.parts:
             if part.table_id == table_id:
                 schema = self.schemas.find(part.table_id, part.schema_version)
-                rows = self._read_part(part, position)
-                yield schema, records_of(schema, rows, self.operations, self.batches, offsets=offsets, moments=moments)
+                needed = log_columns(schema, columns, offsets=offsets)
+                rows = self._read_part(part, position, needed, threads=columns is None)
+                directory = (self.operations, self.batches)
+                yield schema, records_of(schema, rows, *directory, columns=columns, offsets=offsets, moments=moments)
             position += part.length
 
-    def _read_part(self, part: PayloadPart, position: int) -> pa.RecordBatch:
+    def _read_part(
+        self, part: PayloadPart, position: int, columns: frozenset[str] | None = None, *, threads: bool = True
+    ) -> pa.RecordBatch:
+        """Verified rows; of some columns alone where they are named."""
         data = self.read_payload(position, part.length)
         if len(data) < part.length:
             raise TruncatedFrame("the file ends inside of a frame's payload")
         if crc32c(data) != part.crc:
             raise CorruptFrame(f"the rows of table {part.table_id} fail their checksum")
-        rows = decode_batch(data, self.schemas.log_rows(part.table_id, part.schema_version))
+        if columns is None:
+            rows = decode_batch(data, self.schemas.log_rows(part.table_id, part.schema_version))
+        else:
+            rows = self.schemas.picker(part.table_id, part.schema_version, columns, threads=threads).decode(data)
         if rows.num_rows != part.rows:
             raise CorruptFrame(f"{part.rows} rows of table {part.table_id} were announced, {rows.num_rows} are there")
-        if any(rows.column(name).null_count for name in _NEVER_NULL):
+        if any(rows.column(name).null_count for name in _NEVER_NULL if columns is None or name in columns):
             raise CorruptFrame(f"a row of table {part.table_id} lacks its offset, index or op")
         return rows
 

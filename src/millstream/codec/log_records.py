@@ -5,6 +5,8 @@ Everything here is whole columns: a frame may hold ten thousand one-row transact
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -14,13 +16,32 @@ import pyarrow.compute as pc
 
 from millstream.errors import CorruptFrame
 from millstream.model.operations import OperationKind
-from millstream.model.records import Op, record_schema
+from millstream.model.records import RECORD_OFFSET, Op, log_row_schema, record_schema
 from millstream.model.schema import TableSchema
 
-_LETTERS: Final = pa.array([op.letter for op in Op])
+# Not by `pa.array`: that looks for pandas, whose import takes longer than all else that a process needs to plan a read.
+_LETTERS: Final = pa.StringArray.from_buffers(
+    len(Op),
+    pa.py_buffer(np.arange(len(Op) + 1, dtype=np.int32)),
+    pa.py_buffer("".join(op.letter for op in Op).encode()),
+)
 _LETTER_OF_CODE: Final = np.full(256, -1, dtype=np.int64)
 _TRUNCATE: Final = list(Op).index(Op.TRUNCATE)
 _LETTER_OF_CODE[[int(op) for op in Op]] = range(len(Op))
+
+
+@lru_cache(maxsize=4096)  # asked for with every part of a frame
+def log_columns(table: TableSchema, columns: frozenset[str] | None, *, offsets: bool) -> frozenset[str]:
+    """The columns of `log_row_schema(table)` that records of these columns are made of; all of them with None.
+
+    `__op` is always among them: what it says of a record is verified.
+    """
+    wanted = set(record_schema(table, offsets=offsets).names)
+    if columns is not None:
+        wanted &= columns | {RECORD_OFFSET.name}
+    if "__commit_index" in wanted:
+        wanted.add("__index")
+    return frozenset(wanted & set(log_row_schema(table).names) | {"__op"})
 
 
 def records_of(
@@ -29,6 +50,7 @@ def records_of(
     operations: pa.RecordBatch,
     batches: pa.RecordBatch,
     *,
+    columns: frozenset[str] | None = None,
     offsets: bool = False,
     moments: bool = False,
 ) -> pa.RecordBatch:
@@ -36,9 +58,10 @@ def records_of(
 
     Args:
         table: the schema under which the rows lie.
-        rows: `log_row_schema(table)`, in the order of the directory's entries for this table and version.
+        rows: `log_row_schema(table)`, or `log_columns` of it, in the order of the directory's entries for this table and version.
         operations: the frame's operations.
         batches: the frame's batch entries, of all tables.
+        columns: only these and `__seq`; names that the table doesn't have are passed over. None: all.
         offsets: put `__offset` first.
         moments: give what was copied the moment at which it was read as `__commit_ts`, instead of null. A copy's marker (`t`)
             has none: its time is of another clock than the source's.
@@ -52,30 +75,48 @@ def records_of(
     counts = batches.column("count").to_numpy()[mine]
     if int(counts.sum()) != rows.num_rows:
         raise CorruptFrame(f"the directory and the rows of table {table.table_id} disagree")
-    of_row = np.repeat(batches.column("operation").to_numpy()[mine].astype(np.int64), counts)
-    seqs = _spread(batches.column("first_seq").to_numpy()[mine], counts)
     letters = _LETTER_OF_CODE[rows.column("__op").to_numpy()]
     if len(letters) and int(letters.min()) < 0:
         raise CorruptFrame(f"a record of table {table.table_id} has an unknown op")
+    of_row = np.repeat(batches.column("operation").to_numpy()[mine].astype(np.int64), counts)
 
-    at = pa.array(of_row)
-    kind = operations.column("kind").to_numpy()[of_row]
-    copied = kind == OperationKind.COPY_CHUNK
-    moment = pc.take(operations.column("commit_ts"), at)
-    columns: dict[str, pa.Array] = {
-        "__op": pc.take(_LETTERS, pa.array(letters)),
-        "__seq": pa.array(seqs, type=pa.int64()),
-        "__source": pc.take(operations.column("source"), at),
-        "__commit_lsn": pc.take(operations.column("commit_lsn"), at),
-        "__commit_index": _null_where(rows.column("__index"), copied | (kind == OperationKind.MESSAGE)),
-        "__commit_ts": _null_where(moment, copied & (letters == _TRUNCATE) if moments else copied),
-        "__commit_date": pc.cast(moment, pa.date32()),
-        "__xid": pc.take(operations.column("xid"), at),
+    def fact(name: str) -> pa.Array:
+        """What the directory says of each row's operation."""
+        return pc.take(operations.column(name), pa.array(of_row))
+
+    def of_kind(*kinds: OperationKind) -> npt.NDArray[np.bool_]:
+        found: npt.NDArray[np.bool_] = np.isin(operations.column("kind").to_numpy(), kinds)[of_row]
+        return found
+
+    def commit_index() -> pa.Array:
+        return _null_where(rows.column("__index"), of_kind(OperationKind.COPY_CHUNK, OperationKind.MESSAGE))
+
+    def commit_ts() -> pa.Array:
+        copied = of_kind(OperationKind.COPY_CHUNK)
+        return _null_where(fact("commit_ts"), copied & (letters == _TRUNCATE) if moments else copied)
+
+    made: dict[str, Callable[[], pa.Array]] = {
+        "__op": lambda: pc.take(_LETTERS, pa.array(letters)),
+        "__seq": lambda: pa.array(_spread(batches.column("first_seq").to_numpy()[mine], counts), type=pa.int64()),
+        "__source": lambda: fact("source"),
+        "__commit_lsn": lambda: fact("commit_lsn"),
+        "__commit_index": commit_index,
+        "__commit_ts": commit_ts,
+        "__commit_date": lambda: pc.cast(fact("commit_ts"), pa.date32()),
+        "__xid": lambda: fact("xid"),
     }
+    schema = _schema_of(table, columns, offsets=offsets)
+    return pa.record_batch([made[name]() if name in made else rows.column(name) for name in schema.names], schema)
+
+
+@lru_cache(maxsize=4096)  # asked for with every part of a frame; the metadata is JSON
+def _schema_of(table: TableSchema, columns: frozenset[str] | None, *, offsets: bool) -> pa.Schema:
+    """`record_schema`, of some columns."""
     schema = record_schema(table, offsets=offsets)
-    return pa.record_batch(
-        [columns.get(name) if name in columns else rows.column(name) for name in schema.names], schema
-    )
+    if columns is None:
+        return schema
+    kept = columns | {"__seq", RECORD_OFFSET.name}
+    return pa.schema([field for field in schema if field.name in kept], schema.metadata)
 
 
 def _spread(firsts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

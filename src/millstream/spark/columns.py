@@ -73,8 +73,9 @@ def conform(batch: pa.RecordBatch, target: pa.Schema) -> pa.RecordBatch:
         UsageError: values of an older version of the table don't fit the declared type; nothing is rounded or cut.
     """
     columns = []
+    has = batch.schema
     for field in target:
-        index = batch.schema.get_field_index(field.name)
+        index = has.get_field_index(field.name)
         if index < 0:
             columns.append(pa.nulls(batch.num_rows, field.type))
             continue

@@ -210,9 +210,14 @@ class StreamReader:
     # --- records ---------------------------------------------------------------------------------------------------
 
     def read_span(
-        self, span: LogSpan, *, tables: Iterable[TableId] | None = None, offsets: bool = False, moments: bool = False
+        self,
+        span: LogSpan,
+        *,
+        tables: Iterable[TableId] | None = None,
+        columns: frozenset[str] | None = None,
+        moments: bool = False,
     ) -> Iterator[TableRecords]:
-        """The records of a span, of some tables or all, frame by frame.
+        """The records of a span, of some tables or all, frame by frame, with all their columns or some and `__seq`.
 
         Reads only the bytes of those tables and the heads of frames. Needs neither mark nor footer. With `moments`, copied rows
         have the moment of their copy as `__commit_ts`.
@@ -226,7 +231,7 @@ class StreamReader:
                 scanned = source.frame(position)
                 position = scanned.end
                 if scanned.header.kind is FrameKind.RECORDS:
-                    yield from source.records(scanned, span.after, span.upto, wanted, offsets=offsets, moments=moments)
+                    yield from source.records(scanned, span.after, span.upto, wanted, columns=columns, moments=moments)
 
     def parts_of(self, span: LogSpan) -> list[TablePart]:
         """What a span's frames hold of which table and schema version; only heads of frames are read.

@@ -29,7 +29,7 @@ class TableRecords:
 
     schema: TableSchema
     batch: pa.RecordBatch
-    """`record_schema(schema)`, with `__offset` first where asked."""
+    """`record_schema(schema)`, or the columns asked for and `__seq`; with `__offset` first where asked."""
     shard: ShardId
     first_seq: Seq
     last_seq: Seq
@@ -181,7 +181,8 @@ class SegmentSource:
         upto: Seq | None,
         wanted: frozenset[TableId] | None,
         *,
-        offsets: bool,
+        columns: frozenset[str] | None = None,
+        offsets: bool = False,
         moments: bool = False,
     ) -> Iterator[TableRecords]:
         """A frame's records of the tables wanted, with numbers in `(after, upto]`; see `codec.log_records.records_of`."""
@@ -195,7 +196,7 @@ class SegmentSource:
             if wanted is not None and table_id not in wanted:
                 continue
             try:
-                for schema, batch in frame.records(table_id, offsets=offsets, moments=moments):
+                for schema, batch in frame.records(table_id, columns=columns, offsets=offsets, moments=moments):
                     found = _table_records(frame, firsts, schema, batch)
                     yield from _within_seqs(found, after, upto) if straddles else (found,)
             except CorruptFrame as error:
