@@ -32,6 +32,7 @@ from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.spark.frames import MARKER, records_in
+from millstream.spark.workers import spare_the_collector
 
 ANSWER_COLUMNS: Final = (
     "table_id long, schema_version long, batch_after long, batch_upto long, commit string, commit_us long, error string"
@@ -100,6 +101,7 @@ def table_writer(layout: LakeLayout, held: frozenset[TableId]) -> Callable[[pa.T
                     commit = json.dumps(append_history(layout, schema, batches, upto).as_dict())
             except Exception as failure:  # noqa: BLE001 - whatever it is, it is this table's alone
                 error = None if table_id in held else TableError.of(failure).to_json()
+        spare_the_collector("append")
         version = pc.max(rows.column("schema_version")).as_py()
         answer = [[table_id], [version], [after], [upto], [commit], [commit_us], [error]]
         return pa.Table.from_arrays(

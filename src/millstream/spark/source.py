@@ -15,10 +15,8 @@ Options: see `SourceOptions`.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
@@ -41,6 +39,7 @@ from millstream.model.schema import TableKind, TableSchema
 from millstream.spark.columns import arrow_schema, conform, spark_schema
 from millstream.spark.envelope import ENVELOPE_SCHEMA, envelopes, shown_name
 from millstream.spark.frames import FRAMES_SCHEMA, INLINE_BYTES_MAX, is_raw, marker, pack, refer
+from millstream.spark.workers import spare_the_collector
 from millstream.wal.reader import LogSpan, StreamReader, TablePart, TableRecords
 
 PARTITION_BYTES: Final = 16 << 20
@@ -216,7 +215,7 @@ class _Scan:
             columns = None if self.options.table is None else frozenset(target.names)
             pieces = self._pieces(partition.span, partition.table_ids, columns)
             yield from _together(self._rows(pieces, target), target)
-        _spare_the_collector()
+        spare_the_collector("read")
 
     def _frames(self, partition: LogPartition) -> Iterator[pa.RecordBatch]:
         span, after, upto = partition.span, partition.after, partition.upto
@@ -359,17 +358,6 @@ def position_of(offset: Mapping[str, Any], stream: StreamId) -> Seq:
     except InvalidToken as error:
         raise CheckpointForeign(f"the spark checkpoint's offset can't be read: {error}") from error
     return token.minimum
-
-
-@cache
-def _spare_the_collector() -> None:
-    """Take what has been imported by now, which is all, out of the garbage collector's sight: once a process.
-
-    A Python worker of Spark's collects garbage behind every task. Looking through modules took it as long as decoding a
-    hundred thousand rows.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 def _together(batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
