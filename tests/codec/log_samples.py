@@ -11,9 +11,10 @@ import pyarrow as pa
 from hypothesis import strategies as st
 
 from millstream.codec.checksums import Bytes
-from millstream.codec.log_frame import BATCH_SCHEMA, FrameHeader, FrameKind, encode_records_frame, encode_schema_frame
+from millstream.codec.log_directory import DIRECTORIES, Directory, Numbering
+from millstream.codec.log_frame import FrameHeader, FrameKind, encode_records_frame, encode_schema_frame
 from millstream.model.ids import Epoch, GroupNumber, RegionId, SchemaVersion, ShardId, SourceId, TableId, WriterId
-from millstream.model.operations import OPERATION_SCHEMA, OperationKind
+from millstream.model.operations import OperationKind
 from millstream.model.positions import Lsn, Offset, Seq
 from millstream.model.records import Op, log_row_schema
 from millstream.model.schema import Column, PgType, ReplicaIdentity, TableKind, TableSchema
@@ -72,6 +73,12 @@ class Sample:
     operations: pa.RecordBatch
     batches: pa.RecordBatch
     payload: tuple[tuple[TableSchema, pa.RecordBatch], ...]
+    seqs: dict[int, list[int]]
+    """The numbers that readers must give to each table's rows, in the rows' order."""
+
+    @property
+    def directory(self) -> Directory:
+        return DIRECTORIES[self.header.numbering]
 
     def buffers(self) -> list[Bytes]:
         return encode_records_frame(self.header, self.operations, self.batches, self.payload)
@@ -84,41 +91,49 @@ def schema_header(of: FrameHeader) -> FrameHeader:
     """A schema frame's header beside a records frame's."""
     return FrameHeader(
         FrameKind.SCHEMA, of.first_offset, 0, Seq(0), Seq(0), of.group_last_seq, of.group, of.epoch, of.region, of.shard,
-        of.writer, of.other_shards, of.reserved_to, of.hybrid_time, of.reached, more=True,
+        of.writer, of.other_shards, of.reserved_to, of.hybrid_time, of.reached, more=True, numbering=of.numbering,
     )  # fmt: skip
 
 
 @st.composite
-def samples(draw: st.DrawFn) -> Sample:
-    """Frames of 1 to 6 operations over 1 to 3 tables."""
+def samples(draw: st.DrawFn, numberings: tuple[Numbering, ...] = tuple(Numbering)) -> Sample:
+    """Frames of 1 to 6 operations over 1 to 3 tables, some of them partitioned, under any numbering."""
+    numbering = draw(st.sampled_from(numberings))
+    directory = DIRECTORIES[numbering]
     tables = tuple(draw(schemas(table_id=number)) for number in range(1, draw(st.integers(1, 3)) + 1))
     n_ops = draw(st.integers(1, 6))
-    operations = pa.RecordBatch.from_pylist([draw(operation_rows()) for _ in range(n_ops)], schema=OPERATION_SCHEMA)
+    operations = [draw(operation_rows()) for _ in range(n_ops)]
     seq = first_seq = draw(st.integers(1, 2**62))
     offset = draw(st.integers(0, 2**62))
     entries: list[dict[str, Any]] = []
     rows: dict[int, list[dict[str, Any]]] = {t.table_id: [] for t in tables}
+    seqs: dict[int, list[int]] = {t.table_id: [] for t in tables}
     for ordinal in range(n_ops):
-        index = 0
-        touched = draw(st.lists(st.sampled_from(tables), min_size=1, unique_by=lambda t: t.table_id))
-        for table in sorted(touched, key=lambda t: t.table_id):
+        number = operations[ordinal]["seq"] = seq
+        made: list[tuple[int, dict[str, Any]]] = []
+        partitioned = st.tuples(st.sampled_from(tables), st.none() | st.text(max_size=3))
+        touched = draw(st.lists(partitioned, min_size=1, max_size=4, unique_by=lambda t: (t[0].table_id, t[1])))
+        for table, partition in sorted(touched, key=lambda t: t[0].table_id):
             count = draw(st.integers(1, 3))
             entries.append(
                 {"operation": ordinal, "table_id": table.table_id, "schema_version": table.version,
-                 "partition": None, "first_seq": seq, "count": count}
+                 "partition": partition, "first_seq": seq, "count": count}
             )  # fmt: skip
             for _ in range(count):
                 row = {c.name: draw(st.none() | ARROW_TYPES[c.arrow]) for c in table.columns}
                 row |= {
                     "__offset": offset,
-                    "__index": index,
                     "__op": int(draw(st.sampled_from(Op))),
                     "__unchanged": draw(st.none() | st.lists(NAMES, max_size=2)),
                     "__exact": draw(st.none() | TEXT_MAP),
                     "__before": draw(st.none() | TEXT_MAP),
                 }
-                rows[table.table_id].append(row)
-                seq, offset, index = seq + 1, offset + 1, index + 1
+                made.append((table.table_id, row))
+                seq, offset = seq + 1, offset + 1
+        indexes = draw(st.permutations(range(len(made))))
+        for place, (index, (table_id, row)) in enumerate(zip(indexes, made, strict=True)):
+            rows[table_id].append(row | {"__index": index})
+            seqs[table_id].append(number + (index if numbering is Numbering.OPERATION else place))
     payload = tuple(
         (table, pa.RecordBatch.from_pylist(rows[table.table_id], schema=log_row_schema(table)))
         for table in tables
@@ -145,8 +160,16 @@ def samples(draw: st.DrawFn) -> Sample:
             for s, p in draw(st.dictionaries(st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1), max_size=2)).items()
         },
         more=draw(st.booleans()),
+        numbering=numbering,
     )
-    return Sample(header, tables, operations, pa.RecordBatch.from_pylist(entries, schema=BATCH_SCHEMA), payload)
+    return Sample(
+        header,
+        tables,
+        pa.RecordBatch.from_pylist(operations, schema=directory.operations),
+        pa.RecordBatch.from_pylist(entries, schema=directory.batches),
+        payload,
+        seqs,
+    )
 
 
 @st.composite

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from uuid import UUID
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millstream.codec.log_directory import DIRECTORIES, DIRECTORY, Numbering
 from millstream.codec.log_frame import FrameKind, RecordsFrame, SchemaSet, decode_frame, frame_extent
 from millstream.codec.log_segment import (
     SEGMENT_HEADER_SIZE,
@@ -37,6 +39,7 @@ headers = st.builds(
     base_offset=INT63.map(Offset),
     previous_hash=st.binary(min_size=32, max_size=32),
     created_ns=INT63,
+    directory=st.sampled_from(list(DIRECTORIES.values())),
 )
 entries = st.builds(
     FrameEntry,
@@ -127,12 +130,12 @@ def test_an_open_segment_has_no_footer() -> None:
     assert footer_of(bytes(SEGMENT_TRAILER_SIZE)) is None
 
 
-def test_the_golden_segment_of_version_2_is_read() -> None:
-    data = (GOLDEN / "segment-v2.wal").read_bytes()
-    expected = json.loads((GOLDEN / "segment-v2.json").read_text())
+def read_golden(name: str) -> tuple[SegmentHeader, list[dict[str, Any]]]:
+    """A golden segment's header and rows, after its footer has been held against what is told of it."""
+    data = (GOLDEN / f"{name}.wal").read_bytes()
+    expected = json.loads((GOLDEN / f"{name}.json").read_text())
     header = SegmentHeader.decode(data)
     assert header.stream == UUID(expected["stream"])
-    assert (header.shard, header.region, header.epoch, header.base_offset) == (1, 0, 7, 1000)
     footer = SegmentFooter.decode_tail(lambda p, n: data[p : p + n], len(data))
     assert footer is not None
     assert footer.end_offset == expected["end_offset"]
@@ -143,9 +146,42 @@ def test_the_golden_segment_of_version_2_is_read() -> None:
         assert entry.position == position
         length = frame_extent(data[position:]).length
         frame = decode_frame(data[position : position + length], known)
+        assert (frame.header.shard, frame.header.region) == (header.shard, header.region)
+        assert frame.header.numbering is header.directory.numbering
         if isinstance(frame, RecordsFrame):
             for table_id in frame.table_ids():
                 for schema, records in frame.records(table_id, offsets=True):
                     rows += [{"table": schema.name} | row for row in records.to_pylist()]
         position += length
     assert json.loads(json.dumps(rows, default=str)) == expected["rows"]
+    return header, rows
+
+
+def test_the_golden_segment_of_version_2_is_read() -> None:
+    header, _ = read_golden("segment-v2")
+    assert (header.shard, header.region, header.epoch, header.base_offset) == (1, 0, 7, 1000)
+    assert header.directory == DIRECTORY
+
+
+BY_BATCH = [("orders", 0, 5001), ("orders", 2, 5002), ("orders", 4, 5005), ("items", 1, 5003), ("items", 3, 5004)]
+BY_INDEX = [("orders", 0, 5001), ("orders", 2, 5003), ("orders", 4, 5005), ("items", 1, 5002), ("items", 3, 5004)]
+
+
+@pytest.mark.parametrize(
+    ("name", "numbering", "shard", "expected"),
+    [
+        ("segment-numbers-batch", Numbering.BATCH, 1, BY_BATCH),
+        ("segment-numbers-both", Numbering.BOTH, 1, BY_BATCH),
+        ("segment-numbers-operation", Numbering.OPERATION, 1, BY_INDEX),
+        ("segment-header-v1", Numbering.OPERATION, 0, BY_INDEX),
+    ],
+)
+def test_the_golden_segments_of_every_numbering_and_of_header_version_1_are_read(
+    name: str, numbering: Numbering, shard: int, expected: list[tuple[str, int, int]]
+) -> None:
+    """`expected`: table, offset behind the base, number."""
+    header, rows = read_golden(name)
+    assert (header.directory.numbering, header.shard, header.region) == (numbering, shard, 0)
+    assert [(row["table"], row["__offset"] - 1000, row["__seq"]) for row in rows] == expected
+    version = (GOLDEN / f"{name}.wal").read_bytes()[SEGMENT_HEADER_SIZE + 12]
+    assert version == (1 if name == "segment-header-v1" else 2)

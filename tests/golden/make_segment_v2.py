@@ -14,8 +14,8 @@ from uuid import UUID
 
 import pyarrow as pa
 
+from millstream.codec.log_directory import BATCH_SCHEMA
 from millstream.codec.log_frame import (
-    BATCH_SCHEMA,
     FrameHeader,
     FrameKind,
     RecordsFrame,

@@ -1,7 +1,8 @@
 """A log as Arrow files, without loss: what `log_import` makes the same log of, and any Arrow reader a table.
 
     DIR/operations.arrow                              a row for each operation, in order: what its records have in common
-    DIR/<schema>.<table>-t<id>-v<version>-s<shard>.arrow   the records of one table, under one version of its schema, on one shard
+    DIR/<schema>.<table>-t<id>-v<version>-s<shard>.arrow   the records of one table, under one version of its schema, on one shard;
+                                                      of a partitioned table one file a partition (…-p<number>.arrow)
     DIR/export.json                                   written last: what belongs to it, with sizes and checksums
 
 Operations are numbered in the log's order (`number`); records name theirs (`__operation`) and stand in its order. All are Arrow IPC
@@ -25,7 +26,6 @@ from pyarrow import ipc
 
 from millstream.codec.checksums import crc32c
 from millstream.codec.log_frame import RecordsFrame
-from millstream.codec.log_records import records_of
 from millstream.errors import CorruptFrame, CorruptWal, ExportUnusable, UsageError
 from millstream.model.ids import SchemaVersion, ShardId, TableId
 from millstream.model.operations import OPERATION_SCHEMA, OperationKind
@@ -57,6 +57,9 @@ class _Operation:
     first_seq: int
     number: int = -1
     counts: dict[tuple[ShardId, TableId], int] = field(default_factory=dict)
+
+
+_FileKey = tuple[ShardId, TableId, SchemaVersion, str | None]
 
 
 @dataclass(slots=True)
@@ -136,7 +139,7 @@ class _Writer:
     def __init__(self, folder: Path, tables: frozenset[TableId] | None) -> None:
         self._folder = folder
         self._tables = tables
-        self._files: dict[tuple[ShardId, TableId, SchemaVersion], tuple[str, ipc.RecordBatchFileWriter]] = {}
+        self._files: dict[_FileKey, tuple[str, ipc.RecordBatchFileWriter]] = {}
         self._rows: dict[str, int] = {}
         self._waiting: list[dict[str, Any]] = []
         self._out = ipc.new_file(str(folder / OPERATIONS_FILE), EXPORTED_OPERATION, options=_OPTIONS)
@@ -168,10 +171,12 @@ class _Writer:
         self._write_operations()
         self._out.close()
         self._rows[OPERATIONS_FILE] = self.operations
-        keys: dict[str, dict[str, int]] = {OPERATIONS_FILE: {}}
-        for (shard, table, version), (name, out) in self._files.items():
+        keys: dict[str, dict[str, Any]] = {OPERATIONS_FILE: {}}
+        for (shard, table, version, partition), (name, out) in self._files.items():
             out.close()
             keys[name] = {"shard": shard, "table_id": table, "schema_version": version}
+            if partition is not None:
+                keys[name]["partition"] = partition
         return [
             {"name": name, "rows": self._rows[name], **file_facts(self._folder / name), **key}
             for name, key in keys.items()
@@ -199,24 +204,39 @@ class _Writer:
             mine = (tables == part.table_id) & (versions == part.schema_version)
             schema = frame.schemas.find(part.table_id, part.schema_version)
             rows = frame.log_rows(part.table_id, part.schema_version)
-            records = records_of(schema, rows, frame.operations, frame.batches)
+            records = frame.as_records(schema, rows)
             ordinals = pa.array(np.repeat(numbers[of_batch[mine]], counts[mine]))
             target = schema.to_arrow(ROW_PREFIX)
             columns = [ordinals, rows.column("__offset"), rows.column("__index"), *records.columns]
             batch = pa.RecordBatch.from_arrays(columns, schema=target)
-            name, out = self._file(frame.header.shard, schema, target)
-            out.write_batch(batch)
-            self._rows[name] = self._rows.get(name, 0) + batch.num_rows
+            partitions = frame.batches.column("partition").filter(pa.array(mine))
+            for partition, rows_of in _by_partition(batch, partitions, counts[mine]):
+                name, out = self._file((frame.header.shard, schema.table_id, schema.version, partition), schema, target)
+                out.write_batch(rows_of)
+                self._rows[name] = self._rows.get(name, 0) + rows_of.num_rows
             self.records += batch.num_rows
 
-    def _file(self, shard: ShardId, schema: TableSchema, target: pa.Schema) -> tuple[str, ipc.RecordBatchFileWriter]:
-        key = (shard, schema.table_id, schema.version)
+    def _file(self, key: _FileKey, schema: TableSchema, target: pa.Schema) -> tuple[str, ipc.RecordBatchFileWriter]:
         if key not in self._files:
+            shard, table_id, version, partition = key
             self.sources.add(schema.source)
             table = quote(f"{schema.namespace}.{schema.name}", safe="")[:150]
-            name = f"{table}-t{schema.table_id}-v{schema.version}-s{shard}.arrow"
+            name = f"{table}-t{table_id}-v{version}-s{shard}"
+            name += ".arrow" if partition is None else f"-p{len(self._files)}.arrow"
             self._files[key] = (name, ipc.new_file(str(self._folder / name), target, options=_OPTIONS))
         return self._files[key]
+
+
+def _by_partition(
+    batch: pa.RecordBatch, partitions: pa.StringArray, counts: Ints
+) -> Iterator[tuple[str | None, pa.RecordBatch]]:
+    """The rows of each partition, in their order; `partitions` and `counts` are those of the batches that they came in."""
+    if partitions.null_count == len(partitions):
+        yield None, batch
+        return
+    names = partitions.to_pylist()
+    for name in dict.fromkeys(names):
+        yield name, batch.filter(pa.array(np.repeat([other == name for other in names], counts)))
 
 
 def _place(group: Sequence[RecordsFrame]) -> list[_Placed]:

@@ -22,6 +22,7 @@ from pyarrow import ipc
 from millstream.app.home import Home
 from millstream.app.locks import RoleLock
 from millstream.app.log_export import OPERATIONS_FILE, batches_of, read_export
+from millstream.codec.log_directory import Numbering
 from millstream.errors import ExportUnusable, StreamNotEmpty
 from millstream.model.ids import Epoch, SchemaVersion, ShardId, SourceId, StreamId, TableId
 from millstream.model.operations import OPERATION_SCHEMA, SpilledOp, TableRows, WriteOps
@@ -30,7 +31,7 @@ from millstream.model.records import append_row_schema
 from millstream.model.schema import TableSchema
 from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader
-from millstream.wal.writer import LogWriter
+from millstream.wal.writer import LogOptions, LogWriter
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog
@@ -39,6 +40,7 @@ _RECORDS_AT_ONCE: Final = 20_000
 """Operations are appended together up to here; one that is larger goes in pieces."""
 Position = tuple[int, int]
 """(batch, row in it)"""
+_CheckIndexes = Callable[[Sequence[Mapping[str, Any]], pa.RecordBatch], None]
 
 
 @dataclass(slots=True)
@@ -50,6 +52,7 @@ class _File:
     shard: ShardId
     schema: TableSchema
     """With this home's numbers."""
+    partition: str | None
     at: Position = (0, 0)
 
     def rows(self, at: Position, ordinal: int) -> Iterator[tuple[pa.RecordBatch, Position]]:
@@ -92,7 +95,8 @@ def import_log(home: Home, stream: str, folder: Path) -> int:
         folder: what `export_arrow` wrote.
 
     Raises:
-        ExportUnusable: the export isn't whole, or of another version; nothing was changed.
+        ExportUnusable: the export isn't whole, or of another version; or of some tables only, for a stream whose frames are to
+            carry operations' numbers. Nothing was changed.
         StreamNotEmpty: the stream has records.
         HomeBusy: the home is being written.
         DiskFull, CatalogError …: nothing is shown; the same call begins again.
@@ -112,10 +116,12 @@ def import_log(home: Home, stream: str, folder: Path) -> int:
         durable = catalog.reservations(stream_id)
         reservations = _Reservations(durable.reserved())
         shards = sorted({ShardId(0), *(file.shard for file in files)})
+        options = LogOptions(numbering=_numbering(home, stream))
         with LogWriter.open(
-            str(staging), stream=stream_id, shards=shards, epoch=epoch, reservations=reservations
+            str(staging), stream=stream_id, shards=shards, epoch=epoch, reservations=reservations, options=options
         ) as log:
-            records = _append(log, folder, files, sources, _reached(facts, sources))
+            check = (lambda *_: None) if options.numbering is Numbering.BATCH else _check_indexes
+            records = _append(log, folder, files, sources, _reached(facts, sources), check)
             failure = log.failure()
         if failure is not None:
             raise failure
@@ -130,6 +136,12 @@ def import_log(home: Home, stream: str, folder: Path) -> int:
             if source:
                 catalog.move_reached(source, lsn)
     return records
+
+
+def _numbering(home: Home, stream: str) -> Numbering:
+    """As the stream's configuration has it, where it has one."""
+    configured = home.config.streams.get(stream) if home.config_file.exists() else None
+    return Numbering.BATCH if configured is None else Numbering(configured.log.sequence_numbers)
 
 
 def _stream_on_disk(target: Path, stream: str) -> StreamId | None:
@@ -164,7 +176,7 @@ def _reached(facts: Mapping[str, Any], sources: Mapping[int, SourceId]) -> dict[
 def _open_files(
     catalog: Catalog, stream: StreamId, folder: Path, facts: Mapping[str, Any], sources: Mapping[int, SourceId]
 ) -> list[_File]:
-    opened: list[tuple[Path, ipc.RecordBatchFileReader, ShardId, TableSchema]] = []
+    opened: list[tuple[Path, ipc.RecordBatchFileReader, ShardId, TableSchema, str | None]] = []
     for file in facts["files"]:
         if file["name"] == OPERATIONS_FILE:
             continue
@@ -174,15 +186,17 @@ def _open_files(
             schema = TableSchema.from_arrow(reader.schema)
         except (pa.ArrowException, OSError, KeyError, ValueError) as error:
             raise ExportUnusable(f"{path} can't be read: {error}", file=str(path)) from error
-        opened.append((path, reader, ShardId(file["shard"]), schema))
-    tables = _tables(catalog, stream, [(shard, schema) for _, _, shard, schema in opened], facts, sources)
+        opened.append((path, reader, ShardId(file["shard"]), schema, file.get("partition")))
+    tables = _tables(catalog, stream, [(shard, schema) for _, _, shard, schema, _ in opened], facts, sources)
     versions: dict[tuple[TableId, SchemaVersion], TableSchema] = {}
-    for _, _, _, schema in sorted(opened, key=lambda found: (found[3].table_id, found[3].version)):
+    for _, _, _, schema, _ in sorted(opened, key=lambda found: (found[3].table_id, found[3].version)):
         key = (schema.table_id, schema.version)
         if key not in versions:
             mine = replace(schema, table_id=tables[schema.table_id], source=sources[schema.source])
             versions[key] = catalog.put_schema(stream, mine)
-    return [_File(path, reader, shard, versions[s.table_id, s.version]) for path, reader, shard, s in opened]
+    return [
+        _File(path, reader, shard, versions[s.table_id, s.version], part) for path, reader, shard, s, part in opened
+    ]
 
 
 def _tables(
@@ -226,7 +240,12 @@ def _tables(
 
 
 def _append(
-    log: LogWriter, folder: Path, files: list[_File], sources: Mapping[int, SourceId], reached: Mapping[SourceId, Lsn]
+    log: LogWriter,
+    folder: Path,
+    files: list[_File],
+    sources: Mapping[int, SourceId],
+    reached: Mapping[SourceId, Lsn],
+    check: _CheckIndexes,
 ) -> int:
     """Append all operations in order; returns how many records they had."""
     done = 0
@@ -236,7 +255,7 @@ def _append(
     def flush(*, last: bool = False) -> None:
         nonlocal done, waiting, size
         if waiting:
-            done += _append_some(log, files, waiting, sources, reached if last else {})
+            done += _append_some(log, files, waiting, sources, reached if last else {}, check)
         waiting, size = [], 0
 
     held: dict[str, Any] | None = None
@@ -264,6 +283,7 @@ def _append_some(
     operations: Sequence[dict[str, Any]],
     sources: Mapping[int, SourceId],
     reached: Mapping[SourceId, Lsn],
+    check: _CheckIndexes,
 ) -> int:
     first, last = operations[0]["number"], operations[-1]["number"]
     facts = pa.RecordBatch.from_pylist(
@@ -275,6 +295,7 @@ def _append_some(
         counts: dict[tuple[ShardId, TableId], int] = {}
         for place, file in enumerate(files):
             for batch, end in file.rows(file.at, last):
+                check(operations, batch)
                 key = (file.shard, file.schema.table_id)
                 counts[key] = counts.get(key, 0) + batch.num_rows
                 ends[place] = end
@@ -286,6 +307,7 @@ def _append_some(
     for file in files:
         pieces = []
         for batch, end in file.rows(file.at, last):
+            check(operations, batch)
             pieces.append(_as_appended(batch, file.schema, first))
             file.at = end
         if pieces:
@@ -295,10 +317,21 @@ def _append_some(
                 .sort_by([("__operation", "ascending"), ("__index", "ascending")])
             )
             (whole,) = rows.combine_chunks().to_batches()
-            tables.append(TableRows(file.schema, whole, file.shard))
+            tables.append(TableRows(file.schema, whole, file.shard, file.partition))
     ops = WriteOps(facts, tuple(tables), reached)
     log.append(ops)
     return ops.row_count
+
+
+def _check_indexes(operations: Sequence[Mapping[str, Any]], batch: pa.RecordBatch) -> None:
+    """`ExportUnusable` unless records lie in their operations without gaps, which an operation's number alone asks for."""
+    counts = np.array([_records(operation) for operation in operations])
+    of_row = batch.column("__operation").to_numpy() - operations[0]["number"]
+    if (batch.column("__index").to_numpy() >= counts[of_row]).any():
+        raise ExportUnusable(
+            'the export lacks records of its operations, and sequence_numbers = "both" needs whole ones',
+            hint='Export all tables, or import under sequence_numbers = "batch".',
+        )
 
 
 def _chunks(files: Sequence[tuple[_File, Position]], ordinal: int) -> Callable[[], Iterator[tuple[TableRows, ...]]]:
@@ -320,9 +353,10 @@ def _chunks(files: Sequence[tuple[_File, Position]], ordinal: int) -> Callable[[
             upto = min(batch.column("__index")[-1].as_py() for batch in heads.values())
             made = []
             for n, batch in list(heads.items()):
+                file = files[n][0]
                 end = int(np.searchsorted(batch.column("__index").to_numpy(), upto, side="right"))
                 if end:
-                    made.append(TableRows(files[n][0].schema, batch.slice(0, end), files[n][0].shard))
+                    made.append(TableRows(file.schema, batch.slice(0, end), file.shard, file.partition))
                 if end == batch.num_rows:
                     del heads[n]
                 else:

@@ -128,8 +128,7 @@ class Cat:
 
     def _frame(self, parts: list[TableRecords]) -> Iterator[Line]:
         lines = [line for part in parts for line in table_lines(part, stream=self.stream, values=self.values)]
-        if len(parts) > 1:
-            lines.sort(key=lambda line: line.offset)
+        lines.sort(key=lambda line: line.offset)  # those of one table, too: its partitions stand one behind the other
         return iter(lines)
 
 

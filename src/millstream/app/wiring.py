@@ -48,6 +48,7 @@ def slot_name(name: str, stream: StreamConfig) -> str:
 
 def log_options(stream: StreamConfig) -> LogOptions:
     """How a stream's log is written."""
+    from millstream.codec.log_directory import Numbering
     from millstream.wal.writer import LogOptions
 
     log = stream.log
@@ -56,6 +57,7 @@ def log_options(stream: StreamConfig) -> LogOptions:
         segment_age_s=duration_s(log.segment_age),
         queue_bytes_max=size_bytes(log.queue_bytes),
         disk_used_max=log.disk_used_max,
+        numbering=Numbering(log.sequence_numbers),
     )
 
 

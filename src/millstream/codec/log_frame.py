@@ -23,40 +23,39 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from millstream.codec.arrow_ipc import ColumnPicker, decode_batch, decode_schema, encode_batch, encode_schema
 from millstream.codec.checksums import Bytes, crc32c
+from millstream.codec.log_directory import (
+    DIRECTORY,
+    NUMBERING_FLAGS,
+    NUMBERING_OF_FLAGS,
+    Directory,
+    Numbering,
+    check_directory,
+    decode_directory,
+)
 from millstream.codec.log_records import log_columns, records_of
 from millstream.errors import CorruptFrame, TruncatedFrame, UnsupportedFormat
 from millstream.model.ids import Epoch, GroupNumber, RegionId, SchemaVersion, ShardId, SourceId, TableId, WriterId
-from millstream.model.operations import OPERATION_SCHEMA
 from millstream.model.positions import Lsn, Offset, Seq
-from millstream.model.records import LOG_ROW_PREFIX, TIME_MAX_US, TIME_MIN_US
+from millstream.model.records import LOG_ROW_PREFIX
 from millstream.model.schema import TableSchema
 
 BATCH_HEADER_VERSION: Final = 2
+BATCH_HEADER_VERSIONS: Final = (1, 2)
+"""What is read. Version 1 had neither region nor shard: it reads as 0 and 0."""
 FRAME_HEADER_MIN: Final = 16
 """Bytes that tell a frame's extent: length, crc, head length, version, kind, flags."""
-
-BATCH_SCHEMA: Final = pa.schema(
-    [
-        pa.field("operation", pa.int32(), nullable=False),
-        pa.field("table_id", pa.int64(), nullable=False),
-        pa.field("schema_version", pa.int32(), nullable=False),
-        pa.field("partition", pa.string()),
-        pa.field("first_seq", pa.int64(), nullable=False),
-        pa.field("count", pa.int64(), nullable=False),
-    ]
-)
-"""One row for every (operation, table, partition) of a frame: `operation` is the row in the frame's operations; the numbers of
-its `count` records in this frame are `first_seq …`."""
 
 _START: Final = struct.Struct("<IIIBBH")
 """length, crc, head length, version, kind, flags"""
 _FIXED: Final = struct.Struct("<qqqqqqqqqIIIHHIII")
 """first offset, count, first seq, last seq, group's last seq, reserved to, group, epoch, hybrid time, region, shard,
 writer, other shards, sources, parts, operations length, batches length"""
+_FIXED_V1: Final = struct.Struct("<qqqqqqqqqIHHIII")
+"""The same without region and shard."""
+_FIXED_OF_VERSION: Final = {1: _FIXED_V1, 2: _FIXED}
 _SHARD: Final = struct.Struct("<I")
 _REACHED: Final = struct.Struct("<IQ")
 _PART: Final = struct.Struct("<qIIII")
@@ -65,7 +64,7 @@ _NO_TABLE: Final = TableId(0)
 _NO_VERSION: Final = SchemaVersion(0)
 _NEVER_NULL: Final = tuple(field.name for field in LOG_ROW_PREFIX if not field.nullable)
 _FLAG_MORE: Final = 1
-_KNOWN_FLAGS: Final = _FLAG_MORE
+_KNOWN_FLAGS: Final = _FLAG_MORE | NUMBERING_FLAGS
 FRAME_SIZE_MAX: Final = 2**32 - 8
 _COUNT_MAX: Final = 2**40
 """Records of a frame, a thousand times what its bytes can hold: sums of counts below it don't overflow."""
@@ -80,27 +79,6 @@ class FrameKind(IntEnum):
     """What stood here can't be read, and a person accepted that (`wal.repair`): offsets go on behind it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Directory:
-    """The Arrow schemas of a frame's two directory tables; the segment's header holds them."""
-
-    operations: pa.Schema
-    batches: pa.Schema
-
-    def check(self) -> Directory:
-        """The value itself; `CorruptFrame` where a column that readers take by name is missing or of another type."""
-        for found, known in ((self.operations, OPERATION_SCHEMA), (self.batches, BATCH_SCHEMA)):
-            for column in known:
-                place = found.get_field_index(column.name)
-                if place < 0 or found.field(place).type != column.type:
-                    raise CorruptFrame(f"the directory's column {column.name} is missing, or isn't what it must be")
-        return self
-
-
-DIRECTORY: Final = Directory(OPERATION_SCHEMA, BATCH_SCHEMA)
-"""What this version writes."""
-
-
 class PayloadPart(NamedTuple):
     """A table's rows in a frame, under one schema version. A frame may have hundreds, and each reader decodes them all."""
 
@@ -113,14 +91,14 @@ class PayloadPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FrameHeader:
-    """Batch header, version 2. A schema frame has `count` 0 and takes no numbers."""
+    """Batch header. A schema frame has `count` 0 and takes no numbers."""
 
     kind: FrameKind
     first_offset: Offset
     count: int
     first_seq: Seq
     last_seq: Seq
-    """Least and greatest number in this frame; (0, 0) where it has none."""
+    """Least and greatest number in this frame, whoever says it; (0, 0) where it has none."""
     group_last_seq: Seq
     """What `persisted_upto` becomes once the group is durable on all its shards."""
     group: GroupNumber
@@ -137,6 +115,8 @@ class FrameHeader:
     """For each source, the commit end LSN up to which the log has everything once this group is durable."""
     more: bool = False
     """The group goes on in this shard's next frame."""
+    numbering: Numbering = Numbering.BATCH
+    """Which numbers the directory of this frame, and of all others of its segment, has."""
     parts: tuple[PayloadPart, ...] = ()
     """Filled in by the encoder."""
 
@@ -218,6 +198,7 @@ class RecordsFrame:
     header: FrameHeader
     operations: pa.RecordBatch
     batches: pa.RecordBatch
+    """`BATCH_SCHEMA` by name; see `decode_directory` for those without numbers of their own."""
     schemas: SchemaSet
     read_payload: Callable[[int, int], Bytes]
     """Payload bytes at (position behind the head, length)."""
@@ -259,11 +240,45 @@ class RecordsFrame:
         for part in self.header.parts:
             if part.table_id == table_id:
                 schema = self.schemas.find(part.table_id, part.schema_version)
-                needed = log_columns(schema, columns, offsets=offsets)
+                by_index = self.header.numbering is Numbering.OPERATION
+                needed = log_columns(schema, columns, offsets=offsets, by_index=by_index)
                 rows = self._read_part(part, position, needed, threads=columns is None)
-                directory = (self.operations, self.batches)
-                yield schema, records_of(schema, rows, *directory, columns=columns, offsets=offsets, moments=moments)
+                yield schema, self.as_records(schema, rows, columns=columns, offsets=offsets, moments=moments)
             position += part.length
+
+    def as_records(
+        self,
+        schema: TableSchema,
+        rows: pa.RecordBatch,
+        *,
+        columns: frozenset[str] | None = None,
+        offsets: bool = False,
+        moments: bool = False,
+    ) -> pa.RecordBatch:
+        """One part's log rows as records, in their order; see `records_of`."""
+        by_index = self.header.numbering is Numbering.OPERATION
+        directory = (self.operations, self.batches)
+        records = records_of(
+            schema, rows, *directory, columns=columns, by_index=by_index, offsets=offsets, moments=moments
+        )
+        if by_index and records.num_rows:
+            seqs = records.column("__seq").to_numpy()
+            if int(seqs.min()) < self.header.first_seq or int(seqs.max()) > self.header.last_seq:
+                raise CorruptFrame(f"records of table {schema.table_id} have numbers that the frame's header hasn't")
+        return records
+
+    def numbers_of(self, table_id: TableId, version: SchemaVersion) -> tuple[Seq, Seq]:
+        """Bounds of a part's numbers, by the directory alone: exact where batches have their own."""
+        tables, versions, firsts, counts = (
+            self.batches.column(name).to_numpy() for name in ("table_id", "schema_version", "first_seq", "count")
+        )
+        mine = (tables == table_id) & (versions == version)
+        if not mine.any():
+            raise CorruptFrame(f"a frame's directory doesn't name its rows of table {table_id}")
+        first = int(firsts[mine].min())
+        if self.header.numbering is Numbering.OPERATION:
+            return Seq(max(first, self.header.first_seq)), self.header.last_seq
+        return Seq(first), Seq(int((firsts + counts)[mine].max()) - 1)
 
     def _read_part(
         self, part: PayloadPart, position: int, columns: frozenset[str] | None = None, *, threads: bool = True
@@ -314,8 +329,8 @@ def encode_records_frame(
 
     Args:
         header: its `parts` are filled in here.
-        operations: `OPERATION_SCHEMA`.
-        batches: `BATCH_SCHEMA`; entries of one (table, version) stand in the order of that part's rows.
+        operations: `OPERATION_SCHEMA`, with what `header.numbering` asks for (`DIRECTORIES`).
+        batches: `BATCH_SCHEMA`, likewise; entries of one (table, version) stand in the order of that part's rows.
         payload: one (schema, rows in `log_row_schema`) for every table and schema version, each at most once.
     """
     parts = []
@@ -361,7 +376,7 @@ def _encode_head(header: FrameHeader, parts: tuple[PayloadPart, ...], operations
     length = head_length + sum(part.length for part in parts)
     if length > FRAME_SIZE_MAX:
         raise AssertionError("a frame can't exceed 4 GiB: the writer splits what is larger")
-    flags = _FLAG_MORE if header.more else 0
+    flags = header.numbering.flags | (_FLAG_MORE if header.more else 0)
     start = _START.pack(length, 0, head_length, BATCH_HEADER_VERSION, header.kind, flags)
     crc = crc32c(start[:4], start[8:], body)
     return b"".join((start[:4], struct.pack("<I", crc), start[8:], body))
@@ -383,9 +398,11 @@ def frame_extent(start: bytes | memoryview) -> FrameExtent:
     length, _, head_length, version, kind, flags = _START.unpack_from(start)
     if length == 0 or kind not in FrameKind.__members__.values():
         raise CorruptFrame("no frame begins here")
-    if not _START.size + _FIXED.size <= head_length <= length:
+    fixed = _FIXED_OF_VERSION.get(version, _FIXED_V1)
+    if not _START.size + fixed.size <= head_length <= length:
         raise CorruptFrame("a frame's lengths contradict each other")
-    if version != BATCH_HEADER_VERSION or flags & ~_KNOWN_FLAGS:
+    known = not flags & ~_KNOWN_FLAGS and flags & NUMBERING_FLAGS in NUMBERING_OF_FLAGS
+    if version not in BATCH_HEADER_VERSIONS or not known:
         raise UnsupportedFormat(f"batch header version {version} with flags {flags:#x} is unknown", version=version)
     return FrameExtent(head_length, length, FrameKind(kind))
 
@@ -407,10 +424,12 @@ def decode_frame_head(head: bytes | memoryview) -> tuple[FrameHeader, FrameExten
         _verify_head(view, _START.unpack_from(view)[2])
         raise
     _verify_head(view, extent.head_length)
-    flags = _START.unpack_from(view)[5]
+    _, _, _, version, _, flags = _START.unpack_from(view)
+    fixed = _FIXED_OF_VERSION[version]
+    found = fixed.unpack_from(view, _START.size)
     (first_offset, count, first_seq, last_seq, group_last_seq, reserved_to, group, epoch, hybrid_time, region, shard,
-     writer, n_shards, n_sources, n_parts, n_ops, n_batches) = _FIXED.unpack_from(view, _START.size)  # fmt: skip
-    at = _START.size + _FIXED.size
+     writer, n_shards, n_sources, n_parts, n_ops, n_batches) = found if version > 1 else (*found[:9], 0, 0, *found[9:])  # fmt: skip
+    at = _START.size + fixed.size
     shards_end = at + n_shards * _SHARD.size
     reached_end = shards_end + n_sources * _REACHED.size
     parts_end = reached_end + n_parts * _PART.size
@@ -434,6 +453,7 @@ def decode_frame_head(head: bytes | memoryview) -> tuple[FrameHeader, FrameExten
         hybrid_time=hybrid_time,
         reached={SourceId(s): Lsn(lsn) for s, lsn in _REACHED.iter_unpack(view[shards_end:reached_end])},
         more=bool(flags & _FLAG_MORE),
+        numbering=NUMBERING_OF_FLAGS[flags & NUMBERING_FLAGS],
         parts=tuple(map(PayloadPart._make, _PART.iter_unpack(view[reached_end:parts_end]))),
     )
     if extent.head_length + header.payload_length != extent.length:
@@ -483,15 +503,9 @@ def decode_frame(
         return SchemaFrame(header, schema)
     if header.kind is FrameKind.LOSS:
         return LossFrame(header, _decode_facts(header, read_payload))
-    frame = RecordsFrame(
-        header,
-        decode_batch(operations, schemas.directory.operations),
-        decode_batch(batches, schemas.directory.batches),
-        schemas,
-        read_payload,
-    )
-    _check_directory(frame)
-    return frame
+    found = decode_directory(schemas.directory, header.numbering, operations, batches)
+    check_directory(header.numbering, *found, count=header.count, first=header.first_seq, last=header.last_seq)
+    return RecordsFrame(header, *found, schemas, read_payload)
 
 
 def verify_payload(header: FrameHeader, payload: Bytes) -> None:
@@ -546,25 +560,3 @@ def _decode_facts(header: FrameHeader, read: Callable[[int, int], Bytes]) -> Map
     except (ValueError, RecursionError) as error:
         raise CorruptFrame(f"a loss frame says nothing that can be read: {error}") from error
     return facts if isinstance(facts, dict) else {}
-
-
-def _check_directory(frame: RecordsFrame) -> None:
-    """What readers rely on: the directory's counts and numbers are the header's, and its operations are there."""
-    operations, batches, header = frame.operations, frame.batches, frame.header
-    for known, found in ((OPERATION_SCHEMA, operations), (BATCH_SCHEMA, batches)):
-        if any(found.column(column.name).null_count for column in known if not column.nullable):
-            raise CorruptFrame("a frame's directory has nulls where there can be none")
-    if not batches.num_rows:
-        raise CorruptFrame("a frame's directory is empty")
-    counts, ordinals, firsts = (batches.column(name).to_numpy() for name in ("count", "operation", "first_seq"))
-    if counts.min() < 1 or counts.max() > header.count or int(counts.sum()) != header.count:
-        raise CorruptFrame("a frame's directory and its record count disagree")
-    if int(firsts.min()) != header.first_seq or int((firsts + counts).max()) - 1 != header.last_seq:
-        raise CorruptFrame("a frame's directory and its numbers disagree")
-    if int(ordinals.min()) < 0 or int(ordinals.max()) >= operations.num_rows:
-        raise CorruptFrame("a frame's directory names an operation that it doesn't hold")
-    times = operations.column("commit_ts")
-    if times.null_count < len(times):
-        found = pc.min_max(times)
-        if found["min"].value < TIME_MIN_US or found["max"].value > TIME_MAX_US:
-            raise CorruptFrame("an operation's commit time lies outside of the years 1 to 9999")

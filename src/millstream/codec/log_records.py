@@ -31,7 +31,9 @@ _LETTER_OF_CODE[[int(op) for op in Op]] = range(len(Op))
 
 
 @lru_cache(maxsize=4096)  # asked for with every part of a frame
-def log_columns(table: TableSchema, columns: frozenset[str] | None, *, offsets: bool) -> frozenset[str]:
+def log_columns(
+    table: TableSchema, columns: frozenset[str] | None, *, offsets: bool, by_index: bool = False
+) -> frozenset[str]:
     """The columns of `log_row_schema(table)` that records of these columns are made of; all of them with None.
 
     `__op` is always among them: what it says of a record is verified.
@@ -39,7 +41,7 @@ def log_columns(table: TableSchema, columns: frozenset[str] | None, *, offsets: 
     wanted = set(record_schema(table, offsets=offsets).names)
     if columns is not None:
         wanted &= columns | {RECORD_OFFSET.name}
-    if "__commit_index" in wanted:
+    if "__commit_index" in wanted or by_index:
         wanted.add("__index")
     return frozenset(wanted & set(log_row_schema(table).names) | {"__op"})
 
@@ -51,6 +53,7 @@ def records_of(
     batches: pa.RecordBatch,
     *,
     columns: frozenset[str] | None = None,
+    by_index: bool = False,
     offsets: bool = False,
     moments: bool = False,
 ) -> pa.RecordBatch:
@@ -62,6 +65,8 @@ def records_of(
         operations: the frame's operations.
         batches: the frame's batch entries, of all tables.
         columns: only these and `__seq`; names that the table doesn't have are passed over. None: all.
+        by_index: a record's number is its batch's (its operation's, that is) plus its index in the operation, instead of its
+            place in the batch: see `log_directory`.
         offsets: put `__offset` first.
         moments: give what was copied the moment at which it was read as `__commit_ts`, instead of null. A copy's marker (`t`)
             has none: its time is of another clock than the source's.
@@ -75,6 +80,7 @@ def records_of(
     counts = batches.column("count").to_numpy()[mine]
     if int(counts.sum()) != rows.num_rows:
         raise CorruptFrame(f"the directory and the rows of table {table.table_id} disagree")
+    firsts = batches.column("first_seq").to_numpy()[mine]
     letters = _LETTER_OF_CODE[rows.column("__op").to_numpy()]
     if len(letters) and int(letters.min()) < 0:
         raise CorruptFrame(f"a record of table {table.table_id} has an unknown op")
@@ -95,9 +101,13 @@ def records_of(
         copied = of_kind(OperationKind.COPY_CHUNK)
         return _null_where(fact("commit_ts"), copied & (letters == _TRUNCATE) if moments else copied)
 
+    def seq() -> pa.Array:
+        found = np.repeat(firsts, counts) + rows.column("__index").to_numpy() if by_index else _spread(firsts, counts)
+        return pa.array(found, type=pa.int64())
+
     made: dict[str, Callable[[], pa.Array]] = {
         "__op": lambda: pc.take(_LETTERS, pa.array(letters)),
-        "__seq": lambda: pa.array(_spread(batches.column("first_seq").to_numpy()[mine], counts), type=pa.int64()),
+        "__seq": seq,
         "__source": lambda: fact("source"),
         "__commit_lsn": lambda: fact("commit_lsn"),
         "__commit_index": commit_index,

@@ -25,7 +25,8 @@ from pyarrow import ipc
 
 from millstream.codec.arrow_ipc import decode_schema, encode_schema
 from millstream.codec.checksums import crc32c
-from millstream.codec.log_frame import DIRECTORY, Directory, FrameKind
+from millstream.codec.log_directory import DIRECTORY, Directory
+from millstream.codec.log_frame import FrameKind
 from millstream.errors import CorruptFrame, TruncatedFrame, UnsupportedFormat
 from millstream.model.ids import Epoch, GroupNumber, RegionId, SchemaVersion, ShardId, StreamId, TableId
 from millstream.model.positions import Offset, Seq

@@ -58,6 +58,8 @@ class TableRows:
     schema: TableSchema
     rows: pa.RecordBatch
     shard: ShardId = FIRST_SHARD
+    partition: str | None = None
+    """The partition of the table that all of the rows belong to; None where it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class WriteOps:
     """Consecutive whole operations in columns.
 
     `operations` has one row an operation, in order; every operation has at least one row in `tables`; a table may
-    stand there several times (with several schema versions), its later rows in later entries.
+    stand there several times: with several schema versions, its later rows in later entries; with several partitions.
     `reached` says, for each source, the commit *end* LSN up to which all is in this or an earlier append.
     """
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from millstream import failpoints
+from millstream.codec.log_directory import DIRECTORIES, Numbering
 from millstream.codec.log_segment import SegmentHeader
 from millstream.errors import (
     AppendOutcomeUnknown,
@@ -62,6 +63,8 @@ class LogOptions:
     """Share of the disk above which appends get `DiskFull`."""
     frame_bytes_max: int = 16 * _MIB
     """Rows of a group beyond this go on in further frames."""
+    numbering: Numbering = Numbering.BATCH
+    """Which numbers frames carry. `BOTH` is for going back to a version that knows none but an operation's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +168,7 @@ class GroupCommitter:
             for shard in shards:
                 end = recovered.shards[shard]
                 shard_dir = shard_folder(folder, shard)
-                header = _next_header(identity, shard, end.end_offset, end.last_footer_hash, clock)
+                header = _next_header(identity, shard, end.end_offset, end.last_footer_hash, clock, options.numbering)
                 opened[shard] = _Shard(shard_dir, marks[shard], _create_segment(files, shard_dir, header))
             spare_bytes = options.segment_bytes + min(options.segment_bytes, _SPARE_EXTRA_BYTES)
             keep_spare(files, [shard.folder for shard in opened.values()], spare_bytes)
@@ -296,17 +299,24 @@ class GroupCommitter:
         base = {shard: self._shards[shard].segment.end_offset for shard in facts.shards}
         if isinstance(submitted[0], SpilledOp):
             assert len(submitted) == 1
-            self._stage_spilled(submitted[0], facts, first_seq, base)
+            own = SeqRange(first_seq, submitted[0].row_count)
+            self._stage_spilled(submitted[0], facts, own, base)
             return
         group = [ops for ops in submitted if isinstance(ops, WriteOps)]
-        plans = plan_group(group, first_seq=first_seq, base=base, frame_bytes_max=self._options.frame_bytes_max)
+        plans = plan_group(
+            group,
+            first_seq=first_seq,
+            base=base,
+            frame_bytes_max=self._options.frame_bytes_max,
+            numbering=self._options.numbering,
+        )
         for shard, frames in plans.items():
             self._shards[shard].segment.stage(facts, frames, more=False)
 
-    def _stage_spilled(self, op: SpilledOp, facts: GroupFacts, first_seq: Seq, base: dict[ShardId, Offset]) -> None:
+    def _stage_spilled(self, op: SpilledOp, facts: GroupFacts, own: SeqRange, base: dict[ShardId, Offset]) -> None:
         """Write one large operation chunk by chunk. One chunk a shard waits, until it's known whether more follows."""
         next_seq: dict[tuple[ShardId, TableId], Seq] = {}
-        number = first_seq
+        number = own.first
         for key, count in op.counts.items():
             next_seq[key] = number
             number = Seq(number + count)
@@ -314,7 +324,13 @@ class GroupCommitter:
         waiting: dict[ShardId, list[FramePlan]] = {}
         for tables in op.chunks():
             plans = plan_chunk(
-                op.operation, tables, next_seq=next_seq, base=base, frame_bytes_max=self._options.frame_bytes_max
+                op.operation,
+                tables,
+                next_seq=next_seq,
+                base=base,
+                frame_bytes_max=self._options.frame_bytes_max,
+                numbering=self._options.numbering,
+                own=own,
             )
             for shard, frames in plans.items():
                 if shard in waiting:
@@ -419,7 +435,9 @@ class GroupCommitter:
             sealed = shard.segment
             if sealed.sealed_hash is None:
                 continue
-            header = _next_header(self._identity, number, sealed.end_offset, sealed.sealed_hash, self._clock)
+            header = _next_header(
+                self._identity, number, sealed.end_offset, sealed.sealed_hash, self._clock, self._options.numbering
+            )
             try:
                 shard.segment = _create_segment(self._files, shard.folder, header)
                 sealed.close()
@@ -429,9 +447,18 @@ class GroupCommitter:
 
 
 def _next_header(
-    identity: WriterIdentity, shard: ShardId, base: Offset, previous_hash: bytes, clock: Clock
+    identity: WriterIdentity, shard: ShardId, base: Offset, previous_hash: bytes, clock: Clock, numbering: Numbering
 ) -> SegmentHeader:
-    return SegmentHeader(identity.stream, identity.region, shard, identity.epoch, base, previous_hash, clock.now_ns())
+    return SegmentHeader(
+        identity.stream,
+        identity.region,
+        shard,
+        identity.epoch,
+        base,
+        previous_hash,
+        clock.now_ns(),
+        DIRECTORIES[numbering],
+    )
 
 
 def _create_segment(files: Files, shard_dir: str, header: SegmentHeader) -> OpenSegment:

@@ -2,16 +2,18 @@
 
 Everything is whole columns: a group may hold tens of thousands of one-row operations, and no Python runs for each. Order:
 
-- `seq`: operation by operation; in an operation table entry by table entry; in an entry row by row.
+- `seq`: operation by operation; in an operation table entry by table entry; in an entry row by row. An operation's own number,
+  where frames carry it (`Numbering`), is the first of them.
 - `offset`, per shard: operation by operation; in an operation by `__index`, over all its tables.
 
-A *run* is the rows of one operation in one entry (`TableRows`): what becomes one entry of a frame's directory.
+A *run* is the rows of one operation in one entry (`TableRows`): what becomes one entry of a frame's directory: an operation's
+batch of one table and partition.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final, TypeAlias
 
@@ -20,10 +22,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.codec.log_frame import BATCH_SCHEMA
+from millstream.codec.log_directory import BATCH_SCHEMA, OPERATION_SEQ, Numbering, with_numbers, without_batch_numbers
 from millstream.model.ids import SchemaVersion, ShardId, TableId
 from millstream.model.operations import OPERATION_SCHEMA, TableRows, WriteOps
-from millstream.model.positions import Offset, Seq
+from millstream.model.positions import Offset, Seq, SeqRange
 from millstream.model.records import log_row_schema
 from millstream.model.schema import TableSchema
 
@@ -72,7 +74,12 @@ class _Entry:
 
 
 def plan_group(
-    group: Sequence[WriteOps], *, first_seq: Seq, base: Mapping[ShardId, Offset], frame_bytes_max: int
+    group: Sequence[WriteOps],
+    *,
+    first_seq: Seq,
+    base: Mapping[ShardId, Offset],
+    frame_bytes_max: int,
+    numbering: Numbering = Numbering.BATCH,
 ) -> dict[ShardId, list[FramePlan]]:
     """The frames of a group of submissions, by shard.
 
@@ -81,8 +88,9 @@ def plan_group(
         first_seq: of as many numbers as there are rows.
         base: the next offset of every shard that is touched.
         frame_bytes_max: rows beyond it go into more frames (sizes are estimated by each table's mean row).
+        numbering: which numbers the frames carry.
     """
-    if (alone := _alone(group, frame_bytes_max)) is not None:
+    if numbering is Numbering.BATCH and (alone := _alone(group, frame_bytes_max)) is not None:
         shard = alone.tables[0].shard
         return {shard: [_plan_alone(alone, first_seq, base[shard])]}
     tables, of_rows = _by_table(group)
@@ -95,7 +103,27 @@ def plan_group(
         return firsts
 
     operations = _one_batch([ops.operations for ops in group], OPERATION_SCHEMA)
-    return _plan(operations, tables, of_rows, number, base, frame_bytes_max)
+    if numbering is not Numbering.BATCH:
+        operations = with_numbers(operations, pa.array(_operation_numbers(tables, of_rows, operations, first_seq)))
+    return _plan(operations, tables, of_rows, number, base, frame_bytes_max, numbering)
+
+
+def _operation_numbers(
+    tables: Sequence[TableRows], of_rows: Sequence[Ints], operations: pa.RecordBatch, first_seq: Seq
+) -> Ints:
+    """Each operation's first number."""
+    of_row = np.concatenate(of_rows)
+    counts = np.bincount(of_row, minlength=operations.num_rows)
+    index = np.concatenate([table.rows.column("__index").to_numpy() for table in tables])
+    _check_indexes(index, counts[of_row])
+    firsts: Ints = first_seq + np.cumsum(counts) - counts
+    return firsts
+
+
+def _check_indexes(index: Ints, counts: Ints | int) -> None:
+    """By an operation's number and their index, records must find their numbers among the operation's own."""
+    if (index >= counts).any() or (index < 0).any():
+        raise AssertionError("the records of an operation must be numbered from 0 without gaps")
 
 
 def _by_table(group: Sequence[WriteOps]) -> tuple[list[TableRows], list[Ints]]:
@@ -104,7 +132,7 @@ def _by_table(group: Sequence[WriteOps]) -> tuple[list[TableRows], list[Ints]]:
     Rows of one table that came in several submissions are made one entry: what follows costs by the entry, and small submissions
     come by the hundred. A submission that has several entries of one table keeps all of the group as it is.
     """
-    keys = [[(t.schema.table_id, t.schema.version, t.shard) for t in ops.tables] for ops in group]
+    keys = [[(t.schema.table_id, t.schema.version, t.shard, t.partition) for t in ops.tables] for ops in group]
     apart = len(group) == 1 or any(len(set(of_ops)) < len(of_ops) for of_ops in keys)
     found: dict[object, list[tuple[TableRows, int]]] = {}
     known = 0
@@ -118,7 +146,7 @@ def _by_table(group: Sequence[WriteOps]) -> tuple[list[TableRows], list[Ints]]:
         rows = [table.rows for table, _ in entries]
         counts = [batch.num_rows for batch in rows]
         whole = rows[0] if len(rows) == 1 else pa.concat_batches(rows)
-        tables.append(TableRows(first.schema, whole, first.shard))
+        tables.append(TableRows(first.schema, whole, first.shard, first.partition))
         shift = np.repeat(np.array([known for _, known in entries], np.int64), counts)
         of_rows.append(whole.column("__operation").to_numpy().astype(np.int64) + shift)
     return tables, of_rows
@@ -135,7 +163,7 @@ def _plan_alone(ops: WriteOps, first_seq: Seq, base: Offset) -> FramePlan:
     """As `_plan`, for the commonest small group, whose cost is all in the number of calls: a tenth of them here."""
     (table,) = ops.tables
     count = table.rows.num_rows
-    facts = (0, table.schema.table_id, table.schema.version, None, int(first_seq), count)
+    facts = (0, table.schema.table_id, table.schema.version, table.partition, int(first_seq), count)
     batches = pa.RecordBatch.from_arrays(
         [pa.array([fact], field.type) for fact, field in zip(facts, BATCH_SCHEMA, strict=True)], schema=BATCH_SCHEMA
     )
@@ -158,8 +186,13 @@ def plan_chunk(
     next_seq: dict[tuple[ShardId, TableId], Seq],
     base: Mapping[ShardId, Offset],
     frame_bytes_max: int,
+    numbering: Numbering = Numbering.BATCH,
+    own: SeqRange | None = None,
 ) -> dict[ShardId, list[FramePlan]]:
-    """The frames of one chunk of a spilled operation; `next_seq` moves on by the chunk's rows of each (shard, table)."""
+    """The frames of one chunk of a spilled operation; `next_seq` moves on by the chunk's rows of each (shard, table).
+
+    `own` is the range of the whole operation, for frames that carry its number.
+    """
     tables = [table for table in tables if table.rows.num_rows]
     if not tables:
         return {}
@@ -173,7 +206,12 @@ def plan_chunk(
         return firsts
 
     of_rows = [table.rows.column("__operation").to_numpy().astype(np.int64) for table in tables]
-    return _plan(operation, tables, of_rows, number, base, frame_bytes_max)
+    if numbering is not Numbering.BATCH:
+        assert own is not None
+        for table in tables:
+            _check_indexes(table.rows.column("__index").to_numpy(), own.count)
+        operation = with_numbers(operation, pa.array([int(own.first)], pa.int64()))
+    return _plan(operation, tables, of_rows, number, base, frame_bytes_max, numbering)
 
 
 def _plan(
@@ -183,6 +221,7 @@ def _plan(
     number: Callable[[Runs], Ints],
     base: Mapping[ShardId, Offset],
     frame_bytes_max: int,
+    numbering: Numbering,
 ) -> dict[ShardId, list[FramePlan]]:
     by_shard: dict[ShardId, list[_Entry]] = {}
     for entry in _entries(tables, of_rows, number):
@@ -191,7 +230,9 @@ def _plan(
     for shard, entries in by_shard.items():
         offsets = _offsets(entries, base[shard])
         cuts = _frame_cuts(entries, offsets, base[shard], frame_bytes_max)
-        plans[shard] = [_plan_frame(operations, entries, offsets, low, high) for low, high in pairwise(cuts)]
+        plans[shard] = [
+            _numbered(_plan_frame(operations, entries, offsets, low, high), numbering) for low, high in pairwise(cuts)
+        ]
     return plans
 
 
@@ -247,16 +288,14 @@ def _plan_frame(
     pieces: dict[tuple[TableId, SchemaVersion], list[pa.RecordBatch]] = {}
     schemas: dict[tuple[TableId, SchemaVersion], TableSchema] = {}
     columns: list[tuple[Ints, Ints, Ints, Ints]] = []
-    last_operation: dict[tuple[TableId, SchemaVersion], int] = {}
+    of_rows: dict[tuple[TableId, SchemaVersion], list[Ints]] = {}
     for place, (entry, of_entry) in enumerate(zip(entries, offsets, strict=True)):
         start, end = (int(at) for at in np.searchsorted(of_entry, (low, high)))
         if start == end:
             continue
         schema = entry.table.schema
         key = (schema.table_id, schema.version)
-        if last_operation.get(key, -1) > entry.operations[start]:
-            raise AssertionError(f"rows of table {schema.table_id} don't stand in the order of operations")
-        last_operation[key] = int(entry.operations[end - 1])
+        of_rows.setdefault(key, []).append(entry.operations[start:end])
         schemas.setdefault(key, schema)
         pieces.setdefault(key, []).append(_with_offsets(entry.table, of_entry, start, end))
         first_run = int(np.searchsorted(entry.run_start, start, side="right")) - 1
@@ -279,12 +318,14 @@ def _plan_frame(
     own = operations if len(used) == operations.num_rows else operations.take(pa.array(used))
     table_ids = np.array([entry.table.schema.table_id for entry in entries], dtype=np.int64)
     versions = np.array([entry.table.schema.version for entry in entries], dtype=np.int32)
+    partitions = [entry.table.partition for entry in entries]
+    nowhere = not any(partition is not None for partition in partitions)
     batches = pa.record_batch(
         [
             pa.array(ordinal.astype(np.int32)),
             pa.array(table_ids[place_of]),
             pa.array(versions[place_of]),
-            pa.nulls(len(seq), pa.string()),
+            pa.nulls(len(seq), pa.string()) if nowhere else pa.array(partitions, pa.string()).take(pa.array(place_of)),
             pa.array(seq),
             pa.array(count.astype(np.int64)),
         ],
@@ -297,9 +338,36 @@ def _plan_frame(
         last_seq=Seq(int((seq + count).max()) - 1),
         operations=own,
         batches=batches,
-        payload=tuple((schemas[key], _one_batch(rows, rows[0].schema)) for key, rows in pieces.items()),
+        payload=tuple((schemas[key], _in_order(rows, of_rows[key])) for key, rows in pieces.items()),
         commit_ts_us=_time_range(own),
     )
+
+
+def _in_order(pieces: Sequence[pa.RecordBatch], of_rows: Sequence[Ints]) -> pa.RecordBatch:
+    """Rows of one part as the directory names them: operation by operation, in each entry by entry."""
+    whole = _one_batch(pieces, pieces[0].schema)
+    if all(before[-1] <= after[0] for before, after in pairwise(of_rows)):
+        return whole
+    return whole.take(pa.array(np.argsort(np.concatenate(of_rows), kind="stable")))
+
+
+def _numbered(plan: FramePlan, numbering: Numbering) -> FramePlan:
+    """The plan under a numbering; its bounds are those of all numbers that a reader may give its records."""
+    if numbering is Numbering.BATCH:
+        return plan
+    numbers = []
+    tables, versions, operations, counts = (
+        plan.batches.column(name).to_numpy() for name in ("table_id", "schema_version", "operation", "count")
+    )
+    starts = plan.operations.column(OPERATION_SEQ.name).to_numpy()[operations]
+    for schema, rows in plan.payload:
+        mine = (tables == schema.table_id) & (versions == schema.version)
+        numbers.append(np.repeat(starts[mine], counts[mine]) + rows.column("__index").to_numpy())
+    by_index = np.concatenate(numbers)
+    first, last = Seq(int(by_index.min())), Seq(int(by_index.max()))
+    if numbering is Numbering.BOTH:
+        return replace(plan, first_seq=min(first, plan.first_seq), last_seq=max(last, plan.last_seq))
+    return replace(plan, first_seq=first, last_seq=last, batches=without_batch_numbers(plan.batches))
 
 
 def _with_offsets(table: TableRows, offsets: Ints, start: int, end: int) -> pa.RecordBatch:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
+from millstream.codec.log_directory import Numbering
 from millstream.codec.log_frame import FrameKind, SchemaFrame, SchemaSet, decode_frame
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SegmentFooter, SegmentHeader
 from millstream.errors import CorruptFrame, CorruptWal, MillstreamError, UnexpectedFile, UnsupportedFormat
@@ -69,6 +70,8 @@ class FrameInfo:
     """Least and greatest commit time in it."""
     tables: tuple[tuple[TableId, int, int, int], ...]
     """(table id, schema version, rows, bytes)"""
+    numbering: Numbering
+    """Which sequence numbers its directory has."""
     durable: bool
     """Whether readers see it: it lies in front of the shard's mark."""
 
@@ -310,6 +313,7 @@ def _frame_info(
         last_seq=head.last_seq,
         commit_ts_us=times,
         tables=tuple((p.table_id, int(p.schema_version), p.rows, p.length) for p in head.parts),
+        numbering=head.numbering,
         durable=durable,
     )
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from millstream.codec.log_directory import Numbering
 from millstream.codec.log_frame import FrameKind, RecordsFrame, SchemaSet, decode_frame
 from millstream.errors import LossNotAccepted
 from millstream.model.positions import Offset
@@ -189,6 +190,8 @@ def _holds(made: SegmentPlan, frame: ScannedFrame, offered: AcceptedRange) -> bo
     """Whether a frame has a record with a number in the range; numbers of several tables interleave."""
     found = decode_frame(frame.head, SchemaSet(made.header.directory), read_payload=lambda _position, _length: b"")
     assert isinstance(found, RecordsFrame)
+    if found.header.numbering is Numbering.OPERATION:
+        return True  # only its rows say more than its header
     firsts, counts = (found.batches.column(name).to_pylist() for name in ("first_seq", "count"))
     return any(
         first < offered.end and offered.start < first + count for first, count in zip(firsts, counts, strict=True)

@@ -283,6 +283,7 @@ class _Writing:
             reserved_to=rewriter.reserved if behind is None else (Seq(0) if before is None else before.reserved_to),
             hybrid_time=0 if before is None else before.hybrid_time,
             reached={} if before is None else before.reached,
+            numbering=made.header.directory.numbering,
         )
 
     def _empty(self, like: FrameHeader) -> FrameHeader:

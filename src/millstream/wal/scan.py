@@ -14,6 +14,7 @@ import numpy as np
 
 from millstream.codec.checksums import crc32c
 from millstream.codec.log_frame import (
+    BATCH_HEADER_VERSIONS,
     FRAME_HEADER_MIN,
     FrameHeader,
     FrameKind,
@@ -176,8 +177,10 @@ def frames_behind(read: Callable[[int, int], bytes], position: int, size: int) -
         data = read(position, min(_WINDOW, size - position))
         words = np.frombuffer(data, dtype="<u4", count=len(data) // 8 * 2)
         kinds = words[3::2] if len(words) > 3 else words[:0]
-        # Word 3 of a frame: version (2), kind, flags. Words 1, 3, 5 … are those at +4, +12, +20 of each multiple of 8.
-        known = np.isin(kinds & 0xFFFF, [2 | kind << 8 for kind in FrameKind])
+        # Word 3 of a frame: version, kind, flags. Words 1, 3, 5 … are those at +4, +12, +20 of each multiple of 8.
+        known = np.isin(
+            kinds & 0xFFFF, [version | kind << 8 for version in BATCH_HEADER_VERSIONS for kind in FrameKind]
+        )
         for candidate in np.flatnonzero(known).tolist():
             at = position + 8 * candidate
             try:

@@ -53,9 +53,9 @@ class GroupFacts:
     """All shards that the group touches."""
 
     def header(
-        self, kind: FrameKind, shard: ShardId, *, more: bool, offset: Offset, plan: FramePlan | None
+        self, kind: FrameKind, of: SegmentHeader, *, more: bool, offset: Offset, plan: FramePlan | None
     ) -> FrameHeader:
-        """A frame's header; for a schema frame `plan` is None."""
+        """The header of a frame of a segment; for a schema frame `plan` is None."""
         return FrameHeader(
             kind=kind,
             first_offset=offset,
@@ -66,13 +66,14 @@ class GroupFacts:
             group=self.group,
             epoch=self.epoch,
             region=self.region,
-            shard=shard,
+            shard=of.shard,
             writer=self.writer,
-            other_shards=tuple(sorted(self.shards - {shard})),
+            other_shards=tuple(sorted(self.shards - {of.shard})),
             reserved_to=self.reserved_to,
             hybrid_time=self.hybrid_time,
             reached=self.reached,
             more=more,
+            numbering=of.directory.numbering,
         )
 
 
@@ -176,20 +177,19 @@ class OpenSegment:
             WriteFailed: any part of it may have been written.
         """
         buffers: list[Bytes] = []
-        shard = self.header.shard
         end = self._staged_end
         for place, plan in enumerate(plans):
             for schema, _ in plan.payload:
                 key = (schema.table_id, schema.version)
                 if key in self._schemas or key in self._staged_schemas:
                     continue
-                header = facts.header(FrameKind.SCHEMA, shard, more=True, offset=plan.first_offset, plan=None)
+                header = facts.header(FrameKind.SCHEMA, self.header, more=True, offset=plan.first_offset, plan=None)
                 encoded = encode_schema_frame(header, schema)
                 end = self._stage_one(header, encoded, [(schema, 0)], end, None)
                 self._staged_schemas.add(key)
                 buffers += encoded
             goes_on = more or place + 1 < len(plans)
-            header = facts.header(FrameKind.RECORDS, shard, more=goes_on, offset=plan.first_offset, plan=plan)
+            header = facts.header(FrameKind.RECORDS, self.header, more=goes_on, offset=plan.first_offset, plan=plan)
             encoded = encode_records_frame(header, plan.operations, plan.batches, plan.payload)
             tables = [(schema, rows.num_rows) for schema, rows in plan.payload]
             end = self._stage_one(header, encoded, tables, end, plan.commit_ts_us)

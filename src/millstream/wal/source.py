@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from millstream.codec.log_directory import Numbering
 from millstream.codec.log_frame import RecordsFrame, SchemaSet, decode_frame
 from millstream.codec.log_segment import SegmentHeader, TableEntry
 from millstream.errors import CorruptFrame, CorruptWal, OffsetExpired
@@ -46,6 +47,7 @@ class TablePart:
     schema: TableSchema
     first_seq: Seq
     last_seq: Seq
+    """Bounds of its numbers."""
     rows: int
     size_bytes: int
     """As they lie in the log, compressed."""
@@ -210,17 +212,11 @@ class SegmentSource:
         try:
             frame = decode_frame(scanned.head, self._schemas, read_payload=lambda _position, _length: b"")
             assert isinstance(frame, RecordsFrame)
-            tables, versions, firsts, counts = (
-                frame.batches.column(name).to_numpy() for name in ("table_id", "schema_version", "first_seq", "count")
-            )
             found = []
             for part in scanned.header.parts:
-                mine = (tables == part.table_id) & (versions == part.schema_version)
-                if not mine.any():
-                    raise CorruptFrame(f"a frame's directory doesn't name its rows of table {part.table_id}")
-                first, last = firsts[mine].min(), (firsts + counts)[mine].max() - 1
+                first, last = frame.numbers_of(part.table_id, part.schema_version)
                 schema = self._schemas.find(part.table_id, part.schema_version)
-                found.append(TablePart(schema, Seq(int(first)), Seq(int(last)), part.rows, part.length))
+                found.append(TablePart(schema, first, last, part.rows, part.length))
             return found
         except CorruptFrame as error:
             raise self._damage(error, scanned.position, scanned) from error
@@ -260,6 +256,9 @@ def _table_records(
         batches.column("schema_version").to_numpy() == schema.version
     )
     of_row = np.repeat(operation[mine], batches.column("count").to_numpy()[mine])
+    if frame.header.numbering is Numbering.OPERATION:  # partitions of a table stand one behind the other
+        order = np.argsort(batch.column("__seq").to_numpy(), kind="stable")
+        batch, of_row = batch.take(pa.array(order)), of_row[order]
     seqs = batch.column("__seq")
     return TableRecords(
         schema,

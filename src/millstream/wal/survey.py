@@ -20,7 +20,6 @@ from millstream.codec.log_frame import (
     SchemaSet,
     decode_frame,
 )
-from millstream.codec.log_records import records_of
 from millstream.codec.log_segment import SegmentFooter
 from millstream.errors import CorruptFrame, MillstreamError
 from millstream.model.ids import SchemaVersion, ShardId, TableId
@@ -148,7 +147,7 @@ def _check(
     for part in header.parts:
         try:
             schema = schemas.find(part.table_id, part.schema_version)
-            records_of(schema, frame.log_rows(part.table_id, part.schema_version), frame.operations, frame.batches)
+            frame.as_records(schema, frame.log_rows(part.table_id, part.schema_version))
         except CorruptFrame as error:
             lost.append(part)
             why = why or str(error)

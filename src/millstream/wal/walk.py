@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 from uuid import UUID
 
+from millstream.codec.log_directory import DIRECTORIES
 from millstream.codec.log_frame import FrameHeader
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SegmentFooter, SegmentHeader
 from millstream.errors import CorruptFrame, UnsupportedFormat
@@ -138,7 +139,8 @@ def scan_like(
 
 def header_like(frame: FrameHeader) -> SegmentHeader:
     """What a lost header must have said, but for the stream, which frames don't name."""
-    return SegmentHeader(NO_STREAM, frame.region, frame.shard, frame.epoch, frame.first_offset)
+    directory = DIRECTORIES[frame.numbering]
+    return SegmentHeader(NO_STREAM, frame.region, frame.shard, frame.epoch, frame.first_offset, directory=directory)
 
 
 def _walk_by_footer(

@@ -128,6 +128,11 @@ class LogConfig(_Section):
     )
     segment_bytes: Size = Field(default="64MiB", description="A segment is sealed when it has grown to this size …")
     segment_age: Duration = Field(default="1h", description="… or has held records for this long.")
+    sequence_numbers: Literal["batch", "both"] = Field(
+        default="batch",
+        description="Which numbers the log's frames carry: `batch` one range for every table's batch of an operation; `both` the operation's too, "
+        "so that going back to a version that knows no other stays safe. What is written with either is read with either.",
+    )
     queue_bytes: Size = Field(
         default="64MiB", description="Operations waiting for the disk; beyond it their senders wait."
     )

@@ -1,0 +1,177 @@
+"""The directory of a frame: its operations and their table batches, and the numbers that either carries.
+
+What a file's frames carry (`Numbering`) is said by a flag in each of them, and by the columns that the segment's header names:
+
+- *batch*: every table batch has its first number. What is written.
+- *both*: operations have their number, too, so that a reader that knows no other still reads everything right.
+- *operation*: only operations have one, and each of their batches takes it: a record's number is its operation's, plus
+  its index in the operation.
+
+Either way an operation's numbers are the same, `[number, number + records)`: what lies between two operations is what it was. Only
+which of its own numbers a record has depends on who says it: its batch, or its index.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.codec.arrow_ipc import decode_batch
+from millstream.codec.checksums import Bytes
+from millstream.errors import CorruptFrame
+from millstream.model.operations import OPERATION_SCHEMA
+from millstream.model.positions import Seq
+from millstream.model.records import TIME_MAX_US, TIME_MIN_US
+
+BATCH_SCHEMA: Final = pa.schema(
+    [
+        pa.field("operation", pa.int32(), nullable=False),
+        pa.field("table_id", pa.int64(), nullable=False),
+        pa.field("schema_version", pa.int32(), nullable=False),
+        pa.field("partition", pa.string()),
+        pa.field("first_seq", pa.int64(), nullable=False),
+        pa.field("count", pa.int64(), nullable=False),
+    ]
+)
+"""One row for every (operation, table, partition) of a frame: `operation` is the row in the frame's operations; the numbers of
+its `count` records in this frame are `first_seq …`."""
+
+OPERATION_SEQ: Final = pa.field("seq", pa.int64(), nullable=False)
+"""An operation's number: the first of its records', over all its shards and frames."""
+_FIRST_SEQ: Final = BATCH_SCHEMA.field("first_seq")
+_OPERATION_NUMBERS: Final = 2
+_NO_BATCH_NUMBERS: Final = 4
+
+
+class Numbering(StrEnum):
+    """Which numbers a file's frames carry."""
+
+    BATCH = "batch"
+    BOTH = "both"
+    OPERATION = "operation"
+
+    @property
+    def flags(self) -> int:
+        """As a frame's header has it."""
+        return _FLAGS[self]
+
+
+_FLAGS: Final = {
+    Numbering.BATCH: 0,
+    Numbering.BOTH: _OPERATION_NUMBERS,
+    Numbering.OPERATION: _OPERATION_NUMBERS | _NO_BATCH_NUMBERS,
+}
+NUMBERING_FLAGS: Final = _OPERATION_NUMBERS | _NO_BATCH_NUMBERS
+NUMBERING_OF_FLAGS: Final = {flags: numbering for numbering, flags in _FLAGS.items()}
+"""By the bits `NUMBERING_FLAGS` of a frame's flags; others than these aren't known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """The Arrow schemas of a frame's two directory tables; the segment's header holds them."""
+
+    operations: pa.Schema
+    batches: pa.Schema
+    numbering: Numbering = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        numbered = self.operations.get_field_index(OPERATION_SEQ.name) >= 0
+        of_batches = Numbering.BOTH if numbered else Numbering.BATCH
+        own = self.batches.get_field_index(_FIRST_SEQ.name) >= 0
+        object.__setattr__(self, "numbering", of_batches if own or not numbered else Numbering.OPERATION)
+
+    def check(self) -> Directory:
+        """The value itself; `CorruptFrame` where a column that readers take by name is missing or of another type."""
+        known = DIRECTORIES[self.numbering]
+        for found, columns in ((self.operations, known.operations), (self.batches, known.batches)):
+            for column in columns:
+                place = found.get_field_index(column.name)
+                if place < 0 or found.field(place).type != column.type:
+                    raise CorruptFrame(f"the directory's column {column.name} is missing, or isn't what it must be")
+        return self
+
+
+_NUMBERED: Final = OPERATION_SCHEMA.append(OPERATION_SEQ)
+DIRECTORIES: Final = {
+    Numbering.BATCH: Directory(OPERATION_SCHEMA, BATCH_SCHEMA),
+    Numbering.BOTH: Directory(_NUMBERED, BATCH_SCHEMA),
+    Numbering.OPERATION: Directory(_NUMBERED, BATCH_SCHEMA.remove(BATCH_SCHEMA.get_field_index(_FIRST_SEQ.name))),
+}
+"""What this version writes."""
+DIRECTORY: Final = DIRECTORIES[Numbering.BATCH]
+"""The default; also what stands for a segment's own where that is lost: then each frame's flag says which one it is."""
+
+
+def with_numbers(operations: pa.RecordBatch, numbers: pa.Array) -> pa.RecordBatch:
+    """Operations with their numbers."""
+    return pa.RecordBatch.from_arrays([*operations.columns, numbers], schema=operations.schema.append(OPERATION_SEQ))
+
+
+def without_batch_numbers(batches: pa.RecordBatch) -> pa.RecordBatch:
+    """Batches that take their operations' numbers."""
+    kept = DIRECTORIES[Numbering.OPERATION].batches
+    return pa.RecordBatch.from_arrays([batches.column(name) for name in kept.names], schema=kept)
+
+
+def decode_directory(
+    directory: Directory, numbering: Numbering, operations: Bytes, batches: Bytes
+) -> tuple[pa.RecordBatch, pa.RecordBatch]:
+    """A frame's operations and batches, checked by themselves. Batches without numbers of their own have their operation's.
+
+    Args:
+        directory: the segment's.
+        numbering: what the frame's flag says.
+        operations: an Arrow message.
+        batches: another.
+
+    Raises:
+        CorruptFrame: they can't be.
+    """
+    if numbering is not directory.numbering:
+        if directory is not DIRECTORY:
+            raise CorruptFrame(f"a frame with numbers by {numbering} stands in a segment of others")
+        directory = DIRECTORIES[numbering]
+    of_operations = decode_batch(operations, directory.operations)
+    of_batches = decode_batch(batches, directory.batches)
+    known = DIRECTORIES[numbering]
+    for columns, found in ((known.operations, of_operations), (known.batches, of_batches)):
+        if any(found.column(column.name).null_count for column in columns if not column.nullable):
+            raise CorruptFrame("a frame's directory has nulls where there can be none")
+    if not of_batches.num_rows:
+        raise CorruptFrame("a frame's directory is empty")
+    ordinals = of_batches.column("operation").to_numpy()
+    if int(ordinals.min()) < 0 or int(ordinals.max()) >= of_operations.num_rows:
+        raise CorruptFrame("a frame's directory names an operation that it doesn't hold")
+    if numbering is Numbering.OPERATION:
+        taken = pc.take(of_operations.column(OPERATION_SEQ.name), of_batches.column("operation"))
+        of_batches = pa.RecordBatch.from_arrays(
+            [*of_batches.columns, taken], schema=of_batches.schema.append(_FIRST_SEQ)
+        )
+    return of_operations, of_batches
+
+
+def check_directory(
+    numbering: Numbering, operations: pa.RecordBatch, batches: pa.RecordBatch, *, count: int, first: Seq, last: Seq
+) -> None:
+    """`CorruptFrame` unless the directory's counts and numbers are those of the frame's header."""
+    counts, firsts = (batches.column(name).to_numpy() for name in ("count", "first_seq"))
+    if counts.min() < 1 or counts.max() > count or int(counts.sum()) != count:
+        raise CorruptFrame("a frame's directory and its record count disagree")
+    least, greatest = int(firsts.min()), int((firsts + counts).max()) - 1
+    if numbering is Numbering.BATCH:
+        agree = (least, greatest) == (first, last)
+    elif numbering is Numbering.BOTH:
+        agree = first <= least and greatest <= last
+    else:  # which of an operation's numbers are here is the rows' to say
+        agree = 0 <= least <= first and int(firsts.max()) <= last
+    if not agree:
+        raise CorruptFrame("a frame's directory and its numbers disagree")
+    times = operations.column("commit_ts")
+    if times.null_count < len(times):
+        found = pc.min_max(times)
+        if found["min"].value < TIME_MIN_US or found["max"].value > TIME_MAX_US:
+            raise CorruptFrame("an operation's commit time lies outside of the years 1 to 9999")

@@ -1,0 +1,143 @@
+"""Writes the golden segments of each numbering (`segment-numbers-*.wal`) and of batch header v1, once, with what is read of them.
+
+Run again only to add files: old golden files stay as they are, for ever.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from uuid import UUID
+
+import pyarrow as pa
+from tests.codec.header_v1 import as_header_v1
+from tests.golden.make_segment_v2 import MOMENT, ORDERS
+
+from millstream.codec.checksums import Bytes
+from millstream.codec.log_directory import DIRECTORIES, Numbering
+from millstream.codec.log_frame import (
+    FrameHeader,
+    FrameKind,
+    RecordsFrame,
+    SchemaSet,
+    decode_frame,
+    encode_records_frame,
+    encode_schema_frame,
+)
+from millstream.codec.log_segment import FrameEntry, SegmentFooter, SegmentHeader, TableEntry
+from millstream.model.ids import (
+    Epoch,
+    GroupNumber,
+    RegionId,
+    SchemaVersion,
+    ShardId,
+    SourceId,
+    StreamId,
+    TableId,
+    WriterId,
+)
+from millstream.model.operations import OperationKind
+from millstream.model.positions import Lsn, Offset, Seq
+from millstream.model.records import Op, log_row_schema
+from millstream.model.schema import Column, PgType, TableSchema
+
+HERE = Path(__file__).parent
+BASE = 1000
+ITEMS = TableSchema(
+    table_id=TableId(4),
+    version=SchemaVersion(1),
+    source=SourceId(1),
+    namespace="public",
+    name="items",
+    columns=(Column("id", pa.int64(), PgType(20, -1, "bigint")),),
+    identity=("id",),
+    key=("id",),
+    relation_oid=16390,
+)
+OPERATIONS = [
+    {"kind": OperationKind.TRANSACTION, "source": 1, "commit_lsn": 0x16B374D848, "commit_end_lsn": 0x16B374D900, "xid": 771,
+     "commit_ts": MOMENT, "seq": 5001},
+    {"kind": OperationKind.TRANSACTION, "source": 1, "commit_lsn": 0x16B374DA00, "commit_end_lsn": 0x16B374DA30, "xid": 772,
+     "commit_ts": MOMENT, "seq": 5005},
+]  # fmt: skip
+BATCHES = [
+    {"operation": 0, "table_id": 3, "schema_version": 2, "partition": "2026-11-20", "first_seq": 5001, "count": 1},
+    {"operation": 0, "table_id": 3, "schema_version": 2, "partition": "2026-11-21", "first_seq": 5002, "count": 1},
+    {"operation": 0, "table_id": 4, "schema_version": 1, "partition": None, "first_seq": 5003, "count": 2},
+    {"operation": 1, "table_id": 3, "schema_version": 2, "partition": "2026-11-20", "first_seq": 5005, "count": 1},
+]
+ROWS = {
+    ORDERS: [(0, 0, 1), (2, 2, 2), (4, 0, 3)],
+    ITEMS: [(1, 1, 11), (3, 3, 12)],
+}
+"""(offset behind the base, index, id)"""
+
+
+def frames(numbering: Numbering, shard: ShardId) -> list[list[Bytes]]:
+    """Two schema frames and one with two transactions: the first hits two tables, and two partitions of one of them."""
+    facts = {
+        "group_last_seq": Seq(5005), "group": GroupNumber(42), "epoch": Epoch(7), "region": RegionId(0), "shard": shard,
+        "writer": WriterId(1), "reserved_to": Seq(1_000_000), "reached": {SourceId(1): Lsn(0x16B374DA30)}, "numbering": numbering,
+    }  # fmt: skip
+    of_schema = FrameHeader(FrameKind.SCHEMA, Offset(BASE), 0, Seq(0), Seq(0), more=True, **facts)
+    of_records = FrameHeader(FrameKind.RECORDS, Offset(BASE), 5, Seq(5001), Seq(5005), **facts)
+    directory = DIRECTORIES[numbering]
+    operations = pa.RecordBatch.from_pylist(OPERATIONS, schema=directory.operations)
+    batches = pa.RecordBatch.from_pylist(BATCHES, schema=directory.batches)
+    payload = [
+        (schema, pa.RecordBatch.from_pylist(
+            [{"__offset": BASE + at, "__index": index, "__op": Op.CREATE, "id": key} for at, index, key in rows],
+            schema=log_row_schema(schema),
+        ))
+        for schema, rows in ROWS.items()
+    ]  # fmt: skip
+    return [
+        encode_schema_frame(of_schema, ORDERS),
+        encode_schema_frame(of_schema, ITEMS),
+        encode_records_frame(of_records, operations, batches, payload),
+    ]
+
+
+def write(name: str, numbering: Numbering, shard: ShardId, written: list[list[Bytes]]) -> None:
+    """A sealed segment of these frames, and what is read of it."""
+    stream = StreamId(UUID("5f0c21aa-0d5e-4b7e-9c1e-0123456789ab"))
+    segment = SegmentHeader(
+        stream, RegionId(0), shard, Epoch(7), Offset(BASE), bytes(range(32)), 1_795_178_096_789_000_000, DIRECTORIES[numbering]
+    )  # fmt: skip
+    file, heads, known = bytearray(segment.encode()), hashlib.sha256(), SchemaSet(segment.directory)
+    entries, rows = [], []
+    for buffers in written:
+        data = b"".join(map(bytes, buffers))
+        heads.update(bytes(buffers[0]))
+        frame = decode_frame(data, known)
+        header = frame.header
+        stamp = int(MOMENT.timestamp() * 1_000_000) if isinstance(frame, RecordsFrame) else None
+        if isinstance(frame, RecordsFrame):
+            for table in frame.table_ids():
+                for schema, records in frame.records(table, offsets=True):
+                    rows += [{"table": schema.name} | row for row in records.to_pylist()]
+        entries.append(
+            FrameEntry(
+                header.kind, header.first_offset, header.count, len(file), len(data), header.more, header.first_seq,
+                header.last_seq, header.group_last_seq, header.group, stamp, stamp,
+                tuple(TableEntry(p.table_id, p.schema_version, p.rows, p.length) for p in header.parts),
+            )
+        )  # fmt: skip
+        file += data
+    file += SegmentFooter(tuple(entries), Offset(BASE + 5), 5, heads.digest()).encode()
+    (HERE / f"{name}.wal").write_bytes(bytes(file))
+    expected = {"stream": str(stream), "end_offset": BASE + 5, "rows": json.loads(json.dumps(rows, default=str))}
+    (HERE / f"{name}.json").write_text(json.dumps(expected, indent=1) + "\n")
+
+
+def main() -> None:
+    """Write all of them."""
+    for numbering in Numbering:
+        write(f"segment-numbers-{numbering}", numbering, ShardId(1), frames(numbering, ShardId(1)))
+    old = [as_header_v1(buffers) for buffers in frames(Numbering.OPERATION, ShardId(0))]
+    write("segment-header-v1", Numbering.OPERATION, ShardId(0), old)
+
+
+if __name__ == "__main__":
+    main()
