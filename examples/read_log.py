@@ -47,9 +47,11 @@ HEADER, TRAILER, HEAD = (
     struct.Struct("<IIqq32s8s"),
     struct.Struct("<IIIBBH9q3I2H3I"),
 )
+HEAD_V1 = struct.Struct("<IIIBBH9qI2H3I")  # without region and shard
 PART, MARK, DROPPED = struct.Struct("<q4I"), struct.Struct("<8sIHHQ16si7q"), struct.Struct("<8sIHHQqq")
 PREFIX = ["__offset", "__index", "__op", "__unchanged", "__exact", "__before"]
 SCHEMA, RECORDS, LOSS = 1, 2, 3  # kinds of frames
+MORE, OPERATION_NUMBERS, NO_BATCH_NUMBERS = 1, 2, 4  # flags of frames
 COPY_CHUNK, MESSAGE = 2, 4  # kinds of operations
 CRC_TABLE = list(range(256))
 for _ in range(8):
@@ -139,25 +141,30 @@ class Segment:
         where = f"{self.path}, byte {position}"
         start = self.read(position, HEAD.size)
         check(len(start) == HEAD.size, f"{where}: the file ends")
-        head = Head(*HEAD.unpack(start))
-        check(HEAD.size <= head.head_length <= head.length <= self.size - position, f"{where}: no frame")
+        layout = HEAD_V1 if start[12] == 1 else HEAD
+        fields = layout.unpack(start[: layout.size])
+        head = Head(*(fields if layout is HEAD else (*fields[:15], 0, 0, *fields[15:])))
+        check(layout.size <= head.head_length <= head.length <= self.size - position, f"{where}: no frame")
         data = self.read(position, head.head_length)
         check(head.crc == crc32c(data[:4], data[8:]), f"{where}: the head fails its checksum")
+        numbering = head.flags & ~MORE
         check(
-            (head.version, head.flags & ~1) == (2, 0) and head.kind in {SCHEMA, RECORDS, LOSS},
+            head.version in {1, 2}
+            and numbering in {0, OPERATION_NUMBERS, OPERATION_NUMBERS | NO_BATCH_NUMBERS}
+            and head.kind in {SCHEMA, RECORDS, LOSS},
             f"{where}: unknown version",
         )
         own = (self.header.region, self.header.shard, self.header.epoch, offset)
         check((head.region, head.shard, head.epoch, head.offset) == own, f"{where}: it doesn't follow on")
         parts, behind = [], position + head.head_length
-        first = HEAD.size + 4 * head.shards + 12 * head.sources
+        first = layout.size + 4 * head.shards + 12 * head.sources
         for part in map(Part._make, PART.iter_unpack(data[first : first + PART.size * head.parts])):
             parts.append((part, self.read(behind, part.length)))
             check(part.crc == crc32c(parts[-1][1]), f"{where}: the rows of table {part.table} fail their checksum")
             behind += part.length
         check(behind == position + head.length, f"{where}: the parts contradict the length")
         directory = data[-head.batches - head.ops :]
-        others = struct.unpack_from(f"<{head.shards}I", data, HEAD.size)
+        others = struct.unpack_from(f"<{head.shards}I", data, layout.size)
         return Frame(head, (head.shard, *others), [directory[: head.ops], directory[head.ops :]], parts, behind)
 
 
@@ -218,7 +225,7 @@ def follow_groups(shards: list[Shard]) -> int:
         shard.first_offset = int(shard.segments[0].stem) if shard.segments else 0
 
     def is_there(group: int, number: int) -> bool:
-        ends = (frame.head.group == group and not frame.head.flags & 1 for frame in tails.get(number, []))
+        ends = (frame.head.group == group and not frame.head.flags & MORE for frame in tails.get(number, []))
         return number not in tails or group <= sealed.get(number, 0) or any(ends)
 
     frames = [frame for tail in tails.values() for frame in tail]
@@ -280,12 +287,16 @@ def lines_of_frame(
     times = table.column("commit_ts").cast(pa.int64()).to_pylist()
     operations, batches = table.select(["kind", "source", "commit_lsn", "xid"]).to_pylist(), entries.to_pylist()
     check(sum(batch["count"] for batch in batches) == frame.head.count, f"{segment.path}: a directory is wrong")
+    by_index = frame.head.flags & NO_BATCH_NUMBERS
+    if by_index:  # each batch takes its operation's number
+        of_operations = table.column("seq").to_pylist()
+        batches = [batch | {"first_seq": of_operations[batch["operation"]]} for batch in batches]
     for part, data in frame.parts:
         schema = schemas[part.table, part.version]
         facts = json.loads(schema.metadata[b"millstream.table"])
         rows = ipc.read_record_batch(pa.py_buffer(data), schema)
         mine = [b for b in batches if (b["table_id"], b["schema_version"]) == (part.table, part.version)]
-        numbers = [(b["operation"], b["first_seq"] + i) for b in mine for i in range(b["count"])]
+        numbers = [(b["operation"], b["first_seq"] + (0 if by_index else i)) for b in mine for i in range(b["count"])]
         check(len(numbers) == rows.num_rows == part.rows, f"{segment.path}: rows of table {part.table} are missing")
         is_raw, is_message, names = (
             facts["kind"] == "raw",
@@ -295,9 +306,10 @@ def lines_of_frame(
         name = None if is_message else f"{quoted(facts['namespace'])}.{quoted(facts['name'])}"
         values = list(zip(*(texts(column, utf8=is_message) for column in rows.columns[len(PREFIX) :]), strict=True))
         prefixes = zip(*(rows.column(column).to_pylist() for column in PREFIX), strict=True)
-        for at, ((of, seq), (offset, index, code, unchanged, exact, before)) in enumerate(
+        for at, ((of, number_of_row), (offset, index, code, unchanged, exact, before)) in enumerate(
             zip(numbers, prefixes, strict=True)
         ):
+            seq = number_of_row + (index if by_index else 0)
             kind, source, lsn, xid = operations[of].values()
             number = None if kind in {COPY_CHUNK, MESSAGE} else index
             op = "raw" if is_raw else chr(code)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from decimal import Decimal
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -24,6 +26,7 @@ from tests.capture.capture_stage import make_config
 
 from millstream.capture import run_capture
 from millstream.catalog import Catalog
+from millstream.codec.log_directory import Numbering
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
 from millstream.model.floats import render_float4, render_float8
 from millstream.model.ids import Epoch, SchemaVersion, ShardId, SourceId, StreamId, TableId
@@ -74,13 +77,16 @@ def home(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def writing(home: Path, *, epoch: int = 1, shards: Sequence[ShardId] = SHARDS) -> Iterator[LogWriter]:
+def writing(
+    home: Path, *, epoch: int = 1, shards: Sequence[ShardId] = SHARDS, numbering: Numbering = Numbering.BATCH
+) -> Iterator[LogWriter]:
     folder = str(home / "data" / "wal" / "shop")
     reservations = MemoryReservations()
     if epoch > 1:
         reservations.reserve_to(1_000_000, epoch=Epoch(epoch))
+    options = replace(SMALL, numbering=numbering)
     with LogWriter.open(
-        folder, stream=STREAM, shards=shards, epoch=Epoch(epoch), reservations=reservations, options=SMALL
+        folder, stream=STREAM, shards=shards, epoch=Epoch(epoch), reservations=reservations, options=options
     ) as log:
         yield log
 
@@ -156,6 +162,13 @@ def test_operations_over_shards_frames_and_schema_versions_while_the_log_is_open
     assert len(same(home)) > len(lines)
 
 
+def test_every_numbering_one_behind_the_other(home: Path):
+    for epoch, numbering in enumerate((Numbering.OPERATION, Numbering.BOTH, Numbering.BATCH), 1):
+        with writing(home, epoch=epoch, numbering=numbering) as log:
+            fill(log, groups=2)
+    assert len(same(home)) > 1000
+
+
 def test_whatever_lies_behind_the_last_frame_counts_for_nothing(home: Path):
     with writing(home) as log:
         fill(log, groups=2)
@@ -193,11 +206,14 @@ def test_a_log_whose_front_retention_dropped(home: Path):
         assert same(home, "--without-mark") == lines
 
 
-def test_the_golden_segment(home: Path):
-    shard = home / "data" / "wal" / "shop" / "00001"
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "tests" / "golden").glob("*.wal")))
+def test_the_golden_segments(home: Path, name: str):
+    shard = home / "data" / "wal" / "shop" / ("00000" if name == "segment-header-v1" else "00001")
     shard.mkdir(parents=True)
-    shutil.copy(ROOT / "tests" / "golden" / "segment-v2.wal", shard / "00000000000000001000.wal")
-    assert len(same(home, "--without-mark")) == 3
+    shutil.copy(ROOT / "tests" / "golden" / f"{name}.wal", shard / "00000000000000001000.wal")
+    expected = json.loads((ROOT / "tests" / "golden" / f"{name}.json").read_text())["rows"]
+    seqs = [json.loads(line)["seq"] for line in same(home, "--without-mark")]
+    assert seqs == [row["__seq"] for row in sorted(expected, key=lambda row: row["__offset"])]
     assert read(home / "data" / "wal" / "shop").returncode == 3
 
 

@@ -10,6 +10,8 @@ import struct
 from millstream.codec.checksums import crc32c
 
 HEADER_BYTES, TRAILER_BYTES, HEAD_BYTES = 4096, 64, 116
+WITHOUT_SHARD = 8
+"""Bytes that a head of version 1 lacks."""
 MARK_SLOTS = ((0, 100), (512, 100), (1024, 100), (2048, 40), (2560, 40))
 
 
@@ -19,10 +21,11 @@ def of_frames(data: bytes, start: int = 0) -> bytes:
     at = start
     while at + HEAD_BYTES <= len(found):
         length, _, head_length = struct.unpack_from("<III", found, at)
-        if not HEAD_BYTES <= head_length <= length <= len(found) - at:
+        fixed = HEAD_BYTES - (WITHOUT_SHARD if found[at + 12] == 1 else 0)
+        if not fixed <= head_length <= length <= len(found) - at:
             break
-        shards, sources, parts = struct.unpack_from("<HHI", found, at + 100)
-        place, payload = at + HEAD_BYTES + 4 * shards + 12 * sources, at + head_length
+        shards, sources, parts = struct.unpack_from("<HHI", found, at + fixed - 16)
+        place, payload = at + fixed + 4 * shards + 12 * sources, at + head_length
         for _ in range(min(parts, 1000)):
             if place + 24 > at + head_length:
                 break

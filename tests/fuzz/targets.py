@@ -76,7 +76,7 @@ from millstream.wal.mark import MarkFile, read_dropped, read_mark
 from millstream.wal.reader import StreamReader
 from millstream.wal.recover import recover
 
-GOLDEN: Final = Path(__file__).resolve().parents[1] / "golden" / "segment-v2.wal"
+GOLDEN: Final = sorted((Path(__file__).resolve().parents[1] / "golden").glob("*.wal"))
 SHARD_DIR: Final = f"{FOLDER}/00000"
 
 
@@ -135,7 +135,7 @@ def _frames(segment: bytes) -> bytes:
 
 
 def _frame_seeds() -> list[bytes]:
-    found = [_frames(segment) for segment in (*_segments(_written()), GOLDEN.read_bytes())]
+    found = [_frames(segment) for segment in (*_segments(_written()), *(path.read_bytes() for path in GOLDEN))]
     header, length = decode_frame_header(found[-1])  # of a schema frame; what is lost may be of any group
     lost = replace(header, kind=FrameKind.LOSS, count=3, more=False)
     facts = {"why": "damaged", "offsets": [1000, 1003]}
@@ -535,7 +535,7 @@ def _decode_config(data: bytes) -> None:
 LOG_ERRORS: Final = (MillstreamError,)
 TARGETS: Final = {
     "frames": Target(_frame_seeds, _decode_frames, (CorruptFrame, UnsupportedFormat), checksums.of_frames),
-    "segment": Target(lambda: [*_segments(_written()), GOLDEN.read_bytes()], _decode_segment, LOG_ERRORS, checksums.of_segment, 0.15),
+    "segment": Target(lambda: [*_segments(_written()), *(path.read_bytes() for path in GOLDEN)], _decode_segment, LOG_ERRORS, checksums.of_segment, 0.15),
     "mark": Target(_mark_seeds, _decode_mark, LOG_ERRORS, checksums.of_mark, 0.05),
     "message": Target(_message_seeds, _decode_message, ()),
     "run": Target(_run_seeds, _decode_run, ()),
