@@ -99,7 +99,7 @@ class Truth:
 
     def shown(self, files: MemoryFiles, *, without_mark: bool = False) -> list[int]:
         """The xids that a reader finds, after checking that each is whole, right, and numbered as it must be."""
-        by_seq = self._read_by_seq(StreamReader(FOLDER, files=files, without_mark=without_mark))
+        by_seq = self.read_by_seq(StreamReader(FOLDER, files=files, without_mark=without_mark))
         found: dict[int, dict[tuple[int, int], str]] = {}
         for (xid, table, index), text in by_seq.items():
             found.setdefault(xid, {})[table, index] = text
@@ -121,7 +121,7 @@ class Truth:
         shown = self.shown(files)
         assert shown == self.shown(files, without_mark=True)
         reader = StreamReader(FOLDER, files=files)
-        assert self._read_by_offset(reader) == self._read_by_seq(reader)
+        assert self._read_by_offset(reader) == self.read_by_seq(reader)
 
     def _read_by_offset(self, reader: StreamReader) -> dict[tuple[int, int, int], str]:
         found: dict[tuple[int, int, int], str] = {}
@@ -141,7 +141,8 @@ class Truth:
             assert in_order == sorted(in_order), "offsets don't follow operations and indexes"
         return found
 
-    def _read_by_seq(self, reader: StreamReader) -> dict[tuple[int, int, int], str]:
+    def read_by_seq(self, reader: StreamReader) -> dict[tuple[int, int, int], str]:
+        """Text by (xid, table, index)."""
         found: dict[tuple[int, int, int], str] = {}
         after, upto = reader.first_seq() - 1, reader.persisted_upto()
         last_of_table: dict[int, int] = {}
