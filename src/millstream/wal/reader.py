@@ -10,22 +10,22 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
 from millstream.codec.log_frame import FrameKind, RecordsFrame
-from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, FrameEntry
-from millstream.errors import CorruptWal, LogError, OffsetBeyondEnd, OffsetExpired, TokenFromFuture
+from millstream.codec.log_segment import FrameEntry
+from millstream.errors import CorruptWal, LogError, OffsetBeyondEnd, OffsetExpired
 from millstream.model.ids import SchemaVersion, ShardId, StreamId, TableId
 from millstream.model.positions import Offset, Seq, StreamToken
 from millstream.model.schema import TableSchema
 from millstream.ports import Files
+from millstream.wal.extent import LogExtent
 from millstream.wal.files import RealFiles
 from millstream.wal.index import HEADS_AHEAD_BYTES, OnDamage, SchemaPlace, ShardIndex, load_schemas, read_header
-from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard_folder
-from millstream.wal.mark import DurableMark, common_cut, read_dropped, read_mark
-from millstream.wal.scan import ScannedFrame, Window, commit_times, read_frame, reader_of
+from millstream.wal.layout import SegmentFile, shard_folder
+from millstream.wal.mark import DurableMark
+from millstream.wal.scan import Window, commit_times, read_frame, reader_of
 from millstream.wal.source import (
     Expiry,
     LogSpan,
@@ -36,8 +36,6 @@ from millstream.wal.source import (
     within_offsets,
 )
 from millstream.wal.survey import KnownSchemas
-from millstream.wal.walk import walk_segment
-from millstream.wal.whole import marks_of_whole_groups
 
 __all__ = ["LogSpan", "StreamReader", "TablePart", "TableRecords"]
 
@@ -68,7 +66,8 @@ class StreamReader:
     ) -> None:
         self._folder = folder
         self._files: Files = RealFiles() if files is None else files
-        self._without_mark, self._on_damage = without_mark, on_damage
+        self._extent = LogExtent(self._files, folder, without_mark=without_mark, on_damage=on_damage)
+        self._on_damage = on_damage
         self._indexes: dict[ShardId, ShardIndex] = {}
         self._stream: StreamId | None = None
         self._known_schemas: KnownSchemas | None = None
@@ -79,7 +78,7 @@ class StreamReader:
     def stream_id(self) -> StreamId:
         """Whose log it is. `LogError` where nothing has been written yet."""
         if self._stream is None:
-            marks, _ = self._marks()
+            marks, _ = self._extent.marks()
             self._stream = next((mark.stream for mark in marks.values()), None)
         if self._stream is None:
             raise LogError(f"{self._folder} holds no log yet", hint="Nothing has been captured or appended so far.")
@@ -88,20 +87,15 @@ class StreamReader:
     @property
     def shards(self) -> tuple[ShardId, ...]:
         """The shards that the folder has."""
-        return tuple(list_shards(self._files, self._folder))
+        return self._extent.shards()
 
     def lacks_marks(self) -> bool:
         """Whether a shard has frames and no mark that says how far they are durable: then only `without_mark` reads it."""
-        folders = [shard_folder(self._folder, shard) for shard in self.shards]
-        return any(
-            read_mark(self._files, folder) is None
-            and any(self._holds_frames(segment) for segment in list_segments(self._files, folder))
-            for folder in folders
-        )
+        return self._extent.lacks_marks()
 
     def persisted_upto(self) -> Seq:
         """Every number up to it is durable and readable, or will never be."""
-        return self._marks()[1]
+        return self._extent.marks()[1]
 
     def token(self) -> StreamToken:
         """The newest consistent cut as a token."""
@@ -109,17 +103,16 @@ class StreamReader:
 
     def first_seq(self) -> Seq:
         """The lowest number that can still be asked for: reading may begin at a token of one less."""
-        dropped = [self._dropped(shard)[0] for shard in self.shards]
-        return Seq(max(dropped, default=0) + 1)
+        return self._extent.first_seq()
 
     def durable_offset(self, shard: ShardId) -> Offset:
         """Exclusive end of the durable offsets of a shard."""
-        mark = self._marks()[0].get(shard)
+        mark = self._extent.marks()[0].get(shard)
         return Offset(0) if mark is None else mark.durable_offset
 
     def first_offset(self, shard: ShardId) -> Offset:
         """The first offset of a shard that is still there."""
-        return self._dropped(shard)[1]
+        return self._extent.dropped(shard)[1]
 
     def wait_beyond(self, seq: Seq, deadline_s: float) -> bool:
         """Return True once `persisted_upto` is greater than `seq`, or False after that many seconds."""
@@ -149,8 +142,8 @@ class StreamReader:
         Raises:
             OffsetExpired, TokenFromFuture, CorruptWal.
         """
-        marks, persisted = self._marks()
-        self._check_range(after, after, persisted)
+        marks, persisted = self._extent.marks()
+        self._extent.check_range(after, after, persisted)
         if rows_max is None and bytes_max is None:
             return persisted
         rows = size = 0
@@ -175,8 +168,8 @@ class StreamReader:
             upto: inclusive; at most `persisted_upto`.
             bytes_target: about how large a piece is.
         """
-        marks, persisted = self._marks()
-        self._check_range(after, upto, persisted)
+        marks, persisted = self._extent.marks()
+        self._extent.check_range(after, upto, persisted)
         spans: list[LogSpan] = []
         for shard, mark in marks.items():
             piece: list[FrameEntry] = []
@@ -262,8 +255,8 @@ class StreamReader:
             TokenFromFuture: `upto` is beyond `persisted_upto`.
             CorruptWal: it is damaged; what came before was right.
         """
-        marks, persisted = self._marks()
-        self._check_range(after, upto, persisted)
+        marks, persisted = self._extent.marks()
+        self._extent.check_range(after, upto, persisted)
         wanted = None if table is None else frozenset((table,))
         frames = heapq.merge(
             *(self._frames_of(shard, after, upto, mark) for shard, mark in marks.items()),
@@ -299,7 +292,7 @@ class StreamReader:
             OffsetExpired: retention has dropped it; details: first.
             CorruptWal.
         """
-        mark = self._marks()[0].get(shard)
+        mark = self._extent.marks()[0].get(shard)
         end = Offset(0) if mark is None else mark.durable_offset
         if from_offset > end:
             raise OffsetBeyondEnd(f"shard {shard} ends at offset {end}, {from_offset} was asked for", end=int(end))
@@ -328,8 +321,8 @@ class StreamReader:
         Raises:
             OffsetExpired, TokenFromFuture, CorruptWal: as `read_between`; damaged rows when they are read, as `CorruptFrame`.
         """
-        marks, persisted = self._marks()
-        self._check_range(after, upto, persisted)
+        marks, persisted = self._extent.marks()
+        self._extent.check_range(after, upto, persisted)
         frames = heapq.merge(
             *(self._frames_of(shard, after, upto, mark) for shard, mark in marks.items()),
             key=lambda found: (found[2].group, found[0]),
@@ -354,7 +347,7 @@ class StreamReader:
             The last number in front of the first group with a commit at or behind it, and the last number of the last group with
             a commit at or in front of it.
         """
-        marks, persisted = self._marks()
+        marks, persisted = self._extent.marks()
         since: Seq | None = None
         until = Seq(self.first_seq() - 1)
         ends = (until, until)
@@ -390,7 +383,7 @@ class StreamReader:
         latest: dict[TableId, TableSchema] = {}
         newest: dict[TableId, tuple[int, SegmentFile, SchemaPlace]] = {}
         with Expiry(self.first_seq):
-            for shard, mark in self._marks()[0].items():
+            for shard, mark in self._extent.marks()[0].items():
                 index = self._index(shard)
                 for segment in index.segments(mark):
                     for entry in index.frames(segment, mark):
@@ -411,90 +404,6 @@ class StreamReader:
             self._known_schemas = KnownSchemas(self._files, self._folder)
         return self._known_schemas
 
-    def _marks(self) -> tuple[Mapping[ShardId, DurableMark], Seq]:
-        """Marks of all shards, and a number up to which each of them shows everything."""
-        shards = self.shards
-        if self._without_mark:
-            return marks_of_whole_groups(self._files, self._folder, shards, self._on_damage)
-        marks = self._read_marks(shards)
-        return marks, common_cut(marks.values())
-
-    def _read_marks(self, shards: Iterable[ShardId]) -> dict[ShardId, DurableMark]:
-        marks = {}
-        for shard in shards:
-            shard_dir = shard_folder(self._folder, shard)
-            mark = read_mark(self._files, shard_dir)
-            if mark is not None:
-                marks[shard] = mark
-            elif any(self._holds_frames(segment) for segment in list_segments(self._files, shard_dir)):
-                raise LogError(
-                    f"shard {shard} has segments but no mark that says how far they are durable",
-                    hint="Start the writer once, or read the folder without marks.",
-                    shard=int(shard),
-                )
-        return marks
-
-    def _holds_frames(self, segment: SegmentFile) -> bool:
-        """Whether there is more than a header: a shard's very first segment is there before its mark has moved."""
-        with suppress(FileNotFoundError):
-            return segment.base_offset > 0 or self._files.size(segment.path) > SEGMENT_HEADER_SIZE
-        return False
-
-    def _dropped(self, shard: ShardId) -> tuple[Seq, Offset]:
-        """(last number dropped, first offset left) of a shard."""
-        shard_dir = shard_folder(self._folder, shard)
-        dropped = read_dropped(self._files, shard_dir)
-        segments = list_segments(self._files, shard_dir)
-        first = segments[0].base_offset if segments else Offset(0)
-        if first > (0 if dropped is None else dropped.offset):
-            dropped = read_dropped(self._files, shard_dir)  # retention says it first: so a second look knows
-        if dropped is not None and dropped.offset >= first:
-            return dropped.seq, dropped.offset
-        if first == 0:
-            return Seq(0), Offset(0)
-        if not self._without_mark and read_mark(self._files, shard_dir) is not None:
-            begin = Offset(0) if dropped is None else dropped.offset
-            error = CorruptWal(
-                f"segments are missing in {shard_dir}: offsets {begin} to {first} can't be read, and retention didn't drop them",
-                file=shard_dir,
-                offset_from=int(begin),
-                offset_to=int(first),
-            )
-            if self._on_damage is None:
-                raise error
-            self._on_damage(error)
-            return Seq(0) if dropped is None else dropped.seq, first
-        # A copy without the mark: what was dropped lies below the first frame that is there.
-        return Seq(self._first_number(shard, segments) - 1), first
-
-    def _first_number(self, shard: ShardId, segments: Sequence[SegmentFile]) -> Seq:
-        """The lowest number that the first frame that can be read may hold."""
-        for segment in segments:
-            for found in walk_segment(self._files, shard, segment, end=None, payload=False):
-                if isinstance(found, ScannedFrame):
-                    return found.header.first_seq or found.header.group_last_seq
-        return Seq(1)
-
-    def _check_range(self, after: Seq, upto: Seq, persisted: Seq) -> None:
-        first = self.first_seq()
-        if after < first - 1:
-            raise OffsetExpired(
-                f"retention has dropped numbers up to {first - 1}, reading was to begin behind {after}",
-                first=int(first),
-            )
-        if max(after, upto) > persisted:
-            raise TokenFromFuture(
-                f"{max(after, upto)} is beyond what the log shows, {persisted}", persisted_upto=int(persisted)
-            )
-
-    def _check_front(self, shard: ShardId, after: Seq) -> None:
-        dropped, _ = self._dropped(shard)
-        if dropped > after:
-            raise OffsetExpired(
-                f"retention has dropped numbers up to {dropped}, reading was to begin behind {after}",
-                first=int(dropped) + 1,
-            )
-
     def _index(self, shard: ShardId) -> ShardIndex:
         if shard not in self._indexes:
             self._indexes[shard] = ShardIndex(self._files, shard_folder(self._folder, shard), shard, self._on_damage)
@@ -508,7 +417,7 @@ class StreamReader:
         for segment, entry in self._index(shard).from_seq(after, mark):
             if not checked:
                 # The segments are listed by now: what retention hasn't spoken of yet is among them.
-                self._check_front(shard, after)
+                self._extent.check_front(shard, after)
                 checked = True
             if entry.kind is not FrameKind.RECORDS:
                 continue

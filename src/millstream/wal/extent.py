@@ -1,0 +1,138 @@
+"""What of a stream's log is there for readers: from what retention has left to what the marks show.
+
+Without marks it is every valid whole group. Where segments are missing that retention didn't drop, it says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+
+from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
+from millstream.errors import CorruptWal, LogError, OffsetExpired, TokenFromFuture
+from millstream.model.ids import ShardId
+from millstream.model.positions import Offset, Seq
+from millstream.ports import Files
+from millstream.wal.index import OnDamage
+from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard_folder
+from millstream.wal.mark import DurableMark, common_cut, read_dropped, read_mark
+from millstream.wal.scan import ScannedFrame
+from millstream.wal.walk import walk_segment
+from millstream.wal.whole import marks_of_whole_groups
+
+
+class LogExtent:
+    """The bounds of one stream's log. The arguments are `StreamReader`'s.
+
+    Raises:
+        CorruptWal: from every method, where segments are missing and there is no `on_damage` to tell.
+    """
+
+    def __init__(self, files: Files, folder: str, *, without_mark: bool, on_damage: OnDamage | None) -> None:
+        self._files = files
+        self._folder = folder
+        self._without_mark, self._on_damage = without_mark, on_damage
+
+    def shards(self) -> tuple[ShardId, ...]:
+        """The shards that the folder has."""
+        return tuple(list_shards(self._files, self._folder))
+
+    def lacks_marks(self) -> bool:
+        """Whether a shard has frames and no mark that says how far they are durable."""
+        folders = [shard_folder(self._folder, shard) for shard in self.shards()]
+        return any(
+            read_mark(self._files, folder) is None
+            and any(self._holds_frames(segment) for segment in list_segments(self._files, folder))
+            for folder in folders
+        )
+
+    def first_seq(self) -> Seq:
+        """The lowest number that can still be asked for."""
+        dropped = [self.dropped(shard)[0] for shard in self.shards()]
+        return Seq(max(dropped, default=0) + 1)
+
+    def marks(self) -> tuple[Mapping[ShardId, DurableMark], Seq]:
+        """Marks of all shards, and a number up to which each of them shows everything."""
+        shards = self.shards()
+        if self._without_mark:
+            return marks_of_whole_groups(self._files, self._folder, shards, self._on_damage)
+        marks = self._read_marks(shards)
+        return marks, common_cut(marks.values())
+
+    def _read_marks(self, shards: Iterable[ShardId]) -> dict[ShardId, DurableMark]:
+        marks = {}
+        for shard in shards:
+            shard_dir = shard_folder(self._folder, shard)
+            mark = read_mark(self._files, shard_dir)
+            if mark is not None:
+                marks[shard] = mark
+            elif any(self._holds_frames(segment) for segment in list_segments(self._files, shard_dir)):
+                raise LogError(
+                    f"shard {shard} has segments but no mark that says how far they are durable",
+                    hint="Start the writer once, or read the folder without marks.",
+                    shard=int(shard),
+                )
+        return marks
+
+    def _holds_frames(self, segment: SegmentFile) -> bool:
+        """Whether there is more than a header: a shard's very first segment is there before its mark has moved."""
+        with suppress(FileNotFoundError):
+            return segment.base_offset > 0 or self._files.size(segment.path) > SEGMENT_HEADER_SIZE
+        return False
+
+    def dropped(self, shard: ShardId) -> tuple[Seq, Offset]:
+        """The last number dropped, and the first offset left, of a shard."""
+        shard_dir = shard_folder(self._folder, shard)
+        dropped = read_dropped(self._files, shard_dir)
+        segments = list_segments(self._files, shard_dir)
+        first = segments[0].base_offset if segments else Offset(0)
+        if first > (0 if dropped is None else dropped.offset):
+            dropped = read_dropped(self._files, shard_dir)  # retention says it first: so a second look knows
+        if dropped is not None and dropped.offset >= first:
+            return dropped.seq, dropped.offset
+        if first == 0:
+            return Seq(0), Offset(0)
+        if not self._without_mark and read_mark(self._files, shard_dir) is not None:
+            begin = Offset(0) if dropped is None else dropped.offset
+            error = CorruptWal(
+                f"segments are missing in {shard_dir}: offsets {begin} to {first} can't be read, and retention didn't drop them",
+                file=shard_dir,
+                offset_from=int(begin),
+                offset_to=int(first),
+            )
+            if self._on_damage is None:
+                raise error
+            self._on_damage(error)
+            return Seq(0) if dropped is None else dropped.seq, first
+        # A copy without the mark: what was dropped lies below the first frame that is there.
+        return Seq(self._first_number(shard, segments) - 1), first
+
+    def _first_number(self, shard: ShardId, segments: Sequence[SegmentFile]) -> Seq:
+        """The lowest number that the first frame that can be read may hold."""
+        for segment in segments:
+            for found in walk_segment(self._files, shard, segment, end=None, payload=False):
+                if isinstance(found, ScannedFrame):
+                    return found.header.first_seq or found.header.group_last_seq
+        return Seq(1)
+
+    def check_range(self, after: Seq, upto: Seq, persisted: Seq) -> None:
+        """`OffsetExpired` or `TokenFromFuture` where `(after, upto]` isn't there."""
+        first = self.first_seq()
+        if after < first - 1:
+            raise OffsetExpired(
+                f"retention has dropped numbers up to {first - 1}, reading was to begin behind {after}",
+                first=int(first),
+            )
+        if max(after, upto) > persisted:
+            raise TokenFromFuture(
+                f"{max(after, upto)} is beyond what the log shows, {persisted}", persisted_upto=int(persisted)
+            )
+
+    def check_front(self, shard: ShardId, after: Seq) -> None:
+        """`OffsetExpired` where a shard has nothing left from there on."""
+        dropped, _ = self.dropped(shard)
+        if dropped > after:
+            raise OffsetExpired(
+                f"retention has dropped numbers up to {dropped}, reading was to begin behind {after}",
+                first=int(dropped) + 1,
+            )
