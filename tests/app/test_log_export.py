@@ -86,7 +86,7 @@ def fill(home: Home) -> None:
             )  # fmt: skip
             log.append(
                 ops(
-                    [operation(None, 9, OperationKind.MESSAGE)],
+                    [operation(None, 9, OperationKind.MESSAGE) | {"commit_ts": None}],
                     (MESSAGES, 0, [row(0, Op.MESSAGE, prefix="q", content=b"x")]),
                 )
             )
@@ -355,8 +355,89 @@ def test_one_table_on_stdout_is_an_arrow_stream_or_csv(filled: Home) -> None:
 
 def test_csv_of_several_tables_is_a_file_each(filled: Home, tmp_path: Path) -> None:
     assert wal(filled, "export", "--format", "csv", "-o", str(tmp_path / "csv")).returncode == 0
-    names = sorted(path.name for path in (tmp_path / "csv").iterdir())
-    assert names == [f"public.{name}.csv" for name in ("Order%20Items", "_messages", "broken", "bulk", "few", "orders")]
+    rows = rows_of(tmp_path / "csv")
+    public = [f"public.{name}.csv" for name in ("broken", "bulk", "few", "orders", "~4frder~20~49tems")]
+    assert sorted(rows) == ["_messages.csv", *public]
+    every = list(Cat("shop", reader_of(filled), "text").lines())
+    assert sorted(int(row["__seq"]) for of in rows.values() for row in of) == sorted(line["seq"] for line in every)
+    assert [row["prefix"] for row in rows["_messages.csv"]] == ["p", "q"]
+
+
+def rows_of(folder: Path) -> dict[str, list[dict[str, str]]]:
+    """What lies in a folder's CSV files, by file."""
+    found = {}
+    for path in folder.iterdir():
+        with path.open(newline="") as file:
+            found[path.name] = list(csv.DictReader(file))
+    return found
+
+
+@pytest.mark.parametrize("style", ["ndjson", "csv", "line-protocol", "arrow"])
+def test_every_record_is_exported_or_counted_as_left_out(filled: Home, tmp_path: Path, style: str) -> None:
+    total = sum(1 for _ in Cat("shop", reader_of(filled)).lines())
+    out = tmp_path / "out"
+    done = wal(filled, "export", "--format", style, "-o", str(out))
+    assert done.returncode == 0, done.stderr
+    left_out = 1 if style == "line-protocol" else 0
+    assert f"{total - left_out:,} records in {out}" in done.stderr
+    assert ("1 records have no time, and were left out" in done.stderr) == bool(left_out)
+    match style:
+        case "ndjson":
+            found = len(out.read_text().splitlines())
+        case "line-protocol":
+            found = out.read_text().count(",__seq=")  # a text field may hold newlines
+        case "csv":
+            found = sum(len(rows) for rows in rows_of(out).values())
+        case _:
+            assert not [path for path in out.iterdir() if path.name.startswith(".")]
+            files = [path for path in out.glob("*.arrow") if path.name != "operations.arrow"]
+            found = sum(pa.ipc.open_file(path).read_all().num_rows for path in files)
+    assert found == total - left_out
+
+
+def test_logical_messages_are_asked_for_by_their_name(filled: Home) -> None:
+    for command in (("cat",), ("export",)):
+        done = wal(filled, *command, "--table", "_messages")
+        assert [json.loads(line)["op"] for line in done.stdout.splitlines()] == ["m", "m"], done.stderr
+    done = wal(filled, "cat", "--table", "public._messages")
+    assert done.returncode == 2
+    assert 'It has records of: _messages, public."Order Items", public.broken' in done.stderr
+
+
+def test_a_range_without_records_gives_the_header_or_the_schema_all_the_same(filled: Home, tmp_path: Path) -> None:
+    none = ("--since", "2100-01-01", "--table", "orders")
+    done = wal(filled, "export", "--format", "csv", *none)
+    (header,) = done.stdout.splitlines()
+    assert header.split(",")[-6:] == ["id", "total", "ratio", "paid", "note", "more"]
+    command = [sys.executable, "-m", "millstream.cli", "--home", str(filled.path), "wal", "export"]
+    stream = subprocess.run([*command, "--format", "arrow", *none], capture_output=True, timeout=120, check=True)
+    empty = pa.ipc.open_stream(stream.stdout).read_all()
+    assert (empty.num_rows, empty.column_names[-1]) == (0, "more")
+    done = wal(filled, "export", "--format", "csv", "--since", "2100-01-01", "-o", str(tmp_path / "csv"))
+    assert {name: len(rows) for name, rows in rows_of(tmp_path / "csv").items() if rows} == {}
+    assert len(list((tmp_path / "csv").iterdir())) == 6
+
+
+def test_a_renamed_table_is_one_file_of_its_newest_name_and_answers_to_both(tmp_path: Path) -> None:
+    home = home_at(tmp_path / "home")
+    renamed = replace(ITEMS, version=SchemaVersion(2), name="things")
+    with home.open_catalog() as catalog:
+        stream = catalog.resolve_stream("shop")
+        with LogWriter.open(
+            str(home.wal_folder("shop")),
+            stream=stream,
+            shards=[ShardId(0)],
+            epoch=catalog.register_writer(stream)[1],
+            reservations=catalog.reservations(stream),
+        ) as log:
+            for number, of in enumerate((ITEMS, renamed, renamed), start=1):
+                log.append(ops([operation(number, 0x1700000000 + number)], (of, 0, [row(0, Op.CREATE, id=number)])))
+    assert wal(home, "export", "--format", "csv", "-o", str(tmp_path / "csv")).returncode == 0
+    ids = {name: [row["id"] for row in rows] for name, rows in rows_of(tmp_path / "csv").items()}
+    assert ids == {"public.things.csv": ["1", "2", "3"]}
+    for name in ("public.things", 'public."Order Items"'):
+        done = wal(home, "export", "--format", "csv", "--table", name)
+        assert [row["id"] for row in csv.DictReader(io.StringIO(done.stdout))] == ["1", "2", "3"], done.stderr
 
 
 def protocol(home: Home) -> Iterator[tuple[Line, str | None]]:

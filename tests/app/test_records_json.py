@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -41,13 +42,16 @@ ORDERS = schema(
     Column("note", pa.string(), pg(25, "text")),
 )
 ITEMS = schema(2, "Order Items", Column("id", pa.int32(), pg(23, "integer")))
-MESSAGES = schema(
-    3,
-    "_messages",
-    Column("prefix", pa.string()),
-    Column("content", pa.binary()),
-    Column("transactional", pa.bool_()),
-    kind=TableKind.MESSAGES,
+MESSAGES = replace(
+    schema(
+        3,
+        "_messages",
+        Column("prefix", pa.string()),
+        Column("content", pa.binary()),
+        Column("transactional", pa.bool_()),
+        kind=TableKind.MESSAGES,
+    ),
+    namespace="",
 )
 RAW = schema(4, "broken", Column("message", pa.binary()), kind=TableKind.RAW)
 

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import quote
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +26,7 @@ from pyarrow import ipc
 from millstream.codec.checksums import crc32c
 from millstream.codec.log_frame import RecordsFrame
 from millstream.errors import CorruptFrame, CorruptWal, ExportUnusable, UsageError
+from millstream.lake.layout import folder_of
 from millstream.model.ids import SchemaVersion, ShardId, TableId
 from millstream.model.operations import OPERATION_SCHEMA, OperationKind
 from millstream.model.positions import Seq
@@ -220,8 +220,7 @@ class _Writer:
         if key not in self._files:
             shard, table_id, version, partition = key
             self.sources.add(schema.source)
-            table = quote(f"{schema.namespace}.{schema.name}", safe="")[:150]
-            name = f"{table}-t{table_id}-v{version}-s{shard}"
+            name = f"{folder_of(schema)}-t{table_id}-v{version}-s{shard}"
             name += ".arrow" if partition is None else f"-p{len(self._files)}.arrow"
             self._files[key] = (name, ipc.new_file(str(self._folder / name), target, options=_OPTIONS))
         return self._files[key]

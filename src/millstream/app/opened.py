@@ -14,6 +14,7 @@ from millstream.errors import LogError, UnknownTable
 from millstream.model.ids import StreamId, TableId
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq, StreamToken
+from millstream.model.schema import TableKind, TableSchema
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -156,16 +157,29 @@ def open_reader(
 
 
 def table_ids(reader: StreamReader, table: str) -> list[TableId]:
-    """The ids of tables that bear (or bore, in what is still in the log) a name; several where one was made anew.
+    """The ids of tables that bear a name, or bore it where none does any more; several where one was made anew.
+
+    Args:
+        reader: the log.
+        table: `schema.table`, quoted where it must be; `_messages` for logical messages.
 
     Raises:
         UnknownTable: the log has records of none.
+        UsageError: the text is no name.
     """
-    namespace, name = parse_qualified_name(table)
+    wanted = parse_qualified_name(table)
+
+    def is_meant(schema: TableSchema) -> bool:
+        if schema.kind is TableKind.MESSAGES:
+            return table == schema.full_name
+        return (schema.namespace, schema.name) == wanted
+
     schemas = reader.schemas()
-    found = [i for i, schema in schemas.items() if (schema.namespace, schema.name) == (namespace, name)]
+    found = [i for i, schema in schemas.items() if is_meant(schema)]
     if not found:
-        known = sorted({f"{s.namespace}.{s.name}" for s in schemas.values()})
+        found = sorted({i for (i, _), schema in reader.schema_versions().items() if is_meant(schema)})
+    if not found:
+        known = sorted({schema.full_name for schema in schemas.values()})
         raise UnknownTable(
             f"the log has no records of {table}",
             hint=f"It has records of: {', '.join(known[:20]) or 'nothing yet'}.",

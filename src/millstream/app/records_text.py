@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from datetime import datetime
 from typing import Any, Final, TextIO
 
@@ -23,13 +23,13 @@ _TEXT: Final = str.maketrans({'"': '\\"', "\\": "\\\\"})
 _EPOCH: Final = datetime.fromisoformat("1970-01-01T00:00:00+00:00")
 
 
-def table_columns(schemas: Mapping[tuple[TableId, SchemaVersion], TableSchema]) -> dict[tuple[str, str], list[str]]:
-    """The columns of each table by name over all its versions: those of the newest first, then those that it had before."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for _, schema in sorted(schemas.items(), key=lambda item: -item[0][1]):
-        columns = found.setdefault((schema.namespace, schema.name), [])
-        columns += [column.name for column in schema.columns if column.name not in columns]
-    return found
+def columns_over(schemas: Mapping[tuple[TableId, SchemaVersion], TableSchema], tables: Container[TableId]) -> list[str]:
+    """The columns of some tables over all their versions: those of the newest first, then those that they had before."""
+    found: dict[str, None] = {}
+    for (table, _), schema in sorted(schemas.items(), reverse=True):
+        if table in tables:
+            found |= dict.fromkeys(column.name for column in schema.columns)
+    return list(found)
 
 
 class CsvTable:
@@ -77,7 +77,7 @@ def line_protocol(line: Line) -> str | None:
         return None
     row: dict[str, Any] = facts["row"] or {}
     key = ("prefix",) if schema.kind is TableKind.MESSAGES else schema.key
-    measurement = "_messages" if schema.kind is TableKind.MESSAGES else f"{schema.namespace}.{schema.name}"
+    measurement = schema.name if schema.kind is TableKind.MESSAGES else f"{schema.namespace}.{schema.name}"
     head = _no_backslash_end(measurement.translate(_MEASUREMENT))
     for name in sorted(key):
         value = row.get(name)

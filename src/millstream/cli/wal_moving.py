@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from millstream.app.home import Home
     from millstream.app.records_json import Cat
     from millstream.errors import CorruptWal
+    from millstream.model.ids import TableId
     from millstream.model.positions import Seq
     from millstream.wal.reader import StreamReader
 
@@ -82,6 +83,7 @@ def export(
     if style == "arrow":
         strict = open_reader(home, name, without_mark=reader.lacks_marks())
         if output is None:
+            assert wanted is not None
             _write_stream(strict, after, upto, wanted)
         else:
             from millstream.app.log_export import export_arrow
@@ -101,11 +103,13 @@ def export(
         moments=style == "line-protocol",
     )
     if style == "csv":
-        _write_csv(cat, reader, output)
+        count = _write_csv(cat, reader, wanted, output)
     else:
         with _opened(output) as out:
-            _write_lines(cat, style, out)
+            count = _write_lines(cat, style, out)
     sys.stdout.flush()
+    if output is not None:
+        note(f"{count:,} records in {output}")
     sys.exit(3 if damage.told else 0)
 
 
@@ -188,49 +192,65 @@ def _opened(output: Path | None) -> Iterator[TextIO]:
     part.rename(output)
 
 
-def _write_lines(cat: Cat, style: str, out: TextIO) -> None:
+def _write_lines(cat: Cat, style: str, out: TextIO) -> int:
+    """Write records as lines, and say what has no place in them; how many were written."""
     from millstream.app.records_json import to_json
     from millstream.app.records_text import line_protocol
 
-    timeless = 0
+    written = timeless = 0
     for line in cat.records():
         text = to_json(line.facts) if style == "ndjson" else line_protocol(line)
         if text is None:
             timeless += 1
         else:
             out.write(text + "\n")
+            written += 1
     if timeless:
         note(f"{timeless:,} records have no time, and were left out")
+    return written
 
 
-def _write_csv(cat: Cat, reader: StreamReader, output: Path | None) -> None:
-    from urllib.parse import quote
+def _write_csv(cat: Cat, reader: StreamReader, wanted: frozenset[TableId] | None, output: Path | None) -> int:
+    """Write a file for each table, under the newest of its names, or all that is wanted to stdout; how many records."""
+    from millstream.app.records_text import CsvTable, columns_over
+    from millstream.lake.layout import folder_of
 
-    from millstream.app.records_text import CsvTable, table_columns
+    schemas = reader.schema_versions()
+    newest = {table: schema for (table, _), schema in schemas.items() if wanted is None or table in wanted}
+    files = {table: None if output is None else output / f"{folder_of(schema)}.csv" for table, schema in newest.items()}
+    written: dict[Path | None, CsvTable] = {}
 
-    columns = table_columns(reader.schema_versions())
-    tables: dict[tuple[str, str], CsvTable] = {}
+    def begin(file: Path | None, out: TextIO) -> CsvTable:
+        written[file] = CsvTable(out, columns_over(schemas, {table for table, its in files.items() if its == file}))
+        return written[file]
+
+    count = 0
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        if output is not None:
-            output.mkdir(parents=True, exist_ok=True)
         for line in cat.records():
-            key = (line.schema.namespace, line.schema.name)
-            if key not in tables:
-                file = None if output is None else output / f"{quote('.'.join(key), safe='')}.csv"
-                tables[key] = CsvTable(stack.enter_context(_opened(file)), columns[key])
-            tables[key].write(line)
+            file = files[line.schema.table_id]
+            found = written.get(file) or begin(file, stack.enter_context(_opened(file)))
+            found.write(line)
+            count += 1
+    for file in files.values():
+        if file not in written:  # none of its records fall into the range: a header all the same
+            with _opened(file) as out:
+                begin(file, out)
+    return count
 
 
-def _write_stream(reader: StreamReader, after: Seq, upto: Seq, wanted: frozenset[Any] | None) -> None:
-    """One table's records on stdout, as an Arrow stream."""
+def _write_stream(reader: StreamReader, after: Seq, upto: Seq, wanted: frozenset[TableId]) -> None:
+    """One table's records on stdout, as an Arrow stream; without any, its newest columns."""
     import pyarrow as pa
 
     from millstream.errors import UsageError
+    from millstream.model.records import record_schema
 
     out: pa.ipc.RecordBatchStreamWriter | None = None
     schema: pa.Schema | None = None
     for found in reader.read_between(after, upto, offsets=True):
-        if wanted is not None and found.schema.table_id not in wanted:
+        if found.schema.table_id not in wanted:
             continue
         if out is None:
             out = pa.ipc.new_stream(sys.stdout.buffer, found.batch.schema)
@@ -241,8 +261,10 @@ def _write_stream(reader: StreamReader, after: Seq, upto: Seq, wanted: frozenset
                 hint="Name a folder with --output, or a range with --since and --until.",
             )
         out.write_batch(found.batch)
-    if out is not None:
-        out.close()
+    if out is None:
+        newest = max(key for key in reader.schema_versions() if key[0] in wanted)
+        out = pa.ipc.new_stream(sys.stdout.buffer, record_schema(reader.schema_versions()[newest], offsets=True))
+    out.close()
 
 
 def _catalog_facts(home: Home, name: str) -> dict[str, Any]:

@@ -43,6 +43,11 @@ def folder_name(namespace: str, name: str) -> str:
     return f"{folder[: _FOLDER_BYTES_MAX - 18].rstrip('~')}~~{digest}"
 
 
+def folder_of(schema: TableSchema) -> str:
+    """The folder of a table; logical messages have one of their own."""
+    return MESSAGES if schema.kind is TableKind.MESSAGES else folder_name(schema.namespace, schema.name)
+
+
 def has_current(schema: TableSchema) -> bool:
     """Whether a table's rows can be told apart: by a key, or as whole rows under FULL; else it has history only."""
     if schema.kind is not TableKind.TABLE:
@@ -75,9 +80,7 @@ class LakeLayout:
 
     def table_path(self, view: View, schema: TableSchema) -> str:
         """The folder of one view of one table."""
-        if schema.kind is TableKind.MESSAGES:
-            return f"{self.root}/{view}/{MESSAGES}"
-        return f"{self.root}/{view}/{folder_name(schema.namespace, schema.name)}"
+        return f"{self.root}/{view}/{folder_of(schema)}"
 
     def app_id(self, view: View, table: TableId) -> str:
         """Who commits to a view of a table, in Delta's `txn`: nothing in it changes with a restart."""

@@ -15,6 +15,7 @@ from typing import Any, Final, Self, cast
 import pyarrow as pa
 
 from millstream.model.ids import SchemaVersion, SourceId, TableId
+from millstream.model.names import qualified_name
 
 
 class ReplicaIdentity(StrEnum):
@@ -76,6 +77,11 @@ class TableSchema:
     replica_identity: ReplicaIdentity = ReplicaIdentity.DEFAULT
     kind: TableKind = TableKind.TABLE
     relation_oid: int = 0
+
+    @property
+    def full_name(self) -> str:
+        """`schema.table` as PostgreSQL quotes it; `_messages` for logical messages."""
+        return self.name if self.kind is TableKind.MESSAGES else qualified_name(self.namespace, self.name)
 
     def column(self, name: str) -> Column:
         """The column of that name; `KeyError` where there is none."""

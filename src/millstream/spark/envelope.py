@@ -13,10 +13,9 @@ from typing import Final
 
 import pyarrow as pa
 
-from millstream.model.names import qualified_name
 from millstream.model.pgcolumns import json_column
 from millstream.model.records import RECORD_PREFIX
-from millstream.model.schema import TableKind, TableSchema
+from millstream.model.schema import TableSchema
 
 ENVELOPE_SCHEMA: Final = pa.schema(
     [
@@ -33,18 +32,13 @@ def envelopes(schema: TableSchema, records: pa.RecordBatch, wanted: Sequence[str
     count = records.num_rows
     columns = {name: records.column(name) for name in RECORD_PREFIX_NAMES}
     columns["table_id"] = pa.repeat(pa.scalar(int(schema.table_id), pa.int64()), count)
-    columns["table"] = pa.repeat(shown_name(schema), count)
+    columns["table"] = pa.repeat(schema.full_name, count)
     if "row" in wanted:
         columns["row"] = pa.array(_rows(schema, records), pa.string())
     return pa.RecordBatch.from_arrays([*columns.values()], names=[*columns])
 
 
 RECORD_PREFIX_NAMES: Final = tuple(field.name for field in RECORD_PREFIX)
-
-
-def shown_name(schema: TableSchema) -> str:
-    """`schema.table` as PostgreSQL quotes it; `_messages` for logical messages."""
-    return schema.name if schema.kind is TableKind.MESSAGES else qualified_name(schema.namespace, schema.name)
 
 
 def _rows(schema: TableSchema, records: pa.RecordBatch) -> list[str]:

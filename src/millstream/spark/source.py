@@ -37,7 +37,7 @@ from millstream.model.positions import Seq, StreamToken
 from millstream.model.records import record_schema
 from millstream.model.schema import TableKind, TableSchema
 from millstream.spark.columns import arrow_schema, conform, spark_schema
-from millstream.spark.envelope import ENVELOPE_SCHEMA, envelopes, shown_name
+from millstream.spark.envelope import ENVELOPE_SCHEMA, envelopes
 from millstream.spark.frames import FRAMES_SCHEMA, INLINE_BYTES_MAX, is_raw, marker, pack, refer
 from millstream.spark.workers import spare_the_collector
 from millstream.wal.reader import LogSpan, StreamReader, TablePart, TableRecords
@@ -381,9 +381,9 @@ def _tables_named(log: StreamReader, name: str) -> list[TableSchema]:
     """The latest schemas of all tables of that name: one that was dropped and made again is two."""
     schemas = [schema for schema in log.schemas().values() if schema.kind is not TableKind.RAW]
     # As PostgreSQL quotes it, or plain: a name that needs no quotes in the log may still be typed without them.
-    found = [schema for schema in schemas if name in {shown_name(schema), f"{schema.namespace}.{schema.name}"}]
+    found = [schema for schema in schemas if name in {schema.full_name, f"{schema.namespace}.{schema.name}"}]
     if not found:
-        known = sorted({shown_name(schema) for schema in schemas})
+        known = sorted({schema.full_name for schema in schemas})
         raise UnknownTable(f"the log has no table {name!r}", hint=f"It has: {', '.join(known) or 'none yet'}.")
     return found
 
