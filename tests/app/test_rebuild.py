@@ -14,6 +14,7 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 from tests.app.landed import LandedHome
 
+from millstream import open as millstream_open
 from millstream.app.rebuild import rebuild_table, replay_table
 from millstream.app.status import held_scope
 from millstream.errors import LakeError, LakeHistoryLost, UnknownTable, UsageError
@@ -136,3 +137,29 @@ def test_a_range_of_time_becomes_a_table(home: LandedHome, postgres: Database) -
     assert (other.returncode, "another table" in other.stderr) == (1, True)
     whole = replay_table(home.home, "public.items", begin=None, end=between, into="before")
     assert whole.rows == 50 + 5 + 1
+
+
+def test_no_token_shows_or_replays_half_an_operation(home: LandedHome, postgres: Database) -> None:
+    with postgres.connect() as source:
+        source.execute(
+            "INSERT INTO items SELECT i, 'more' FROM generate_series(101, 120) i; INSERT INTO keyless VALUES (3)"
+        )
+        source.execute("INSERT INTO items VALUES (121, 'last')")
+    home.catch_up()
+    # Of the table without a key, its inserts.
+    committed = {(0, 0), (50, 0), (49, 1), (69, 2), (70, 2)}
+    names = {"public.items": "public.items", "public.keyless": 'history."public.keyless"'}
+    with millstream_open(home.home.path) as opened:
+        end = opened.lake().token
+        seqs = 'FROM history."public.items" SELECT __seq UNION FROM history."public.keyless" SELECT __seq ORDER BY 1'
+        numbers = opened.query(seqs).column(0).to_pylist()
+        shown = set()
+        for n in [*numbers[5::10], *numbers[-2:]]:
+            with opened.lake(as_of=f"{end.stream}.s{n}") as lake:
+                sql = ", ".join(f'(SELECT count(*) FROM {names[t]}) AS "{t}"' for t in lake.tables)
+                counts = lake.query(f"SELECT {sql}").to_pylist()[0] if sql else {}
+            shown.add(tuple(counts.get(name, 0) for name in names))
+    assert shown <= committed
+    assert shown >= {(50, 0), (49, 1), (70, 2)}
+    inside = replay_table(home.home, "public.items", begin=None, end=f"{end.stream}.s{numbers[-5]}", into="inside")
+    assert inside.rows == 50 + 5 + 1

@@ -121,7 +121,8 @@ def replay_table(
         home: the home.
         table: `schema.table`.
         begin: a time or a token; records behind it are taken, from the first one where None.
-        end: a time or a token, inclusive; the lake's last cut where None.
+        end: a time or a token, inclusive; the lake's last cut where None. Of either, a token inside an operation stands for the
+            last one in front of it.
         into: a name of its own among the stream's replays, or a path.
         stream: as `rebuild_table`.
 
@@ -146,11 +147,12 @@ def _position(layout: LakeLayout, text: str) -> Seq:
     from millstream.app.moments import parse_as_of
     from millstream.errors import TimeFromFuture
     from millstream.lake.commits import cut_at_time
+    from millstream.lake.operations import whole_upto
 
     now = datetime.now(UTC)
     moment = parse_as_of(text, layout.stream_id, now=now)
     if not isinstance(moment, datetime):
-        return moment.minimum
+        return whole_upto(layout, moment.minimum)
     if moment > now:
         raise TimeFromFuture(f"{moment.isoformat()} lies in the future", hint=f"It is {now.isoformat()} now.")
     cut = cut_at_time(layout, moment)

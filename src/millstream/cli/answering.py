@@ -31,7 +31,7 @@ def answer(lake: LakeSession, sql: str, style: Style) -> int:
         note(f"not readable: {name}: {reason}")
     for name, reason in lake.held_back.items():
         note(f"set aside: {name}: {reason}")
-    note(f"at {lake.token}")
+    note(f"at {lake.token}{'' if lake.moved_from is None else f' ({lake.moved_from} lies inside an operation)'}")
     return count
 
 

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, Self, cast
 
 import pyarrow as pa
 
@@ -35,6 +35,7 @@ from millstream.lake.delta import OpenTable, open_table
 from millstream.lake.engine import Engine, files_gone
 from millstream.lake.history import Era, era_at, first_seq, history_from, newest_schema
 from millstream.lake.layout import MESSAGES, LakeLayout, folder_name, has_current
+from millstream.lake.operations import whole_upto
 from millstream.lake.overlay import SEQ
 from millstream.lake.rows import Run, bag_sql, built_sql, keyed_sql
 from millstream.lake.version_rows import versions_sql
@@ -82,7 +83,8 @@ class LakeSession:
         Args:
             layout: where the lake is.
             as_of: an earlier position, or a moment (with a time zone): the last cut that holds nothing committed after it.
-                Tables are then shown with the columns that they had. None for the last cut.
+                Tables are then shown with the columns that they had. None for the last cut. A position inside an operation
+                stands for the last one in front of it.
             held: gives the tables that are set aside, by name, with the reason. Asked at most once, and only where a table
                 of a query has got nothing lately: that may take longer than the query.
 
@@ -99,6 +101,8 @@ class LakeSession:
         self._past = as_of is not None
         try:
             self._n, self._cut = _place(layout, as_of)
+            moved = as_of is not None and not isinstance(as_of, datetime) and as_of != self._n
+            self._asked = cast("Seq", as_of) if moved else None
             self._tables: dict[str, CutTable] = {} if self._cut is None else dict(self._cut.tables)
             if self._past and (self._cut is None or self._cut.n < self._n):
                 self._since_the_cut()
@@ -132,6 +136,11 @@ class LakeSession:
     def token(self) -> StreamToken:
         """Where all tables stand."""
         return StreamToken.scalar(self._layout.stream_id, self._n)
+
+    @property
+    def moved_from(self) -> StreamToken | None:
+        """The token that was asked for, where it lies inside an operation: `token` is the last one that parts none."""
+        return None if self._asked is None else StreamToken.scalar(self._layout.stream_id, self._asked)
 
     @property
     def cut(self) -> Cut | None:
@@ -420,7 +429,7 @@ class LakeSession:
 
 
 def _place(layout: LakeLayout, as_of: Seq | datetime | None) -> tuple[Seq, Cut | None]:
-    """The position to show, and the last cut at or below it."""
+    """The position to show, which parts no operation, and the last cut at or below it."""
     if as_of is None:
         cut = last_cut(layout)
         return (Seq(0), None) if cut is None else (cut.n, cut)
@@ -440,7 +449,7 @@ def _place(layout: LakeLayout, as_of: Seq | datetime | None) -> tuple[Seq, Cut |
     first = None if cut is not None else first_cut(layout)
     if first is not None and first.number > 1:
         raise _before(layout, str(as_of))
-    return as_of, cut
+    return whole_upto(layout, as_of), cut
 
 
 def _before(layout: LakeLayout, asked: str) -> BeyondRetention:
