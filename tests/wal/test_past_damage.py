@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,8 +12,8 @@ from tests.wal.truth import FOLDER, SMALL, Truth
 from millstream.errors import CorruptWal
 from millstream.testing.files import MemoryFiles
 from millstream.wal.commit import LogOptions
-from millstream.wal.inspect import FrameInfo, inspect, ls, stats, verify
-from millstream.wal.reader import StreamReader
+from millstream.wal.inspect import FrameInfo, Loss, inspect, ls, stats, verify
+from millstream.wal.reader import StreamReader, TableRecords
 
 Where = tuple[int, int]
 """(shard, offset)"""
@@ -210,3 +212,75 @@ def test_what_is_being_written_is_no_damage_with_a_mark_or_without(truth: Truth)
         assert report.unfinished
         left, told = shown(before, without_mark=not marked)
         assert (len(left), told) == (4, [])
+
+
+Range = tuple[int, int, int | None]
+
+
+def told_by(errors: list[CorruptWal]) -> set[Range]:
+    """The ranges of records that a reader says it left out."""
+    ranges = {(int(e.details["byte"]), int(e.details["offset_from"]), e.details["offset_to"]) for e in errors}
+    return {of for of in ranges if of[1] != of[2]}
+
+
+def named_by(losses: list[Loss]) -> set[Range]:
+    """The same of what `verify` and the others name."""
+    return {(of.byte, of.offset_from, of.offset_to) for of in losses if of.offset_from not in (None, of.offset_to)}
+
+
+@pytest.mark.parametrize("hit", ["head", "directory", "payload", "segment header", "footer", "schema", "tail"])
+@pytest.mark.parametrize("state", ["open", "sealed", "closed"])
+def test_readers_name_the_range_that_verify_names(truth: Truth, state: str, hit: str) -> None:
+    """A reader that had to walk past one bad frame said that all behind it, which it then showed, can't be read."""
+    files = MemoryFiles()
+    writer = truth.open(files, options=SMALL if state == "sealed" else LogOptions(segment_bytes=1 << 20))
+    for _ in range(12):
+        truth.commit(writer, truth.ops([(1, 4)], [(2, 3)]))
+    if state == "closed":
+        writer.close()
+    else:
+        writer.abandon()
+    path = segments(files, 0)[0]
+    every = [f for f in inspect(FOLDER, files=files) if isinstance(f, FrameInfo) and f.path == path]
+    frames = [f for f in every if f.count]
+    frame = frames[-1] if hit == "tail" else frames[len(frames) // 2]
+    payload = sum(table[3] for table in frame.tables)
+    schema = next(f for f in every if f.kind == "schema")
+    at = {
+        "head": frame.position + 20,
+        "directory": frame.position + frame.length - payload - 10,
+        "payload": frame.position + frame.length - 10,
+        "segment header": 30,
+        "footer": every[-1].position + every[-1].length + 30,
+        "schema": schema.position + schema.length - 20,
+        "tail": frame.position + 20,
+    }[hit]
+    if at >= files.size(path):
+        assert (state, hit) == ("open", "footer"), "an open segment has none"
+        return
+    flip(files, path, at)
+    report = verify(FOLDER, files=files)
+    left, told = shown(files)
+    assert told_by(told) == named_by(report.losses)
+    lost = {(0, o) for _, start, end in told_by(told) for o in range(start, end or 0)}
+    assert len(left) == 12 * 7 - len(lost)
+    assert not lost & left.keys()
+    if hit in ("head", "directory", "payload", "tail"):
+        assert named_by(report.losses) == {(frame.position, frame.first_offset, frame.first_offset + frame.count)}
+    if hit != "payload":
+        assert named_by(stats(FOLDER, files=files).losses) == (named_by(report.losses) if hit != "schema" else set())
+        assert (stats(FOLDER, files=files).losses == []) == (hit == "schema" or report.is_whole)
+    if hit == "footer" and state == "closed":
+        return  # the marks show what lies in front of it
+    # A strict reader stops there, and names the same.
+    reader = StreamReader(FOLDER, files=files)
+    for read in (reader.read(0, 0), reader.read_between(0, reader.persisted_upto()), spans(reader)):
+        with pytest.raises(CorruptWal) as caught:
+            list(read)
+        # Of a schema that nothing else brings it names the place; verify names every record under it.
+        assert told_by([caught.value]) == (set() if hit == "schema" else named_by(report.losses))
+
+
+def spans(reader: StreamReader) -> Iterator[TableRecords]:
+    for span in reader.spans(0, reader.persisted_upto()):
+        yield from reader.read_span(span)

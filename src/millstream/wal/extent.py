@@ -95,7 +95,7 @@ class LogExtent:
         if not self._without_mark and read_mark(self._files, shard_dir) is not None:
             begin = Offset(0) if dropped is None else dropped.offset
             error = CorruptWal(
-                f"segments are missing in {shard_dir}: offsets {begin} to {first} can't be read, and retention didn't drop them",
+                f"segments are missing in {shard_dir}: records at offsets [{begin}, {first}) can't be read, and retention didn't drop them",
                 file=shard_dir,
                 offset_from=int(begin),
                 offset_to=int(first),

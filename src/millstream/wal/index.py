@@ -21,7 +21,7 @@ from millstream.wal.layout import SegmentFile, list_segments
 from millstream.wal.mark import DurableMark
 from millstream.wal.scan import ScannedFrame, Window, read_frame, reader_of, scan_frames
 from millstream.wal.segment import entry_of
-from millstream.wal.walk import walk_segment
+from millstream.wal.walk import UNREADABLE_HEADER, Loss, walk_segment
 
 OnDamage: TypeAlias = Callable[[CorruptWal], None]
 HEADS_AHEAD_BYTES: Final = 1 << 16
@@ -33,15 +33,25 @@ _CACHED_FRAMES_MAX: Final = 200_000
 def damage(
     why: object, *, file: str, byte: int, offset_from: Offset, offset_to: Offset | None, table: TableId | None = None
 ) -> CorruptWal:
-    """The error for bytes that no crash explains; with a table, where only its records are hurt."""
-    upto = "the end" if offset_to is None else str(offset_to)
+    """The error for bytes that no crash explains.
+
+    Records at offsets `[offset_from, offset_to)` can't be read for it: those of a table, where one is given; to the end with None; none
+    where the range is empty, as with a header or footer, past which a reader that is told of damage finds its way.
+    """
     details: dict[str, Any] = {"file": file, "byte": byte, "offset_from": int(offset_from)}
     details["offset_to"] = None if offset_to is None else int(offset_to)
     if table is not None:
         details["table"] = int(table)
-    return CorruptWal(
-        f"{file} is damaged at byte {byte}: {why}; offsets {offset_from} to {upto} can't be read", **details
-    )
+    lost = f"at offsets [{offset_from}, {offset_to})" if offset_to is not None else f"from offset {offset_from} on"
+    of = "" if table is None else f" of table {table}"
+    told = "" if offset_from == offset_to else f"; records{of} {lost} can't be read"
+    return CorruptWal(f"{file} is damaged at byte {byte}: {why}{told}", **details)
+
+
+def damage_of(loss: Loss) -> CorruptWal:
+    """The error for a loss that was found by walking over a segment."""
+    assert loss.offset_from is not None
+    return damage(loss.why, file=loss.file, byte=loss.byte, offset_from=loss.offset_from, offset_to=loss.offset_to)
 
 
 def read_header(files: Files, segment: SegmentFile) -> SegmentHeader:
@@ -52,7 +62,10 @@ def read_header(files: Files, segment: SegmentFile) -> SegmentHeader:
             raise CorruptFrame(f"its header says that it begins at offset {header.base_offset}")
         return header
     except CorruptFrame as error:
-        raise damage(error, file=segment.path, byte=0, offset_from=segment.base_offset, offset_to=None) from error
+        base = segment.base_offset
+        raise damage(
+            f"{UNREADABLE_HEADER}: {error}", file=segment.path, byte=0, offset_from=base, offset_to=base
+        ) from error
 
 
 class SchemaPlace(NamedTuple):
@@ -88,6 +101,8 @@ class ShardIndex:
         self._shard = shard
         self._sealed: OrderedDict[Offset, tuple[FrameEntry, ...]] = OrderedDict()
         self._cached_frames = 0
+        self._lost_upto: dict[Offset, Offset] = {}
+        """By the base offset of a segment that had to be walked over: the end of the last loss told of it."""
         self._first_group_end: dict[Offset, Seq] = {}
         self._open: _OpenFrames | None = None
 
@@ -101,7 +116,7 @@ class ShardIndex:
             return self._open_frames(segment, mark)
         known = self._sealed.get(segment.base_offset)
         if known is None:
-            known = self._sealed_frames(segment)
+            known = self._sealed_frames(segment, mark)
             self._sealed[segment.base_offset] = known
             self._cached_frames += len(known)
             while self._cached_frames > _CACHED_FRAMES_MAX and len(self._sealed) > 1:
@@ -149,6 +164,7 @@ class ShardIndex:
             expected = segment.base_offset
             if entries:
                 expected = Offset(entries[-1].offset + entries[-1].count)
+            expected = max(expected, self._lost_upto.get(segment.base_offset, expected))
         if expected is None and mark.durable_offset > 0:
             self._tell_missing(Offset(0), mark.durable_offset)
         elif expected is not None and expected < mark.durable_offset:
@@ -156,11 +172,15 @@ class ShardIndex:
 
     def _tell_missing(self, offset_from: Offset, offset_to: Offset) -> None:
         error = CorruptWal(
-            f"segments are missing in {self._dir}: offsets {offset_from} to {offset_to} can't be read",
+            f"segments are missing in {self._dir}: records at offsets [{offset_from}, {offset_to}) can't be read",
             file=self._dir,
             offset_from=int(offset_from),
             offset_to=int(offset_to),
         )
+        self._tell(error)
+
+    def _tell(self, error: CorruptWal) -> None:
+        """Tell of damage, or raise it where there is nobody to tell."""
         if self._on_damage is None:
             raise error
         self._on_damage(error)
@@ -189,14 +209,12 @@ class ShardIndex:
         self._first_group_end[segment.base_offset] = frame.header.group_last_seq
         return frame.header.group_last_seq
 
-    def _sealed_frames(self, segment: SegmentFile) -> tuple[FrameEntry, ...]:
+    def _sealed_frames(self, segment: SegmentFile, mark: DurableMark) -> tuple[FrameEntry, ...]:
         try:
             return self._footer(segment).frames
         except CorruptWal as error:
-            if self._on_damage is None:
-                raise
-            self._on_damage(error)
-            return tuple(self._walk(segment, None))
+            self._tell(error)
+            return tuple(self._walk(segment, mark))
 
     def _footer(self, segment: SegmentFile) -> SegmentFooter:
         size = self._files.size(segment.path)
@@ -205,9 +223,8 @@ class ShardIndex:
             if footer is None:
                 raise CorruptFrame("the segment's footer is missing")
         except CorruptFrame as error:
-            raise damage(
-                error, file=segment.path, byte=size, offset_from=segment.base_offset, offset_to=None
-            ) from error
+            base = segment.base_offset
+            raise damage(error, file=segment.path, byte=size, offset_from=base, offset_to=base) from error
         return footer
 
     def _open_frames(self, segment: SegmentFile, mark: DurableMark) -> list[FrameEntry]:
@@ -223,11 +240,12 @@ class ShardIndex:
                 known.header = read_header(self._files, segment)
             self._scan(segment, known, known.header, mark)
         except CorruptWal as error:
+            if known.header is None:
+                self._tell(error)
+            # What was found is kept: asked again, it isn't walked over again.
+            known.entries = self._walk(segment, mark)
             if self._on_damage is None:
                 raise
-            self._on_damage(error)
-            # What was found is kept: asked again, it isn't walked over again.
-            known.entries = list(self._walk(segment, mark))
             known.byte_end, known.end_offset = mark.byte_end, mark.durable_offset
         self._open = known
         return known.entries
@@ -251,11 +269,19 @@ class ShardIndex:
                 offset_to=mark.durable_offset,
             ) from error
 
-    def _walk(self, segment: SegmentFile, mark: DurableMark | None) -> Iterator[FrameEntry]:
-        """Entries for the frames that can be found by themselves; in front of the mark, where there is one."""
-        for found in walk_segment(self._files, self._shard, segment, end=None, payload=False):
-            if isinstance(found, ScannedFrame) and (mark is None or found.end <= mark.byte_end):
-                yield entry_of(found.header, found.position, found.length, None)
+    def _walk(self, segment: SegmentFile, mark: DurableMark) -> list[FrameEntry]:
+        """Entries for the frames in front of the mark that can be found by themselves; each loss between them is told."""
+        following = (other.base_offset for other in self.segments(mark) if other.base_offset > segment.base_offset)
+        end = min(following, default=mark.durable_offset)
+        entries = []
+        for found in walk_segment(self._files, self._shard, segment, end=end, payload=False):
+            if isinstance(found, ScannedFrame):
+                if (segment.base_offset, found.end) <= (mark.base_offset, mark.byte_end):
+                    entries.append(entry_of(found.header, found.position, found.length, None))
+            elif (segment.base_offset, found.byte) < (mark.base_offset, mark.byte_end):
+                self._lost_upto[segment.base_offset] = found.offset_to or segment.base_offset
+                self._tell(damage_of(found))
+        return entries
 
 
 def load_schemas(files: Files, path: str, header: SegmentHeader, frames: Iterable[SchemaPlace]) -> SchemaSet:
@@ -267,5 +293,6 @@ def load_schemas(files: Files, path: str, header: SegmentHeader, frames: Iterabl
             if not isinstance(frame, SchemaFrame):
                 raise CorruptFrame("a schema frame was to be here")
         except CorruptFrame as error:
-            raise damage(error, file=path, byte=position, offset_from=header.base_offset, offset_to=None) from error
+            base = header.base_offset
+            raise damage(error, file=path, byte=position, offset_from=base, offset_to=base) from error
     return schemas

@@ -25,7 +25,7 @@ from millstream.wal.mark import DurableMark, is_mark_damaged, read_dropped, read
 from millstream.wal.repair_plan import footer_hash_of
 from millstream.wal.scan import ScannedFrame, Window, commit_times, reader_of
 from millstream.wal.survey import Checked, KnownSchemas, accepted_loss, survey_segment
-from millstream.wal.walk import Loss, ends_of, footer_of, header_of, scan_like, walk_segment
+from millstream.wal.walk import Loss, ends_of, footer_of, header_of, losses_around, scan_like, walk_segment
 from millstream.wal.whole import marks_of_whole_groups
 
 
@@ -167,7 +167,8 @@ def inspect(
 ) -> Iterator[FrameInfo | Loss]:
     """The frames with numbers in `(after, upto]` and rows (or the schema) of a table, shard by shard; losses in between."""
     files = RealFiles() if files is None else files
-    for shard, segment, mark, end in _segments(files, folder):
+    for shard, segment, mark, end, around in _segments(files, folder):
+        yield from around
         header = header_of(files, segment)
         for found in walk_segment(files, shard, segment, end=end):
             if isinstance(found, Loss):
@@ -219,9 +220,10 @@ def stats(folder: str, *, files: Files | None = None) -> LogStats:
             dropped = read_dropped(files, shard_dir)
             if dropped is not None:
                 counted.dropped_upto = max(counted.dropped_upto, dropped.seq)
-    for shard, segment, mark, end in _segments(files, folder):
+    for shard, segment, mark, end, around in _segments(files, folder):
         counted.segments += 1
         counted.size_bytes += files.size(segment.path)
+        counted.losses += around
         header = header_of(files, segment)
         for found in walk_segment(files, shard, segment, end=end, payload=False):
             if isinstance(found, Loss):
@@ -237,14 +239,16 @@ def stats(folder: str, *, files: Files | None = None) -> LogStats:
 # --- walking over what may be damaged --------------------------------------------------------------------------------
 
 
-def _segments(files: Files, folder: str) -> Iterator[tuple[ShardId, SegmentFile, DurableMark | None, Offset | None]]:
-    """Every segment with its shard's mark and where its records must end."""
+def _segments(
+    files: Files, folder: str
+) -> Iterator[tuple[ShardId, SegmentFile, DurableMark | None, Offset | None, list[Loss]]]:
+    """Every segment with its shard's mark, where its records must end, and the damage to its header and footer."""
     for shard in list_shards(files, folder):
         shard_dir = shard_folder(folder, shard)
         segments = list_segments(files, shard_dir)
         mark = read_mark(files, shard_dir)
         for segment, end in zip(segments, ends_of(segments, mark), strict=True):
-            yield shard, segment, mark, end
+            yield shard, segment, mark, end, losses_around(files, shard, segment, is_last=segment is segments[-1])
 
 
 def _is_beyond(loss: Loss, segment: SegmentFile, mark: DurableMark | None) -> bool:
@@ -397,12 +401,8 @@ def _verify_segment(
     shard, segment, mark, is_last = checking.shard, checking.segment, checking.mark, checking.is_last
     report.segments += 1
     readable = report.readable.setdefault(shard, [])
-    if header_of(files, segment) is None:
-        report.losses.append(Loss(segment.path, 0, "the segment header can't be read", None, None, shard))
+    report.losses += losses_around(files, shard, segment, is_last=is_last)
     footer = footer_of(files, segment)
-    if not isinstance(footer, SegmentFooter) and not is_last:
-        why = "the segment's footer is missing" if footer is None else str(footer)
-        report.losses.append(Loss(segment.path, files.size(segment.path), why, None, None, shard))
     reached, byte_end = segment.base_offset, SEGMENT_HEADER_SIZE
     is_open = is_last and not isinstance(footer, SegmentFooter)
     torn: list[Loss] = []

@@ -21,7 +21,7 @@ from millstream.wal.index import HEADS_AHEAD_BYTES, OnDamage, SchemaPlace, damag
 from millstream.wal.layout import SegmentFile
 from millstream.wal.scan import ScannedFrame, Window, read_frame, reader_of
 from millstream.wal.survey import KnownSchemas
-from millstream.wal.walk import NO_STREAM
+from millstream.wal.walk import NO_STREAM, loss_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +159,12 @@ class SegmentSource:
         try:
             return read_frame(self._heads, position, payload=False)
         except CorruptFrame as error:
-            base = self._header.base_offset if first is None else first
-            raise damage(error, file=self.path, byte=position, offset_from=base, offset_to=end) from error
+            if first is None:
+                segment = SegmentFile(self._header.base_offset, self.path)
+                loss = loss_at(self._files, self._header.shard, segment, position)
+                first, end = (segment.base_offset, None) if loss is None else (loss.offset_from, loss.offset_to)
+                assert first is not None
+            raise damage(error, file=self.path, byte=position, offset_from=first, offset_to=end) from error
 
     def decode(self, scanned: ScannedFrame) -> RecordsFrame:
         """A records frame; its rows are read when they are asked for."""

@@ -20,6 +20,7 @@ from millstream.wal.mark import DurableMark
 from millstream.wal.scan import ScannedFrame, Window, frames_behind, read_frame, reader_of, scan_frames
 
 NO_STREAM: Final = StreamId(UUID(int=0))
+UNREADABLE_HEADER: Final = "the segment header can't be read"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,26 @@ def footer_of(files: Files, segment: SegmentFile) -> SegmentFooter | CorruptFram
         return SegmentFooter.decode_tail(reader_of(files, segment.path), files.size(segment.path))
     except CorruptFrame as error:
         return error
+
+
+def losses_around(files: Files, shard: ShardId, segment: SegmentFile, *, is_last: bool) -> list[Loss]:
+    """Damage to a segment's header and footer: no records are lost with them."""
+    losses = []
+    if header_of(files, segment) is None:
+        losses.append(Loss(segment.path, 0, UNREADABLE_HEADER, None, None, shard))
+    footer = footer_of(files, segment)
+    if not isinstance(footer, SegmentFooter) and not is_last:
+        why = "the segment's footer is missing" if footer is None else str(footer)
+        losses.append(Loss(segment.path, files.size(segment.path), why, None, None, shard))
+    return losses
+
+
+def loss_at(files: Files, shard: ShardId, segment: SegmentFile, byte: int) -> Loss | None:
+    """What is lost at a byte where no frame can be read; None where only the end of the log would say."""
+    for found in walk_segment(files, shard, segment, end=None, payload=False):
+        if isinstance(found, Loss) and found.byte <= byte and (found.byte_to is None or byte < found.byte_to):
+            return found
+    return None
 
 
 def ends_of(segments: Sequence[SegmentFile], mark: DurableMark | None) -> list[Offset | None]:
