@@ -184,6 +184,26 @@ class OffsetExpired(PositionError):
     code = "offset_expired"
 
 
+class CursorExpired(PositionError):
+    """A consumer fell so far behind that the log went on without it; details: holder, needed_from, first (where the log begins)."""
+
+    code = "cursor_expired"
+    retry = Retry.OPERATOR
+    default_hint = (
+        "Begin the consumer anew at what the log still has; `retention_bytes_max` says how far one may fall behind."
+    )
+
+
+class FollowerBehindRetention(PositionError):
+    """A follower fell so far behind that the log went on without it; details: holder, needed_from, first (where the log begins)."""
+
+    code = "follower_behind_retention"
+    retry = Retry.OPERATOR
+    default_hint = (
+        "Seed the follower anew from a copy of the log; `retention_bytes_max` says how far one may fall behind."
+    )
+
+
 class BeyondRetention(PositionError):
     """What was asked for lies before what the lake still has; details: first (the earliest position that can be had)."""
 

@@ -96,6 +96,10 @@ def test_the_environment_can_set_what_the_file_leaves_out(tmp_path: Path) -> Non
         ("[streams.Shop]\nsource.dsn = 'x'\n", 1, "streams.Shop", "can't name a stream"),
         ("[streams.shop]\nsource.dsn = 'x'\nsource.tables=['a b']", 3, "streams.shop.source.tables", "not a pattern"),
         ("[streams.shop]\nsource.dsn = 'x'\ntypes.'public.o.t'='int'", 3, 'streams.shop.types."public.o.t"', "is not a type"),
+        ("[streams.shop]\nsource.dsn = 'x'\n[streams.shop.log]\nretention_bytes_max='1GiB'\nretention_bytes='2GiB'", 4, "streams.shop.log.retention_bytes_max", "below retention_bytes, 2GiB"),
+        ("[streams.shop]\nsource.dsn = 'x'\n[streams.shop.log]\nretention_bytes_max='10%'", 4, "streams.shop.log.retention_bytes_max", "below retention_bytes, 20%"),
+        ("[streams.shop]\nsource.dsn = 'x'\n[streams.shop.log]\nretention_bytes='1B'\nretention_bytes_max='many'", 5, "streams.shop.log.retention_bytes_max", "not a size"),
+        ("[streams.shop]\nsource.dsn = 'x'\n[streams.shop.log]\nretention_interval='0s'", 4, "streams.shop.log.retention_interval", "longer than nothing"),
         ("[streams.a]\nsource.dsn='x'\nsource.slot='s'\n[streams.b.source]\ndsn='x'\nslot='s'\n", 6, "streams.b.source.slot", "stream a uses"),
     ],
 )  # fmt: skip

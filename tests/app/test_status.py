@@ -18,14 +18,16 @@ from millstream.app.control import ControlServer, ask
 from millstream.app.home import Home
 from millstream.app.metrics import prometheus_text
 from millstream.app.owner import OwnedStream
+from millstream.app.retention import sweep
 from millstream.app.status import collect_status, held_scope
 from millstream.app.tables import copy_table, list_tables, retry_table
 from millstream.app.wiring import place_compiled_code
 from millstream.catalog import TableState
 from millstream.cli.main import cli
-from millstream.errors import UnknownTable, UsageError
+from millstream.errors import CursorExpired, UnknownTable, UsageError
 from millstream.model.ids import ShardId, StreamId
 from millstream.model.positions import Lsn, Seq
+from millstream.protocol.retention import HolderKind
 from millstream.testing.log import plain_ops, plain_table
 from millstream.wal.writer import LogWriter
 
@@ -128,6 +130,8 @@ def test_the_dashboard_asks_for_metrics_that_there_are(home: Home) -> None:
         for name in re.findall(r"millstream_\w+", t["expr"])
     }
     assert asked <= there
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
+    assert set(re.findall(r"`(millstream_\w+)`", page)) == there
     assert {f"millstream_table_{name}" for name in ("fold_lag_seconds", "disk_factor", "rows_per_second")} <= asked
 
 
@@ -189,24 +193,67 @@ def test_retention_drops_nothing_that_the_pipeline_lacks(home: Home) -> None:
         assert len(list(segments.glob("*.wal"))) == before
         catalog.set_needed_from(stream, "lake", Seq(4))
         owned.drop_old_segments()
+        assert len(list(segments.glob("*.wal"))) == before, "it hasn't landed"
+        catalog.set_landed(stream, "lake", Seq(4))
+        owned.drop_old_segments()
         assert len(list(segments.glob("*.wal"))) == before - 1
         owned.writer.close()
+
+
+def test_the_oldest_segment_is_told_with_who_needs_it_and_a_consumer_that_falls_behind_is_cut_off(home: Home) -> None:
+    def configure(log: str) -> tuple[Home, dict[str, Any], str]:
+        (home.path / "millstream.toml").write_text(f"{CONFIG}[streams.shop.log]\nretention_age = '0s'\n{log}")
+        configured = Home(home.path)
+        status = collect_status(configured)
+        return configured, status["streams"][0]["log"], prometheus_text(lambda: status).decode()
+
+    with home.open_catalog() as catalog:
+        stream = catalog.stream("shop").id
+        for _ in range(2):
+            _write(home, catalog.register_writer(stream)[1], stream, catalog.reservations(stream))
+        catalog.set_needed_from(stream, "lake", Seq(1000))
+        catalog.set_landed(stream, "lake", Seq(1000))
+        catalog.set_needed_from(stream, "mail", Seq(2), kind=HolderKind.CONSUMER)
+        roomy, log, text = configure("retention_bytes = '1MiB'")
+        assert log["retention"] == {"age_s": 0.0, "bytes": 1 << 20, "bytes_max": 2 << 20}
+        assert (log["oldest"]["segment"], log["oldest"]["needed_by"]) == (0, ["mail"])
+        assert log["oldest"]["seconds"] >= 0
+        assert log["held"]["mail"]["kind"] == "consumer"
+        assert 'millstream_log_oldest_needed_by{holder="mail",stream="shop"} 1.0' in text
+        assert 'millstream_log_oldest_segment{shard="0",stream="shop"} 0.0' in text
+        assert 'millstream_log_held_bytes{holder="mail",kind="consumer",stream="shop"}' in text
+        assert 'millstream_log_retention_bytes_max{stream="shop"} 2.097152e+06' in text
+        folder = home.wal_folder("shop")
+        assert not sweep(catalog, "shop", stream, folder, roomy.config.streams["shop"].log).dropped
+
+        tight, _, _ = configure("retention_bytes = '0B'\nretention_bytes_max = '1B'")
+        assert sweep(catalog, "shop", stream, folder, tight.config.streams["shop"].log).dropped
+        with pytest.raises(CursorExpired, match="consumer mail"):
+            catalog.set_needed_from(stream, "mail", Seq(3), kind=HolderKind.CONSUMER)
+    _, log, text = configure("")
+    assert log["cut_off"] == {"mail": {"kind": "consumer", "first": 4}}
+    assert "mail" not in log["held"]
+    assert log["first_seq"] > 3
+    assert log["oldest"] is None or log["oldest"]["segment"] > 0
+    assert 'millstream_log_cut_off{holder="mail",kind="consumer",stream="shop"} 1.0' in text
+    shown = CliRunner().invoke(cli, ["--home", str(home.path), "status"]).output
+    assert "cut off: the consumer mail" in shown
 
 
 def test_who_keeps_how_much_of_the_log_is_told(home: Home) -> None:
     with home.open_catalog() as catalog:
         stream = catalog.stream("shop").id
         catalog.set_needed_from(stream, "lake", Seq(4))
-        catalog.set_needed_from(stream, "lake/1", Seq(1))
+        catalog.set_needed_from(stream, "lake/1", Seq(1), kind=HolderKind.BACKLOG)
     status = collect_status(home)
     log = status["streams"][0]["log"]
     assert log["first_seq"] == 1
-    assert log["held"]["lake"] == {"from": 4, "bytes": 0, "seconds": None}
+    assert log["held"]["lake"] == {"kind": "pipeline", "from": 4, "bytes": 0, "seconds": None}
     assert (log["held"]["lake/1"]["from"], log["held"]["lake/1"]["bytes"] > 0) == (1, True)
     assert log["held"]["lake/1"]["seconds"] > 0
     text = prometheus_text(lambda: status).decode()
-    assert 'millstream_log_held_bytes{holder="lake",stream="shop"} 0.0' in text
-    assert 'millstream_log_held_seconds{holder="lake/1",stream="shop"}' in text
+    assert 'millstream_log_held_bytes{holder="lake",kind="pipeline",stream="shop"} 0.0' in text
+    assert 'millstream_log_held_seconds{holder="lake/1",kind="backlog",stream="shop"}' in text
     assert 'millstream_log_first_seq{stream="shop"} 1.0' in text
 
 

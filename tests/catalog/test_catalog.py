@@ -18,7 +18,9 @@ from millstream.errors import (
     CatalogBusy,
     CatalogError,
     CatalogTooNew,
+    CursorExpired,
     DiskFull,
+    FollowerBehindRetention,
     StaleEpoch,
     UnknownStream,
     UnknownTable,
@@ -26,6 +28,7 @@ from millstream.errors import (
 from millstream.model.ids import Epoch, SchemaVersion, SourceId, StreamId, TableId, WriterId
 from millstream.model.positions import Lsn, Seq
 from millstream.model.schema import Column, PgType, TableSchema
+from millstream.protocol.retention import CutOff, HolderKind
 
 
 @pytest.fixture
@@ -164,6 +167,54 @@ def test_a_holder_that_is_released_holds_nothing(catalog: Catalog, stream: Strea
     catalog.set_needed_from(stream, "table:1", Seq(3))
     catalog.release(stream, "table:1")
     assert catalog.needed_from(stream) == {"lake": 5}
+
+
+def test_who_was_cut_off_holds_nothing_and_is_told_so_until_it_is_released(catalog: Catalog, stream: StreamId) -> None:
+    catalog.set_needed_from(stream, "lake", Seq(50))
+    for name, kind in (("mail", HolderKind.CONSUMER), ("copy", HolderKind.FOLLOWER)):
+        catalog.set_needed_from(stream, name, Seq(5), kind=kind)
+        assert catalog.cut_off(stream, CutOff(name, kind, Seq(5), Seq(31)))
+    assert catalog.needed_from(stream) == {"lake": 50}
+    for _ in range(2):
+        with pytest.raises(CursorExpired, match="consumer mail") as caught:
+            catalog.set_needed_from(stream, "mail", Seq(40), kind=HolderKind.CONSUMER)
+        assert caught.value.details == {"holder": "mail", "needed_from": 5, "first": 31}
+        with pytest.raises(FollowerBehindRetention, match="follower copy"):
+            catalog.set_needed_from(stream, "copy", Seq(40), kind=HolderKind.FOLLOWER)
+    assert {p.name: (p.kind, p.cut_off_at) for p in catalog.pipelines(stream)} == {
+        "lake": (HolderKind.PIPELINE, None),
+        "mail": (HolderKind.CONSUMER, 31),
+        "copy": (HolderKind.FOLLOWER, 31),
+    }
+    catalog.release(stream, "mail")
+    catalog.set_needed_from(stream, "mail", Seq(31), kind=HolderKind.CONSUMER)
+    assert catalog.needed_from(stream) == {"lake": 50, "mail": 31}
+
+
+def test_who_came_on_in_time_is_not_cut_off(catalog: Catalog, stream: StreamId) -> None:
+    gone = CutOff("mail", HolderKind.CONSUMER, Seq(5), Seq(31))
+    assert not catalog.cut_off(stream, gone)
+    catalog.set_needed_from(stream, "mail", Seq(5), kind=HolderKind.CONSUMER)
+    catalog.set_needed_from(stream, "mail", Seq(6), kind=HolderKind.CONSUMER)
+    assert not catalog.cut_off(stream, gone)
+    assert catalog.needed_from(stream) == {"mail": 6}
+
+
+def test_a_catalog_of_the_first_schema_is_brought_up(tmp_path: Path) -> None:
+    path = tmp_path / "catalog.db"
+    with Catalog(path) as catalog:
+        stream = catalog.resolve_stream("shop")
+        catalog.set_needed_from(stream, "lake", Seq(5))
+        catalog.set_needed_from(stream, "lake/7", Seq(3))
+    with sqlite3.connect(path) as raw:
+        raw.execute("ALTER TABLE pipelines DROP COLUMN kind")
+        raw.execute("ALTER TABLE pipelines DROP COLUMN cut_off_at")
+        raw.execute("UPDATE alembic_version SET version_num = '0001'")
+    raw.close()
+    with Catalog(path) as catalog:
+        assert catalog.needed_from(stream) == {"lake": 5, "lake/7": 3}
+        kinds = {p.name: p.kind for p in catalog.pipelines(stream)}
+    assert kinds == {"lake": HolderKind.PIPELINE, "lake/7": HolderKind.BACKLOG}
 
 
 def test_facts_are_kept_by_scope(catalog: Catalog) -> None:

@@ -31,8 +31,10 @@ from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
 from millstream.model.floats import render_float4, render_float8
 from millstream.model.ids import Epoch, SchemaVersion, ShardId, SourceId, StreamId, TableId
 from millstream.model.operations import OPERATION_SCHEMA, OperationKind, TableRows, WriteOps
+from millstream.model.positions import Seq
 from millstream.model.records import Op, append_row_schema
 from millstream.model.schema import Column, TableKind, TableSchema
+from millstream.protocol.retention import Bounds, HolderKind, Retention
 from millstream.testing import Workload
 from millstream.testing.log import MemoryReservations, plain_ops, plain_spilled, plain_table
 from millstream.testing.pytest_plugin import Database
@@ -200,7 +202,9 @@ def test_a_log_whose_front_retention_dropped(home: Path):
     with writing(home) as log:
         fill(log)
         whole = same(home)
-        assert drop_segments(str(folder), 900, age_s=0, bytes_max=0)
+        tracker = Retention()
+        tracker.needs("lake/1", HolderKind.BACKLOG, Seq(900))
+        assert drop_segments(str(folder), tracker, Bounds(0, 0, 0)).dropped
         lines = same(home)
         assert 0 < len(lines) < len(whole)
         assert same(home, "--without-mark") == lines

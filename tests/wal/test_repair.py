@@ -14,10 +14,12 @@ from millstream.codec.log_directory import Numbering
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
 from millstream.errors import CorruptWal, LossNotAccepted, MillstreamError, ShardLocked, UsageError
 from millstream.model.ids import Epoch
+from millstream.protocol.retention import Bounds, Retention
 from millstream.testing.clock import ManualClock
 from millstream.testing.files import Crash, FaultPlan, MemoryFiles, keep_any
 from millstream.wal.commit import LogOptions
 from millstream.wal.inspect import FrameInfo, inspect, ls, stats, verify
+from millstream.wal.layout import segment_path, shard_folder
 from millstream.wal.reader import StreamReader
 from millstream.wal.repair import AcceptedRange, plan_repair, repair
 from millstream.wal.retain import drop_segments
@@ -310,8 +312,8 @@ def test_retention_and_the_other_tools_pass_over_what_was_lost(truth: Truth) -> 
     assert [loss.why for loss in counted.accepted] == ["segments are missing here"]
     assert counted.records == len(strict(files))
     assert {f.kind for f in inspect(FOLDER, files=files) if isinstance(f, FrameInfo)} == {"schema", "records", "loss"}
-    dropped = drop_segments(FOLDER, 10**6, age_s=0, bytes_max=0, files=files, clock=clock)
-    assert path in {segment.path for segment in dropped}
+    dropped = drop_segments(FOLDER, Retention(), Bounds(0, 0, 0), files=files, clock=clock).dropped
+    assert path in {segment_path(shard_folder(FOLDER, s.shard), s.base_offset) for s in dropped}
     truth.open(files).abandon()
     assert StreamReader(FOLDER, files=files).stream_id == STREAM
 

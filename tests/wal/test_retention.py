@@ -6,10 +6,12 @@ import pytest
 from tests.wal.truth import Truth
 
 from millstream.errors import OffsetBeyondEnd, OffsetExpired
+from millstream.model.positions import Seq
+from millstream.protocol.retention import Bounds, CutOff, HolderKind, Retention, SealedSegment
 from millstream.testing.clock import ManualClock
 from millstream.testing.files import Crash, MemoryFiles, keep_any
 from millstream.wal.reader import StreamReader
-from millstream.wal.retain import drop_segments
+from millstream.wal.retain import drop_segments, oldest_sealed
 
 FOLDER = "/wal/shop"
 
@@ -27,13 +29,30 @@ def filled(truth: Truth, files: MemoryFiles, clock: ManualClock, groups: int = 8
     return log
 
 
+def drop(
+    needed_from: int, *, age_s: float, bytes_max: int, files: MemoryFiles, clock: ManualClock
+) -> list[SealedSegment]:
+    """One round, with somebody who reads from a number on."""
+    tracker = Retention()
+    tracker.needs("lake/1", HolderKind.BACKLOG, Seq(needed_from))
+    bounds = Bounds(age_s, bytes_max, bytes_max)
+    return list(drop_segments(FOLDER, tracker, bounds, files=files, clock=clock).dropped)
+
+
+def size_of(files: MemoryFiles) -> int:
+    paths = [
+        f"{FOLDER}/{shard}/{name}" for shard in files.listdir(FOLDER) for name in files.listdir(f"{FOLDER}/{shard}")
+    ]
+    return sum(files.size(path) for path in paths if path.endswith(".wal"))
+
+
 def test_nothing_is_dropped_before_it_is_unneeded_however_old_or_large(truth: Truth, clock: ManualClock):
     files = MemoryFiles()
     filled(truth, files, clock)
     clock.advance(10_000)
-    assert drop_segments(FOLDER, 1, age_s=1, bytes_max=0, files=files, clock=clock) == []
+    assert drop(1, age_s=1, bytes_max=0, files=files, clock=clock) == []
     needed_from = 100
-    dropped = drop_segments(FOLDER, needed_from, age_s=1, bytes_max=0, files=files, clock=clock)
+    dropped = drop(needed_from, age_s=1, bytes_max=0, files=files, clock=clock)
     assert dropped
     assert all(segment.last_seq < needed_from for segment in dropped)
     reader = StreamReader(FOLDER, files=files)
@@ -45,9 +64,9 @@ def test_nothing_is_dropped_before_it_is_unneeded_however_old_or_large(truth: Tr
 def test_what_is_unneeded_stays_while_it_is_young_and_small(truth: Truth, clock: ManualClock):
     files = MemoryFiles()
     filled(truth, files, clock)
-    assert drop_segments(FOLDER, 10**9, age_s=10_000, bytes_max=1 << 40, files=files, clock=clock) == []
+    assert drop(10**9, age_s=10_000, bytes_max=1 << 40, files=files, clock=clock) == []
     total = sum(files.size(f"{FOLDER}/00000/{n}") for n in files.listdir(f"{FOLDER}/00000") if n.endswith(".wal"))
-    dropped = drop_segments(FOLDER, 10**9, age_s=10_000, bytes_max=total, files=files, clock=clock)
+    dropped = drop(10**9, age_s=10_000, bytes_max=total, files=files, clock=clock)
     assert dropped
     assert [s.last_seq for s in dropped] == sorted(s.last_seq for s in dropped)
 
@@ -55,7 +74,7 @@ def test_what_is_unneeded_stays_while_it_is_young_and_small(truth: Truth, clock:
 def test_readers_tell_expired_from_not_yet_there(truth: Truth, clock: ManualClock):
     files = MemoryFiles()
     log = filled(truth, files, clock)
-    drop_segments(FOLDER, 100, age_s=0, bytes_max=0, files=files, clock=clock)
+    drop(100, age_s=0, bytes_max=0, files=files, clock=clock)
     reader = StreamReader(FOLDER, files=files)
     first = reader.first_offset(0)
     with pytest.raises(OffsetExpired) as caught:
@@ -74,7 +93,7 @@ def test_a_span_whose_segment_was_dropped_has_expired(truth: Truth, clock: Manua
     filled(truth, files, clock)
     reader = StreamReader(FOLDER, files=files)
     span = reader.spans(0, reader.persisted_upto(), bytes_target=1)[0]
-    drop_segments(FOLDER, 100, age_s=0, bytes_max=0, files=files, clock=clock)
+    drop(100, age_s=0, bytes_max=0, files=files, clock=clock)
     with pytest.raises(OffsetExpired):
         list(reader.read_span(span))
 
@@ -87,16 +106,67 @@ def test_a_new_writer_goes_on_behind_a_log_whose_front_and_perhaps_all_but_the_e
     end, reached = log.durable_offset(0), dict(log.reached)
     log.close()
     truth.open(files, clock=clock).close()
-    drop_segments(FOLDER, 10**9, age_s=0, bytes_max=0, files=files, clock=clock)
+    drop(10**9, age_s=0, bytes_max=0, files=files, clock=clock)
     truth.acknowledged.clear()
     log = truth.open(files, clock=clock)
     assert log.durable_offset(0) == end
     assert dict(log.reached) == reached
-    drop_segments(FOLDER, 10**9, age_s=0, bytes_max=0, files=files, clock=clock)
+    drop(10**9, age_s=0, bytes_max=0, files=files, clock=clock)
     truth.commit(log, truth.ops([(1, 1), (2, 1)]))
     log.abandon()
     truth.open(files, clock=clock)
     assert truth.judge(files)[-1] == truth.attempted[-1]
+
+
+def test_a_segment_waits_for_every_table_in_it_to_land_whatever_the_pipeline_reads_next(
+    truth: Truth, clock: ManualClock
+):
+    files = MemoryFiles()
+    filled(truth, files, clock)
+    bounds = Bounds(0, 0, 0)
+    oldest = oldest_sealed(FOLDER, files=files)
+    assert oldest is not None
+    tracker = Retention(["lake"])
+    tracker.needs("lake", HolderKind.PIPELINE, Seq(10**9))
+    first, *others = sorted({batch.table for batch in oldest.batches})
+    for table in others:
+        tracker.landed("lake", Seq(1), Seq(10**9), table=table)
+    swept = drop_segments(FOLDER, tracker, bounds, files=files, clock=clock)
+    assert (swept.dropped, swept.kept.segment, swept.kept.needed_by) == ((), oldest, ("lake",))
+    tracker.landed("lake", Seq(1), oldest.last_seq, table=first)
+    swept = drop_segments(FOLDER, tracker, bounds, files=files, clock=clock)
+    assert swept.dropped[0] == oldest
+    assert swept.kept.needed_by == ("lake",)
+    assert all(
+        segment.last_seq <= oldest.last_seq or first not in {b.table for b in segment.batches}
+        for segment in swept.dropped
+    )
+
+
+def test_a_slow_consumer_is_cut_off_past_the_greatest_size_and_before_any_file_goes(truth: Truth, clock: ManualClock):
+    files = MemoryFiles()
+    filled(truth, files, clock)
+    clock.advance(10_000)
+    tracker = Retention()
+    tracker.needs("mail", HolderKind.CONSUMER, Seq(1))
+    tracker.needs("web", HolderKind.CONSUMER, Seq(10**9))
+    size = size_of(files)
+    kept = drop_segments(FOLDER, tracker, Bounds(0, 0, size), files=files, clock=clock)
+    assert (kept.dropped, kept.kept.needed_by) == ((), ("mail",))
+    told: list[tuple[CutOff, int]] = []
+
+    def note(gone: CutOff, *, answer: bool) -> bool:
+        told.append((gone, size_of(files)))
+        return answer
+
+    bounds = Bounds(0, 0, size - 1)
+    came_on = drop_segments(FOLDER, tracker, bounds, cut_off=lambda g: note(g, answer=False), files=files, clock=clock)
+    assert came_on.dropped == ()
+    tracker.needs("mail", HolderKind.CONSUMER, Seq(2))
+    gone = drop_segments(FOLDER, tracker, bounds, cut_off=lambda g: note(g, answer=True), files=files, clock=clock)
+    assert gone.dropped
+    assert [(cut.name, cut.needed_from, size_then) for cut, size_then in told] == [("mail", 1, size), ("mail", 2, size)]
+    assert told[-1][0].first == gone.dropped[0].last_seq + 1
 
 
 def test_a_crash_at_any_operation_of_retention_leaves_a_log_that_opens(clock: ManualClock):
@@ -107,7 +177,7 @@ def test_a_crash_at_any_operation_of_retention_leaves_a_log_that_opens(clock: Ma
         needed_from = 150
         files.plan.crash_at = files.plan.operations + at
         try:
-            drop_segments(FOLDER, needed_from, age_s=0, bytes_max=0, files=files, clock=clock)
+            drop(needed_from, age_s=0, bytes_max=0, files=files, clock=clock)
             finished = True
         except Crash:
             finished = False
@@ -118,7 +188,7 @@ def test_a_crash_at_any_operation_of_retention_leaves_a_log_that_opens(clock: Ma
         reader = StreamReader(FOLDER, files=survivor)
         rows = list(reader.read_between(needed_from - 1, reader.persisted_upto()))
         assert sum(r.batch.num_rows for r in rows) == log.persisted_upto - needed_from + 1
-        drop_segments(FOLDER, needed_from, age_s=0, bytes_max=0, files=survivor, clock=clock)
+        drop(needed_from, age_s=0, bytes_max=0, files=survivor, clock=clock)
         if finished:
             return
     raise AssertionError("retention takes more operations than were tried")

@@ -47,6 +47,7 @@ class _Status(Collector):
             lambda s: s["log"]["first_seq"],
         )
         yield from _held(streams)
+        yield from _retention(streams)
         yield _tables(streams)
         yield from _each_table(streams)
 
@@ -64,14 +65,52 @@ def _lags(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
 def _held(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
     """One that grows and grows has a holder that doesn't come on."""
     for key, text in (
-        ("bytes", "Bytes of the log that a pipeline, or a table that it set aside, still needs."),
-        ("seconds", "Age of the oldest record that it needs."),
+        ("bytes", "Bytes of the log that somebody still needs."),
+        ("seconds", "Age of the oldest record that somebody needs."),
     ):
-        family = GaugeMetricFamily(f"millstream_log_held_{key}", text, labels=["stream", "holder"])
+        family = GaugeMetricFamily(f"millstream_log_held_{key}", text, labels=["stream", "holder", "kind"])
         for stream in streams:
             for holder, facts in stream["log"]["held"].items():
                 if facts[key] is not None:
-                    family.add_metric([stream["name"], holder], float(facts[key]))
+                    family.add_metric([stream["name"], holder, facts["kind"]], float(facts[key]))
+        yield family
+
+
+def _retention(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
+    """The oldest segment: where its number stands still while the log grows, somebody leaks."""
+    for key, name, text in (
+        ("segment", "millstream_log_oldest_segment", "Number (first offset) of the oldest sealed segment."),
+        ("seconds", "millstream_log_oldest_segment_seconds", "For how long it has been the oldest one."),
+    ):
+        family = GaugeMetricFamily(name, text, labels=["stream", "shard"])
+        for stream in streams:
+            oldest = stream["log"]["oldest"]
+            if oldest is not None:
+                family.add_metric([stream["name"], str(oldest["shard"])], float(oldest[key]))
+        yield family
+    needed_by = GaugeMetricFamily(
+        "millstream_log_oldest_needed_by",
+        "1 for everybody who needs the oldest sealed segment.",
+        labels=["stream", "holder"],
+    )
+    cut_off = GaugeMetricFamily(
+        "millstream_log_cut_off", "1 for everybody who was cut off.", labels=["stream", "holder", "kind"]
+    )
+    for stream in streams:
+        for holder in (stream["log"]["oldest"] or {"needed_by": []})["needed_by"]:
+            needed_by.add_metric([stream["name"], holder], 1.0)
+        for holder, facts in stream["log"]["cut_off"].items():
+            cut_off.add_metric([stream["name"], holder, facts["kind"]], 1.0)
+    yield needed_by
+    yield cut_off
+    for key, text in (
+        ("bytes", "Size of the log from which on its oldest segments go that nobody needs."),
+        ("bytes_max", "Size of the log past which consumers and followers are cut off."),
+    ):
+        family = GaugeMetricFamily(f"millstream_log_retention_{key}", text, labels=["stream"])
+        for stream in streams:
+            if stream["log"]["retention"] is not None:
+                family.add_metric([stream["name"]], float(stream["log"]["retention"][key]))
         yield family
 
 

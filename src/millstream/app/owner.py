@@ -19,10 +19,10 @@ from millstream.app.control import ControlServer
 from millstream.app.home import Home
 from millstream.app.locks import RoleLock
 from millstream.app.part import Lifeline
-from millstream.app.wiring import capture_config, disk_bytes, log_options, place_compiled_code
+from millstream.app.retention import sweep
+from millstream.app.wiring import capture_config, log_options, place_compiled_code
 from millstream.errors import DiskFull, LogError, MillstreamError, Retry, ShardLocked, StaleEpoch
 from millstream.model.ids import Epoch, ShardId, StreamId
-from millstream.model.positions import Seq
 
 if TYPE_CHECKING:
     from millstream.app.config.model import StreamConfig
@@ -34,7 +34,6 @@ logger = structlog.get_logger("millstream.owner")
 
 LOCK_PATIENCE_S: Final = 30.0
 """How long a supervised owner waits for one whose supervisor was killed: that one is gone within a second or two."""
-RETENTION_EVERY_S: Final = 30.0
 _BACKOFF_FIRST_S: Final = 0.5
 _BACKOFF_MAX_S: Final = 30.0
 _ATTEMPTS_OF_A_JOB: Final = 5
@@ -126,20 +125,7 @@ class OwnedStream:
         """Let go of segments that nobody needs and that are too old or too many."""
         if self._stream_id is None or self.writer is None:
             return
-        from millstream.wal.retain import drop_segments
-
-        log = self.config.log
-        needed = self.catalog.needed_from(self._stream_id)
-        folder = self.home.wal_folder(self.name)
-        dropped = drop_segments(
-            str(folder),
-            # Before its pipeline has said what it needs, it needs everything.
-            min(needed.values(), default=Seq(0)),
-            age_s=log.retention_age_s,
-            bytes_max=log.retention_bytes_of(disk_bytes(folder)),
-        )
-        if dropped:
-            logger.info("segments dropped", stream=self.name, segments=len(dropped))
+        sweep(self.catalog, self.name, self._stream_id, self.home.wal_folder(self.name), self.config.log)
 
     def _capture(self, stop: threading.Event, *, until_caught_up: bool, tell: Callable[[], None]) -> None:
         from millstream.capture import run_capture
@@ -253,12 +239,16 @@ def run_owner(
             for stream in streams
         ]
         done = threading.Event()
-        keeper = threading.Thread(target=_keep_retention, args=(streams, done), name="retention", daemon=True)
-        for thread in (*threads, keeper):
+        keepers = [
+            threading.Thread(target=_keep_retention, args=(stream, done), name=f"retention-{stream.name}", daemon=True)
+            for stream in streams
+        ]
+        for thread in (*threads, *keepers):
             thread.start()
         _wait_for(threads, streams, lifeline)
         done.set()
-        keeper.join()
+        for keeper in keepers:
+            keeper.join()
     for stream in streams:
         if stream.crash is not None:
             raise stream.crash
@@ -283,16 +273,15 @@ def _wait_for(threads: list[threading.Thread], streams: list[OwnedStream], lifel
                 lifeline.tell("stream_failed", {"stream": stream.name, **stream.error.as_dict()})
 
 
-def _keep_retention(streams: list[OwnedStream], done: threading.Event) -> None:
-    while not done.wait(RETENTION_EVERY_S):
-        for stream in streams:
-            try:
-                stream.drop_old_segments()
-            except MillstreamError as error:
-                logger.warning("retention waits", stream=stream.name, code=error.code, error=error.message)
-            except Exception:
-                # Our bug. Keeping too much harms less than ending, and the next round may get by it.
-                logger.exception("retention failed, and is tried again", stream=stream.name)
+def _keep_retention(stream: OwnedStream, done: threading.Event) -> None:
+    while not done.wait(stream.config.log.retention_interval_s):
+        try:
+            stream.drop_old_segments()
+        except MillstreamError as error:
+            logger.warning("retention waits", stream=stream.name, code=error.code, error=error.message)
+        except Exception:
+            # Our bug. Keeping too much harms less than ending, and the next round may get by it.
+            logger.exception("retention failed, and is tried again", stream=stream.name)
 
 
 def _outcome_facts(outcome: CaptureOutcome) -> dict[str, Any]:

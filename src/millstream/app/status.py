@@ -6,6 +6,7 @@ couldn't be read stands under `problems`.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -18,8 +19,6 @@ from millstream.model.names import qualified_name
 from millstream.model.positions import Seq, StreamToken, format_lsn
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from millstream.catalog import Catalog, TableRow
 
 
@@ -108,7 +107,7 @@ def _stream(
                 "seconds": max((t["fold_lag_s"] or 0.0 for t in landing.get("tables", ())), default=None),
             },
         },
-        "log": _log(home, name, problems) | {"held": _held(home, name, catalog.needed_from(stream), durable, problems)},
+        "log": _log(home, name, problems) | _retention(home, catalog, name, stream, durable, problems),
         "tables": tables_of(catalog, stream, captured, landing),
         "errors": {
             part: facts["error"]
@@ -181,26 +180,76 @@ def _log(home: Home, name: str, problems: list[str]) -> dict[str, Any]:
     return {"segments": segments, "bytes": size, "first_seq": first}
 
 
-def _held(
-    home: Home, name: str, needed_from: Mapping[str, Seq], durable: Seq | None, problems: list[str]
-) -> dict[str, dict[str, Any]]:
-    """Who keeps how much of the log from being dropped: by holder, `from` which number, `bytes`, and `seconds` of age."""
+def _retention(
+    home: Home, catalog: Catalog, name: str, stream: StreamId, durable: Seq | None, problems: list[str]
+) -> dict[str, Any]:
+    """What keeps the log from being dropped.
+
+    Returns:
+        `held`: by holder its `kind`, `from` which number it needs the log, how many `bytes` that is and how many `seconds` old.
+        `cut_off`: by holder its `kind`, and the `first` number that the log had left for it.
+        `oldest`: the oldest sealed segment (`shard` and number: `segment`), for how many `seconds` it has been that, and by whom it
+        is `needed_by`; None where none is sealed. `retention`: the bounds in force, `age_s`, `bytes`, `bytes_max`; None where the
+        configuration can't be read or doesn't name the stream.
+    """
+    from millstream.app.retention import bounds_of, moved_us, tracker_of
+    from millstream.wal.retain import oldest_sealed
+
+    positions = catalog.pipelines(stream)
+    tracker = tracker_of(positions)
+    folder = home.wal_folder(name)
+    config = None
+    with contextlib.suppress(MillstreamError):  # said already
+        config = home.config.streams.get(name)
+    bounds = None if config is None else bounds_of(config.log, folder)
+    oldest: dict[str, Any] | None = None
+    try:
+        segment = oldest_sealed(str(folder))
+        if segment is not None:
+            since_s = max(segment.sealed_ns / 1e9, moved_us(catalog, stream) / 1e6)
+            oldest = {
+                "shard": int(segment.shard),
+                "segment": int(segment.base_offset),
+                "seconds": max(0.0, time.time() - since_s),
+                "needed_by": list(tracker.needed_by(segment)),
+            }
+    except FileNotFoundError:
+        pass  # it goes at this very moment: the next look finds the one behind it
+    except (LogError, OSError) as error:
+        problems.append(f"log of {name}: {error}")
+    return {
+        "held": {
+            position.name: {"kind": position.kind.value, **_held(home, name, position.needed_from, durable, problems)}
+            for position in positions
+            if position.needed_from is not None and position.cut_off_at is None
+        },
+        "cut_off": {
+            position.name: {"kind": position.kind.value, "first": int(position.cut_off_at)}
+            for position in positions
+            if position.cut_off_at is not None
+        },
+        "oldest": oldest,
+        "retention": None
+        if bounds is None
+        else {"age_s": bounds.age_s, "bytes": bounds.size_bytes, "bytes_max": bounds.bytes_max},
+    }
+
+
+def _held(home: Home, name: str, needed_from: Seq, durable: Seq | None, problems: list[str]) -> dict[str, Any]:
+    """How much of the log lies from a number on."""
     from millstream.wal.backlog import backlog
 
-    held: dict[str, dict[str, Any]] = {}
-    for who, seq in needed_from.items():
-        held[who] = {"from": int(seq), "bytes": None, "seconds": None}
-        if durable is None:
-            continue
-        try:
-            waiting = backlog(str(home.wal_folder(name)), Seq(max(0, seq - 1)), durable)
-        except (LogError, OSError) as error:
-            problems.append(f"log of {name}: {error}")
-            continue
-        oldest = waiting.oldest_commit_us
-        seconds = None if oldest is None else max(0.0, time.time() - oldest / 1e6)
-        held[who] = {"from": int(seq), "bytes": waiting.size_bytes, "seconds": seconds}
-    return held
+    unknown = {"from": int(needed_from), "bytes": None, "seconds": None}
+    if durable is None:
+        return unknown
+    try:
+        waiting = backlog(str(home.wal_folder(name)), Seq(max(0, needed_from - 1)), durable)
+    except (LogError, OSError) as error:
+        problems.append(f"log of {name}: {error}")
+        return unknown
+    oldest = waiting.oldest_commit_us
+    seconds = None if oldest is None else max(0.0, time.time() - oldest / 1e6)
+    return {"from": int(needed_from), "bytes": waiting.size_bytes, "seconds": seconds}
 
 
 def live_progress(home: Home, name: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from millstream.app.config.quantities import duration_s, size_bytes
@@ -107,13 +105,6 @@ def pipeline_config(home: Home, name: str, stream: StreamConfig, stream_id: Stre
         ),
         history_retention_s=stream.lake.history_retention_s,
     )
-
-
-def disk_bytes(folder: Path) -> int:
-    """How large the disk is on which a folder lies (or will)."""
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).total
 
 
 def place_compiled_code(home: Home) -> None:

@@ -19,7 +19,7 @@ from sqlalchemy.exc import DBAPIError
 
 from millstream.errors import CatalogBusy, CatalogError, CatalogTooNew, DiskFull, MillstreamError
 
-REVISION: Final = "0001"
+REVISION: Final = "0002"
 """The newest migration in this package; a test holds it equal to the scripts'."""
 BUSY_TIMEOUT_S: Final = 15.0  # longer than any of our transactions by far, shorter than a person's patience
 

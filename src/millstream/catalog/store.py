@@ -18,6 +18,7 @@ from sqlalchemy.dialects.sqlite import insert
 
 from millstream.catalog import tables as t
 from millstream.catalog.database import BUSY_TIMEOUT_S, Database
+from millstream.catalog.reservations import StreamReservations
 from millstream.catalog.values import (
     ChunkState,
     CopyChunk,
@@ -28,7 +29,7 @@ from millstream.catalog.values import (
     TableState,
     WriterRow,
 )
-from millstream.errors import CatalogError, StaleEpoch, UnknownStream, UnknownTable
+from millstream.errors import CatalogError, UnknownStream, UnknownTable
 from millstream.model.ids import (
     Epoch,
     SchemaVersion,
@@ -41,6 +42,7 @@ from millstream.model.ids import (
 )
 from millstream.model.positions import Lsn, Seq
 from millstream.model.schema import TableKind, TableSchema
+from millstream.protocol.retention import CutOff, HolderKind, cut_off_error
 
 
 class Catalog:
@@ -442,23 +444,51 @@ class Catalog:
 
     # --- pipelines ---------------------------------------------------------------------------------------------
 
-    def set_needed_from(self, stream: StreamId, pipeline: str, seq: Seq) -> None:
-        """Hold every segment with numbers at or above `seq` for a pipeline (or another holder). Only upward."""
-        self._move_pipeline(stream, pipeline, "needed_from", seq)
+    def set_needed_from(
+        self, stream: StreamId, pipeline: str, seq: Seq, *, kind: HolderKind = HolderKind.PIPELINE
+    ) -> None:
+        """Hold every segment with numbers at or above `seq` for a pipeline (or another holder). Only upward.
+
+        Args:
+            stream: whose log.
+            pipeline: the holder's name.
+            seq: the lowest number that it may still ask for. Of a pipeline: the start of its last batch.
+            kind: what the holder is, when it is new.
+
+        Raises:
+            CursorExpired, FollowerBehindRetention: it was cut off; `release` it to begin anew.
+        """
+        self._move_pipeline(stream, pipeline, "needed_from", seq, kind)
+
+    def cut_off(self, stream: StreamId, gone: CutOff) -> bool:
+        """Note that a holder was cut off: it holds nothing from now on, and is told so when it comes again.
+
+        Returns:
+            False where it has come on meanwhile, or is gone: then nothing was changed.
+        """
+        still = (t.pipelines.c.stream == str(stream)) & (t.pipelines.c.name == gone.name)
+        still &= (t.pipelines.c.needed_from <= gone.needed_from) & t.pipelines.c.cut_off_at.is_(None)
+        with self._database.write() as connection:
+            done = connection.execute(
+                update(t.pipelines).where(still).values(cut_off_at=gone.first, changed_us=_now_us())
+            )
+            return done.rowcount > 0
 
     def release(self, stream: StreamId, pipeline: str) -> None:
-        """Forget a holder: it needs nothing any more."""
+        """Forget a holder, also one that was cut off: it needs nothing any more."""
         gone = delete(t.pipelines).where(t.pipelines.c.stream == str(stream), t.pipelines.c.name == pipeline)
         with self._database.write() as connection:
             connection.execute(gone)
 
     def needed_from(self, stream: StreamId) -> dict[str, Seq]:
         """By holder, the lowest number that it may still ask for: what retention has to leave alone."""
-        return {p.name: p.needed_from for p in self.pipelines(stream) if p.needed_from is not None}
+        return {
+            p.name: p.needed_from for p in self.pipelines(stream) if p.needed_from is not None and p.cut_off_at is None
+        }
 
     def set_landed(self, stream: StreamId, pipeline: str, seq: Seq) -> None:
         """Say that a pipeline has everything up to `seq` committed in all its tables. Only upward."""
-        self._move_pipeline(stream, pipeline, "landed", seq)
+        self._move_pipeline(stream, pipeline, "landed", seq, HolderKind.PIPELINE)
 
     def landed(self, stream: StreamId, pipeline: str) -> Seq:
         """How far a pipeline has landed; 0 for one that is new."""
@@ -471,20 +501,33 @@ class Catalog:
             rows = connection.execute(query).all()
         return [
             PipelinePosition(
-                stream, r.name, None if r.needed_from is None else Seq(r.needed_from), Seq(r.landed), r.changed_us
+                stream,
+                r.name,
+                None if r.needed_from is None else Seq(r.needed_from),
+                Seq(r.landed),
+                r.changed_us,
+                HolderKind(r.kind),
+                None if r.cut_off_at is None else Seq(r.cut_off_at),
             )
             for r in rows
         ]
 
-    def _move_pipeline(self, stream: StreamId, pipeline: str, column: str, seq: Seq) -> None:
+    def _move_pipeline(self, stream: StreamId, pipeline: str, column: str, seq: Seq, kind: HolderKind) -> None:
         now = _now_us()
-        first = insert(t.pipelines).values({"stream": str(stream), "name": pipeline, column: seq, "changed_us": now})
+        values = {"stream": str(stream), "name": pipeline, column: seq, "changed_us": now, "kind": kind.value}
+        first = insert(t.pipelines).values(values)
         upward = func.max(func.coalesce(t.pipelines.c[column], 0), seq)
         change = first.on_conflict_do_update(
             index_elements=[t.pipelines.c.stream, t.pipelines.c.name], set_={column: upward, "changed_us": now}
         )
         with self._database.write() as connection:
             _check_stream(connection, stream)
+            mine = (t.pipelines.c.stream == str(stream)) & (t.pipelines.c.name == pipeline)
+            gone = connection.execute(select(t.pipelines).where(mine, t.pipelines.c.cut_off_at.is_not(None))).first()
+            if gone is not None:
+                raise cut_off_error(
+                    CutOff(gone.name, HolderKind(gone.kind), Seq(gone.needed_from), Seq(gone.cut_off_at))
+                )
             connection.execute(change)
 
     # --- facts -------------------------------------------------------------------------------------------------
@@ -515,36 +558,6 @@ class Catalog:
         """Forget a value."""
         with self._database.write() as connection:
             connection.execute(delete(t.facts).where(t.facts.c.scope == scope, t.facts.c.name == name))
-
-
-class StreamReservations:
-    """The embedded sequencer's durable bound for one stream: `ports.SeqReservations`."""
-
-    def __init__(self, database: Database, stream: StreamId) -> None:
-        self._database = database
-        self._stream = stream
-
-    def reserved(self) -> Seq:
-        """The greatest number ever reserved; numbers up to it may have been given out."""
-        with self._database.read() as connection:
-            query = select(t.streams.c.reserved).where(t.streams.c.id == str(self._stream))
-            return Seq(connection.execute(query).scalar() or 0)
-
-    def reserve_to(self, seq: Seq, *, epoch: Epoch) -> None:
-        """Durably reserve up to `seq`; a lower one changes nothing.
-
-        Raises:
-            StaleEpoch: no writer of the stream stands at `epoch` any more.
-        """
-        with self._database.write() as connection:
-            query = select(t.writers.c.epoch).where(t.writers.c.stream == str(self._stream))
-            epochs = connection.execute(query).scalars().all()
-            if epoch not in epochs:
-                raise StaleEpoch(
-                    f"epoch {epoch} is fenced: a newer writer registered (now {max(epochs, default=0)})", epoch=epoch
-                )
-            lower = (t.streams.c.id == str(self._stream)) & (t.streams.c.reserved < seq)
-            connection.execute(update(t.streams).where(lower).values(reserved=seq))
 
 
 def _now_us() -> int:

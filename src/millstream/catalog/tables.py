@@ -104,6 +104,8 @@ pipelines = Table(
     Column("needed_from", BigInteger),
     Column("landed", BigInteger, nullable=False, server_default="0"),
     Column("changed_us", BigInteger, nullable=False),
+    Column("kind", Text, nullable=False, server_default="pipeline"),
+    Column("cut_off_at", BigInteger),
 )
 
 facts = Table(

@@ -9,6 +9,7 @@ from typing import Any
 from millstream.model.ids import Epoch, SchemaVersion, ShardId, SourceId, StreamId, TableId, WriterId
 from millstream.model.positions import Lsn, Seq
 from millstream.model.schema import TableKind
+from millstream.protocol.retention import HolderKind
 
 
 class TableState(StrEnum):
@@ -131,3 +132,6 @@ class PipelinePosition:
     landed: Seq
     """Everything up to here is committed in all its tables; 0 at first."""
     changed_us: int
+    kind: HolderKind = HolderKind.PIPELINE
+    cut_off_at: Seq | None = None
+    """Where the log began when the holder was cut off, which it no longer holds since; None: it wasn't."""

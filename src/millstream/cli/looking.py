@@ -71,6 +71,8 @@ def _print_stream(stream: dict[str, Any]) -> None:
     if lag["fold"]["seconds"] is not None:
         click.echo(f"  current: folded {human_seconds(lag['fold']['seconds'])} ago at the oldest")
     click.echo(f"  log: {stream['log']['segments']} segments, {human_bytes(stream['log']['bytes'])}{_held(stream)}")
+    for holder, facts in stream["log"]["cut_off"].items():
+        click.secho(f"  cut off: the {facts['kind']} {holder}; the log began at {facts['first']} then", fg="red")
     for part, error in stream["errors"].items():
         click.secho(f"  {part}: {error['code']}: {error['message']}", fg="red")
     if stream["tables"]:
@@ -89,9 +91,12 @@ def _held(stream: dict[str, Any]) -> str:
 
 
 def _holder_words(stream: dict[str, Any], holder: str) -> str:
-    pipeline, _, table_id = holder.partition("/")
+    kind = stream["log"]["held"][holder]["kind"]
+    if kind != "backlog":
+        return f"the {kind} {holder}"
+    _, _, table_id = holder.partition("/")
     name = next((table["name"] for table in stream["tables"] if str(table["id"]) == table_id), None)
-    return f"the pipeline {pipeline}" if not table_id else f"{name or f'table {table_id}'}, which is set aside"
+    return f"{name or f'table {table_id}'}, which is set aside"
 
 
 def _print_hints(tables: list[dict[str, Any]]) -> None:

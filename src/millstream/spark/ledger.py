@@ -19,6 +19,7 @@ from millstream.lake.commits import Cut, commit_cut, last_cut
 from millstream.lake.layout import TableCommit
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
+from millstream.protocol.retention import HolderKind
 from millstream.spark.landing import TableError, TendAnswer
 from millstream.spark.pipeline import PipelineConfig, TableProgress
 from millstream.spark.rates import Rate
@@ -223,7 +224,10 @@ class Ledger:
 
     def hold(self, table: HeldTable) -> None:
         """Set a table aside, durably; its records stay in the log until it is released."""
-        self._catalog.set_needed_from(self._config.stream_id, self._holder(table.table_id), max(Seq(1), table.after))
+        lacks_from = max(Seq(1), table.after)
+        self._catalog.set_needed_from(
+            self._config.stream_id, self._holder(table.table_id), lacks_from, kind=HolderKind.BACKLOG
+        )
         self._catalog.put_fact(self._scope, str(table.table_id), table.as_fact())
         self.held[table.table_id] = table
         pause = min(RETRY_HELD_S_MAX, 2 * self._pause_s.get(table.table_id, RETRY_HELD_S_MIN / 2))

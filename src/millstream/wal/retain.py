@@ -1,4 +1,6 @@
-"""Retention: old segments go from a shard's front, whole, and never before they aren't needed.
+"""Retention: old segments go from a shard's front, whole, when `millstream.protocol.retention` says so.
+
+Here segments are listed, shown to that machine, and unlinked; who needs what, and which goes when, is the machine's.
 
 What is dropped is said in the mark, durably, before the first file goes: readers then tell `OffsetExpired` from an empty
 log, recovery tells dropped segments from lost ones, and files that a crash left behind are finished off the next time.
@@ -7,32 +9,20 @@ Retention needs no free space.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SegmentFooter
 from millstream.errors import CorruptFrame
-from millstream.model.ids import ShardId
-from millstream.model.positions import Offset, Seq
+from millstream.model.ids import ShardId, TableId
+from millstream.model.positions import Seq
 from millstream.ports import Clock, Files
+from millstream.protocol.retention import Bounds, CutOff, Keep, Retention, SealedSegment, TableBatch, oldest_of
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.index import damage, read_header
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard_folder
 from millstream.wal.mark import DroppedMark, MarkFile, read_dropped, read_mark
 from millstream.wal.scan import reader_of
-
-
-@dataclass(frozen=True, slots=True)
-class DroppedSegment:
-    """A segment that is gone."""
-
-    shard: ShardId
-    path: str
-    base_offset: Offset
-    end_offset: Offset
-    last_seq: Seq
-    """Last number of its last commit group."""
-    size_bytes: int
 
 
 @dataclass(slots=True)
@@ -48,27 +38,34 @@ class _Front:
     """The segment behind the last of `sealed`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What one round of retention did."""
+
+    dropped: tuple[SealedSegment, ...]
+    """Oldest first."""
+    kept: Keep
+    """The oldest segment that is left, and who needs it."""
+
+
 def drop_segments(
     folder: str,
-    needed_from: Seq,
+    tracker: Retention,
+    bounds: Bounds,
     *,
-    age_s: float,
-    bytes_max: int,
+    cut_off: Callable[[CutOff], bool] = lambda _gone: True,
     files: Files | None = None,
     clock: Clock | None = None,
-) -> list[DroppedSegment]:
-    """Drop what nobody needs and is too old, or too much.
+) -> Sweep:
+    """Drop what the tracker lets go.
 
     Args:
         folder: the stream's.
-        needed_from: the lowest number that anybody may still ask for; segments with it, or behind it, stay.
-        age_s: a segment goes when it was sealed that long ago …
-        bytes_max: … or, oldest first, while all segments of the stream take more than this.
+        tracker: who needs what.
+        bounds: how much is kept.
+        cut_off: notes durably that a holder is cut off; False where it has come on meanwhile: then this round ends.
         files: the file system.
         clock: for ages.
-
-    Returns:
-        What was dropped, oldest first.
 
     Raises:
         CorruptWal: a footer or header that must be read is damaged; what was dropped before stays so.
@@ -76,31 +73,45 @@ def drop_segments(
     Concurrency: one caller at a time; beside the writer and any readers.
     """
     files = RealFiles() if files is None else files
-    now = (SystemClock() if clock is None else clock).now_ns()
-    fronts = [_front(files, folder, shard) for shard in list_shards(files, folder)]
-    total = sum(front.size_bytes for front in fronts)
-    dropped: list[DroppedSegment] = []
-    waiting = {front.shard: _oldest(files, front) for front in fronts if front.sealed}
-    by_shard = {front.shard: front for front in fronts}
-    while waiting:
-        # The oldest of all shards first, so that the shards' fronts stay close to each other.
-        shard, oldest = min(waiting.items(), key=lambda item: item[1].last_seq)
-        front = by_shard[shard]
-        following = front.sealed[1] if len(front.sealed) > 1 else front.current
-        assert following is not None
-        is_old = now - read_header(files, following).created_ns >= age_s * 1e9
-        if oldest.last_seq >= needed_from or not (is_old or total > bytes_max):
+    now_ns = (SystemClock() if clock is None else clock).now_ns()
+    fronts = {shard: _front(files, folder, shard) for shard in list_shards(files, folder)}
+    log_bytes = sum(front.size_bytes for front in fronts.values())
+    oldest = {shard: _oldest(files, front) for shard, front in fronts.items() if front.sealed}
+    dropped: list[SealedSegment] = []
+    while not isinstance(
+        effect := tracker.step(oldest.values(), now_ns=now_ns, log_bytes=log_bytes, bounds=bounds), Keep
+    ):
+        if isinstance(effect, CutOff):
+            if cut_off(effect):
+                continue
+            tracker.released(effect.name)  # it may tell anew
+            effect = Keep(oldest_of(oldest.values()), (effect.name,))
             break
-        dropped.append(oldest)
-        total -= oldest.size_bytes
+        dropped.append(effect.segment)
+        log_bytes -= effect.segment.size_bytes
+        front = fronts[effect.segment.shard]
         front.sealed.pop(0)
         if front.sealed:
-            waiting[shard] = _oldest(files, front)
+            oldest[front.shard] = _oldest(files, front)
         else:
-            del waiting[shard]
-    for front in fronts:
+            del oldest[front.shard]
+    for front in fronts.values():
         _remove(files, front, [segment for segment in dropped if segment.shard == front.shard])
-    return dropped
+    gone = [read_dropped(files, front.folder) for front in fronts.values()]
+    # Below the shard that has dropped least, nobody has anything.
+    tracker.forget_below(Seq(min((Seq(0) if mark is None else mark.seq for mark in gone), default=Seq(0)) + 1))
+    return Sweep(tuple(dropped), effect)
+
+
+def oldest_sealed(folder: str, *, files: Files | None = None) -> SealedSegment | None:
+    """The segment that retention would let go of first, of all shards; None where none is sealed.
+
+    Raises:
+        CorruptWal: a footer or header that must be read is damaged.
+    """
+    files = RealFiles() if files is None else files
+    fronts = [_front(files, folder, shard) for shard in list_shards(files, folder)]
+    return oldest_of(_oldest(files, front) for front in fronts if front.sealed)
 
 
 def _front(files: Files, folder: str, shard: ShardId) -> _Front:
@@ -123,7 +134,7 @@ def _front(files: Files, folder: str, shard: ShardId) -> _Front:
     return _Front(shard, shard_dir, sealed, size, current)
 
 
-def _oldest(files: Files, front: _Front) -> DroppedSegment:
+def _oldest(files: Files, front: _Front) -> SealedSegment:
     segment = front.sealed[0]
     size = files.size(segment.path)
     try:
@@ -132,11 +143,32 @@ def _oldest(files: Files, front: _Front) -> DroppedSegment:
             raise CorruptFrame("the segment's footer is missing")
     except CorruptFrame as error:
         raise damage(error, file=segment.path, byte=size, offset_from=segment.base_offset, offset_to=None) from error
-    last = footer.frames[-1].group_last_seq
-    return DroppedSegment(front.shard, segment.path, segment.base_offset, footer.end_offset, last, size)
+    following = front.sealed[1] if len(front.sealed) > 1 else front.current
+    assert following is not None
+    return SealedSegment(
+        shard=front.shard,
+        base_offset=segment.base_offset,
+        end_offset=footer.end_offset,
+        last_seq=footer.frames[-1].group_last_seq,
+        size_bytes=size,
+        sealed_ns=read_header(files, following).created_ns,
+        batches=_batches(footer),
+    )
 
 
-def _remove(files: Files, front: _Front, dropped: Sequence[DroppedSegment]) -> None:
+def _batches(footer: SegmentFooter) -> tuple[TableBatch, ...]:
+    """One a table. The footer tells numbers a frame, not a table, and no partitions: the range is that of all its frames."""
+    found: dict[TableId, tuple[Seq, Seq]] = {}
+    for frame in footer.frames:
+        if not frame.count:
+            continue
+        for table in frame.tables:
+            first, last = found.get(table.table_id, (frame.first_seq, frame.last_seq))
+            found[table.table_id] = min(first, frame.first_seq), max(last, frame.last_seq)
+    return tuple(TableBatch(table, first, last) for table, (first, last) in found.items())
+
+
+def _remove(files: Files, front: _Front, dropped: Sequence[SealedSegment]) -> None:
     before = read_dropped(files, front.folder)
     if dropped:
         seq = max(dropped[-1].last_seq, Seq(0) if before is None else before.seq)

@@ -22,6 +22,7 @@ from pydantic_settings.exceptions import SettingsError
 
 from millstream.app.config.interpolation import MissingVariable, interpolate, interpolate_dsn, mask
 from millstream.app.config.model import Config
+from millstream.app.config.quantities import disk_bytes
 from millstream.app.config.toml_lines import KeyPath, key_lines
 from millstream.errors import ConfigError, LakeFormatUnsupported, MillstreamError, UsageError
 from millstream.model.ids import check_stream_name
@@ -162,7 +163,7 @@ class _Loader:
         overrides = self._overrides()
         config = self._check(_merge(filled, overrides), strict=False)
         if config is not None and not self._mistakes:
-            for path, what in _clashes(config):
+            for path, what in _clashes(config, disk_bytes(self._file.parent)):
                 self._note(path, what)
         if self._mistakes:
             raise _config_error(self._file, list(self._mistakes.values()))
@@ -322,8 +323,13 @@ def _allowed(path: KeyPath) -> list[str]:
     return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
 
 
-def _clashes(config: Config) -> Iterator[tuple[KeyPath, str]]:
-    """Yield what is right by itself and wrong together, and what only other rooms know to be wrong."""
+def _clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
+    """Yield what is right by itself and wrong together, and what only other rooms know to be wrong.
+
+    Args:
+        config: the configuration.
+        disk: bytes of the disk on which the home lies.
+    """
     from millstream.model.names import TablePatterns
     from millstream.model.pgtypes import parse_lake_override
 
@@ -338,6 +344,14 @@ def _clashes(config: Config) -> Iterator[tuple[KeyPath, str]]:
         other = slots.setdefault((mask(("dsn",), stream.source.dsn), slot), name)
         if other != name:
             yield (*at, "source", "slot"), f"stream {other} uses the slot {slot} of the same server: each needs its own"
+        log = stream.log
+        if log.retention_bytes_max_of(disk) < log.retention_bytes_of(disk):
+            yield (
+                (*at, "log", "retention_bytes_max"),
+                f"{log.retention_bytes_max} is below retention_bytes, {log.retention_bytes}, on this disk of {disk} bytes",
+            )
+        if log.retention_interval_s <= 0:
+            yield (*at, "log", "retention_interval"), "must be longer than nothing"
         for table, shard in stream.shards.items():
             if not 0 <= shard < stream.log.shards:
                 yield (

@@ -117,12 +117,18 @@ class LogConfig(_Section):
 
     shards: int = Field(default=1, ge=1, le=1024, description="Shards of the stream.")
     retention_age: Duration = Field(
-        default="7d", description="Segments older than this go, once every pipeline has them."
+        default="7d", description="Segments older than this go, once nobody needs them any more."
     )
     retention_bytes: SizeOrShare = Field(
         default="20%",
-        description="The oldest segments go where the log is larger than this (a size, or a share of the disk).",
+        description="The oldest segments that nobody needs go where the log is larger than this (a size, or a share of the disk).",
     )
+    retention_bytes_max: SizeOrShare | None = Field(
+        default=None,
+        description="Consumers and followers hold segments back until the log is larger than this; then those that need the oldest are cut off, "
+        "by name. Pipelines never are. Twice `retention_bytes` where it isn't set.",
+    )
+    retention_interval: Duration = Field(default="30s", description="How often it is looked which segments may go.")
     disk_used_max: float = Field(
         default=0.9, gt=0, le=1, description="Appends are refused while more of the disk than this is used."
     )
@@ -142,9 +148,20 @@ class LogConfig(_Section):
         """`retention_age` in seconds."""
         return duration_s(self.retention_age)
 
+    @property
+    def retention_interval_s(self) -> float:
+        """`retention_interval` in seconds."""
+        return duration_s(self.retention_interval)
+
     def retention_bytes_of(self, disk_bytes: int) -> int:
         """`retention_bytes` on a disk of that size."""
         return size_bytes(self.retention_bytes, whole=disk_bytes)
+
+    def retention_bytes_max_of(self, disk_bytes: int) -> int:
+        """`retention_bytes_max` on a disk of that size."""
+        if self.retention_bytes_max is None:
+            return 2 * self.retention_bytes_of(disk_bytes)
+        return size_bytes(self.retention_bytes_max, whole=disk_bytes)
 
 
 class StreamConfig(_Section):

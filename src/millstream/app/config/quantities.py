@@ -1,8 +1,10 @@
-"""Durations and sizes as people write them in a configuration: `500ms`, `7d`, `64MiB`, `20%`."""
+"""Durations and sizes as people write them in a configuration: `500ms`, `7d`, `64MiB`, `20%` of a disk."""
 
 from __future__ import annotations
 
 import re
+import shutil
+from pathlib import Path
 from typing import Final
 
 _DURATION: Final = re.compile(r"\s*(\d{1,15}(?:\.\d+)?)\s*(ms|s|min|m|h|d)\s*\Z")
@@ -52,3 +54,10 @@ def check_size_or_share(text: str) -> str:
     """The text itself, where it is a size in bytes or a percentage."""
     size_bytes(text, whole=100)
     return text
+
+
+def disk_bytes(folder: Path) -> int:
+    """How large the disk is on which a folder lies (or will)."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).total
