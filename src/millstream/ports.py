@@ -122,10 +122,3 @@ class LogAppender(Protocol):
 
     def reached(self) -> Mapping[SourceId, Lsn]:
         """For each source, the commit end LSN up to which the durable log has everything."""
-
-
-class LandedPositions(Protocol):
-    """What must keep segments: for retention."""
-
-    def needed_from(self) -> Mapping[str, Seq]:
-        """By name of the pipeline (or consumer): the lowest `seq` that it may still ask for."""

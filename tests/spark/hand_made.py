@@ -16,7 +16,7 @@ from millstream.model.positions import Lsn, Seq
 from millstream.model.records import Op, append_row_schema
 from millstream.model.schema import Column, ReplicaIdentity, TableSchema
 from millstream.wal.reader import StreamReader
-from millstream.wal.writer import LogWriter
+from millstream.wal.writer import LogOptions, LogWriter
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def delete(schema: TableSchema, **key: Any) -> Change:
 class Home:
     """A home folder with a catalog and the writer of one stream, `shop`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, options: LogOptions | None = None) -> None:
         self.path = path
         self.catalog = Catalog(path / "data" / "catalog.db")
         self.stream: StreamId = self.catalog.resolve_stream("shop")
@@ -58,6 +58,7 @@ class Home:
             shards=[FIRST_SHARD],
             epoch=epoch,
             reservations=self.catalog.reservations(self.stream),
+            options=LogOptions() if options is None else options,
         )
         self._lsn = 1000
         self._oid = 16384

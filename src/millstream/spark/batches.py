@@ -144,6 +144,7 @@ class BatchLander:
         stream, pipeline = self.config.stream_id, self.config.pipeline
         self.catalog.set_landed(stream, pipeline, landed.upto)
         self.catalog.set_needed_from(stream, pipeline, max(Seq(1), landed.after))
+        failpoints.hit("pipeline.before_spark_commit")
         self.landed()
         age_s = None if landed.newest_us is None else max(0.0, time.time() - landed.newest_us / 1e6)
         self._last = landed, time.monotonic() - started, age_s

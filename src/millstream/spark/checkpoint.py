@@ -19,8 +19,16 @@ from millstream.spark.source import position_of
 _VERSION_LINE: Final = "v1"
 
 
-def prepare_checkpoint(folder: Path, stream: StreamId, cut: Seq | None) -> bool:
+def prepare_checkpoint(folder: Path, stream: StreamId, cut: Seq | None, log_first: Seq = Seq(1)) -> bool:
     """Make sure that a query may start on `folder`: drop notes that run ahead of `cut`, the lake's last.
+
+    Notes that go on from where the log no longer reaches go too: the lake has what they lack, or `cut` itself has expired.
+
+    Args:
+        folder: where the notes lie.
+        stream: whose they must be.
+        cut: the lake's last cut.
+        log_first: the lowest number that the log still has.
 
     Returns:
         Whether notes were dropped.
@@ -37,10 +45,24 @@ def prepare_checkpoint(folder: Path, stream: StreamId, cut: Seq | None) -> bool:
     ahead = bool(done) and position_of(planned[max(done)], stream) > (cut or Seq(0))
     # Without a batch that is done, the query would go on from the first planned batch's start, which only the lake knows.
     unfounded = bool(begun) and not done and min(planned) > 0
-    if ahead or unfounded or _is_torn(folder):
+    expired = bool(done) and position_of(planned[max(done)], stream) < log_first - 1
+    if ahead or unfounded or expired or _is_torn(folder):
         shutil.rmtree(folder)
         return True
     return False
+
+
+def goes_on_from(folder: Path, stream: StreamId) -> Seq | None:
+    """Behind which number a query that starts on these notes asks for the log: at the end of the last batch noted as done.
+
+    The lake may be a batch ahead of that: killed between its own commit and Spark's. None: there are no notes, and the query
+    begins where it is told.
+    """
+    planned = _offsets(folder)
+    done = [number for number in _numbers(folder / "commits") if number in planned]
+    if done:
+        return position_of(planned[max(done)], stream)
+    return Seq(0) if planned else None
 
 
 def _offsets(folder: Path) -> dict[int, dict[str, Any]]:

@@ -24,7 +24,7 @@ from millstream.catalog import Catalog
 from millstream.errors import EngineError, MillstreamError, OffsetExpired
 from millstream.model.positions import Seq
 from millstream.spark.batches import BatchLander
-from millstream.spark.checkpoint import prepare_checkpoint
+from millstream.spark.checkpoint import goes_on_from, prepare_checkpoint
 from millstream.spark.folding import Folder
 from millstream.spark.ledger import Ledger
 from millstream.spark.pipeline import OnProgress, PipelineConfig, PipelineOutcome
@@ -70,10 +70,14 @@ def run_pipeline(
     assert log.stream_id == config.stream_id, "the configuration names this log's stream"
     ledger = Ledger(config, catalog)
     start = Seq(0) if ledger.cut is None else ledger.cut.n
-    prepare_checkpoint(config.checkpoint_dir, config.stream_id, None if ledger.cut is None else start)
+    prepare_checkpoint(config.checkpoint_dir, config.stream_id, None if ledger.cut is None else start, log.first_seq())
     _check_log_reaches(log, start, config)
-    # Before the first batch is planned: nothing above the lake's own cut may go.
-    catalog.set_needed_from(config.stream_id, config.pipeline, max(Seq(1), start))
+    # Before the first batch is planned: nothing above the lake's own cut may go, nor the batch that Spark does again though the
+    # lake has it.
+    noted = goes_on_from(config.checkpoint_dir, config.stream_id)
+    needed = start if noted is None else min(start, noted)
+    catalog.set_landed(config.stream_id, config.pipeline, start)
+    catalog.set_needed_from(config.stream_id, config.pipeline, max(Seq(1), needed))
     spark = open_session(config.spark)
     return _Run(config, catalog, log, ledger, spark, on_progress).until(stop, drain)
 

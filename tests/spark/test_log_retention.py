@@ -1,0 +1,105 @@
+"""Retention at its tightest beside a pipeline that is killed between the lake's commit and Spark's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from tests.spark.hand_made import Home
+from tests.spark.test_pipeline import two_tables, write
+
+from millstream.app.config.model import LogConfig
+from millstream.app.retention import sweep
+from millstream.lake.commits import last_cut
+from millstream.lake.layout import LakeLayout
+from millstream.model.ids import StreamId
+from millstream.model.positions import Seq, StreamToken
+from millstream.spark.checkpoint import goes_on_from, prepare_checkpoint
+from millstream.wal.backlog import log_size
+from millstream.wal.retain import Sweep
+from millstream.wal.writer import LogOptions
+
+BATCH_SEGMENTS_MAX = 7
+"""Each write is a segment of its own, and a batch takes four or five: those, and the one being written."""
+TIGHTEST = LogConfig(retention_age="0s", retention_bytes="0B")
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Home]:
+    home = Home(tmp_path / "shop", LogOptions(segment_bytes=6_000))
+    yield home
+    home.close()
+
+
+def retain(home: Home) -> Sweep:
+    return sweep(home.catalog, "shop", home.stream, home.wal, TIGHTEST)
+
+
+def test_notes_say_where_the_log_is_asked_again_and_go_when_it_no_longer_reaches(tmp_path: Path) -> None:
+    stream = StreamId(uuid4())
+    notes = tmp_path / "notes"
+    assert goes_on_from(notes, stream) is None
+    for kind in ("offsets", "commits"):
+        (notes / kind).mkdir(parents=True)
+
+    def plan(number: int, upto: int) -> None:
+        offset = {"stream": str(stream), "token": str(StreamToken.scalar(stream, Seq(upto)))}
+        (notes / "offsets" / str(number)).write_text(f"v1\n{{}}\n{json.dumps(offset)}")
+
+    plan(0, 50)
+    assert goes_on_from(notes, stream) == 0, "the first batch may be asked for from the start"
+    (notes / "commits" / "0").write_text("v1\n{}")
+    plan(1, 100)
+    assert goes_on_from(notes, stream) == 50
+    assert not prepare_checkpoint(notes, stream, Seq(100), Seq(51))
+    assert prepare_checkpoint(notes, stream, Seq(100), Seq(52)), "51 is gone, and the lake has it"
+    assert goes_on_from(notes, stream) is None
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("point", ["pipeline.after_lake_commit", "pipeline.before_spark_commit:3"])
+def test_a_batch_that_the_lake_has_and_spark_has_not_noted_stays_in_the_log_for_its_replay(
+    home: Home, tmp_path: Path, point: str
+) -> None:
+    models = two_tables(home)
+
+    def run(points: str = "") -> int:
+        command = [sys.executable, "-m", "tests.spark.lake_run", str(home.path), str(tmp_path / "work"), "drain"]
+        done = subprocess.run(
+            command, env=os.environ | {"MILLSTREAM_FAILPOINTS": points}, capture_output=True, text=True, timeout=300
+        )
+        assert not points or done.returncode == -signal.SIGKILL, done.stderr[-4000:]
+        return done.returncode
+
+    for _ in range(24):
+        write(home, models, 1)
+    assert run(point) == -signal.SIGKILL
+    notes = home.path / "data" / "spark" / "lake"
+    cut = last_cut(LakeLayout(str(home.path / "lake"), "shop", home.stream))
+    noted = goes_on_from(notes, home.stream)
+    assert cut is not None
+    assert noted is not None
+    assert noted < cut.n, "the lake is ahead of Spark's notes"
+    retain(home)
+    # It comes back, says what it needs, and is killed again before it has replayed the batch.
+    assert run("pipeline.before_batch") == -signal.SIGKILL
+    swept = retain(home)
+    assert swept.kept.needed_by == ("lake",)
+    assert home.log.first_seq() <= noted + 1
+
+    assert run() == 0
+    for model in models:
+        model.check(home.path)
+    before, _ = log_size(str(home.wal))
+    assert retain(home).dropped
+    # All but the last batch, which Spark may ask for again.
+    after, _ = log_size(str(home.wal))
+    assert home.log.first_seq() > noted + 1
+    assert after <= BATCH_SEGMENTS_MAX < before
