@@ -1,0 +1,61 @@
+"""The root of the tree of errors: what every one of them carries, and whether to retry."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, ClassVar
+
+
+class Retry(StrEnum):
+    """What a caller may do about an error."""
+
+    NEVER = "never"
+    """The same call fails again, always."""
+    BACKOFF = "backoff"
+    """The same call may succeed later: wait, then repeat it."""
+    REOPEN = "reopen"
+    """The object is done for: open it anew, then repeat the call."""
+    OPERATOR = "operator"
+    """A person has to change something first; the hint says what."""
+
+
+class MillstreamError(Exception):
+    """The root. `code` is stable and may be matched on; `hint` is one sentence that a person can act on.
+
+    Args:
+        message: what happened, where, with the values that matter (never a secret).
+        hint: what to do; the class's own `default_hint` where none is given.
+        details: facts for programs, JSON-able.
+    """
+
+    code: ClassVar[str] = "millstream"
+    retry: ClassVar[Retry] = Retry.NEVER
+    exit_code: ClassVar[int] = 1
+    default_hint: ClassVar[str] = ""
+
+    def __init__(self, message: str, *, hint: str | None = None, **details: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = self.default_hint if hint is None else hint
+        self.details = details
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.message, self.hint, self.details))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The error as JSON-able facts: code, message, hint, retry, details."""
+        return {
+            "code": self.code,
+            "message": self.message,
+            "hint": self.hint,
+            "retry": self.retry.value,
+            "details": {name: value if _is_plain(value) else str(value) for name, value in self.details.items()},
+        }
+
+
+def _rebuild(kind: type[MillstreamError], message: str, hint: str, details: dict[str, Any]) -> MillstreamError:
+    return kind(message, hint=hint, **details)
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | list | dict)
