@@ -100,9 +100,12 @@ class MemoryLog:
     def replay(self) -> dict[str, dict[Any, dict[str, str | None]]]:
         """The tables that the log makes, by name and key (tables without one: a list under the key None)."""
         state: dict[str, dict[Any, Any]] = {}
-        for table, _, row in self.records():
+        found = list(self.records())
+        # As a fold does it: what stands before a table's last `t` may be keyed otherwise, and counts for nothing.
+        emptied = {t.schema.table_id: at for at, (t, _, row) in enumerate(found) if chr(row["__op"]) == "t"}
+        for at, (table, _, row) in enumerate(found):
             schema = table.schema
-            if schema.kind is not TableKind.TABLE:
+            if schema.kind is not TableKind.TABLE or at < emptied.get(schema.table_id, 0):
                 continue
             rows = state.setdefault(f"{schema.namespace}.{schema.name}", {})
             names = [c.name for c in schema.columns]
@@ -117,7 +120,7 @@ class MemoryLog:
                     bag.remove(new)
                 elif op == "u":
                     bag.remove(before)
-                    bag.append(new)
+                    bag.append(new | {name: before[name] for name in row["__unchanged"] or ()})
                 else:
                     bag.append(new)
             else:
@@ -195,6 +198,14 @@ class Stage:
                 for r in range(result.ntuples)
             ]
         return {tuple(row[k] for k in key): row for row in rows}
+
+    def slot_active(self) -> bool:
+        """Whether somebody streams from the slot."""
+        with self.connect() as connection:
+            row = connection.execute(
+                "SELECT active FROM pg_replication_slots WHERE slot_name = %s", [self.config.slot]
+            ).fetchone()
+        return row is not None and bool(row[0])
 
     def slot_confirmed(self) -> int:
         """Where the slot stands; 0 while there is none or it is still being made."""

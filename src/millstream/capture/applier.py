@@ -101,6 +101,7 @@ class Applier:
         self._moved_at = time.monotonic()
         self.passed = reached
         self.records = 0
+        copies.passed(reached)
 
     @property
     def source(self) -> SourceId:

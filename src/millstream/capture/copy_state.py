@@ -16,6 +16,7 @@ from millstream.capture.copy_reader import Bounds, Chunk, decode_key, encode_key
 from millstream.capture.source import SourceTable
 from millstream.catalog import ChunkState, CopyChunk, TableRow
 from millstream.model.ids import TableId
+from millstream.model.positions import Lsn
 from millstream.protocol.table_copy import CopyTracker, Key
 
 OPEN_CHUNKS_MAX: Final = 2
@@ -138,6 +139,8 @@ class Copy:
     """Nothing of it is durable yet."""
     marked: bool
     """It begins with a record that voids what the log had of the table before."""
+    begins_at: Lsn = Lsn(0)
+    """… once the stream has come this far: what is void under another key or other columns lies all before that record."""
     stage: Stage = Stage.WAITING
     tracker: CopyTracker = field(default_factory=CopyTracker)
     ranges: dict[int, Range] = field(default_factory=dict)

@@ -5,7 +5,8 @@ lies between: worker threads read chunks, the applier's thread tells what it log
 whose time has come (`ready`). The catalog has each range's progress, so that a copy goes on where it stopped.
 
 A copy that follows an earlier one (`tables copy`, `tables retry`, a slot made anew) begins with one `t` record of the
-table: what the log had of it before is void, rows deleted in the meantime included. A table without a key (REPLICA
+table: what the log had of it before is void, rows deleted in the meantime included. It enters when the stream has come to where
+the source's tables were last looked at: of a table that has got another key, no record under the old one comes behind it. A table without a key (REPLICA
 IDENTITY FULL and no primary key) is copied as one chunk behind such a record, read again until no transaction that its
 snapshot doesn't see has touched the table: its rows can't be told apart.
 """
@@ -34,6 +35,7 @@ from millstream.capture.copy_reader import (
 from millstream.capture.copy_state import FIRST_KEYS_RANGE, OPEN_CHUNKS_MAX, Copy, OpenChunk, Range, Stage
 from millstream.capture.copy_text import behind_truncate, chunk_operation, truncate_rows
 from millstream.capture.directory import CatalogDirectory
+from millstream.capture.source import SourceTable
 from millstream.capture.touches import touches_of, touches_of_spilled
 from millstream.capture.watcher import Tables
 from millstream.catalog import Catalog, TableRow, TableState
@@ -114,8 +116,10 @@ class TableCopies:
 
     @property
     def waits_for_stream(self) -> bool:
-        """Whether a chunk waits for the stream to come as far as its snapshot."""
+        """Whether a chunk waits for the stream to come as far as its snapshot, or a copy as far as it begins."""
         with self._lock:
+            if any(c.stage is Stage.WAITING and c.begins_at > self._passed for c in self._copies.values()):
+                return True
             return any(
                 chunk.read.lsn > self._passed and not chunk.durable
                 for copy in self._copies.values()
@@ -133,6 +137,8 @@ class TableCopies:
             for row in rows:
                 table = self._tables.facts.get(row.relation_oid)
                 if row.state is TableState.COPY_REQUESTED and row.id in self._copies:
+                    if self._serves(self._copies[row.id], row, table):
+                        continue
                     del self._copies[row.id]
                 if row.id in self._copies or table is None or row.relation_oid not in self._tables.coverage.oids:
                     continue
@@ -141,15 +147,23 @@ class TableCopies:
                 elif row.state in {TableState.COPYING, TableState.COPY_REQUESTED}:
                     copy_id = f"{time.time_ns() // 1000:x}"
                     marked = bool(row.copy_id) or not table.key
-                    self._copies[row.id] = Copy(row, table, copy_id, fresh=True, marked=marked)
+                    begins_at = self._tables.seen_at if marked else Lsn(0)
+                    self._copies[row.id] = Copy(row, table, copy_id, fresh=True, marked=marked, begins_at=begins_at)
             self._seen = True
         self._nudge()
+
+    @staticmethod
+    def _serves(copy: Copy, row: TableRow, table: SourceTable | None) -> bool:
+        """Whether a copy is what a row asks for, which may have been read before the copy began."""
+        if copy.row.changed_us != row.changed_us:
+            return False
+        return copy.stage is not Stage.WAITING or (table is not None and copy.table.same_definition(table))
 
     def _resume(self, copy: Copy) -> None:
         saved = self._catalog.chunks(copy.row.id, copy.copy_id)
         copy.ranges = {row.number: Range.loaded(row) for row in saved}
         if not copy.ranges or not copy.keyed:
-            copy.fresh, copy.marked = True, bool(copy.copy_id)
+            copy.fresh, copy.marked, copy.begins_at = True, bool(copy.copy_id), self._tables.seen_at
         self._copies[copy.row.id] = copy
 
     # --- on the applier's thread -------------------------------------------------------------------------------
@@ -189,6 +203,8 @@ class TableCopies:
 
     def _ready_of(self, copy: Copy) -> Iterator[Entry]:
         if copy.stage is Stage.WAITING:
+            if copy.begins_at > self._passed:
+                return
             if sum(other.stage is not Stage.WAITING for other in self._copies.values()) >= self._copies_max:
                 return
             copy.stage = Stage.PREPARING
@@ -196,20 +212,23 @@ class TableCopies:
                 self._catalog.drop_chunks(copy.row.id)
             self._catalog.set_state(copy.row.id, TableState.COPYING, copy.row.reason, copy_id=copy.copy_id)
             if copy.marked and copy.keyed:
-                yield self._void_what_was(copy)
-            self._queue(copy, lambda reader: self._prepare(copy, reader))
+                # Once ranges are in the catalog, nobody asks any more whether this record is in the log.
+                yield self._void_what_was(copy), lambda: self._queue(copy, lambda reader: self._prepare(copy, reader))
+            else:
+                self._queue(copy, lambda reader: self._prepare(copy, reader))
         for chunk in copy.open_chunks():
             if chunk.ticket and chunk.read.lsn <= self._passed:
                 yield from self._enter(copy, chunk)
 
-    def _void_what_was(self, copy: Copy) -> Entry:
+    def _void_what_was(self, copy: Copy) -> WriteOps:
         """The record that voids what the log had of the table. Changes are tracked from here on."""
         found = table_of(copy.table, self._directory.source, copy.row.id)
         schema = self._catalog.put_schema(self._stream, found)
+        self._directory.note_key(schema)
         at_us = time.time_ns() // 1000
         operation = chunk_operation(self._directory.source, f"{copy.copy_id}/begin", self._passed, at_us)
         rows = TableRows(schema, truncate_rows(schema), self._directory.shard_of(copy.row.id))
-        return WriteOps(operation, (rows,)), _nothing
+        return WriteOps(operation, (rows,))
 
     def _enter(self, copy: Copy, chunk: OpenChunk) -> Iterator[Entry]:
         verdict = copy.tracker.judge(chunk.ticket, chunk.bounds.keys)
@@ -231,6 +250,7 @@ class TableCopies:
         shard = self._directory.shard_of(copy.row.id)
         entries: tuple[TableRows, ...] = (TableRows(rows.schema, batch, shard),)
         if not copy.keyed:
+            self._directory.note_key(rows.schema)
             entries = behind_truncate(entries[0])
         elif not batch.num_rows:
             self._chunk_durable(copy, chunk)
@@ -285,6 +305,7 @@ class TableCopies:
         elif isinstance(error, TableChanged):
             logger.info("copy begins again: the table's key changed", table=copy.name)
             self._catalog.set_state(copy.row.id, TableState.COPY_REQUESTED, "its key changed during the copy")
+            self._directory.look_wanted.set()
         elif isinstance(error, TableTooLarge):
             logger.warning("table in history only", table=copy.name, reason=error.message)
             details = {"cause": error.code, "hint": error.hint}
@@ -323,8 +344,9 @@ class TableCopies:
         """Read a range's next chunk; it enters when the stream has passed it."""
         with self._lock:
             ticket, bounds = copy.tracker.begin(), part.bounds()
-            # A rename is seen by the next look at the source's tables.
-            copy.table = self._tables.facts.get(copy.row.relation_oid, copy.table)
+            # A rename is seen by the next look at the source's tables. By another key the bounds mean nothing.
+            seen = self._tables.facts.get(copy.row.relation_oid, copy.table)
+            copy.table = seen if seen.key == copy.table.key else copy.table
         try:
             read = reader.read(copy.table, copy.row.id, bounds, rows_max=self._rows_max(copy))
         except BaseException:
@@ -394,8 +416,3 @@ class TableCopies:
         rows = copy.progress()["rows"]
         logger.info("table copied", table=copy.name, rows=rows)
         self._nudge()
-
-
-def _nothing() -> None:
-    """Do nothing when a marker is durable: the chunks behind it tell."""
-    return

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+import structlog
+
 from millstream.capture.config import CaptureConfig
 from millstream.capture.source import KeyColumn, SourceTable
 from millstream.catalog import Catalog, TableRow, TableState
@@ -23,6 +25,8 @@ from millstream.model.schema import ReplicaIdentity, TableKind, TableSchema
 NO_IDENTITY: Final = (
     "its replica identity gives updates and deletes no key; inserts and truncates alone are captured, into history"
 )
+
+logger = structlog.get_logger("millstream.capture")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,15 @@ class CatalogDirectory:
         self._rows: dict[int, TableRow] = {row.relation_oid: row for row in self._captured()}
         self._answers: dict[int, _Answer] = {}
         self._messages: TableSchema | None = None
+        self._keys = {
+            schema.table_id: schema.key
+            for schema in catalog.latest_schemas(stream).values()
+            # A table in history only has no key by choice of ours.
+            if schema.kind is TableKind.TABLE and (schema.key or schema.replica_identity is ReplicaIdentity.FULL)
+        }
+        """By table, the key of the last record of it in the log."""
+        self.look_wanted = threading.Event()
+        """Set where the stream tells that what was seen of the source's tables is old."""
 
     @property
     def source(self) -> SourceId:
@@ -85,6 +98,10 @@ class CatalogDirectory:
             with self._lock:
                 self._answers[relation.oid] = _Answer(asked, schema)
         return schema
+
+    def note_key(self, schema: TableSchema) -> None:
+        """From here on the log's records of a table are keyed so, and none before them counts. For the decoding thread."""
+        self._keys[schema.table_id] = schema.key
 
     def messages_schema(self) -> TableSchema:
         """The schema of the source's logical messages."""
@@ -159,7 +176,25 @@ class CatalogDirectory:
         if row.state is TableState.HISTORY_ONLY:
             key = ()
         schema = table_schema(relation, source=self._source, key=key, table_id=row.id)
+        if row.state is not TableState.HISTORY_ONLY:
+            self._settle_key(row, schema)
         return self._catalog.put_schema(self._stream, schema)
+
+    def _settle_key(self, row: TableRow, schema: TableSchema) -> None:
+        """Have a table copied again whose records are keyed otherwise from here on.
+
+        What was deleted or moved under the old key can't be told by the new one. This comes before the first record under the new
+        key is in the log, so no fold mixes the two.
+        """
+        before = self._keys.get(row.id, schema.key)
+        if before != schema.key:
+            reason = f"its key was {_spoken(before)} and is {_spoken(schema.key)}: its rows are copied again"
+            copied = [TableState.STREAMING, TableState.COPYING]
+            if self._catalog.set_state(row.id, TableState.COPY_REQUESTED, reason, only_from=copied):
+                logger.warning("table is copied again", table=f"{row.namespace}.{row.name}", reason=reason)
+            self.refresh()
+            self.look_wanted.set()
+        self._keys[row.id] = schema.key
 
     @staticmethod
     def _key(relation: Relation, facts: SourceTable | None) -> tuple[str, ...] | None:
@@ -169,3 +204,7 @@ class CatalogDirectory:
         names = {c.name for c in relation.columns}
         primary = tuple(c.name for c in facts.key)
         return primary if set(primary) <= names else ()
+
+
+def _spoken(key: tuple[str, ...]) -> str:
+    return f"({', '.join(key)})" if key else "none"

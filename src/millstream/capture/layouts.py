@@ -1,25 +1,36 @@
-"""Changes of a table's columns that change rows without a word in the stream, and so have the table copied again.
+"""Changes of a table's definition that change rows without a word in the stream, and so have the table copied again.
 
 `ADD COLUMN … DEFAULT` gives every row a value, `RENAME COLUMN` every row another column's, and a change of type may write
 every row anew: PostgreSQL sends none of it. Nor that a column added under the name of one that was dropped has nothing of its values,
-which the log's records still hold under that name. The columns by their numbers, as last seen, are kept in the catalog; what has
-happened since is told by them, also where no capture ran meanwhile.
+which the log's records still hold under that name. Nor the rows of a partition that is attached, detached, dropped or truncated by
+itself. Another key has the table copied again too: what the log's records say was deleted, they say by the old one.
 
-A column that is added counts as filled where it has, or had when it was added, a default, an identity or NOT NULL. That
-may copy a table for nothing (a default set later, before the next look), and misses nothing.
+The columns and partitions by their numbers, as last seen, are kept in the catalog; what has happened since is told by
+them, also where no capture ran meanwhile. What a version of Millstream didn't keep yet is learnt, and taken for unchanged.
+
+What can't be told from the catalogs counts as a change. That may copy a table for nothing, and misses nothing:
+
+- A column that is added counts as filled where it has, or had when it was added, a default, an identity or NOT NULL (a default
+  set later, before the next look, is no change).
+- A column's type was given anew where its entry in the catalog was written and the table's file is another one. (`VACUUM FULL`
+  and `TRUNCATE` make another file alone, but a default that is set between the same two looks writes the entry.)
+- A partition whose file is another one was truncated (`VACUUM FULL` and `CLUSTER` make one as well, and so does a `TRUNCATE` of the
+  whole table).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from millstream.capture.source import AttributeFacts, SourceTable
+from millstream.capture.source import AttributeFacts, PartitionFacts, SourceTable
 from millstream.catalog import Catalog
 from millstream.model.ids import StreamId, TableId
+from millstream.model.schema import ReplicaIdentity
 
 
 class KnownLayouts:
-    """The columns of each table as the existing rows in the log, or the copy that runs, have them."""
+    """The columns, key and partitions of each table as the existing rows in the log, or the copy that runs, have them."""
 
     def __init__(self, catalog: Catalog, stream: StreamId) -> None:
         self._catalog = catalog
@@ -27,26 +38,38 @@ class KnownLayouts:
         self._known: dict[str, Any] = catalog.facts(self._scope)
 
     def news(self, table: SourceTable, id_: TableId) -> str | None:
-        """What happened to the table's columns that its rows in the log don't show; None: nothing."""
+        """What happened to the table that its rows in the log don't show; None: nothing."""
         known = self._known.get(str(id_))
         if known is None:
             return None
-        before = {number: (name, type_oid, modifier) for number, name, type_oid, modifier in known["columns"]}
-        rewritten = table.partitioned or table.relfilenode != known["relfilenode"]
-        gone = _gone(known, table)
-        told = [_news_of(c, before.get(c.number), rewritten=rewritten, again=c.name in gone) for c in table.layout]
-        return "; ".join(filter(None, told)) or None
+        columns = list(_news_of_columns(known, table))
+        told = [*columns, *_news_of_key(known, table), *_news_of_partitions(known, table)]
+        # A column's new type writes partitions anew as well.
+        told += [] if columns else _news_of_files(known, table)
+        return "; ".join(told) or None
 
     def remember(self, table: SourceTable, id_: TableId) -> None:
         """From now on the log's rows, or those that are about to be copied, are as the table is now."""
-        columns = [[c.number, c.name, c.type_oid, c.type_modifier] for c in table.layout]
         known = self._known.get(str(id_))
         # A copy brings what rows have now; without one, a name that is gone may come back.
         gone = [] if known is None or self.news(table, id_) is not None else sorted(_gone(known, table))
-        value = {"relfilenode": table.relfilenode, "columns": columns, "gone": gone}
-        if self._known.get(str(id_)) != value:
+        value = {
+            "relfilenode": table.relfilenode,
+            "columns": [[c.number, c.name, c.type_oid, c.type_modifier] for c in _sent(table)],
+            "gone": gone,
+            "written_by": {str(c.number): c.written_by for c in _sent(table)},
+            "generated": [c.number for c in table.layout if c.generated],
+            "key": _key(table),
+            "key_constraint": table.key_constraint,
+            "partitions": {str(p.oid): [p.name, p.attached_by, p.relfilenode] for p in table.partitions},
+        }
+        if known != value:
             self._catalog.put_fact(self._scope, str(id_), value)
             self._known[str(id_)] = value
+
+
+def _sent(table: SourceTable) -> list[AttributeFacts]:
+    return [column for column in table.layout if not column.generated]
 
 
 def _gone(known: dict[str, Any], table: SourceTable) -> set[str]:
@@ -55,16 +78,75 @@ def _gone(known: dict[str, Any], table: SourceTable) -> set[str]:
     return {*known.get("gone", ()), *(name for number, name, _, _ in known["columns"] if number not in live)}
 
 
-def _news_of(
-    column: AttributeFacts, before: tuple[str, int, int] | None, *, rewritten: bool, again: bool
-) -> str | None:
-    if before is None and again:
-        return f"column {column.name} was dropped and added again"
-    if before is None:
-        return f"column {column.name} was added with a value for existing rows" if column.filled else None
-    name, type_oid, modifier = before
-    if name != column.name:
-        return f"column {name} was renamed to {column.name}"
-    if type_oid != column.type_oid or (rewritten and modifier != column.type_modifier):
-        return f"column {name} got another type"
-    return None
+def _news_of_columns(known: dict[str, Any], table: SourceTable) -> Iterator[str]:
+    before = {number: (name, type_oid, modifier) for number, name, type_oid, modifier in known["columns"]}
+    generated, written_by = known.get("generated", ()), known.get("written_by", {})
+    gone = _gone(known, table)
+    files = {oid: file for oid, (_, _, file) in known.get("partitions", {}).items()}
+    rewritten = table.relfilenode != known["relfilenode"] or any(
+        files.get(str(p.oid), p.relfilenode) != p.relfilenode for p in table.partitions
+    )
+    for column in _sent(table):
+        if column.number in generated:
+            yield f"column {column.name} was generated, and is one like others now"
+        elif column.number not in before:
+            if column.name in gone:
+                yield f"column {column.name} was dropped and added again"
+            elif column.filled:
+                yield f"column {column.name} was added with a value for existing rows"
+        else:
+            name, type_oid, modifier = before[column.number]
+            if name != column.name:
+                yield f"column {name} was renamed to {column.name}"
+            elif type_oid != column.type_oid or ((rewritten or table.partitioned) and modifier != column.type_modifier):
+                yield f"column {name} got another type"
+            elif rewritten and written_by.get(str(column.number), column.written_by) != column.written_by:
+                yield f"column {name} was given its type anew"
+
+
+def _key(table: SourceTable) -> list[int]:
+    """The numbers of the key's columns, in the order that the log's schema of the table has them in."""
+    number = {column.name: column.number for column in table.layout}
+    key = [number[column.name] for column in table.key]
+    return key if table.replica_identity is ReplicaIdentity.FULL else sorted(key)
+
+
+def _news_of_key(known: dict[str, Any], table: SourceTable) -> Iterator[str]:
+    key = _key(table)
+    if known.get("key", key) != key:
+        yield "its key is another one"
+    elif (
+        key
+        and table.replica_identity is ReplicaIdentity.FULL
+        and known.get("key_constraint", table.key_constraint) != table.key_constraint
+    ):
+        # Meanwhile rows with equal keys may have come and gone. Under other identities the stream tells.
+        yield "its primary key was dropped and added again"
+
+
+def _news_of_partitions(known: dict[str, Any], table: SourceTable) -> Iterator[str]:
+    before = known.get("partitions")
+    if before is None or not table.partitioned:
+        return
+    live = {str(p.oid): p for p in table.partitions}
+    joined = [p for oid, p in live.items() if oid not in before or before[oid][1] != p.attached_by]
+    if any(p.leaf and not p.empty for p in joined) and not all(p.born for p in joined):
+        yield f"partition {_named([p.name for p in joined if not p.born])} was attached"
+    left = [name for oid, (name, _, _) in before.items() if oid not in live]
+    if left:
+        yield f"partition {_named(left)} was detached or dropped"
+
+
+def _news_of_files(known: dict[str, Any], table: SourceTable) -> Iterator[str]:
+    before = known.get("partitions", {})
+    truncated = [p.name for p in table.partitions if _has_another_file(before.get(str(p.oid)), p)]
+    if truncated:
+        yield f"partition {_named(truncated)} was truncated, or written anew"
+
+
+def _has_another_file(before: list[Any] | None, now: PartitionFacts) -> bool:
+    return before is not None and before[1] == now.attached_by and before[2] != now.relfilenode
+
+
+def _named(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"

@@ -6,7 +6,7 @@ stream itself says (its relation messages).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import psycopg
@@ -57,6 +57,27 @@ class AttributeFacts:
     type_modifier: int
     filled: bool
     """Whether rows that were there when it was added may have another value than null in it."""
+    generated: bool
+    """Whether its values are made from others'; they aren't sent."""
+    written_by: int
+    """The transaction that last wrote what the catalog says of it; every `ALTER COLUMN … TYPE` is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionFacts:
+    """A table below a partitioned one, at any depth."""
+
+    oid: int
+    name: str
+    """`schema.name`."""
+    attached_by: int
+    """The transaction that made it a partition."""
+    born: bool
+    """Whether it was made as a partition, and so had no rows before; where that can't be told, False."""
+    leaf: bool
+    empty: bool
+    """Whether it holds no bytes of rows."""
+    relfilenode: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +99,34 @@ class SourceTable:
     size_bytes: int
     relfilenode: int
     layout: tuple[AttributeFacts, ...]
+    """All its columns, generated ones too."""
+    key_constraint: int
+    """The primary key's OID, which stays with it through REINDEX; 0: there is none."""
+    partitions: tuple[PartitionFacts, ...]
 
     @property
     def full_name(self) -> str:
         """`schema.name`, unquoted: for people and for keys of maps."""
         return f"{self.namespace}.{self.name}"
 
+    def same_definition(self, other: SourceTable) -> bool:
+        """Whether both are one table with the same name, columns, key and partitions; sizes aside."""
 
+        def without_sizes(table: SourceTable) -> SourceTable:
+            parts = tuple(replace(partition, empty=False) for partition in table.partitions)
+            return replace(table, row_estimate=0, size_bytes=0, partitions=parts)
+
+        return without_sizes(self) == without_sizes(other)
+
+
+# A deferrable primary key is no key: within a transaction two rows may have the same. PostgreSQL takes none as identity.
+# A partition's column that is as it was written with the table's system columns, by one command, was never touched by an
+# ATTACH, which writes them all.
 _TABLES: Final = """
 SELECT c.oid, n.nspname, c.relname, c.relkind = 'p', c.relreplident::text,
        (SELECT bool_and(CASE r.relreplident
                           WHEN 'f' THEN true
-                          WHEN 'd' THEN EXISTS (SELECT FROM pg_index i WHERE i.indrelid = r.oid AND i.indisprimary)
+                          WHEN 'd' THEN EXISTS (SELECT FROM pg_index i WHERE i.indrelid = r.oid AND i.indisprimary AND i.indimmediate)
                           WHEN 'i' THEN EXISTS (SELECT FROM pg_index i WHERE i.indrelid = r.oid AND i.indisreplident)
                           ELSE false END)
           FROM pg_class r
@@ -97,8 +134,8 @@ SELECT c.oid, n.nspname, c.relname, c.relkind = 'p', c.relreplident::text,
                (SELECT p.relid FROM pg_partition_tree(c.oid) p WHERE p.isleaf))),
        (SELECT json_agg(json_build_array(a.attname, a.atttypid::bigint, a.atttypmod, y.nspname, t.typname, c.relreplident = 'f'
                         OR EXISTS (SELECT FROM pg_index i WHERE i.indrelid = c.oid AND a.attnum = ANY (i.indkey::int2[])
-                                   AND CASE c.relreplident WHEN 'd' THEN i.indisprimary WHEN 'i' THEN i.indisreplident
-                                       ELSE false END)) ORDER BY a.attnum)
+                                   AND CASE c.relreplident WHEN 'd' THEN i.indisprimary AND i.indimmediate
+                                       WHEN 'i' THEN i.indisreplident ELSE false END)) ORDER BY a.attnum)
           FROM pg_attribute a JOIN pg_type t ON t.oid = a.atttypid JOIN pg_namespace y ON y.oid = t.typnamespace
          WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated = ''),
        (SELECT json_agg(json_build_array(a.attname, format_type(a.atttypid, a.atttypmod),
@@ -109,7 +146,8 @@ SELECT c.oid, n.nspname, c.relname, c.relkind = 'p', c.relreplident::text,
           CROSS JOIN LATERAL unnest(i.indkey::int2[]) WITH ORDINALITY AS k(attnum, n)
           JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum = k.attnum
          WHERE i.indrelid = c.oid AND k.n <= i.indnkeyatts
-           AND CASE c.relreplident WHEN 'i' THEN i.indisreplident WHEN 'n' THEN false ELSE i.indisprimary END),
+           AND CASE c.relreplident WHEN 'i' THEN i.indisreplident WHEN 'n' THEN false
+               ELSE i.indisprimary AND i.indimmediate END),
        greatest(0, CASE c.relkind WHEN 'p' THEN
            (SELECT sum(greatest(0, l.reltuples)) FROM pg_partition_tree(c.oid) p JOIN pg_class l ON l.oid = p.relid
              WHERE p.isleaf) ELSE c.reltuples END)::bigint,
@@ -121,10 +159,19 @@ SELECT c.oid, n.nspname, c.relname, c.relkind = 'p', c.relreplident::text,
        (SELECT json_agg(json_build_array(a.attnum, a.attname, a.atttypid::bigint, a.atttypmod,
                         a.atthasmissing OR a.atthasdef OR a.attnotnull OR a.attidentity <> ''
                         OR (c.relkind = 'p' AND EXISTS (SELECT FROM pg_attribute l WHERE l.attname = a.attname AND l.atthasmissing
-                            AND l.attrelid IN (SELECT p.relid FROM pg_partition_tree(c.oid) p WHERE p.isleaf))))
-                        ORDER BY a.attnum)
+                            AND l.attrelid IN (SELECT p.relid FROM pg_partition_tree(c.oid) p WHERE p.isleaf))),
+                        a.attgenerated <> '', a.xmin::text::bigint) ORDER BY a.attnum)
           FROM pg_attribute a
-         WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated = '')
+         WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped),
+       (SELECT k.oid::bigint FROM pg_constraint k WHERE k.conrelid = c.oid AND k.contype = 'p'),
+       (SELECT json_agg(json_build_array(p.relid::oid::bigint, ln.nspname || '.' || l.relname, h.xmin::text::bigint,
+                        EXISTS (SELECT FROM pg_attribute a JOIN pg_attribute b ON b.attrelid = a.attrelid AND b.attnum = -1
+                                 WHERE a.attrelid = p.relid AND a.attnum > 0 AND NOT a.attisdropped
+                                   AND (a.xmin::text, a.cmin::text) = (b.xmin::text, b.cmin::text)),
+                        p.isleaf, coalesce(pg_relation_size(p.relid), 0) = 0, l.relfilenode::bigint) ORDER BY p.relid)
+          FROM pg_partition_tree(CASE c.relkind WHEN 'p' THEN c.oid END) p JOIN pg_class l ON l.oid = p.relid
+          JOIN pg_namespace ln ON ln.oid = l.relnamespace JOIN pg_inherits h ON h.inhrelid = p.relid
+         WHERE p.relid <> c.oid)
   FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
  WHERE c.relkind IN ('r', 'p') AND c.relpersistence = 'p'
    AND n.nspname NOT IN ('pg_catalog', 'information_schema', 'pg_toast') AND n.nspname NOT LIKE 'pg\\_temp\\_%%'
@@ -221,6 +268,8 @@ def _table(row: tuple[Any, ...]) -> SourceTable:
         size_bytes=int(row[9]),
         relfilenode=int(row[10]),
         layout=tuple(AttributeFacts(*column) for column in row[12] or ()),
+        key_constraint=int(row[13] or 0),
+        partitions=tuple(PartitionFacts(*partition) for partition in row[14] or ()),
     )
 
 

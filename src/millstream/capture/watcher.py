@@ -1,7 +1,7 @@
 """A thread beside the stream: looks at the source's catalogs and at the tables' states, and keeps an idle source moving.
 
 Every few seconds: tables that appeared join the publications and the catalog, tables that left are noticed, identities
-that came or went change a table's state, columns that changed have a table copied again. Every second: states that commands wrote (`tables retry`, `tables copy`) are
+that came or went change a table's state, columns, keys and partitions that changed have a table copied again. Every second: states that commands wrote (`tables retry`, `tables copy`) are
 taken in. On an idle source a logical message moves the WAL on, so that a busy neighbour database can't make the slot
 hold its WAL. What fails here is tried again at the next look; nothing here stops the stream.
 """
@@ -50,6 +50,8 @@ class Tables:
         self._leaving: dict[int, Lsn] = {}
         self._layouts = KnownLayouts(catalog, catalog.stream(config.stream).id)
         self.facts: dict[int, SourceTable] = {}
+        self.seen_at = Lsn(0)
+        """What made the facts as they are lies below."""
         self.coverage = Coverage((), frozenset(), {}, {})
         self.renew_at: Lsn | None = None
         """Set once there is a publication that this session's stream was not begun with: from here on another has to."""
@@ -67,6 +69,7 @@ class Tables:
         """
         tables = list_tables(connection, self._patterns)
         self.facts = {table.oid: table for table in tables}
+        self.seen_at = insert_lsn(connection)
         self._directory.learn(self.facts)
         known = {row.relation_oid: row for row in self._directory.refresh()}
         before = covered_tables(connection, self._config.publication, tables)
@@ -107,7 +110,7 @@ class Tables:
             self._settle_truncates(table, row)
 
     def _settle_layout(self, table: SourceTable, row: TableRow) -> None:
-        """Have a table copied again whose existing rows changed with its columns."""
+        """Have a table copied again whose existing rows changed with its definition."""
         news = self._layouts.news(table, row.id)
         if news is not None:
             reason = f"{news}: its rows are copied again"
@@ -202,7 +205,8 @@ class Watcher:
         looked_at = time.monotonic()
         asked = False
         while not self._stop.is_set():
-            if time.monotonic() - looked_at >= self._config.look_s:
+            if time.monotonic() - looked_at >= self._config.look_s or self._directory.look_wanted.is_set():
+                self._directory.look_wanted.clear()
                 try:
                     self._tables.look(connection, self._passed())
                 except MillstreamError as error:

@@ -119,7 +119,7 @@ def fold_versions(
     filled, unknown = _fill(run, met, at, order.clears)
     events = _events(run, met, at, order, unknown)
     if whole:
-        _check_known(run, met, at, order.clears, events, unknown)
+        _check_known(run, met, at, order, events, unknown)
     return _versions(run, met, order, events, filled)
 
 
@@ -331,13 +331,17 @@ def _with_markers(events: _Events, order: _Order, births: npt.NDArray[np.bool_])
 
 
 def _check_known(
-    run: Run, met: _Met, at: Indexes, clears: Indexes, events: _Events, unknown: npt.NDArray[np.bool_]
+    run: Run, met: _Met, at: Indexes, order: _Order, events: _Events, unknown: npt.NDArray[np.bool_]
 ) -> None:
-    """Raise where a row is there at the end whose values nobody knows."""
+    """Raise where a row is there at the end whose values nobody knows.
+
+    What a copy follows is known by the copy: the row may have been of another key then.
+    """
+    settled = max([_BEFORE, *order.clears[-1:].tolist(), *order.markers[-1:].tolist()])
     for record in np.flatnonzero(unknown).tolist():
         last = int(np.searchsorted(events.codes, met.new[record], "right")) - 1
         known = last >= 0 and events.codes[last] == met.new[record] and events.places[last] > at[record]
-        if known or (len(clears) and clears[-1] > at[record]):
+        if known or settled > at[record]:
             continue
         facts = Keys.of(run.values, run.schema.key).take(np.array([record], np.int64)).to_table().to_pylist()[0]
         raise LakeError(
