@@ -17,7 +17,7 @@ from tests.app.landed import LandedHome
 from millstream import open as millstream_open
 from millstream.app.rebuild import rebuild_table, replay_table
 from millstream.app.status import held_scope
-from millstream.errors import LakeError, LakeHistoryLost, UnknownTable, UsageError
+from millstream.errors import BeyondRetention, LakeError, LakeHistoryLost, UnknownTable, UsageError
 from millstream.testing.pytest_plugin import Database
 
 TABLES = (
@@ -77,6 +77,8 @@ def test_a_table_that_somebody_else_wrote_into_is_built_anew_from_its_history(ho
 def test_a_damaged_history_sends_to_the_source_and_begins_anew_there(
     home: LandedHome, postgres: Database, damage: str
 ) -> None:
+    with millstream_open(home.home.path) as opened:
+        newest = opened.lake().token
     if damage == "folder":
         shutil.rmtree(folder(home, "history"))
     else:
@@ -95,6 +97,10 @@ def test_a_damaged_history_sends_to_the_source_and_begins_anew_there(
     assert rows(home) == {n: note for n, note in EXPECTED.items() if n != 7}
     with pytest.raises(LakeHistoryLost, match="have been dropped"):
         rebuild_table(home.home, "public.items")
+    with millstream_open(home.home.path) as opened, pytest.raises(BeyondRetention, match=str(newest)) as caught:
+        opened.query("FROM public.items", as_of=f"{newest.stream}.s{newest.minimum - 1}")
+    assert "begun anew" in caught.value.hint
+    assert "history_retention" not in caught.value.hint
 
 
 def test_what_can_not_be_rebuilt_is_said_by_name(home: LandedHome) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,14 @@ from deltalake import CommitProperties, DeltaTable, write_deltalake
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from millstream.errors import BeyondRetention, InvalidQuery, LakeUnavailable, TimeFromFuture, TokenFromFuture
+from millstream.errors import (
+    BeyondRetention,
+    InvalidQuery,
+    LakeTableForeign,
+    LakeUnavailable,
+    TimeFromFuture,
+    TokenFromFuture,
+)
 from millstream.lake.commits import commit_cut
 from millstream.lake.current import fold_table
 from millstream.lake.history import append_history
@@ -138,9 +146,10 @@ def test_a_table_that_cannot_be_read_is_named_and_the_others_answer(
     write_deltalake(path, DeltaTable(path).to_pyarrow_table(), mode="append")
     with LakeSession(layout) as session:
         assert session.query("SELECT count(*) FROM public.orders").num_rows == 1
-        with pytest.raises(InvalidQuery) as caught:
+        with pytest.raises(LakeTableForeign) as caught:
             session.query('TABLE public."Order ""Lines"""')
-        assert "somebody else" in caught.value.hint
+        assert "somebody else" in caught.value.message
+        assert 'pipeline rebuild public."Order ""Lines"""' in caught.value.hint
         assert list(session.missing) == ['public."Order ""Lines"""']
 
 
@@ -224,7 +233,8 @@ def test_bad_or_harmful_sql_is_an_error_and_touches_nothing(
     with LakeSession(layout) as session, pytest.raises(InvalidQuery) as caught:
         session.query(sql.format(folder=tmp_path))
     assert caught.value.exit_code == 2
-    assert "public.orders" in caught.value.hint
+    # The tables are of help only where one wasn't found.
+    assert ("public.orders" in caught.value.hint) == ("no table" in caught.value.message)
     assert sorted(str(p) for p in tmp_path.rglob("*")) == before
 
 
@@ -337,8 +347,9 @@ def test_times_and_tokens_outside_of_the_lake_are_told_apart(layout: LakeLayout,
     with pytest.raises(BeyondRetention) as caught:
         LakeSession(layout, as_of=NOON - timedelta(seconds=1))
     assert NOON.isoformat() in caught.value.hint
-    with pytest.raises(TokenFromFuture):
+    with pytest.raises(TokenFromFuture, match=r"at [0-9a-f]{8}\.s9, [0-9a-f]{8}\.s10 is beyond") as future:
         LakeSession(layout, as_of=Seq(10))
+    assert ".s9 or an earlier one" in future.value.hint
     with LakeSession(layout, as_of=Seq(4)) as before, pytest.raises(InvalidQuery):
         before.query(count)  # the log had no record of it yet
 
@@ -368,6 +379,8 @@ def test_what_retention_dropped_is_neither_guessed_nor_needed(
         with pytest.raises(BeyondRetention) as caught:
             session.query(ids)
         assert caught.value.details["first"] == 6
+        assert re.search(r"as of [0-9a-f]{8}\.s5: .* behind [0-9a-f]{8}\.s6 \(2026-03-01T12:02", caught.value.message)
+        assert "history_retention" in caught.value.hint
         assert session.query('SELECT count(*) AS n FROM public."Order ""Lines"""').to_pylist() == [{"n": 1}]
 
 

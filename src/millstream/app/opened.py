@@ -19,6 +19,8 @@ from millstream.model.schema import TableKind, TableSchema
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from millstream.catalog import TableRow
+    from millstream.lake.known import KnownTable
     from millstream.lake.query import LakeSession
     from millstream.wal.index import OnDamage
     from millstream.wal.reader import StreamReader
@@ -219,8 +221,35 @@ def open_lake(
     else:
         moment = None if as_of is None else StreamToken.parse(str(as_of), stream=stream_id).minimum
     return LakeSession(
-        lake_layout(home, name, config, stream_id), as_of=moment, held=lambda: _set_aside(home, stream_id)
+        lake_layout(home, name, config, stream_id),
+        as_of=moment,
+        held=lambda: _set_aside(home, stream_id),
+        known=lambda: _known(home, name, stream_id),
     )
+
+
+def _known(home: Home, stream: str, stream_id: StreamId) -> list[KnownTable]:
+    """The stream's tables as capture knows them."""
+    from millstream.catalog import TableState
+    from millstream.lake.known import KnownTable
+
+    if not home.catalog_file.exists():
+        return []
+    with home.open_catalog() as catalog:
+        rows, schemas = catalog.tables(stream_id), catalog.latest_schemas(stream_id)
+    try:
+        logged = set(open_reader(home, stream).schemas())
+    except LogError:
+        logged = set(schemas)  # nobody can tell
+
+    def waits(row: TableRow) -> str:
+        if row.state not in {TableState.STREAMING, TableState.HISTORY_ONLY}:
+            return f"it is {row.state.value.replace('_', ' ')}{': ' if row.reason else ''}{row.reason}"
+        return "the pipeline hasn't landed it" if row.id in logged else ""
+
+    return [
+        KnownTable(row.id, row.namespace, row.name, schemas.get(row.id), waits(row)) for row in rows if row.relation_oid
+    ]
 
 
 def _set_aside(home: Home, stream: StreamId) -> dict[str, str]:

@@ -122,6 +122,13 @@ class Engine:
         except duckdb.CatalogException as error:
             raise LakeError(f"can't be named in a query: {error}") from error
 
+    def has_view(self, namespace: str, name: str) -> bool:
+        """Whether there is one of that name."""
+        found = self.connection.execute(
+            "SELECT 1 FROM duckdb_views() WHERE NOT internal AND schema_name = ? AND view_name = ?", [namespace, name]
+        )
+        return found.fetchone() is not None
+
     def forget_views(self) -> None:
         """Drop all views."""
         found = self.connection.execute("SELECT schema_name, view_name FROM duckdb_views() WHERE NOT internal")

@@ -51,6 +51,8 @@ ERA_PROPERTY: Final = "millstream.schema.at."
 """Followed by a `seq`: the schema of the records from there on, so that `--as-of` shows a table as it was."""
 HISTORY_FROM_PROPERTY: Final = "millstream.history_from_seq"
 """Records at or below this `seq` may be gone; what they made is in `current`."""
+HISTORY_BEGUN_PROPERTY: Final = "millstream.history_begun_seq"
+"""The `HISTORY_FROM_PROPERTY` that a history was begun with in the place of one that was lost."""
 PARTITION: Final = "__commit_date"
 BOUNDED: Final = ("__seq",)
 """Whose bounds are noted with each file. It is in every record, which is what makes the bounds safe to skip files by."""
@@ -269,6 +271,11 @@ def history_from(opened: OpenTable) -> Seq:
     return Seq(int(opened.properties.get(HISTORY_FROM_PROPERTY) or 0))
 
 
+def history_begun(opened: OpenTable) -> Seq:
+    """Where the history was begun anew, in the place of one that was lost; 0 where it wasn't."""
+    return Seq(int(opened.properties.get(HISTORY_BEGUN_PROPERTY) or 0))
+
+
 def _rows(
     schema: TableSchema,
     have: pa.Schema,
@@ -314,7 +321,7 @@ def begin_history(layout: LakeLayout, schema: TableSchema, n: Seq) -> OpenTable:
     """An empty history in a folder where there is none, as if it had everything up to `n` and had lost it."""
     path, app = layout.table_path("history", schema), layout.app_id("history", schema.table_id)
     opened = _create(layout, schema, path, app, [])
-    set_properties(opened, {HISTORY_FROM_PROPERTY: str(int(n))})
+    set_properties(opened, dict.fromkeys((HISTORY_FROM_PROPERTY, HISTORY_BEGUN_PROPERTY), str(int(n))))
     if opened.n is None:
         swap(opened, opened.commit(n), add=[], partition_by=[PARTITION])
     return opened

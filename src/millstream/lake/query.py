@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self, cast
@@ -24,6 +24,7 @@ from millstream.errors import (
     BeyondRetention,
     InvalidQuery,
     LakeError,
+    LakeTableForeign,
     LakeUnavailable,
     MillstreamError,
     TimeFromFuture,
@@ -32,14 +33,16 @@ from millstream.errors import (
 from millstream.lake.commits import Cut, CutTable, cut_at, cut_at_time, cut_from, first_cut, last_cut
 from millstream.lake.current import current_columns
 from millstream.lake.delta import OpenTable, open_table
-from millstream.lake.engine import Engine, files_gone
-from millstream.lake.history import Era, era_at, first_seq, history_from, newest_schema
+from millstream.lake.engine import Engine, files_gone, quote
+from millstream.lake.history import Era, era_at, first_seq, history_begun, history_from, newest_schema
+from millstream.lake.known import KnownTable, empty_records, empty_rows, is_meant
 from millstream.lake.layout import MESSAGES, LakeLayout, folder_name, has_current
 from millstream.lake.operations import whole_upto
 from millstream.lake.overlay import SEQ
 from millstream.lake.rows import Run, bag_sql, built_sql, keyed_sql
 from millstream.lake.version_rows import versions_sql
-from millstream.model.names import parse_qualified_name
+from millstream.model.ids import TableId
+from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.schema import TableSchema
 
@@ -77,6 +80,7 @@ class LakeSession:
         *,
         as_of: Seq | datetime | None = None,
         held: Callable[[], Mapping[str, str]] | None = None,
+        known: Callable[[], Sequence[KnownTable]] | None = None,
     ) -> None:
         """Open a session.
 
@@ -87,6 +91,8 @@ class LakeSession:
                 stands for the last one in front of it.
             held: gives the tables that are set aside, by name, with the reason. Asked at most once, and only where a table
                 of a query has got nothing lately: that may take longer than the query.
+            known: gives the source's tables as capture knows them. Asked at most once, where a query names one that the lake hasn't,
+                or may list all: those without a record are then empty, and those renamed since can be named as they are called now.
 
         Raises:
             MissingExtra: DuckDB isn't installed.
@@ -110,6 +116,7 @@ class LakeSession:
             self.close()
             raise
         self._held, self._asked_held = held, dict[str, str]()
+        self._known, self._asked_known = known, list[KnownTable]()
         self._old_versions = True
         """Whether `current` may be read at versions that aren't the newest: their files may go at any time."""
         self._rows_left = set(self._tables)
@@ -157,6 +164,10 @@ class LakeSession:
         """The tables' names, as SQL takes them."""
         return sorted(table.name for folder, table in self._tables.items() if folder != MESSAGES)
 
+    def name_of(self, table_id: TableId) -> str | None:
+        """What a table is called here, whatever it is called now; None where the lake has no record of it."""
+        return next((table.name for table in self._tables.values() if table.table_id == table_id), None)
+
     @property
     def missing(self) -> Mapping[str, str]:
         """Tables that queries so far may have named and that can't be read, with the reason."""
@@ -179,6 +190,7 @@ class LakeSession:
         Raises:
             InvalidQuery: DuckDB refuses it, with DuckDB's message; or it would do more than read.
             BeyondRetention: a table's past doesn't reach back so far.
+            LakeTableForeign: somebody else wrote into a table.
             LakeUnavailable: files that the session stood on were deleted meanwhile: open another.
         """
         return self.stream(sql).read_all()
@@ -191,7 +203,7 @@ class LakeSession:
         import duckdb
 
         if len(self.statements(sql)) != 1:
-            raise InvalidQuery("one statement at a time, please", hint=self._hint())
+            raise InvalidQuery("one statement at a time, please")
         if _LIST.fullmatch(sql):
             sql = _LISTED
         try:
@@ -206,10 +218,7 @@ class LakeSession:
         Raises:
             InvalidQuery: DuckDB can't parse it, or it would do more.
         """
-        try:
-            return self._engine.statements(sql)
-        except InvalidQuery as error:
-            raise InvalidQuery(error.message, hint=f"{error.hint} {self._hint()}".strip()) from error
+        return self._engine.statements(sql)
 
     def columns(self, table: str) -> list[tuple[str, str]]:
         """Names and DuckDB's types of a table's columns.
@@ -234,6 +243,10 @@ class LakeSession:
 
         self._prepare(sql)
         try:
+            return self._reader(sql, batch_rows)
+        except duckdb.CatalogException:
+            if not self._learn():
+                raise
             return self._reader(sql, batch_rows)
         except duckdb.IOException as error:
             if not (self._past and self._old_versions and files_gone(str(error))):
@@ -268,14 +281,38 @@ class LakeSession:
             return LakeUnavailable(f"files of the lake are gone: {said}", hint="Ask again, in a new session.")
         table = _unknown_table(said)
         if table is None:
-            return InvalidQuery(said, hint=self._hint())
+            return InvalidQuery(said)
         for name, failure in self._failures.items():
-            if isinstance(failure, BeyondRetention | LakeUnavailable) and table.lower().endswith(
-                parse_qualified_name(name)[1].lower()
-            ):
+            if isinstance(failure, BeyondRetention | LakeUnavailable | LakeTableForeign) and is_meant(table, name):
                 return failure
+        if self._past and (later := self._later(table)) is not None:
+            return later
+        for known in self._asked_known:
+            if known.waits and is_meant(table, known.full_name):
+                return InvalidQuery(f"{known.full_name} has nothing in the lake yet: {known.waits}")
         # In our words, for DuckDB's guesses are its own tables.
         return InvalidQuery(f"there is no table {table} in the lake", hint=self._hint())
+
+    def _later(self, said: str) -> InvalidQuery | None:
+        """What to say of a table that is in the lake, and wasn't, or under another name, at the token; None of any other."""
+        last = last_cut(self._layout)
+        for folder, table in ({} if last is None else last.tables).items():
+            if folder == MESSAGES or not is_meant(said, table.name):
+                continue
+            had = self.name_of(table.table_id)
+            if had is not None and had != table.name:
+                return InvalidQuery(f"there was no table {table.name} at {self.token}: it was called {had} then")
+            history = self._open_history(folder, table.table_id)
+            era = None if last is None else era_at(history, last.n)
+            begins = "" if era is None or not era.first else f" Its first record is at {self._token(era.first)}."
+            return InvalidQuery(
+                f"there was no table {table.name} at {self.token}: it didn't exist yet",
+                hint=f"Ask for a later moment.{begins}",
+            )
+        return None
+
+    def _token(self, n: Seq) -> StreamToken:
+        return StreamToken.scalar(self._layout.stream_id, n)
 
     def _hint(self) -> str:
         if self._failures:
@@ -314,8 +351,72 @@ class LakeSession:
                 left.discard(folder)
                 try:
                     make(folder)
+                except LakeTableForeign as error:
+                    name = self._tables[folder].name
+                    self._failures[name] = LakeTableForeign(
+                        f"{name} can't be read: {error.message}",
+                        hint=f"`millstream pipeline rebuild {name}` moves that folder aside and builds the table anew.",
+                        table=name,
+                        **error.details,
+                    )
                 except MillstreamError as error:
                     self._failures[self._tables[folder].name] = error
+        if text is None:
+            self._learn()
+
+    def _learn(self) -> bool:
+        """Make views of what the lake lacks and capture knows: whether there is more than before. Of now alone: the past is the lake's."""
+        if self._known is None or self._past:
+            return False
+        self._asked_known, self._known = list(self._known()), None
+        mine = {table.table_id: table for table in self._tables.values()}
+        names = {table.name for table in self._tables.values()}
+        more = False
+        for known in self._asked_known:
+            found = mine.get(known.table_id)
+            if known.full_name in names:
+                continue
+            try:
+                if found is not None:
+                    self._rename(found, known)
+                elif not known.waits and known.schema is not None:
+                    self._make_empty(known, known.schema)
+                else:
+                    continue
+                more = True
+            except MillstreamError as error:
+                self._failures[known.full_name] = error
+        return more
+
+    def _rename(self, table: CutTable, known: KnownTable) -> None:
+        """Let a table be named as it is called now; its next record brings it a folder of that name."""
+        folder = next(folder for folder, other in self._tables.items() if other is table)
+        bare = f"{known.namespace}.{known.name}"
+        for left, make in (
+            (self._rows_left, self._make_rows),
+            (self._records_left, self._make_records),
+            (self._versions_left, self._make_versions),
+        ):
+            if folder in left:
+                left.discard(folder)
+                make(folder)
+        namespace, name = parse_qualified_name(table.name)
+        for schema, old, new in (
+            (namespace, name, known.name),
+            *((v, f"{namespace}.{name}", bare) for v in (HISTORY, SCD2)),
+        ):
+            if self._engine.has_view(schema, old):
+                self._engine.view(
+                    known.namespace if schema == namespace else schema, new, f"FROM {quote(schema)}.{quote(old)}"
+                )
+
+    def _make_empty(self, known: KnownTable, schema: TableSchema) -> None:
+        """A table that has never had a record."""
+        records = self._engine.register(empty_records(schema, self._layout.types))
+        self._engine.view(HISTORY, f"{known.namespace}.{known.name}", f"FROM {records}")
+        if has_current(schema):
+            rows = self._engine.register(empty_rows(schema, self._layout.types))
+            self._engine.view(known.namespace, known.name, f"FROM {rows}")
 
     def _stands_in(self, folder: str, text: str) -> bool:
         """Whether a query (in lower case) may name the table."""
@@ -325,8 +426,11 @@ class LakeSession:
         return re.search(rf"(?<!\w){re.escape(bare)}(?!\w)", text) is not None
 
     def _history(self, folder: str) -> OpenTable:
+        return self._open_history(folder, self._tables[folder].table_id)
+
+    def _open_history(self, folder: str, table_id: TableId) -> OpenTable:
         path = f"{self._layout.root}/history/{folder}"
-        opened = open_table(self._layout, path, self._layout.app_id("history", self._tables[folder].table_id))
+        opened = open_table(self._layout, path, self._layout.app_id("history", table_id))
         if opened is None:
             raise LakeUnavailable(
                 f"the Delta table {path} is gone", hint="`millstream tables copy` builds a table anew.", path=path
@@ -392,10 +496,7 @@ class LakeSession:
         after = Seq(max(int(era.first) - 1, 0 if base is None or base.n is None else int(base.n)))
         gone = history_from(history)
         if after < gone and after < self._n:
-            raise BeyondRetention(
-                f"{schema.namespace}.{schema.name} can't be shown as of {self._n}: its history begins after {gone}",
-                first=int(gone),
-            )
+            raise self._beyond(schema, gone, anew=history_begun(history) == gone)
         run = Run(self._engine, self._layout, history, after, self._n)
         if not schema.key:
             sql = bag_sql(self._engine, run, base, schema, columns)
@@ -404,6 +505,20 @@ class LakeSession:
         else:
             sql = keyed_sql(self._engine, run, base, schema, columns)
         self._engine.view(schema.namespace, schema.name, sql)
+
+    def _beyond(self, schema: TableSchema, gone: Seq, *, anew: bool) -> BeyondRetention:
+        """That a table's records up to a position are gone, and why."""
+        cut = cut_from(self._layout, gone)
+        when = "" if cut is None else f" ({(cut.commit_ts_max or cut.committed_at).isoformat(timespec='seconds')})"
+        return BeyondRetention(
+            f"{qualified_name(schema.namespace, schema.name)} can't be shown as of {self.token}: "
+            f"its history begins behind {self._token(gone)}{when}",
+            hint="The history was begun anew then, by `millstream pipeline rebuild --from source`; what was left of the old one lies beside it, set aside. "
+            "Ask for a later moment."
+            if anew
+            else "Ask for a later moment: `history_retention` says how much of the past is kept.",
+            first=int(gone),
+        )
 
     def _base(self, folder: str, schema: TableSchema, newest: TableSchema) -> OpenTable | None:
         """`current` at or below the token; None where all must come from history."""
@@ -444,11 +559,16 @@ def _place(layout: LakeLayout, as_of: Seq | datetime | None) -> tuple[Seq, Cut |
     last = last_cut(layout)
     reached = Seq(0) if last is None else last.n
     if as_of > reached:
-        raise TokenFromFuture(f"the lake stands at {reached}, {as_of} is beyond it", reached=int(reached))
+        token, asked = (StreamToken.scalar(layout.stream_id, n) for n in (reached, as_of))
+        raise TokenFromFuture(
+            f"the lake stands at {token}, {asked} is beyond it",
+            hint=f"Ask for {token} or an earlier one; `millstream status` shows what the pipeline has still to land.",
+            reached=int(reached),
+        )
     cut = cut_at(layout, as_of)
     first = None if cut is not None else first_cut(layout)
     if first is not None and first.number > 1:
-        raise _before(layout, str(as_of))
+        raise _before(layout, str(StreamToken.scalar(layout.stream_id, as_of)))
     return whole_upto(layout, as_of), cut
 
 

@@ -33,7 +33,7 @@ from millstream.lake.delta import WRITER, OpenTable, create_table, lake_errors, 
 from millstream.lake.history import BOUNDED, history_from, scan_history
 from millstream.lake.layout import MESSAGES, LakeLayout, folder_name
 from millstream.model.names import parse_qualified_name
-from millstream.model.positions import Seq
+from millstream.model.positions import Seq, StreamToken
 
 REPLAYS: Final = "replays"
 REPLAY_PROPERTY: Final = "millstream.replay"
@@ -79,7 +79,8 @@ def replay_range(layout: LakeLayout, cut: Cut, name: str, *, after: Seq, upto: S
     """
     folder, table = table_named(cut, name)
     if upto > cut.n:
-        raise TokenFromFuture(f"the lake stands at {cut.n}, {upto} is beyond it", reached=int(cut.n))
+        reached, beyond = (StreamToken.scalar(layout.stream_id, n) for n in (cut.n, upto))
+        raise TokenFromFuture(f"the lake stands at {reached}, {beyond} is beyond it", reached=int(cut.n))
     if upto <= after:
         raise UsageError(f"the range ends at {upto} and begins behind {after}: there is nothing in it")
     path = replay_path(layout, into)
@@ -89,7 +90,8 @@ def replay_range(layout: LakeLayout, cut: Cut, name: str, *, after: Seq, upto: S
         raise LakeError(f"the Delta table {history_path} is gone", path=history_path)
     if after < history_from(history):
         raise BeyondRetention(
-            f"records of {name} up to {history_from(history)} may have been dropped", first=int(history_from(history))
+            f"records of {name} up to {StreamToken.scalar(layout.stream_id, history_from(history))} may have been dropped",
+            first=int(history_from(history)),
         )
     app = layout.app_id("history", table.table_id) + f"/{REPLAYS}"
     asked = {"stream": str(layout.stream_id), "table": int(table.table_id), "after": int(after), "upto": int(upto)}

@@ -366,9 +366,9 @@ class _Comparison:
     @staticmethod
     def _lake_table(session: LakeSession, row: TableRow) -> LakeTable | None:
         """The table in the lake; None where no record of it has ever landed, as of one that was always empty."""
-        if qualified_name(row.namespace, row.name) not in session.tables:
-            return None
-        return LakeTable(session, row.namespace, row.name)
+        # By its id: a new name reaches the lake with the table's next record.
+        name = session.name_of(row.id)
+        return None if name is None else LakeTable(session, *parse_qualified_name(name))
 
     def _read_differing(
         self,
