@@ -463,3 +463,9 @@ def test_line_protocol_has_key_tags_typed_fields_and_commit_times(filled: Home) 
     assert all(text is not None for line, text in found if line.facts["op"] == "r")
     escaped = orders[1]
     assert 'note="línea,10\n\\"q\\"",more="m"' in escaped
+
+
+def test_stats_names_tables_as_they_are_asked_for(filled: Home) -> None:
+    found = json.loads(wal(filled, "stats", "--json").stdout)
+    names = {table["name"] for table in found["tables"]}
+    assert {'public."Order Items"', "_messages", "public.orders"} <= names

@@ -16,6 +16,7 @@ from millstream.capture.copy_reader import Bounds, Chunk, decode_key, encode_key
 from millstream.capture.source import SourceTable
 from millstream.catalog import ChunkState, CopyChunk, TableRow
 from millstream.model.ids import TableId
+from millstream.model.names import qualified_name
 from millstream.model.positions import Lsn
 from millstream.protocol.table_copy import CopyTracker, Key
 
@@ -150,7 +151,7 @@ class Copy:
     @property
     def name(self) -> str:
         """The table's."""
-        return f"{self.row.namespace}.{self.row.name}"
+        return qualified_name(self.row.namespace, self.row.name)
 
     @property
     def keyed(self) -> bool:

@@ -34,6 +34,7 @@ from millstream.catalog import Catalog, TableRow, TableState
 from millstream.errors import MillstreamError
 from millstream.failpoints import hit
 from millstream.model.ids import StreamId, TableId
+from millstream.model.names import qualified_name
 from millstream.model.operations import SpilledOp, TableRows, WriteOps
 from millstream.model.pgtext import INEXACT, array_of, text_parser
 from millstream.model.positions import Lsn
@@ -81,7 +82,7 @@ class _Repair:
 
     @property
     def name(self) -> str:
-        return f"{self.row.namespace}.{self.row.name}"
+        return qualified_name(self.row.namespace, self.row.name)
 
     @property
     def done(self) -> bool:

@@ -32,6 +32,7 @@ from millstream.catalog import Catalog, TableState
 from millstream.codec.pgoutput import warm
 from millstream.errors import DiskFull, MillstreamError, NoTablesMatch, Retry, SlotActive, SourceReplaced
 from millstream.model.ids import SourceId, StreamId
+from millstream.model.names import qualified_name
 from millstream.model.positions import Lsn, format_lsn
 from millstream.ports import Clock, LogAppender
 
@@ -341,8 +342,10 @@ class _Capture:
             caught_up=self._target is not None
             and session.applier.confirmed >= self._target
             and not self._stop.is_set(),
-            tables=tuple(f"{row.namespace}.{row.name}" for row in rows),
-            set_aside={f"{row.namespace}.{row.name}": row.reason for row in rows if row.state is TableState.SET_ASIDE},
+            tables=tuple(qualified_name(row.namespace, row.name) for row in rows),
+            set_aside={
+                qualified_name(row.namespace, row.name): row.reason for row in rows if row.state is TableState.SET_ASIDE
+            },
             slot=self._config.slot,
             slot_holds_bytes=held,
         )

@@ -106,8 +106,8 @@ class SourceTable:
 
     @property
     def full_name(self) -> str:
-        """`schema.name`, unquoted: for people and for keys of maps."""
-        return f"{self.namespace}.{self.name}"
+        """`schema.name` as PostgreSQL quotes it."""
+        return qualified_name(self.namespace, self.name)
 
     def same_definition(self, other: SourceTable) -> bool:
         """Whether both are one table with the same name, columns, key and partitions; sizes aside."""

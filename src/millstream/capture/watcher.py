@@ -24,7 +24,7 @@ from millstream.capture.source import Connection, SourceTable, insert_lsn, list_
 from millstream.catalog import Catalog, TableRow, TableState
 from millstream.codec.pgoutput import HEARTBEAT_PREFIX
 from millstream.errors import MillstreamError
-from millstream.model.names import TablePatterns
+from millstream.model.names import TablePatterns, qualified_name
 from millstream.model.positions import Lsn
 
 _HEARTBEAT: Final = f"SELECT pg_logical_emit_message(false, '{HEARTBEAT_PREFIX}', '')"
@@ -139,7 +139,7 @@ class Tables:
             elif row.relation_oid not in self._leaving:
                 self._leaving[row.relation_oid] = insert_lsn(connection)
             elif passed >= self._leaving[row.relation_oid]:
-                logger.info("table gone", table=f"{row.namespace}.{row.name}")
+                logger.info("table gone", table=qualified_name(row.namespace, row.name))
                 reason = "it was dropped at the source, or the configuration leaves it out"
                 self._catalog.set_state(row.id, TableState.GONE, reason)
                 del self._leaving[row.relation_oid]

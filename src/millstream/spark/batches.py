@@ -193,7 +193,7 @@ class BatchLander:
         name = self.ledger.tables[table_id].name if table_id in self.ledger.tables else ""
         if not name:
             schema = self.log.schemas().get(table_id)
-            name = f"table {table_id}" if schema is None else f"{schema.namespace}.{schema.name}"
+            name = f"table {table_id}" if schema is None else schema.full_name
         self.ledger.hold(HeldTable(table_id, name, after, error.message, error.code, error.hint))
 
     def report(self, durable: Seq) -> None:

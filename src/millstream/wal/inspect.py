@@ -482,9 +482,8 @@ def _count(
         with suppress(CorruptFrame):
             frame = decode_frame(files.read(segment.path, found.position, found.length), SchemaSet())
             if isinstance(frame, SchemaFrame):
-                schema = frame.schema
-                name = f"{schema.namespace}.{schema.name}"
-                counted.tables.setdefault(schema.table_id, TableStats(schema.table_id, name)).name = name
+                name = frame.schema.full_name
+                counted.tables.setdefault(frame.schema.table_id, TableStats(frame.schema.table_id, name)).name = name
         return
     counted.first_seq = head.first_seq if counted.first_seq is None else min(counted.first_seq, head.first_seq)
     counted.last_seq = head.last_seq if counted.last_seq is None else max(counted.last_seq, head.last_seq)
