@@ -196,10 +196,16 @@ def describe(part: str, facts: dict[str, Any]) -> str:
     name = facts.get("stream")
     if part == "capture":
         behind = max(0, progress.get("source_end", 0) - progress.get("durable", 0))
-        words = f"{name}: {progress.get('records', 0):,} records durable, {human_bytes(behind)} behind"
+        words = f"{name}: {progress.get('records', 0):,} records captured, {human_bytes(behind)} behind"
         return words + "".join(_describe_copy(table, copy) for table, copy in (progress.get("copies") or {}).items())
-    words = f"→ lake: {progress.get('rows', 0):,} landed, {progress.get('rows_per_s') or 0:,.0f}/s"
-    lag = progress.get("lag_s")
+    if not progress:
+        return "→ lake: nothing landed yet"
+    # What landed isn't counted: with what an earlier run left, or what a rebuild wrote, it never is what was captured.
+    waiting = progress["lag_records"]
+    if not waiting:
+        return "→ lake: has all of it"
+    words = f"→ lake: {waiting:,} or fewer records behind, {progress['rows_per_s'] or 0:,.0f}/s"
+    lag = progress["lag_s"]
     return words if lag is None else f"{words}, lag {human_seconds(lag)}"
 
 
