@@ -19,7 +19,7 @@ from millstream.errors import LakeTableExists, TokenFromFuture, UnknownTable, Us
 from millstream.lake.commits import Cut, commit_cut, last_cut
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
-from millstream.lake.replay import replay_range
+from millstream.lake.replay import replay_path, replay_range
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 
@@ -47,6 +47,17 @@ def test_a_range_becomes_a_table_once_however_often_it_is_asked_for(layout: Lake
     assert again == replace(first, already=True)
     assert (first.rows, DeltaTable(first.path).version()) == (5, 1)
     assert last_cut(layout) == cut
+
+
+def test_a_path_counts_from_the_current_folder_and_is_told_in_full(
+    layout: LakeLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a" / "b")
+    assert replay_path(layout, "../../x/") == str(tmp_path.resolve() / "x")
+    assert replay_path(layout, "./x") == str(tmp_path.resolve() / "a" / "b" / "x")
+    assert replay_path(layout, "s3://bucket/../x/") == "s3://bucket/../x"
+    assert replay_path(layout, "x") == f"{layout.root}/replays/x"
 
 
 def test_nothing_is_overwritten(layout: LakeLayout, cut: Cut, tmp_path: Path):

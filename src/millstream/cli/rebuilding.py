@@ -65,7 +65,12 @@ def rebuild(
     "--from", "begin", metavar="TIME|TOKEN", help="Records behind it; from the first one where it isn't given."
 )
 @click.option("--to", "end", metavar="TIME|TOKEN", help="Records up to it; all that have landed where it isn't given.")
-@click.option("--into", required=True, metavar="NAME|PATH", help="A new name among the stream's replays, or a path.")
+@click.option(
+    "--into",
+    required=True,
+    metavar="NAME|PATH",
+    help="A new name among the stream's replays, or a path (with a /; from the current folder) or URL.",
+)
 @stream_option
 @json_option
 @pass_session
@@ -74,7 +79,7 @@ def replay(
 ) -> None:
     """Write a range of a table's records into a new Delta table, beside whatever runs.
 
-    It lies in lake/<stream>/replays/NAME and is there whole or not at all. Asked again with the same range, it is found done;
+    It lies in lake/<stream>/replays/NAME, or where PATH says, and is there whole or not at all. Asked again with the same range, it is found done;
     nothing is overwritten.
     """
     from millstream.app.rebuild import replay_table

@@ -54,8 +54,10 @@ class Replay:
 
 
 def replay_path(layout: LakeLayout, into: str) -> str:
-    """Where a replay lies: `<lake>/<stream>/replays/<name>`, or where `into` is a path or a URL, there."""
-    return into.rstrip("/") if "/" in into else f"{layout.root}/{REPLAYS}/{into}"
+    """Where a replay lies: `<lake>/<stream>/replays/<name>`; where `into` is a path (from the current folder) or a URL, there."""
+    if "/" not in into:
+        return f"{layout.root}/{REPLAYS}/{into}"
+    return into.rstrip("/") if "://" in into else str(Path(into).resolve())
 
 
 def replay_range(layout: LakeLayout, cut: Cut, name: str, *, after: Seq, upto: Seq, into: str) -> Replay:
