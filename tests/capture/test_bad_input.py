@@ -260,7 +260,10 @@ def test_a_doctor_that_finds_nothing_wrong_says_only_what_is_worth_knowing(stage
     findings = check_source(stage.config)
     assert {f.blocks for f in findings} <= {"nothing"}
     assert {"public.t.span", "public.t.anything"} <= {f.message.split(" ")[0] for f in findings}
+    advice = {f.message.split(" ")[0]: f.fix for f in findings if f.code == "column_is_text"}
+    assert "can give it a precision" in advice["public.t.anything"]
+    assert "precision" not in advice["public.t.span"], "only numeric can have one"
     stage.sql("CREATE TABLE plain (x int)")
     found = next(f for f in check_source(stage.config) if f.code == "replica_identity_unusable")
-    assert (found.blocks, found.table) == ("table", "public.plain")
+    assert (found.blocks, found.table) == ("current", "public.plain")
     assert "REPLICA IDENTITY FULL" in found.sql

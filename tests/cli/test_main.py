@@ -111,6 +111,7 @@ def test_init_writes_a_configuration_that_holds_no_password_and_never_overwrites
     text = (home / "millstream.toml").read_text()
     assert "s%40cret" not in text + done.stderr
     assert "s@cret" not in text + done.stderr
+    assert text.count("millstream config show") == 1
     shown = millstream("--home", str(home), "config", "show", "--json", environ={"SHOP_PASSWORD": "s@cret"})
     values = {entry["key"]: entry for entry in json.loads(shown.stdout)}
     assert values["streams.shop.source.dsn"]["value"] == "postgresql://app:***@127.0.0.1:1/shop"
@@ -268,3 +269,25 @@ def test_status_of_one_stream(tmp_path: Path) -> None:
     found = json.loads(millstream("--home", str(tmp_path), "status", "--stream", "b", "--json").stdout)
     assert [stream["name"] for stream in found["streams"]] == ["b"]
     assert millstream("--home", str(tmp_path), "status", "--stream", "c").returncode == 2
+
+
+def test_doctor_says_that_it_compiles_before_it_does(tmp_path: Path) -> None:
+    (tmp_path / "millstream.toml").write_text('[streams.shop.source]\ndsn = "host=127.0.0.1 port=1"\n')
+    cache = tmp_path / "numba"
+    cache.mkdir()
+    environ = {"NUMBA_CACHE_DIR": str(cache), "NUMBA_DISABLE_JIT": "1"}  # what it says, without the half minute
+    said = "compiling the decoders"
+    assert said in millstream("--home", str(tmp_path), "doctor", environ=environ).stderr
+    (cache / "pgoutput").mkdir()
+    assert said not in millstream("--home", str(tmp_path), "doctor", environ=environ).stderr
+
+
+def test_a_table_in_history_only_is_wrong_and_not_said_to_be_stopped(capsys: pytest.CaptureFixture[str]) -> None:
+    from millstream.app.doctor import Diagnosis
+    from millstream.cli.setup import _print_diagnosis
+
+    for blocks in ("source", "table", "current", "nothing"):
+        _print_diagnosis(Diagnosis("source of shop", "code", blocks, blocks))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["wrong", "wrong", "wrong", "note"]
+    assert ["stops the" in line for line in lines] == [True, True, False, False]

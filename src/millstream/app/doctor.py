@@ -22,7 +22,10 @@ _FREE_BYTES_MIN: Final = 2 << 30
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """One thing that was looked at. `blocks` is `home`, `source`, `table`, or `nothing` (a warning, or all is well)."""
+    """One thing that was looked at.
+
+    `blocks` is `home`, `source`, `table`, `current` (one table goes into history only) or `nothing` (a warning, or all is well).
+    """
 
     check: str
     code: str
@@ -43,13 +46,13 @@ class Diagnosis:
         return asdict(self)
 
 
-def examine(home: Home) -> Iterator[Diagnosis]:
-    """Look at one thing after the other; what can't be looked at is a finding too."""
+def examine(home: Home, say: Callable[[str], None]) -> Iterator[Diagnosis]:
+    """Look at one thing after the other; what can't be looked at is a finding too. `say` is told what takes long."""
     yield from _one("configuration", lambda: _configuration(home))
     yield from _one("home", lambda: _folder(home))
     yield from _one("java", lambda: _java(home))
     yield from _one("spark", _spark)
-    yield from _one("compiled code", lambda: _compiled(home))
+    yield from _one("compiled code", lambda: _compiled(home, say))
     try:
         streams = dict(home.config.streams)
     except MillstreamError:
@@ -120,8 +123,11 @@ def _spark() -> str:
     return f"pyspark {version('pyspark')}"
 
 
-def _compiled(home: Home) -> str:
+def _compiled(home: Home, say: Callable[[str], None]) -> str:
     place_compiled_code(home)
+    folder = Path(os.environ["NUMBA_CACHE_DIR"])
+    if not folder.is_dir() or not any(folder.iterdir()):
+        say("compiling the decoders: half a minute or less, once for a home …")
     from millstream.codec.pgoutput import warm
 
     warm()

@@ -21,8 +21,8 @@ _QUERY_PASSWORD: Final = re.compile(r"([?&]password=)([^&#]*)()")
 _KEYWORD_PASSWORD: Final = re.compile(r"(\bpassword\s*=\s*)('(?:\\.|[^'\\])*'|(?:\\.|\S)+)()")
 
 _TEMPLATE: Final = """\
-# A home of Millstream's. `millstream config show` prints every key with its value and where that came from;
-# `millstream config show` prints every key with its value. ${{NAME}} in any string is taken from the environment.
+# A home of Millstream's. `millstream config show` prints every key with its value and where that came from.
+# ${{NAME}} in any string is taken from the environment.
 
 [streams.{stream}.source]
 {export}dsn = {dsn}

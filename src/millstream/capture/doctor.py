@@ -19,7 +19,7 @@ from millstream.catalog import Catalog
 from millstream.codec.pgoutput import relation_columns
 from millstream.errors import MillstreamError
 from millstream.model.names import TablePatterns
-from millstream.model.pgtypes import is_text_for_want_of_better
+from millstream.model.pgtypes import NUMERIC_OID, is_text_for_want_of_better
 
 _HELD_WARN_BYTES: Final = 4 << 30
 _SETTING: Final = "ALTER SYSTEM "
@@ -32,7 +32,8 @@ class Finding:
     Attributes:
         code: stable, as the error's that it would end in where there is one.
         message: what is found.
-        blocks: `source` (nothing can be captured), `table` (one table can't), or `nothing` (a warning).
+        blocks: `source` (nothing can be captured), `table` (one table can't), `current` (one table can, into history only),
+            or `nothing` (a warning).
         table: `schema.name` where it concerns one.
         fix: what to do, one sentence.
         sql: what a DBA runs; empty where SQL doesn't mend it.
@@ -249,10 +250,10 @@ def _check_table(connection: Connection, table: SourceTable) -> list[Finding]:
         findings.append(
             Finding(
                 "replica_identity_unusable",
-                f"{table.full_name} has no usable replica identity: inserts only, into history only",
-                "table",
+                f"{table.full_name} has no usable replica identity: inserts only, into history only, without its existing rows",
+                "current",
                 table.full_name,
-                "Give it a primary key, or another identity.",
+                "Give it a primary key, or another identity; it is copied whole then.",
                 _identity_sql(connection, table),
             )
         )
@@ -262,7 +263,9 @@ def _check_table(connection: Connection, table: SourceTable) -> list[Finding]:
             f"{table.full_name}.{column.name} ({column.pg.name if column.pg else '?'}) will be text in the lake",
             "nothing",
             table.full_name,
-            "Nothing has to be done; `[streams.S.types]` can give numeric columns a precision.",
+            "Nothing has to be done."
+            if column.pg is None or column.pg.oid != NUMERIC_OID
+            else "Nothing has to be done; `[streams.S.types]` can give it a precision.",
         )
         for column in relation_columns(table.relation)
         if is_text_for_want_of_better(column)

@@ -76,7 +76,7 @@ def doctor(session: Session, as_sql: bool, as_json: bool) -> None:
         click.echo(repair_script(home), nl=False)
         return
     found = []
-    for diagnosis in examine(home):
+    for diagnosis in examine(home, note):
         found.append(diagnosis)
         if not as_json:
             _print_diagnosis(diagnosis)
@@ -93,7 +93,7 @@ def _print_diagnosis(diagnosis: Any) -> None:
         mark = click.style("note    ", fg="yellow")
     else:
         mark = click.style("wrong   ", fg="red", bold=True)
-    where = "" if diagnosis.blocks in {"nothing", "home"} else f" (stops the {diagnosis.blocks})"
+    where = f" (stops the {diagnosis.blocks})" if diagnosis.blocks in {"source", "table"} else ""
     click.echo(f"{mark}{diagnosis.check}: {diagnosis.message}{where}")
     if diagnosis.fix:
         click.echo(f"          {diagnosis.fix}")
