@@ -293,7 +293,7 @@ def table_facts(
         "reason": reason,
         "hint": (held or {}).get("hint", ""),
         "shard": int(row.shard),
-        "copy": copies.get(name) or copies.get(f"{row.namespace}.{row.name}"),
+        "copy": copies.get(name),
         "fold_lag_s": None if lag is None else lag["fold_lag_s"],
         "fold_lag_records": None if lag is None else lag["fold_lag_records"],
         "landed_rows": None if landed is None else landed["rows"],

@@ -18,7 +18,7 @@ from millstream.capture.source import KeyColumn, SourceTable
 from millstream.catalog import Catalog, TableRow, TableState
 from millstream.codec.pgoutput import MESSAGES_COLUMNS, Relation, raw_schema, table_schema
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, TableId
-from millstream.model.names import TablePatterns
+from millstream.model.names import TablePatterns, qualified_name
 from millstream.model.operations import FIRST_SHARD
 from millstream.model.schema import ReplicaIdentity, TableKind, TableSchema
 
@@ -191,7 +191,7 @@ class CatalogDirectory:
             reason = f"its key was {_spoken(before)} and is {_spoken(schema.key)}: its rows are copied again"
             copied = [TableState.STREAMING, TableState.COPYING]
             if self._catalog.set_state(row.id, TableState.COPY_REQUESTED, reason, only_from=copied):
-                logger.warning("table is copied again", table=f"{row.namespace}.{row.name}", reason=reason)
+                logger.warning("table is copied again", table=qualified_name(row.namespace, row.name), reason=reason)
             self.refresh()
             self.look_wanted.set()
         self._keys[row.id] = schema.key
