@@ -20,6 +20,8 @@ def test_what_capture_knows_and_the_lake_lacks(postgres: Database, tmp_path: Pat
         source.execute("CREATE TABLE things (id int PRIMARY KEY, price numeric(6,2))")
         source.execute("CREATE TABLE swapped (id int PRIMARY KEY)")
         source.execute("INSERT INTO swapped VALUES (1)")
+        source.execute("CREATE TABLE keyless (a int)")
+        source.execute("INSERT INTO keyless VALUES (1)")
     home = LandedHome(tmp_path / "shop", postgres.dsn)
     home.catch_up()
     with millstream_open(home.home.path) as opened:
@@ -32,6 +34,10 @@ def test_what_capture_knows_and_the_lake_lacks(postgres: Database, tmp_path: Pat
         assert opened.query('FROM history."public.things"').num_rows == 0
         assert "public.things" in opened.query("SHOW TABLES").column("name").to_pylist()
         before = opened.lake().token
+        with pytest.raises(
+            InvalidQuery, match=r"public\.keyless has nothing in the lake yet: no change of it has come"
+        ):
+            opened.query('FROM history."public.keyless"')
     with postgres.connect() as source:
         source.execute("ALTER TABLE items RENAME TO articles")
         source.execute("DROP TABLE swapped")
@@ -41,6 +47,7 @@ def test_what_capture_knows_and_the_lake_lacks(postgres: Database, tmp_path: Pat
     report = diff_stream(home.home, None, timeout_s=30)
     assert {t.name: (t.state, t.rows_lake) for t in report.tables} == {
         "public.articles": (Compared.EQUAL, 7),
+        "public.keyless": (Compared.SKIPPED, 0),
         "public.things": (Compared.EQUAL, 0),
         "public.swapped": (Compared.EQUAL, 0),
     }

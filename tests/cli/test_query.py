@@ -327,6 +327,7 @@ def test_the_prompt_takes_statements_of_several_lines_completes_and_remembers(ho
         assert re.search(r"\n\s*2\s+;", shown.until(r"1 row in"))
         shown.until("shop>")
         shown.type("\\dt\n")
+        shown.until(r"history\.\"public\.orders\"")
         shown.until(r"public\.orders")
         shown.type("\\d public.orders\n")
         shown.until(r"DECIMAL\(20,10\)")

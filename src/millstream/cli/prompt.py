@@ -36,7 +36,7 @@ HELP: Final = r"""Statements end with ; and may take several lines. Tab complete
   \d TABLE             list a table's columns
   \as-of TIME|TOKEN    show everything as it stood then; without either, as it stands now
   \format STYLE        table, csv or json
-  \refresh             look again what the lake has; every statement does so by itself
+  \refresh             look again what there is; a statement does so by itself where something has landed
   \q                   end"""
 _WORD: Final = re.compile(r'\\?[\w.-]*"?[^\s"(),;]*\Z')
 _TEXTS: Final = re.compile(
@@ -129,12 +129,10 @@ class Prompt:
                 return False
             case "\\?":
                 note(HELP)
-            case "\\dt":
-                print_table(["table"], [[name] for name in self._newest().tables])
             case "\\d" if rest:
                 print_table(["column", "type"], self._newest().columns(rest))
-            case "\\d":
-                print_table(["table"], [[name] for name in self._newest().tables])
+            case "\\d" | "\\dt":
+                self._list()
             case "\\as-of":
                 self._move(rest or None)
             case "\\refresh":
@@ -146,6 +144,13 @@ class Prompt:
             case _:
                 raise UsageError(f"there is no command {word}", hint="\\? lists them.")
         return True
+
+    def _list(self) -> None:
+        """What can be named after FROM, records and versions too; on stderr, what can't be read."""
+        lake = self._newest()
+        print_table(["table"], [[name] for name in lake.query("SHOW TABLES").column("name").to_pylist()])
+        for name, reason in lake.missing.items():
+            note(f"not readable: {name}: {reason}")
 
     def _move(self, as_of: str | None) -> None:
         moved = open_lake(self._home, self._stream, as_of=as_of)

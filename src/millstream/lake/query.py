@@ -288,8 +288,9 @@ class LakeSession:
         if self._past and (later := self._later(table)) is not None:
             return later
         for known in self._asked_known:
-            if known.waits and is_meant(table, known.full_name):
-                return InvalidQuery(f"{known.full_name} has nothing in the lake yet: {known.waits}")
+            if is_meant(table, known.full_name) and (known.waits or known.schema is None):
+                why = known.waits or "no change of it has come, and nobody has seen its columns"
+                return InvalidQuery(f"{known.full_name} has nothing in the lake yet: {why}")
         # In our words, for DuckDB's guesses are its own tables.
         return InvalidQuery(f"there is no table {table} in the lake", hint=self._hint())
 
