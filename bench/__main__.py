@@ -6,7 +6,7 @@ import argparse
 import signal
 import sys
 
-from bench import capture, commands, first_load, freshness, lake, latency, log_costs, spark_source, wal  # noqa: F401 - they register their figures
+from bench import capture, commands, first_load, freshness, lake, latency, log_costs, log_open, spark_source, wal  # noqa: F401 - they register their figures
 from bench.figures import asked, keep, names, say, selected, table
 
 

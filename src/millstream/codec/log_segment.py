@@ -16,6 +16,7 @@ import hashlib
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Final, NamedTuple, Self
 from uuid import UUID
@@ -125,15 +126,18 @@ class SegmentHeader:
         if version != SEGMENT_VERSION:
             raise UnsupportedFormat(f"segment format version {version} is unknown", version=version)
         middle = _HEADER.size + n_ops
-        directory = Directory(
-            decode_schema(head[_HEADER.size : middle]), decode_schema(head[middle : middle + n_batches])
-        )
+        directory = _directory(head[_HEADER.size : middle], head[middle : middle + n_batches])
         if base < 0:
             raise CorruptFrame("a segment can't begin at a negative offset")
         return cls(
             StreamId(UUID(bytes=stream)), RegionId(region), ShardId(shard), Epoch(epoch), Offset(base), previous,
-            created, directory.check(),
+            created, directory,
         )  # fmt: skip
+
+
+@lru_cache(maxsize=16)  # opening a log decodes that of every segment, and they are all alike
+def _directory(operations: bytes, batches: bytes) -> Directory:
+    return Directory(decode_schema(operations), decode_schema(batches)).check()
 
 
 class TableEntry(NamedTuple):

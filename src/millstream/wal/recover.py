@@ -51,6 +51,8 @@ from millstream.wal.segment import FrameLog, entry_of
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _COPY_BYTES = 1 << 20
+_FOOTER_AHEAD_BYTES = 32 << 10
+"""Most footers are smaller: they come with the read that looks for one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,11 +247,13 @@ def _footer_bytes(read: Callable[[int, int], bytes], size: int) -> bytes | None:
     """The encoded footer at a file's end, unverified; None where the file doesn't end like a sealed one."""
     if size < SEGMENT_HEADER_SIZE + SEGMENT_TRAILER_SIZE:
         return None
-    trailer = read(size - SEGMENT_TRAILER_SIZE, SEGMENT_TRAILER_SIZE)
+    ahead = min(size - SEGMENT_HEADER_SIZE, _FOOTER_AHEAD_BYTES)
+    end = read(size - ahead, ahead)
+    trailer = end[-SEGMENT_TRAILER_SIZE:]
     if not SegmentFooter.is_trailer(trailer):
         return None
     length = min(SegmentFooter.size_in(trailer), size - SEGMENT_HEADER_SIZE)
-    return read(size - length, length)
+    return end[-length:] if length <= len(end) else read(size - length, length)
 
 
 def _footer_holds(read: Callable[[int, int], bytes], size: int) -> bool:
