@@ -54,6 +54,9 @@ def test_a_home_gives_records_between_tokens(home: Path) -> None:
         assert names(list(opened.read("shop", after=before))) == [2, 2, 2, 3, 3, 3]
         assert names(list(opened.read("shop", after=str(before), table="public.items"))) == [2, 3]
         assert names(list(opened.read("shop", upto=before, table="orders"))) == [1, 1]
+        numbers = [n for batch in opened.read("shop", after=before) for n in batch.column("__seq").to_pylist()]
+        second, third = (f"{before.stream}.s{sorted(numbers)[at]}" for at in (1, 3))
+        assert names(list(opened.read("shop", after=second, upto=third))) == [2, 2, 2]
         assert opened.status()["streams"][0]["name"] == "shop"
         with pytest.raises(UnknownStream):
             opened.token("clicks")

@@ -86,6 +86,12 @@ def test_columns_are_pruned_and_tokens_bound_what_is_read(spark: SparkSession, h
     expected = [{"note": row["note"], "__seq": row["__seq"]} for row in in_log(home, orders, first, second)]
     assert rows_of(frame) == expected
     assert len(expected) == 5
+    # Inside the second of the transactions, and inside the last but one: whole ones alone, whichever table is read.
+    inside = {"starting": first + 4, "ending": second - 4}
+    frame = load(
+        spark, home, columns="__seq", **{k: str(StreamToken.scalar(home.stream, Seq(n))) for k, n in inside.items()}
+    )
+    assert [row["__seq"] for row in rows_of(frame)] == list(range(first + 4, second - 5))
 
 
 def test_older_rows_come_in_the_columns_of_the_latest_schema(spark: SparkSession, home: Home) -> None:

@@ -206,6 +206,20 @@ def test_every_number_is_there_when_decoded_and_after_replay_whatever_the_frames
     judge(StreamReader(FOLDER, files=files), written)
 
 
+@given(lives, st.sampled_from([300, 1 << 20]))
+@settings(max_examples=15, deadline=None)
+def test_a_number_inside_an_operation_stands_for_the_last_whole_one(
+    given: list[tuple[Numbering, list[object]]], frame_bytes: int
+) -> None:
+    files = MemoryFiles()
+    written = write(files, FOLDER, given, replace(SMALL, disk_used_max=1.0, frame_bytes_max=frame_bytes))
+    reader = StreamReader(FOLDER, files=files)
+    begins = {n: seqs.first - 1 for _, seqs in written.operations.values() for n in range(seqs.first, seqs.last)}
+    for seqs in (seqs for _, seqs in written.operations.values()):
+        for n in {seqs.first - 1, seqs.first, seqs.first + seqs.count // 2, seqs.last - 1, seqs.last, seqs.last + 1}:
+            assert reader.whole_upto(Seq(n)) == begins.get(n, n)
+
+
 def old_reading(files: MemoryFiles) -> list[Found]:
     folders = {shard: shard_folder(FOLDER, shard) for shard in list_shards(files, FOLDER)}
     # A new writer begins a segment that holds nothing yet.

@@ -75,7 +75,7 @@ class OpenHome:
             stream: the stream's name.
             table: only this one, as `schema.table`; all of them where None, each batch of one table and schema version.
             after: a token that was given out before; None for the first record that is still there.
-            upto: None for everything that is durable now.
+            upto: None for everything that is durable now. Of either, a token inside an operation stands for the last one in front of it.
 
         Returns:
             Batches with the `__` columns before the table's own; a batch's schema metadata names its table. The same
@@ -91,8 +91,8 @@ class OpenHome:
         start = self._parse(reader.stream_id, after)
         end = self._parse(reader.stream_id, upto)
         first = reader.first_seq()
-        low = type(first)(first - 1) if start is None else start.minimum
-        high = reader.persisted_upto() if end is None else end.minimum
+        low = type(first)(first - 1) if start is None else reader.whole_upto(start.minimum)
+        high = reader.persisted_upto() if end is None else reader.whole_upto(end.minimum)
         wanted = None if table is None else table_ids(reader, table)
         for found in reader.read_between(low, high, table=wanted[0] if wanted and len(wanted) == 1 else None):
             if wanted is None or found.schema.table_id in wanted:

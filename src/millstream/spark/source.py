@@ -2,7 +2,8 @@
 
 Rules:
 
-- A micro-batch is a consistent cut: it ends at the end of a commit group, so no operation is ever seen in part.
+- A micro-batch is a consistent cut: it ends at the end of a commit group, or where `ending` says, so no operation is ever seen in part.
+  A token inside an operation stands for the last one in front of it.
 - An offset is `{"stream": <uuid>, "token": <token>}`. The same two offsets give the same rows for ever, in any process; after a
   restart Spark asks `partitions` for the batch that it had begun, without ever asking `initialOffset`. So nothing here
   remembers anything from one call to the next, but for the target of an AvailableNow query.
@@ -194,7 +195,7 @@ class _Scan:
 
     def bound(self) -> Seq | None:
         """Where `ending` says that a stream stops; it may lie ahead."""
-        return None if self.options.ending is None else self._parse(self.options.ending)
+        return None if self.options.ending is None else self.log.whole_upto(self._parse(self.options.ending))
 
     def partitions(self, after: Seq, upto: Seq) -> list[LogPartition]:
         if upto <= after:
@@ -259,7 +260,7 @@ class _Scan:
         seq = self._parse(text)
         if seq > self.log.persisted_upto():
             raise TokenFromFuture(f"{text} lies beyond what the stream has, which is up to {self.log.persisted_upto()}")
-        return seq
+        return self.log.whole_upto(seq)
 
     def _parse(self, text: str) -> Seq:
         token = StreamToken.parse(text, stream=self.log.stream_id)

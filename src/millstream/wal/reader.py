@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from millstream.codec.log_frame import FrameKind, RecordsFrame
 from millstream.codec.log_segment import FrameEntry
 from millstream.errors import CorruptWal, LogError, OffsetBeyondEnd, OffsetExpired
@@ -32,6 +34,7 @@ from millstream.wal.source import (
     SegmentSource,
     TablePart,
     TableRecords,
+    first_seqs,
     sum_of_parts,
     within_offsets,
 )
@@ -159,6 +162,23 @@ class StreamReader:
                 return reached
         # Behind the last group there may be numbers that will never be: everything has been read all the same.
         return max(reached, persisted)
+
+    def whole_upto(self, n: Seq) -> Seq:
+        """The greatest position at or below `n` that no operation spans: `n` itself, or where the operation begins that `n` parts.
+
+        Args:
+            n: any number; beyond what is durable, and below what retention has left, nothing is looked at.
+
+        Raises:
+            CorruptWal: the frames around it are damaged.
+        """
+        while self.first_seq() <= n < self.persisted_upto():
+            groups = list(self.read_groups(Seq(n - 1), Seq(n + 1)))
+            here, behind = _operation_with(groups, n), _operation_with(groups, Seq(n + 1))
+            if here is None or behind is None or here[0] != behind[0]:
+                return n
+            n = Seq(here[1] - 1)
+        return n
 
     def spans(self, after: Seq, upto: Seq, *, bytes_target: int = 32 << 20) -> list[LogSpan]:
         """Pieces that together hold exactly the rows of `(after, upto]`, split at frames.
@@ -499,6 +519,22 @@ class _Group:
     last_seq: Seq
     rows: int
     size_bytes: int
+
+
+def _operation_with(groups: Sequence[Sequence[RecordsFrame]], seq: Seq) -> tuple[object, int] | None:
+    """What tells the operation of a number from any other, and the first number by which a frame knows it."""
+    best: tuple[object, int] | None = None
+    for frame in (frame for group in groups for frame in group):
+        if not frame.header.first_seq <= seq <= frame.header.last_seq:
+            continue
+        # Operations' numbers follow one another, so that it is the last one to begin at or in front of it.
+        firsts = first_seqs(frame)
+        begun = np.where(firsts <= seq, firsts, -1)
+        place = int(begun.argmax())
+        if begun[place] >= 0 and (best is None or begun[place] > best[1]):
+            facts = frame.operations.slice(place, 1).to_pylist()
+            best = (int(frame.header.group), facts), int(begun[place])
+    return best
 
 
 def _has_numbers(entry: FrameEntry, numbers: tuple[Seq | None, Seq | None]) -> bool:

@@ -197,7 +197,7 @@ class SegmentSource:
             return
         frame = self.decode(scanned)
         straddles = (after is not None and header.first_seq <= after) or (upto is not None and header.last_seq > upto)
-        firsts = _first_seqs(frame)
+        firsts = first_seqs(frame)
         for table_id in frame.table_ids():
             if wanted is not None and table_id not in wanted:
                 continue
@@ -244,7 +244,7 @@ def sum_of_parts(one: TablePart, other: TablePart) -> TablePart:
     )
 
 
-def _first_seqs(frame: RecordsFrame) -> npt.NDArray[np.int64]:
+def first_seqs(frame: RecordsFrame) -> npt.NDArray[np.int64]:
     """The first number of each operation of a frame."""
     first = np.full(frame.operations.num_rows, np.iinfo(np.int64).max, dtype=np.int64)
     np.minimum.at(first, frame.batches.column("operation").to_numpy(), frame.batches.column("first_seq").to_numpy())
