@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.capture.capture_stage import Stage, wait_until
 
+from millstream.capture import check_source
 from millstream.catalog import TableState
 from millstream.model.operations import OperationKind
 
@@ -460,3 +461,32 @@ def test_a_retyped_column_of_partitions(stage: Stage) -> None:
     stage.catch_up()
     assert stage.log.replay()["public.parts"] == stage.source_rows("parts", ["id"])
     assert marks(stage) == 1
+
+
+def test_a_table_that_gets_a_key_later_is_rid_of_what_was_deleted_before(stage: Stage) -> None:
+    stage.sql("CREATE TABLE orders (id int, item text)", "INSERT INTO orders VALUES (1, 'x')")
+    stage.catch_up()
+    assert stage.state("public.orders") is TableState.HISTORY_ONLY
+    stage.sql("INSERT INTO orders VALUES (2, 'y'), (3, 'z')")
+    stage.catch_up()
+    stage.sql("DELETE FROM orders WHERE id = 2", "ALTER TABLE orders ADD PRIMARY KEY (id)")
+    stage.catch_up()
+    assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
+
+
+def test_a_generated_column_in_the_identity_does_not_break_the_application(stage: Stage) -> None:
+    """From 18 on PostgreSQL refuses updates of a table whose identity has a column that isn't published."""
+    stage.sql(
+        "CREATE TABLE orders (id int PRIMARY KEY, item text, g int GENERATED ALWAYS AS (id * 2) STORED)",
+        "CREATE TABLE keyed (id int PRIMARY KEY, item text, g int GENERATED ALWAYS AS (id * 2) STORED)",
+        "ALTER TABLE orders REPLICA IDENTITY FULL; INSERT INTO orders VALUES (1, 'x'); INSERT INTO keyed VALUES (1, 'x')",
+    )
+    stage.catch_up()
+    stage.sql("UPDATE orders SET item = 'y'", "UPDATE keyed SET item = 'y'")
+    stage.catch_up()
+    assert stage.state("public.keyed") is TableState.STREAMING
+    with stage.connect() as connection:
+        refused = connection.info.server_version >= 180000
+    assert stage.state("public.orders") is (TableState.HISTORY_ONLY if refused else TableState.STREAMING)
+    found = [f for f in check_source(stage.config) if f.code == "replica_identity_unusable"]
+    assert [(f.table, f.sql) for f in found] == ([("public.orders", "")] if refused else [])

@@ -4,9 +4,10 @@ What may enter when is decided in `millstream.protocol.table_copy`; how a chunk 
 lies between: worker threads read chunks, the applier's thread tells what it logs (`note`, `passed`) and takes chunks
 whose time has come (`ready`). The catalog has each range's progress, so that a copy goes on where it stopped.
 
-A copy that follows an earlier one (`tables copy`, `tables retry`, a slot made anew) begins with one `t` record of the
-table: what the log had of it before is void, rows deleted in the meantime included. It enters when the stream has come to where
-the source's tables were last looked at: of a table that has got another key, no record under the old one comes behind it. A table without a key (REPLICA
+A copy of a table that the log has records of already (after `tables copy`, `tables retry`, a slot made anew) begins with
+one `t` record of the table: what the log had of it before is void, rows deleted in the meantime included. It enters
+when the stream has come to where the source's tables were last looked at: of a table that has got another key, no
+record under the old one comes behind it. A table without a key (REPLICA
 IDENTITY FULL and no primary key) is copied as one chunk behind such a record, read again until no transaction that its
 snapshot doesn't see has touched the table: its rows can't be told apart.
 """
@@ -146,7 +147,8 @@ class TableCopies:
                     self._resume(Copy(row, table, row.copy_id, fresh=False, marked=False))
                 elif row.state in {TableState.COPYING, TableState.COPY_REQUESTED}:
                     copy_id = f"{time.time_ns() // 1000:x}"
-                    marked = bool(row.copy_id) or not table.key
+                    # Before its first copy the log may have inserts alone: it was in history only.
+                    marked = bool(row.copy_id) or bool(row.schema_version) or not table.key
                     begins_at = self._tables.seen_at if marked else Lsn(0)
                     self._copies[row.id] = Copy(row, table, copy_id, fresh=True, marked=marked, begins_at=begins_at)
             self._seen = True

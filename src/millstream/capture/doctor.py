@@ -253,8 +253,7 @@ def _check_table(connection: Connection, table: SourceTable) -> list[Finding]:
                 f"{table.full_name} has no usable replica identity: inserts only, into history only, without its existing rows",
                 "current",
                 table.full_name,
-                "Give it a primary key, or another identity; it is copied whole then.",
-                _identity_sql(connection, table),
+                *_identity_remedy(connection, table),
             )
         )
     return findings + [
@@ -270,6 +269,16 @@ def _check_table(connection: Connection, table: SourceTable) -> list[Finding]:
         for column in relation_columns(table.relation)
         if is_text_for_want_of_better(column)
     ]
+
+
+def _identity_remedy(connection: Connection, table: SourceTable) -> tuple[str, str]:
+    """What to do about a table without an identity, and the statements where they can be told."""
+    if connection.info.server_version >= 180000 and any(column.generated for column in table.layout):
+        # FULL takes in all columns, and generated ones aren't published.
+        fix = "Give it a primary key without generated columns, and REPLICA IDENTITY DEFAULT; it is copied whole then."
+        return fix, ""
+    fix = "Give it a primary key (not a deferrable one), or another identity; it is copied whole then."
+    return fix, _identity_sql(connection, table)
 
 
 def _identity_sql(connection: Connection, table: SourceTable) -> str:
