@@ -44,25 +44,26 @@ def test_a_cut_tells_every_table_the_idle_ones_as_they_stood(layout: LakeLayout)
     assert last_cut(layout) == cut
     assert cut.number == 3
     assert cut.tables == {
-        "s.a": CutTable(TableId(1), "s.a", 4),
-        "s.b": CutTable(TableId(2), "s.b", 7, 1, Seq(5)),
+        "s.a": CutTable(TableId(1), "s.a", 4, history_n=Seq(9)),
+        "s.b": CutTable(TableId(2), "s.b", 7, 1, Seq(5), history_n=Seq(5)),
     }
 
 
-def test_a_cut_tells_versions_where_there_are_any_and_is_written_as_before_where_there_are_none(layout: LakeLayout):
+def test_a_cut_of_before_tells_what_it_knew(layout: LakeLayout):
     commit_cut(layout, Seq(5), [landed("s.a", "history", 3, 5), landed("s.b", "history", 3, 5, 2)], committed_at=NOON)
-    cut = commit_cut(layout, Seq(5), [landed("s.a", "scd2", 2, 5)], committed_at=NOON)
-    assert last_cut(layout) == cut
-    assert cut.tables["s.a"] == CutTable(TableId(1), "s.a", 3, scd2=2, scd2_n=Seq(5))
-    stored = DeltaTable(layout.commits_path).to_pyarrow_table().sort_by("number").column("tables").to_pylist()
-    assert [json.loads(text)["s.a"] for text in stored] == [[1, "s.a", 3, -1, 0], [1, "s.a", 3, -1, 0, 2, 5]]
-    assert json.loads(stored[1])["s.b"] == [2, "s.b", 3, -1, 0]
+    rows = DeltaTable(layout.commits_path).to_pyarrow_table().to_pylist()
+    of_before = {"s.a": [1, "s.a", 3, -1, 0, 2, 5], "s.b": [2, "s.b", 3, -1, 0]}
+    cut = commits._decode(rows[0] | {"tables": json.dumps(of_before)})
+    assert cut.tables == {
+        "s.a": CutTable(TableId(1), "s.a", 3, scd2=2, scd2_n=Seq(5)),
+        "s.b": CutTable(TableId(2), "s.b", 3),
+    }
 
 
 def test_a_table_that_was_built_anew_is_named_by_its_new_versions(layout: LakeLayout):
     commit_cut(layout, Seq(5), [landed("s.a", "history", 3, 5), landed("s.a", "current", 9, 5)], committed_at=NOON)
     cut = commit_cut(layout, Seq(5), [landed("s.a", "current", 1, 5), landed("s.a", "scd2", 4, 5)], committed_at=NOON)
-    assert cut.tables["s.a"] == CutTable(TableId(1), "s.a", 3, 1, Seq(5), 4, Seq(5))
+    assert cut.tables["s.a"] == CutTable(TableId(1), "s.a", 3, 1, Seq(5), 4, Seq(5), Seq(5))
     late = commit_cut(layout, Seq(6), [landed("s.a", "current", 8, 4), landed("s.a", "scd2", 9, 4)], committed_at=NOON)
     assert late.tables == cut.tables
 

@@ -23,8 +23,10 @@ from millstream.errors import LakeConflict, LakeError, LakeSchemaConflict, LakeT
 from millstream.lake.commits import commit_cut
 from millstream.lake.current import FoldSizes, fold_table
 from millstream.lake.delta import open_table
-from millstream.lake.history import append_history, era_at, fold_step, newest_schema, open_history
+from millstream.lake.eras import era_at, newest_schema
+from millstream.lake.history import append_history, open_history
 from millstream.lake.layout import LakeLayout
+from millstream.lake.scan import fold_step
 from millstream.lake.upkeep import tend_table
 from millstream.lake.versions import fold_into_versions
 from millstream.model.ids import SchemaVersion, StreamId, TableId
@@ -277,7 +279,7 @@ WRITER = """
 import pickle, sys
 from millstream.lake.commits import commit_cut
 from millstream.lake.current import fold_table
-from millstream.lake.history import append_history, era_at, newest_schema
+from millstream.lake.history import append_history
 layout, schema, batch, n = pickle.load(sys.stdin.buffer)
 append_history(layout, schema, [batch], n)
 fold_table(layout, schema, n)
@@ -411,7 +413,7 @@ def test_a_history_that_knows_no_schemas_by_position_gives_the_newest_until_colu
     layout: LakeLayout, orders: TableSchema, records: Records, evolved: Evolved, monkeypatch: pytest.MonkeyPatch
 ):
     with monkeypatch.context() as older:
-        older.setattr("millstream.lake.history._begun", lambda _batches, _known: {})
+        older.setattr("millstream.lake.history._begun", lambda eras, _batches, _after: eras)
         append_history(layout, orders, [records(orders, ("c", 1, {"id": 1}))], Seq(1))
 
     def version(n: int) -> int:
@@ -447,6 +449,6 @@ def test_folds_in_steps_get_on_beside_compacted_files_and_cuts_of_other_tables(
     for view in ("current", "scd2"):
         assert sorted(stored(layout, orders, view).column("id").to_pylist()) == list(range(1, 9))
     history = open_history(layout, orders)
-    step = fold_step(layout, history, after=Seq(20), upto=Seq(86), rows_max=2, table=orders)
+    step = fold_step(layout, history, after=Seq(20), upto=Seq(86), rows_max=2, table=orders.table_id)
     assert step == 46, "the last cut with two records more"
-    assert fold_step(layout, history, after=Seq(20), upto=Seq(86), rows_max=6, table=orders) == 86
+    assert fold_step(layout, history, after=Seq(20), upto=Seq(86), rows_max=6, table=orders.table_id) == 86

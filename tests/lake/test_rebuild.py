@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from millstream.lake.layout import LakeLayout, View
 from millstream.lake.rebuild import check_history, damage_of, prepare_rebuild, rebuild_view, restart_history
 from millstream.lake.upkeep import tend_table
 from millstream.lake.versions import fold_into_versions
+from millstream.model.ids import SchemaVersion
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 
@@ -201,3 +203,32 @@ def test_a_copy_that_follows_an_earlier_one_shows_in_one_commit_however_large(
             for version in range(before[view] + 1, DeltaTable(path).version() + 1)
         ]
         assert set(counts) == {7}, "never a part of the table"
+
+
+@pytest.mark.parametrize("tended", [False, True])
+def test_a_history_that_was_set_back_is_an_error_with_the_way_out(
+    landed: LakeLayout, orders: TableSchema, records: Records, *, tended: bool
+):
+    """Its newest commit went, or its folder was restored: what came later must not follow a gap."""
+    log = Path(landed.table_path("history", orders), "_delta_log")
+    max(log.glob("*.json")).unlink()
+    if tended:
+        tend_table(landed, "history", orders, now_ms=time.time_ns() // 10**6, compact_files=2)
+    batch = records(orders, ("c", 11, {"id": 11, "note": "c", **at(7)}))
+    with pytest.raises(LakeHistoryLost, match="was set back: it ends at 8, and went to 10 before") as caught:
+        append_history(landed, orders, [batch], Seq(11))
+    assert "--from source" in caught.value.hint
+    with pytest.raises(LakeHistoryLost, match="set back"):
+        check_history(landed, orders)
+    assert restart_history(landed, orders, Seq(10)) is not None
+    assert append_history(landed, orders, [batch], Seq(11)).rows == 1
+    assert damage_of(landed, "history", orders) is None
+
+
+def test_a_renamed_table_whose_records_are_gone_does_not_begin_without_them(
+    landed: LakeLayout, orders: TableSchema, records: Records
+):
+    shutil.rmtree(landed.table_path("history", orders))
+    renamed = replace(orders, name="sales", version=SchemaVersion(2))
+    with pytest.raises(LakeHistoryLost, match=r"public\.orders was moved away"):
+        append_history(landed, renamed, [records(renamed, ("c", 11, {"id": 11, **at(7)}))], Seq(11))

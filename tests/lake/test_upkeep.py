@@ -17,7 +17,8 @@ from millstream.errors import LakeConflict, LakeError
 from millstream.lake.commits import commit_cut, last_cut
 from millstream.lake.current import Fold, begin_fold, fold_table
 from millstream.lake.delta import open_table
-from millstream.lake.history import append_history, history_from
+from millstream.lake.folder import history_from
+from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout, View
 from millstream.lake.retain import HistoryBound, drop_history
 from millstream.lake.upkeep import tend_cuts, tend_table

@@ -27,13 +27,15 @@ from hypothesis import strategies as st
 from tests.lake.test_fold import texts_in
 from tests.lake.test_scd2 import CUTS, MIDNIGHT, STORIES, Told, at, schemas, told_by, version_of
 
-from millstream.errors import InvalidQuery, LakeSchemaConflict
+from millstream.errors import InvalidQuery, LakeError, LakeSchemaConflict
 from millstream.lake.commits import commit_cut
 from millstream.lake.current import FoldSizes, fold_table
 from millstream.lake.delta import open_table, set_properties
-from millstream.lake.history import HISTORY_FROM_PROPERTY, append_history
+from millstream.lake.folder import HISTORY_FROM_PROPERTY
+from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
 from millstream.lake.query import LakeSession
+from millstream.lake.retain import HistoryBound, drop_history
 from millstream.lake.scd2 import VERSION_COLUMNS
 from millstream.lake.upkeep import tend_table
 from millstream.lake.versions import fold_into_versions
@@ -336,3 +338,52 @@ def test_versions_stay_as_they_were_while_the_table_is_copied_again(
         with pytest.raises(InvalidQuery) as caught:
             session.query('SELECT id FROM scd2."public.orders"')
         assert "valid_from <= T" in caught.value.hint
+
+
+def test_versions_that_stood_still_while_history_was_dropped_go_on_from_current(
+    layout: LakeLayout, orders: TableSchema, records: Records
+):
+    """`scd2` was left out of the views, history kept only what `current` lacked, and then `scd2` was asked for again."""
+    many = [("c", n, {"id": n, "note": "a", **at(1, n)}) for n in (1, 2, 3)]
+    land(layout, orders, records(orders, *many), 3)
+    fold_table(layout, orders, Seq(3))
+    fold_into_versions(layout, orders, Seq(3))
+    land(layout, orders, records(orders, ("d", 4, {"id": 3, **at(4)}), ("u", 5, {"id": 2, "note": "b", **at(5)})), 5)
+    fold_table(layout, orders, Seq(5))
+    moment = MIDNIGHT + timedelta(seconds=6)
+    commit_cut(layout, Seq(5), [], committed_at=moment, commit_ts_max=moment)
+    assert drop_history(layout, orders, HistoryBound(Seq(5))) == 2
+    land(layout, orders, records(orders, ("c", 6, {"id": 4, "note": "d", **at(9)})), 6)
+    fold_table(layout, orders, Seq(6))
+    commit_cut(layout, Seq(6), [], committed_at=moment, commit_ts_max=MIDNIGHT + timedelta(seconds=9))
+    assert fold_into_versions(layout, orders, Seq(6)).commit.n == 6
+    told = rows_in(layout, orders, "id", "note", "is_current")
+    assert told == [(1, "a", True), (2, "a", False), (2, "b", True), (3, "a", False), (4, "d", True)]
+    assert seconds(layout, orders)[0] == (1, 1, None), "what didn't change goes on"
+
+
+def test_a_view_that_stood_still_while_history_was_dropped_is_an_error_until_a_copy_comes(
+    layout: LakeLayout, orders: TableSchema, records: Records
+):
+    land(layout, orders, records(orders, *(("c", n, {"id": n, "note": "a", **at(1, n)}) for n in (1, 2, 3))), 3)
+    fold_table(layout, orders, Seq(3))
+    fold_into_versions(layout, orders, Seq(3))
+    land(layout, orders, records(orders, ("d", 4, {"id": 3, **at(4)})), 4)
+    assert drop_history(layout, orders, HistoryBound(Seq(4))) == 2
+    land(layout, orders, records(orders, ("u", 5, {"id": 1, "note": "b", **at(5)})), 5)
+    for fold in (fold_table, fold_into_versions):
+        with pytest.raises(LakeError, match="dropped up to 4") as caught:
+            fold(layout, orders, Seq(5))
+        assert "--from source" in caught.value.hint
+    copied = [
+        ("t", 6, at(6, None, 0)),
+        *(("r", 6 + n, {"id": n, "note": "b" if n == 1 else "a", **at(7, None)}) for n in (1, 2)),
+    ]
+    land(layout, orders, records(orders, *copied), 8)
+    fold_table(layout, orders, Seq(8))
+    fold_into_versions(layout, orders, Seq(8))
+    assert rows_in(layout, orders, "id", "note", "is_current") == [
+        (1, "a", False), (1, "b", True), (2, "a", True), (3, "a", False),
+    ]  # fmt: skip
+    current = DeltaTable(layout.table_path("current", orders)).to_pyarrow_table().sort_by("id")
+    assert current.column("note").to_pylist() == ["b", "a"]

@@ -21,8 +21,8 @@ import pyarrow.compute as pc
 
 from millstream.lake.delta import OpenTable, live_files
 from millstream.lake.fold import EXACT, fold_records, run_of
-from millstream.lake.history import scan_history
 from millstream.lake.keys import Keys, key_codes
+from millstream.lake.scan import scan_history
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 
@@ -58,7 +58,7 @@ def plan_build(
     key = list(schema.key)
     names = ["__op", "__seq", "__unchanged", EXACT.name, "__before", *key]
     seen = _Seen(schema, key)
-    for batch in scan_history(history, after=Seq(0), upto=upto, columns=names, table=schema).to_batches():
+    for batch in scan_history(history, after=Seq(0), upto=upto, columns=names, table=schema.table_id).to_batches():
         seen.take(pa.Table.from_batches([batch]))
     size = sum(live_files(history).column("size_bytes").to_pylist())
     moved = seen.moved_keys()
@@ -82,7 +82,7 @@ def build_rows(history: OpenTable, schema: TableSchema, columns: pa.Schema, upto
         after=part.after,
         upto=upto,
         columns=names,
-        table=schema,
+        table=schema.table_id,
         only=_coarse(part, schema.key[0], floating=pa.types.is_floating(columns.field(schema.key[0]).type)),
     )
     held = []

@@ -56,6 +56,10 @@ class CutTable:
     """Delta version of `scd2`; -1 before its first fold, and where the lake has no such view."""
     scd2_n: Seq = Seq(0)
     """What `scd2` was folded up to in that version."""
+    history_n: Seq = Seq(0)
+    """What was last appended to history ended here; 0 where a cut of before doesn't tell."""
+    since: Seq = Seq(0)
+    """From where on the table has borne the folder's name; 0 where a cut of before doesn't tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,26 +204,38 @@ def compact_cuts(layout: LakeLayout) -> None:
 
 
 def merged(tables: Mapping[str, CutTable], commits: Iterable[TableCommit]) -> dict[str, CutTable]:
-    """The tables as they stand after some commits, in any order. Positions never go back; versions of a table that was built anew do."""
+    """The tables as they stand after some commits, in any order. Positions never go back; versions of a table that was built anew do.
+
+    A name is the table's that took it over last, and a table is where it got its name last, whatever writes under earlier names come late.
+    """
     result = dict(tables)
-    for commit in commits:
+    for commit in sorted(commits, key=lambda commit: commit.view != "history"):
         if commit.version < 0:
             continue  # nothing was written, and nothing was there
-        for folder in [f for f, t in result.items() if t.table_id == commit.table_id and f != commit.folder]:
-            del result[folder]  # renamed at the source
         had = result.get(commit.folder)
-        if had is not None and had.table_id > commit.table_id:
-            continue
-        if had is None or had.table_id != commit.table_id:
-            had = CutTable(commit.table_id, commit.name, -1 if had is None else had.history)
         if commit.view == "history":
-            had = replace(had, history=max(had.history, commit.version))
+            others = [f for f, t in result.items() if t.table_id == commit.table_id and f != commit.folder]
+            if any(result[folder].since > commit.since for folder in others):
+                continue
+            for folder in others:
+                del result[folder]  # renamed at the source
+            if had is None or had.table_id != commit.table_id:
+                if had is not None and (had.since, had.table_id) > (commit.since, commit.table_id):
+                    continue
+                had = CutTable(commit.table_id, commit.name, -1 if had is None else had.history)
+        elif had is None or had.table_id != commit.table_id:
+            continue  # folded under a name that it has no more
+        if commit.view == "history":
+            if commit.n >= had.history_n:
+                newer = commit.n > had.history_n
+                version = commit.version if newer else max(had.history, commit.version)
+                had = replace(had, history=version, history_n=commit.n)
         elif commit.view == "scd2":
             if commit.n >= had.scd2_n:
                 had = replace(had, scd2=commit.version, scd2_n=commit.n)
         elif commit.n >= had.current_n:
             had = replace(had, current=commit.version, current_n=commit.n)
-        result[commit.folder] = replace(had, name=commit.name)
+        result[commit.folder] = replace(had, name=commit.name, since=max(had.since, commit.since))
     return result
 
 
@@ -275,18 +291,17 @@ def _read_last(layout: LakeLayout, opened: OpenTable) -> Cut | None:
 
 
 def _encode(tables: Mapping[str, CutTable]) -> str:
-    facts = {
-        folder: [int(t.table_id), t.name, t.history, t.current, int(t.current_n)]
-        # Cuts of lakes without versions, and those that were committed before there were any, lack these two.
-        + ([t.scd2, int(t.scd2_n)] if t.scd2 >= 0 else [])
-        for folder, t in sorted(tables.items())
-    }
+    facts = {}
+    for folder, t in sorted(tables.items()):
+        numbers = (t.history, t.current, t.current_n, t.scd2, t.scd2_n, t.history_n, t.since)
+        facts[folder] = [int(t.table_id), t.name, *map(int, numbers)]
     return json.dumps(facts, separators=(",", ":"), ensure_ascii=False)
 
 
 def _decode(row: Mapping[str, Any]) -> Cut:
+    # In cuts of before, the last four, or the last two, are missing.
     tables = {
-        folder: CutTable(TableId(table_id), name, history, current, Seq(current_n), *(scd2 or (-1, Seq(0))))
-        for folder, (table_id, name, history, current, current_n, *scd2) in json.loads(row["tables"]).items()
+        folder: CutTable(TableId(table_id), name, history, current, Seq(current_n), *more)
+        for folder, (table_id, name, history, current, current_n, *more) in json.loads(row["tables"]).items()
     }
     return Cut(row["number"], Seq(row["n"]), row["committed_at"], row["commit_ts_max"], tables)

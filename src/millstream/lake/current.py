@@ -17,7 +17,6 @@ from typing import Final
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from millstream import failpoints
 from millstream.errors import LakeError, LakeUnavailable
@@ -33,21 +32,15 @@ from millstream.lake.delta import (
     open_table,
     set_properties,
 )
+from millstream.lake.eras import holds, newest_schema
 from millstream.lake.fold import EXACT, Folded, fold_records
-from millstream.lake.history import (
-    count_history,
-    first_seq,
-    fold_step,
-    history_from,
-    newest_schema,
-    open_history,
-    read_history,
-    scan_history,
-)
+from millstream.lake.folder import history_from, lacks_beginning
+from millstream.lake.history import open_history
 from millstream.lake.keys import Keys, having
 from millstream.lake.layout import LakeLayout, TableCommit, folder_name, has_current
 from millstream.lake.leaves import LEAF_BYTES, Leaves
 from millstream.lake.rewrite import Change, LeafWriter, Touched, placed, touched
+from millstream.lake.scan import count_history, emptied, fold_step, read_history
 from millstream.lake.types import conform, lake_columns, same_type, widest
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
@@ -209,7 +202,7 @@ class Fold:
         failpoints.hit("lake.before_fold_commit")
         swap(
             opened,
-            opened.commit(plan.upto, exact=True),
+            opened.commit(plan.upto, exact=True, holds=True),
             add=written,
             remove=() if plan.anew else [leaf.path for leaf in removed],
             mode="overwrite" if plan.anew else "append",
@@ -270,37 +263,41 @@ def begin_fold(
     path = layout.table_path("current", schema)
     app = layout.app_id("current", schema.table_id)
     opened = open_table(layout, path, app)
-    if opened is not None and opened.n is not None and opened.n >= upto:
+    if opened is not None and opened.n is not None and opened.n >= upto and opened.held is not False:
         if not anew:
             return _standing(schema, opened, opened.n)
         upto = opened.n
     history = open_history(layout, schema)
     newest = newest_schema(history)
     if newest.table_id != schema.table_id:
-        # Dropped at the source and made again: `current` is the new table's.
+        # Another table bears the name by now: `current` is that one's.
         return _standing(schema, opened, upto)
     schema = newest
     columns = current_columns(layout, schema, history)
     opened = opened or _create(layout, schema, path, app, columns)
-    first = opened.n is None or anew
+    first = anew or not holds(opened, history)
+    stands = Seq(0) if first else opened.n or Seq(0)
     gone = history_from(history)
-    if first and gone >= max(first_seq(history), 1) and not _emptied(history, gone, upto):
-        raise LakeError(
-            f"{schema.namespace}.{schema.name} can't be built from its history, which was dropped up to {gone}",
-            hint=f"`millstream pipeline rebuild {qualified_name(schema.namespace, schema.name)} --from source` copies it anew.",
-            path=path,
-        )
-    stands = opened.n or Seq(0)
-    step = upto if first else fold_step(layout, history, after=stands, upto=upto, rows_max=sizes.rows_max, table=schema)
-    if step < upto and _emptied(history, stands, upto):
+    if stands < gone and lacks_beginning(history):
+        if not emptied(history, gone, upto, schema.table_id):
+            raise LakeError(
+                f"{schema.namespace}.{schema.name} can't be built from its history, which was dropped up to {gone}"
+                + (f", from what it was at {stands}" if stands else ""),
+                hint=f"`millstream pipeline rebuild {qualified_name(schema.namespace, schema.name)} --from source` copies it anew.",
+                path=path,
+            )
+        first = True
+    step = upto
+    if not first:
+        step = fold_step(layout, history, after=stands, upto=upto, rows_max=sizes.rows_max, table=schema.table_id)
+    if step < upto and emptied(history, stands, upto, schema.table_id):
         # In steps, readers would see what was left of the table half way: a copy that follows an earlier one empties it first.
         first, step = True, upto
+    bounded = _bounded(opened, columns, schema.key)
     if first and schema.key and count_history(history, after=Seq(0))(upto) > sizes.build_rows_min:
         parts, exact = plan_build(history, schema, upto, part_bytes=sizes.build_bytes)
-        bounded = _bounded(opened, columns, schema.key)
-        plan = FoldPlan(layout, schema, columns, exact, bounded, None, upto, opened.version, True, sizes, build=parts)
-        return Fold(plan)
-    bounded = _bounded(opened, columns, schema.key)
+        plan = FoldPlan(layout, schema, columns, exact, bounded, None, upto, opened.version, True, sizes)
+        return Fold(replace(plan, build=parts))
     after = None if first else opened.n
     plan = FoldPlan(layout, schema, columns, False, bounded, after, step, opened.version, first, sizes)
     return _begun(plan, opened, history)
@@ -367,7 +364,7 @@ def _folded(plan: FoldPlan, leaves: Leaves, history: OpenTable | None = None) ->
         after=plan.after or Seq(0),
         upto=plan.upto,
         columns=tail_columns(columns),
-        table=plan.schema,
+        table=plan.schema.table_id,
     )
     files = TableFiles(plan.layout, plan.path)
 
@@ -384,12 +381,6 @@ def _at(plan: FoldPlan) -> OpenTable:
     if opened is None:
         raise LakeUnavailable(f"the Delta table {plan.path} is gone", path=plan.path)
     return opened
-
-
-def _emptied(history: OpenTable, after: Seq, upto: Seq) -> bool:
-    """Whether the table is emptied by a record in `(after, upto]`."""
-    scan = scan_history(history, after=after, upto=upto, columns=["__op"], only=pc.field("__op") == "t")
-    return bool(scan.count_rows())
 
 
 def current_columns(layout: LakeLayout, schema: TableSchema, history: OpenTable) -> pa.Schema:

@@ -8,6 +8,7 @@ a dataset, which brings pandas along where that is installed.
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 import uuid
@@ -28,11 +29,13 @@ from deltalake.transaction import AddAction, RemoveAction
 from millstream.lake.bounds import Bounds
 from millstream.lake.delta import OpenTable, lake_errors, live_files
 from millstream.lake.layout import LakeLayout
+from millstream.model.ids import TableId
 
 ROW_GROUP_ROWS: Final = 1 << 16
 """Small enough that a look-up by key reads little, large enough to compress well."""
 _SAMPLE_ROWS: Final = 4096
 _SLASH: Final = "/"
+_TABLE: Final = re.compile(r"(?:part|v[0-9]{20})-t([0-9]+)-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,13 @@ def remove_folder(layout: LakeLayout, path: str) -> None:
         for info in storage.get_file_info(pafs.FileSelector("", recursive=True, allow_not_found=True)):
             if info.is_file:
                 storage.delete_file(info.path)
+
+
+def folders_in(layout: LakeLayout, path: str) -> list[str]:
+    """The names of the folders in one; none where it isn't there."""
+    with lake_errors(path):
+        found = storage_of(layout, path).get_file_info(pafs.FileSelector("", allow_not_found=True))
+        return sorted(info.base_name for info in found if info.type == pafs.FileType.Directory)
 
 
 class TableFiles:
@@ -199,14 +209,22 @@ class TableFiles:
         return deleted
 
 
-def new_name(version: int | None = None) -> str:
+def new_name(version: int | None = None, *, table: TableId | None = None) -> str:
     """A name for a new file.
 
     Args:
         version: where the file may be committed as this version of the table and no other, so that whoever finds it later knows
             whether it was; None where another version will do.
+        table: of history: the table whose records the file has, and no other's.
     """
-    return f"{'part' if version is None else f'v{version:020d}'}-{uuid.uuid4()}.zstd.parquet"
+    of = "" if table is None else f"t{table}-"
+    return f"{'part' if version is None else f'v{version:020d}'}-{of}{uuid.uuid4()}.zstd.parquet"
+
+
+def table_in(path: str) -> TableId | None:
+    """The table whose records a file of history has, by its name; None where the name doesn't say: in a lake of before."""
+    found = _TABLE.match(path.rpartition(_SLASH)[2])
+    return None if found is None else TableId(int(found[1]))
 
 
 def version_in(path: str) -> int | None:

@@ -31,6 +31,7 @@ from millstream.errors import (
     LakeUnavailable,
 )
 from millstream.lake.layout import LakeLayout
+from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 
 STAMP: Final = "millstream"
@@ -41,6 +42,8 @@ _BENIGN: Final = frozenset(
 )
 """Operations of others that leave every row as it was."""
 _LOOK_BACK_VERSIONS: Final = 200
+_HOLDER: Final = "holder"
+"""Ends the app id under which a folded table's commits say whose its rows are: a folder's name may go to another table."""
 WRITER: Final = WriterProperties(compression="ZSTD", compression_level=1)
 """zstd 1 halves snappy's bytes on rows of short texts for about the same CPU."""
 
@@ -69,18 +72,35 @@ class OpenTable:
         """The table's columns in Arrow."""
         return pa.schema(self.table.schema().to_arrow())
 
-    def commit(self, n: Seq, *, exact: bool = False) -> CommitProperties:
+    def commit(self, n: Seq, *, exact: bool = False, holds: bool = False) -> CommitProperties:
         """What a data commit at `n` through this handle carries.
 
         Args:
             n: what the table has with it.
             exact: whether the commit must be the version after the handle's, and fail where any other came first.
+            holds: whether the rows are this app's from then on, whosever they were before (`held`).
         """
+        holder, _, mine = self.app.rpartition("/")
         return CommitProperties(
             custom_metadata={STAMP: json.dumps({"on": self.version, "n": int(n)})},
-            app_transactions=[Transaction(self.app, int(n))],
+            app_transactions=[
+                Transaction(self.app, int(n)),
+                *([Transaction(f"{holder}/{_HOLDER}", int(mine))] if holds else []),
+            ],
             max_commit_retries=0 if exact else None,
         )
+
+    @property
+    def held(self) -> bool | None:
+        """Whether the rows of a folded table are those that this app wrote last; None where no commit tells: in a lake of before."""
+        holder, _, mine = self.app.rpartition("/")
+        found = self.table.transaction_version(f"{holder}/{_HOLDER}")
+        return None if found is None else int(found) == int(mine)
+
+    def committed(self, table: TableId) -> Seq | None:
+        """The last transaction version of the same view of another table that has lain here."""
+        found = self.table.transaction_version(f"{self.app.rpartition('/')[0]}/{table}")
+        return None if found is None else Seq(found)
 
     def upkeep(self, *, exact: bool = False) -> CommitProperties:
         """What a commit that changes no rows carries; `exact` as of `commit`, for one that replaces every file."""

@@ -106,6 +106,8 @@ class TableCommit:
     rows: int
     """Rows that this call wrote: 0 where all was there already."""
     n: Seq
+    since: Seq = Seq(0)
+    """Of history: from where on the table has borne the folder's name; 0 where another does, and where that isn't known."""
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able, for executors' answers."""
@@ -117,6 +119,7 @@ class TableCommit:
             "version": self.version,
             "rows": self.rows,
             "n": int(self.n),
+            "since": int(self.since),
         }
 
     @classmethod
@@ -130,4 +133,5 @@ class TableCommit:
             version=facts["version"],
             rows=facts["rows"],
             n=Seq(facts["n"]),
+            since=Seq(facts["since"]),
         )

@@ -34,7 +34,8 @@ from millstream.lake.commits import Cut, CutTable, cut_at, cut_at_time, cut_from
 from millstream.lake.current import current_columns
 from millstream.lake.delta import OpenTable, open_table
 from millstream.lake.engine import Engine, files_gone, quote
-from millstream.lake.history import Era, era_at, first_seq, history_begun, history_from, newest_schema
+from millstream.lake.eras import Era, era_at, first_told, holds, newest_schema
+from millstream.lake.folder import history_begun, history_from
 from millstream.lake.known import KnownTable, empty_records, empty_rows, is_meant
 from millstream.lake.layout import MESSAGES, LakeLayout, folder_name, has_current
 from millstream.lake.operations import whole_upto
@@ -447,7 +448,7 @@ class LakeSession:
             return era
         if self._past:
             raise LakeError("had no record then")
-        return Era(newest_schema(history), first_seq(history))
+        return Era(newest_schema(history), first_told(history))
 
     def _make_records(self, folder: str) -> None:
         """`history."schema.table"`: every record up to the token."""
@@ -493,15 +494,15 @@ class LakeSession:
         if not has_current(schema):
             raise LakeError(f'has no key: its records are in history."{schema.namespace}.{schema.name}"')
         columns = current_columns(self._layout, schema, history)
-        base = self._base(folder, schema, newest_schema(history))
+        base = self._base(folder, schema, history)
         after = Seq(max(int(era.first) - 1, 0 if base is None or base.n is None else int(base.n)))
         gone = history_from(history)
         if after < gone and after < self._n:
             raise self._beyond(schema, gone, anew=history_begun(history) == gone)
-        run = Run(self._engine, self._layout, history, after, self._n)
+        run = Run(self._engine, self._layout, history, schema, after, self._n)
         if not schema.key:
             sql = bag_sql(self._engine, run, base, schema, columns)
-        elif base is None and run.rows > OVERLAY_ROWS_MAX and era.first <= max(first_seq(history), Seq(1)):
+        elif base is None and run.rows > OVERLAY_ROWS_MAX:
             sql = built_sql(self._engine, self._n, history, schema, columns)
         else:
             sql = keyed_sql(self._engine, run, base, schema, columns)
@@ -521,14 +522,14 @@ class LakeSession:
             first=int(gone),
         )
 
-    def _base(self, folder: str, schema: TableSchema, newest: TableSchema) -> OpenTable | None:
+    def _base(self, folder: str, schema: TableSchema, history: OpenTable) -> OpenTable | None:
         """`current` at or below the token; None where all must come from history."""
         path, app = f"{self._layout.root}/current/{folder}", self._layout.app_id("current", schema.table_id)
         opened = open_table(self._layout, path, app)
         if opened is None:
             return None
-        # The folder may have gone over to a table that was made anew under the name.
-        if newest.table_id == schema.table_id and opened.n is not None and opened.n <= self._n:
+        # The folder may have gone over to another table.
+        if holds(opened, history) and opened.n is not None and opened.n <= self._n:
             return opened
         table = self._tables[folder]
         fits = table.current >= 0 and table.table_id == schema.table_id and table.current_n <= self._n

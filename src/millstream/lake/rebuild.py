@@ -11,11 +11,14 @@ from typing import Final
 
 from millstream import failpoints
 from millstream.errors import LakeError, LakeFilesGone, LakeHistoryLost, LakeTableForeign, LakeUnavailable
+from millstream.lake.commits import last_cut
 from millstream.lake.current import DEFAULT_SIZES, FoldSizes, fold_table
 from millstream.lake.data_files import TableFiles
 from millstream.lake.delta import live_files, open_table
-from millstream.lake.history import begin_history, first_seq, history_from
+from millstream.lake.folder import history_from, lacks_beginning
+from millstream.lake.history import begin_history
 from millstream.lake.layout import LakeLayout, TableCommit, View
+from millstream.lake.moves import lost_records, places_of
 from millstream.lake.versions import rebuild_versions
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
@@ -25,7 +28,7 @@ _ASIDE: Final = ".set-aside-"
 
 
 def damage_of(layout: LakeLayout, view: View, schema: TableSchema) -> str | None:
-    """What is wrong with one view of a table: foreign, unreadable, or files of it gone; None where it is in order.
+    """What is wrong with one view of a table: foreign, unreadable, set back, or files of it gone; None where it is in order.
 
     A folded view that isn't there is in order: the next fold makes it. A history that isn't there is lost.
 
@@ -34,8 +37,9 @@ def damage_of(layout: LakeLayout, view: View, schema: TableSchema) -> str | None
     path, app = layout.table_path(view, schema), layout.app_id(view, schema.table_id)
     try:
         opened = open_table(layout, path, app)
-        if opened is None:
-            return "it isn't there" if view == "history" else None
+        lost = lost_records(layout, schema, opened, places_of(last_cut(layout))) if view == "history" else None
+        if opened is None or lost is not None:
+            return lost or ("it isn't there" if view == "history" else None)
         gone = set(live_files(opened).column("path").to_pylist()) - TableFiles(layout, path).all().keys()
     except (LakeFilesGone, LakeTableForeign, LakeUnavailable) as error:
         return error.message
@@ -53,7 +57,7 @@ def check_history(layout: LakeLayout, schema: TableSchema) -> None:
     if damage is None:
         history = open_table(layout, layout.table_path("history", schema), layout.app_id("history", schema.table_id))
         assert history is not None, "it was there just now"
-        if history_from(history) >= max(Seq(1), first_seq(history)):
+        if lacks_beginning(history):
             damage = f"records up to {history_from(history)} have been dropped from it"
     if damage is not None:
         raise LakeHistoryLost(

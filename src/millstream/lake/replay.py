@@ -30,8 +30,9 @@ from millstream.errors import (
 )
 from millstream.lake.commits import Cut, CutTable
 from millstream.lake.delta import WRITER, OpenTable, create_table, lake_errors, open_table
-from millstream.lake.history import BOUNDED, history_from, scan_history
+from millstream.lake.folder import BOUNDED, history_from
 from millstream.lake.layout import MESSAGES, LakeLayout, folder_name
+from millstream.lake.scan import scan_history
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq, StreamToken
 
@@ -115,7 +116,8 @@ def replay_range(layout: LakeLayout, cut: Cut, name: str, *, after: Seq, upto: S
     if opened.n is None:
         already = False
         _clear(layout, path)
-        scan = scan_history(history, after=after, upto=upto)
+        only = None if folder == MESSAGES else table.table_id
+        scan = scan_history(history, after=after, upto=upto, table=only)
         with lake_errors(path):
             write_deltalake(
                 opened.table,

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from datetime import date
 
 from millstream import failpoints
-from millstream.lake.data_files import swap
+from millstream.lake.data_files import swap, table_in
 from millstream.lake.delta import live_files, open_table, set_properties
-from millstream.lake.history import HISTORY_FROM_PROPERTY, PARTITION, history_from
+from millstream.lake.eras import Eras, Share
+from millstream.lake.folder import HISTORY_FROM_PROPERTY, PARTITION, history_from_property
 from millstream.lake.layout import LakeLayout
+from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 
@@ -42,23 +44,35 @@ def drop_history(layout: LakeLayout, schema: TableSchema, bound: HistoryBound) -
     files = live_files(opened)
     if "max.__seq" not in files.column_names:
         return 0
-    dropped = [
-        (name, Seq(last))
-        for name, last, day in zip(
-            files.column("path").to_pylist(),
-            files.column("max.__seq").to_pylist(),
-            files.column(f"partition.{PARTITION}").to_pylist(),
-            strict=True,
-        )
-        if last is not None
-        and last <= bound.upto
-        and (bound.before is None or (day is not None and day < bound.before))
-    ]
+    dropped: list[str] = []
+    gone: dict[TableId, int] = {}
+    share, others = (
+        Share(opened, schema.table_id),
+        {era.table_id for _, era in Eras.of(opened).told} - {schema.table_id},
+    )
+    for name, last, day in zip(
+        files.column("path").to_pylist(),
+        files.column("max.__seq").to_pylist(),
+        files.column(f"partition.{PARTITION}").to_pylist(),
+        strict=True,
+    ):
+        of_age = bound.before is not None and day is not None and day < bound.before
+        # What is folded says nothing of another table's records, which may yet follow it to its new name.
+        mine = bool(share.spans(name))
+        if last is None or last > bound.upto or not (of_age or (bound.before is None and mine)):
+            continue
+        dropped.append(name)
+        named = table_in(name)
+        for table in {schema.table_id, *others} if named is None else {named}:
+            gone[table] = max(gone.get(table, 0), last)
     if not dropped:
         return 0
-    whole_from = max(last for _, last in dropped)
-    if whole_from > history_from(opened):
-        set_properties(opened, {HISTORY_FROM_PROPERTY: str(whole_from)})
+    properties = opened.properties
+    whole = properties.get(HISTORY_FROM_PROPERTY) or 0
+    ends = {history_from_property(table): last for table, last in gone.items()}
+    told = {name: str(last) for name, last in ends.items() if last > int(properties.get(name) or whole)}
+    if told:
+        set_properties(opened, told)
     failpoints.hit("lake.before_history_drop")
-    swap(opened, opened.upkeep(), add=(), remove=[name for name, _ in dropped], partition_by=[PARTITION])
+    swap(opened, opened.upkeep(), add=(), remove=dropped, partition_by=[PARTITION])
     return len(dropped)

@@ -17,6 +17,7 @@ from millstream.lake.current import DEFAULT_SIZES, tail_columns
 from millstream.lake.data_files import ROW_GROUP_ROWS, LiveFile, TableFiles, files_of
 from millstream.lake.delta import OpenTable
 from millstream.lake.engine import Engine, names, quote, unavailable
+from millstream.lake.eras import ALL, Share, within
 from millstream.lake.fold import EXACT, fold_records
 from millstream.lake.keys import Keys
 from millstream.lake.layout import LakeLayout
@@ -29,12 +30,17 @@ from millstream.model.schema import TableSchema
 class Run:
     """A table's records in `(after, upto]`."""
 
-    def __init__(self, engine: Engine, layout: LakeLayout, history: OpenTable, after: Seq, upto: Seq) -> None:
+    def __init__(
+        self, engine: Engine, layout: LakeLayout, history: OpenTable, table: TableSchema, after: Seq, upto: Seq
+    ) -> None:
         self._engine, self._history = engine, history
+        self._share = Share(history, table.table_id)
         self._files = TableFiles(layout, history.path)
         self._after, self._upto = int(after), int(upto)
         found = [
-            file for file in files_of(history, SEQ) if file.low is None or (file.high > after and file.low <= upto)
+            file
+            for file in files_of(history, SEQ)
+            if (file.low is None or (file.high > after and file.low <= upto)) and self._share.spans(file.path)
         ]
         self._found = sorted(found, key=lambda file: file.low or 0)
         self.rows = sum(file.rows for file in found)
@@ -76,7 +82,10 @@ class Run:
 
     def _inside(self, file: LiveFile, rows: pa.Table) -> pa.Table:
         """Those of a file's rows that are the run's."""
-        if file.low is not None and file.low > self._after and file.high <= self._upto:
+        spans = self._share.spans(file.path)
+        if spans != ALL:
+            rows = rows.filter(within(rows.column(SEQ), spans))
+        elif file.low is not None and file.low > self._after and file.high <= self._upto:
             return rows
         seqs = rows.column(SEQ)
         return rows.filter(pc.and_(pc.greater(seqs, self._after), pc.less_equal(seqs, self._upto)))

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Final
 
 import numpy as np
@@ -34,7 +35,8 @@ from millstream.errors import LakeError
 from millstream.lake.fold import EXACT, Plan, Run, State, in_order, materialize, op_codes
 from millstream.lake.keys import Codes, Keys, concat_keys, first_of_each, key_codes
 from millstream.lake.types import conform
-from millstream.model.records import INSTANT
+from millstream.model.positions import Seq
+from millstream.model.records import INSTANT, RECORD_PREFIX
 from millstream.model.schema import TableSchema
 
 VALID_FROM: Final = pa.field("valid_from", INSTANT, nullable=False)
@@ -127,6 +129,21 @@ def version_inputs(columns: pa.Schema) -> list[str]:
     """What a fold reads of history."""
     placed = ["__op", "__seq", "__source", "__commit_lsn", "__commit_index", "__commit_ts", "__commit_date"]
     return [*placed, "__unchanged", EXACT.name, "__before", *columns.names]
+
+
+def copy_of(rows: pa.Table, after: Seq, n: Seq, moment: datetime) -> pa.Table:
+    """Rows (the table's columns and `__exact`) as records of a copy that follows an earlier one, between two positions."""
+    count = rows.num_rows + 1
+    facts = {
+        "__op": pa.array(["t", *["r"] * rows.num_rows]),
+        "__seq": pa.array([int(after), *[int(n)] * rows.num_rows], pa.int64()),
+        "__commit_ts": pa.array([moment] * count, INSTANT),
+    }
+    of_record = {column.name: pa.nulls(count, column.type) for column in RECORD_PREFIX} | facts
+    plain = pa.schema([pa.field(column.name, column.type) for column in rows.schema])
+    marker = pa.table({column.name: pa.nulls(1, column.type) for column in plain}, schema=plain)
+    own = pa.concat_tables([marker, rows.cast(plain)])
+    return pa.table(of_record | {name: own.column(name) for name in plain.names})
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,13 @@ import pyarrow as pa
 from millstream import failpoints
 from millstream.errors import LakeConflict
 from millstream.lake.commits import compact_cuts
-from millstream.lake.data_files import NewFile, TableFiles, new_name, remove_folder, swap, version_in
+from millstream.lake.data_files import NewFile, TableFiles, new_name, remove_folder, swap, table_in, version_in
 from millstream.lake.delta import OpenTable, bounded_columns, lake_errors, live_files, open_table
-from millstream.lake.history import BOUNDED, PARTITION, day_folder, in_day
+from millstream.lake.folder import BOUNDED, PARTITION, day_folder, in_day
 from millstream.lake.layout import BESIDE, LakeLayout, View
 from millstream.lake.scd2 import ENDED_FOLDER, IS_CURRENT
 from millstream.lake.types import conform
+from millstream.model.ids import TableId
 from millstream.model.schema import TableSchema
 
 KEEP_S: Final = 300.0
@@ -112,23 +113,25 @@ def tend_table(
 
 
 def _compact(layout: LakeLayout, opened: OpenTable, compact_files: int, today: date) -> int:
-    """Merge small files of history, those of a day; returns how many there were."""
+    """Merge small files of history, those of one table and day; returns how many there were."""
     done = 0
-    for day, small in _small_files(opened, PARTITION).items():
+    for (day, table), small in _small_files(opened, PARTITION).items():
         past = day is not None and day < today - timedelta(days=1)
         if len(small) < (min(compact_files, _COMPACT_FILES_PAST) if past else compact_files):
             continue
         files = TableFiles(layout, opened.path, BOUNDED)
-        if _merge(opened, files, small, PARTITION, day_folder(day), partial(in_day, day=day)):
+        name = new_name(table=table)
+        if _merge(opened, files, small, PARTITION, day_folder(day), name, partial(in_day, day=day)):
             done += len(small)
     return done
 
 
 def _compact_ended(layout: LakeLayout, opened: OpenTable, compact_files: int) -> int:
     """Merge small files of versions that have ended; returns how many there were. Open ones are in shape by the folds."""
-    small = _small_files(opened, IS_CURRENT.name).get(False, [])
+    small = _small_files(opened, IS_CURRENT.name).get((False, None), [])
     files = TableFiles(layout, opened.path, bounded_columns(opened))
-    if len(small) < compact_files or not _merge(opened, files, small, IS_CURRENT.name, ENDED_FOLDER, lambda file: file):
+    merged = partial(_merge, opened, files, small, IS_CURRENT.name, ENDED_FOLDER, new_name(), lambda file: file)
+    if len(small) < compact_files or not merged():
         return 0
     return len(small)
 
@@ -139,12 +142,13 @@ def _merge(
     paths: Sequence[str],
     partition: str,
     folder: str,
+    name: str,
     placed: Callable[[NewFile], NewFile],
 ) -> bool:
     """Make some files of one folder one, in a commit that changes no row; False where another commit came first."""
     shape = pa.schema([field for field in opened.schema() if field.name != partition])
     rows = (batch for path in paths for batch in conform(files.read(path), shape).to_batches())
-    merged = files.write(rows, shape, new_name(), partition=folder)
+    merged = files.write(rows, shape, name, partition=folder)
     failpoints.hit("lake.before_compaction_commit")
     try:
         swap(opened, opened.upkeep(), add=[placed(merged)], remove=paths, partition_by=[partition], data_change=False)
@@ -153,16 +157,16 @@ def _merge(
     return True
 
 
-def _small_files(opened: OpenTable, partition: str) -> dict[Any, list[str]]:
-    """Small files by the value that partitions them, ordered by `seq`, of each as many as make one file."""
+def _small_files(opened: OpenTable, partition: str) -> dict[tuple[Any, TableId | None], list[str]]:
+    """Small files by the value that partitions them and the table that their name tells, ordered by `seq`, of each as many as make one file."""
     actions = live_files(opened)
     if "min.__seq" not in actions.column_names:
         return {}
-    found: dict[Any, list[str]] = {}
-    sizes: dict[Any, int] = {}
+    found: dict[tuple[Any, TableId | None], list[str]] = {}
+    sizes: dict[tuple[Any, TableId | None], int] = {}
     held = actions.select(["path", "size_bytes", "min.__seq", f"partition.{partition}"])
     for row in held.sort_by("min.__seq").to_pylist():
-        value, size = row[f"partition.{partition}"], int(row["size_bytes"])
+        value, size = (row[f"partition.{partition}"], table_in(row["path"])), int(row["size_bytes"])
         if size < _SMALL_BYTES and sizes.get(value, 0) + size <= _TARGET_BYTES:
             found.setdefault(value, []).append(row["path"])
             sizes[value] = sizes.get(value, 0) + size

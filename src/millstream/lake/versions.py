@@ -4,21 +4,22 @@ It is partitioned by `is_current`. Open versions (one a key) lie in leaves, as t
 that may hold a key which it met. Versions that have ended are only ever added. What a fold needs to know of the records before it, beside
 the open versions, is the greatest time so far (`Versions.clock_us`); it is committed with the rows, as a second `txn`.
 
-Records of a table that was dropped and made again under its name follow those of the old one: its open versions end when the new
-one begins. What history no longer has (`history_retention`) begins as `current` has it, at the time of that cut.
+The versions are the name's. Where another table takes over a name (dropped and made again, renamed to it, given back), what is open of the
+one before ends at the time of its first record there, and its own rows, as they then are, begin; what it was before, under other names,
+makes no versions here. What history no longer has (`history_retention`) begins as `current` has it, at the time of that cut.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import Final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from deltalake import Transaction
 
 from millstream import failpoints
 from millstream.errors import LakeError, LakeFilesGone, LakeSchemaConflict, LakeUnavailable
@@ -35,12 +36,15 @@ from millstream.lake.delta import (
     open_table,
     set_properties,
 )
+from millstream.lake.eras import holds, newest_schema
 from millstream.lake.fold import EXACT
-from millstream.lake.history import first_seq, fold_step, history_from, newest_schema, open_history, read_history
+from millstream.lake.folder import history_from, lacks_beginning
+from millstream.lake.history import open_history
 from millstream.lake.keys import Keys, having, key_codes
 from millstream.lake.layout import BESIDE, LakeLayout, TableCommit, folder_name
 from millstream.lake.leaves import Leaves, in_key_order
 from millstream.lake.rewrite import Change, LeafWriter, placed, touched
+from millstream.lake.scan import emptied, fold_step, read_history
 from millstream.lake.scd2 import (
     BEGAN_BY,
     ENDED_FOLDER,
@@ -50,10 +54,12 @@ from millstream.lake.scd2 import (
     VALID_TO,
     VERSION_COLUMNS,
     Versions,
+    copy_of,
     fold_versions,
     version_inputs,
 )
 from millstream.lake.types import conform, same_type
+from millstream.lake.version_times import at_entry, clock_of, entry_us, goes_on, taken_since, times_told
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
 from millstream.model.records import INSTANT, RECORD_COLUMNS
@@ -98,8 +104,8 @@ def rebuild_versions(
 ) -> FoldOutcome:
     """Build a table's versions anew from history, beside those that are there, and put them in their place in one commit.
 
-    What is there is read only where it is another table's that bore the name before: history has its records, but not as this
-    table's. Not twice at once for one table.
+    What is there is read only where another table bore the name before: those versions aren't in this table's records.
+    Not twice at once for one table.
 
     Raises:
         As `fold_into_versions`.
@@ -107,11 +113,13 @@ def rebuild_versions(
     path = layout.table_path("scd2", schema)
     remove_folder(layout, path + BESIDE)
     try:
-        built = _Fold.begin(layout, schema, upto, sizes, path + BESIDE).all()
+        history = open_history(layout, schema)
+        stands = open_table(layout, path, layout.app_id("scd2", schema.table_id))
+        entered_us = entry_us(stands, history) if newest_schema(history).table_id == schema.table_id else None
+        built = _Fold.begin(layout, schema, upto, sizes, path + BESIDE, entered_us).all()
         beside = open_table(layout, path + BESIDE, layout.app_id("scd2", schema.table_id))
         assert beside is not None, "what was built is there"
-        fold = _Fold.begin(layout, schema, built.commit.n, sizes)
-        return fold.replace_by(beside)
+        return _Fold.begin(layout, schema, built.commit.n, sizes, entered_us=entered_us).replace_by(beside)
     finally:
         remove_folder(layout, path + BESIDE)
 
@@ -128,9 +136,12 @@ def unfolded_versions(
         LakeTableForeign, LakeUnavailable, LakeError: as `fold_into_versions`.
     """
     history = open_history(layout, schema)
+    if not holds(opened, history):
+        raise LakeError(f'scd2."{schema.namespace}.{schema.name}" is folded for the first time just now')
     fold = _Fold(layout, schema, upto, DEFAULT_SIZES, opened, history, _own_columns(schema, history), opened.path)
+    fold.stands = opened.n
     tail = read_history(
-        history, after=opened.n or Seq(0), upto=upto, columns=version_inputs(fold.columns), table=schema
+        history, after=opened.n or Seq(0), upto=upto, columns=version_inputs(fold.columns), table=schema.table_id
     )
     begins = _copy_begins(tail)
     if begins is not None:
@@ -152,39 +163,60 @@ class _Fold:
     """The table's own, those of the key first."""
 
     path: str = ""
+    entered_us: int | None = None
+    """When the table took over the name from another one, µs since 1970; None where it didn't, and while that isn't known yet."""
+    since: Seq = Seq(0)
+    """From where on it has borne it; 0 where no other did before."""
+    stands: Seq | None = None
+    """What the versions here have of the table's records; None where they are another's, or of an earlier time under the name."""
 
     @classmethod
-    def begin(cls, layout: LakeLayout, schema: TableSchema, upto: Seq, sizes: FoldSizes, path: str = "") -> _Fold:
+    def begin(
+        cls,
+        layout: LakeLayout,
+        schema: TableSchema,
+        upto: Seq,
+        sizes: FoldSizes,
+        path: str = "",
+        entered_us: int | None = None,
+    ) -> _Fold:
         path = path or layout.table_path("scd2", schema)
         opened = open_table(layout, path, layout.app_id("scd2", schema.table_id))
-        return cls(layout, schema, upto, sizes, opened, path=path)
+        return cls(layout, schema, upto, sizes, opened, path=path, entered_us=entered_us)
 
     def all(self) -> FoldOutcome:
         """As many commits as it takes."""
         done = self.run()
         while done.commit.n < self.upto:
-            done = self.begin(self.layout, self.schema, self.upto, self.sizes, self.path).run()
+            done = self.begin(self.layout, self.schema, self.upto, self.sizes, self.path, self.entered_us).run()
         return done
 
     def run(self) -> FoldOutcome:
         opened = self.opened
-        if opened is not None and opened.n is not None and opened.n >= self.upto:
+        if opened is not None and opened.n is not None and opened.n >= self.upto and opened.held is not False:
             return self._standing(opened.n)
         history = open_history(self.layout, self.schema)
         newest = newest_schema(history)
         if newest.table_id != self.schema.table_id:
-            return self._standing(self.upto)  # dropped at the source and made again: the versions are the new table's
+            return self._standing(self.upto)  # another table bears the name by now: the versions are that one's
         self.schema, self.history = newest, history
         self.columns = _own_columns(newest, history)
         opened = self.opened = opened or self._create()
-        if opened.n is None and history_from(history) >= max(1, first_seq(history)):
-            return self._begin_from_current(opened)
+        self.since = taken_since(history)
+        self.stands = opened.n if goes_on(opened, history) else None
+        self.entered_us = entry_us(opened, history) if self.entered_us is None else self.entered_us
+        gone = history_from(history)
+        if (self.stands or Seq(0)) < gone and lacks_beginning(history):
+            if self.stands is None:
+                return self._begin_from_current(opened, gone)
+            if not emptied(history, gone, self.upto, newest.table_id):
+                return self._go_on_from_current(opened, gone)
         return self._fold(opened, history)
 
     # --- from history ------------------------------------------------------------------------------------------
 
     def _fold(self, opened: OpenTable, history: OpenTable) -> FoldOutcome:
-        step, tail = self._tail(history, opened.n or Seq(0))
+        step, tail = self._tail(history, self.stands or Seq(0))
         found = self.folded(tail, whole=step == self.upto)
         del tail
         exact = found is not None and any(
@@ -198,23 +230,35 @@ class _Fold:
             return None
         assert self.opened is not None
         leaves = Leaves(self.opened, self.schema.key, partition=OPEN_FOLDER)
-        return fold_versions(
+        clock = clock_of(self.opened)
+        if self.stands is None and self.entered_us is not None:
+            clock = max(self.entered_us, self.entered_us if clock is None else clock)
+        found = fold_versions(
             tail,
             self.schema,
             self.columns,
             lambda keys: self._look_up(leaves, keys),
-            clock_us=_clock_of(self.opened),
-            anew=self.opened.n is None and len(leaves) > 0,
+            clock_us=clock,
+            anew=self.stands is None and len(leaves) > 0,
             whole=whole,
         )
+        return replace(found, closed=self._under_the_name(found.closed, tail.column("__seq")))
+
+    def _under_the_name(self, closed: pa.Table, seqs: pa.ChunkedArray) -> pa.Table:
+        """Versions that have ended, without those of the table that another name saw: they have no length at the moment of its entry."""
+        if self.entered_us is None:
+            return closed
+        # At its first fold, versions of the table before end too.
+        mine = pc.is_in(closed.column(BEGAN_BY.name), seqs) if self.stands is None else True
+        return closed.filter(pc.invert(pc.and_(at_entry(closed, self.entered_us, self.since), mine)))
 
     def _tail(self, history: OpenTable, after: Seq) -> tuple[Seq, pa.Table]:
         """The records of this commit, and the cut that they end at."""
         step = fold_step(
-            self.layout, history, after=after, upto=self.upto, rows_max=self.sizes.rows_max, table=self.schema
+            self.layout, history, after=after, upto=self.upto, rows_max=self.sizes.rows_max, table=self.schema.table_id
         )
         names = version_inputs(self.columns)
-        tail = read_history(history, after=after, upto=step, columns=names, table=self.schema)
+        tail = read_history(history, after=after, upto=step, columns=names, table=self.schema.table_id)
         if step == self.upto:
             return step, tail
         begins = _copy_begins(tail)
@@ -225,7 +269,7 @@ class _Fold:
         earlier = tail.filter(pc.less_equal(tail.column("__seq"), int(before[-1]))) if before else tail.slice(0, 0)
         if earlier.num_rows:
             return before[-1], earlier
-        return self.upto, read_history(history, after=after, upto=self.upto, columns=names, table=self.schema)
+        return self.upto, read_history(history, after=after, upto=self.upto, columns=names, table=self.schema.table_id)
 
     def _look_up(self, leaves: Leaves, keys: Keys) -> pa.Table:
         """Open versions that may have one of the keys."""
@@ -236,20 +280,41 @@ class _Fold:
 
     # --- from current ------------------------------------------------------------------------------------------
 
-    def _begin_from_current(self, opened: OpenTable) -> FoldOutcome:
-        """The first commit where history lacks its beginning: the rows of `current` as open versions."""
+    def _current(self, gone: Seq) -> tuple[OpenTable, datetime]:
+        """`current`, which has what history lost up to `gone`, and the time of the cut that it stands at."""
+        assert self.history is not None
         path = self.layout.table_path("current", self.schema)
         current = open_table(self.layout, path, self.layout.app_id("current", self.schema.table_id))
-        if current is None or current.n is None:
+        if current is None or current.n is None or current.n < gone or not holds(current, self.history):
             raise LakeError(
-                f"the history of {self.schema.namespace}.{self.schema.name} lacks its beginning, and there is no `current` to begin from",
+                f"the history of {self.schema.namespace}.{self.schema.name} was dropped up to {gone}, its versions stand at "
+                f"{self.stands or 0}, and there is no `current` to go on from",
                 hint=f"`millstream pipeline rebuild {self.name} --from source` copies the table anew.",
                 path=path,
             )
         cut = cut_at(self.layout, current.n)
         assert cut is not None, "a fold ends at a cut"
-        began = cut.commit_ts_max or cut.committed_at
-        assert self.history is not None
+        return current, cut.commit_ts_max or cut.committed_at
+
+    def _go_on_from_current(self, opened: OpenTable, gone: Seq) -> FoldOutcome:
+        """A commit over records that history lost: the rows of `current` as a later copy would bring them, which confirms or ends what is open."""
+        current, began = self._current(gone)
+        assert current.n is not None, "said above"
+        files = TableFiles(self.layout, current.path)
+        shape = pa.schema([*self.columns, EXACT])
+        rows = [conform(files.read(leaf.path), shape) for leaf in Leaves(current, self.schema.key).files]
+        tail = copy_of(pa.concat_tables([shape.empty_table(), *rows]), self.stands or Seq(0), current.n, began)
+        found = self.folded(tail, whole=True)
+        exact = EXACT.name in current.schema().names
+        return self._write(
+            opened, Leaves(opened, self.schema.key, partition=OPEN_FOLDER), found, current.n, exact=exact
+        )
+
+    def _begin_from_current(self, opened: OpenTable, gone: Seq) -> FoldOutcome:
+        """The first commit where history lacks its beginning: the rows of `current` as open versions."""
+        current, began = self._current(gone)
+        assert current.n is not None, "said above"
+        path = current.path
         have = current.schema()
         writer = self._writer(opened, exact=EXACT.name in have.names)
         files = TableFiles(self.layout, path)
@@ -261,7 +326,11 @@ class _Fold:
             writer.add(conform(rows, self._file_columns(exact=True)))
             writer.flush()
         clock = pc.cast(pa.scalar(began, INSTANT), pa.int64()).as_py()
-        return self._commit(opened, writer.written(), [], current.n, clock, anew=True, exact=EXACT.name in have.names)
+        exact = EXACT.name in have.names
+        written = writer.written()
+        if self.entered_us is not None:
+            written += self._of_another(opened, self._file_columns(exact=exact), self.entered_us)
+        return self._commit(opened, written, [], current.n, clock, anew=True, exact=exact)
 
     # --- writing -----------------------------------------------------------------------------------------------
 
@@ -346,10 +415,11 @@ class _Fold:
 
     def replace_by(self, beside: OpenTable) -> FoldOutcome:
         """Put the files of a table that was built beside this one in the place of all of its own."""
-        history = open_history(self.layout, self.schema)
-        self.schema = newest_schema(history)
+        history = self.history = open_history(self.layout, self.schema)
+        self.schema, self.since = newest_schema(history), taken_since(history)
         self.columns = _own_columns(self.schema, history)
         opened = self.opened = self.opened or self._create()
+        self.stands = opened.n if goes_on(opened, history) else None
         exact = EXACT.name in beside.schema().names or EXACT.name in opened.schema().names
         columns = self._file_columns(exact=exact)
         theirs = TableFiles(self.layout, beside.path)
@@ -358,18 +428,23 @@ class _Fold:
             for leaf in Leaves(beside, self.schema.key, partition=folder).files:
                 rows = conform(theirs.read(leaf.path), columns)
                 written.append(self._files.write(rows, columns, new_name(opened.version + 1), partition=folder))
-        if first_seq(history) > 1:
-            written += self._of_another(opened, history, columns)
+        if self.entered_us is not None:
+            written += self._of_another(opened, columns, self.entered_us)
         failpoints.hit("lake.rebuild.before_swap")
-        return self._commit(opened, written, [], self.upto, _clock_of(beside), anew=True, exact=exact)
+        return self._commit(opened, written, [], self.upto, clock_of(beside), anew=True, exact=exact)
 
-    def _of_another(self, opened: OpenTable, history: OpenTable, columns: pa.Schema) -> list[NewFile]:
-        """Ended versions of tables that bore the name before, written anew."""
+    def _of_another(self, opened: OpenTable, columns: pa.Schema, entered_us: int) -> list[NewFile]:
+        """Versions of before the table took over the name, written anew; what is still open of them ends there."""
         kept = _Ended(self._files, columns, opened.version + 1)
-        for leaf in Leaves(opened, self.schema.key, partition=ENDED_FOLDER).files:
-            with contextlib.suppress(LakeFilesGone, LakeUnavailable):  # somebody deleted it: it can't be had again
-                rows = conform(self._files.read(leaf.path), columns)
-                kept.add(rows.filter(pc.less(rows.column(BEGAN_BY.name), int(first_seq(history)))))
+        moment = pa.scalar(entered_us, pa.int64()).cast(INSTANT)
+        for folder in (ENDED_FOLDER, OPEN_FOLDER) if self.stands is None else (ENDED_FOLDER,):
+            for leaf in Leaves(opened, self.schema.key, partition=folder).files:
+                with contextlib.suppress(LakeFilesGone, LakeUnavailable):  # somebody deleted it: it can't be had again
+                    rows = conform(self._files.read(leaf.path), columns)
+                    ends = pc.fill_null(rows.column(VALID_TO.name), moment)
+                    rows = rows.set_column(rows.schema.get_field_index(VALID_TO.name), VALID_TO, ends)
+                    before = pc.less(rows.column(VALID_FROM.name), moment)
+                    kept.add(rows.filter(pc.or_(before, at_entry(rows, entered_us, self.since))))
         kept.flush()
         return kept.written
 
@@ -385,10 +460,9 @@ class _Fold:
         exact: bool,
         leaves: Leaves | None = None,
     ) -> FoldOutcome:
-        properties = opened.commit(upto, exact=True)
-        if clock_us is not None:
-            assert properties.app_transactions is not None
-            properties.app_transactions.append(Transaction(_clock_app(opened), clock_us))
+        properties = opened.commit(upto, exact=True, holds=True)
+        assert properties.app_transactions is not None
+        properties.app_transactions += times_told(opened, clock_us, self.entered_us, self.since)
         failpoints.hit("lake.before_scd2_commit")
         swap(
             opened,
@@ -522,13 +596,3 @@ def _widened(have: pa.Schema, target: pa.Schema) -> bool:
         have.get_field_index(column.name) >= 0 and not same_type(have.field(column.name).type, column.type)
         for column in target
     )
-
-
-def _clock_app(opened: OpenTable) -> str:
-    """Under which the greatest time is committed: for all tables that have borne the name."""
-    return opened.app.rpartition("/")[0] + "/clock"
-
-
-def _clock_of(opened: OpenTable) -> int | None:
-    found = opened.table.transaction_version(_clock_app(opened))
-    return None if found is None else int(found)

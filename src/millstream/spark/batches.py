@@ -27,6 +27,7 @@ from millstream import failpoints
 from millstream.catalog import Catalog
 from millstream.errors import EngineError, Retry
 from millstream.lake.layout import TableCommit
+from millstream.lake.moves import places_of
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
 from millstream.spark.frames import MARKER
@@ -49,7 +50,7 @@ class Landed:
     commits: Mapping[TableId, TableCommit]
     errors: Mapping[TableId, TableError]
     versions: Mapping[TableId, SchemaVersion]
-    """The newest schema among each table's records."""
+    """The schema of the last of each table's records."""
     newest_us: int | None
     """The newest commit time among the records."""
 
@@ -168,9 +169,8 @@ class BatchLander:
         return landed
 
     def _run(self, batch: DataFrame, held: frozenset[TableId]) -> Landed | None:
-        answers = (
-            batch.groupBy("table_id").applyInArrow(table_writer(self.config.layout, held), ANSWER_COLUMNS).collect()
-        )
+        writer = table_writer(self.config.layout, held, places_of(self.ledger.cut))
+        answers = batch.groupBy("table_id").applyInArrow(writer, ANSWER_COLUMNS).collect()
         if not answers:
             return None
         commits: dict[TableId, TableCommit] = {}

@@ -281,7 +281,11 @@ class Folder:
             return
         self._tended_s = time.monotonic()
         tasks = []
+        cut = self._ledger.cut
+        placed = set() if cut is None else {table.table_id for table in cut.tables.values()}
         for entry in list(self._ledger.tables.values()):
+            if entry.table_id not in placed:
+                continue  # another table has taken over its name, and tends what lies there
             # What the last write replaced goes a while after it.
             lately = time.monotonic() - entry.written_s < rules.keep_s + 3 * rules.interval_s
             schema = self._schema(entry) if lately else None

@@ -24,6 +24,7 @@ from millstream.lake.current import DEFAULT_SIZES, Fold, FoldOutcome, FoldPlan, 
 from millstream.lake.data_files import NewFile
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout, TableCommit, View
+from millstream.lake.moves import Places
 from millstream.lake.rebuild import prepare_rebuild
 from millstream.lake.retain import HistoryBound, drop_history
 from millstream.lake.upkeep import Upkeep, UpkeepRules, delete_unneeded, tend_table
@@ -80,10 +81,10 @@ class TableError:
         return cls(facts["code"], facts["message"], facts["hint"], Retry(facts["retry"]))
 
 
-def table_writer(layout: LakeLayout, held: frozenset[TableId]) -> Callable[[pa.Table], pa.Table]:
+def table_writer(layout: LakeLayout, held: frozenset[TableId], places: Places) -> Callable[[pa.Table], pa.Table]:
     """The function that Spark applies to each table's rows of a batch; tables in `held` are passed over.
 
-    A table that failed before must not be appended to: its next batch would leave a gap.
+    A table that failed before must not be appended to: its next batch would leave a gap. `places` are those of the last cut.
     """
 
     def write(rows: pa.Table) -> pa.Table:
@@ -93,16 +94,17 @@ def table_writer(layout: LakeLayout, held: frozenset[TableId]) -> Callable[[pa.T
         commit: str | None = None
         commit_us: int | None = None
         error: str | None = None
+        version = pc.max(rows.column("schema_version")).as_py()
         if table_id != MARKER:
             try:
                 # Of a table that is passed over too: a cut's time is of all that was committed up to it.
                 schema, batches, commit_us = _records(table_id, rows)
+                version = int(schema.version)
                 if table_id not in held:
-                    commit = json.dumps(append_history(layout, schema, batches, upto).as_dict())
+                    commit = json.dumps(append_history(layout, schema, batches, upto, places=places).as_dict())
             except Exception as failure:  # noqa: BLE001 - whatever it is, it is this table's alone
                 error = None if table_id in held else TableError.of(failure).to_json()
         spare_the_collector("append")
-        version = pc.max(rows.column("schema_version")).as_py()
         answer = [[table_id], [version], [after], [upto], [commit], [commit_us], [error]]
         return pa.Table.from_arrays(
             [pa.array(value, field.type) for value, field in zip(answer, _ANSWER_SCHEMA, strict=True)],
@@ -113,16 +115,18 @@ def table_writer(layout: LakeLayout, held: frozenset[TableId]) -> Callable[[pa.T
 
 
 def _records(table_id: TableId, rows: pa.Table) -> tuple[TableSchema, list[pa.RecordBatch], int | None]:
-    """One table's records, sorted by `seq`: their newest schema, they themselves, and the newest commit time, µs since 1970."""
-    newest: TableSchema | None = None
+    """One table's records: the schema of the last one, they themselves, and the newest commit time, µs since 1970."""
+    last: tuple[int, TableSchema] | None = None
     batches: list[pa.RecordBatch] = []
     for ipc, span in zip(rows.column("ipc"), rows.column("span").to_pylist(), strict=True):
         for schema, batch in records_in(table_id, ipc.as_buffer(), span):
             batches.append(batch)
-            newest = schema if newest is None or schema.version > newest.version else newest
-    assert newest is not None, "a group of rows has at least one"
+            # Not by version: a table that has got an earlier name again has that one's version.
+            ends = pc.max(batch.column("__seq")).as_py() or 0
+            last = (ends, schema) if last is None or ends >= last[0] else last
+    assert last is not None, "a group of rows has at least one"
     times = [pc.max(batch.column("__commit_ts").cast(pa.int64())).as_py() for batch in batches]
-    return newest, batches, max((time for time in times if time is not None), default=None)
+    return last[1], batches, max((time for time in times if time is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)

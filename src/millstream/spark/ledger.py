@@ -135,12 +135,12 @@ class Ledger:
         return entry
 
     def appended(self, commits: Iterable[TableCommit], versions: Mapping[TableId, SchemaVersion]) -> None:
-        """Note what a batch appended, and the newest schema version of each table's records."""
+        """Note what a batch appended, and the schema version of the last of each table's records."""
         now = time.monotonic()
         with self._lock:
             for commit in commits:
                 entry = self._entry(commit.table_id, commit.name)
-                entry.version = max(entry.version, versions[commit.table_id])
+                entry.version = versions[commit.table_id]
                 entry.written_s = now
                 entry.rows += commit.rows
                 entry.rate.add(commit.rows, now)
