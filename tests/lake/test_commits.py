@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 from deltalake import DeltaTable, write_deltalake
@@ -22,7 +24,7 @@ from millstream.lake.commits import (
     last_cut,
 )
 from millstream.lake.layout import LakeLayout, TableCommit, View
-from millstream.model.ids import TableId
+from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq
 
 NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)
@@ -131,3 +133,15 @@ def test_a_moment_or_a_position_finds_the_last_cut_that_holds_no_more(
         after = [cut_from(layout, Seq(n)) for n in (0, 10, 11, 60, 100)]
         assert [None if c is None else c.n for c in after] == [10, 10, 20, 60, None]
         assert first_cut(layout) == after[0]
+
+
+def test_what_cannot_be_built_anew_has_no_such_hint(layout: LakeLayout):
+    commit_cut(layout, Seq(1), [], committed_at=NOON)
+    another = replace(layout, stream_id=StreamId(UUID(int=43)))
+    with pytest.raises(LakeTableForeign) as caught:
+        last_cut(another)
+    assert caught.value.hint == "Name another lake location."
+    write_deltalake(layout.commits_path, DeltaTable(layout.commits_path).to_pyarrow_table(), mode="append")
+    with pytest.raises(LakeTableForeign) as caught:
+        last_cut(layout)
+    assert "rebuild" not in caught.value.hint

@@ -22,6 +22,7 @@ from millstream.lake.current import FoldSizes, fold_table
 from millstream.lake.data_files import new_name, table_in
 from millstream.lake.delta import OpenTable
 from millstream.lake.history import append_history, open_history
+from millstream.lake.known import KnownTable
 from millstream.lake.layout import LakeLayout, TableCommit
 from millstream.lake.query import LakeSession
 from millstream.lake.rebuild import check_history, rebuild_view, restart_history
@@ -456,3 +457,16 @@ def test_records_that_lie_in_a_folder_that_was_moved_aside_are_found(layout: Lak
     assert older is not None
     fold_table(layout, older, Seq(source.seq))
     assert rows_of(stored(layout, "current", "bg_older")) == source.tables["bg_older"].rows
+
+
+def test_a_table_that_lost_its_name_is_asked_by_the_new_one_before_its_next_change(layout: LakeLayout):
+    source = Source(layout)
+    for step, _ in enumerate(taken_silently(source, 3, 9)):
+        source.land()
+        source.fold()
+        if step == 2:
+            break
+    blue = source.tables["bg_old"]
+    with LakeSession(layout, known=lambda: [KnownTable(TableId(blue.id), "public", "bg_old", blue.landed)]) as session:
+        assert rows_of(session.query("FROM public.bg_old")) == blue.rows
+        assert rows_of(session.query("FROM public.bg")) == source.tables["bg"].rows

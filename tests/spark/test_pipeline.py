@@ -27,6 +27,7 @@ from millstream.lake.commits import last_cut
 from millstream.lake.current import FoldSizes
 from millstream.model.records import Op
 from millstream.model.schema import TableSchema
+from millstream.spark.driver import _said, run_pipeline
 from millstream.spark.pipeline import PipelineProgress
 from millstream.spark.session import SparkOptions
 
@@ -323,3 +324,63 @@ def java_of(work: Path) -> list[psutil.Process]:
     """The JVMs that run with a session's work folder."""
     javas = [p for p in psutil.process_iter(["name", "cmdline"]) if p.info["name"] == "java"]
     return [p for p in javas if any(str(work) in part for part in p.info["cmdline"] or ())]
+
+
+def test_a_table_that_cannot_be_written_is_told_of_while_it_is_tried_again(
+    home: Home, spark_options: SparkOptions
+) -> None:
+    models = two_tables(home)
+    write(home, models, groups=1)
+    config = config_of(home.path, home.stream, spark_options)
+    in_the_way = home.path / "lake" / "shop" / "history" / "public.parts"
+    in_the_way.parent.mkdir(parents=True)
+    in_the_way.write_text("not a folder")
+    told: list[PipelineProgress] = []
+
+    def mend(progress: PipelineProgress) -> None:
+        told.append(progress)
+        if progress.trying:
+            in_the_way.unlink(missing_ok=True)
+
+    asked = threading.Event()
+    asked.set()
+    outcome = run_pipeline(config, home.catalog, stop=threading.Event(), drain=asked, on_progress=mend)
+    assert [list(progress.trying) for progress in told if progress.trying][:1] == [["public.parts"]]
+    assert outcome.set_aside == {}
+    assert not told[-1].trying
+    for model in models:
+        model.check(home.path)
+
+
+JVM_ENDS = """
+import sys
+from pathlib import Path
+from millstream.spark.session import SparkOptions, open_session, stop_session
+spark = open_session(SparkOptions(Path(sys.argv[1]), master="local[1]"))
+context = spark.sparkContext
+context.parallelize([1]).map(lambda n: n).collect()
+process = context._gateway.proc
+process.kill()
+process.wait()
+try:
+    spark.range(5).count()
+except Exception as error:
+    print(type(error).__name__)
+stop_session(spark)
+"""
+
+
+def test_a_jvm_that_is_killed_leaves_no_tracebacks_on_the_terminal(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", JVM_ENDS, str(tmp_path)], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert ended.stdout.strip(), "whoever uses the session is told"
+    assert "Traceback" not in ended.stderr
+    assert "Exception" not in ended.stderr
+
+
+def test_what_spark_says_is_told_without_its_plans_and_stacks() -> None:
+    said = "File /x/offsets does not exist\n\n=== Streaming Query ===\nIdentifier: [id = 1]\nCurrent State: ACTIVE"
+    assert _said(RuntimeError(said)) == "File /x/offsets does not exist"
+    assert _said(RuntimeError("no\n\nJVM stacktrace:\norg.apache")) == "no"
+    assert _said(RuntimeError()) == "RuntimeError"

@@ -51,6 +51,7 @@ class StreamPipeline:
 
         def on_progress(progress: PipelineProgress) -> None:
             self._say_set_aside(progress.set_aside)
+            self._say_trying(progress.trying)
             self.progress = progress
             tell()
 
@@ -94,6 +95,13 @@ class StreamPipeline:
             )
         for table in sorted(before.keys() - now.keys()):
             logger.info("table goes on", stream=self.name, table=table)
+
+    def _say_trying(self, now: Mapping[str, str]) -> None:
+        """A line for each reason for which tables' writes fail, when it is new."""
+        before = {} if self.progress is None else self.progress.trying
+        for reason in sorted(set(now.values()) - set(before.values())):
+            tables = ", ".join(sorted(table for table, told in now.items() if told == reason))
+            logger.warning("can't be written, and is tried again", stream=self.name, table=tables, reason=reason)
 
     def facts(self) -> dict[str, Any]:
         """What is known of it now, JSON-able."""
@@ -221,7 +229,7 @@ def _make_folder(location: str) -> None:
 
 def _progress_facts(progress: PipelineProgress) -> dict[str, Any]:
     facts = dataclasses.asdict(progress)
-    facts["set_aside"] = dict(progress.set_aside)
+    facts["set_aside"], facts["trying"] = dict(progress.set_aside), dict(progress.trying)
     return facts
 
 

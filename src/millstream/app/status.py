@@ -265,9 +265,11 @@ def tables_of(
     held = held_tables(catalog, stream)
     landed = {facts["table_id"]: facts for facts in landing.get("tables", ())}
     # A fold that fails sets a table aside too; only the running pipeline knows.
-    failed = dict(landing.get("set_aside", {}))
+    failed, trying = dict(landing.get("set_aside", {})), dict(landing.get("trying", {}))
     rows = [row for row in catalog.tables(stream) if row.relation_oid]
-    return [table_facts(row, captured, landed.get(int(row.id)), held.get(str(int(row.id))), failed) for row in rows]
+    return [
+        table_facts(row, captured, landed.get(int(row.id)), held.get(str(int(row.id))), failed, trying) for row in rows
+    ]
 
 
 def table_facts(
@@ -276,10 +278,16 @@ def table_facts(
     landed: dict[str, Any] | None,
     held: dict[str, Any] | None,
     failed: dict[str, str],
+    trying: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """One table: its state is `set_aside` where capture or the lake has it so, and the reason says by whom."""
+    """One table: its state is `set_aside` where capture or the lake has it so, and the reason says by whom.
+
+    A table that the lake is tried again for keeps its state, with the reason.
+    """
     name = qualified_name(row.namespace, row.name)
     state, reason = row.state.value, row.reason
+    again = (trying or {}).get(name) or (trying or {}).get(f"{row.namespace}.{row.name}")
+    reason = f"lake: tried again: {again}" if again else reason
     lake_reason = (held or {}).get("reason") or failed.get(name) or failed.get(f"{row.namespace}.{row.name}")
     if lake_reason:
         state, reason = "set_aside", f"lake: {lake_reason}"

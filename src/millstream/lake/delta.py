@@ -251,12 +251,16 @@ def add_columns(opened: OpenTable, columns: pa.Schema) -> None:
 
 def check_owned(layout: LakeLayout, opened: OpenTable) -> None:
     """Raise `LakeTableForeign` unless every row of the table is this stream's."""
+    # Nothing builds the table of cuts anew: what it says is nowhere else.
+    rebuilt = opened.path != layout.commits_path
     owner = opened.properties.get(STREAM_PROPERTY)
     if owner != str(layout.stream_id):
         raise LakeTableForeign(
             f"{opened.path} holds a Delta table that "
             + ("this stream didn't make" if owner is None else f"stream {owner} made"),
-            hint="`millstream pipeline rebuild` moves that folder aside and builds the table anew; or name another lake location.",
+            hint="`millstream pipeline rebuild` moves that folder aside and builds the table anew; or name another lake location."
+            if rebuilt
+            else "Name another lake location.",
             path=opened.path,
             version=opened.version,
         )
@@ -269,7 +273,12 @@ def check_owned(layout: LakeLayout, opened: OpenTable) -> None:
         elif info.get("operation") not in _BENIGN:
             raise LakeTableForeign(
                 f"somebody else's {info.get('operation', 'commit')} changed {opened.path} in version {version}",
-                hint="`millstream pipeline rebuild` moves that folder aside and builds the table anew; let nobody else write into the lake.",
+                hint=(
+                    "`millstream pipeline rebuild` moves that folder aside and builds the table anew"
+                    if rebuilt
+                    else "Name another lake location"
+                )
+                + "; let nobody else write into the lake.",
                 path=opened.path,
                 version=version,
             )

@@ -29,7 +29,7 @@ from millstream.lake.folder import (
     reopened,
     widened,
 )
-from millstream.lake.layout import BESIDE, MESSAGES, LakeLayout
+from millstream.lake.layout import BESIDE, MESSAGES, LakeLayout, has_current
 from millstream.lake.types import lake_columns
 from millstream.model.ids import TableId
 from millstream.model.names import qualified_name
@@ -122,6 +122,19 @@ def records_elsewhere(
         if before is not None and before.n is not None and before.n > stands:
             found, stands = before, before.n
     return found
+
+
+def open_left_behind(layout: LakeLayout, schema: TableSchema) -> OpenTable | None:
+    """The history that a table left when another took over its name, and where its records lie until its next one; None where it left none.
+
+    Args:
+        layout: where the lake is.
+        schema: of its newest record, under the name of then; no cut names the table.
+    """
+    if not has_current(schema):
+        return None
+    opened = open_table(layout, layout.table_path("history", schema), layout.app_id("history", schema.table_id))
+    return None if opened is None or opened.n is None else opened
 
 
 def bring_records(layout: LakeLayout, schema: TableSchema, opened: OpenTable, source: OpenTable) -> OpenTable:

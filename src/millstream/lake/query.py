@@ -38,9 +38,10 @@ from millstream.lake.eras import Era, era_at, first_told, holds, newest_schema
 from millstream.lake.folder import history_begun, history_from
 from millstream.lake.known import KnownTable, empty_records, empty_rows, is_meant
 from millstream.lake.layout import MESSAGES, LakeLayout, folder_name, has_current
+from millstream.lake.moves import open_left_behind
 from millstream.lake.operations import whole_upto
 from millstream.lake.overlay import SEQ
-from millstream.lake.rows import Run, bag_sql, built_sql, keyed_sql
+from millstream.lake.rows import Run, bag_sql, built_sql, keyed_sql, left_sql
 from millstream.lake.version_rows import versions_sql
 from millstream.model.ids import TableId
 from millstream.model.names import parse_qualified_name, qualified_name
@@ -381,6 +382,9 @@ class LakeSession:
             try:
                 if found is not None:
                     self._rename(found, known)
+                elif known.schema is not None and (left := open_left_behind(self._layout, known.schema)) is not None:
+                    sql = left_sql(self._engine, self._layout, left, known.schema, self._n)
+                    self._engine.view(known.namespace, known.name, sql)
                 elif not known.waits and known.schema is not None:
                     self._make_empty(known, known.schema)
                 else:

@@ -11,19 +11,20 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.errors import LakeFilesGone
+from millstream.errors import BeyondRetention, LakeFilesGone
 from millstream.lake.build import build_rows, plan_build
-from millstream.lake.current import DEFAULT_SIZES, tail_columns
+from millstream.lake.current import DEFAULT_SIZES, current_columns, tail_columns
 from millstream.lake.data_files import ROW_GROUP_ROWS, LiveFile, TableFiles, files_of
 from millstream.lake.delta import OpenTable
 from millstream.lake.engine import Engine, names, quote, unavailable
 from millstream.lake.eras import ALL, Share, within
 from millstream.lake.fold import EXACT, fold_records
+from millstream.lake.folder import history_from, lacks_beginning
 from millstream.lake.keys import Keys
 from millstream.lake.layout import LakeLayout
 from millstream.lake.overlay import SEQ, overlay
 from millstream.lake.types import conform, text_maps
-from millstream.model.positions import Seq
+from millstream.model.positions import Seq, StreamToken
 from millstream.model.schema import TableSchema
 
 
@@ -149,6 +150,24 @@ def bag_sql(engine: Engine, run: Run, base: OpenTable | None, schema: TableSchem
         gone = engine.register(gone_table(folded.gone))
         kept = _without(kept, f"SELECT {names(shown)} FROM {gone}", shown, columns)
     return f"{kept} UNION ALL {fresh}"
+
+
+def left_sql(engine: Engine, layout: LakeLayout, history: OpenTable, schema: TableSchema, upto: Seq) -> str:
+    """The rows of a table whose name another has taken over, from what it left in history: its `current` went with the name.
+
+    Raises:
+        BeyondRetention: it lacks its beginning.
+    """
+    if lacks_beginning(history):
+        gone = history_from(history)
+        raise BeyondRetention(
+            f"the records of {schema.full_name} up to {StreamToken.scalar(layout.stream_id, gone)} were dropped from history",
+            hint="Its next change shows what it lacks.",
+            first=int(gone),
+        )
+    columns = current_columns(layout, schema, history)
+    run = Run(engine, layout, history, schema, Seq(0), upto)
+    return (keyed_sql if schema.key else bag_sql)(engine, run, None, schema, columns)
 
 
 def built_sql(engine: Engine, upto: Seq, history: OpenTable, schema: TableSchema, columns: pa.Schema) -> str:

@@ -75,6 +75,8 @@ class BatchLander:
     closed: bool = False
     _last: tuple[Landed, float, float | None] | None = None
     """The last batch, how long it took, and the age of its newest record when it had landed."""
+    _trying: Mapping[str, str] = field(default_factory=dict)
+    """Tables whose write failed and is tried again, by name, with the reason."""
 
     def __call__(self, batch: DataFrame, _batch_id: int) -> None:
         """Land one micro-batch; `foreachBatch` of the query."""
@@ -157,11 +159,15 @@ class BatchLander:
         for attempt in range(1, ATTEMPTS_MAX):
             failing = [table_id for table_id, error in (landed.errors if landed else {}).items() if _may_pass(error)]
             if landed is None or not failing:
-                return landed
+                break
+            # Said at once: what may pass, as a full disk, may also last.
+            self._try_again({self._name(table_id): landed.errors[table_id].message for table_id in failing})
             self.wait(0.2 * 4**attempt)
             again = self._run(batch.where(batch["table_id"].isin([int(table_id) for table_id in failing])), held)
             assert again is not None, "a table that failed has rows"
             landed = _joined(landed, again)
+        if self._trying:
+            self._try_again({})
         if landed is not None and landed.errors and not landed.commits and all(map(_may_pass, landed.errors.values())):
             # Not one table's trouble: the disk, the mount, the network. Setting all of them aside would help nobody.
             error = next(iter(landed.errors.values()))
@@ -189,33 +195,42 @@ class BatchLander:
         }
         return Landed(after, upto, commits, errors, versions, max(times, default=None))
 
+    def _try_again(self, tables: Mapping[str, str]) -> None:
+        self._trying = tables
+        self.report(self.log.persisted_upto())
+
     def _hold(self, table_id: TableId, after: Seq, error: TableError) -> None:
+        self.ledger.hold(HeldTable(table_id, self._name(table_id), after, error.message, error.code, error.hint))
+
+    def _name(self, table_id: TableId) -> str:
         name = self.ledger.tables[table_id].name if table_id in self.ledger.tables else ""
-        if not name:
-            schema = self.log.schemas().get(table_id)
-            name = f"table {table_id}" if schema is None else schema.full_name
-        self.ledger.hold(HeldTable(table_id, name, after, error.message, error.code, error.hint))
+        schema = None if name else self.log.schemas().get(table_id)
+        return name or (f"table {table_id}" if schema is None else schema.full_name)
 
     def report(self, durable: Seq) -> None:
-        """Tell how things stand, once a batch has landed. Any thread.
+        """Tell how things stand, once a batch has landed or is tried again. Any thread.
 
         Args:
             durable: what the log has now.
         """
-        if self._last is None:
+        trying, last = self._trying, self._last
+        if last is None and not trying:
             return
-        landed, batch_s, age_s = self._last
-        rows = sum(commit.rows for commit in landed.commits.values())
+        cut = self.ledger.cut
+        n = last[0].upto if last is not None else Seq(0) if cut is None else cut.n
+        rows = 0 if last is None else sum(commit.rows for commit in last[0].commits.values())
+        batch_s = 0.0 if last is None else last[1]
         self.on_progress(
             PipelineProgress(
-                n=landed.upto,
+                n=n,
                 rows=self.ledger.rows,
                 rows_per_s=rows / batch_s if batch_s else 0.0,
                 batch_s=batch_s,
-                lag_s=age_s,
-                lag_records=max(0, durable - landed.upto),
+                lag_s=None if last is None else last[2],
+                lag_records=max(0, durable - n),
                 tables=self.ledger.progress(),
                 set_aside=self.ledger.set_aside(),
+                trying=trying,
             )
         )
 

@@ -199,13 +199,22 @@ class _Run:
         if isinstance(known, MillstreamError):
             return known
         return _typed(str(known)) or EngineError(
-            f"Spark failed: {str(known).strip() or type(known).__name__}",
+            f"Spark failed: {_said(known)}",
             hint=f"{self.config.spark.work_dir / 'spark.log'} has the whole story.",
         )
 
     def _outcome(self, *, caught_up: bool) -> PipelineOutcome:
         n = self.ledger.cut.n if self.ledger.cut is not None else Seq(0)
         return PipelineOutcome(n, self.config.token(n), self.ledger.rows, caught_up, self.ledger.set_aside())
+
+
+_DUMP: Final = re.compile(r"\n*(=== Streaming Query ===|JVM stacktrace:)")
+
+
+def _said(error: BaseException | None) -> str:
+    """What an error says, without the query's plan and Java's stack behind it: Spark's own log has those."""
+    said = "" if error is None else _DUMP.split(str(error), maxsplit=1)[0].strip()
+    return said or type(error).__name__
 
 
 _RAISED: Final = re.compile(r"millstream\.errors\.([A-Za-z]+): (.*)")

@@ -91,6 +91,8 @@ class PipelineProgress:
     tables: tuple[TableProgress, ...]
     set_aside: Mapping[str, str]
     """Names of tables that failed, each with its reason."""
+    trying: Mapping[str, str] = field(default_factory=dict)
+    """Names of tables whose write failed just now and is tried again, each with the reason."""
 
 
 @dataclass(frozen=True, slots=True)

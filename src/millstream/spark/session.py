@@ -10,6 +10,7 @@ A process has one session. Nothing is downloaded: Ivy isn't used, and jars come 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import sys
@@ -90,7 +91,7 @@ def open_session(options: SparkOptions) -> SparkSession:
         # What the JVM and Python workers print goes to a file: this terminal is for people.
         with (work_dir / "spark.out").open("ab") as output:
             gateway = launch_gateway(conf, {"stdout": output, "stderr": output})
-        SparkContext(conf=conf, gateway=gateway)
+        _hush(SparkContext(conf=conf, gateway=gateway))
         return SparkSession.builder.getOrCreate()
     except (PySparkException, Py4JError, OSError, RuntimeError) as error:
         raise EngineError(
@@ -104,6 +105,18 @@ def stop_session(spark: SparkSession) -> None:
     """Stop the process's session, also where its JVM is gone already."""
     with contextlib.suppress(PySparkException, Py4JError, OSError):
         spark.stop()
+
+
+def _hush(context: SparkContext) -> None:
+    """Keep what py4j and pyspark print, where the JVM ends under them, from the terminal: who uses the session is told by an exception."""
+    logging.getLogger().addFilter(_not_of_py4j)
+    server = context._accumulatorServer  # noqa: SLF001 - its way of reporting can't be set otherwise
+    server.handle_error = lambda _request, _address: None  # type: ignore[assignment,method-assign]
+
+
+def _not_of_py4j(record: logging.LogRecord) -> bool:
+    # It logs by the root logger, whose handlers are the whole program's.
+    return Path(record.pathname).parent.name != "py4j"
 
 
 def _with_retries(master: str) -> str:
