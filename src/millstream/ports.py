@@ -92,7 +92,7 @@ class Files(Protocol):
         """Make the folder's names durable."""
 
     def disk_usage(self, path: str) -> tuple[int, int]:
-        """(bytes used, bytes in all) of the disk under a path, as seen by an ordinary user."""
+        """(bytes used, bytes in all) of the disk under a path, as seen by an ordinary user: what only root may use isn't in it."""
 
 
 class SeqReservations(Protocol):

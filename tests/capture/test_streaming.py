@@ -6,6 +6,7 @@ import itertools
 import threading
 from dataclasses import replace
 
+import pytest
 from tests.capture.capture_stage import Stage, wait_until
 
 from millstream.capture import run_capture
@@ -222,6 +223,21 @@ def test_a_full_disk_is_waited_for(stage: Stage) -> None:
     running.stop()
     positions = stream_positions(stage)
     assert positions == sorted(set(positions))
+
+
+def test_a_job_gives_up_on_a_disk_that_stays_full(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage.sql(ORDERS)
+    stage.catch_up()
+    monkeypatch.setattr("millstream.capture.run._GIVE_UP_S", 1.0)
+    stage.sql("INSERT INTO orders VALUES (1, 'x', 1, now())")
+    stage.log.fail_with = DiskFull("no space left")
+    with pytest.raises(DiskFull):
+        stage.catch_up()
+    tried = stage.log.failures
+    assert 2 <= tried <= 5, "each try waits twice as long as the one before it"
+    stage.log.fail_with = None
+    stage.catch_up()
+    assert len(stage.log.replay()["public.orders"]) == 1
 
 
 def test_two_captures_of_one_slot_wait_for_each_other(stage: Stage) -> None:

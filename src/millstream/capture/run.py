@@ -40,6 +40,7 @@ logger = structlog.get_logger("millstream.capture")
 
 _BACKOFF_FIRST_S: Final = 0.1
 _BACKOFF_MAX_S: Final = 10.0
+_DOUBLINGS_MAX: Final = 10
 _SLOT_ACTIVE_MAX_S: Final = 2.0  # a killed capture's server process goes within seconds; then every second counts
 _GIVE_UP_S: Final = 120.0
 """How long `until_caught_up` goes on without a connection."""
@@ -124,19 +125,22 @@ class _Capture:
         while True:
             self._spill.clear()
             self._connected = False
+            began = time.monotonic()
             try:
                 outcome = self._run_session()
                 if outcome is not None:
                     return outcome
                 logger.info("capture begins again: there is another publication to stream")
             except MillstreamError as error:
-                if self._connected:
+                # On a full disk a session connects, and ends with the first record: that is no progress.
+                if self._connected and not (isinstance(error, DiskFull) and time.monotonic() - began < _BACKOFF_MAX_S):
                     attempt, failing_since = 0, None
                 failing_since = failing_since or time.monotonic()
                 if not self._worth_another_try(error, time.monotonic() - failing_since):
                     raise
                 attempt += 1
-                wait_s = min(_BACKOFF_MAX_S, _BACKOFF_FIRST_S * 2**attempt) * random.uniform(0.5, 1.0)  # noqa: S311
+                most_s = min(_BACKOFF_MAX_S, _BACKOFF_FIRST_S * 2 ** min(attempt, _DOUBLINGS_MAX))
+                wait_s = most_s * random.uniform(0.5, 1.0)  # noqa: S311
                 if isinstance(error, SlotActive):
                     wait_s = min(wait_s, _SLOT_ACTIVE_MAX_S)
                 logger.warning("capture begins again", code=error.code, error=error.message, in_s=round(wait_s, 2))

@@ -189,7 +189,7 @@ class Ledger:
                 entry.waiting_since_s = started_s if entry.history_n > reached else None
             else:
                 entry.fold_failures += 1
-                entry.fold_again_s = now + min(RETRY_FOLD_S_MAX, 0.5 * 2**entry.fold_failures)
+                entry.fold_again_s = now + min(RETRY_FOLD_S_MAX, 0.5 * 2 ** min(entry.fold_failures, 16))
 
     def tended(self, answer: TendAnswer) -> None:
         """Note what a table takes up on disk. Any thread."""

@@ -137,10 +137,10 @@ class RealFiles:
             os.close(descriptor)
 
     def disk_usage(self, path: str) -> tuple[int, int]:
-        """(used, in all), as an ordinary user sees them: blocks kept for root count as used."""
+        """(used, in all), as `df` tells them: blocks that only root may use count as neither."""
         stat = os.statvfs(path)
-        total = stat.f_blocks * stat.f_frsize
-        return total - stat.f_bavail * stat.f_frsize, total
+        used = (stat.f_blocks - stat.f_bfree) * stat.f_frsize
+        return used, used + stat.f_bavail * stat.f_frsize
 
 
 class SystemClock:
