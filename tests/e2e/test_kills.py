@@ -149,7 +149,8 @@ def kill_everything_everywhere(
         # The slot first: transactions before it are rows to copy.
         wait_for(
             lambda: connection.execute(
-                "SELECT 1 FROM pg_replication_slots WHERE confirmed_flush_lsn IS NOT NULL"
+                "SELECT 1 FROM pg_replication_slots"
+                " WHERE database = current_database() AND confirmed_flush_lsn IS NOT NULL"
             ).fetchone(),
             "capture to make its slot",
         )
