@@ -63,7 +63,6 @@ class Siege:
         with self.server.connect(self.database, autocommit=True) as connection:
             row = connection.execute(
                 "SELECT pg_current_wal_insert_lsn() > confirmed_flush_lsn FROM pg_replication_slots"
-                " WHERE database = current_database()"
                 " WHERE database = current_database() AND NOT temporary"
             ).fetchone()
         return bool(row and row[0])
