@@ -153,6 +153,7 @@ def kill_everything_everywhere(
                 " WHERE database = current_database() AND confirmed_flush_lsn IS NOT NULL"
             ).fetchone(),
             "capture to make its slot",
+            timeout_s=180,
         )
         with under.working():
             for _ in range(times):
