@@ -254,3 +254,9 @@ def test_the_oracle_shares_no_code_with_what_it_judges():
     modules = eval(done.stdout)
     allowed = {"millstream", "millstream.testing", "millstream.testing.oracle"}
     assert {m for m in modules if not m.startswith("millstream.testing.oracle.")} == allowed
+
+
+def test_behind_the_beginning_of_a_copy_rows_may_go_that_were_not_copied_yet():
+    again = [record("c", 1, "a"), record("d", 1), record("c", 1, "b"), record("t", commit_index=None), record("d", 1)]
+    replay = replay_records(history(*again, record("r", 2, "x")), KEYED)
+    assert (replay.rows.rows, replay.violations) == ({("2",): ("2", "x")}, [])

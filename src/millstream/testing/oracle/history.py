@@ -50,7 +50,12 @@ def replay_records(records: pa.Table, like: TableRows, *, recopied: bool = False
     own = list(columns) if like.columns else [()] * len(records)
     names = ("__op", "__seq", "__unchanged", "__before")
     player = _Player(like, recopied=recopied, added=added)
-    for row, op, seq, unchanged, before in zip(own, *(records.column(name).to_pylist() for name in names), strict=True):
+    indexes = records.column("__commit_index").to_pylist() if "__commit_index" in records.column_names else own
+    facts = (records.column(name).to_pylist() for name in names)
+    for row, index, op, seq, unchanged, before in zip(own, indexes, *facts, strict=True):
+        if op == "t" and index is None:
+            player.begin_copy()
+            continue
         player.play(op, seq, row, unchanged or (), None if before is None else dict(before))
     return Replay(player.rows, len(records), player.violations)
 
@@ -84,6 +89,13 @@ class _Player:
             self._delete(where, row)
         else:
             self.violations.append(f"{where}: no operation of a table")
+
+    def begin_copy(self) -> None:
+        """Forget all that was said: a copy begins, and the source may have any row, which may go before it was copied."""
+        self.rows.rows.clear()
+        self.rows.bag.clear()
+        self._gone.clear()
+        self._truncated = False
 
     def _put(self, where: str, row: RowText) -> None:
         if not self.rows.add(row):
