@@ -5,27 +5,22 @@ Run again only to add files: old golden files stay as they are, for ever.
 
 from __future__ import annotations
 
-import hashlib
-import json
-from pathlib import Path
 from uuid import UUID
 
 import pyarrow as pa
 from tests.codec.header_v1 import as_header_v1
-from tests.golden.make_segment_v2 import MOMENT, ORDERS
+from tests.golden.make_segment_v2 import ORDERS
+from tests.golden.sealed import MOMENT, write_golden
 
 from millstream.codec.checksums import Bytes
 from millstream.codec.log_directory import DIRECTORIES, Numbering
 from millstream.codec.log_frame import (
     FrameHeader,
     FrameKind,
-    RecordsFrame,
-    SchemaSet,
-    decode_frame,
     encode_records_frame,
     encode_schema_frame,
 )
-from millstream.codec.log_segment import FrameEntry, SegmentFooter, SegmentHeader, TableEntry
+from millstream.codec.log_segment import SegmentHeader
 from millstream.model.ids import (
     Epoch,
     GroupNumber,
@@ -42,7 +37,6 @@ from millstream.model.positions import Lsn, Offset, Seq
 from millstream.model.records import Op, log_row_schema
 from millstream.model.schema import Column, PgType, TableSchema
 
-HERE = Path(__file__).parent
 BASE = 1000
 ITEMS = TableSchema(
     table_id=TableId(4),
@@ -99,44 +93,22 @@ def frames(numbering: Numbering, shard: ShardId) -> list[list[Bytes]]:
     ]
 
 
-def write(name: str, numbering: Numbering, shard: ShardId, written: list[list[Bytes]]) -> None:
-    """A sealed segment of these frames, and what is read of it."""
+def header(numbering: Numbering, shard: ShardId) -> SegmentHeader:
+    """That of a segment whose frames are numbered so."""
     stream = StreamId(UUID("5f0c21aa-0d5e-4b7e-9c1e-0123456789ab"))
-    segment = SegmentHeader(
-        stream, RegionId(0), shard, Epoch(7), Offset(BASE), bytes(range(32)), 1_795_178_096_789_000_000, DIRECTORIES[numbering]
-    )  # fmt: skip
-    file, heads, known = bytearray(segment.encode()), hashlib.sha256(), SchemaSet(segment.directory)
-    entries, rows = [], []
-    for buffers in written:
-        data = b"".join(map(bytes, buffers))
-        heads.update(bytes(buffers[0]))
-        frame = decode_frame(data, known)
-        header = frame.header
-        stamp = int(MOMENT.timestamp() * 1_000_000) if isinstance(frame, RecordsFrame) else None
-        if isinstance(frame, RecordsFrame):
-            for table in frame.table_ids():
-                for schema, records in frame.records(table, offsets=True):
-                    rows += [{"table": schema.name} | row for row in records.to_pylist()]
-        entries.append(
-            FrameEntry(
-                header.kind, header.first_offset, header.count, len(file), len(data), header.more, header.first_seq,
-                header.last_seq, header.group_last_seq, header.group, stamp, stamp,
-                tuple(TableEntry(p.table_id, p.schema_version, p.rows, p.length) for p in header.parts),
-            )
-        )  # fmt: skip
-        file += data
-    file += SegmentFooter(tuple(entries), Offset(BASE + 5), 5, heads.digest()).encode()
-    (HERE / f"{name}.wal").write_bytes(bytes(file))
-    expected = {"stream": str(stream), "end_offset": BASE + 5, "rows": json.loads(json.dumps(rows, default=str))}
-    (HERE / f"{name}.json").write_text(json.dumps(expected, indent=1) + "\n")
+    created_ns = 1_795_178_096_789_000_000
+    return SegmentHeader(
+        stream, RegionId(0), shard, Epoch(7), Offset(BASE), bytes(range(32)), created_ns, DIRECTORIES[numbering]
+    )
 
 
 def main() -> None:
     """Write all of them."""
     for numbering in Numbering:
-        write(f"segment-numbers-{numbering}", numbering, ShardId(1), frames(numbering, ShardId(1)))
-    old = [as_header_v1(buffers) for buffers in frames(Numbering.OPERATION, ShardId(0))]
-    write("segment-header-v1", Numbering.OPERATION, ShardId(0), old)
+        shard = ShardId(1)
+        write_golden(f"segment-numbers-{numbering}", header(numbering, shard), frames(numbering, shard))
+    old, shard = Numbering.OPERATION, ShardId(0)
+    write_golden("segment-header-v1", header(old, shard), map(as_header_v1, frames(old, shard)))
 
 
 if __name__ == "__main__":

@@ -5,26 +5,21 @@ Run again only to add files for a new format version: old golden files stay as t
 
 from __future__ import annotations
 
-import datetime as dt
-import hashlib
-import json
 from decimal import Decimal
-from pathlib import Path
 from uuid import UUID
 
 import pyarrow as pa
+from tests.golden.sealed import MOMENT, write_golden
 
+from millstream.codec.checksums import Bytes
 from millstream.codec.log_directory import BATCH_SCHEMA
 from millstream.codec.log_frame import (
     FrameHeader,
     FrameKind,
-    RecordsFrame,
-    SchemaSet,
-    decode_frame,
     encode_records_frame,
     encode_schema_frame,
 )
-from millstream.codec.log_segment import FrameEntry, SegmentFooter, SegmentHeader, TableEntry
+from millstream.codec.log_segment import SegmentHeader
 from millstream.model.ids import (
     Epoch,
     GroupNumber,
@@ -41,8 +36,6 @@ from millstream.model.positions import Lsn, Offset, Seq
 from millstream.model.records import Op, log_row_schema
 from millstream.model.schema import Column, PgType, TableSchema
 
-HERE = Path(__file__).parent
-MOMENT = dt.datetime(2026, 11, 20, 12, 34, 56, 789000, tzinfo=dt.UTC)
 ORDERS = TableSchema(
     table_id=TableId(3),
     version=SchemaVersion(2),
@@ -61,7 +54,7 @@ ORDERS = TableSchema(
 )
 
 
-def records_frame(header: FrameHeader) -> list[object]:
+def records_frame(header: FrameHeader) -> list[Bytes]:
     """A transaction with an insert and an update of a toasted row, and a copied row."""
     operations = pa.RecordBatch.from_pylist(
         [
@@ -89,7 +82,7 @@ def records_frame(header: FrameHeader) -> list[object]:
         ],
         schema=log_row_schema(ORDERS),
     )  # fmt: skip
-    return list(encode_records_frame(header, operations, batches, [(ORDERS, rows)]))
+    return encode_records_frame(header, operations, batches, [(ORDERS, rows)])
 
 
 def main() -> None:
@@ -105,33 +98,8 @@ def main() -> None:
     }  # fmt: skip
     schema_header = FrameHeader(FrameKind.SCHEMA, Offset(1000), 0, Seq(0), Seq(0), more=True, **facts)
     records_header = FrameHeader(FrameKind.RECORDS, Offset(1000), 3, Seq(5001), Seq(5003), **facts)
-    file = bytearray(segment.encode())
-    heads = hashlib.sha256()
-    entries = []
-    known = SchemaSet()
-    rows = []
-    for buffers in (encode_schema_frame(schema_header, ORDERS), records_frame(records_header)):
-        data = b"".join(bytes(b) for b in buffers)
-        heads.update(bytes(buffers[0]))
-        frame = decode_frame(data, known)
-        header = frame.header
-        stamp = None
-        if isinstance(frame, RecordsFrame):
-            stamp = int(MOMENT.timestamp() * 1_000_000)
-            for schema, records in frame.records(ORDERS.table_id, offsets=True):
-                rows += [{"table": schema.name} | row for row in records.to_pylist()]
-        entries.append(
-            FrameEntry(
-                header.kind, header.first_offset, header.count, len(file), len(data), header.more, header.first_seq,
-                header.last_seq, header.group_last_seq, header.group, stamp, stamp,
-                tuple(TableEntry(p.table_id, p.schema_version, p.rows, p.length) for p in header.parts),
-            )
-        )  # fmt: skip
-        file += data
-    file += SegmentFooter(tuple(entries), Offset(1003), 3, heads.digest()).encode()
-    (HERE / "segment-v2.wal").write_bytes(bytes(file))
-    expected = {"stream": str(stream), "end_offset": 1003, "rows": json.loads(json.dumps(rows, default=str))}
-    (HERE / "segment-v2.json").write_text(json.dumps(expected, indent=1) + "\n")
+    frames = [encode_schema_frame(schema_header, ORDERS), records_frame(records_header)]
+    write_golden("segment-v2", segment, frames)
 
 
 if __name__ == "__main__":
