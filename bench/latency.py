@@ -16,6 +16,7 @@ from bench.load import CLIENTS, Load, PacedLoad, percentiles_of_windows
 from bench.places import folder
 from bench.source import DATABASE, postgres
 from millstream.errors import MillstreamError
+from millstream.model.positions import Seq
 from millstream.testing.postgres import EmbeddedPostgres
 from millstream.wal.reader import StreamReader
 
@@ -58,7 +59,7 @@ def _numbers_of(wal: str, load: Load) -> np.ndarray:
     """The `seq` of each transaction's record, found by client and number in the log itself."""
     reader = StreamReader(wal)
     found: dict[tuple[int, int], int] = {}
-    for records in reader.read_between(reader.first_seq() - 1, reader.persisted_upto()):  # type: ignore[arg-type]
+    for records in reader.read_between(Seq(reader.first_seq() - 1), reader.persisted_upto()):
         if records.schema.name != "ticks":
             continue
         batch = records.batch

@@ -8,6 +8,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Final
@@ -127,7 +128,7 @@ def append_batch() -> Iterator[Figure]:
         yield compared(
             name,
             ours,
-            lambda append=append: append(batches),  # type: ignore[misc]
+            partial(append, batches),
             unit="rows/s",
             goal=">= 1.5" if peer == "rocksdb" else ">= 2",
             rows=rows,

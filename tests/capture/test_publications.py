@@ -135,7 +135,7 @@ def test_missing_truncates_are_told_and_mended(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_a_table_without_identity_that_comes_while_capture_runs(stage: Stage, alone: bool) -> None:  # noqa: FBT001
+def test_a_table_without_identity_that_comes_while_capture_runs(stage: Stage, alone: bool) -> None:
     publication = stage.config.publication
     stage.sql(TABLES[0], *([f"CREATE PUBLICATION {publication} FOR TABLE orders"] if alone else []))
     running = stage.start()

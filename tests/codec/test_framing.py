@@ -65,7 +65,7 @@ def test_what_no_server_sends_is_malformed():
     cuts=st.lists(st.lists(st.binary(max_size=9), max_size=5), max_size=6),
     in_one_buffer=st.booleans(),
 )
-def test_runs_joined_are_their_messages_in_order(cuts: list[list[bytes]], in_one_buffer: bool):  # noqa: FBT001
+def test_runs_joined_are_their_messages_in_order(cuts: list[list[bytes]], in_one_buffer: bool):
     expected = [message for some in cuts for message in some]
     if in_one_buffer:
         whole = MessageRun.of(expected)

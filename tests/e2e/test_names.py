@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from functools import partial
 from pathlib import Path
 
 from deltalake import DeltaTable
@@ -31,6 +32,10 @@ def folded(home: Home, view: str, name: str) -> Rows:
     return [(str(row["id"]), row["v"]) for row in rows]
 
 
+def is_folded(home: Home, view: str, name: str, rows: Rows) -> bool:
+    return folded(home, view, name) == rows
+
+
 def settled(home: Home, source: Connection[tuple[object, ...]], *names: str) -> dict[str, Rows]:
     """What the source has, once both views of each table have it too."""
     shown = {}
@@ -38,7 +43,8 @@ def settled(home: Home, source: Connection[tuple[object, ...]], *names: str) -> 
         rows = [(str(key), str(v)) for key, v in source.execute(f"SELECT id, v FROM {name} ORDER BY id").fetchall()]
         shown[name] = rows
         for view in ("current", "scd2"):
-            wait_for(lambda: folded(home, view, name) == rows, f"{view} of {name} is {rows}", timeout_s=90)  # noqa: B023
+            landed = partial(is_folded, home, view, name, rows)
+            wait_for(landed, f"{view} of {name} is {rows}", timeout_s=90)
         assert queried(home, name) == rows
     return shown
 

@@ -156,7 +156,7 @@ class Source:
                 schema = self.known[name].landed
                 assert schema is not None
                 check_history(self.layout, schema)
-                self.cut([rebuild_view(self.layout, view, schema, Seq(self.seq), sizes=STEPS)])  # type: ignore[arg-type]
+                self.cut([rebuild_view(self.layout, view, schema, Seq(self.seq), sizes=STEPS)])
 
     def tend(self) -> None:
         for name in self.past[-1][1]:
@@ -164,7 +164,7 @@ class Source:
                 now_ms = time.time_ns() // 1_000_000
                 schema = self.known[name].landed
                 assert schema is not None
-                tend_table(self.layout, view, schema, now_ms=now_ms, compact_files=2)  # type: ignore[arg-type]
+                tend_table(self.layout, view, schema, now_ms=now_ms, compact_files=2)
 
     def check_now(self) -> None:
         """What the last cut shows, by a tail over whatever was folded."""

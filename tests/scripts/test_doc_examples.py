@@ -22,7 +22,7 @@ def cli() -> None:
 @click.option("--json", "as_json", is_flag=True)
 @click.option("--limit", type=int)
 @click.argument("words", nargs=-1)
-def show(as_json: bool, limit: int, words: tuple[str, ...]) -> None:  # noqa: FBT001 - click's way
+def show(as_json: bool, limit: int, words: tuple[str, ...]) -> None:
     """Stand in for a command."""
     click.echo((as_json, limit, words))
 
