@@ -36,6 +36,7 @@ class LandedHome:
         assert made.file.exists()
         self.home = Home(path)
         self.schemas: dict[TableId, TableSchema] = {}
+        self._reader: StreamReader | None = None
 
     def catch_up(self) -> None:
         """Capture what the source has, then land it."""
@@ -49,7 +50,8 @@ class LandedHome:
     def land(self, *, fold: bool = True) -> Seq:
         """Land what the log has now, as one batch."""
         config = self.home.config.streams["shop"]
-        reader = StreamReader(str(self.home.wal_folder("shop")))
+        # Kept: a new one would read the log's open segment from its beginning, each time.
+        reader = self._reader = self._reader or StreamReader(str(self.home.wal_folder("shop")))
         layout = lake_layout(self.home, "shop", config, reader.stream_id)
         cut = last_cut(layout)
         after, upto = Seq(0) if cut is None else cut.n, reader.persisted_upto()

@@ -19,7 +19,10 @@ from millstream.model.names import qualified_name
 from millstream.model.positions import Seq, StreamToken, format_lsn
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from millstream.catalog import Catalog, TableRow
+    from millstream.wal.backlog import Backlog
 
 
 def collect_status(home: Home) -> dict[str, Any]:
@@ -75,6 +78,7 @@ def _stream(
     captured, landing = (capture or {}).get("progress") or {}, (pipeline or {}).get("progress") or {}
     durable = _durable(home, name, problems)
     landed = max(catalog.landed(stream, PIPELINE), _lake_n(home, name, stream, problems))
+    counted = _counter(home, name, durable, problems)
     writers = catalog.writers(stream)
     sources = catalog.sources(stream)
     return {
@@ -101,13 +105,13 @@ def _stream(
         },
         "lag": {
             "capture": _capture_lag(captured),
-            "lake": _lake_lag(home, name, landed, durable, problems),
+            "lake": _lake_lag(counted(landed)),
             "fold": {
                 "records": sum(t["fold_lag_records"] for t in landing["tables"]) if "tables" in landing else None,
                 "seconds": max((t["fold_lag_s"] or 0.0 for t in landing.get("tables", ())), default=None),
             },
         },
-        "log": _log(home, name, problems) | _retention(home, catalog, name, stream, durable, problems),
+        "log": _log(home, name, problems) | _retention(home, catalog, name, stream, counted, problems),
         "tables": tables_of(catalog, stream, captured, landing),
         "errors": {
             part: facts["error"]
@@ -151,20 +155,41 @@ def _capture_lag(progress: dict[str, Any]) -> dict[str, Any]:
     return {"records": 0 if behind == 0 else None, "bytes": behind, "seconds": 0.0 if behind == 0 else None}
 
 
-def _lake_lag(home: Home, name: str, landed: Seq, durable: Seq | None, problems: list[str]) -> dict[str, Any]:
-    """What the log has and the lake hasn't."""
-    from millstream.wal.backlog import backlog
+def _counter(home: Home, name: str, durable: Seq | None, problems: list[str]) -> Callable[[Seq], Backlog | None]:
+    """Tells what the log has behind a number; None where it can't be read."""
+    from millstream.wal.backlog import Backlogs
 
-    if durable is None:
+    backlogs = Backlogs(str(home.wal_folder(name)))
+
+    def counted(after: Seq) -> Backlog | None:
+        try:
+            return None if durable is None else backlogs.between(after, durable)
+        except (LogError, OSError) as error:
+            problems.append(f"log of {name}: {error}")
+            return None
+
+    return counted
+
+
+def _lake_lag(waiting: Backlog | None) -> dict[str, Any]:
+    """What the log has and the lake hasn't."""
+    if waiting is None:
         return {"records": None, "bytes": None, "seconds": None}
-    try:
-        waiting = backlog(str(home.wal_folder(name)), landed, durable)
-    except (LogError, OSError) as error:
-        problems.append(f"log of {name}: {error}")
-        return {"records": None, "bytes": None, "seconds": None}
-    oldest = waiting.oldest_commit_us
-    seconds = 0.0 if waiting.records == 0 else None if oldest is None else max(0.0, time.time() - oldest / 1e6)
+    seconds = 0.0 if waiting.records == 0 else _age_s(waiting)
     return {"records": waiting.records, "bytes": waiting.size_bytes, "seconds": seconds}
+
+
+def _held(needed_from: Seq, waiting: Backlog | None) -> dict[str, Any]:
+    """How much of the log lies from a number on."""
+    if waiting is None:
+        return {"from": int(needed_from), "bytes": None, "seconds": None}
+    return {"from": int(needed_from), "bytes": waiting.size_bytes, "seconds": _age_s(waiting)}
+
+
+def _age_s(waiting: Backlog) -> float | None:
+    """How old the oldest of it is."""
+    oldest = waiting.oldest_commit_us
+    return None if oldest is None else max(0.0, time.time() - oldest / 1e6)
 
 
 def _log(home: Home, name: str, problems: list[str]) -> dict[str, Any]:
@@ -181,7 +206,12 @@ def _log(home: Home, name: str, problems: list[str]) -> dict[str, Any]:
 
 
 def _retention(
-    home: Home, catalog: Catalog, name: str, stream: StreamId, durable: Seq | None, problems: list[str]
+    home: Home,
+    catalog: Catalog,
+    name: str,
+    stream: StreamId,
+    counted: Callable[[Seq], Backlog | None],
+    problems: list[str],
 ) -> dict[str, Any]:
     """What keeps the log from being dropped.
 
@@ -219,9 +249,9 @@ def _retention(
         problems.append(f"log of {name}: {error}")
     return {
         "held": {
-            position.name: {"kind": position.kind.value, **_held(home, name, position.needed_from, durable, problems)}
+            position.name: {"kind": position.kind.value, **_held(needed, counted(Seq(max(0, needed - 1))))}
             for position in positions
-            if position.needed_from is not None and position.cut_off_at is None
+            if (needed := position.needed_from) is not None and position.cut_off_at is None
         },
         "cut_off": {
             position.name: {"kind": position.kind.value, "first": int(position.cut_off_at)}
@@ -233,23 +263,6 @@ def _retention(
         if bounds is None
         else {"age_s": bounds.age_s, "bytes": bounds.size_bytes, "bytes_max": bounds.bytes_max},
     }
-
-
-def _held(home: Home, name: str, needed_from: Seq, durable: Seq | None, problems: list[str]) -> dict[str, Any]:
-    """How much of the log lies from a number on."""
-    from millstream.wal.backlog import backlog
-
-    unknown = {"from": int(needed_from), "bytes": None, "seconds": None}
-    if durable is None:
-        return unknown
-    try:
-        waiting = backlog(str(home.wal_folder(name)), Seq(max(0, needed_from - 1)), durable)
-    except (LogError, OSError) as error:
-        problems.append(f"log of {name}: {error}")
-        return unknown
-    oldest = waiting.oldest_commit_us
-    seconds = None if oldest is None else max(0.0, time.time() - oldest / 1e6)
-    return {"from": int(needed_from), "bytes": waiting.size_bytes, "seconds": seconds}
 
 
 def live_progress(home: Home, name: str) -> tuple[dict[str, Any], dict[str, Any]]:

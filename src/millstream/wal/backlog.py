@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from millstream.codec.log_frame import FrameKind
+from millstream.codec.log_segment import FrameEntry
+from millstream.model.ids import ShardId
 from millstream.model.positions import Seq
 from millstream.ports import Files
 from millstream.wal.files import RealFiles
@@ -24,30 +27,46 @@ class Backlog:
     """The earliest commit time in it, at the source; None where nothing in it has one."""
 
 
-def backlog(folder: str, after: Seq, upto: Seq, *, files: Files | None = None) -> Backlog:
-    """Count what lies in `(after, upto]` of a stream's log; a frame that straddles a bound counts whole.
+class Backlogs:
+    """Counts of a stream's log. What one count has read of the indexes, the next one needn't read again.
 
-    Raises:
-        CorruptWal: an index is damaged.
+    Use it from one thread.
     """
-    files = RealFiles() if files is None else files
-    records = size = 0
-    oldest: int | None = None
-    for shard in list_shards(files, folder):
-        mark = read_mark(files, shard_folder(folder, shard))
-        if mark is None or after >= upto:
-            continue
-        for segment, entry in ShardIndex(files, shard_folder(folder, shard), shard).from_seq(after, mark):
-            if entry.kind is not FrameKind.RECORDS or entry.last_seq <= after or entry.first_seq > upto:
-                continue
+
+    def __init__(self, folder: str, *, files: Files | None = None) -> None:
+        self._folder = folder
+        self._files = RealFiles() if files is None else files
+        self._indexes: dict[ShardId, ShardIndex] = {}
+
+    def between(self, after: Seq, upto: Seq) -> Backlog:
+        """Count what lies in `(after, upto]`; a frame that straddles a bound counts whole.
+
+        Raises:
+            CorruptWal: an index is damaged.
+            FileNotFoundError: retention drops a segment at this very moment; count again.
+        """
+        records = size = 0
+        oldest: int | None = None
+        for segment, entry in self._frames(after, upto):
             records += entry.count
             size += entry.length
             time_us = entry.commit_ts_min_us
             if time_us is None and oldest is None:
-                time_us = _commit_us(files, segment, entry.position)
+                time_us = _commit_us(self._files, segment, entry.position)
             if time_us is not None:
                 oldest = time_us if oldest is None else min(oldest, time_us)
-    return Backlog(records, size, oldest)
+        return Backlog(records, size, oldest)
+
+    def _frames(self, after: Seq, upto: Seq) -> Iterator[tuple[SegmentFile, FrameEntry]]:
+        for shard in list_shards(self._files, self._folder) if after < upto else []:
+            folder = shard_folder(self._folder, shard)
+            mark = read_mark(self._files, folder)
+            if mark is None:
+                continue
+            index = self._indexes.setdefault(shard, ShardIndex(self._files, folder, shard))
+            for segment, entry in index.from_seq(after, mark):
+                if entry.kind is FrameKind.RECORDS and entry.last_seq > after and entry.first_seq <= upto:
+                    yield segment, entry
 
 
 def _commit_us(files: Files, segment: SegmentFile, position: int) -> int | None:

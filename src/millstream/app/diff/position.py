@@ -24,7 +24,7 @@ from millstream.codec.pgoutput import HEARTBEAT_PREFIX
 from millstream.errors import LakeBehind, MillstreamError
 from millstream.lake.commits import last_cut
 from millstream.model.positions import Lsn, Seq, format_lsn
-from millstream.wal.backlog import backlog
+from millstream.wal.backlog import Backlogs
 from millstream.wal.reader import StreamReader
 
 if TYPE_CHECKING:
@@ -79,12 +79,13 @@ def wait_for_lake(waiting: Waiting, lsn: Lsn, *, before: Seq) -> Seq:
     _wait_for_log(waiting, lsn)
     n = _last_below(reader, waiting.source, lsn, before)
     waiting.tell("waiting for the lake")
+    backlogs = Backlogs(str(waiting.home.wal_folder(waiting.stream)))
     while True:
         cut = last_cut(waiting.layout)
         reached = Seq(0) if cut is None else cut.n
         if reached >= n:
             return n
-        if backlog(str(waiting.home.wal_folder(waiting.stream)), reached, n).records == 0:
+        if backlogs.between(reached, n).records == 0:
             return reached  # numbers that no record has
         if not waiting.runs("pipeline"):
             raise LakeBehind(

@@ -1,0 +1,69 @@
+"""What lies between two numbers of a log, counted from its indexes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from millstream.model.positions import Seq
+from millstream.testing.log import MemoryReservations, plain_ops, plain_table
+from millstream.wal.backlog import Backlogs
+from millstream.wal.files import RealFiles
+from millstream.wal.writer import LogOptions, LogWriter
+
+TABLE = plain_table(1)
+
+
+class CountedFiles(RealFiles):
+    """Counts the bytes that are read."""
+
+    def __init__(self) -> None:
+        self.bytes_read = 0
+
+    def read(self, path: str, position: int = 0, length: int | None = None) -> bytes:
+        found = super().read(path, position, length)
+        self.bytes_read += len(found)
+        return found
+
+
+def opened(folder: Path, **options: Any) -> LogWriter:
+    return LogWriter.open(
+        str(folder),
+        stream=uuid4(),
+        shards=(0,),
+        epoch=1,
+        reservations=MemoryReservations(),
+        options=LogOptions(disk_used_max=1.0, **options),
+    )
+
+
+def test_records_and_bytes_between_two_numbers_over_sealed_and_open_segments(tmp_path: Path):
+    with opened(tmp_path, segment_bytes=4096) as log:
+        acks = [log.append(plain_ops({xid: [(TABLE, 3, "x")]})) for xid in range(1, 21)]
+        backlogs = Backlogs(str(tmp_path))
+        assert len(list((tmp_path / "00000").glob("*.wal"))) > 3
+        end = log.persisted_upto()
+        whole = backlogs.between(Seq(0), end)
+        assert whole.records == 60
+        assert whole.oldest_commit_us is not None
+        half = backlogs.between(acks[9].seqs.last, end)
+        assert half.records == 30
+        assert 0 < half.size_bytes < whole.size_bytes
+        assert backlogs.between(end, end).records == 0
+        # The numbers in a frame's middle: it counts whole.
+        assert backlogs.between(Seq(acks[9].seqs.first), Seq(acks[10].seqs.first)).records == 6
+
+
+def test_another_count_reads_only_what_has_come_since(tmp_path: Path):
+    files = CountedFiles()
+    with opened(tmp_path) as log:
+        for xid in range(1, 301):
+            log.append(plain_ops({xid: [(TABLE, 1, "x" * 500)]}))
+        backlogs = Backlogs(str(tmp_path), files=files)
+        before = log.persisted_upto()
+        assert backlogs.between(Seq(0), before).records == 300
+        first, files.bytes_read = files.bytes_read, 0
+        log.append(plain_ops({1000: [(TABLE, 1, "x")]}))
+        assert backlogs.between(before, log.persisted_upto()).records == 1
+        assert files.bytes_read < first / 10
