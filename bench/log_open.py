@@ -22,7 +22,8 @@ import pyarrow.compute as pc
 from bench.figures import Figure, compared, measures, say
 from bench.places import folder
 from bench.wal import BATCH_ROWS, EVENTS, ROW_BYTES, ReservationsInMemory, log_in, operation
-from millstream.codec.log_frame import RecordsFrame, SchemaSet, decode_frame, encode_records_frame
+from millstream.codec.log_frame import RecordsFrame, decode_frame, encode_records_frame
+from millstream.codec.log_schemas import SchemaSet
 from millstream.codec.log_segment import NO_HASH, SEGMENT_HEADER_SIZE, FrameEntry, SegmentFooter, SegmentHeader
 from millstream.model.ids import Epoch, GroupNumber, StreamId
 from millstream.model.operations import FIRST_SHARD

@@ -20,11 +20,11 @@ from millstream.codec.log_frame import (
     FRAME_HEADER_MIN,
     RecordsFrame,
     SchemaFrame,
-    SchemaSet,
     decode_frame,
     decode_frame_header,
     frame_extent,
 )
+from millstream.codec.log_schemas import SchemaSet
 from millstream.errors import CodecError, CorruptFrame, LogError, TruncatedFrame, UnsupportedFormat
 from millstream.model.ids import RegionId, ShardId
 from millstream.model.operations import OperationKind

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.codec.log_directory import DIRECTORIES, DIRECTORY, Numbering
-from millstream.codec.log_frame import FrameKind, RecordsFrame, SchemaSet, decode_frame, frame_extent
+from millstream.codec.log_frame import FrameKind, RecordsFrame, decode_frame, frame_extent
+from millstream.codec.log_schemas import SchemaSet
 from millstream.codec.log_segment import (
     SEGMENT_HEADER_SIZE,
     SEGMENT_TRAILER_SIZE,

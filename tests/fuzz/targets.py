@@ -31,12 +31,12 @@ from millstream.capture.copy_text import read_copied
 from millstream.codec.log_frame import (
     FrameKind,
     RecordsFrame,
-    SchemaSet,
     decode_frame,
     decode_frame_header,
     encode_loss_frame,
     frame_extent,
 )
+from millstream.codec.log_schemas import SchemaSet
 from millstream.codec.log_segment import SegmentFooter, SegmentHeader
 from millstream.codec.pgoutput import (
     MessageRun,

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from millstream.codec.checksums import Bytes
-from millstream.codec.log_frame import RecordsFrame, SchemaSet, decode_frame
+from millstream.codec.log_frame import RecordsFrame, decode_frame
+from millstream.codec.log_schemas import SchemaSet
 from millstream.codec.log_segment import FrameEntry, SegmentFooter, SegmentHeader, TableEntry
 from millstream.model.positions import Offset
 

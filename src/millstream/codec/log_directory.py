@@ -13,18 +13,20 @@ which of its own numbers a record has depends on who says it: its batch, or its 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final
+from typing import Final, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.codec.arrow_ipc import decode_batch
+from millstream.codec.arrow_ipc import ColumnPicker, decode_batch
 from millstream.codec.checksums import Bytes
 from millstream.errors import CorruptFrame
 from millstream.model.operations import OPERATION_SCHEMA
-from millstream.model.positions import Seq
 from millstream.model.records import TIME_MAX_US, TIME_MIN_US
 
 BATCH_SCHEMA: Final = pa.schema(
@@ -43,6 +45,8 @@ its `count` records in this frame are `first_seq …`."""
 OPERATION_SEQ: Final = pa.field("seq", pa.int64(), nullable=False)
 """An operation's number: the first of its records', over all its shards and frames."""
 _FIRST_SEQ: Final = BATCH_SCHEMA.field("first_seq")
+_ORDINAL: Final = BATCH_SCHEMA.field("operation")
+Ints: TypeAlias = npt.NDArray[np.int64]
 _OPERATION_NUMBERS: Final = 2
 _NO_BATCH_NUMBERS: Final = 4
 
@@ -137,15 +141,10 @@ def decode_directory(
         directory = DIRECTORIES[numbering]
     of_operations = decode_batch(operations, directory.operations)
     of_batches = decode_batch(batches, directory.batches)
-    known = DIRECTORIES[numbering]
-    for columns, found in ((known.operations, of_operations), (known.batches, of_batches)):
-        if any(found.column(column.name).null_count for column in columns if not column.nullable):
-            raise CorruptFrame("a frame's directory has nulls where there can be none")
+    _check_columns(numbering, of_operations, of_batches)
     if not of_batches.num_rows:
         raise CorruptFrame("a frame's directory is empty")
-    ordinals = of_batches.column("operation").to_numpy()
-    if int(ordinals.min()) < 0 or int(ordinals.max()) >= of_operations.num_rows:
-        raise CorruptFrame("a frame's directory names an operation that it doesn't hold")
+    _check_ordinals(of_batches.column("operation").to_numpy(), of_operations.num_rows)
     if numbering is Numbering.OPERATION:
         taken = pc.take(of_operations.column(OPERATION_SEQ.name), of_batches.column("operation"))
         of_batches = pa.RecordBatch.from_arrays(
@@ -154,21 +153,87 @@ def decode_directory(
     return of_operations, of_batches
 
 
+class DirectoryDecoders:
+    """What decodes many directories of a segment at once."""
+
+    def __init__(self, directory: Directory) -> None:
+        self.numbering: Final = directory.numbering
+        self.operations: Final = ColumnPicker(directory.operations, None)
+        self.batches: Final = ColumnPicker(directory.batches, None)
+
+
+def decode_directories(
+    of: DirectoryDecoders, messages: Sequence[tuple[Bytes, Bytes]]
+) -> tuple[pa.RecordBatch, pa.RecordBatch, Ints]:
+    """The directories of several frames as one: (operations, batches, of which frame each batch is); see `decode_directory`.
+
+    Args:
+        of: of the segment that all of them lie in; batches have numbers of their own there.
+        messages: each frame's operations and batches.
+
+    Raises:
+        CorruptFrame: one of them can't be. `decode_directory` tells which.
+    """
+    operations, operation_counts = of.operations.decode_all([message for message, _ in messages])
+    batches, batch_counts = of.batches.decode_all([message for _, message in messages])
+    _check_columns(of.numbering, operations, batches)
+    if min(batch_counts) == 0:
+        raise CorruptFrame("a frame's directory is empty")
+    frame = np.repeat(np.arange(len(messages)), batch_counts)
+    in_frame = np.array(operation_counts)
+    ordinals = batches.column("operation").to_numpy()
+    _check_ordinals(ordinals, in_frame[frame])
+    shifted = pa.array((ordinals + (np.cumsum(in_frame) - in_frame)[frame]).astype(np.int32))
+    return operations, batches.set_column(batches.schema.get_field_index("operation"), _ORDINAL, shifted), frame
+
+
+def _check_columns(numbering: Numbering, operations: pa.RecordBatch, batches: pa.RecordBatch) -> None:
+    known = DIRECTORIES[numbering]
+    for columns, found in ((known.operations, operations), (known.batches, batches)):
+        if any(found.column(column.name).null_count for column in columns if not column.nullable):
+            raise CorruptFrame("a frame's directory has nulls where there can be none")
+
+
+def _check_ordinals(ordinals: Ints, operations: int | Ints) -> None:
+    if int(ordinals.min()) < 0 or np.any(ordinals >= operations):
+        raise CorruptFrame("a frame's directory names an operation that it doesn't hold")
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """What frames' headers say of their records: parallel arrays."""
+
+    count: Ints
+    first: Ints
+    """Number."""
+    last: Ints
+    """Number, inclusive."""
+
+
 def check_directory(
-    numbering: Numbering, operations: pa.RecordBatch, batches: pa.RecordBatch, *, count: int, first: Seq, last: Seq
+    numbering: Numbering, operations: pa.RecordBatch, batches: pa.RecordBatch, starts: Ints, announced: Announced
 ) -> None:
-    """`CorruptFrame` unless the directory's counts and numbers are those of the frame's header."""
+    """`CorruptFrame` unless the directory's counts and numbers are those of the frames' headers.
+
+    Args:
+        numbering: of the frames.
+        operations: theirs.
+        batches: theirs, at least one each.
+        starts: for each frame, at which row its batches begin.
+        announced: what they say.
+    """
     counts, firsts = (batches.column(name).to_numpy() for name in ("count", "first_seq"))
-    if counts.min() < 1 or counts.max() > count or int(counts.sum()) != count:
+    most = np.maximum.reduceat(counts, starts)  # of sums of small counts none overflows
+    if counts.min() < 1 or (most > announced.count).any() or (np.add.reduceat(counts, starts) != announced.count).any():
         raise CorruptFrame("a frame's directory and its record count disagree")
-    least, greatest = int(firsts.min()), int((firsts + counts).max()) - 1
+    least, greatest = np.minimum.reduceat(firsts, starts), np.maximum.reduceat(firsts + counts, starts) - 1
     if numbering is Numbering.BATCH:
-        agree = (least, greatest) == (first, last)
+        agree = (least == announced.first) & (greatest == announced.last)
     elif numbering is Numbering.BOTH:
-        agree = first <= least and greatest <= last
+        agree = (announced.first <= least) & (greatest <= announced.last)
     else:  # which of an operation's numbers are here is the rows' to say
-        agree = 0 <= least <= first and int(firsts.max()) <= last
-    if not agree:
+        agree = (least >= 0) & (least <= announced.first) & (np.maximum.reduceat(firsts, starts) <= announced.last)
+    if not agree.all():
         raise CorruptFrame("a frame's directory and its numbers disagree")
     times = operations.column("commit_ts")
     if times.null_count < len(times):

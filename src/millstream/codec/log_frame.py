@@ -22,20 +22,21 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
-from millstream.codec.arrow_ipc import ColumnPicker, decode_batch, decode_schema, encode_batch, encode_schema
+from millstream.codec.arrow_ipc import decode_batch, decode_schema, encode_batch, encode_schema
 from millstream.codec.checksums import Bytes, crc32c
 from millstream.codec.log_directory import (
-    DIRECTORY,
     NUMBERING_FLAGS,
     NUMBERING_OF_FLAGS,
-    Directory,
+    Announced,
     Numbering,
     check_directory,
     decode_directory,
 )
 from millstream.codec.log_records import log_columns, records_of
+from millstream.codec.log_schemas import SchemaSet
 from millstream.errors import CorruptFrame, TruncatedFrame, UnsupportedFormat
 from millstream.model.ids import Epoch, GroupNumber, RegionId, SchemaVersion, ShardId, SourceId, TableId, WriterId
 from millstream.model.positions import Lsn, Offset, Seq
@@ -127,51 +128,6 @@ class FrameHeader:
     def payload_length(self) -> int:
         """Bytes behind the head."""
         return sum(part.length for part in self.parts)
-
-
-@dataclass(slots=True)
-class SchemaSet:
-    """The schemas of one segment: of its directory, and of the tables seen so far."""
-
-    directory: Directory = DIRECTORY
-    tables: dict[tuple[TableId, SchemaVersion], TableSchema] = field(default_factory=dict)
-    _log_rows: dict[tuple[TableId, SchemaVersion], pa.Schema] = field(default_factory=dict)
-    _pickers: dict[tuple[TableId, SchemaVersion, frozenset[str], bool], ColumnPicker] = field(default_factory=dict)
-
-    def add(self, schema: TableSchema) -> None:
-        """Remember a schema frame's content."""
-        key = (schema.table_id, schema.version)
-        self.tables[key] = schema
-        self._log_rows.pop(key, None)
-        self._pickers = {picked: picker for picked, picker in self._pickers.items() if picked[:2] != key}
-
-    def __contains__(self, key: tuple[TableId, SchemaVersion]) -> bool:
-        return key in self.tables
-
-    def find(self, table_id: TableId, version: SchemaVersion) -> TableSchema:
-        """The schema; `CorruptFrame` where the segment hasn't brought it before."""
-        try:
-            return self.tables[table_id, version]
-        except KeyError:
-            raise CorruptFrame(
-                f"schema {version} of table {table_id} isn't in the segment before its first use"
-            ) from None
-
-    def log_rows(self, table_id: TableId, version: SchemaVersion) -> pa.Schema:
-        """`log_row_schema` of one of them, made once."""
-        key = (table_id, version)
-        if key not in self._log_rows:
-            self._log_rows[key] = self.find(table_id, version).to_arrow(LOG_ROW_PREFIX)
-        return self._log_rows[key]
-
-    def picker(
-        self, table_id: TableId, version: SchemaVersion, columns: frozenset[str], *, threads: bool
-    ) -> ColumnPicker:
-        """What decodes these columns of `log_row_schema` of one of them, made once."""
-        key = (table_id, version, columns, threads)
-        if key not in self._pickers:
-            self._pickers[key] = ColumnPicker(self.log_rows(table_id, version), columns, threads=threads)
-        return self._pickers[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,18 +241,14 @@ class RecordsFrame:
     ) -> pa.RecordBatch:
         """Verified rows; of some columns alone where they are named."""
         data = self.read_payload(position, part.length)
-        if len(data) < part.length:
-            raise TruncatedFrame("the file ends inside of a frame's payload")
-        if crc32c(data) != part.crc:
-            raise CorruptFrame(f"the rows of table {part.table_id} fail their checksum")
+        verify_part(part, data)
         if columns is None:
             rows = decode_batch(data, self.schemas.log_rows(part.table_id, part.schema_version))
         else:
             rows = self.schemas.picker(part.table_id, part.schema_version, columns, threads=threads).decode(data)
         if rows.num_rows != part.rows:
             raise CorruptFrame(f"{part.rows} rows of table {part.table_id} were announced, {rows.num_rows} are there")
-        if any(rows.column(name).null_count for name in _NEVER_NULL if columns is None or name in columns):
-            raise CorruptFrame(f"a row of table {part.table_id} lacks its offset, index or op")
+        check_rows(part.table_id, rows)
         return rows
 
 
@@ -503,9 +455,41 @@ def decode_frame(
         return SchemaFrame(header, schema)
     if header.kind is FrameKind.LOSS:
         return LossFrame(header, _decode_facts(header, read_payload))
+    return records_frame(header, operations, batches, schemas, read_payload)
+
+
+def records_frame(
+    header: FrameHeader,
+    operations: Bytes,
+    batches: Bytes,
+    schemas: SchemaSet,
+    read_payload: Callable[[int, int], Bytes],
+) -> RecordsFrame:
+    """A records frame from what `decode_frame_head` found; `CorruptFrame` as `decode_frame`."""
     found = decode_directory(schemas.directory, header.numbering, operations, batches)
-    check_directory(header.numbering, *found, count=header.count, first=header.first_seq, last=header.last_seq)
+    check_directory(header.numbering, *found, np.zeros(1, np.int64), announced([header]))
     return RecordsFrame(header, *found, schemas, read_payload)
+
+
+def announced(headers: Sequence[FrameHeader]) -> Announced:
+    """What frames' headers say of their records."""
+    said = np.array([(header.count, header.first_seq, header.last_seq) for header in headers], np.int64)
+    return Announced(*said.T)
+
+
+def verify_part(part: PayloadPart, data: Bytes) -> None:
+    """Check a part's bytes against its length and its CRC32C; `TruncatedFrame` or `CorruptFrame` where they fail."""
+    if len(data) < part.length:
+        raise TruncatedFrame("the file ends inside of a frame's payload")
+    if crc32c(data) != part.crc:
+        raise CorruptFrame(f"the rows of table {part.table_id} fail their checksum")
+
+
+def check_rows(table_id: TableId, rows: pa.RecordBatch) -> None:
+    """`CorruptFrame` where rows of a table lack what no row in the log lacks; of columns that weren't read nothing is said."""
+    names = rows.schema.names
+    if any(rows.column(name).null_count for name in _NEVER_NULL if name in names):
+        raise CorruptFrame(f"a row of table {table_id} lacks its offset, index or op")
 
 
 def verify_payload(header: FrameHeader, payload: Bytes) -> None:
@@ -515,8 +499,7 @@ def verify_payload(header: FrameHeader, payload: Bytes) -> None:
         raise TruncatedFrame("the file ends inside of a frame's payload")
     position = 0
     for part in header.parts:
-        if crc32c(view[position : position + part.length]) != part.crc:
-            raise CorruptFrame(f"the rows of table {part.table_id} fail their checksum")
+        verify_part(part, view[position : position + part.length])
         position += part.length
 
 

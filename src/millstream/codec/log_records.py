@@ -74,9 +74,7 @@ def records_of(
     Raises:
         CorruptFrame: directory and rows disagree.
     """
-    mine = (batches.column("table_id").to_numpy() == table.table_id) & (
-        batches.column("schema_version").to_numpy() == table.version
-    )
+    mine = of_part(batches, table)
     counts = batches.column("count").to_numpy()[mine]
     if int(counts.sum()) != rows.num_rows:
         raise CorruptFrame(f"the directory and the rows of table {table.table_id} disagree")
@@ -117,6 +115,21 @@ def records_of(
     }
     schema = _schema_of(table, columns, offsets=offsets)
     return pa.record_batch([made[name]() if name in made else rows.column(name) for name in schema.names], schema)
+
+
+def of_part(batches: pa.RecordBatch, table: TableSchema) -> npt.NDArray[np.bool_]:
+    """Which of a directory's batches are of a table under a schema version."""
+    found: npt.NDArray[np.bool_] = (batches.column("table_id").to_numpy() == table.table_id) & (
+        batches.column("schema_version").to_numpy() == table.version
+    )
+    return found
+
+
+def first_seqs(operations: pa.RecordBatch, batches: pa.RecordBatch) -> npt.NDArray[np.int64]:
+    """The first number of each operation of a directory."""
+    first = np.full(operations.num_rows, np.iinfo(np.int64).max, dtype=np.int64)
+    np.minimum.at(first, batches.column("operation").to_numpy(), batches.column("first_seq").to_numpy())
+    return first
 
 
 @lru_cache(maxsize=4096)  # asked for with every part of a frame; the metadata is JSON

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from millstream.codec.log_frame import FrameKind, SchemaFrame, SchemaSet, decode_frame
+from millstream.codec.log_frame import FrameKind, SchemaFrame, decode_frame
+from millstream.codec.log_schemas import SchemaSet
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, FrameEntry, SegmentFooter, SegmentHeader
 from millstream.errors import CorruptFrame, CorruptWal
 from millstream.model.ids import Epoch, ShardId, TableId

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from millstream.codec.log_directory import Numbering
-from millstream.codec.log_frame import FrameKind, SchemaFrame, SchemaSet, decode_frame
+from millstream.codec.log_frame import FrameKind, SchemaFrame, decode_frame
+from millstream.codec.log_schemas import SchemaSet
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SegmentFooter, SegmentHeader
 from millstream.errors import CorruptFrame, CorruptWal, MillstreamError, UnexpectedFile, UnsupportedFormat
 from millstream.model.ids import Epoch, GroupNumber, ShardId, TableId

@@ -11,11 +11,13 @@ import heapq
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Final
 
 import numpy as np
 
 from millstream.codec.log_frame import FrameKind, RecordsFrame
+from millstream.codec.log_records import first_seqs
 from millstream.codec.log_segment import FrameEntry
 from millstream.errors import CorruptWal, LogError, OffsetBeyondEnd, OffsetExpired
 from millstream.model.ids import SchemaVersion, ShardId, StreamId, TableId
@@ -27,14 +29,14 @@ from millstream.wal.files import RealFiles
 from millstream.wal.index import HEADS_AHEAD_BYTES, OnDamage, SchemaPlace, ShardIndex, load_schemas, read_header
 from millstream.wal.layout import SegmentFile, shard_folder
 from millstream.wal.mark import DurableMark
-from millstream.wal.scan import Window, commit_times, read_frame, reader_of
+from millstream.wal.scan import ScannedFrame, Window, commit_times, read_frame, reader_of
 from millstream.wal.source import (
     Expiry,
     LogSpan,
     SegmentSource,
     TablePart,
     TableRecords,
-    first_seqs,
+    runs_of,
     sum_of_parts,
     within_offsets,
 )
@@ -230,7 +232,7 @@ class StreamReader:
         columns: frozenset[str] | None = None,
         moments: bool = False,
     ) -> Iterator[TableRecords]:
-        """The records of a span, of some tables or all, frame by frame, with all their columns or some and `__seq`.
+        """The records of a span, of some tables or all, with all their columns or some and `__seq`; a table's in their order.
 
         Reads only the bytes of those tables and the heads of frames. Needs neither mark nor footer. With `moments`, copied rows
         have the moment of their copy as `__commit_ts`.
@@ -239,12 +241,10 @@ class StreamReader:
         with Expiry(self.first_seq):
             source = SegmentSource(self._files, span.path)
             source.bring_schemas(_of_tables(span.schema_frames, wanted))
-            position = span.byte_start
-            while position < span.byte_end:
-                scanned = source.frame(position)
-                position = scanned.end
-                if scanned.header.kind is FrameKind.RECORDS:
-                    yield from source.records(scanned, span.after, span.upto, wanted, columns=columns, moments=moments)
+            for run in runs_of(_frames_in(source, span), wanted):
+                yield from source.run_records(
+                    run, span.after, span.upto, wanted, columns=columns, moments=moments, by_table=True
+                )
 
     def parts_of(self, span: LogSpan) -> list[TablePart]:
         """What a span's frames hold of which table and schema version; only heads of frames are read.
@@ -255,14 +255,10 @@ class StreamReader:
         with Expiry(self.first_seq):
             source = SegmentSource(self._files, span.path)
             source.bring_schemas(span.schema_frames)
-            position = span.byte_start
-            while position < span.byte_end:
-                scanned = source.frame(position)
-                position = scanned.end
-                if scanned.header.kind is FrameKind.RECORDS:
-                    for part in source.parts(scanned):
-                        key = (part.schema.table_id, part.schema.version)
-                        found[key] = sum_of_parts(found[key], part) if key in found else part
+            for scanned in _frames_in(source, span):
+                for part in source.parts(scanned):
+                    key = (part.schema.table_id, part.schema.version)
+                    found[key] = sum_of_parts(found[key], part) if key in found else part
         return list(found.values())
 
     def read_between(
@@ -284,8 +280,13 @@ class StreamReader:
         )
         sources: dict[ShardId, SegmentSource] = {}
         with Expiry(self.first_seq):
-            for place in frames:
-                yield from self._records(sources, place, marks[place[0]], wanted, (after, upto), offsets=offsets)
+            if self._on_damage is not None:
+                for place in frames:
+                    yield from self._records(sources, place, marks[place[0]], wanted, (after, upto), offsets=offsets)
+                return
+            for (shard, _), of_segment in groupby(frames, key=lambda place: (place[0], place[1].path)):
+                for run in runs_of(self._scanned(sources, of_segment, marks[shard], wanted), wanted):
+                    yield from sources[shard].run_records(run, after, upto, wanted, offsets=offsets)
 
     def read(
         self,
@@ -487,6 +488,19 @@ class StreamReader:
         if current is not None:
             yield current
 
+    def _scanned(
+        self,
+        sources: dict[ShardId, SegmentSource],
+        places: Iterable[tuple[ShardId, SegmentFile, FrameEntry]],
+        mark: DurableMark,
+        wanted: frozenset[TableId] | None,
+    ) -> Iterator[ScannedFrame]:
+        """Heads of frames of one segment that have rows of the tables wanted; their schemas are brought."""
+        for shard, segment, entry in places:
+            if wanted is None or any(table.table_id in wanted for table in entry.tables):
+                source = self._source(sources, shard, segment, entry, mark, wanted)
+                yield source.frame(entry.position, end=Offset(entry.offset + entry.count), first=entry.offset)
+
     def _records(
         self,
         sources: dict[ShardId, SegmentSource],
@@ -528,13 +542,23 @@ def _operation_with(groups: Sequence[Sequence[RecordsFrame]], seq: Seq) -> tuple
         if not frame.header.first_seq <= seq <= frame.header.last_seq:
             continue
         # Operations' numbers follow one another, so that it is the last one to begin at or in front of it.
-        firsts = first_seqs(frame)
+        firsts = first_seqs(frame.operations, frame.batches)
         begun = np.where(firsts <= seq, firsts, -1)
         place = int(begun.argmax())
         if begun[place] >= 0 and (best is None or begun[place] > best[1]):
             facts = frame.operations.slice(place, 1).to_pylist()
             best = (int(frame.header.group), facts), int(begun[place])
     return best
+
+
+def _frames_in(source: SegmentSource, span: LogSpan) -> Iterator[ScannedFrame]:
+    """The records frames of a span."""
+    position = span.byte_start
+    while position < span.byte_end:
+        scanned = source.frame(position)
+        position = scanned.end
+        if scanned.header.kind is FrameKind.RECORDS:
+            yield scanned
 
 
 def _has_numbers(entry: FrameEntry, numbers: tuple[Seq | None, Seq | None]) -> bool:

@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from millstream.codec.log_directory import Numbering
-from millstream.codec.log_frame import FrameKind, RecordsFrame, SchemaSet, decode_frame
+from millstream.codec.log_frame import FrameKind, RecordsFrame, decode_frame
+from millstream.codec.log_schemas import SchemaSet
 from millstream.errors import LossNotAccepted
 from millstream.model.positions import Offset
 from millstream.model.schema import TableSchema

@@ -12,19 +12,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from millstream.codec.checksums import crc32c
+from millstream.codec.checksums import Bytes, crc32c
 from millstream.codec.log_frame import (
     BATCH_HEADER_VERSIONS,
     FRAME_HEADER_MIN,
     FrameHeader,
     FrameKind,
     RecordsFrame,
-    SchemaSet,
     decode_frame,
+    decode_frame_head,
     decode_frame_header,
     frame_extent,
     verify_payload,
 )
+from millstream.codec.log_schemas import SchemaSet
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SegmentHeader
 from millstream.errors import CorruptFrame, TruncatedFrame, UnsupportedFormat
 from millstream.model.ids import GroupNumber
@@ -62,6 +63,9 @@ class ScannedFrame:
     head: bytes
     position: int
     length: int
+    operations: Bytes = b""
+    batches: Bytes = b""
+    """The encoded directory, out of the head."""
 
     @property
     def end(self) -> int:
@@ -119,10 +123,10 @@ def read_frame(window: Window, position: int, *, payload: bool = True) -> Scanne
     if extent.head_length > _HEAD_BYTES_MAX:
         raise CorruptFrame("a frame's head can't be that long")
     head = bytes(window.at(position, extent.head_length))
-    header, length = decode_frame_header(head)
+    header, extent, operations, batches = decode_frame_head(head)
     if payload:
-        verify_payload(header, window.at(position + extent.head_length, length - extent.head_length))
-    return ScannedFrame(header, head, position, length)
+        verify_payload(header, window.at(position + extent.head_length, extent.length - extent.head_length))
+    return ScannedFrame(header, head, position, extent.length, operations, batches)
 
 
 def _check_newer_head(window: Window, position: int) -> None:

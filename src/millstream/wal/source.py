@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from millstream.codec.log_directory import Numbering
-from millstream.codec.log_frame import RecordsFrame, SchemaSet, decode_frame
+from millstream.codec.log_frame import FrameHeader, PayloadPart, RecordsFrame, records_frame
+from millstream.codec.log_records import first_seqs, of_part
+from millstream.codec.log_run import FrameHead, FramePart, FrameRun
+from millstream.codec.log_schemas import SchemaSet
 from millstream.codec.log_segment import SegmentHeader, TableEntry
-from millstream.errors import CorruptFrame, CorruptWal, OffsetExpired
-from millstream.model.ids import Epoch, RegionId, ShardId, TableId
+from millstream.errors import CorruptFrame, CorruptWal, OffsetExpired, TruncatedFrame
+from millstream.model.ids import Epoch, RegionId, SchemaVersion, ShardId, TableId
 from millstream.model.positions import Offset, Seq
 from millstream.model.schema import TableSchema
 from millstream.ports import Files
@@ -23,10 +29,16 @@ from millstream.wal.scan import ScannedFrame, Window, read_frame, reader_of
 from millstream.wal.survey import KnownSchemas
 from millstream.wal.walk import NO_STREAM, loss_at
 
+_RUN_FRAMES_MAX: Final = 256
+_RUN_BYTES_MAX: Final = 1 << 20
+"""Of payload: more of it costs by the byte anyway, and would only take memory."""
+_GAP_BYTES: Final = 16 << 10
+"""Bytes between two parts that are read along rather than passed over by another system call."""
+
 
 @dataclass(frozen=True, slots=True)
 class TableRecords:
-    """Records of one table under one schema version, out of one frame, in the order of their numbers."""
+    """Records of one table under one schema version, out of one frame or several, in the order of their numbers."""
 
     schema: TableSchema
     batch: pa.RecordBatch
@@ -37,7 +49,7 @@ class TableRecords:
     operation_seq: pa.Array
     """For each record the first number that its operation has on this shard: what shards are merged by."""
     frame_offset: Offset
-    """The first offset of the frame: records of several tables are merged by offset within it."""
+    """The first offset of the frame (of the first, where they are of several): records of several tables are merged by offset within one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,11 +186,96 @@ class SegmentSource:
             return self._files.read(self.path, behind + position, length)
 
         try:
-            frame = decode_frame(scanned.head, self._schemas, read_payload=read_payload)
+            return records_frame(scanned.header, scanned.operations, scanned.batches, self._schemas, read_payload)
         except CorruptFrame as error:
             raise self._damage(error, scanned.position, scanned) from error
-        assert isinstance(frame, RecordsFrame)
-        return frame
+
+    def run_records(
+        self,
+        run: Sequence[ScannedFrame],
+        after: Seq | None,
+        upto: Seq | None,
+        wanted: frozenset[TableId] | None,
+        *,
+        columns: frozenset[str] | None = None,
+        offsets: bool = False,
+        moments: bool = False,
+        by_table: bool = False,
+    ) -> Iterator[TableRecords]:
+        """As `records` of each of some frames that follow one another; what no other table's rows part is one piece.
+
+        With `by_table` tables come one behind the other, whatever the order of their frames.
+        """
+        found: list[TableRecords] | None = None
+        if len(run) > 1 and all(scanned.header.numbering is Numbering.BATCH for scanned in run):
+            # Where it fails, one by one: then it's known of which frame it is.
+            with suppress(CorruptFrame, TruncatedFrame):
+                found = self._decode_run(
+                    run, wanted, columns=columns, offsets=offsets, moments=moments, by_table=by_table
+                )
+        if found is not None:
+            headers = [scanned.header for scanned in run]
+            straddles = _straddles(min(h.first_seq for h in headers), max(h.last_seq for h in headers), after, upto)
+            for piece in found:
+                yield from _within_seqs(piece, after, upto) if straddles else (piece,)
+            return
+        for scanned in run:
+            yield from self.records(scanned, after, upto, wanted, columns=columns, offsets=offsets, moments=moments)
+
+    def _decode_run(
+        self,
+        run: Sequence[ScannedFrame],
+        wanted: frozenset[TableId] | None,
+        *,
+        columns: frozenset[str] | None,
+        offsets: bool,
+        moments: bool,
+        by_table: bool,
+    ) -> list[TableRecords] | None:
+        """The pieces of a run; None where a table's numbers don't rise from frame to frame. Raises `CorruptFrame`, `TruncatedFrame`."""
+        frames = FrameRun([FrameHead(s.header, s.operations, s.batches) for s in run], self._schemas)
+        parts = self._read_parts(run, wanted)
+        tables: dict[_Key, list[FramePart]] = {}
+        for part in parts:
+            tables.setdefault(_key(part), []).append(part)
+        decoded = {}
+        for key, of_table in tables.items():
+            records = frames.records(of_table, columns=columns, offsets=offsets, moments=moments)
+            if (np.diff(records.batch.column("__seq").to_numpy()) <= 0).any():
+                return None  # an operation on several partitions of a table goes on over frames
+            decoded[key] = records
+        done = dict.fromkeys(tables, 0)
+        pieces = []
+        for key, some in groupby(sorted(parts, key=_table) if by_table else parts, key=_key):
+            of_piece = list(some)
+            start, records = done[key], decoded[key]
+            done[key] = end = start + sum(part.part.rows for part in of_piece)
+            batch = records.batch.slice(start, end - start)
+            operation_seq = pa.array(records.operation_seq[start:end])
+            pieces.append(_piece(run[of_piece[0].frame].header, records.schema, batch, operation_seq))
+        return pieces
+
+    def _read_parts(self, run: Sequence[ScannedFrame], wanted: frozenset[TableId] | None) -> list[FramePart]:
+        """The parts of some tables, or of all, in the order in which they lie; those near one another are read at once."""
+        places: list[tuple[int, int, PayloadPart]] = []
+        for number, scanned in enumerate(run):
+            position = scanned.position + len(scanned.head)
+            for part in scanned.header.parts:
+                if wanted is None or part.table_id in wanted:
+                    places.append((position, number, part))
+                position += part.length
+        found = []
+        start, data = 0, memoryview(b"")
+        for at, (position, number, part) in enumerate(places):
+            if position + part.length > start + len(data):
+                start, end = position, position + part.length
+                for following, _, other in places[at + 1 :]:
+                    if following - end > _GAP_BYTES:
+                        break
+                    end = following + other.length
+                data = memoryview(self._files.read(self.path, start, end - start))
+            found.append(FramePart(number, part, data[position - start : position - start + part.length]))
+        return found
 
     def records(
         self,
@@ -196,8 +293,8 @@ class SegmentSource:
         if wanted is not None and not any(part.table_id in wanted for part in header.parts):
             return
         frame = self.decode(scanned)
-        straddles = (after is not None and header.first_seq <= after) or (upto is not None and header.last_seq > upto)
-        firsts = first_seqs(frame)
+        straddles = _straddles(header.first_seq, header.last_seq, after, upto)
+        firsts = first_seqs(frame.operations, frame.batches)
         for table_id in frame.table_ids():
             if wanted is not None and table_id not in wanted:
                 continue
@@ -213,9 +310,8 @@ class SegmentSource:
 
     def parts(self, scanned: ScannedFrame) -> list[TablePart]:
         """What a frame holds of which table; no payload is read."""
+        frame = self.decode(scanned)
         try:
-            frame = decode_frame(scanned.head, self._schemas, read_payload=lambda _position, _length: b"")
-            assert isinstance(frame, RecordsFrame)
             found = []
             for part in scanned.header.parts:
                 first, last = frame.numbers_of(part.table_id, part.schema_version)
@@ -244,35 +340,66 @@ def sum_of_parts(one: TablePart, other: TablePart) -> TablePart:
     )
 
 
-def first_seqs(frame: RecordsFrame) -> npt.NDArray[np.int64]:
-    """The first number of each operation of a frame."""
-    first = np.full(frame.operations.num_rows, np.iinfo(np.int64).max, dtype=np.int64)
-    np.minimum.at(first, frame.batches.column("operation").to_numpy(), frame.batches.column("first_seq").to_numpy())
-    return first
-
-
 def _table_records(
     frame: RecordsFrame, first: npt.NDArray[np.int64], schema: TableSchema, batch: pa.RecordBatch
 ) -> TableRecords:
-    batches = frame.batches
-    operation = batches.column("operation").to_numpy()
-    mine = (batches.column("table_id").to_numpy() == schema.table_id) & (
-        batches.column("schema_version").to_numpy() == schema.version
-    )
-    of_row = np.repeat(operation[mine], batches.column("count").to_numpy()[mine])
+    mine = of_part(frame.batches, schema)
+    operation, count = (frame.batches.column(name).to_numpy()[mine] for name in ("operation", "count"))
+    of_row = np.repeat(operation, count)
     if frame.header.numbering is Numbering.OPERATION:  # partitions of a table stand one behind the other
         order = np.argsort(batch.column("__seq").to_numpy(), kind="stable")
         batch, of_row = batch.take(pa.array(order)), of_row[order]
+    return _piece(frame.header, schema, batch, pa.array(first[of_row]))
+
+
+def _piece(header: FrameHeader, schema: TableSchema, batch: pa.RecordBatch, operation_seq: pa.Array) -> TableRecords:
     seqs = batch.column("__seq")
-    return TableRecords(
-        schema,
-        batch,
-        frame.header.shard,
-        Seq(seqs[0].as_py()),
-        Seq(seqs[-1].as_py()),
-        pa.array(first[of_row]),
-        frame.header.first_offset,
-    )
+    first, last = Seq(seqs[0].as_py()), Seq(seqs[-1].as_py())
+    return TableRecords(schema, batch, header.shard, first, last, operation_seq, header.first_offset)
+
+
+_Key = tuple[TableId, SchemaVersion]
+
+
+def _key(part: FramePart) -> _Key:
+    return part.part.table_id, part.part.schema_version
+
+
+def _table(part: FramePart) -> TableId:
+    return part.part.table_id
+
+
+def runs_of(frames: Iterable[ScannedFrame], wanted: frozenset[TableId] | None) -> Iterator[list[ScannedFrame]]:
+    """Frames of one segment as runs to be decoded together; those without rows of the tables wanted are left out.
+
+    Raises:
+        CorruptWal: as `frames`, once those in front of the damage have been given.
+    """
+    run: list[ScannedFrame] = []
+    size = 0
+    damaged: CorruptWal | None = None
+    try:
+        for scanned in frames:
+            parts = scanned.header.parts
+            lengths = [part.length for part in parts if wanted is None or part.table_id in wanted]
+            if not lengths:
+                continue
+            if run and (len(run) >= _RUN_FRAMES_MAX or size + sum(lengths) > _RUN_BYTES_MAX):
+                yield run
+                run, size = [], 0
+            run.append(scanned)
+            size += sum(lengths)
+    except CorruptWal as error:
+        damaged = error
+    if run:
+        yield run
+    if damaged is not None:
+        raise damaged
+
+
+def _straddles(first: Seq, last: Seq, after: Seq | None, upto: Seq | None) -> bool:
+    """Whether numbers `first` to `last` may lie outside of `(after, upto]`."""
+    return (after is not None and first <= after) or (upto is not None and last > upto)
 
 
 def _within_seqs(found: TableRecords, after: Seq | None, upto: Seq | None) -> Iterator[TableRecords]:

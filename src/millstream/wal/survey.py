@@ -17,9 +17,9 @@ from millstream.codec.log_frame import (
     PayloadPart,
     RecordsFrame,
     SchemaFrame,
-    SchemaSet,
     decode_frame,
 )
+from millstream.codec.log_schemas import SchemaSet
 from millstream.codec.log_segment import SegmentFooter
 from millstream.errors import CorruptFrame, MillstreamError
 from millstream.model.ids import SchemaVersion, ShardId, TableId

@@ -1,0 +1,113 @@
+"""Frames of one segment that follow one another, decoded together.
+
+What a small frame costs is calls, not bytes: to decode a frame of one row takes as long as one of a thousand. So readers take frames
+by the run: their directories in one go, and each table's rows in one. Everything is checked that `decode_frame` checks. Where a check
+fails, nothing is told of which frame it was: the caller decodes them one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from millstream.codec.checksums import Bytes
+from millstream.codec.log_directory import Ints, Numbering, check_directory, decode_directories
+from millstream.codec.log_frame import FrameHeader, PayloadPart, announced, check_rows, verify_part
+from millstream.codec.log_records import first_seqs, log_columns, of_part, records_of
+from millstream.codec.log_schemas import SchemaSet
+from millstream.errors import CorruptFrame
+from millstream.model.schema import TableSchema
+
+
+class FrameHead(NamedTuple):
+    """A records frame's verified head."""
+
+    header: FrameHeader
+    operations: Bytes
+    batches: Bytes
+
+
+class FramePart(NamedTuple):
+    """A payload part, and which frame of the run it is of."""
+
+    frame: int
+    part: PayloadPart
+    data: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecords:
+    """A table's records under one schema version, out of a run, frame by frame, as many of each as its part says."""
+
+    schema: TableSchema
+    batch: pa.RecordBatch
+    """As `records_of`."""
+    operation_seq: Ints
+    """For each record the first number that its operation has in its frame."""
+
+
+class FrameRun:
+    """Frames of one segment, whose batches have numbers of their own.
+
+    Args:
+        heads: of records frames, in order.
+        schemas: of their segment.
+
+    Raises:
+        CorruptFrame: the directory of one of them can't be.
+    """
+
+    def __init__(self, heads: Sequence[FrameHead], schemas: SchemaSet) -> None:
+        self._schemas = schemas
+        self._operations, self._batches, self._frame = decode_directories(
+            schemas.directories(), [(head.operations, head.batches) for head in heads]
+        )
+        starts = np.flatnonzero(np.diff(self._frame, prepend=-1))
+        headers = [head.header for head in heads]
+        check_directory(Numbering.BATCH, self._operations, self._batches, starts, announced(headers))
+        self._frames = len(heads)
+        self._first = first_seqs(self._operations, self._batches)
+
+    def records(
+        self,
+        parts: Sequence[FramePart],
+        *,
+        columns: frozenset[str] | None = None,
+        offsets: bool = False,
+        moments: bool = False,
+    ) -> RunRecords:
+        """The records of one table and schema version; see `RecordsFrame.records`.
+
+        Args:
+            parts: all that the run has of it, in order.
+            columns: as `records_of`.
+            offsets: likewise.
+            moments: likewise.
+
+        Raises:
+            CorruptFrame, TruncatedFrame: a part fails its checksum, or rows and directory disagree.
+        """
+        for _, part, data in parts:
+            verify_part(part, data)
+        table, version = parts[0].part.table_id, parts[0].part.schema_version
+        schema = self._schemas.find(table, version)
+        needed = None if columns is None else log_columns(schema, columns, offsets=offsets)
+        picker = self._schemas.picker(table, version, needed, threads=columns is None)
+        rows, counts = picker.decode_all([data for _, _, data in parts])
+        check_rows(table, rows)
+        mine = of_part(self._batches, schema)
+        count = self._batches.column("count").to_numpy()[mine]
+        told = np.bincount(self._frame[mine], count, self._frames).astype(np.int64)
+        there = np.zeros(self._frames, np.int64)
+        np.add.at(there, [frame for frame, _, _ in parts], counts)
+        if counts != [part.rows for _, part, _ in parts] or (told != there).any():
+            raise CorruptFrame(f"the directory and the rows of table {table} disagree")
+        batch = records_of(
+            schema, rows, self._operations, self._batches, columns=columns, offsets=offsets, moments=moments
+        )
+        of_row = np.repeat(self._batches.column("operation").to_numpy()[mine], count)
+        return RunRecords(schema, batch, self._first[of_row])

@@ -1,0 +1,69 @@
+"""The schemas of one segment, which its frames are decoded by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+
+from millstream.codec.arrow_ipc import ColumnPicker
+from millstream.codec.log_directory import DIRECTORY, Directory, DirectoryDecoders
+from millstream.errors import CorruptFrame
+from millstream.model.ids import SchemaVersion, TableId
+from millstream.model.records import LOG_ROW_PREFIX
+from millstream.model.schema import TableSchema
+
+
+@dataclass(slots=True)
+class SchemaSet:
+    """The schemas of one segment: of its directory, and of the tables seen so far."""
+
+    directory: Directory = DIRECTORY
+    tables: dict[tuple[TableId, SchemaVersion], TableSchema] = field(default_factory=dict)
+    _log_rows: dict[tuple[TableId, SchemaVersion], pa.Schema] = field(default_factory=dict)
+    _pickers: dict[tuple[TableId, SchemaVersion, frozenset[str] | None, bool], ColumnPicker] = field(
+        default_factory=dict
+    )
+
+    _directories: DirectoryDecoders | None = None
+
+    def directories(self) -> DirectoryDecoders:
+        """What decodes many directories at once, made once."""
+        if self._directories is None:
+            self._directories = DirectoryDecoders(self.directory)
+        return self._directories
+
+    def add(self, schema: TableSchema) -> None:
+        """Remember a schema frame's content."""
+        key = (schema.table_id, schema.version)
+        self.tables[key] = schema
+        self._log_rows.pop(key, None)
+        self._pickers = {picked: picker for picked, picker in self._pickers.items() if picked[:2] != key}
+
+    def __contains__(self, key: tuple[TableId, SchemaVersion]) -> bool:
+        return key in self.tables
+
+    def find(self, table_id: TableId, version: SchemaVersion) -> TableSchema:
+        """The schema; `CorruptFrame` where the segment hasn't brought it before."""
+        try:
+            return self.tables[table_id, version]
+        except KeyError:
+            raise CorruptFrame(
+                f"schema {version} of table {table_id} isn't in the segment before its first use"
+            ) from None
+
+    def log_rows(self, table_id: TableId, version: SchemaVersion) -> pa.Schema:
+        """`log_row_schema` of one of them, made once."""
+        key = (table_id, version)
+        if key not in self._log_rows:
+            self._log_rows[key] = self.find(table_id, version).to_arrow(LOG_ROW_PREFIX)
+        return self._log_rows[key]
+
+    def picker(
+        self, table_id: TableId, version: SchemaVersion, columns: frozenset[str] | None, *, threads: bool
+    ) -> ColumnPicker:
+        """What decodes these columns of `log_row_schema` of one of them (None: all), made once."""
+        key = (table_id, version, columns, threads)
+        if key not in self._pickers:
+            self._pickers[key] = ColumnPicker(self.log_rows(table_id, version), columns, threads=threads)
+        return self._pickers[key]
