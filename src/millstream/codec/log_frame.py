@@ -80,6 +80,9 @@ class FrameKind(IntEnum):
     """What stood here can't be read, and a person accepted that (`wal.repair`): offsets go on behind it."""
 
 
+_KINDS: Final = {int(kind): kind for kind in FrameKind}
+
+
 class PayloadPart(NamedTuple):
     """A table's rows in a frame, under one schema version. A frame may have hundreds, and each reader decodes them all."""
 
@@ -127,11 +130,10 @@ class FrameHeader:
     @property
     def payload_length(self) -> int:
         """Bytes behind the head."""
-        return sum(part.length for part in self.parts)
+        return sum([part.length for part in self.parts])
 
 
-@dataclass(frozen=True, slots=True)
-class FrameExtent:
+class FrameExtent(NamedTuple):
     """How many bytes a frame's head and the whole of it take; not verified yet."""
 
     head_length: int
@@ -348,7 +350,7 @@ def frame_extent(start: bytes | memoryview) -> FrameExtent:
     if len(start) < FRAME_HEADER_MIN:
         raise TruncatedFrame("the file ends inside of a frame's header")
     length, _, head_length, version, kind, flags = _START.unpack_from(start)
-    if length == 0 or kind not in FrameKind.__members__.values():
+    if length == 0 or kind not in _KINDS:
         raise CorruptFrame("no frame begins here")
     fixed = _FIXED_OF_VERSION.get(version, _FIXED_V1)
     if not _START.size + fixed.size <= head_length <= length:
@@ -356,7 +358,7 @@ def frame_extent(start: bytes | memoryview) -> FrameExtent:
     known = not flags & ~_KNOWN_FLAGS and flags & NUMBERING_FLAGS in NUMBERING_OF_FLAGS
     if version not in BATCH_HEADER_VERSIONS or not known:
         raise UnsupportedFormat(f"batch header version {version} with flags {flags:#x} is unknown", version=version)
-    return FrameExtent(head_length, length, FrameKind(kind))
+    return FrameExtent(head_length, length, _KINDS[kind])
 
 
 def decode_frame_head(head: bytes | memoryview) -> tuple[FrameHeader, FrameExtent, memoryview, memoryview]:
@@ -410,8 +412,9 @@ def decode_frame_head(head: bytes | memoryview) -> tuple[FrameHeader, FrameExten
     )
     if extent.head_length + header.payload_length != extent.length:
         raise CorruptFrame("a frame's parts contradict its length")
+    rows = sum([part.rows for part in header.parts])
     if min(first_offset, count, first_seq, last_seq, group_last_seq, group, epoch) < 0 or (
-        extent.kind is FrameKind.RECORDS and not sum(part.rows for part in header.parts) <= count <= _COUNT_MAX
+        extent.kind is FrameKind.RECORDS and not rows <= count <= _COUNT_MAX
     ):
         raise CorruptFrame("a frame's numbers contradict each other")
     operations_end = directory + n_ops
