@@ -13,7 +13,7 @@ from millstream.capture import run_capture
 from millstream.catalog import TableState
 from millstream.errors import DiskFull
 from millstream.model.operations import OperationKind, SpilledOp
-from millstream.model.positions import parse_lsn
+from millstream.model.positions import format_lsn, parse_lsn
 
 ORDERS = "CREATE TABLE orders (id int PRIMARY KEY, item text, price numeric(10,2), at timestamptz)"
 
@@ -265,6 +265,35 @@ def test_prepared_transactions_arrive_at_their_commit_and_hold_nothing_up(stage:
     assert list(stage.log.replay()["public.orders"]) == [("2",)]
     stage.sql("COMMIT PREPARED 'p1'")
     stage.catch_up()
+    assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
+
+
+@pytest.mark.parametrize("how", ["plain", "prepared"])
+def test_a_transaction_whose_commit_comes_right_behind_a_message_is_not_left_out(stage: Stage, how: str) -> None:
+    """The server skips what commits in front of the position that it is asked to go on from."""
+    stage.sql(ORDERS)
+    stage.catch_up()
+    adjacent = 0
+    ends = []
+    for n in range(1, 41):
+        with stage.connect() as writer, stage.connect() as other:
+            writer.execute("BEGIN")
+            writer.execute(f"INSERT INTO orders VALUES ({n}, 'x', 1, now())")
+            if how == "prepared":
+                writer.execute(f"PREPARE TRANSACTION 'p{n}'")
+            ends += other.execute("SELECT pg_logical_emit_message(false, 'app', 'x')::text").fetchall()
+            stage.catch_up()
+            (reached,) = stage.log.reached().values()
+            row = other.execute("SELECT pg_current_wal_insert_lsn() - %s::pg_lsn", [format_lsn(reached)]).fetchone()
+            assert row is not None
+            adjacent += row[0] == 0
+            writer.execute("COMMIT" if how == "plain" else f"COMMIT PREPARED 'p{n}'")
+        if adjacent == 3:
+            break
+    assert adjacent, "no commit came right behind a message"
+    stage.catch_up()
+    messages = [operation["commit_lsn"] for _, operation, row in stage.log.records() if chr(row["__op"]) == "m"]
+    assert messages == [parse_lsn(end) for (end,) in ends], "a message's position isn't where its record ends"
     assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
 
 

@@ -94,19 +94,19 @@ def test_transactions_below_what_is_reached_are_dropped_but_their_relations_coun
 
 def test_messages_outside_transactions_are_operations_of_their_own_and_heartbeats_only_move_the_position():
     run = transaction(1000, RELATION, pg.insert(100, ["1", "a", None]))
-    run.append(pg.logical_message(1040, "app", b"\xff\x00", transactional=False))
+    run.append(pg.logical_message(1060, "app", b"\xff\x00", transactional=False))
     run.append(pg.logical_message(1100, HEARTBEAT_PREFIX, b"", transactional=False))
     ops = decode(run)
     assert ops.operations.column("kind").to_pylist() == [OperationKind.TRANSACTION, OperationKind.MESSAGE]
-    assert ops.operations.to_pylist()[1]["commit_lsn"] == 1040
+    assert ops.operations.to_pylist()[1]["commit_lsn"] == 1060
     assert ops.operations.to_pylist()[1]["commit_ts"] is None
-    assert ops.reached == {3: 1101}
+    assert ops.reached == {3: 1100}
     assert rows_of(ops, 1) == [
         {"__operation": 1, "__index": 0, "__op": "m", "prefix": "app", "content": b"\xff\x00", "transactional": False}
     ]
-    # The message starts where the transaction before it ends: what reached that end hasn't reached the message.
-    assert decode(run, after=1040).operations.column("commit_lsn").to_pylist() == [1040]
-    assert decode(run, after=1041).operations.num_rows == 0
+    # Its LSN is where its record ends: a position there has reached it, one at the end of the transaction before hasn't.
+    assert decode(run, after=1040).operations.column("commit_lsn").to_pylist() == [1060]
+    assert decode(run, after=1060).operations.num_rows == 0
 
 
 def test_a_key_change_is_one_update_that_says_the_old_key_alone():

@@ -13,8 +13,9 @@ How capture uses it
       ops = decode_transactions(MessageRun.of(payloads, header_bytes=25), directory, relations, after=reached)
 
   `after`: transactions that end at or below it are dropped whole (their Relation messages still count). A message
-  outside a transaction has its own LSN as `commit_lsn` and LSN + 1 as `commit_end_lsn`: above the end of any
-  transaction before it, below that of any behind it. `ops.reached` is the last end in the run, dropped or not
+  outside a transaction has its LSN, which is where its record ends, as `commit_lsn` and as `commit_end_lsn`: above the end of any
+  transaction before it, below that of any behind it. Not a byte more: the next record may be a commit, and a server that is asked
+  to go on behind its beginning leaves that transaction out. `ops.reached` is the last end in the run, dropped or not
   (empty where the run holds no end); `ops.tables` may be empty.
 - `TableUndecodable` (details: `relation_oid`, `table`, `reason`) names one table. Set it aside, so that the directory
   answers with a RAW schema, and decode the same run again: `relations` still is as it was before the run.

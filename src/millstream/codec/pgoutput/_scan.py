@@ -215,7 +215,7 @@ def scan(  # noqa: C901, PLR0911, PLR0912, PLR0915, PLR0917 — one loop over by
                         break
             if alone:
                 lsn = _i64(buffer, at + 1)
-                reached = lsn + 1
+                reached = lsn  # where its record ends
                 if is_heartbeat or reached <= after:
                     continue
                 transactions[0, count] = _MESSAGE

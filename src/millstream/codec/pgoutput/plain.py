@@ -71,7 +71,7 @@ def decode_plain(
             case LogicalMessage(transactional=False):
                 if begin is not None:
                     raise ProtocolViolation("a message outside of transactions inside one", lsn=message.lsn)
-                reached = Lsn(message.lsn + 1)
+                reached = message.lsn  # where its record ends
                 found = list(records_of(message, data, draft))
                 if reached > after and rows.append_all(found, operation=len(operations)):
                     kind = OperationKind.MESSAGE
