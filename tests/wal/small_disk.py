@@ -1,0 +1,191 @@
+"""A log on a real disk of a few MiB that runs full: played in a process of its own, where that disk is mounted.
+
+`python -m tests.wal.small_disk FOLDER` raises where something doesn't hold, and prints what happened. Writers are processes too: they
+append without end, say what was acknowledged, and are killed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from io import FileIO
+from pathlib import Path
+from uuid import UUID
+
+from millstream.errors import DiskFull
+from millstream.model.ids import Epoch, StreamId
+from millstream.model.positions import Seq
+from millstream.protocol.retention import Bounds, Retention
+from millstream.testing.log import MemoryReservations, plain_ops, plain_table
+from millstream.wal.inspect import verify
+from millstream.wal.reader import StreamReader
+from millstream.wal.retain import drop_segments
+from millstream.wal.writer import LogOptions, LogWriter
+
+ROWS = 40
+TABLES = plain_table(1), plain_table(2)
+
+
+def say(line: str) -> None:
+    """One line, at once."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def write(folder: str, epoch: Epoch, first_xid: int) -> None:
+    """Append until killed: `open`, then `ack N` or `full N` for each transaction, on two shards."""
+    reservations = MemoryReservations()
+    reservations.reserve_to(Seq(10_000_000 * (epoch - 1)), epoch=epoch)
+    log = LogWriter.open(
+        folder,
+        stream=StreamId(UUID(int=7)),
+        shards=[0, 1],
+        epoch=epoch,
+        reservations=reservations,
+        options=LogOptions(segment_bytes=200_000, disk_used_max=1.0),
+    )
+    say("open")
+    xid = first_xid
+    while True:
+        text = os.urandom(100).hex()
+        rows = [(table, ROWS // 2, text) for table in TABLES]
+        try:
+            log.append(plain_ops({xid: rows}, shard_of={2: 1}))
+            say(f"ack {xid}")
+        except DiskFull:
+            say(f"full {xid}")
+            time.sleep(0.005)
+        xid += 1
+
+
+class Writer:
+    """A writer's process."""
+
+    def __init__(self, folder: Path, epoch: int, first_xid: int) -> None:
+        command = [sys.executable, "-m", "tests.wal.small_disk", "write", str(folder), str(epoch), str(first_xid)]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        atexit.register(self._process.kill)
+        self.acknowledged: set[int] = set()
+        self.refused: set[int] = set()
+        assert self._line() == ["open"], "it didn't open"
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Take in what it says until something holds."""
+        while not done():
+            word, xid = self._line()
+            (self.acknowledged if word == "ack" else self.refused).add(int(xid))
+
+    def kill(self) -> None:
+        """SIGKILL, and what it had said before."""
+        self._process.kill()
+        assert self._process.stdout is not None
+        for line in self._process.stdout.readlines():
+            if line.endswith("\n"):
+                word, xid = line.split()
+                (self.acknowledged if word == "ack" else self.refused).add(int(xid))
+        self._process.wait()
+
+    def _line(self) -> list[str]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"the writer ended with {self._process.wait()}"
+        return line.split()
+
+
+def has_room(file: FileIO, size: int) -> bool:
+    """Write some bytes, if they find room."""
+    try:
+        return file.write(os.urandom(size)) == size
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        return False
+
+
+def fill(ballast: Path) -> None:
+    """Leave no free byte."""
+    with ballast.open("ab", buffering=0) as file:
+        for size in (1 << 16, 1 << 12, 64, 1):
+            while has_room(file, size):
+                pass
+    disk = os.statvfs(ballast.parent)
+    assert disk.f_bavail * disk.f_frsize == 0, "there is space left"
+
+
+def shown(folder: Path) -> dict[int, int]:
+    """The log's transactions, each with how many of its records are there."""
+    reader = StreamReader(str(folder))
+    found: dict[int, int] = {}
+    for records in reader.read_between(Seq(reader.first_seq() - 1), reader.persisted_upto()):
+        for xid in records.batch.column("__xid").to_pylist():
+            found[xid] = found.get(xid, 0) + 1
+    return found
+
+
+def play(disk: Path) -> None:
+    """A disk that fills, by the log and by others; kills and starts while not a byte is free; space that comes back."""
+    folder, ballast = disk / "wal", disk / "ballast"
+    writer = Writer(folder, 1, 1)
+    writer.until(lambda: len(writer.refused) >= 10)
+    assert len(writer.acknowledged) > 50
+    say(f"{len(writer.acknowledged)} transactions filled the disk")
+    fill(ballast)
+    seen = len(writer.refused)
+    writer.until(lambda: len(writer.refused) >= seen + 10)
+    writer.kill()
+    check(folder, writer)
+
+    fill(ballast)
+    for epoch in (2, 3):  # the second start finds what the first one's recovery left
+        again = Writer(folder, epoch, 100_000 * epoch)
+        fill(ballast)
+        again.until(lambda of=again: len(of.refused) >= 5)
+        again.kill()
+        check(folder, writer, again)
+        writer.acknowledged |= again.acknowledged
+        writer.refused |= again.refused
+        fill(ballast)
+    say("opened twice without a free byte")
+
+    last = Writer(folder, 4, 900_000)
+    fill(ballast)
+    last.until(lambda: len(last.refused) >= 5)
+    before = len(last.acknowledged)
+    end = StreamReader(str(folder)).persisted_upto()
+    swept = drop_segments(str(folder), Retention(), Bounds(0.0, 0, 0))
+    assert swept.dropped, "retention dropped nothing without a free byte"
+    last.until(lambda: len(last.acknowledged) >= before + 5)
+    say(f"appends went on by themselves once retention had dropped {len(swept.dropped)} segments")
+    seen = len(last.refused)
+    last.until(lambda: len(last.refused) >= seen + 5)
+    ballast.unlink()
+    before = len(last.acknowledged)
+    last.until(lambda: len(last.acknowledged) >= before + 20)
+    last.kill()
+    kept = shown(folder)
+    assert last.acknowledged <= kept.keys(), "an acknowledged transaction is gone"
+    assert not last.refused & kept.keys(), "a refused transaction is there"
+    assert StreamReader(str(folder)).persisted_upto() > end
+    assert verify(str(folder)).is_whole
+    say("whole")
+
+
+def check(folder: Path, *writers: Writer) -> None:
+    """All that was acknowledged is there, whole, and nothing that was refused."""
+    kept = shown(folder)
+    for writer in writers:
+        assert writer.acknowledged <= kept.keys(), "an acknowledged transaction is gone"
+        assert not writer.refused & kept.keys(), "a refused transaction is there"
+    assert set(kept.values()) == {ROWS}, "a transaction is there in part"
+    assert verify(str(folder)).is_whole
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "write":
+        write(sys.argv[2], Epoch(int(sys.argv[3])), int(sys.argv[4]))
+    play(Path(sys.argv[1]))
