@@ -37,6 +37,8 @@ class FaultPlan:
     """fsyncs (counted by themselves, from 1) that fail with EIO; the system forgets that the bytes were unsynced."""
     fail_write_at: frozenset[int] = frozenset()
     """Writes (counted by themselves, from 1) that fail with EIO, half done."""
+    fail_at: frozenset[int] = frozenset()
+    """Operations of any kind that fail with EIO: a write half done, an fsync as above, names and lengths as they were."""
     operations: int = 0
     syncs: int = 0
     writes: int = 0
@@ -51,6 +53,20 @@ class FaultPlan:
             self.log.append(f"{self.operations} {what} {path}")
             if self.crash_at is not None and self.operations >= self.crash_at:
                 raise Crash(self.log[-1])
+            if self.operations in self.fail_at and what not in _FAIL_BY_THEMSELVES:
+                raise OSError(errno.EIO, f"{what} failed", path)
+
+    def breaks_write(self) -> bool:
+        """Whether the write that was counted last fails."""
+        return self.writes in self.fail_write_at or self.operations in self.fail_at
+
+    def breaks_sync(self) -> bool:
+        """Whether the fsync of a file that was counted last fails."""
+        return self.syncs in self.fail_sync_at or self.operations in self.fail_at
+
+
+_FAIL_BY_THEMSELVES: Final = frozenset({"write", "sync"})
+"""They leave something behind when they fail."""
 
 
 @dataclass(slots=True)
@@ -272,7 +288,7 @@ class MemoryFiles:
             node.apply(_Write(position, data))  # what of it reached the disk is for `crash` to decide
             raise
         with self.lock:
-            if self.plan.writes in self.plan.fail_write_at:
+            if self.plan.breaks_write():
                 node.apply(half)
                 raise OSError(errno.EIO, "the disk is broken", path)
             grown = max(0, position + len(data) - len(node.now))
@@ -286,7 +302,7 @@ class MemoryFiles:
         self.plan.count("sync", path)
         with self.lock:
             self.plan.syncs += 1
-            if self.plan.syncs in self.plan.fail_sync_at:
+            if self.plan.breaks_sync():
                 # As Linux does it: the pages are marked clean, and a second fsync "succeeds". Nothing reached the disk.
                 node.unsynced.clear()
                 raise OSError(errno.EIO, "fsync failed", path)

@@ -1,0 +1,261 @@
+"""Lives of a log drawn from a seed: appends, seals, restarts, retention; crashes and failures of the disk at any operation of these.
+
+`python -m tests.wal.crash_search FIRST COUNT` plays that many seeds and says what it found; one seed repeats its life exactly.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field, replace
+
+from tests.wal.truth import FOLDER, SMALL, Truth
+
+from millstream.codec.log_directory import Numbering
+from millstream.errors import AppendOutcomeUnknown, DiskFull, MillstreamError, WriterClosed
+from millstream.model.positions import Seq
+from millstream.protocol.retention import Bounds, HolderKind, Retention
+from millstream.testing.clock import ManualClock
+from millstream.testing.files import Crash, MemoryFiles, keep_any, lose_all
+from millstream.wal.commit import GroupCommitter, LogOptions
+from millstream.wal.inspect import verify
+from millstream.wal.reader import StreamReader
+from millstream.wal.retain import drop_segments
+
+PLENTY = 1 << 40
+
+
+@dataclass
+class Life:
+    """One log's, from one seed."""
+
+    seed: int
+    truth: Truth = field(default_factory=Truth)
+    files: MemoryFiles = field(default_factory=MemoryFiles)
+    clock: ManualClock = field(default_factory=ManualClock)
+    log: GroupCommitter | None = None
+    dropped_upto: int = 0
+    """Retention may have dropped what lies below."""
+    seen: list[int] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.chance = random.Random(self.seed)
+
+    def live(self) -> None:
+        """All of it; `AssertionError` where a promise is broken."""
+        for _ in range(self.chance.randint(2, 5)):
+            self._begin()
+            self._work()
+            self._end()
+        self._begin(trouble=False)
+        assert self.log is not None
+        self.truth.commit(self.log, self.truth.ops([(1, 1), (2, 2)], [(3, 1)]))
+        self.log.close()
+        self._judge()
+        assert verify(FOLDER, files=self.files).is_whole
+
+    # --- a writer's life -------------------------------------------------------------------------------------------
+
+    def _begin(self, *, trouble: bool = True) -> None:
+        """Open the log, though the disk fail or the power go meanwhile; what was readable before stays so."""
+        while self.log is None:
+            breaks = trouble and self.chance.random() < 0.4
+            if breaks:
+                self._break_within(60)
+            try:
+                self.log = self.truth.open(self.files, options=self._options(), clock=self.clock)
+            except Crash:
+                self._crash("crash of recovery")
+            except (OSError, MillstreamError):
+                if not breaks:
+                    raise
+                self._count("failed recovery")
+                self._die()
+            finally:
+                self._mend()
+        self._judge()
+
+    def _work(self) -> None:
+        if self.chance.random() < 0.85:
+            self._break_within(120)
+        try:
+            for _ in range(self.chance.randint(1, 8)):
+                self.chance.choice([self._append, self._append, self._append, self._spill, self._retain, self._wait])()
+                if self.chance.random() < 0.1:
+                    self._fill()
+            if self.chance.random() < 0.4:
+                assert self.log is not None
+                self.log.close()
+                self.log = None
+        except Crash:
+            self._crash("crash")
+        except (AppendOutcomeUnknown, WriterClosed, OSError) as error:
+            if isinstance(error, AppendOutcomeUnknown):
+                self._takes_no_more()
+            self._count("failed disk")
+            self._die()
+
+    def _end(self) -> None:
+        """The process ends, in one way or another, if it hasn't."""
+        self._mend()
+        if self.log is not None and self.log.failure is not None:
+            self._die()
+        elif self.log is not None and self.chance.random() < 0.5:
+            self._crash("kill")
+
+    def _append(self) -> None:
+        assert self.log is not None
+        group = [self._ops() for _ in range(self.chance.randint(1, 3))]
+        self._refusable(lambda log: self.truth.commit(log, *group))
+
+    def _spill(self) -> None:
+        chunks = [self._pieces() for _ in range(self.chance.randint(1, 4))]
+        op = self.truth.spilled(*chunks)
+        self._refusable(lambda log: self.truth.commit(log, op))
+
+    def _refusable(self, commit: object) -> None:
+        """A commit that the disk may have no room for: then nothing of it may ever be there."""
+        before = len(self.truth.attempted)
+        try:
+            commit(self.log)  # type: ignore[operator]
+            self._count("groups")
+        except (DiskFull, WriterClosed) as error:
+            self.truth.refused.update(self.truth.attempted[before:])
+            self._count("full disk" if isinstance(error, DiskFull) else "closed writer")
+            if isinstance(error, WriterClosed):
+                raise
+
+    def _takes_no_more(self) -> None:
+        """Once its outcome is unknown, a writer refuses whatever comes: only recovery decides."""
+        self.files.plan.fail_at = frozenset()
+        try:
+            self._refusable(lambda log: self.truth.commit(log, self._ops()))
+        except WriterClosed:
+            return
+        raise AssertionError("a writer that failed went on")
+
+    def _retain(self) -> None:
+        """Retention beside the writer: a reader needs everything from somewhere on."""
+        assert self.log is not None
+        needed = self.chance.randint(1, int(self.log.persisted_upto) + 1)
+        self.dropped_upto = max(self.dropped_upto, needed - 1)
+        tracker = Retention()
+        tracker.needs("reader", HolderKind.BACKLOG, Seq(needed))
+        drop_segments(FOLDER, tracker, Bounds(0.0, 0, 0), files=self.files, clock=self.clock)
+        self._count("retentions")
+
+    def _wait(self) -> None:
+        assert self.log is not None
+        self.clock.advance(self.chance.choice([1, 4000]))
+        self.log.roll()
+
+    def _fill(self) -> None:
+        self.files.capacity_bytes = self.files.used_bytes() + self.chance.randint(0, 4000)
+
+    # --- trouble ---------------------------------------------------------------------------------------------------
+
+    def _break_within(self, operations: int) -> None:
+        at = self.files.plan.operations + self.chance.randint(1, operations)
+        if self.chance.random() < 0.6:
+            self.files.plan.crash_at = at
+        else:
+            self.files.plan.fail_at = frozenset({at})
+
+    def _mend(self) -> None:
+        self.files.plan.crash_at = None
+        self.files.plan.fail_at = frozenset()
+        self.files.capacity_bytes = PLENTY
+
+    def _crash(self, what: str) -> None:
+        """The power goes: of what wasn't synced the disk kept nothing, all, or anything."""
+        self._count(what)
+        self._look()
+        self.files = self.files.crash(self.chance.choice([None, lose_all, keep_any(self.chance.randrange(1 << 30))]))
+        self.files.capacity_bytes = PLENTY
+        self.log = None
+
+    def _die(self) -> None:
+        """The process ends; the system lives, and forgets nothing. Or the power goes too."""
+        if self.chance.random() < 0.5:
+            self._crash("crash behind a failure")
+            return
+        self._look()
+        self.files = self.files.crash(process_only=True)
+        self.files.capacity_bytes = PLENTY
+        self.log = None
+
+    # --- judging ---------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """What a reader beside the writer saw at last has to stay."""
+        try:
+            self.seen = sorted({*self.seen, *self._kept(self.truth.shown(self.files))})
+        except (MillstreamError, FileNotFoundError):
+            assert self.counts.get("groups", 0) == 0 or self.log is None or self.log.failure is not None
+
+    def _kept(self, xids: list[int]) -> list[int]:
+        """Those that retention can't have dropped."""
+        acks = self.truth.acknowledged
+        return [xid for xid in xids if xid not in acks or acks[xid].seqs.first > self.dropped_upto]
+
+    def _judge(self) -> None:
+        gone = {xid: ack for xid, ack in self.truth.acknowledged.items() if ack.seqs.first <= self.dropped_upto}
+        for xid in gone:
+            del self.truth.acknowledged[xid]
+        self.seen = [xid for xid in self.seen if xid not in gone and not self._dropped(xid)]
+        self.seen = self.truth.judge(self.files, seen=self.seen)
+        reader = StreamReader(FOLDER, files=self.files)
+        assert reader.persisted_upto() >= self.dropped_upto
+
+    def _dropped(self, xid: int) -> bool:
+        numbers = [seq for seq, (other, _, _) in self.truth.seqs_seen.items() if other == xid]
+        return bool(numbers) and min(numbers) <= self.dropped_upto
+
+    # --- what is written -------------------------------------------------------------------------------------------
+
+    def _options(self) -> LogOptions:
+        return replace(
+            SMALL,
+            segment_bytes=self.chance.choice([3_000, 9_000, 30_000]),
+            frame_bytes_max=self.chance.choice([300, 1_500, 1 << 20]),
+            disk_used_max=1.0,
+            numbering=self.chance.choice(list(Numbering)),
+        )
+
+    def _ops(self) -> object:
+        size = self.chance.choice([8, 8, 120])
+        return self.truth.ops(*(self._pieces() for _ in range(self.chance.randint(1, 3))), size=size)
+
+    def _pieces(self) -> list[tuple[int, int]]:
+        return [(self.chance.choice([1, 2, 3]), self.chance.randint(1, 6)) for _ in range(self.chance.randint(1, 3))]
+
+    def _count(self, what: str) -> None:
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+
+def search(first: int, count: int, *, seconds: float = float("inf")) -> tuple[list[int], dict[str, int]]:
+    """Play seeds; returns those that broke a promise, and how often what happened."""
+    broken, counts = [], {"seeds": 0}
+    until = time.monotonic() + seconds
+    for seed in range(first, first + count):
+        if time.monotonic() > until:
+            break
+        life = Life(seed)
+        try:
+            life.live()
+        except Exception:  # noqa: BLE001 - told, and the search goes on
+            sys.stdout.write(f"seed {seed}:\n{traceback.format_exc()}\n")
+            broken.append(seed)
+        counts["seeds"] += 1
+        for what, times in life.counts.items():
+            counts[what] = counts.get(what, 0) + times
+    return broken, counts
+
+
+if __name__ == "__main__":
+    found, happened = search(int(sys.argv[1]), int(sys.argv[2]))
+    sys.stdout.write(f"{happened}\nbroken: {found}\n")
+    sys.exit(bool(found))
