@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from tests.wal.truth import Truth
+from tests.wal.truth import SMALL, Truth
 
 from millstream.errors import OffsetBeyondEnd, OffsetExpired
 from millstream.model.positions import Seq
@@ -141,6 +143,41 @@ def test_a_segment_waits_for_every_table_in_it_to_land_whatever_the_pipeline_rea
         segment.last_seq <= oldest.last_seq or first not in {b.table for b in segment.batches}
         for segment in swept.dropped
     )
+
+
+def test_a_shard_that_seals_more_often_loses_its_parts_of_groups_that_another_still_holds(
+    truth: Truth, clock: ManualClock
+):
+    """One shard's segments come and go, while the other still writes its first one."""
+    files = MemoryFiles()
+    log = truth.open(files, options=replace(SMALL, segment_bytes=24_000), clock=clock)
+    for _ in range(5):
+        truth.commit(log, truth.ops([(1, 2), (2, 1)]))  # on both
+        for _ in range(6):
+            truth.commit(log, truth.ops([(1, 8)], size=100))  # on the first shard alone
+    for _ in range(2):
+        truth.commit(log, truth.ops([(1, 1), (2, 1)]))
+    needed_from = int(log.persisted_upto)
+    dropped = drop(needed_from, age_s=0, bytes_max=0, files=files, clock=clock)
+    assert {segment.shard for segment in dropped} == {0}
+    assert len(dropped) > 2
+    left = [name for name in files.listdir(f"{FOLDER}/00000") if name.endswith(".wal")]
+    assert len(left) == 1, "a sealed segment tells as well"
+    gone = {xid for xid, ack in truth.acknowledged.items() if ack.seqs.last < needed_from - 1}
+    truth.acknowledged = {xid: ack for xid, ack in truth.acknowledged.items() if xid not in gone}
+    expected = truth.judge(files)
+    assert expected
+    assert truth.shown(files.crash(), without_mark=False) == expected
+    bare = files.crash()
+    for shard in (0, 1):
+        bare.remove(f"{FOLDER}/{shard:05d}/durable.mark")
+    assert truth.shown(bare, without_mark=True) == expected
+    for keep in (None, keep_any(1)):
+        survivor = files.crash(keep)
+        again = truth.open(survivor, clock=clock)
+        truth.commit(again, truth.ops([(1, 1), (2, 1)]))
+        assert truth.judge(survivor)[:-1] == expected
+        truth.acknowledged.popitem()
 
 
 def test_a_slow_consumer_is_cut_off_past_the_greatest_size_and_before_any_file_goes(truth: Truth, clock: ManualClock):

@@ -5,9 +5,10 @@ Without marks it is every valid whole group. Where segments are missing that ret
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
+from millstream.codec.log_frame import FrameHeader, FrameKind
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
 from millstream.errors import CorruptWal, LogError, OffsetExpired, TokenFromFuture
 from millstream.model.ids import ShardId
@@ -108,12 +109,26 @@ class LogExtent:
         return Seq(self._first_number(shard, segments) - 1), first
 
     def _first_number(self, shard: ShardId, segments: Sequence[SegmentFile]) -> Seq:
-        """The lowest number that the first frame that can be read may hold."""
+        """The lowest number of the group that the first frame that can be read is of; on other shards it may begin lower."""
+        frames = self._frames(shard, segments)
+        first = next((frame for frame in frames if frame.kind is not FrameKind.SCHEMA), None)
+        if first is None:
+            return Seq(1)
+        numbers = [first.first_seq or first.group_last_seq]
+        for other in first.other_shards:
+            there = self._frames(other, list_segments(self._files, shard_folder(self._folder, other)))
+            of_group = (f for f in there if f.kind is FrameKind.RECORDS and f.group >= first.group)
+            found = next(of_group, None)
+            if found is not None and found.group == first.group:
+                numbers.append(found.first_seq)
+        return min(numbers)
+
+    def _frames(self, shard: ShardId, segments: Iterable[SegmentFile]) -> Iterator[FrameHeader]:
+        """The heads of a shard's frames that can be read, in order."""
         for segment in segments:
             for found in walk_segment(self._files, shard, segment, end=None, payload=False):
                 if isinstance(found, ScannedFrame):
-                    return found.header.first_seq or found.header.group_last_seq
-        return Seq(1)
+                    yield found.header
 
     def check_range(self, after: Seq, upto: Seq, persisted: Seq) -> None:
         """`OffsetExpired` or `TokenFromFuture` where `(after, upto]` isn't there."""

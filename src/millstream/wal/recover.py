@@ -91,6 +91,8 @@ class _Tail:
     shard: ShardId
     folder: str
     mark: DurableMark | None
+    dropped_seq: Seq = Seq(0)
+    """Last number of the last group of which retention has dropped this shard's part."""
     previous_hash: bytes = NO_HASH
     """Of the last sealed segment's footer."""
     sealed: SegmentFile | None = None
@@ -180,6 +182,7 @@ def _look(files: Files, folder: str, stream: StreamId, region: RegionId, shard: 
     dropped = read_dropped(files, shard_dir)
     segments = list_segments(files, shard_dir)
     if dropped is not None:
+        tail.dropped_seq = dropped.seq
         # What a crash left of dropped segments may have holes; retention will finish it off.
         segments = [segment for segment in segments if segment.base_offset >= dropped.offset]
     if tail.mark is not None:
@@ -310,20 +313,22 @@ def _walk(tail: _Tail, read: Callable[[int, int], bytes]) -> None:
 
 def _first_partial_group(tails: Mapping[ShardId, _Tail]) -> GroupNumber:
     """The first group that isn't whole on all its shards; the one after the last where all are."""
-    needed: dict[GroupNumber, set[ShardId]] = {}
+    needed: dict[GroupNumber, tuple[Seq, set[ShardId]]] = {}
     latest = 0
     for tail in tails.values():
         latest = max(latest, tail.sealed_group)
         for frame in (*tail.frames, *([tail.sealed_last] if tail.sealed_last else [])):
-            needed.setdefault(frame.header.group, set()).update({tail.shard, *frame.header.other_shards})
+            _, shards = needed.setdefault(frame.header.group, (frame.header.group_last_seq, set()))
+            shards.update({tail.shard, *frame.header.other_shards})
             latest = max(latest, frame.header.group)
-    for group in sorted(needed):
-        for shard in needed[group]:
+    for group, (last_seq, shards) in sorted(needed.items()):
+        for shard in shards:
             if shard not in tails:
                 raise LogError(
                     f"group {group} has a part on shard {shard}, which isn't among those opened", shard=int(shard)
                 )
-            if not tails[shard].has_whole(group):
+            # A shard that seals more often may have lost its part to retention, while the other's segment is still written.
+            if last_seq > tails[shard].dropped_seq and not tails[shard].has_whole(group):
                 return group
     return GroupNumber(latest + 1)
 
@@ -336,10 +341,17 @@ def _check_for_damage(tails: Mapping[ShardId, _Tail], cut_from: GroupNumber) -> 
                 raise culprit.damaged(f"group {cut_from} isn't whole, though group {frame.header.group} follows")
         if tail.sealed_last is not None and tail.sealed_group >= cut_from:
             raise tail.damaged(f"group {cut_from} isn't whole, though a sealed segment holds it")
-    groups = {frame.header.group for tail in tails.values() for frame in tail.frames if frame.header.group < cut_from}
-    sealed_upto = max((tail.sealed_group for tail in tails.values()), default=0)
+    # Of groups that retention has reached on one shard there may be some that no other shard had a part of.
+    dropped = max((tail.dropped_seq for tail in tails.values()), default=Seq(0))
+    headers = [frame.header for tail in tails.values() for frame in tail.frames]
+    groups = {header.group for header in headers if header.group < cut_from and header.group_last_seq > dropped}
+    last_sealed = max(
+        (tail.sealed_last.header for tail in tails.values() if tail.sealed_last), key=lambda h: h.group, default=None
+    )
+    sealed_upto = 0 if last_sealed is None else last_sealed.group
     open_groups = sorted(group for group in groups if group > sealed_upto)
-    first = sealed_upto + 1 if sealed_upto else (open_groups[0] if open_groups else 1)
+    follows = last_sealed is not None and last_sealed.group_last_seq >= dropped
+    first = sealed_upto + 1 if follows else (open_groups[0] if open_groups else 1)
     for group in open_groups:
         for missing in range(first, group):
             if not any(tail.has_lost(GroupNumber(missing)) for tail in tails.values()):

@@ -55,6 +55,11 @@ class _End:
             return True
         if any(frame.header.group == group and not frame.header.more for frame in self.frames):
             return True
+        if self.sealed_last is None and self.segment.base_offset > 0:
+            # Nothing else tells what retention dropped: what lies below the first frame that is there.
+            first = next(iter(self.frames), None)
+            if first is not None and group < first.header.group:
+                return True
         before = GroupNumber(0) if self.sealed_last is None else self.sealed_last.header.group
         return any(group in lost for lost in (*lost_groups(self.frames, before), *self.holes))
 
