@@ -180,6 +180,22 @@ def test_a_shard_that_seals_more_often_loses_its_parts_of_groups_that_another_st
         truth.acknowledged.popitem()
 
 
+def test_what_a_crash_left_of_dropped_segments_is_no_hole(truth: Truth, clock: ManualClock):
+    """Names go one by one, and of those that went before a power cut any may be there again."""
+    files = MemoryFiles()
+    log = filled(truth, files, clock)
+    first = f"{FOLDER}/00000/{0:020d}.wal"
+    content = files.read(first)
+    assert len(drop(10**9, age_s=0, bytes_max=0, files=files, clock=clock)) > 2
+    expected = truth.shown(files)
+    back = files.create(first)
+    back.pwrite(content, 0)
+    assert truth.shown(files) == expected
+    log.abandon()
+    truth.open(files, clock=clock)
+    assert truth.shown(files) == expected
+
+
 def test_a_slow_consumer_is_cut_off_past_the_greatest_size_and_before_any_file_goes(truth: Truth, clock: ManualClock):
     files = MemoryFiles()
     filled(truth, files, clock)

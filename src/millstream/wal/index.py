@@ -19,7 +19,7 @@ from millstream.model.ids import Epoch, ShardId, TableId
 from millstream.model.positions import Offset, Seq
 from millstream.ports import Files
 from millstream.wal.layout import SegmentFile, list_segments
-from millstream.wal.mark import DurableMark
+from millstream.wal.mark import DurableMark, read_dropped
 from millstream.wal.scan import ScannedFrame, Window, read_frame, reader_of, scan_frames
 from millstream.wal.segment import entry_of
 from millstream.wal.walk import UNREADABLE_HEADER, Loss, walk_segment
@@ -108,8 +108,11 @@ class ShardIndex:
         self._open: _OpenFrames | None = None
 
     def segments(self, mark: DurableMark) -> list[SegmentFile]:
-        """The segments that hold what the mark shows."""
-        return [s for s in list_segments(self._files, self._dir) if s.base_offset <= mark.base_offset]
+        """The segments that hold what the mark shows, without those that a crash left of what retention had dropped."""
+        segments = list_segments(self._files, self._dir)
+        dropped = read_dropped(self._files, self._dir)
+        first = Offset(0) if dropped is None else dropped.offset
+        return [segment for segment in segments if first <= segment.base_offset <= mark.base_offset]
 
     def frames(self, segment: SegmentFile, mark: DurableMark) -> tuple[FrameEntry, ...] | list[FrameEntry]:
         """A segment's frames that the mark shows."""
