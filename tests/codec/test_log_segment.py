@@ -21,6 +21,7 @@ from millstream.codec.log_segment import (
     FrameEntry,
     SegmentFooter,
     SegmentHeader,
+    SegmentTotals,
     TableEntry,
 )
 from millstream.errors import CodecError, CorruptFrame, LogError, TruncatedFrame
@@ -112,6 +113,23 @@ def test_a_header_cut_short_is_truncated(header: SegmentHeader, length: int) -> 
 @given(footers())
 def test_a_footer_gives_back_every_field(footer: SegmentFooter) -> None:
     assert footer_of(footer.encode(), behind=footer) == footer
+
+
+@given(footers())
+def test_a_footers_totals_are_those_of_its_frames_with_records(footer: SegmentFooter) -> None:
+    file = bytes(SEGMENT_HEADER_SIZE + sum(frame.length for frame in footer.frames)) + footer.encode()
+    totals = SegmentTotals.decode_tail(lambda position, length: file[position : position + length], len(file))
+    frames = [frame for frame in footer.frames if frame.kind is FrameKind.RECORDS]
+    firsts, lasts = [frame.first_seq for frame in frames], [frame.last_seq for frame in frames]
+    times = [frame.commit_ts_min_us for frame in frames if frame.commit_ts_min_us is not None]
+    assert totals == SegmentTotals(
+        sum(frame.count for frame in frames),
+        sum(frame.length for frame in frames),
+        (min(firsts, default=Seq(0)), max(firsts, default=Seq(0))),
+        (min(lasts, default=Seq(0)), max(lasts, default=Seq(0))),
+        min(times, default=None),
+        footer.end_offset,
+    )
 
 
 @given(footers(), st.data())

@@ -37,7 +37,7 @@ from millstream.codec.log_frame import (
     frame_extent,
 )
 from millstream.codec.log_schemas import SchemaSet
-from millstream.codec.log_segment import SegmentFooter, SegmentHeader
+from millstream.codec.log_segment import SegmentFooter, SegmentHeader, SegmentTotals
 from millstream.codec.pgoutput import (
     MessageRun,
     RelationCache,
@@ -167,6 +167,9 @@ def _decode_segment(data: bytes) -> None:
     _look_at(_folder(data, header.base_offset))
     if footer is not None:
         assert all(frame.position >= 0 and frame.length > 0 for frame in footer.frames)
+        totals = SegmentTotals.decode_tail(lambda at, length: data[at : at + length], len(data))
+        assert totals is not None
+        assert totals.records == sum(frame.count for frame in footer.frames if frame.kind is FrameKind.RECORDS)
 
 
 def _folder(segment: bytes, base: int, mark: bytes | None = None) -> MemoryFiles:

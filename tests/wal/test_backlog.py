@@ -67,3 +67,32 @@ def test_another_count_reads_only_what_has_come_since(tmp_path: Path):
         log.append(plain_ops({1000: [(TABLE, 1, "x")]}))
         assert backlogs.between(before, log.persisted_upto()).records == 1
         assert files.bytes_read < first / 10
+
+
+def test_whatever_the_bounds_a_count_is_the_sum_of_its_frames_and_segments(tmp_path: Path):
+    """Segments that lie whole between the bounds are counted by their totals, the others frame by frame: both say the same."""
+    with opened(tmp_path, segment_bytes=12_000) as log:
+        ends = [log.append(plain_ops({xid: [(TABLE, xid % 4 + 1, "x")]})).seqs.last for xid in range(1, 41)]
+        bases = [int(file.stem) for file in sorted((tmp_path / "00000").glob("*.wal"))]
+        backlogs = Backlogs(str(tmp_path))
+        whole = backlogs.between(Seq(0), ends[-1])
+        assert whole.records == ends[-1], "numbers without gaps: each is a record"
+        assert 3 < whole.segments < len(ends) / 2
+        for after in (Seq(0), *ends):
+            left, done = backlogs.between(after, ends[-1]), backlogs.between(Seq(0), after)
+            assert left.records == ends[-1] - after
+            assert left.size_bytes + done.size_bytes == whole.size_bytes
+            # Offsets count from 0, numbers from 1: a segment that ends at offset n ends with number n.
+            assert left.segments == len({end for end in [*bases[1:], ends[-1]] if end > after})
+            assert done.segments == len({base for base in bases if base < after})
+
+
+def test_counting_again_reads_no_footer_twice(tmp_path: Path):
+    files = CountedFiles()
+    with opened(tmp_path, segment_bytes=4096) as log:
+        ends = [log.append(plain_ops({xid: [(TABLE, 1, "x")]})).seqs.last for xid in range(1, 201)]
+        backlogs = Backlogs(str(tmp_path), files=files)
+        whole = backlogs.between(Seq(0), ends[-1])
+        first, files.bytes_read = files.bytes_read, 0
+        assert backlogs.between(Seq(0), ends[-1]) == whole
+        assert files.bytes_read < first / 10, "marks alone"

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 from millstream.codec.log_frame import FrameKind
-from millstream.codec.log_segment import FrameEntry
 from millstream.model.ids import ShardId
 from millstream.model.positions import Seq
 from millstream.ports import Files
 from millstream.wal.files import RealFiles
 from millstream.wal.index import ShardIndex, read_header
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard_folder
-from millstream.wal.mark import read_mark
+from millstream.wal.mark import DurableMark, read_mark
 from millstream.wal.scan import Window, commit_times, read_frame, reader_of
+
+_CACHED_FRAMES_MAX: Final = 50_000
+"""Of segments that a bound parts, and no others: about 25 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +27,28 @@ class Backlog:
     size_bytes: int
     oldest_commit_us: int | None
     """The earliest commit time in it, at the source; None where nothing in it has one."""
+    segments: int = 0
+    """How many segments have a record of it."""
+
+    def __add__(self, other: Backlog) -> Backlog:
+        """Both together; they share no segment."""
+        times = [time for time in (self.oldest_commit_us, other.oldest_commit_us) if time is not None]
+        return Backlog(
+            self.records + other.records,
+            self.size_bytes + other.size_bytes,
+            min(times, default=None),
+            self.segments + other.segments,
+        )
+
+
+_NOTHING: Final = Backlog(0, 0, None)
 
 
 class Backlogs:
     """Counts of a stream's log. What one count has read of the indexes, the next one needn't read again.
 
-    Use it from one thread.
+    A count costs next to nothing for each segment that lies whole between its bounds; one that a bound parts is looked at
+    frame by frame. Use it from one thread.
     """
 
     def __init__(self, folder: str, *, files: Files | None = None) -> None:
@@ -45,28 +63,47 @@ class Backlogs:
             CorruptWal: an index is damaged.
             FileNotFoundError: retention drops a segment at this very moment; count again.
         """
-        records = size = 0
-        oldest: int | None = None
-        for segment, entry in self._frames(after, upto):
-            records += entry.count
-            size += entry.length
-            time_us = entry.commit_ts_min_us
-            if time_us is None and oldest is None:
-                time_us = _commit_us(self._files, segment, entry.position)
-            if time_us is not None:
-                oldest = time_us if oldest is None else min(oldest, time_us)
-        return Backlog(records, size, oldest)
-
-    def _frames(self, after: Seq, upto: Seq) -> Iterator[tuple[SegmentFile, FrameEntry]]:
+        found = _NOTHING
         for shard in list_shards(self._files, self._folder) if after < upto else []:
             folder = shard_folder(self._folder, shard)
             mark = read_mark(self._files, folder)
             if mark is None:
                 continue
-            index = self._indexes.setdefault(shard, ShardIndex(self._files, folder, shard))
-            for segment, entry in index.from_seq(after, mark):
-                if entry.kind is FrameKind.RECORDS and entry.last_seq > after and entry.first_seq <= upto:
-                    yield segment, entry
+            if shard not in self._indexes:
+                self._indexes[shard] = ShardIndex(self._files, folder, shard, cached_frames_max=_CACHED_FRAMES_MAX)
+            found += self._on_shard(self._indexes[shard], mark, after, upto)
+        return found
+
+    def _on_shard(self, index: ShardIndex, mark: DurableMark, after: Seq, upto: Seq) -> Backlog:
+        found = _NOTHING
+        for segment, totals in index.totals_from_seq(after, mark):
+            if totals is None:
+                found += self._of_frames(index, segment, mark, after, upto, heads=True)
+            elif totals.records and totals.first_seqs[0] > upto:
+                break
+            elif totals.last_seqs[0] > after and totals.first_seqs[1] <= upto:
+                found += Backlog(totals.records, totals.size_bytes, totals.commit_ts_min_us, 1)
+            elif totals.last_seqs[1] > after:
+                found += self._of_frames(index, segment, mark, after, upto, heads=False)
+        return found
+
+    def _of_frames(
+        self, index: ShardIndex, segment: SegmentFile, mark: DurableMark, after: Seq, upto: Seq, *, heads: bool
+    ) -> Backlog:
+        """What a segment has between the bounds; commit times from its frames' `heads` where no footer tells them."""
+        records = size = 0
+        oldest: int | None = None
+        for entry in index.frames(segment, mark):
+            if entry.kind is not FrameKind.RECORDS or entry.last_seq <= after or entry.first_seq > upto:
+                continue
+            records += entry.count
+            size += entry.length
+            time_us = entry.commit_ts_min_us
+            if heads and time_us is None and oldest is None:
+                time_us = _commit_us(self._files, segment, entry.position)
+            if time_us is not None:
+                oldest = time_us if oldest is None else min(oldest, time_us)
+        return Backlog(records, size, oldest, int(records > 0))
 
 
 def _commit_us(files: Files, segment: SegmentFile, position: int) -> int | None:

@@ -9,11 +9,11 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from millstream.codec.log_frame import FrameKind, SchemaFrame, decode_frame
 from millstream.codec.log_schemas import SchemaSet
-from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, FrameEntry, SegmentFooter, SegmentHeader
+from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, FrameEntry, SegmentFooter, SegmentHeader, SegmentTotals
 from millstream.errors import CorruptFrame, CorruptWal
 from millstream.model.ids import Epoch, ShardId, TableId
 from millstream.model.positions import Offset, Seq
@@ -25,6 +25,8 @@ from millstream.wal.segment import entry_of
 from millstream.wal.walk import UNREADABLE_HEADER, Loss, walk_segment
 
 OnDamage: TypeAlias = Callable[[CorruptWal], None]
+_Read: TypeAlias = Callable[[int, int], bytes]
+_Tail = TypeVar("_Tail")
 HEADS_AHEAD_BYTES: Final = 1 << 16
 """Read-ahead where only heads are wanted: payloads longer than this are skipped over."""
 _CACHED_FRAMES_MAX: Final = 200_000
@@ -95,13 +97,23 @@ class ShardIndex:
     Every method may raise `CorruptWal`, and `FileNotFoundError` where retention has dropped a segment meanwhile.
     """
 
-    def __init__(self, files: Files, shard_dir: str, shard: ShardId, on_damage: OnDamage | None = None) -> None:
+    def __init__(
+        self,
+        files: Files,
+        shard_dir: str,
+        shard: ShardId,
+        on_damage: OnDamage | None = None,
+        *,
+        cached_frames_max: int = _CACHED_FRAMES_MAX,
+    ) -> None:
         self._files = files
         self._on_damage = on_damage
         self._dir = shard_dir
         self._shard = shard
+        self._cached_frames_max = cached_frames_max
         self._sealed: OrderedDict[Offset, tuple[FrameEntry, ...]] = OrderedDict()
         self._cached_frames = 0
+        self._totals: dict[Offset, SegmentTotals] = {}
         self._lost_upto: dict[Offset, Offset] = {}
         """By the base offset of a segment that had to be walked over: the end of the last loss told of it."""
         self._first_group_end: dict[Offset, Seq] = {}
@@ -123,7 +135,7 @@ class ShardIndex:
             known = self._sealed_frames(segment, mark)
             self._sealed[segment.base_offset] = known
             self._cached_frames += len(known)
-            while self._cached_frames > _CACHED_FRAMES_MAX and len(self._sealed) > 1:
+            while self._cached_frames > self._cached_frames_max and len(self._sealed) > 1:
                 self._cached_frames -= len(self._sealed.popitem(last=False)[1])
         else:
             self._sealed.move_to_end(segment.base_offset)
@@ -131,6 +143,38 @@ class ShardIndex:
 
     def from_seq(self, after: Seq, mark: DurableMark) -> Iterator[tuple[SegmentFile, FrameEntry]]:
         """Frames of all groups that end behind `after`, in order, schema frames among them."""
+        for segment, entries in self._chain(self._segments_from(after, mark), mark):
+            for entry in entries:
+                if entry.group_last_seq > after:
+                    yield segment, entry
+
+    def totals_from_seq(self, after: Seq, mark: DurableMark) -> Iterator[tuple[SegmentFile, SegmentTotals | None]]:
+        """The segments of all groups that end behind `after`, in order, the one in front among them, with their totals.
+
+        None for a segment that is being written, or (where damage is told and not raised) whose footer is damaged: `frames` has them.
+        """
+
+        def end_of(segment: SegmentFile) -> Offset:
+            totals = self._totals_of(segment, mark)
+            return self._end_of(segment, mark) if totals is None else totals.end_offset
+
+        for segment in self._following(self._segments_from(after, mark), mark, end_of):
+            yield segment, self._totals_of(segment, mark)
+
+    def _totals_of(self, segment: SegmentFile, mark: DurableMark) -> SegmentTotals | None:
+        if segment.base_offset >= mark.base_offset or segment.base_offset in self._lost_upto:
+            return None
+        known = self._totals.get(segment.base_offset)
+        if known is None:
+            try:
+                known = self._totals[segment.base_offset] = self._decoded_tail(segment, SegmentTotals.decode_tail)
+            except CorruptWal:
+                if self._on_damage is None:
+                    raise
+        return known
+
+    def _segments_from(self, after: Seq, mark: DurableMark) -> list[SegmentFile]:
+        """The segments from the one in front of the first that begins with a group that ends behind `after`."""
         segments = self.segments(mark)
         # Ends of the groups with which segments begin grow; the group that holds `after` may be in the one before.
         low, high = 0, len(segments)
@@ -141,10 +185,7 @@ class ShardIndex:
                 low = middle + 1
             else:
                 high = middle
-        for segment, entries in self._chain(segments[max(low - 1, 0) :], mark):
-            for entry in entries:
-                if entry.group_last_seq > after:
-                    yield segment, entry
+        return segments[max(low - 1, 0) :]
 
     def from_offset(self, offset: Offset, mark: DurableMark) -> Iterator[tuple[SegmentFile, FrameEntry]]:
         """Frames with records at or behind an offset, in order."""
@@ -158,16 +199,24 @@ class ShardIndex:
     def _chain(
         self, segments: Iterable[SegmentFile], mark: DurableMark
     ) -> Iterator[tuple[SegmentFile, Iterable[FrameEntry]]]:
-        """Segments with their frames: each must begin where the one before it ended, the last end where the mark says."""
+        """Segments with their frames, checked as `_following` does."""
+        for segment in self._following(segments, mark, lambda segment: self._end_of(segment, mark)):
+            yield segment, self.frames(segment, mark)
+
+    def _end_of(self, segment: SegmentFile, mark: DurableMark) -> Offset:
+        entries = self.frames(segment, mark)
+        return Offset(entries[-1].offset + entries[-1].count) if entries else segment.base_offset
+
+    def _following(
+        self, segments: Iterable[SegmentFile], mark: DurableMark, end_of: Callable[[SegmentFile], Offset]
+    ) -> Iterator[SegmentFile]:
+        """Segments: each must begin where the one before it ended, the last end where the mark says."""
         expected: Offset | None = None
         for segment in segments:
             if expected is not None and segment.base_offset != expected:
                 self._tell_missing(expected, segment.base_offset)
-            entries = self.frames(segment, mark)
-            yield segment, entries
-            expected = segment.base_offset
-            if entries:
-                expected = Offset(entries[-1].offset + entries[-1].count)
+            yield segment
+            expected = end_of(segment)
             expected = max(expected, self._lost_upto.get(segment.base_offset, expected))
         if expected is None and mark.durable_offset > 0:
             self._tell_missing(Offset(0), mark.durable_offset)
@@ -221,9 +270,12 @@ class ShardIndex:
             return tuple(self._walk(segment, mark))
 
     def _footer(self, segment: SegmentFile) -> SegmentFooter:
+        return self._decoded_tail(segment, SegmentFooter.decode_tail)
+
+    def _decoded_tail(self, segment: SegmentFile, decode: Callable[[_Read, int], _Tail | None]) -> _Tail:
         size = self._files.size(segment.path)
         try:
-            footer = SegmentFooter.decode_tail(reader_of(self._files, segment.path), size)
+            footer = decode(reader_of(self._files, segment.path), size)
             if footer is None:
                 raise CorruptFrame("the segment's footer is missing")
         except CorruptFrame as error:
