@@ -119,6 +119,32 @@ def test_a_running_pipeline_tells_of_each_table(home: Home) -> None:
     assert line.split() == ["public.log", "history_only", "2", "12.5", "s,", "10", "records", "2.5", "no", "key"]
 
 
+def test_a_replay_is_told_while_it_lasts(home: Home) -> None:
+    replay = {
+        "segments": {"done": 3, "total": 12}, "records": {"done": 4_000, "total": 16_000},
+        "bytes": {"done": 1 << 20, "total": 4 << 20}, "eta_s": 90.0, "seconds": 30.0,
+    }  # fmt: skip
+    progress: dict[str, Any] = {"tables": [], "set_aside": {}, "replay": replay}
+    live = {"streams": {"shop": {"progress": progress}}}
+    with ControlServer(home, "pipeline", {"status": lambda: live}):
+        (stream,) = collect_status(home)["streams"]
+        text = prometheus_text(lambda: collect_status(home)).decode()
+        shown = CliRunner().invoke(cli, ["--home", str(home.path), "status"]).output
+        progress["replay"] = None
+        (after,) = collect_status(home)["streams"]
+        text_after = prometheus_text(lambda: collect_status(home)).decode()
+    assert stream["replay"] == replay
+    assert 'millstream_replay_segments{state="left",stream="shop"} 9.0' in text
+    assert 'millstream_replay_records{state="done",stream="shop"} 4000.0' in text
+    assert 'millstream_replay_bytes{state="left",stream="shop"} 3.145728e+06' in text
+    assert 'millstream_replay_eta_seconds{stream="shop"} 90.0' in text
+    assert 'millstream_replay_elapsed_seconds{stream="shop"} 30.0' in text
+    words = "  replay: 3 of 12 segments, 4,000 of 16,000 records, 1.0 MiB of 4.0 MiB landed, about 2 min left"
+    assert words in shown.splitlines()
+    assert after["replay"] is None
+    assert "millstream_replay_bytes{" not in text_after
+
+
 def test_the_dashboard_asks_for_metrics_that_there_are(home: Home) -> None:
     text = prometheus_text(lambda: collect_status(home)).decode()
     there = set(re.findall(r"^# TYPE (\w+)", text, re.MULTILINE))

@@ -20,3 +20,13 @@ def test_the_line_never_sets_two_counts_of_different_things_side_by_side() -> No
     behind = lake(**of_run | {"rows_per_s": 4321.0}, lag_records=1_500)
     assert behind == "→ lake: 1,500 or fewer records behind, 4,321/s, lag 0.4 s"
     assert lake() == "→ lake: nothing landed yet"
+
+
+def test_a_replay_is_told_by_what_it_began_with() -> None:
+    """Records behind, of which new ones come all the time, would count up while it gets on."""
+    replay = {"bytes": {"done": 30 << 20, "total": 120 << 20}, "eta_s": 45.0}
+    progress = {"rows_per_s": 4321.0, "lag_records": 900_000, "lag_s": 3600.0}
+    assert lake(**progress, replay=replay) == "→ lake: replaying, 25 % of 120.0 MiB, 4,321/s, about 45.0 s left"
+    just_begun = {"bytes": {"done": 0, "total": 120 << 20}, "eta_s": None}
+    assert lake(**progress, replay=just_begun) == "→ lake: replaying, 0 % of 120.0 MiB, 4,321/s"
+    assert lake(**progress, replay=None).startswith("→ lake: 900,000 or fewer records behind")

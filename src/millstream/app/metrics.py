@@ -33,6 +33,7 @@ class _Status(Collector):
         )
         streams = [stream for stream in status["streams"] if stream.get("id")]
         yield from _lags(streams)
+        yield from _replays(streams)
         yield _gauge(streams, "millstream_log_bytes", "Bytes of the log on disk.", lambda s: s["log"]["bytes"])
         yield _gauge(streams, "millstream_log_segments", "Segments of the log.", lambda s: s["log"]["segments"])
         yield _gauge(streams, "millstream_durable_seq", "Everything up to here is durable.", lambda s: _n(s, "durable"))
@@ -59,6 +60,29 @@ def _lags(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
             for stage, lag in stream["lag"].items():
                 if lag.get(unit) is not None:
                     family.add_metric([stream["name"], stage], float(lag[unit]))
+        yield family
+
+
+def _replays(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
+    """Of pipelines that are replaying, and of no others."""
+    replays = [(stream["name"], stream["replay"]) for stream in streams if stream["replay"] is not None]
+    for key in ("segments", "records", "bytes"):
+        text = f"{key.capitalize()} of the replay with which a pipeline began."
+        family = GaugeMetricFamily(f"millstream_replay_{key}", text, labels=["stream", "state"])
+        for name, replay in replays:
+            done, total = replay[key]["done"], replay[key]["total"]
+            family.add_metric([name, "done"], float(done))
+            family.add_metric([name, "left"], float(total - done))
+        yield family
+    for key, text in (
+        ("eta", "How long the rest of a replay takes at its rate so far."),
+        ("elapsed", "How long a replay has taken so far."),
+    ):
+        family = GaugeMetricFamily(f"millstream_replay_{key}_seconds", text, labels=["stream"])
+        for name, replay in replays:
+            seconds = replay["eta_s" if key == "eta" else "seconds"]
+            if seconds is not None:
+                family.add_metric([name], float(seconds))
         yield family
 
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 logger = structlog.get_logger("millstream.pipeline")
 
 _LOOK_EVERY_S: Final = 0.1
+_REPLAY_LINE_S: Final = 20.0
+"""Between lines that say how far a replay is."""
 
 
 class StreamPipeline:
@@ -45,6 +47,7 @@ class StreamPipeline:
         self.error: MillstreamError | None = None
         self.crash: Exception | None = None
         """A broken invariant: our bug, which ends the process."""
+        self._replay_said_s = 0.0
 
     def run(self, lifeline: Lifeline, tell: Callable[[], None]) -> None:
         """Land the stream until told to stop or drained. Never raises: `error` and `crash` say how it ended."""
@@ -52,6 +55,7 @@ class StreamPipeline:
         def on_progress(progress: PipelineProgress) -> None:
             self._say_set_aside(progress.set_aside)
             self._say_trying(progress.trying)
+            self._say_replay(progress)
             self.progress = progress
             tell()
 
@@ -102,6 +106,42 @@ class StreamPipeline:
         for reason in sorted(set(now.values()) - set(before.values())):
             tables = ", ".join(sorted(table for table, told in now.items() if told == reason))
             logger.warning("can't be written, and is tried again", stream=self.name, table=tables, reason=reason)
+
+    def _say_replay(self, now: PipelineProgress) -> None:
+        """A line when a replay begins, now and then while it lasts, and when it is over."""
+        before, replay = self.progress, now.replay
+        if replay is not None and (before is None or before.replay is None):
+            self._replay_said_s = time.monotonic()
+            logger.info(
+                "replay begins: the log has what the lake lacks",
+                stream=self.name,
+                segments=replay.segments.left,
+                records=replay.records.left,
+                bytes=replay.size_bytes.left,
+            )
+        elif replay is not None and time.monotonic() - self._replay_said_s >= _REPLAY_LINE_S:
+            self._replay_said_s = time.monotonic()
+            logger.info(
+                "replaying",
+                stream=self.name,
+                segments_done=replay.segments.done,
+                segments_left=replay.segments.left,
+                records_done=replay.records.done,
+                records_left=replay.records.left,
+                bytes_done=replay.size_bytes.done,
+                bytes_left=replay.size_bytes.left,
+                eta_s=None if replay.eta_s is None else round(replay.eta_s),
+            )
+        if now.replayed is not None and (before is None or before.replayed is None):
+            done = now.replayed
+            logger.info(
+                "replay is over: the lake has all that the log had at the start",
+                stream=self.name,
+                segments=done.segments.done,
+                records=done.records.done,
+                bytes=done.size_bytes.done,
+                seconds=round(done.seconds, 1),
+            )
 
     def facts(self) -> dict[str, Any]:
         """What is known of it now, JSON-able."""
@@ -230,6 +270,8 @@ def _make_folder(location: str) -> None:
 def _progress_facts(progress: PipelineProgress) -> dict[str, Any]:
     facts = dataclasses.asdict(progress)
     facts["set_aside"], facts["trying"] = dict(progress.set_aside), dict(progress.trying)
+    for which, replay in (("replay", progress.replay), ("replayed", progress.replayed)):
+        facts[which] = None if replay is None else replay.as_dict()
     return facts
 
 

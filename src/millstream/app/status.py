@@ -111,6 +111,7 @@ def _stream(
                 "seconds": max((t["fold_lag_s"] or 0.0 for t in landing.get("tables", ())), default=None),
             },
         },
+        "replay": landing.get("replay"),
         "log": _log(home, name, problems) | _retention(home, catalog, name, stream, counted, problems),
         "tables": tables_of(catalog, stream, captured, landing),
         "errors": {

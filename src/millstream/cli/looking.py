@@ -68,6 +68,8 @@ def _print_stream(stream: dict[str, Any]) -> None:
         records = "-" if lag[stage]["records"] is None else f"{lag[stage]['records']:,}"
         size, age = human_bytes(lag[stage]["bytes"]), human_seconds(lag[stage]["seconds"])
         click.echo(f"  {words}: {records} records, {size}, {age} behind")
+    if stream["replay"] is not None:
+        click.echo(f"  replay: {_replay_words(stream['replay'])}")
     if lag["fold"]["seconds"] is not None:
         click.echo(f"  current: folded {human_seconds(lag['fold']['seconds'])} ago at the oldest")
     click.echo(f"  log: {stream['log']['segments']} segments, {human_bytes(stream['log']['bytes'])}{_held(stream)}")
@@ -79,6 +81,15 @@ def _print_stream(stream: dict[str, Any]) -> None:
         titles = ["  table", "state", "rows/s", "fold lag", "disk factor", "reason"]
         print_table(titles, [_table_row(t) for t in stream["tables"]], right=titles[2:5])
         _print_hints(stream["tables"])
+
+
+def _replay_words(replay: dict[str, Any]) -> str:
+    done, total = (
+        [f"{replay['segments'][key]:,}", f"{replay['records'][key]:,}", human_bytes(replay["bytes"][key])]
+        for key in ("done", "total")
+    )
+    words = f"{done[0]} of {total[0]} segments, {done[1]} of {total[1]} records, {done[2]} of {total[2]} landed"
+    return words if replay["eta_s"] is None else f"{words}, about {human_seconds(replay['eta_s'])} left"
 
 
 def _held(stream: dict[str, Any]) -> str:

@@ -200,6 +200,8 @@ def describe(part: str, facts: dict[str, Any]) -> str:
         return words + "".join(_describe_copy(table, copy) for table, copy in (progress.get("copies") or {}).items())
     if not progress:
         return "→ lake: nothing landed yet"
+    if progress.get("replay") is not None:
+        return _describe_replay(progress["replay"], progress["rows_per_s"])
     # What landed isn't counted: with what an earlier run left, or what a rebuild wrote, it never is what was captured.
     waiting = progress["lag_records"]
     if not waiting:
@@ -207,6 +209,14 @@ def describe(part: str, facts: dict[str, Any]) -> str:
     words = f"→ lake: {waiting:,} or fewer records behind, {progress['rows_per_s'] or 0:,.0f}/s"
     lag = progress["lag_s"]
     return words if lag is None else f"{words}, lag {human_seconds(lag)}"
+
+
+def _describe_replay(replay: dict[str, Any], rows_per_s: float | None) -> str:
+    """Of what it found when it began, not of what comes meanwhile."""
+    size = replay["bytes"]
+    share = int(100 * size["done"] / size["total"])
+    words = f"→ lake: replaying, {share} % of {human_bytes(size['total'])}, {rows_per_s or 0:,.0f}/s"
+    return words if replay["eta_s"] is None else f"{words}, about {human_seconds(replay['eta_s'])} left"
 
 
 def _describe_copy(table: str, copy: dict[str, Any]) -> str:

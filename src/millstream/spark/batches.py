@@ -34,6 +34,7 @@ from millstream.spark.frames import MARKER
 from millstream.spark.landing import ANSWER_COLUMNS, TableError, table_writer
 from millstream.spark.ledger import HeldTable, Ledger
 from millstream.spark.pipeline import OnProgress, PipelineConfig, PipelineProgress
+from millstream.spark.replaying import ReplayWatch
 from millstream.wal.reader import StreamReader
 
 ATTEMPTS_MAX: Final = 4
@@ -64,6 +65,8 @@ class BatchLander:
     log: StreamReader
     """Of its own: used under `lock` alone."""
     ledger: Ledger
+    replay: ReplayWatch
+    """Looked at while reporting alone."""
     on_progress: OnProgress
     landed: Callable[[], None]
     """Told after each cut."""
@@ -77,6 +80,8 @@ class BatchLander:
     """The last batch, how long it took, and the age of its newest record when it had landed."""
     _trying: Mapping[str, str] = field(default_factory=dict)
     """Tables whose write failed and is tried again, by name, with the reason."""
+    _reporting: threading.Lock = field(default_factory=threading.Lock)
+    """Held while a report is made and told: none overtakes another."""
 
     def __call__(self, batch: DataFrame, _batch_id: int) -> None:
         """Land one micro-batch; `foreachBatch` of the query."""
@@ -208,16 +213,21 @@ class BatchLander:
         return name or (f"table {table_id}" if schema is None else schema.full_name)
 
     def report(self, durable: Seq) -> None:
-        """Tell how things stand, once a batch has landed or is tried again. Any thread.
+        """Tell how things stand, once a batch has landed or is tried again, or a replay has begun. Any thread.
 
         Args:
             durable: what the log has now.
         """
-        trying, last = self._trying, self._last
-        if last is None and not trying:
+        with self._reporting:
+            self._report(durable)
+
+    def _report(self, durable: Seq) -> None:
+        trying, last, cut = self._trying, self._last, self.ledger.cut
+        reached = Seq(0) if cut is None else cut.n
+        replay = self.replay.look(reached)
+        if last is None and not trying and replay is None:
             return
-        cut = self.ledger.cut
-        n = last[0].upto if last is not None else Seq(0) if cut is None else cut.n
+        n = last[0].upto if last is not None else reached
         rows = 0 if last is None else sum(commit.rows for commit in last[0].commits.values())
         batch_s = 0.0 if last is None else last[1]
         self.on_progress(
@@ -232,6 +242,8 @@ class BatchLander:
                 set_aside=self.ledger.set_aside(),
                 trying=trying,
             )
+                replay=replay,
+                replayed=self.replay.finished,
         )
 
 

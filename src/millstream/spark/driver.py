@@ -28,6 +28,7 @@ from millstream.spark.checkpoint import goes_on_from, prepare_checkpoint
 from millstream.spark.folding import Folder
 from millstream.spark.ledger import Ledger
 from millstream.spark.pipeline import OnProgress, PipelineConfig, PipelineOutcome
+from millstream.spark.replaying import ReplayWatch
 from millstream.spark.session import open_session
 from millstream.wal.reader import StreamReader
 
@@ -103,7 +104,9 @@ class _Run:
         self.folder = Folder(config, catalog, ledger, spark, self.news.set, batches)
         # A reader of the log is one thread's: each part has its own.
         lander_log = StreamReader(str(config.wal_folder))
-        self.lander = BatchLander(config, catalog, lander_log, ledger, on_progress, self._landed, lock=batches)
+        start = Seq(0) if ledger.cut is None else ledger.cut.n
+        replay = ReplayWatch(str(config.wal_folder), start, log.persisted_upto(), bytes_max=config.batch_bytes_max)
+        self.lander = BatchLander(config, catalog, lander_log, ledger, replay, on_progress, self._landed, lock=batches)
 
     def until(self, stop: threading.Event, drain: threading.Event) -> PipelineOutcome:
         """Run the query; see `run_pipeline`."""
@@ -120,6 +123,8 @@ class _Run:
                 if target is not None and self._has(target):
                     break
                 self._check(query)
+            # The query begins meanwhile: what there is to replay takes a moment to count.
+            self.lander.report(self.log.persisted_upto())
                 self.news.wait(_POLL_S)
                 self.news.clear()
                 rounds += 1

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from millstream.lake.current import DEFAULT_SIZES, FoldSizes
 from millstream.lake.layout import LakeLayout, View
@@ -74,6 +75,44 @@ class TableProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class Amount:
+    """How much of a whole is done."""
+
+    done: int
+    total: int
+
+    @property
+    def left(self) -> int:
+        """What isn't."""
+        return self.total - self.done
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayProgress:
+    """How far a pipeline is with what its start found in the log and the lake lacked. What came since isn't in it."""
+
+    segments: Amount
+    """Those with a record of it; done is one whose last such record has landed."""
+    records: Amount
+    size_bytes: Amount
+    """Of the log's frames."""
+    eta_s: float | None
+    """How long the rest takes at the rate so far; None before that is known, by the second batch."""
+    seconds: float
+    """How long it has taken so far."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able: `segments`, `records` and `bytes`, each with `done` and `total`; `eta_s`; `seconds`."""
+        return {
+            "segments": asdict(self.segments),
+            "records": asdict(self.records),
+            "bytes": asdict(self.size_bytes),
+            "eta_s": None if self.eta_s is None else round(self.eta_s, 1),
+            "seconds": round(self.seconds, 1),
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class PipelineProgress:
     """How far a pipeline is, after a batch or a fold."""
 
@@ -93,6 +132,10 @@ class PipelineProgress:
     """Names of tables that failed, each with its reason."""
     trying: Mapping[str, str] = field(default_factory=dict)
     """Names of tables whose write failed just now and is tried again, each with the reason."""
+    replay: ReplayProgress | None = None
+    """The replay that goes on; None where none does."""
+    replayed: ReplayProgress | None = None
+    """The one that this run began with, once it is over."""
 
 
 @dataclass(frozen=True, slots=True)
