@@ -192,6 +192,32 @@ def test_a_table_is_retried_where_it_was_set_aside(home: Home) -> None:
             retry_table(catalog, stream, "public.nothing")
 
 
+def test_a_table_that_was_dropped_at_the_source_and_waits_in_the_lake_is_shown_and_can_be_tried_again(
+    home: Home,
+) -> None:
+    """It holds the log until the lake has what it lacks; nobody could see which table that was, nor ask for it."""
+    with home.open_catalog() as catalog:
+        stream = catalog.stream("shop").id
+        source = catalog.sources(stream)[0].id
+        dropped = catalog.find_table(stream, "public", "orders")
+        catalog.set_needed_from(stream, f"lake/{dropped.id}", Seq(1), kind=HolderKind.BACKLOG)
+        catalog.set_state(dropped.id, TableState.GONE, "it was dropped")
+        again = catalog.table_for(stream, source, 20_000, "public", "orders", state=TableState.STREAMING)
+        shown = {
+            t["id"]: (t["state"], t["reason"]) for t in list_tables(catalog, stream) if t["name"] == "public.orders"
+        }
+        assert shown == {
+            int(dropped.id): ("set_aside", "lake: somebody wrote into it"),
+            int(again.id): ("streaming", ""),
+        }
+        assert "from where it stopped" in retry_table(catalog, stream, "public.orders")
+        assert catalog.facts(held_scope(stream))[str(int(dropped.id))]["retry"] is True
+        assert catalog.table(again.id).state is TableState.STREAMING
+        # The lake has what it lacked: it waits for nobody any more.
+        catalog.drop_fact(held_scope(stream), str(int(dropped.id)))
+        assert [t["id"] for t in list_tables(catalog, stream) if t["name"] == "public.orders"] == [int(again.id)]
+
+
 def test_a_table_is_copied_again_only_where_it_has_a_key(home: Home) -> None:
     with home.open_catalog() as catalog:
         stream = catalog.stream("shop").id

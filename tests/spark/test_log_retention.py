@@ -13,6 +13,7 @@ from uuid import uuid4
 
 import pytest
 from tests.spark.hand_made import Home
+from tests.spark.lake_run import RunningPipeline, config_of, drain
 from tests.spark.test_pipeline import two_tables, write
 
 from millstream.app.config.model import LogConfig
@@ -22,6 +23,8 @@ from millstream.lake.layout import LakeLayout
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq, StreamToken
 from millstream.spark.checkpoint import goes_on_from, prepare_checkpoint
+from millstream.spark.pipeline import PipelineProgress
+from millstream.spark.session import SparkOptions
 from millstream.wal.backlog import log_size
 from millstream.wal.retain import Sweep
 from millstream.wal.writer import LogOptions
@@ -103,3 +106,25 @@ def test_a_batch_that_the_lake_has_and_spark_has_not_noted_stays_in_the_log_for_
     after, _ = log_size(str(home.wal))
     assert home.log.first_seq() > noted + 1
     assert after <= BATCH_SEGMENTS_MAX < before
+
+
+@pytest.mark.timeout(900)
+def test_a_lake_that_was_moved_away_finds_the_log_that_it_is_built_from_whatever_had_landed_before(
+    home: Home, spark_options: SparkOptions
+) -> None:
+    """What had landed in the lake before was free to go: it went while the new one was being built from it."""
+    models = two_tables(home)
+    for _ in range(24):
+        write(home, models, 1)
+    config = config_of(home.path, home.stream, spark_options, batch_bytes_max=20_000)
+    drain(config, home.catalog)
+    (home.path / "lake").rename(home.path / "away")
+
+    def retained(_progress: PipelineProgress) -> None:
+        retain(home)
+
+    with RunningPipeline(config, home.catalog, retained) as running:
+        running.finish(running.drain)
+    for model in models:
+        model.check(home.path)
+    assert home.log.first_seq() > 1, "retention was at work"

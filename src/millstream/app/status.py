@@ -19,7 +19,7 @@ from millstream.model.names import qualified_name
 from millstream.model.positions import Seq, StreamToken, format_lsn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from millstream.catalog import Catalog, TableRow
     from millstream.wal.backlog import Backlog
@@ -272,6 +272,17 @@ def live_progress(home: Home, name: str) -> tuple[dict[str, Any], dict[str, Any]
     return (owner or {}).get("progress") or {}, (pipeline or {}).get("progress") or {}
 
 
+def shown_tables(catalog: Catalog, stream: StreamId, held: Collection[str]) -> list[TableRow]:
+    """The tables that a person may ask about: those that the source has, and of others those that are set aside in the lake.
+
+    A table that was dropped there holds the log until the lake has what it lacks: somebody has to see it, and mend it.
+    """
+    from millstream.catalog import TableState
+
+    rows = catalog.tables(stream, gone=True)
+    return [row for row in rows if row.state is not TableState.GONE or str(int(row.id)) in held]
+
+
 def tables_of(
     catalog: Catalog, stream: StreamId, captured: dict[str, Any], landing: dict[str, Any]
 ) -> list[dict[str, Any]]:
@@ -280,9 +291,10 @@ def tables_of(
     landed = {facts["table_id"]: facts for facts in landing.get("tables", ())}
     # A fold that fails sets a table aside too; only the running pipeline knows.
     failed, trying = dict(landing.get("set_aside", {})), dict(landing.get("trying", {}))
-    rows = [row for row in catalog.tables(stream) if row.relation_oid]
     return [
-        table_facts(row, captured, landed.get(int(row.id)), held.get(str(int(row.id))), failed, trying) for row in rows
+        table_facts(row, captured, landed.get(int(row.id)), held.get(str(int(row.id))), failed, trying)
+        for row in shown_tables(catalog, stream, held)
+        if row.relation_oid
     ]
 
 

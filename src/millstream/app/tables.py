@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from millstream.app.status import held_scope, held_tables, tables_of
+from millstream.app.status import held_scope, held_tables, shown_tables, tables_of
 from millstream.catalog import TableState
 from millstream.errors import UsageError
 from millstream.model.ids import StreamId
@@ -28,19 +28,25 @@ def retry_table(catalog: Catalog, stream: StreamId, table: str) -> str:
         UnknownTable: the stream has none of that name.
         UsageError: it isn't set aside.
     """
-    row = catalog.find_table(stream, *parse_qualified_name(table))
+    name, held = parse_qualified_name(table), held_tables(catalog, stream)
+    # One that was dropped at the source may wait in the lake under a name that another bears now.
+    rows = [row for row in shown_tables(catalog, stream, held) if (row.namespace, row.name) == name]
+    rows = rows or [catalog.find_table(stream, *name)]
     done = []
-    held = held_tables(catalog, stream).get(str(int(row.id)))
-    if held is not None:
-        catalog.put_fact(held_scope(stream), str(int(row.id)), held | {"retry": True})
-        done.append("the pipeline tries it again, from where it stopped")
-    if row.state is TableState.SET_ASIDE and catalog.set_state(
-        row.id, TableState.COPY_REQUESTED, "asked for by `tables retry`", only_from=[TableState.SET_ASIDE]
-    ):
-        done.append("capture takes it up again, beginning with a copy")
+    for row in rows:
+        fact = held.get(str(int(row.id)))
+        if fact is not None:
+            catalog.put_fact(held_scope(stream), str(int(row.id)), fact | {"retry": True})
+            done.append("the pipeline tries it again, from where it stopped")
+        if row.state is TableState.SET_ASIDE and catalog.set_state(
+            row.id, TableState.COPY_REQUESTED, "asked for by `tables retry`", only_from=[TableState.SET_ASIDE]
+        ):
+            done.append("capture takes it up again, beginning with a copy")
     if not done:
-        raise UsageError(f"{table} is not set aside; it is {row.state.value}", hint="`millstream tables` shows states.")
-    return "; ".join(done)
+        raise UsageError(
+            f"{table} is not set aside; it is {rows[0].state.value}", hint="`millstream tables` shows states."
+        )
+    return "; ".join(dict.fromkeys(done))
 
 
 def copy_table(catalog: Catalog, stream: StreamId, table: str) -> None:

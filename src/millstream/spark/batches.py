@@ -147,11 +147,12 @@ class BatchLander:
         for table_id, error in landed.errors.items():
             self._hold(table_id, landed.after, error)
         self.ledger.appended(landed.commits.values(), landed.versions)
+        failpoints.hit("pipeline.before_lake_commit")
         self.ledger.commit(landed.upto, landed.commits.values(), newest_us=landed.newest_us)
         failpoints.hit("pipeline.after_lake_commit")
         stream, pipeline = self.config.stream_id, self.config.pipeline
         self.catalog.set_landed(stream, pipeline, landed.upto)
-        self.catalog.set_needed_from(stream, pipeline, max(Seq(1), landed.after))
+        self.catalog.set_needed_from(stream, pipeline, Seq(landed.after + 1))
         failpoints.hit("pipeline.before_spark_commit")
         self.landed()
         age_s = None if landed.newest_us is None else max(0.0, time.time() - landed.newest_us / 1e6)
@@ -241,9 +242,9 @@ class BatchLander:
                 tables=self.ledger.progress(),
                 set_aside=self.ledger.set_aside(),
                 trying=trying,
-            )
                 replay=replay,
                 replayed=self.replay.finished,
+            )
         )
 
 

@@ -70,17 +70,24 @@ def run_pipeline(
     log = StreamReader(str(config.wal_folder))
     assert log.stream_id == config.stream_id, "the configuration names this log's stream"
     ledger = Ledger(config, catalog)
+    take_up(config, log, ledger)
+    spark = open_session(config.spark)
+    return _Run(config, catalog, log, ledger, spark, on_progress).until(stop, drain)
+
+
+def take_up(config: PipelineConfig, log: StreamReader, ledger: Ledger) -> None:
+    """Make sure that a query may start where the lake's last cut stands, and that the log keeps what it will ask for.
+
+    Raises:
+        CheckpointForeign, OffsetExpired: as `run_pipeline`.
+    """
     start = Seq(0) if ledger.cut is None else ledger.cut.n
     prepare_checkpoint(config.checkpoint_dir, config.stream_id, None if ledger.cut is None else start, log.first_seq())
     _check_log_reaches(log, start, config)
     # Before the first batch is planned: nothing above the lake's own cut may go, nor the batch that Spark does again though the
     # lake has it.
     noted = goes_on_from(config.checkpoint_dir, config.stream_id)
-    needed = start if noted is None else min(start, noted)
-    catalog.set_landed(config.stream_id, config.pipeline, start)
-    catalog.set_needed_from(config.stream_id, config.pipeline, max(Seq(1), needed))
-    spark = open_session(config.spark)
-    return _Run(config, catalog, log, ledger, spark, on_progress).until(stop, drain)
+    ledger.claim(Seq((start if noted is None else min(start, noted)) + 1))
 
 
 class _Run:
@@ -116,6 +123,8 @@ class _Run:
             self.lander.retry_held(self.spark)
             query = self._start()
             self.folder.start()
+            # The query begins meanwhile: what there is to replay takes a moment to count.
+            self.lander.report(self.log.persisted_upto())
             rounds = 0
             while not stop.is_set():
                 if drain.is_set() and target is None:
@@ -123,8 +132,6 @@ class _Run:
                 if target is not None and self._has(target):
                     break
                 self._check(query)
-            # The query begins meanwhile: what there is to replay takes a moment to count.
-            self.lander.report(self.log.persisted_upto())
                 self.news.wait(_POLL_S)
                 self.news.clear()
                 rounds += 1

@@ -224,7 +224,7 @@ class Ledger:
 
     def hold(self, table: HeldTable) -> None:
         """Set a table aside, durably; its records stay in the log until it is released."""
-        lacks_from = max(Seq(1), table.after)
+        lacks_from = Seq(table.after + 1)
         self._catalog.set_needed_from(
             self._config.stream_id, self._holder(table.table_id), lacks_from, kind=HolderKind.BACKLOG
         )
@@ -240,6 +240,25 @@ class Ledger:
         self._pause_s.pop(table_id, None)
         self._catalog.drop_fact(self._scope, str(table_id))
         self._catalog.release(self._config.stream_id, self._holder(table_id))
+
+    def claim(self, needed_from: Seq) -> None:
+        """Say anew what of the log this pipeline needs. At the start, before any batch.
+
+        Downward too: a lake that was moved away or set back needs again what had landed in it. And nothing more for tables that aren't
+        set aside: `hold` and `release`, killed between two writes, leave that behind.
+
+        Args:
+            needed_from: the lowest number that the engine may ask for.
+        """
+        stream, pipeline = self._config.stream_id, self._config.pipeline
+        held = {self._holder(table_id) for table_id in self.held}
+        for position in self._catalog.pipelines(stream):
+            is_table = position.kind is HolderKind.BACKLOG and position.name.startswith(f"{pipeline}/")
+            if position.name == pipeline or (is_table and position.name not in held):
+                # The home's pipeline needs everything until it has said what: nothing goes meanwhile.
+                self._catalog.release(stream, position.name)
+        self._catalog.set_landed(stream, pipeline, Seq(0) if self.cut is None else self.cut.n)
+        self._catalog.set_needed_from(stream, pipeline, needed_from)
 
     def retries_due(self) -> list[HeldTable]:
         """Tables set aside whose time to be tried again has come, or that somebody asked for (`request_retry`)."""

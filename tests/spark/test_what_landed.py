@@ -1,0 +1,377 @@
+"""Retention beside a pipeline that fails, is killed and comes back: the log keeps what the lake lacks, and nothing else.
+
+The log, the catalog, the ledger, the cuts and retention are the real ones, and so is the order in which a batch lands, is set aside and
+catches up. Spark's part is played: it plans batches and notes those that are done, in its own files; what it would append to a
+table's history is remembered here, number by number, as the oracle.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self, cast
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.spark.lake_run import config_of
+
+from millstream.app.config.model import LogConfig
+from millstream.app.retention import sweep
+from millstream.catalog import Catalog
+from millstream.errors import Retry
+from millstream.lake.layout import TableCommit
+from millstream.model.ids import SchemaVersion, ShardId, StreamId, TableId
+from millstream.model.positions import Seq, StreamToken
+from millstream.spark.batches import BatchLander, Landed
+from millstream.spark.driver import take_up
+from millstream.spark.landing import TableError
+from millstream.spark.ledger import Ledger, held_scope, request_retry
+from millstream.spark.replaying import ReplayWatch
+from millstream.spark.session import SparkOptions
+from millstream.testing.log import MemoryReservations, plain_ops, plain_table
+from millstream.wal.reader import StreamReader
+from millstream.wal.retain import oldest_sealed
+from millstream.wal.writer import LogOptions, LogWriter
+
+TABLES = [plain_table(number) for number in (1, 2, 3)]
+IDS = [int(table.table_id) for table in TABLES]
+TIGHTEST = LogConfig(retention_age="0s", retention_bytes="0B")
+NOWHERE = TableError("lake_table_foreign", "somebody else wrote into it", "Mend it.", Retry.NEVER)
+
+
+OPERATION = st.lists(st.tuples(st.sampled_from(IDS), st.integers(1, 3)), min_size=1, max_size=2)
+"""By table, how many records."""
+WRITES = st.sampled_from([None, None, 0, 1, 2, 3, 4])
+"""How many writes to the catalog a process lives to do."""
+
+
+class Killed(BaseException):
+    """The process dies here."""
+
+
+class MortalCatalog(Catalog):
+    """A catalog before one of whose writes the process may die."""
+
+    writes_left: int | None = None
+
+    def come(self) -> None:
+        """To a write: perhaps no further."""
+        if self.writes_left is not None:
+            self.writes_left -= 1
+            if self.writes_left < 0:
+                raise Killed
+
+    def set_landed(self, *args: Any) -> None:
+        self.come()
+        super().set_landed(*args)
+
+    def set_needed_from(self, *args: Any, **named: Any) -> None:
+        self.come()
+        super().set_needed_from(*args, **named)
+
+    def release(self, *args: Any) -> None:
+        self.come()
+        super().release(*args)
+
+    def put_fact(self, *args: Any) -> None:
+        self.come()
+        super().put_fact(*args)
+
+    def drop_fact(self, *args: Any) -> None:
+        self.come()
+        super().drop_fact(*args)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What stands for a DataFrame of frames."""
+
+    after: Seq
+    upto: Seq
+    table: int | None = None
+
+
+class Reads:
+    """What stands for `spark.read`."""
+
+    def format(self, _name: str) -> Self:
+        return self
+
+    def options(self, *, starting: str, ending: str, tables: str, **_others: str) -> SimpleNamespace:
+        after, upto = (StreamToken.parse(token).minimum for token in (starting, ending))
+        return SimpleNamespace(load=lambda: Stretch(after, upto, int(tables)))
+
+
+SPARK: Any = SimpleNamespace(read=Reads())
+
+
+class Histories:
+    """Every table's history: exactly once by its own position, as the lake's are."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, list[int]] = {table: [] for table in IDS}
+        self.upto = dict.fromkeys(IDS, 0)
+        self.failing: set[int] = set()
+
+    def append(self, table: int, numbers: list[int], upto: Seq) -> None:
+        self.rows[table] += [number for number in numbers if number > self.upto[table]]
+        self.upto[table] = max(self.upto[table], upto)
+
+
+class Lander(BatchLander):
+    """Lands stretches of the log in histories that are remembered."""
+
+    histories: Histories
+    numbers: Callable[[Seq, Seq], dict[int, list[int]]]
+
+    def _run(self, batch: Any, held: frozenset[TableId]) -> Landed | None:
+        stretch = cast("Stretch", batch)
+        commits: dict[TableId, TableCommit] = {}
+        errors: dict[TableId, TableError] = {}
+        for table, numbers in self.numbers(stretch.after, stretch.upto).items():
+            table_id = TableId(table)
+            if stretch.table not in {None, table} or table_id in held:
+                continue
+            if table in self.histories.failing:
+                errors[table_id] = NOWHERE
+                continue
+            self.histories.append(table, numbers, stretch.upto)
+            name = f"public.table{table}"
+            commits[table_id] = TableCommit(table_id, name, name, "history", 1, len(numbers), stretch.upto)
+        versions = dict.fromkeys(commits, SchemaVersion(1))
+        return Landed(stretch.after, stretch.upto, commits, errors, versions, None)
+
+
+class LifeOfAPipeline(RuleBasedStateMachine):
+    """Batches, failing tables, kills before any write of the catalog's, lost notes, a lake that is set back: and retention at its tightest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.home = Path(tempfile.mkdtemp())
+        self.catalog = MortalCatalog(self.home / "data" / "catalog.db")
+        self.stream: StreamId = self.catalog.resolve_stream("shop")
+        self.config = config_of(
+            self.home, self.stream, SparkOptions(self.home / "work"), views=("history",), batch_bytes_max=9_000
+        )
+        self.writer = LogWriter.open(
+            str(self.config.wal_folder),
+            stream=self.stream,
+            shards=(ShardId(0),),
+            epoch=1,
+            reservations=MemoryReservations(),
+            options=LogOptions(segment_bytes=5_000, disk_used_max=1.0),
+        )
+        self.histories = Histories()
+        self.appended: dict[int, list[int]] = {table: [] for table in IDS}
+        self.xid = 0
+        self.planned: Stretch | None = None
+        self.batches = 0
+        self.append([[(1, 1)]])
+        self.start()
+
+    def teardown(self) -> None:
+        try:
+            self.all_that_was_wanting_lands_once_tables_are_mended()
+        finally:
+            self.writer.close()
+            self.catalog.close()
+            shutil.rmtree(self.home)
+
+    # --- the process -------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """What a driver does before its first batch."""
+        self.log = StreamReader(str(self.config.wal_folder))
+        self.ledger = Ledger(self.config, self.catalog)
+        take_up(self.config, self.log, self.ledger)
+        if not self.noted_batches():
+            self.planned = None
+        replay = ReplayWatch(str(self.config.wal_folder), Seq(0), Seq(0), bytes_max=1)
+        log = StreamReader(str(self.config.wal_folder))
+        self.lander = Lander(self.config, self.catalog, log, self.ledger, replay, lambda _progress: None, lambda: None)
+        self.lander.histories, self.lander.numbers = self.histories, self.numbers
+        self.lander.retry_held(SPARK)
+
+    def mortal(self, work: Callable[[], None], writes: int | None) -> None:
+        """Do it, or die before one of the catalog's writes and come back; meanwhile the owner, another process, retains."""
+        self.catalog.writes_left = writes
+        try:
+            work()
+        except Killed:
+            self.catalog.writes_left = None
+            sweep(self.catalog, "shop", self.stream, self.config.wal_folder, TIGHTEST)
+            self.start()
+        finally:
+            self.catalog.writes_left = None
+
+    def numbers(self, after: Seq, upto: Seq) -> dict[int, list[int]]:
+        """By table, what the log has between two positions: read, so that it must be there."""
+        found: dict[int, list[int]] = {}
+        for piece in StreamReader(str(self.config.wal_folder)).read_between(after, upto):
+            found.setdefault(int(piece.schema.table_id), []).extend(piece.batch.column("__seq").to_pylist())
+        return found
+
+    # --- Spark's notes -----------------------------------------------------------------------------------------------
+
+    def noted_batches(self) -> list[int]:
+        folder = self.config.checkpoint_dir / "offsets"
+        return sorted(int(file.name) for file in folder.iterdir()) if folder.is_dir() else []
+
+    def note(self, kind: str, text: str) -> None:
+        (self.config.checkpoint_dir / kind).mkdir(parents=True, exist_ok=True)
+        (self.config.checkpoint_dir / kind / str(self.batches)).write_text(text)
+
+    def plan(self) -> Stretch:
+        """The batch that was planned and isn't done, else a new one."""
+        if self.planned is None:
+            done = self.config.checkpoint_dir / "commits"
+            cut = self.ledger.cut
+            after = Seq(0) if cut is None else cut.n
+            if done.is_dir():
+                last = (self.config.checkpoint_dir / "offsets" / str(self.batches)).read_text().splitlines()[2]
+                after = StreamToken.parse(json.loads(last)["token"]).minimum
+            upto = self.log.cut(after, bytes_max=self.config.batch_bytes_max)
+            self.batches += 1
+            offset = {"stream": str(self.stream), "token": self.config.token(upto)}
+            self.note("offsets", f"v1\n{{}}\n{json.dumps(offset)}")
+            self.planned = Stretch(after, upto)
+        return self.planned
+
+    # --- what happens ------------------------------------------------------------------------------------------------
+
+    @rule(operations=st.lists(OPERATION, min_size=1, max_size=4))
+    def append(self, operations: list[list[tuple[int, int]]]) -> None:
+        for rows in operations:
+            before = self.writer.persisted_upto()
+            self.xid += 1
+            self.writer.append(plain_ops({self.xid: [(TABLES[table - 1], count, "x") for table, count in rows]}))
+            for table, numbers in self.numbers(before, self.writer.persisted_upto()).items():
+                self.appended[table] += numbers
+
+    @rule(writes=WRITES)
+    def land(self, writes: int | None) -> None:
+        """A batch, often an empty one; perhaps done again after a kill, when the lake has it."""
+        batch = self.plan()
+
+        def work() -> None:
+            self.lander._land(cast("Any", batch))
+            self.catalog.come()  # between the last write of ours and Spark's
+            self.note("commits", "v1\n{}")
+            self.planned = None
+
+        self.mortal(work, writes)
+
+    @rule(table=st.sampled_from(IDS), count=st.integers(1, 3), writes=WRITES)
+    def land_a_table_that_fails(self, table: int, count: int, writes: int | None) -> None:
+        self.histories.failing.add(table)
+        self.append([[(table, count)]])
+        self.land(writes)
+
+    @rule(table=st.sampled_from(IDS))
+    def mend_table(self, table: int) -> None:
+        self.histories.failing.discard(table)
+
+    @precondition(lambda self: self.ledger.held)
+    @rule(mended=st.booleans(), writes=WRITES)
+    def retry(self, mended: bool, writes: int | None) -> None:
+        """A while later: the others have got on."""
+        self.append([[(table, 1)] for table in IDS])
+        self.land_all()
+        if mended:
+            self.histories.failing.clear()
+        for table in self.ledger.held:
+            request_retry(self.catalog, held_scope(self.config), table)
+        self.mortal(lambda: self.lander.retry_held(SPARK), writes)
+
+    @rule(writes=WRITES, notes=st.sampled_from(["kept", "kept", "lost"]))
+    def restart(self, writes: int | None, notes: str) -> None:
+        if notes == "lost":
+            shutil.rmtree(self.config.checkpoint_dir, ignore_errors=True)
+        self.mortal(self.start, writes)
+
+    @precondition(lambda self: not self.ledger.held)
+    @rule(operations=st.lists(OPERATION, min_size=1, max_size=4), writes=WRITES)
+    def set_the_lake_back(self, operations: list[list[tuple[int, int]]], writes: int | None) -> None:
+        """A copy from before some batches is put in its place, while nothing runs."""
+        lake, copy = self.home / "lake", self.home / "copy"
+        if lake.is_dir():
+            shutil.copytree(lake, copy)
+        kept = Histories()
+        kept.rows = {table: list(numbers) for table, numbers in self.histories.rows.items()}
+        kept.upto = dict(self.histories.upto)
+        self.append(operations)
+        self.land_all()
+        shutil.rmtree(lake, ignore_errors=True)
+        if copy.is_dir():
+            copy.rename(lake)
+        kept.failing = self.histories.failing
+        self.histories, self.planned = kept, None
+        # Before its first write nobody but the lake knows: what retention drops until then is gone.
+        self.mortal(self.start, None if writes is None else writes + 1)
+        self.retain()
+        self.land(writes)
+        self.retain()
+
+    def land_all(self) -> None:
+        while self.planned is not None or self.ledger.cut is None or self.ledger.cut.n < self.writer.persisted_upto():
+            self.land(None)
+
+    @rule()
+    def retain(self) -> None:
+        """Whatever nobody needs goes; what is left begins with something that somebody needs."""
+        sweep(self.catalog, "shop", self.stream, self.config.wal_folder, TIGHTEST)
+        needed = [self.asked_from()] + [table.after for table in self.ledger.held.values()]
+        oldest = oldest_sealed(str(self.config.wal_folder))
+        assert oldest is None or oldest.last_seq > min(needed), "nobody needs it"
+
+    # --- what must hold ----------------------------------------------------------------------------------------------
+
+    def asked_from(self) -> Seq:
+        """Behind which number Spark may ask for the log: the last batch's start, since it may do that again."""
+        position = {p.name: p for p in self.catalog.pipelines(self.stream)}["lake"]
+        assert position.needed_from is not None
+        return Seq(position.needed_from - 1)
+
+    @invariant()
+    def the_log_has_what_the_lake_lacks(self) -> None:
+        first = StreamReader(str(self.config.wal_folder)).first_seq()
+        for table in IDS:
+            lacks = set(self.appended[table]) - set(self.histories.rows[table])
+            assert not lacks or min(lacks) >= first, f"table {table} lacks {min(lacks)}, the log begins at {first}"
+        if self.planned is not None:
+            assert self.planned.after >= first - 1, "a planned batch is asked for again"
+
+    @invariant()
+    def nothing_lands_twice(self) -> None:
+        for numbers in self.histories.rows.values():
+            assert len(numbers) == len(set(numbers))
+
+    @invariant()
+    def who_holds_the_log_is_the_pipeline_and_what_it_has_set_aside(self) -> None:
+        holders = {position.name for position in self.catalog.pipelines(self.stream)}
+        assert holders == {"lake", *(f"lake/{table}" for table in self.ledger.held)}
+
+    def all_that_was_wanting_lands_once_tables_are_mended(self) -> None:
+        self.histories.failing.clear()
+        self.start()
+        self.land_all()
+        assert {table: sorted(rows) for table, rows in self.histories.rows.items()} == self.appended
+        # Behind two batches more, of one segment each, nothing else is needed.
+        for _ in range(2):
+            self.append([[(1, 1)]])
+            self.land(None)
+        self.retain()
+        (position,) = self.catalog.pipelines(self.stream)
+        assert position.name == "lake"
+        oldest = oldest_sealed(str(self.config.wal_folder))
+        assert oldest is None or oldest.last_seq >= self.appended[1][-1]
+
+
+TestLifeOfAPipeline = LifeOfAPipeline.TestCase
+TestLifeOfAPipeline.settings = settings(max_examples=20, stateful_step_count=15)
