@@ -1,0 +1,121 @@
+"""What a person sees of a replay that is killed: `status`, the process's own lines, and the lake that it ends with."""
+
+from __future__ import annotations
+
+import csv
+import io
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.e2e.harness import MILLSTREAM, Home, wait_for
+
+from millstream.testing.postgres import EmbeddedPostgres
+
+CONFIG = """[streams.shop.log]
+segment_bytes = "16KiB"
+[spark]
+batch_bytes = "64KiB"
+"""
+TRANSACTIONS, ROWS = 400, 50
+
+
+@contextmanager
+def part(home: Home, name: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A part in the background, killed at the end."""
+    with log.open("wb") as stderr:
+        process = subprocess.Popen([MILLSTREAM, "--home", str(home.path), name, "run"], stderr=stderr)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(60)
+
+
+@pytest.mark.timeout(900)
+def test_a_replay_is_told_and_goes_on_after_a_kill(tmp_path: Path, postgres_server: EmbeddedPostgres) -> None:
+    home = Home(tmp_path / "shop", postgres_server.create_database("replayed"), slot="replayed", extra_config=CONFIG)
+    home.init()
+
+    def stream() -> dict[str, Any]:
+        (found,) = home.status()["streams"]
+        return dict(found)
+
+    def waiting() -> int:
+        return int(stream()["lag"]["lake"]["records"] or 0)
+
+    with postgres_server.connect("replayed", autocommit=True) as connection:
+        connection.execute("CREATE TABLE items (id bigint PRIMARY KEY, body text NOT NULL)")
+        home.command("capture", "run", "--until-caught-up")
+        with part(home, "capture", tmp_path / "capture.log") as capture:
+            for number in range(TRANSACTIONS):
+                connection.execute(
+                    "INSERT INTO items SELECT i, md5(i::text) || md5((-i)::text) FROM generate_series(%s::bigint, %s::bigint) AS i",
+                    [number * ROWS + 1, (number + 1) * ROWS],
+                )
+                if number == 0:
+                    wait_for(
+                        lambda: waiting() >= ROWS, "capture to be at it: then it takes a few transactions at a time"
+                    )
+            wait_for(lambda: waiting() >= TRANSACTIONS * ROWS, "all of it in the log")
+            capture.send_signal(signal.SIGTERM)
+            assert capture.wait(60) == 0
+        (there,) = connection.execute("SELECT count(*), md5(string_agg(body, ',' ORDER BY id)) FROM items").fetchall()
+    before = stream()
+    assert before["replay"] is None
+    assert before["log"]["segments"] > 10
+
+    told: list[dict[str, Any]] = []
+
+    def under_way() -> bool:
+        replay = stream()["replay"]
+        if replay is not None:
+            told.append(replay)
+        return bool(told) and told[-1]["records"]["done"] > 0
+
+    first_log, second_log = tmp_path / "first.log", tmp_path / "second.log"
+    with part(home, "pipeline", first_log) as process:
+        wait_for(under_way, "a batch to be landed", timeout_s=240)
+        shown = home.command("status")
+        process.send_signal(signal.SIGKILL)
+    assert "  replay: " in shown
+    assert told[0]["records"]["total"] >= TRANSACTIONS * ROWS
+    stopped = stream()
+    assert stopped["replay"] is None, "nothing runs"
+    left = waiting()
+    assert 0 < left < TRANSACTIONS * ROWS, "in its midst"
+
+    again: list[dict[str, Any]] = []
+
+    def over() -> bool:
+        found = stream()
+        if found["replay"] is not None:
+            again.append(found["replay"])
+        return not found["lag"]["lake"]["records"]
+
+    with part(home, "pipeline", second_log) as process:
+        wait_for(over, "the lake to have all of it", timeout_s=240)
+        wait_for(lambda: "replay is over" in second_log.read_text(), "the last line")
+        assert stream()["replay"] is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 0
+    assert {replay["records"]["total"] for replay in again} == {left}, "from the last cut on"
+    for one in (told, again):
+        done = [replay["bytes"]["done"] for replay in one]
+        assert done == sorted(done)
+        assert all(replay["bytes"]["done"] <= replay["bytes"]["total"] for replay in one)
+    assert "replay begins" in first_log.read_text()
+    assert "replay is over" not in first_log.read_text()
+    assert f"records {left}" in next(line for line in second_log.read_text().splitlines() if "replay is over" in line)
+
+    home.caught_up()
+    sql = "SELECT count(*) AS rows, md5(string_agg(body, ',' ORDER BY id)) AS sum FROM public.items"
+    (lake,) = csv.DictReader(io.StringIO(home.command("query", sql, "--format", "csv")))
+    assert (int(lake["rows"]), lake["sum"]) == there
+    every = 'SELECT count(*) AS records, count(DISTINCT __seq) AS numbers FROM history."public.items"'
+    (history,) = csv.DictReader(io.StringIO(home.command("query", every, "--format", "csv")))
+    assert int(history["records"]) == int(history["numbers"]) == TRANSACTIONS * ROWS
