@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
+from millstream.model.appends import Submitted
 from millstream.model.ids import Epoch, SourceId
-from millstream.model.operations import Ack, SpilledOp, WriteOps
+from millstream.model.operations import Ack
 from millstream.model.positions import Lsn, Seq
 
 
@@ -108,7 +109,7 @@ class SeqReservations(Protocol):
 class LogAppender(Protocol):
     """Where capture and ingest put operations: the writer of a stream's shards."""
 
-    def submit(self, ops: WriteOps | SpilledOp, *, deadline_s: float | None = None) -> Future[Ack]:
+    def submit(self, ops: Submitted, *, deadline_s: float | None = None) -> Future[Ack]:
         """Queue for the next commit group, in order of the calls; blocks while the queue is full.
 
         The future ends when the operations are durable on all their shards. Any number of threads may call.
@@ -118,6 +119,20 @@ class LogAppender(Protocol):
             DiskFull: no space; nothing was appended.
             AppendOutcomeUnknown: the disk failed under the group. Every later call gets `WriterClosed`.
             WriterClosed: this writer takes no more.
+            InvalidValue: a value of an `AppendOp` isn't of its column's type; nothing of it was appended.
+        """
+
+    async def append_async(self, ops: Submitted, *, deadline_s: float | None = None) -> Ack:
+        """As `submit` for a task: returns once the operations are durable; the event loop goes on meanwhile.
+
+        A commit group wakes each event loop once, however many of its tasks it answers. Order is that of the calls, but for tasks
+        that had to wait for room. Tasks of any number of loops may call.
+
+        Cancelled while they wait for their group, the operations aren't written. Once it has begun they are, though nobody
+        is told.
+
+        Raises:
+            As `submit`.
         """
 
     def reached(self) -> Mapping[SourceId, Lsn]:

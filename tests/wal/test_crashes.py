@@ -6,11 +6,14 @@ What the disk kept of unsynced writes and names is varied: nothing, everything (
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import pytest
-from tests.wal.truth import Truth
+from tests.wal.log_writers import OTHER, column, small
+from tests.wal.truth import FOLDER, Truth
 
 from millstream.testing.files import Crash, FaultPlan, MemoryFiles, keep_any, lose_all
+from millstream.wal.reader import StreamReader
 
 Keep = Callable[[int], Sequence[float]]
 
@@ -109,3 +112,43 @@ def test_recovering_again_finds_the_same(operations: int):
             files = files.crash(keep)
             truth.open(files).abandon()
             assert truth.judge(files, seen=once) == once
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES)
+def test_a_crash_while_small_appends_are_written_loses_none_acknowledged_and_splits_no_group(outcome: str):
+    """On shard 0, on both, and rolled in between; each append has as many rows as its number says."""
+    keep, first, _ = OUTCOMES[outcome]
+    of_both = [small(4, 4), small(5, 5, table=OTHER, shard=1), small(6, 6)]
+    groups = [
+        [small(1)],
+        [small(2, 2), small(3, 3)],
+        of_both,
+        [small(number, number, text="z" * 200) for number in (7, 8, 9)],
+    ]
+    rows = [[op.rows[0][0] for op in group for _ in op.rows] for group in groups]
+    for at in range(first, 200, 3):
+        truth = Truth()
+        files = MemoryFiles(FaultPlan(crash_at=at))
+        acknowledged = 0
+        try:
+            log = truth.open(files)
+            for group in groups:
+                log.commit(group)
+                acknowledged += 1
+                log.roll()
+            log.close()
+        except Crash:
+            survivor = files.crash(keep)
+        else:
+            break
+        log = truth.open(survivor)
+        there = column(StreamReader(FOLDER, files=survivor), "id")
+        shown = [count for count in range(len(rows) + 1) if there == list(chain.from_iterable(rows[:count]))]
+        assert shown, f"{there} is no whole number of groups"
+        assert shown[0] >= acknowledged
+        (ack,) = log.commit([small(10)])
+        assert ack.seqs.count == 1
+        assert column(StreamReader(FOLDER, files=survivor), "id") == [*there, 10]
+        log.abandon()
+    else:
+        raise AssertionError("it takes more operations than were tried")

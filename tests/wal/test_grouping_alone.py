@@ -1,4 +1,4 @@
-"""The short way through planning a group says what the long way says."""
+"""The short ways through planning a group say what the long way says."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millstream.model.appends import AppendOp, columns_of
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, TableId
 from millstream.model.operations import OPERATION_SCHEMA, OperationKind, TableRows, WriteOps
 from millstream.model.positions import Offset, Seq
@@ -65,3 +66,27 @@ def test_an_operation_alone_is_planned_as_one_among_others(
     for name in FramePlan.__slots__:
         assert getattr(one, name) == getattr(other, name), name
     assert one.payload[0][1].schema.equals(log_row_schema(schema), check_metadata=True)
+
+
+@given(
+    counts=st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=5), min_size=1, max_size=6),
+    tables=st.lists(st.integers(1, 2), min_size=30, max_size=30),
+    partitions=st.lists(st.sampled_from([None, "north"]), min_size=30, max_size=30),
+    seq=st.integers(1, 10**12),
+    base=st.integers(0, 10**12),
+)
+def test_small_appends_are_planned_together_as_each_by_itself(
+    counts: list[list[int]], tables: list[int], partitions: list[str | None], seq: int, base: int
+):
+    schemas = {version: table(version) for version in (1, 2)}
+    facts = zip((count for run in counts for count in run), tables, partitions, strict=False)
+    ops = [
+        AppendOp(schemas[version], [(n, f"{place}") for n in range(count)], SHARD, partition, trace_id=f"{place}")
+        for place, (count, version, partition) in enumerate(facts)
+    ]
+    together = plan_group([columns_of(ops)], first_seq=Seq(seq), base={SHARD: Offset(base)}, frame_bytes_max=1 << 24)
+    apart = [columns_of([op]) for op in ops]
+    one_by_one = plan_group(apart, first_seq=Seq(seq), base={SHARD: Offset(base)}, frame_bytes_max=1 << 24)
+    (one,), (other,) = together[SHARD], one_by_one[SHARD]
+    for name in FramePlan.__slots__:
+        assert getattr(one, name) == getattr(other, name), name

@@ -3,66 +3,30 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
+import psutil
 import pytest
+from tests.wal.log_writers import OTHER, TABLE, HeldSyncs, column, one, opened, small, xids
 
-from millstream.errors import DiskFull, Overloaded, ShardLocked, StaleEpoch, TokenFromFuture, WriterClosed
-from millstream.model.schema import TableSchema
+from millstream.errors import (
+    AppendOutcomeUnknown,
+    DiskFull,
+    InvalidValue,
+    Overloaded,
+    ShardLocked,
+    StaleEpoch,
+    TokenFromFuture,
+    WriterClosed,
+)
+from millstream.model.appends import AppendOp
 from millstream.testing.files import FaultPlan, MemoryFiles
 from millstream.testing.log import MemoryReservations, plain_ops, plain_spilled, plain_table
 from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader
-from millstream.wal.writer import LogOptions, LogWriter
-
-TABLE, OTHER = plain_table(1), plain_table(2)
-
-
-class HeldSyncs(MemoryFiles):
-    """Memory files whose fsyncs wait until a test lets them go."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.may_sync = threading.Event()
-        self.may_sync.set()
-        self.waiting = threading.Event()
-
-    def sync(self, node: Any, path: str):
-        if not self.may_sync.is_set():
-            self.waiting.set()
-            assert self.may_sync.wait(20)
-        super().sync(node, path)
-
-
-def opened(
-    folder: str | Path,
-    *,
-    files: MemoryFiles | None = None,
-    epoch: int = 1,
-    shards: tuple[int, ...] = (0,),
-    reservations: MemoryReservations | None = None,
-    **options: Any,
-) -> LogWriter:
-    return LogWriter.open(
-        str(folder),
-        stream=uuid4(),
-        shards=shards,
-        epoch=epoch,
-        reservations=reservations or MemoryReservations(),
-        files=files,
-        options=LogOptions(**{"segment_bytes": 1 << 20, "disk_used_max": 1.0, **options}),
-    )
-
-
-def one(xid: int, text: str = "x", table: TableSchema = TABLE):
-    return plain_ops({xid: [(table, 1, text)]}, shard_of={2: 1})
-
-
-def xids(reader: StreamReader):
-    found = reader.read_between(reader.first_seq() - 1, reader.persisted_upto())
-    return [xid for records in found for xid in records.batch.column("__xid").to_pylist()]
+from millstream.wal.writer import LogWriter
 
 
 def test_what_waits_while_an_fsync_runs_becomes_one_group_in_order_of_the_calls():
@@ -86,17 +50,157 @@ def test_what_waits_while_an_fsync_runs_becomes_one_group_in_order_of_the_calls(
 
 def test_a_full_queue_holds_callers_and_refuses_them_at_their_deadline():
     files = HeldSyncs()
-    with opened("/wal/s", files=files, queue_bytes_max=3_000) as log:
+    with opened("/wal/s", files=files, queue_bytes_max=200_000) as log:
         log.append(one(1))
         files.may_sync.clear()
         answers = [log.submit(one(2))]
         assert files.waiting.wait(10)
         with pytest.raises(Overloaded):
             answers.extend(log.submit(one(xid, "y" * 500), deadline_s=0.05) for xid in range(3, 100))
-        assert log.stats().queued_bytes <= 3_000
+        assert log.stats().queued_bytes <= 200_000
         files.may_sync.set()
         assert [a.result(10).seqs.count for a in answers] == [1] * len(answers)
         log.append(one(1000))
+
+
+def test_a_queue_of_tiny_submissions_is_bounded_by_what_they_take():
+    files = HeldSyncs()
+    with opened("/wal/s", files=files, queue_bytes_max=100_000) as log:
+        files.may_sync.clear()
+        answers = [log.submit(small(1))]
+        assert files.waiting.wait(10)
+        for make, least in ((small, 1000), (one, 10_000)):
+            queued = len(answers)
+            with pytest.raises(Overloaded):
+                answers.extend(log.submit(make(n), deadline_s=0.05) for n in range(2, 1000))
+            assert len(answers) - queued <= 100_000 / least
+        assert log.stats().queued_bytes <= 100_000
+        files.may_sync.set()
+        assert [answer.result(10).seqs.count for answer in answers] == [1] * len(answers)
+
+
+def test_the_size_of_one_row_operations_is_that_of_the_memory_that_they_take():
+    def rss() -> int:
+        return psutil.Process().memory_info().rss
+
+    _ = [one(xid) for xid in range(1, 200)]
+    before = rss()
+    held = [one(xid) for xid in range(1, 4000)]
+    assert rss() - before < 1.5 * sum(ops.size_bytes for ops in held)
+
+
+def test_small_appends_and_other_operations_share_groups_in_order_of_the_calls():
+    files = HeldSyncs()
+    with opened("/wal/s", files=files, shards=(0, 1)) as log:
+        files.may_sync.clear()
+        first = log.submit(small(0))
+        assert files.waiting.wait(10)
+        made = [
+            small(1), small(2, 3), one(30), small(4, table=OTHER, shard=1), small(5),
+            plain_spilled(60, [[(TABLE, 2, "a")]] * 2), small(7), one(80, table=OTHER), small(9, 2),
+        ]  # fmt: skip
+        rest = [log.submit(ops) for ops in made]
+        files.may_sync.set()
+        acks = [answer.result(10) for answer in (first, *rest)]
+        assert log.stats().groups == 4
+        assert log.stats().operations == 10
+    assert [(ack.seqs.first, ack.seqs.count) for ack in acks] == [
+        (1, 1), (2, 1), (3, 3), (6, 1), (7, 1), (8, 1), (9, 4), (13, 1), (14, 1), (15, 2),
+    ]  # fmt: skip
+    assert [ack.offsets for ack in acks] == [
+        {0: (0, 1)}, {0: (1, 2)}, {0: (2, 5)}, {0: (5, 6)}, {1: (0, 1)}, {0: (6, 7)}, {0: (7, 11)}, {0: (11, 12)},
+        {1: (1, 2)}, {0: (12, 14)},
+    ]  # fmt: skip
+    reader = StreamReader("/wal/s", files=files)
+    assert xids(reader) == [*[None] * 5, 30, None, None, *[60] * 4, None, 80, None, None]
+    assert column(reader, "id") == [0, 1, 2, 2, 2, 0, 4, 5, 0, 1, 2, 3, 7, 0, 9, 9]
+
+
+def test_a_value_that_is_none_of_its_columns_is_its_callers_error_alone():
+    files = HeldSyncs()
+    with opened("/wal/s", files=files) as log:
+        with pytest.raises(InvalidValue, match=r"public\.table1, column id"):
+            log.append(AppendOp(TABLE, (("one", "x"),)))
+        files.may_sync.clear()
+        answers = [log.submit(small(1))]
+        assert files.waiting.wait(10)
+        wrong = (AppendOp(TABLE, (("two", "x"),)), AppendOp(TABLE, ((3, "x", "more"),)), AppendOp(TABLE, ()))
+        answers += [log.submit(ops) for ops in (small(2), wrong[0], one(30), wrong[1], small(4), wrong[2])]
+        files.may_sync.set()
+        errors = [answer.exception(10) for answer in answers]
+        assert [getattr(error, "code", None) for error in errors] == [
+            None, None, "invalid_value", None, "invalid_value", None, "invalid_value",
+        ]  # fmt: skip
+        assert len({str(error) for error in errors if error}) == 3
+        assert log.append(small(5)).seqs.first == 5, "no number is lost"
+    assert column(StreamReader("/wal/s", files=files), "id") == [1, 2, 0, 4, 5]
+
+
+def test_without_a_delay_an_operation_is_written_at_once_and_with_one_it_waits_for_company():
+    for delay_s, groups in ((0.0, 2), (0.3, 1)):
+        with opened("/wal/s", files=MemoryFiles(), group_commit_delay_s=delay_s) as log:
+            began = time.monotonic()
+            first = log.submit(small(1))
+            if not delay_s:
+                first.result(10)
+            second = log.submit(small(2))
+            assert (first.result(10).seqs.first, second.result(10).seqs.first) == (1, 2)
+            assert time.monotonic() - began >= delay_s
+            assert log.stats().groups == groups
+            log.append(small(3))
+            assert time.monotonic() - began >= 2 * delay_s, "one that finds nobody writing waits, too"
+
+
+def test_a_group_that_is_full_a_queue_that_is_full_and_the_end_cut_the_delay_short():
+    with opened("/wal/s", files=MemoryFiles(), group_commit_delay_s=600.0, group_bytes_max=40_000) as log:
+        answers = [log.submit(small(n)) for n in range(40)]
+        assert answers[0].result(10).seqs.first == 1
+    assert all(answer.done() for answer in answers)
+    with opened("/wal/s", files=MemoryFiles(), group_commit_delay_s=600.0, queue_bytes_max=40_000) as log:
+        answers = [log.submit(small(n), deadline_s=10) for n in range(100)]
+        waits = log.submit(small(100, text="y" * 30_000), deadline_s=10)
+        assert not waits.done()
+    assert waits.result(0).seqs.first == 101
+
+
+@pytest.mark.parametrize(
+    ("error", "where", "told"),
+    [
+        (KeyboardInterrupt, "write", KeyboardInterrupt),
+        (KeyboardInterrupt, "sync", KeyboardInterrupt),
+        (MemoryError, "sync", AppendOutcomeUnknown),
+    ],
+)
+def test_an_append_broken_off_in_its_midst_leaves_its_outcome_open_and_the_log_sound(
+    error: type[BaseException], where: str, told: type[BaseException]
+):
+    """Ctrl-C in a thread that wrote for itself used to leave half a group, behind which the next one was written."""
+
+    class BreaksOff(MemoryFiles):
+        at: str | None = None
+
+        def write(self, node: Any, path: str, position: int, data: bytes) -> None:
+            super().write(node, path, position, data)
+            if self.at == "write":
+                raise error
+
+        def sync(self, node: Any, path: str) -> None:
+            super().sync(node, path)
+            if self.at == "sync":
+                raise error
+
+    files = BreaksOff()
+    log = opened("/wal/s", files=files)
+    log.append(small(1))
+    files.at = where
+    with pytest.raises(told):
+        log.append(small(2))
+    files.at = None
+    with pytest.raises(WriterClosed) as refused:
+        log.append(small(3))
+    assert refused.value.__cause__.code == "append_outcome_unknown"
+    log.close()
+    assert column(StreamReader("/wal/s", files=files), "id") == [1]
 
 
 def test_many_threads_append_and_each_gets_its_own_range(tmp_path: Path):

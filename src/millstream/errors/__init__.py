@@ -318,7 +318,7 @@ class TableUndecodable(CodecError):
 
 
 class InvalidValue(CodecError):
-    """A value's text is not one of its type; details: column, type."""
+    """A value, or its text, is not one of its type; details: column, type."""
 
     code = "invalid_value"
 

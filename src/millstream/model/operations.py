@@ -20,6 +20,8 @@ from millstream.model.records import INSTANT
 from millstream.model.schema import TableSchema
 
 FIRST_SHARD: Final = ShardId(0)
+_COLUMN_BYTES: Final = 1024
+"""What a column of a batch holds beside its values, measured: small batches are little else."""
 
 
 class OperationKind(IntEnum):
@@ -78,8 +80,8 @@ class WriteOps:
     @property
     def size_bytes(self) -> int:
         """Memory that the columns hold; a slice holds all that it was cut from (and `nbytes` takes a hundred times as long)."""
-        held = sum(t.rows.get_total_buffer_size() for t in self.tables)
-        return int(held + self.operations.get_total_buffer_size())
+        batches = [self.operations, *(table.rows for table in self.tables)]
+        return int(sum(batch.get_total_buffer_size() + batch.num_columns * _COLUMN_BYTES for batch in batches))
 
     @property
     def row_count(self) -> int:

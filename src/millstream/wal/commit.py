@@ -13,10 +13,10 @@ When the disk fails:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, TypeVar
 
 from millstream import failpoints
 from millstream.codec.log_directory import DIRECTORIES, Numbering
@@ -30,6 +30,7 @@ from millstream.errors import (
     StaleEpoch,
     WriterClosed,
 )
+from millstream.model.appends import Submitted
 from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, SourceId, StreamId, TableId, WriterId
 from millstream.model.operations import Ack, SpilledOp, WriteOps
 from millstream.model.positions import Lsn, Offset, Seq, SeqRange
@@ -40,11 +41,12 @@ from millstream.wal.layout import MARK_NAME, list_segments, list_shards, shard_f
 from millstream.wal.mark import DurableMark, MarkFile
 from millstream.wal.recover import NO_SPACE, Recovered, keep_spare, recover
 from millstream.wal.segment import GroupFacts, OpenSegment, WriteFailed
+from millstream.wal.submissions import acks_of, in_columns, shards_of
 
 _MIB: Final = 1 << 20
+_Found = TypeVar("_Found")
 _SPARE_EXTRA_BYTES: Final = 4 * _MIB
 """A tail may exceed its segment's size by its last group and its footer."""
-Submitted: TypeAlias = WriteOps | SpilledOp
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class LogOptions:
     """Memory of what waits; one larger submission may stretch it."""
     group_bytes_max: int = 16 * _MIB
     """Memory of the submissions that go into one commit group; a single one may stretch it."""
+    group_commit_delay_s: float = 0.0
+    """How long the first of a commit group waits for company. Without, a group is what waited while the last fsync ran."""
     disk_used_max: float = 0.9
     """Share of the disk above which appends get `DiskFull`."""
     frame_bytes_max: int = 16 * _MIB
@@ -200,12 +204,17 @@ class GroupCommitter:
             AppendOutcomeUnknown: the disk failed; nothing more is taken.
             WriterClosed: it failed before.
             StaleEpoch: another writer has taken over; nothing of it is in the log, and nothing more is taken.
+            InvalidValue: a value of an `AppendOp` isn't of its column's type; nothing of the group is in the log.
         """
         if self.failure is not None:
             raise WriterClosed("the log's writer failed before this was written; nothing of it was") from self.failure
-        count = sum(ops.row_count for ops in submitted)
+        return self._uninterrupted(lambda: self._commit(submitted))
+
+    def _commit(self, submitted: Sequence[Submitted]) -> list[Ack]:
+        group = in_columns(submitted)
+        count = sum(ops.row_count for ops in group)
         reached = dict(self.reached)
-        for ops in submitted:
+        for ops in group:
             for source, lsn in ops.reached.items():
                 reached[source] = max(lsn, reached.get(source, lsn))
         if count == 0:
@@ -224,26 +233,34 @@ class GroupCommitter:
             reserved_to=self._sequencer.reserved_to,
             hybrid_time=self._clock.now_ns(),
             reached=reached,
-            shards=frozenset(shard for ops in submitted for shard in shards_of(ops)),
+            shards=frozenset(shard for ops in group for shard in shards_of(ops)),
         )
         touched = [self._shards[shard].segment for shard in sorted(facts.shards)]
         starts = {shard: self._shards[shard].segment.end_offset for shard in facts.shards}
         try:
-            self._stage(submitted, facts, given.first)
+            self._stage(group, facts, given.first)
         except Exception as error:
             self._sequencer.abort(given)
             self._undo(touched, error)
             raise
-        failpoints.hit("wal.before_fsync")
-        self._sync(touched)
-        failpoints.hit("wal.after_fsync")
-        self._show(touched, facts, given)
+        try:
+            failpoints.hit("wal.before_fsync")
+            self._sync(touched)
+            failpoints.hit("wal.after_fsync")
+            self._show(touched, facts, given)
+        except Exception as error:
+            if self.failure is None:
+                raise self._poison("making a group durable failed", error) from error
+            raise
         self.counts.records += count
-        self.counts.operations += sum(1 if isinstance(ops, SpilledOp) else ops.operations.num_rows for ops in submitted)
-        return _acks(submitted, given.first, starts)
+        self.counts.operations += sum(1 if isinstance(ops, SpilledOp) else ops.operations.num_rows for ops in group)
+        return acks_of(submitted, given.first, starts)
 
     def roll(self) -> None:
         """Seal what is large or old enough, and begin the next segment. A failure is in `failure`, or the next append's."""
+        self._uninterrupted(self._roll)
+
+    def _roll(self) -> None:
         age_ns = int(self._options.segment_age_s * 1e9)
         now = self._clock.now_ns()
         due = [
@@ -272,6 +289,16 @@ class GroupCommitter:
             shard.segment.close()
             shard.mark.close()
 
+    def _uninterrupted(self, step: Callable[[], _Found]) -> _Found:
+        """A step that leaves files and counts at odds where it is broken off, by Ctrl-C in a thread that writes for itself."""
+        try:
+            return step()
+        except Exception:
+            raise
+        except BaseException as error:
+            self._poison("the thread that wrote was interrupted", error)
+            raise
+
     # --- a group's steps -------------------------------------------------------------------------------------------
 
     def _check_disk(self) -> None:
@@ -294,17 +321,16 @@ class GroupCommitter:
             raise
         self._sequencer.reserved(upto)
 
-    def _stage(self, submitted: Sequence[Submitted], facts: GroupFacts, first_seq: Seq) -> None:
+    def _stage(self, group: Sequence[WriteOps | SpilledOp], facts: GroupFacts, first_seq: Seq) -> None:
         """Write the group's frames behind the last ones of its shards."""
         base = {shard: self._shards[shard].segment.end_offset for shard in facts.shards}
-        if isinstance(submitted[0], SpilledOp):
-            assert len(submitted) == 1
-            own = SeqRange(first_seq, submitted[0].row_count)
-            self._stage_spilled(submitted[0], facts, own, base)
+        if isinstance(group[0], SpilledOp):
+            assert len(group) == 1
+            own = SeqRange(first_seq, group[0].row_count)
+            self._stage_spilled(group[0], facts, own, base)
             return
-        group = [ops for ops in submitted if isinstance(ops, WriteOps)]
         plans = plan_group(
-            group,
+            [ops for ops in group if isinstance(ops, WriteOps)],
             first_seq=first_seq,
             base=base,
             frame_bytes_max=self._options.frame_bytes_max,
@@ -384,8 +410,9 @@ class GroupCommitter:
         if isinstance(error, WriteFailed):
             raise DiskFull(f"the disk has no space for the group: {error.cause}") from error.cause
 
-    def _poison(self, what: str, error: OSError) -> AppendOutcomeUnknown:
-        self.failure = AppendOutcomeUnknown(f"{what}: {error}; whether the group is durable is unknown")
+    def _poison(self, what: str, error: BaseException) -> AppendOutcomeUnknown:
+        why = str(error) or type(error).__name__
+        self.failure = AppendOutcomeUnknown(f"{what}: {why}; whether the group is durable is unknown")
         return self.failure
 
     def _move_marks(self, *, anchor: bool = False) -> None:
@@ -503,34 +530,3 @@ def lock_shards(files: Files, folder: str, shards: Sequence[ShardId]) -> dict[Sh
             mark.close()
         raise
     return marks
-
-
-def shards_of(ops: Submitted) -> set[ShardId]:
-    """The shards on which a submission has rows."""
-    if isinstance(ops, SpilledOp):
-        return {shard for (shard, _), count in ops.counts.items() if count}
-    return {table.shard for table in ops.tables if table.rows.num_rows}
-
-
-def _acks(submitted: Sequence[Submitted], first_seq: Seq, starts: Mapping[ShardId, Offset]) -> list[Ack]:
-    """What each submission was given: submissions follow one another in numbers and, on every shard, in offsets."""
-    next_offset = dict(starts)
-    acks = []
-    number = first_seq
-    for ops in submitted:
-        counts: dict[ShardId, int] = {}
-        if isinstance(ops, SpilledOp):
-            for (shard, _), count in ops.counts.items():
-                counts[shard] = counts.get(shard, 0) + count
-        else:
-            for table in ops.tables:
-                counts[table.shard] = counts.get(table.shard, 0) + table.rows.num_rows
-        offsets = {}
-        for shard, count in counts.items():
-            if count:
-                offsets[shard] = (next_offset[shard], Offset(next_offset[shard] + count))
-                next_offset[shard] = offsets[shard][1]
-        rows = sum(counts.values())
-        acks.append(Ack(offsets, SeqRange(number, rows)))
-        number = Seq(number + rows)
-    return acks

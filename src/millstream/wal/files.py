@@ -24,7 +24,9 @@ class RealFile:
 
     def pwrite(self, data: bytes | memoryview, position: int) -> None:
         """Write all of it."""
-        self.pwritev([data], position)
+        written = os.pwrite(self._descriptor, data, position)
+        if written < len(data):
+            self.pwritev([memoryview(data)[written:]], position + written)
 
     def pwritev(self, buffers: Sequence[bytes | memoryview], position: int) -> None:
         """Write all of them, however many system calls it takes."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from millstream.codec.checksums import Bytes
@@ -94,8 +94,16 @@ class FrameLog:
         return SegmentFooter(tuple(self.entries), end_offset, end_offset - base_offset, self.heads.digest()).encode()
 
 
-def entry_of(header: FrameHeader, position: int, length: int, times: tuple[int, int] | None) -> FrameEntry:
-    """A frame's line in the footer; `header` carries its parts."""
+def entry_of(
+    header: FrameHeader,
+    position: int,
+    length: int,
+    times: tuple[int, int] | None,
+    tables: tuple[TableEntry, ...] | None = None,
+) -> FrameEntry:
+    """A frame's line in the footer; `header` carries its parts, where they aren't given as `tables`."""
+    if tables is None:
+        tables = tuple(TableEntry(p.table_id, p.schema_version, p.rows, p.length) for p in header.parts)
     return FrameEntry(
         kind=header.kind,
         offset=header.first_offset,
@@ -109,7 +117,7 @@ def entry_of(header: FrameHeader, position: int, length: int, times: tuple[int, 
         group=header.group,
         commit_ts_min_us=None if times is None else times[0],
         commit_ts_max_us=None if times is None else times[1],
-        tables=tuple(TableEntry(p.table_id, p.schema_version, p.rows, p.length) for p in header.parts),
+        tables=tables,
     )
 
 
@@ -213,8 +221,7 @@ class OpenSegment:
             TableEntry(schema.table_id, schema.version, rows, len(data))
             for (schema, rows), data in zip(tables, encoded[1:], strict=True)
         )
-        entry = entry_of(header, position, length, times)
-        self._staged.append((replace(entry, tables=parts), encoded[0]))
+        self._staged.append((entry_of(header, position, length, times, parts), encoded[0]))
         return position + length
 
     def sync(self) -> None:

@@ -2,31 +2,38 @@
 
 Callers queue; one thread takes what has waited while the last fsync ran as the next commit group, and starts on it at once
 when that fsync has returned. A caller of `append` who finds nothing waiting and nobody writing writes its group itself: that
-saves two changes of threads, and the rows' way from one core's cache to another's. What a group goes through is `commit`'s;
-here are only the queue, its bounds, and the answers. Durable before readable, durable before acknowledged, always.
+saves two changes of threads, and the rows' way from one core's cache to another's. What a group goes through is `commit`'s,
+the queue and its bounds are `queue`'s, and how callers are told `answers`'. Durable before readable, durable before
+acknowledged, always.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Self
 
-from millstream.errors import MillstreamError, Overloaded, WriterClosed
+from millstream.errors import InvalidValue, MillstreamError, WriterClosed
+from millstream.model.appends import AppendOp, Submitted, columns_of
 from millstream.model.ids import Epoch, RegionId, ShardId, SourceId, StreamId, WriterId
-from millstream.model.operations import Ack, SpilledOp, WriteOps
+from millstream.model.operations import Ack, SpilledOp
 from millstream.model.positions import Lsn, Offset, Seq, StreamToken
 from millstream.ports import Clock, Files, SeqReservations
-from millstream.wal.commit import GroupCommitter, LogOptions, Submitted, WriterIdentity, shards_of
+from millstream.wal.answers import Awaited, Blocked, Promised, Waiting, answer
+from millstream.wal.commit import GroupCommitter, LogOptions, WriterIdentity
 from millstream.wal.files import RealFiles, SystemClock
+from millstream.wal.queue import SubmissionQueue
+from millstream.wal.submissions import shards_of
 
 __all__ = ["LogOptions", "LogWriter", "WriterStats"]
 
 _ONLY_REGION: Final = RegionId(0)
 _FIRST_WRITER: Final = WriterId(1)
+_SUBMISSION_BYTES: Final = 1024
+"""What a submission holds beside its rows: itself, its answer, and who waits for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +49,6 @@ class WriterStats:
     """What recovery cut off at the open."""
 
 
-@dataclass(slots=True)
-class _Submission:
-    ops: Submitted
-    size_bytes: int
-    answer: Future[Ack] = field(default_factory=Future)
-
-
 class LogWriter:
     """Appends to all shards of one writer; see `ports.LogAppender`. Made by `open`.
 
@@ -60,12 +60,14 @@ class LogWriter:
         self._stream = stream
         self._options = options
         self._writing = threading.Lock()
-        """Held by the thread that writes: taken before `_changed`, and before anything is taken off the queue."""
-        self._changed = threading.Condition()
-        self._queue: deque[_Submission] = deque()
-        self._queued_bytes = 0
-        self._ended = False
-        """No more is taken: closed, or failed."""
+        """Held by the thread that writes: taken before anything is taken off the queue."""
+        self._shards = committer.shards
+        self._delays = options.group_commit_delay_s > 0
+        self._queue = SubmissionQueue(
+            bytes_max=options.queue_bytes_max,
+            group_bytes_max=options.group_bytes_max,
+            delay_s=options.group_commit_delay_s,
+        )
         self._thread = threading.Thread(target=self._run, name=f"wal-writer-{stream.hex[:8]}", daemon=True)
         self._thread.start()
 
@@ -115,34 +117,33 @@ class LogWriter:
         )
         return cls(committer, stream, options)
 
-    def submit(self, ops: WriteOps | SpilledOp, *, deadline_s: float | None = None) -> Future[Ack]:
+    def submit(self, ops: Submitted, *, deadline_s: float | None = None) -> Future[Ack]:
         """Queue for the next commit group; see `ports.LogAppender.submit`."""
-        submission = self._submission(ops)
-        size = submission.size_bytes
-        with self._changed:
-            decided = self._changed.wait_for(lambda: self._ended or self._has_room(size), deadline_s)
-            if self._ended:
-                raise WriterClosed("the log's writer takes no more") from self._committer.failure
-            if not decided:
-                raise Overloaded(
-                    f"{self._queued_bytes} bytes still wait to be written", queued_bytes=self._queued_bytes
-                )
-            self._queue.append(submission)
-            self._queued_bytes += size
-            self._changed.notify_all()
-        return submission.answer
+        self._check_shards(ops)
+        waiting = Promised(ops, _held_bytes(ops))
+        self._queue.put(waiting, deadline_s)
+        return waiting.future
 
-    def append(self, ops: WriteOps | SpilledOp, *, deadline_s: float | None = None) -> Ack:
+    def append(self, ops: Submitted, *, deadline_s: float | None = None) -> Ack:
         """Append and return once durable; raises what `submit`'s future would end with."""
-        if self._writing.acquire(blocking=False):
+        self._check_shards(ops)
+        if not self._delays and self._writing.acquire(blocking=False):
             try:
-                if self._is_idle():
-                    submission = self._submission(ops)
-                    self._write([submission])
-                    return submission.answer.result()
+                if self._queue.is_idle() and self._committer.failure is None:
+                    return self._write_alone(ops)
             finally:
                 self._writing.release()
-        return self.submit(ops, deadline_s=deadline_s).result()
+        waiting = Blocked(ops, _held_bytes(ops))
+        self._queue.put(waiting, deadline_s)
+        return waiting.wait()
+
+    async def append_async(self, ops: Submitted, *, deadline_s: float | None = None) -> Ack:
+        """Append and return once durable; see `ports.LogAppender.append_async`."""
+        self._check_shards(ops)
+        waiting = Awaited(ops, _held_bytes(ops), asyncio.get_running_loop())
+        if not self._queue.offer(waiting):
+            await self._queue.put_async(waiting, deadline_s)
+        return await waiting.future
 
     def reached(self) -> Mapping[SourceId, Lsn]:
         """For each source, the commit end LSN up to which the durable log has everything."""
@@ -172,15 +173,13 @@ class LogWriter:
             counts.operations,
             counts.records,
             counts.bytes_written,
-            self._queued_bytes,
+            self._queue.queued_bytes,
             counts.recovered_cut_bytes,
         )
 
     def close(self) -> None:
         """Write what waits, seal, and give up the locks. After a failure the files are left as they are."""
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
+        self._queue.end()
         self._thread.join()
 
     def __enter__(self) -> Self:
@@ -189,92 +188,78 @@ class LogWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _submission(self, ops: WriteOps | SpilledOp) -> _Submission:
-        unknown = shards_of(ops) - self._committer.shards
-        if unknown:
-            raise AssertionError(f"shards {sorted(unknown)} aren't this writer's")
-        return _Submission(ops, ops.size_bytes if isinstance(ops, WriteOps) else 0)  # a spilled one isn't in memory
+    def _check_shards(self, ops: Submitted) -> None:
+        known = ops.shard in self._shards if isinstance(ops, AppendOp) else shards_of(ops) <= self._shards
+        if not known:
+            raise AssertionError(f"shards {sorted(shards_of(ops) - self._shards)} aren't this writer's")
 
-    def _is_idle(self) -> bool:
-        """Whether nothing waits, and more is taken. For the holder of `_writing`."""
-        with self._changed:
-            return not self._queue and not self._ended and self._committer.failure is None
-
-    def _has_room(self, size: int) -> bool:
-        return not self._queue or self._queued_bytes + size <= self._options.queue_bytes_max
-
-    # --- the writer's thread ---------------------------------------------------------------------------------------
+    # --- writing: for the holder of `_writing` ---------------------------------------------------------------------
 
     def _run(self) -> None:
+        """The writer's thread."""
         try:
-            while self._wait_for_work():
+            while self._queue.wait(self._options.segment_age_s):
                 with self._writing:
-                    self._write(self._next_group())
+                    self._write()
             with self._writing:
                 self._committer.close()
         finally:
             self._refuse_the_rest()
 
-    def _wait_for_work(self) -> bool:
-        """Wait until something is queued, or a segment may have come of age; False at the end."""
-
-        def failed() -> bool:
-            return self._committer.failure is not None
-
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._queue) or self._ended or failed(), self._options.segment_age_s)
-            return not failed() and (bool(self._queue) or not self._ended)
-
-    def _write(self, group: list[_Submission]) -> None:
-        """Commit a group, if there is one, and roll the segments. For the holder of `_writing`."""
+    def _write(self) -> None:
+        """Commit what waits, up to a group; roll the segments. What was cancelled meanwhile isn't written."""
+        group = [waiting for waiting in self._queue.take() if waiting.begin()]
         if group:
             self._commit(group)
+        self._after_group()
+
+    def _write_alone(self, ops: Submitted) -> Ack:
+        try:
+            (ack,) = self._committer.commit([ops])
+            return ack
+        finally:
+            self._after_group()
+
+    def _after_group(self) -> None:
         if self._committer.failure is None:
             self._committer.roll()
         if self._committer.failure is not None:
-            with self._changed:
-                self._changed.notify_all()
+            self._refuse_the_rest()
 
-    def _next_group(self) -> list[_Submission]:
-        """What waits, up to a group's bound; empty where nothing does."""
-        with self._changed:
-            if not self._queue:
-                return []
-            group = [self._queue.popleft()]
-            size = group[0].size_bytes
-            while isinstance(group[0].ops, WriteOps) and self._queue:
-                following = self._queue[0]
-                if isinstance(following.ops, SpilledOp) or size + following.size_bytes > self._options.group_bytes_max:
-                    break
-                group.append(self._queue.popleft())
-                size += following.size_bytes
-            self._queued_bytes -= size
-            self._changed.notify_all()
-        return group
-
-    def _commit(self, waiting: list[_Submission]) -> None:
-        """One commit group. Every submission is answered, whatever happens; one that was cancelled isn't written."""
-        taken = [submission for submission in waiting if submission.answer.set_running_or_notify_cancel()]
-        if not taken:
-            return
+    def _commit(self, group: Sequence[Waiting]) -> None:
+        """One commit group. Every submission is answered, whatever happens."""
         try:
-            acks = self._committer.commit([submission.ops for submission in taken])
+            acks = self._committer.commit([waiting.ops for waiting in group])
+        except InvalidValue as error:
+            self._commit_without_invalid(group, error)
         except Exception as error:  # noqa: BLE001 (each caller gets it, whatever it is)
-            for submission in taken:
-                submission.answer.set_exception(error)
-            return
-        for submission, ack in zip(taken, acks, strict=True):
-            submission.answer.set_result(ack)
+            answer((waiting, error) for waiting in group)
+        else:
+            answer(zip(group, acks, strict=True))
+
+    def _commit_without_invalid(self, group: Sequence[Waiting], error: InvalidValue) -> None:
+        """Values of somebody's aren't of their columns' types, and nothing was written: the others are."""
+        fine, refused = [], []
+        for waiting in group:
+            try:
+                if isinstance(waiting.ops, AppendOp):
+                    columns_of([waiting.ops])
+                fine.append(waiting)
+            except InvalidValue as own:
+                refused.append((waiting, own))
+        answer(refused or [(waiting, error) for waiting in group])
+        if refused and fine:
+            self._commit(fine)
 
     def _refuse_the_rest(self) -> None:
-        """The thread ends: nothing of what still waits was written."""
-        with self._changed:
-            self._ended = True
-            left, self._queue = self._queue, deque()
-            self._queued_bytes = 0
-            self._changed.notify_all()
-        for submission in left:
-            if submission.answer.set_running_or_notify_cancel():
-                error = WriterClosed("the log's writer failed before this was written; nothing of it was")
-                error.__cause__ = self._committer.failure
-                submission.answer.set_exception(error)
+        """The writer takes no more: nothing of what still waits was written."""
+        failure = self._committer.failure
+        left = [waiting for waiting in self._queue.abandon(failure) if waiting.begin()]
+        error = WriterClosed("the log's writer failed before this was written; nothing of it was")
+        error.__cause__ = failure
+        answer((waiting, error) for waiting in left)
+
+
+def _held_bytes(ops: Submitted) -> int:
+    """Memory that a submission holds while it waits. The rows of a spilled one aren't there."""
+    return _SUBMISSION_BYTES if isinstance(ops, SpilledOp) else _SUBMISSION_BYTES + ops.size_bytes

@@ -1,0 +1,77 @@
+"""What the members of a commit group have in common, whatever they are: shards, columns, and what each is told in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, groupby, pairwise
+from typing import cast
+
+from millstream.model.appends import AppendOp, Submitted, columns_of
+from millstream.model.ids import ShardId
+from millstream.model.operations import Ack, SpilledOp, WriteOps
+from millstream.model.positions import Offset, Seq, SeqRange
+
+
+def shards_of(ops: Submitted) -> set[ShardId]:
+    """The shards on which a submission has rows."""
+    if isinstance(ops, AppendOp):
+        return {ops.shard}
+    if isinstance(ops, SpilledOp):
+        return {shard for (shard, _), count in ops.counts.items() if count}
+    return {table.shard for table in ops.tables if table.rows.num_rows}
+
+
+def in_columns(submitted: Sequence[Submitted]) -> list[WriteOps | SpilledOp]:
+    """The group, in order, with small appends that follow one another made columns together."""
+    group: list[WriteOps | SpilledOp] = []
+    for kind, run in groupby(submitted, type):
+        if kind is AppendOp:
+            group.append(columns_of(cast("list[AppendOp]", list(run))))
+        else:
+            group += cast("Iterator[WriteOps | SpilledOp]", run)
+    return group
+
+
+def acks_of(submitted: Sequence[Submitted], first_seq: Seq, starts: Mapping[ShardId, Offset]) -> list[Ack]:
+    """What each submission was given: submissions follow one another in numbers and, on every shard, in offsets."""
+    if set(map(type, submitted)) == {AppendOp} and len(starts) == 1:
+        return _acks_of_one_shard(cast("Sequence[AppendOp]", submitted), first_seq, starts)
+    next_offset = dict(starts)
+    acks = []
+    number = first_seq
+    for ops in submitted:
+        counts = _rows_by_shard(ops)
+        offsets = {}
+        for shard, count in counts.items():
+            if count:
+                offsets[shard] = (next_offset[shard], Offset(next_offset[shard] + count))
+                next_offset[shard] = offsets[shard][1]
+        rows = sum(counts.values())
+        acks.append(Ack(offsets, SeqRange(number, rows)))
+        number = Seq(number + rows)
+    return acks
+
+
+def _acks_of_one_shard(ops: Sequence[AppendOp], first_seq: Seq, starts: Mapping[ShardId, Offset]) -> list[Ack]:
+    """As `acks_of`. Small appends come by the hundred, and an ack is what each of them costs most."""
+    ((shard, start),) = starts.items()
+    counts = [len(op.rows) for op in ops]
+    seqs = cast("Iterator[Seq]", accumulate(counts, initial=first_seq))
+    offsets = cast("Iterator[Offset]", accumulate(counts, initial=start))
+    return [
+        Ack({shard: of_op}, SeqRange(seq, count))
+        for of_op, seq, count in zip(pairwise(offsets), seqs, counts, strict=False)
+    ]
+
+
+def _rows_by_shard(ops: Submitted) -> dict[ShardId, int]:
+    if isinstance(ops, AppendOp):
+        return {ops.shard: len(ops.rows)}
+    counts: dict[ShardId, int] = {}
+    if isinstance(ops, SpilledOp):
+        for (shard, _), count in ops.counts.items():
+            counts[shard] = counts.get(shard, 0) + count
+    else:
+        for table in ops.tables:
+            counts[table.shard] = counts.get(table.shard, 0) + table.rows.num_rows
+    return counts

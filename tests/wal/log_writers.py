@@ -1,0 +1,81 @@
+"""Writers over files whose fsyncs a test holds back, and what they are given."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from millstream.model.appends import AppendOp
+from millstream.model.ids import ShardId
+from millstream.model.operations import WriteOps
+from millstream.model.schema import TableSchema
+from millstream.testing.files import MemoryFiles
+from millstream.testing.log import MemoryReservations, plain_ops, plain_table
+from millstream.wal.reader import StreamReader
+from millstream.wal.writer import LogOptions, LogWriter
+
+TABLE, OTHER = plain_table(1), plain_table(2)
+
+
+class HeldSyncs(MemoryFiles):
+    """Memory files whose fsyncs wait until a test lets them go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_sync = threading.Event()
+        self.may_sync.set()
+        self.waiting = threading.Event()
+
+    def sync(self, node: Any, path: str):
+        if not self.may_sync.is_set():
+            self.waiting.set()
+            assert self.may_sync.wait(20)
+        super().sync(node, path)
+
+
+def opened(
+    folder: str | Path,
+    *,
+    files: MemoryFiles | None = None,
+    epoch: int = 1,
+    shards: tuple[int, ...] = (0,),
+    reservations: MemoryReservations | None = None,
+    **options: Any,
+) -> LogWriter:
+    return LogWriter.open(
+        str(folder),
+        stream=uuid4(),
+        shards=shards,
+        epoch=epoch,
+        reservations=reservations or MemoryReservations(),
+        files=files,
+        options=LogOptions(**{"segment_bytes": 1 << 20, "disk_used_max": 1.0, **options}),
+    )
+
+
+def one(xid: int, text: str = "x", table: TableSchema = TABLE) -> WriteOps:
+    """A transaction of one row."""
+    return plain_ops({xid: [(table, 1, text)]}, shard_of={2: 1})
+
+
+def small(number: int, rows: int = 1, *, text: str = "x", table: TableSchema = TABLE, shard: int = 0) -> AppendOp:
+    """A small append whose rows' `id` is a number."""
+    return AppendOp(table, ((number, text),) * rows, ShardId(shard))
+
+
+def xids(reader: StreamReader) -> list[int | None]:
+    """Of all records, by number; None of an append."""
+    return column(reader, "__xid")
+
+
+def column(reader: StreamReader, name: str) -> list[Any]:
+    """Of all records, by number."""
+    found = list(reader.read_between(reader.first_seq() - 1, reader.persisted_upto()))
+    by_seq = {
+        seq: value
+        for records in found
+        for seq, value in zip(*(records.batch.column(c).to_pylist() for c in ("__seq", name)), strict=True)
+    }
+    return [by_seq[seq] for seq in sorted(by_seq)]
