@@ -6,7 +6,19 @@ import argparse
 import signal
 import sys
 
-from bench import capture, commands, first_load, freshness, lake, latency, log_costs, log_open, spark_source, wal  # noqa: F401 - they register their figures
+from bench import (  # noqa: F401 - they register their figures
+    callers,
+    capture,
+    commands,
+    first_load,
+    freshness,
+    lake,
+    latency,
+    log_costs,
+    log_open,
+    spark_source,
+    wal,
+)
 from bench.figures import asked, keep, names, say, selected, table
 
 

@@ -1,13 +1,10 @@
-"""The log beside what a disk gives: callers that wait, large batches, one table of many, and reading it back."""
+"""The log beside what a disk gives: large batches, one table of many, and reading it back."""
 
 from __future__ import annotations
 
 import os
-import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,130 +12,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from bench.figures import Figure, compared, interleaved, measures, say
+from bench.figures import Figure, compared, measures, say
 from bench.places import folder
 from bench.wal import BATCH_ROWS, EVENTS, ROW_BYTES, log_in, operation
 from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.wal.reader import StreamReader
 
-CALLERS = 64
-CALLERS_S = 3.0
-TIMER_S = 0.010
 COLUMNAR_BATCHES = 300
 COLUMNAR_ROWS = 1 << 20 >> 7
 """Of 128 bytes: a batch of 1 MiB."""
 TABLES = 100
 REPLAY_BATCHES = 2000
-
-
-class _TimedLog:
-    """The least that a log with a group timer does: what came in ten milliseconds goes out in one write and one fsync."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = os.open(path / "log", os.O_WRONLY | os.O_CREAT)
-        self._end = 0
-        self._waiting: list[tuple[bytes, threading.Event]] = []
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def append(self, data: bytes) -> None:
-        done = threading.Event()
-        with self._lock:
-            self._waiting.append((data, done))
-        done.wait()
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join()
-        os.close(self._file)
-
-    def _run(self) -> None:
-        while not self._stop.wait(TIMER_S):
-            with self._lock:
-                group, self._waiting = self._waiting, []
-            if group:
-                data = b"".join(data for data, _ in group)
-                os.pwrite(self._file, data, self._end)
-                os.fdatasync(self._file)
-                self._end += len(data)
-            for _, done in group:
-                done.set()
-
-
-def _by_callers(append: Callable[[bytes], object], took_ms: list[float]) -> float:
-    """Appends a second of callers that each wait for their answer; the time of each goes into `took_ms`."""
-    data = os.urandom(ROW_BYTES)
-    until = time.perf_counter() + CALLERS_S
-
-    def call() -> None:
-        mine = []
-        while (began := time.perf_counter()) < until:
-            append(data)
-            mine.append((time.perf_counter() - began) * 1000)
-        took_ms.extend(mine)
-
-    before = len(took_ms)
-    threads = [threading.Thread(target=call) for _ in range(CALLERS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return (len(took_ms) - before) / CALLERS_S
-
-
-@measures("wal_append_64_callers_vs_timer", "wal_ack_vs_raw_fsync")
-def callers_vs_timer() -> Iterator[Figure]:
-    """Many callers of one small row each, and what one of them waits."""
-    say(f"wal_append_64_callers_vs_timer: {CALLERS} callers of {ROW_BYTES} B for {CALLERS_S:.0f} s")
-    took_ms: list[float] = []
-    timed_ms: list[float] = []
-
-    def ours() -> float:
-        with folder("log") as path, log_in(path) as writer:
-            return _by_callers(lambda data: writer.append(operation([data])), took_ms)
-
-    def timer() -> float:
-        with folder("timed") as path, closing(_TimedLog(path)) as log:
-            return _by_callers(log.append, timed_ms)
-
-    yield compared(
-        "wal_append_64_callers_vs_timer", ours, timer, unit="rows/s", goal=">= 20", rows=round(CALLERS * CALLERS_S),
-        size_bytes=ROW_BYTES,
-        note=f"{CALLERS} threads that each append a row of {ROW_BYTES} B and wait for its answer; the peer joins what came in"
-        f" {TIMER_S * 1000:.0f} ms into one write and one fdatasync, raw bytes",
-    )  # fmt: skip
-
-    def raw() -> float:
-        with folder("raw") as path:
-            return _raw_fsync_ms(path, ROW_BYTES, 300)
-
-    mine, theirs = interleaved(lambda: _median_of_new(took_ms, ours), raw)
-    yield Figure(
-        figure="wal_ack_vs_raw_fsync", ratio=round(mine / theirs, 2), ours=round(mine, 2), peer=round(theirs, 2), unit="ms", runs=5,
-        goal="<= 2", rows=1, bytes=ROW_BYTES,
-        note=f"the median time of one of {CALLERS} waiting callers; the peer is one pwrite of {ROW_BYTES} B and its fdatasync, alone",
-    )  # fmt: skip
-
-
-def _median_of_new(took_ms: list[float], run: Callable[[], float]) -> float:
-    took_ms.clear()
-    run()
-    return statistics.median(took_ms)
-
-
-def _raw_fsync_ms(path: Path, size: int, times: int) -> float:
-    data, took = os.urandom(size), []
-    file = os.open(path / "raw", os.O_WRONLY | os.O_CREAT)
-    for number in range(times):
-        began = time.perf_counter()
-        os.pwrite(file, data, number * size)
-        os.fdatasync(file)
-        took.append((time.perf_counter() - began) * 1000)
-    os.close(file)
-    return statistics.median(took)
 
 
 @measures("wal_append_columnar_vs_raw")

@@ -13,6 +13,7 @@ from millstream.app.config.file import LoadedConfig, load_config
 from millstream.app.config.interpolation import interpolate, interpolate_dsn, mask_dsn
 from millstream.app.config.quantities import duration_s, size_bytes
 from millstream.app.config.toml_lines import key_lines
+from millstream.app.wiring import log_options
 from millstream.errors import ConfigError, LakeFormatUnsupported
 
 GOOD = """\
@@ -46,6 +47,14 @@ def mistake(folder: Path, text: str, environ: dict[str, str] | None = None) -> C
     assert caught.value.exit_code == 2
     assert caught.value.hint
     return caught.value
+
+
+def test_a_delay_of_commit_groups_is_off_unless_it_is_asked_for_and_in_milliseconds(tmp_path: Path) -> None:
+    assert log_options(load(tmp_path, GOOD).config.streams["shop"]).group_commit_delay_s == 0
+    delayed = GOOD.replace("shards = 2", "shards = 2\ngroup_commit_delay_ms = 2.5")
+    assert log_options(load(tmp_path, delayed).config.streams["shop"]).group_commit_delay_s == 0.0025
+    wrong = mistake(tmp_path, GOOD.replace("shards = 2", "group_commit_delay_ms = -1"))
+    assert "group_commit_delay_ms" in str(wrong)
 
 
 def test_values_come_from_file_environment_and_defaults_and_say_so(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def log_options(stream: StreamConfig) -> LogOptions:
         segment_bytes=size_bytes(log.segment_bytes),
         segment_age_s=duration_s(log.segment_age),
         queue_bytes_max=size_bytes(log.queue_bytes),
+        group_commit_delay_s=log.group_commit_delay_ms / 1000,
         disk_used_max=log.disk_used_max,
         numbering=Numbering(log.sequence_numbers),
     )

@@ -142,6 +142,13 @@ class LogConfig(_Section):
     queue_bytes: Size = Field(
         default="64MiB", description="Operations waiting for the disk; beyond it their senders wait."
     )
+    group_commit_delay_ms: float = Field(
+        default=0,
+        ge=0,
+        le=10_000,
+        description="How long, in milliseconds, the first operation of a commit group waits for company. 0: not at all, a group is what came while "
+        "the last one was written. More makes fewer and larger groups where an fsync is dear, and every answer that much later.",
+    )
 
     @property
     def retention_age_s(self) -> float:
