@@ -29,6 +29,7 @@ _NO_SOURCE: Final = SourceId(0)
 _NOT_A_VALUE: Final = (pa.ArrowException, TypeError, ValueError, OverflowError)
 _SAID: Final = ("commit_ts", "session", "session_number", "idempotency_key", "trace_id")
 """The columns of `OPERATION_SCHEMA` that the last fields of an `AppendOp` fill, in their order."""
+_CONTAINERS: Final = frozenset({list, tuple, dict})
 _COUNT_KEPT_MAX: Final = 1024
 _COUNTS_KEPT: Final = 64
 """Groups are of a few sizes; the largest of these takes a hundred kilobytes."""
@@ -58,7 +59,10 @@ class AppendOp(NamedTuple):
     @property
     def size_bytes(self) -> int:
         """Memory that the values hold."""
-        return sum([_held(row) for row in self.rows])
+        size = 0
+        for row in self.rows:
+            size += _held(row)
+        return size
 
     @property
     def row_count(self) -> int:
@@ -79,11 +83,12 @@ def _held(values: Iterable[Any]) -> int:
     """Bytes of a container with all that lies in it."""
     size = getsizeof(values)
     for value in values:
-        kind = type(value)
-        if kind is dict:
+        if type(value) not in _CONTAINERS:
+            size += getsizeof(value)
+        elif isinstance(value, dict):
             size += getsizeof(value) + _held(list(chain.from_iterable(value.items())))
         else:
-            size += _held(value) if kind is list or kind is tuple else getsizeof(value)
+            size += _held(value)
     return size
 
 

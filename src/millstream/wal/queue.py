@@ -104,11 +104,12 @@ class SubmissionQueue:
     def _offer(self, waiting: Waiting, *, let_in: bool) -> bool:
         """Put it where there is room, behind tasks that wait for theirs already: who takes what waits lets them in."""
         self._check_open()
-        behind = self._visitors and self._waiting and not let_in
-        room = not behind and self._has_room(waiting.size_bytes)
-        if room:
-            self._push(waiting)
-        return room
+        if self._waiting:
+            behind = self._visitors and not let_in
+            if behind or self.queued_bytes + waiting.size_bytes > self._bytes_max:
+                return False
+        self._push(waiting)
+        return True
 
     def _offer_or_visit(
         self, waiting: Waiting, loop: asyncio.AbstractEventLoop, *, let_in: bool
@@ -118,8 +119,10 @@ class SubmissionQueue:
             if self._offer(waiting, let_in=let_in):
                 return None
             room: asyncio.Future[None] = loop.create_future()
-            visitor = {room: (loop, waiting.size_bytes)}
-            self._visitors = visitor | self._visitors if let_in else self._visitors | visitor
+            if let_in:
+                self._visitors = {room: (loop, waiting.size_bytes), **self._visitors}
+            else:
+                self._visitors[room] = (loop, waiting.size_bytes)
             self._hurry()
             return room
 
