@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import signal
@@ -14,14 +15,16 @@ from typing import Any
 import pytest
 from tests.e2e.harness import MILLSTREAM, Home, wait_for
 
+from millstream.errors import LogError
 from millstream.testing.postgres import EmbeddedPostgres
+from millstream.wal.reader import StreamReader
 
 CONFIG = """[streams.shop.log]
 segment_bytes = "16KiB"
 [spark]
 batch_bytes = "64KiB"
 """
-TRANSACTIONS, ROWS = 400, 50
+TRANSACTIONS, ROWS = 200, 100
 
 
 @contextmanager
@@ -45,6 +48,12 @@ def test_a_replay_is_told_and_goes_on_after_a_kill(tmp_path: Path, postgres_serv
         (found,) = home.status()["streams"]
         return dict(found)
 
+    def in_the_log() -> int:
+        """Records, of which each has a number."""
+        with contextlib.suppress(LogError):
+            return StreamReader(str(home.path / "data" / "wal" / "shop")).persisted_upto()
+        return 0
+
     def waiting() -> int:
         return int(stream()["lag"]["lake"]["records"] or 0)
 
@@ -57,27 +66,28 @@ def test_a_replay_is_told_and_goes_on_after_a_kill(tmp_path: Path, postgres_serv
                     "INSERT INTO items SELECT i, md5(i::text) || md5((-i)::text) FROM generate_series(%s::bigint, %s::bigint) AS i",
                     [number * ROWS + 1, (number + 1) * ROWS],
                 )
-                if number == 0:
-                    wait_for(
-                        lambda: waiting() >= ROWS, "capture to be at it: then it takes a few transactions at a time"
-                    )
-            wait_for(lambda: waiting() >= TRANSACTIONS * ROWS, "all of it in the log")
+                # Each in a commit group of its own, so that there are many segments.
+                wait_for(lambda upto=(number + 1) * ROWS: in_the_log() >= upto, "a transaction in the log")
             capture.send_signal(signal.SIGTERM)
             assert capture.wait(60) == 0
         (there,) = connection.execute("SELECT count(*), md5(string_agg(body, ',' ORDER BY id)) FROM items").fetchall()
     before = stream()
     assert before["replay"] is None
-    assert before["log"]["segments"] > 10
+    assert before["lag"]["lake"]["records"] == TRANSACTIONS * ROWS
+    assert before["log"]["segments"] > 20
 
+    first_log, second_log = tmp_path / "first.log", tmp_path / "second.log"
     told: list[dict[str, Any]] = []
 
+    # A look at the status is a process: none while Spark starts.
     def under_way() -> bool:
+        if "replay begins" not in first_log.read_text():
+            return False
         replay = stream()["replay"]
         if replay is not None:
             told.append(replay)
         return bool(told) and told[-1]["records"]["done"] > 0
 
-    first_log, second_log = tmp_path / "first.log", tmp_path / "second.log"
     with part(home, "pipeline", first_log) as process:
         wait_for(under_way, "a batch to be landed", timeout_s=240)
         shown = home.command("status")
@@ -92,6 +102,8 @@ def test_a_replay_is_told_and_goes_on_after_a_kill(tmp_path: Path, postgres_serv
     again: list[dict[str, Any]] = []
 
     def over() -> bool:
+        if "replay begins" not in second_log.read_text():
+            return False
         found = stream()
         if found["replay"] is not None:
             again.append(found["replay"])
