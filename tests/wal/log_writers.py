@@ -8,7 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 from millstream.model.appends import AppendOp
-from millstream.model.ids import ShardId
+from millstream.model.ids import ShardId, StreamId
 from millstream.model.operations import WriteOps
 from millstream.model.schema import TableSchema
 from millstream.testing.files import MemoryFiles
@@ -42,11 +42,12 @@ def opened(
     epoch: int = 1,
     shards: tuple[int, ...] = (0,),
     reservations: MemoryReservations | None = None,
+    stream: StreamId | None = None,
     **options: Any,
 ) -> LogWriter:
     return LogWriter.open(
         str(folder),
-        stream=uuid4(),
+        stream=stream or StreamId(uuid4()),
         shards=shards,
         epoch=epoch,
         reservations=reservations or MemoryReservations(),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import threading
 import time
 from pathlib import Path
@@ -201,6 +203,63 @@ def test_an_append_broken_off_in_its_midst_leaves_its_outcome_open_and_the_log_s
     assert refused.value.__cause__.code == "append_outcome_unknown"
     log.close()
     assert column(StreamReader("/wal/s", files=files), "id") == [1]
+
+
+def test_a_forked_childs_copy_of_the_writer_is_closed_and_the_parents_goes_on(tmp_path: Path):
+    """A child that appended wrote over the parent's records: both had been told of theirs."""
+    with opened(tmp_path) as log:
+        log.append(small(1))
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                log.append(small(100))
+                os.write(writing, b"appended")
+            except WriterClosed as error:
+                os.write(writing, str(error.__cause__).encode())
+            finally:
+                os._exit(0)
+        os.close(writing)
+        assert os.waitpid(child, 0)[1] == 0
+        assert b"forked" in os.read(reading, 1000)
+        os.close(reading)
+        log.append(small(2))
+        assert column(StreamReader(str(tmp_path)), "id") == [1, 2]
+
+
+def test_a_forked_child_that_lives_on_keeps_no_lock_of_the_log(tmp_path: Path):
+    log = opened(tmp_path, shards=(0, 1))
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writing)
+        os.read(reading, 1)  # lives until the parent closes its end
+        os._exit(0)
+    log.close()
+    opened(tmp_path, epoch=2, stream=StreamReader(str(tmp_path)).stream_id).close()
+    os.close(writing)
+    os.close(reading)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError, SystemExit])
+def test_what_a_callback_of_a_future_raises_stops_nobody(error: type[BaseException]):
+    """The writer's thread ended by it: whoever shared the group waited for ever, and the locks stayed taken."""
+
+    def fails(_: object) -> None:
+        raise error
+
+    files = HeldSyncs()
+    with opened("/wal/s", files=files) as log:
+        files.may_sync.clear()
+        first = log.submit(small(1))
+        assert files.waiting.wait(20)
+        second, third = log.submit(small(2)), log.submit(small(3))
+        second.add_done_callback(fails)
+        files.may_sync.set()
+        assert [future.result(20).seqs.first for future in (first, second, third)] == [1, 2, 3]
+        assert log.append(small(4)).seqs.first == 4
+    assert column(StreamReader("/wal/s", files=files), "id") == [1, 2, 3, 4]
 
 
 def test_many_threads_append_and_each_gets_its_own_range(tmp_path: Path):

@@ -8,7 +8,9 @@ loop in one call.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
+from asyncio import CancelledError
 from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -16,6 +18,8 @@ from typing import TypeAlias
 
 from millstream.model.appends import Submitted
 from millstream.model.operations import Ack
+
+logger = logging.getLogger("millstream.wal")
 
 Outcome: TypeAlias = Ack | Exception
 """What became of it. All that failed together get one error, the same object."""
@@ -82,11 +86,14 @@ class Promised(Waiting):
         return self.future.set_running_or_notify_cancel()
 
     def end(self, outcome: Outcome) -> None:
-        """End the future."""
-        if isinstance(outcome, Ack):
-            self.future.set_result(outcome)
-        else:
-            self.future.set_exception(outcome)
+        """End the future. What a callback of it raises is logged and stops nobody, as the future does with an `Exception`."""
+        try:
+            if isinstance(outcome, Ack):
+                self.future.set_result(outcome)
+            else:
+                self.future.set_exception(outcome)
+        except (CancelledError, SystemExit, GeneratorExit):  # a callback's: the writer's thread would end by it
+            logger.exception("a callback of an append's future failed")
 
 
 class Awaited(Waiting):

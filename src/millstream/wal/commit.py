@@ -285,6 +285,18 @@ class GroupCommitter:
         """Give up the locks and close the files, as the end of the process would."""
         if self._syncers is not None:
             self._syncers.shutdown()
+        self._close_files()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child, whose copy this is: nothing is written by it. That lets go of no lock that the parent holds."""
+        self.failure = WriterClosed(
+            "this process was forked from the one that opened the log's writer, and may not write by it",
+            hint="Open the home or the writer after the fork, in the process that appends.",
+        )
+        self._syncers = None  # its threads are the parent's
+        self._close_files()
+
+    def _close_files(self) -> None:
         for shard in self._shards.values():
             shard.segment.close()
             shard.mark.close()

@@ -10,7 +10,9 @@ acknowledged, always.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -34,6 +36,8 @@ _ONLY_REGION: Final = RegionId(0)
 _FIRST_WRITER: Final = WriterId(1)
 _SUBMISSION_BYTES: Final = 1024
 """What a submission holds beside its rows: itself, its answer, and who waits for that."""
+_OPEN_HERE: Final[weakref.WeakSet[LogWriter]] = weakref.WeakSet()
+"""This process's: a fork's child has none of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ class WriterStats:
 class LogWriter:
     """Appends to all shards of one writer; see `ports.LogAppender`. Made by `open`.
 
-    Concurrency: any number of threads may call anything.
+    Concurrency: any number of threads may call anything. A forked child's copy is closed (`WriterClosed`): the parent writes on.
     """
 
     def __init__(self, committer: GroupCommitter, stream: StreamId, options: LogOptions) -> None:
@@ -63,13 +67,17 @@ class LogWriter:
         """Held by the thread that writes: taken before anything is taken off the queue."""
         self._shards = committer.shards
         self._delays = options.group_commit_delay_s > 0
-        self._queue = SubmissionQueue(
-            bytes_max=options.queue_bytes_max,
-            group_bytes_max=options.group_bytes_max,
-            delay_s=options.group_commit_delay_s,
-        )
+        self._queue = self._empty_queue()
         self._thread = threading.Thread(target=self._run, name=f"wal-writer-{stream.hex[:8]}", daemon=True)
         self._thread.start()
+        _OPEN_HERE.add(self)
+
+    def _empty_queue(self) -> SubmissionQueue:
+        return SubmissionQueue(
+            bytes_max=self._options.queue_bytes_max,
+            group_bytes_max=self._options.group_bytes_max,
+            delay_s=self._options.group_commit_delay_s,
+        )
 
     @classmethod
     def open(
@@ -188,6 +196,13 @@ class LogWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _leave_to_parent(self) -> None:
+        """In a forked child: the files are the parent's, and no lock may live on here that the parent has given up."""
+        self._committer.leave_to_parent()
+        # Threads that aren't here may have held its locks.
+        self._queue, self._writing = self._empty_queue(), threading.Lock()
+        self._queue.abandon(self._committer.failure)
+
     def _check_shards(self, ops: Submitted) -> None:
         known = ops.shard in self._shards if isinstance(ops, AppendOp) else shards_of(ops) <= self._shards
         if not known:
@@ -263,3 +278,12 @@ class LogWriter:
 def _held_bytes(ops: Submitted) -> int:
     """Memory that a submission holds while it waits. The rows of a spilled one aren't there."""
     return _SUBMISSION_BYTES if isinstance(ops, SpilledOp) else _SUBMISSION_BYTES + ops.size_bytes
+
+
+def _leave_all_to_parent() -> None:
+    for log in list(_OPEN_HERE):
+        log._leave_to_parent()  # noqa: SLF001 (its own module)
+    _OPEN_HERE.clear()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
