@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import psycopg
-from psycopg import conninfo, pq
+from psycopg import pq
 
 from millstream.errors import (
     MillstreamError,
@@ -27,9 +27,9 @@ from millstream.errors import (
     SourceVersionUnsupported,
     WalLevelNotLogical,
 )
+from millstream.libpq import ADDRESS_HINT, describe_parameters, one_line, parse_address, with_patience
 
 VERSION_MIN: Final = 140000
-CONNECT_TIMEOUT_S: Final = 10
 
 # A session's settings: the text that values have in Millstream, and nothing that could cut a long COPY short or filter
 # its rows unsaid (with row_security off, a policy that would hide rows raises an error). What little capture writes
@@ -59,25 +59,14 @@ _SESSION: Final = "; ".join(
 def parse_dsn(dsn: str) -> dict[str, Any]:
     """The DSN's parameters; `SourceDsnInvalid` where it can't be parsed."""
     try:
-        parameters = dict(conninfo.conninfo_to_dict(dsn))
-    except psycopg.Error as error:
-        raise SourceDsnInvalid(
-            f"the source's DSN can't be parsed: {_without_secret(str(error), dsn)}",
-            hint=_DSN_HINT,
-        ) from error
-    if not all(port.isdecimal() for port in str(parameters.get("port") or 5432).split(",") if port):
-        raise SourceDsnInvalid(f"the source's DSN has the port {parameters['port']!r}", hint=_DSN_HINT)
-    return parameters
-
-
-_DSN_HINT: Final = "A DSN reads like postgresql://user@host:5432/database; special characters in it are %-encoded."
+        return parse_address(dsn)
+    except ValueError as error:
+        raise SourceDsnInvalid(f"the source's DSN {error}", hint=ADDRESS_HINT) from error
 
 
 def describe_dsn(dsn: str) -> str:
     """Where a DSN points to, without its secrets."""
-    parameters = parse_dsn(dsn)
-    host = parameters.get("host") or parameters.get("hostaddr") or "the default socket"
-    return f"{host}:{parameters.get('port', 5432)}/{parameters.get('dbname', parameters.get('user', ''))}"
+    return describe_parameters(parse_dsn(dsn))
 
 
 def connect(dsn: str, *, purpose: str) -> psycopg.Connection[tuple[Any, ...]]:
@@ -110,12 +99,7 @@ def take_bytes_as_they_are(connection: psycopg.Connection[tuple[Any, ...]]) -> N
 
 
 def _connect(dsn: str, name: str, **more: str) -> psycopg.Connection[tuple[Any, ...]]:
-    parameters = parse_dsn(dsn)
-    parameters.setdefault("connect_timeout", CONNECT_TIMEOUT_S)
-    # A peer that is gone without a word is noticed after about half a minute, not after two hours.
-    for key, value in {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 4}.items():
-        parameters.setdefault(key, value)
-    parameters |= {"application_name": name, **more}
+    parameters = with_patience(parse_dsn(dsn), name) | more
     try:
         connection = psycopg.connect(autocommit=True, prepare_threshold=None, **parameters)
     except psycopg.Error as error:
@@ -135,15 +119,9 @@ def _connect(dsn: str, name: str, **more: str) -> psycopg.Connection[tuple[Any, 
     return connection
 
 
-def _without_secret(text: str, dsn: str) -> str:
-    """A message that may quote the DSN, without what could be a password."""
-    return "its syntax is wrong" if dsn in text or "://" in text else text.strip()
-
-
 def _translate_refusal(error: psycopg.Error, dsn: str) -> SourceError:
     """The error of a connection that wasn't had. libpq gives no SQLSTATE here, only the server's words."""
-    # libpq puts its advice on a line of its own.
-    text = "; ".join(" ".join(line.split()) for line in str(error).splitlines() if line.strip())
+    text = one_line(error)
     lower = text.lower()
     where = describe_dsn(dsn)
     kinds: tuple[tuple[tuple[str, ...], type[SourceError], str], ...] = (

@@ -1,8 +1,8 @@
 """The catalog: what must be agreed on between processes and outlive them, but is not the log's own.
 
 Streams and their ids, writers and epochs, number reservations, sources and the positions reached, tables with their
-states and schema versions, table-copy chunks, pipelines' positions. Embedded in SQLite (`data/catalog.db`); the owner,
-the pipeline's driver and commands have it open at once.
+states and schema versions, table-copy chunks, pipelines' positions. Embedded in SQLite (`data/catalog.db`), or in a
+PostgreSQL database that several homes may share; the owner, the pipeline's driver and commands have it open at once.
 
 Values go in and out as those of `millstream.model` and `millstream.catalog.values`. Readers of the log never come here:
 segments and the mark file are enough for them.
@@ -12,6 +12,7 @@ from millstream.catalog.store import Catalog
 from millstream.catalog.values import (
     ChunkState,
     CopyChunk,
+    HomeIdentity,
     PipelinePosition,
     SourceRow,
     StreamRow,
@@ -24,6 +25,7 @@ __all__ = [
     "Catalog",
     "ChunkState",
     "CopyChunk",
+    "HomeIdentity",
     "PipelinePosition",
     "SourceRow",
     "StreamRow",

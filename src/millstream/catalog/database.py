@@ -1,49 +1,159 @@
-"""The catalog's SQLite database: opening, migrating, transactions, and its errors in our words.
+"""The catalog's database: transactions, migrations and errors, the same over every backend.
 
-WAL mode lets readers and one writer work side by side; `synchronous = FULL` makes a commit durable before it returns
-(positions are promised durable). Writers take the lock when they begin (`BEGIN IMMEDIATE`), so that no transaction fails
-half-way because another one came between its read and its write; all of them are short.
+What differs by backend is said by `Backend`, and lives in `millstream.catalog.sqlite` and `millstream.catalog.postgresql`.
+All transactions are short. None is repeated here: what may be repeated is beginning one, so long as nothing has been done in it.
 """
 
 from __future__ import annotations
 
-import sqlite3
+import contextlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, text
+from sqlalchemy import Connection, Engine, Table, inspect, text
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from millstream.errors import CatalogBusy, CatalogError, CatalogTooNew, DiskFull, MillstreamError
+from millstream.errors import CatalogTooNew, CatalogUnreachable, MillstreamError
+from millstream.libpq import is_address
+
+if TYPE_CHECKING:
+    from sqlalchemy.dialects.postgresql import Insert as PostgresInsert
+    from sqlalchemy.dialects.sqlite import Insert as SqliteInsert
 
 REVISION: Final = "0002"
 """The newest migration in this package; a test holds it equal to the scripts'."""
 BUSY_TIMEOUT_S: Final = 15.0  # longer than any of our transactions by far, shorter than a person's patience
 
-_BUSY_CODES: Final = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_BUSY | (2 << 8)})
+_RETRY_FIRST_S: Final = 0.05
+_RETRY_MAX_S: Final = 0.5
+
+
+class Backend(Protocol):
+    """What a database product does in its own way."""
+
+    @property
+    def dialect(self) -> Literal["sqlite", "postgresql"]:
+        """Which product it is."""
+
+    @property
+    def place(self) -> str:
+        """Where the catalog is, for people: a path, or an address without its secrets."""
+
+    @property
+    def schema(self) -> str | None:
+        """The schema that holds its tables; None where the product has none."""
+
+    @property
+    def address(self) -> str | None:
+        """For libpq, where the product is PostgreSQL, with our bounds on connecting and on silence; holds secrets."""
+
+    @property
+    def driver_errors(self) -> tuple[type[Exception], ...]:
+        """The driver's own exceptions, which SQLAlchemy hasn't wrapped where we speak to the driver."""
+
+    def engine(self) -> Engine:
+        """Make the engine. Its connections are in autocommit: transactions are begun by `begin` alone."""
+
+    def begin(self, connection: Connection, *, reading: bool) -> tuple[str, str] | None:
+        """Begin a transaction on a connection: one consistent view for reading, else one that may write.
+
+        Returns:
+            What `was_committed` knows a writing transaction by.
+        """
+
+    def was_committed(self, transaction: tuple[str, str] | None, error: DBAPIError) -> bool | None:
+        """What became of a transaction whose COMMIT raised `error`; None where nobody can tell."""
+
+    def translate(self, error: BaseException) -> MillstreamError:
+        """Our error for one of the driver's, or of SQLAlchemy's around it."""
+
+    def prepare(self, engine: Engine) -> None:
+        """What has to be so before the first transaction of a process."""
+
+    def lock_for_migration(self, connection: Connection) -> None:
+        """Keep other migrations out until the transaction's end, and have the schema there."""
+
+    def insert(self, table: Table) -> SqliteInsert | PostgresInsert:
+        """An INSERT that knows ON CONFLICT."""
+
+    def number_above(self, connection: Connection, table: Table) -> None:
+        """Have new rows of a table numbered above all that it holds, after rows with numbers of their own were inserted."""
+
+
+def make_backend(where: str | Path, busy_timeout_s: float) -> Backend:
+    """The backend of a path or an address."""
+    if isinstance(where, str) and is_address(where):
+        from millstream.catalog.postgresql import PostgresBackend
+
+        return PostgresBackend(where, busy_timeout_s)
+    from millstream.catalog.sqlite import SqliteBackend
+
+    return SqliteBackend(Path(where), busy_timeout_s)
 
 
 class Database:
-    """One process's handle; any number of threads may use it. `CatalogError` and its kin where it can't be opened."""
+    """One process's handle on the catalog's database; any number of threads may use it.
 
-    def __init__(self, path: Path, *, busy_timeout_s: float = BUSY_TIMEOUT_S) -> None:
-        self.path = path
+    It is opened by opening a `Catalog`, and reached from there as `Catalog.database`. What else has to be kept with the
+    catalog's own tables (a sequencer's store, say) uses it like this:
+
+    - `read()` and `write()` give a raw transaction as a SQLAlchemy `Connection`; the tables of `millstream.catalog.tables`
+      need no schema's name in it. A write that reads first and needs what it read to stay so locks a row for it
+      (`select(…).with_for_update(key_share=True)`, which SQLite doesn't need and leaves out).
+    - `insert(table)` makes an INSERT that knows `on_conflict_do_update` on both backends; `dialect` says which one it is.
+    - `address` is what a dedicated connection is opened with, `psycopg.connect(database.address)`; None on SQLite.
+
+    Args:
+        where: a path (SQLite), or an address as libpq takes it (PostgreSQL).
+        busy_timeout_s: how long a call waits for locks, and for a server that was there and is gone.
+
+    Raises:
+        CatalogTooNew: a newer Millstream wrote it.
+        CatalogUnreachable: the server doesn't answer, or not yet. So may any call, after `busy_timeout_s`.
+        CatalogBusy, DiskFull, CatalogError: as `Catalog`.
+    """
+
+    def __init__(self, where: str | Path, *, busy_timeout_s: float = BUSY_TIMEOUT_S) -> None:
+        self._backend = make_backend(where, busy_timeout_s)
         self._busy_timeout_s = busy_timeout_s
+        self._opened = False
+        self._engine = self._backend.engine()
+        self._foreign: tuple[type[Exception], ...] = (DBAPIError, PoolTimeout, *self._backend.driver_errors)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CatalogError(
-                f"the folder of {path} can't be made: {error.strerror}", hint="Make the home writable for this user."
-            ) from error
-        self._engine = _engine(path, busy_timeout_s)
-        try:
+            with self._translated():
+                self._backend.prepare(self._engine)
             self._migrate()
         except BaseException:
             self._engine.dispose()
             raise
+        self._opened = True
+
+    @property
+    def place(self) -> str:
+        """Where the catalog is, for people; without secrets."""
+        return self._backend.place
+
+    @property
+    def dialect(self) -> Literal["sqlite", "postgresql"]:
+        """Which product it is."""
+        return self._backend.dialect
+
+    @property
+    def address(self) -> str | None:
+        """What libpq connects with, for a dedicated connection; None on SQLite. It may hold a password: never show it."""
+        return self._backend.address
+
+    def insert(self, table: Table) -> Any:
+        """An INSERT that knows `on_conflict_do_nothing` and `on_conflict_do_update`."""
+        return self._backend.insert(table)
+
+    def number_above(self, connection: Connection, table: Table) -> None:
+        """Have new rows of a table numbered above all that it holds, after rows with numbers of their own were inserted."""
+        self._backend.number_above(connection, table)
 
     def close(self) -> None:
         """Close every connection. The handle opens new ones if it is used again."""
@@ -52,103 +162,102 @@ class Database:
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """One consistent view; sees everything that was committed before."""
-        with self._translated(), self._engine.connect().execution_options(millstream_read=True) as connection:
-            yield connection
+        with self._translated():
+            connection, _ = self._begun(reading=True)
+            with connection:
+                yield connection
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """One transaction: durable when the block has ended, undone when it raises."""
-        with self._translated(), self._engine.begin() as connection:
-            yield connection
+        """One transaction: durable when the block has ended, undone when it raises.
+
+        Where the connection breaks under the COMMIT, it is asked what became of it: the block ends well if it was committed, and
+        raises if it wasn't. `CatalogUnreachable` with `outcome="unknown"` in its details where nobody could tell: the server
+        crashed, or stayed away. Who repeats it then has to be ready to find it done, as all calls of `Catalog` are.
+        """
+        with self._translated():
+            connection, transaction = self._begun(reading=False)
+            with connection:
+                yield connection
+                try:
+                    connection.commit()
+                except DBAPIError as error:
+                    self._resolve(transaction, error)
+
+    def _resolve(self, transaction: tuple[str, str] | None, error: DBAPIError) -> None:
+        committed = self._backend.was_committed(transaction, error)
+        if committed is None:
+            raise CatalogUnreachable(
+                f"{self.place}: the connection broke under a COMMIT, and nobody can tell what became of it",
+                hint="It is tried again. Check that the catalog's server runs.",
+                outcome="unknown",
+            ) from error
+        if not committed:
+            raise error
+
+    def _begun(self, *, reading: bool) -> tuple[Connection, tuple[str, str] | None]:
+        """A connection in a transaction. Connections that were cut are replaced; a server that went away is waited for."""
+        deadline = time.monotonic() + self._busy_timeout_s
+        wait_s = 0.0
+        while True:
+            connection: Connection | None = None
+            try:
+                connection = self._engine.connect()
+                connection.begin()
+                return connection, self._backend.begin(connection, reading=reading)
+            except BaseException as error:
+                gone = isinstance(self._said(error), CatalogUnreachable)
+                if connection is not None:
+                    with contextlib.suppress(Exception):
+                        if gone:
+                            connection.invalidate()
+                        connection.close()
+                if not gone:
+                    raise
+                # Its siblings in the pool are as old: all of them are replaced.
+                self._engine.dispose()
+                if not self._opened or (wait_s and time.monotonic() > deadline):
+                    raise
+            time.sleep(wait_s)
+            wait_s = min(_RETRY_MAX_S, 2 * wait_s or _RETRY_FIRST_S)
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except DBAPIError as error:
-            raise self._error(error.orig or error) from error
-        except sqlite3.Error as error:
-            raise self._error(error) from error
+        except self._foreign as error:
+            raise self._backend.translate(error) from error
 
-    def _error(self, error: BaseException) -> MillstreamError:
-        code = getattr(error, "sqlite_errorcode", None)
-        if code == sqlite3.SQLITE_FULL:
-            return DiskFull(f"no space for {self.path}", file=str(self.path))
-        if code in _BUSY_CODES or "locked" in str(error):
-            return CatalogBusy(
-                f"{self.path} stayed locked for {self._busy_timeout_s:g} s",
-                hint="Another process holds it in a long transaction, or the disk hangs; it is tried again.",
-                file=str(self.path),
-            )
-        hint = "Check that the disk has space and that this user may write the home."
-        if code in {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}:
-            hint = "The file is damaged or not a catalog: restore it from a copy. The log itself doesn't depend on it."
-        return CatalogError(f"{self.path}: {error}", hint=hint, file=str(self.path))
+    def _said(self, error: BaseException) -> BaseException:
+        """The error as a caller will get it."""
+        return self._backend.translate(error) if isinstance(error, self._foreign) else error
 
     def _migrate(self) -> None:
         """Bring the schema up to `REVISION`; of several processes at once, one does it and the others wait."""
-        self._use_wal_mode()
         with self.read() as connection:
-            found = _revision(connection)
+            found = self._revision(connection)
         if found == REVISION:
             return
         with self.write() as connection:
-            found = _revision(connection)
-            if found is not None and found > REVISION:
-                raise CatalogTooNew(
-                    f"{self.path} has schema {found}; this Millstream knows up to {REVISION}",
-                    file=str(self.path),
-                    found=found,
-                    known=REVISION,
-                )
+            self._backend.lock_for_migration(connection)
+            found = self._revision(connection)
             if found != REVISION:
                 from millstream.catalog.migrations import upgrade
 
                 upgrade(connection)
 
-    def _use_wal_mode(self) -> None:
-        # Changing the mode doesn't wait by SQLite's busy timeout when several processes open a new file at once.
-        deadline = time.monotonic() + self._busy_timeout_s
-        while True:
-            try:
-                with self._translated():
-                    raw = self._engine.raw_connection()
-                    try:
-                        raw.cursor().execute("PRAGMA journal_mode = WAL")
-                    finally:
-                        raw.close()
-                return
-            except CatalogBusy:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.02)
-
-
-def _engine(path: Path, busy_timeout_s: float) -> Engine:
-    engine = create_engine(
-        URL.create("sqlite+pysqlite", database=str(path)),
-        connect_args={"timeout": busy_timeout_s, "check_same_thread": False},
-    )
-
-    @event.listens_for(engine, "connect")
-    def _on_connect(connection: Any, _record: object) -> None:
-        # Transactions are ours to begin: the driver would begin them late, and only before a write.
-        connection.isolation_level = None
-        cursor = connection.cursor()
-        cursor.execute("PRAGMA synchronous = FULL")
-        cursor.execute("PRAGMA foreign_keys = ON")
-        cursor.close()
-
-    @event.listens_for(engine, "begin")
-    def _on_begin(connection: Connection) -> None:
-        reading = connection.get_execution_options().get("millstream_read", False)
-        connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
-
-    return engine
-
-
-def _revision(connection: Connection) -> str | None:
-    if not inspect(connection).has_table("alembic_version"):
-        return None
-    found = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
-    return None if found is None else str(found)
+    def _revision(self, connection: Connection) -> str | None:
+        """The schema's revision; None where there is none yet, `CatalogTooNew` where it is above ours."""
+        schema = self._backend.schema
+        if not inspect(connection).has_table("alembic_version", schema=schema):
+            return None
+        prefix = "" if schema is None else f"{schema}."
+        found = connection.execute(text(f"SELECT version_num FROM {prefix}alembic_version")).scalar()
+        if found is not None and str(found) > REVISION:
+            raise CatalogTooNew(
+                f"{self.place} has schema {found}; this Millstream knows up to {REVISION}",
+                file=self.place,
+                found=str(found),
+                known=REVISION,
+            )
+        return None if found is None else str(found)

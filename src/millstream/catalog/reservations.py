@@ -6,6 +6,7 @@ from sqlalchemy import select, update
 
 from millstream.catalog import tables as t
 from millstream.catalog.database import Database
+from millstream.catalog.part import lock_stream
 from millstream.errors import StaleEpoch
 from millstream.model.ids import Epoch, StreamId
 from millstream.model.positions import Seq
@@ -31,6 +32,7 @@ class StreamReservations:
             StaleEpoch: no writer of the stream stands at `epoch` any more.
         """
         with self._database.write() as connection:
+            lock_stream(connection, self._stream)  # a newer writer registers before this or after it, never beside it
             query = select(t.writers.c.epoch).where(t.writers.c.stream == str(self._stream))
             epochs = connection.execute(query).scalars().all()
             if epoch not in epochs:

@@ -41,6 +41,16 @@ class ChunkState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class HomeIdentity:
+    """A home, to a catalog that it shares with others."""
+
+    id: str
+    """Its own for ever, also when its folder is moved; empty while it has never been written."""
+    place: str
+    """Where it lies, for people."""
+
+
+@dataclass(frozen=True, slots=True)
 class StreamRow:
     """A stream."""
 

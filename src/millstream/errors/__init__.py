@@ -347,6 +347,14 @@ class CatalogBusy(CatalogError):
     retry = Retry.BACKOFF
 
 
+class CatalogUnreachable(CatalogError):
+    """The catalog's server doesn't answer, starts or stops, has no connection left, or is a standby."""
+
+    code = "catalog_unreachable"
+    retry = Retry.BACKOFF
+    default_hint = "Check host, port and that the server runs; it is tried again."
+
+
 # --- the source ----------------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,9 @@ from typing import Final, Self
 
 from millstream.errors import UsageError
 
+CATALOG_SCHEMA: Final = "millstream"
+"""The schema of a catalog that lies in PostgreSQL. It is never captured: capture writes into it, and would feed itself."""
+
 _PLAIN: Final = re.compile(r"[a-z_][a-z0-9_]*\Z")
 
 # Every keyword of PostgreSQL 14 to 18 that isn't "unreserved" (pg_get_keywords().catcode <> 'U'): quote_identifier in
@@ -141,7 +144,7 @@ def _invalid_pattern(text: str) -> UsageError:
 class TablePatterns:
     """A list of patterns: a table is selected where one of them matches and none that leaves out does.
 
-    Only patterns that leave out select all else.
+    Only patterns that leave out select all else. No pattern selects the schema of Millstream's own catalog.
     """
 
     patterns: tuple[TablePattern, ...]
@@ -153,6 +156,8 @@ class TablePatterns:
 
     def select(self, namespace: str, name: str) -> bool:
         """Whether the table is selected."""
+        if namespace == CATALOG_SCHEMA:
+            return False
         taken: Sequence[TablePattern] = [p for p in self.patterns if not p.leaves_out]
         if any(p.leaves_out and p.matches(namespace, name) for p in self.patterns):
             return False

@@ -8,6 +8,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from millstream.testing.catalog import CatalogConformance
+    from millstream.testing.catalog_races import CatalogRaces
     from millstream.testing.clock import ManualClock
     from millstream.testing.files import Crash, FaultPlan, MemoryFiles, keep_any, lose_all
     from millstream.testing.postgres import EmbeddedPostgres, PostgresStartError, PostgresUnavailable
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from millstream.testing.workload import StepInfo, Workload
 
 _HOMES = {
+    "CatalogConformance": "catalog",
+    "CatalogRaces": "catalog_races",
     "Crash": "files",
     "EmbeddedPostgres": "postgres",
     "FaultPlan": "files",
@@ -30,6 +34,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "CatalogConformance",
+    "CatalogRaces",
     "Crash",
     "EmbeddedPostgres",
     "FaultPlan",

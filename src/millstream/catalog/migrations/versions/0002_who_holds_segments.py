@@ -15,4 +15,4 @@ def upgrade() -> None:
     """Add the columns; what there was with a `/` in its name is a table's that a pipeline has set aside."""
     op.add_column("pipelines", sa.Column("kind", sa.Text, nullable=False, server_default="pipeline"))
     op.add_column("pipelines", sa.Column("cut_off_at", sa.BigInteger))
-    op.execute("UPDATE pipelines SET kind = 'backlog' WHERE instr(name, '/') > 0")
+    op.execute("UPDATE pipelines SET kind = 'backlog' WHERE name LIKE '%/%'")

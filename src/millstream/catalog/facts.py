@@ -1,0 +1,42 @@
+"""The catalog's facts: JSON-able values that rooms remember, by scope and name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from sqlalchemy import delete, select
+
+from millstream.catalog import tables as t
+from millstream.catalog.part import CatalogPart
+
+
+class Facts(CatalogPart):
+    """What rooms remember."""
+
+    def put_fact(self, scope: str, name: str, value: Any) -> None:
+        """Remember a JSON-able value; replaces the one there was. `scope` keeps rooms apart (`capture/<stream id>`)."""
+        change = self._database.insert(t.facts).values(scope=scope, name=name, value=json.dumps(value))
+        keys = [t.facts.c.scope, t.facts.c.name]
+        with self._database.write() as connection:
+            connection.execute(
+                change.on_conflict_do_update(index_elements=keys, set_={"value": change.excluded["value"]})
+            )
+
+    def fact(self, scope: str, name: str, default: Any = None) -> Any:
+        """The value remembered under that name, else `default`."""
+        query = select(t.facts.c.value).where(t.facts.c.scope == scope, t.facts.c.name == name)
+        with self._database.read() as connection:
+            found = connection.execute(query).scalar()
+        return default if found is None else json.loads(found)
+
+    def facts(self, scope: str) -> dict[str, Any]:
+        """Everything remembered in a scope."""
+        query = select(t.facts.c.name, t.facts.c.value).where(t.facts.c.scope == scope)
+        with self._database.read() as connection:
+            return {row.name: json.loads(row.value) for row in connection.execute(query)}
+
+    def drop_fact(self, scope: str, name: str) -> None:
+        """Forget a value."""
+        with self._database.write() as connection:
+            connection.execute(delete(t.facts).where(t.facts.c.scope == scope, t.facts.c.name == name))

@@ -1,0 +1,103 @@
+"""The catalog's pipelines and other holders of segments: how far each is, and what it still needs."""
+
+from __future__ import annotations
+
+from sqlalchemy import delete, func, select, update
+
+from millstream.catalog import tables as t
+from millstream.catalog.part import CatalogPart, greater, lock_stream, now_us
+from millstream.catalog.values import PipelinePosition
+from millstream.model.ids import StreamId
+from millstream.model.positions import Seq
+from millstream.protocol.retention import CutOff, HolderKind, cut_off_error
+
+
+class Holders(CatalogPart):
+    """Pipelines' positions, and who holds segments."""
+
+    def set_needed_from(
+        self, stream: StreamId, pipeline: str, seq: Seq, *, kind: HolderKind = HolderKind.PIPELINE
+    ) -> None:
+        """Hold every segment with numbers at or above `seq` for a pipeline (or another holder). Only upward.
+
+        Args:
+            stream: whose log.
+            pipeline: the holder's name.
+            seq: the lowest number that it may still ask for. Of a pipeline: the start of its last batch.
+            kind: what the holder is, when it is new.
+
+        Raises:
+            CursorExpired, FollowerBehindRetention: it was cut off; `release` it to begin anew.
+        """
+        self._move_pipeline(stream, pipeline, "needed_from", seq, kind)
+
+    def cut_off(self, stream: StreamId, gone: CutOff) -> bool:
+        """Note that a holder was cut off: it holds nothing from now on, and is told so when it comes again.
+
+        Returns:
+            False where it has come on meanwhile, or is gone: then nothing was changed.
+        """
+        still = (t.pipelines.c.stream == str(stream)) & (t.pipelines.c.name == gone.name)
+        still &= (t.pipelines.c.needed_from <= gone.needed_from) & t.pipelines.c.cut_off_at.is_(None)
+        with self._database.write() as connection:
+            lock_stream(connection, stream)
+            done = connection.execute(
+                update(t.pipelines).where(still).values(cut_off_at=gone.first, changed_us=now_us())
+            )
+            return done.rowcount > 0
+
+    def release(self, stream: StreamId, pipeline: str) -> None:
+        """Forget a holder, also one that was cut off: it needs nothing any more."""
+        gone = delete(t.pipelines).where(t.pipelines.c.stream == str(stream), t.pipelines.c.name == pipeline)
+        with self._database.write() as connection:
+            connection.execute(gone)
+
+    def needed_from(self, stream: StreamId) -> dict[str, Seq]:
+        """By holder, the lowest number that it may still ask for: what retention has to leave alone."""
+        return {
+            p.name: p.needed_from for p in self.pipelines(stream) if p.needed_from is not None and p.cut_off_at is None
+        }
+
+    def set_landed(self, stream: StreamId, pipeline: str, seq: Seq) -> None:
+        """Say that a pipeline has everything up to `seq` committed in all its tables. Only upward."""
+        self._move_pipeline(stream, pipeline, "landed", seq, HolderKind.PIPELINE)
+
+    def landed(self, stream: StreamId, pipeline: str) -> Seq:
+        """How far a pipeline has landed; 0 for one that is new."""
+        return next((p.landed for p in self.pipelines(stream) if p.name == pipeline), Seq(0))
+
+    def pipelines(self, stream: StreamId) -> list[PipelinePosition]:
+        """Every pipeline and other holder of the stream, by name."""
+        query = select(t.pipelines).where(t.pipelines.c.stream == str(stream))
+        with self._database.read() as connection:
+            rows = sorted(connection.execute(query).all(), key=lambda row: str(row.name))
+        return [
+            PipelinePosition(
+                stream,
+                r.name,
+                None if r.needed_from is None else Seq(r.needed_from),
+                Seq(r.landed),
+                r.changed_us,
+                HolderKind(r.kind),
+                None if r.cut_off_at is None else Seq(r.cut_off_at),
+            )
+            for r in rows
+        ]
+
+    def _move_pipeline(self, stream: StreamId, pipeline: str, column: str, seq: Seq, kind: HolderKind) -> None:
+        now = now_us()
+        values = {"stream": str(stream), "name": pipeline, column: seq, "changed_us": now, "kind": kind.value}
+        first = self._database.insert(t.pipelines).values(values)
+        upward = greater(func.coalesce(t.pipelines.c[column], 0), seq)
+        change = first.on_conflict_do_update(
+            index_elements=[t.pipelines.c.stream, t.pipelines.c.name], set_={column: upward, "changed_us": now}
+        )
+        with self._database.write() as connection:
+            lock_stream(connection, stream)
+            mine = (t.pipelines.c.stream == str(stream)) & (t.pipelines.c.name == pipeline)
+            gone = connection.execute(select(t.pipelines).where(mine, t.pipelines.c.cut_off_at.is_not(None))).first()
+            if gone is not None:
+                raise cut_off_error(
+                    CutOff(gone.name, HolderKind(gone.kind), Seq(gone.needed_from), Seq(gone.cut_off_at))
+                )
+            connection.execute(change)

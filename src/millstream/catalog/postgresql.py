@@ -1,0 +1,303 @@
+"""The catalog in a PostgreSQL database, 14 or newer: what this backend does in its own way.
+
+Its tables lie in a schema of their own. Every setting that a transaction needs travels with its BEGIN, in one round trip,
+and holds for it alone: what a role, a database or a connection pooler sets doesn't matter, and neither does who had the
+connection before. A writing transaction learns its own number with it, so that a COMMIT that broke can be asked after.
+
+Reads see one snapshot (REPEATABLE READ). Writes are READ COMMITTED: what a call reads and then relies on it locks first,
+a row, never more; `tests/catalog` lets calls race.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any, Final
+
+import psycopg
+from psycopg import conninfo
+from sqlalchemy import Connection, Engine, Table, create_engine, text
+from sqlalchemy.dialects.postgresql import Insert, insert
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from millstream.errors import CatalogBusy, CatalogError, CatalogUnreachable, DiskFull, MillstreamError
+from millstream.libpq import ADDRESS_HINT, describe_parameters, one_line, parse_address, with_patience
+from millstream.model.names import CATALOG_SCHEMA as SCHEMA
+
+VERSION_MIN: Final = 140000
+
+# Two kept open serve an owner's streams, whose calls are short and seldom; more come for as long as they are needed.
+_POOL_CONNECTIONS: Final = 2
+_POOL_CONNECTIONS_MORE: Final = 6
+# A connection is replaced after so long, so that a server behind a new address is found without a failure.
+_POOL_RECYCLE_S: Final = 3600
+# Bytes that were sent and stay unacknowledged for so long: the peer is gone.
+_TCP_USER_TIMEOUT_MS: Final = 20_000
+# Over the wait for locks: what a statement itself may take. Ours take milliseconds.
+_STATEMENT_TIMEOUT_MORE_S: Final = 30.0
+# A process that stands still within a transaction (SIGSTOP, a suspended machine) doesn't keep others out for longer.
+_IDLE_TIMEOUT_S: Final = 60.0
+_MIGRATION_TIMEOUT_S: Final = 600.0
+_MIGRATION_LOCK: Final = 0x6D696C6C73747265  # "millstre": ours among the database's advisory locks
+
+
+class _Connection(psycopg.Connection[tuple[Any, ...]]):
+    """A connection that knows in which life of the server it was made: it doesn't outlive a crash."""
+
+    life: str = ""
+
+
+class PostgresBackend:
+    """`catalog.database.Backend` over one PostgreSQL database.
+
+    Raises:
+        CatalogError: the address can't be parsed.
+    """
+
+    dialect: Final = "postgresql"
+    schema: Final = SCHEMA
+    driver_errors: Final[tuple[type[Exception], ...]] = (psycopg.Error,)
+
+    def __init__(self, address: str, busy_timeout_s: float) -> None:
+        try:
+            parameters = parse_address(address)
+        except ValueError as error:
+            raise CatalogError(f"the catalog's address {error}", hint=f"[catalog] url: {ADDRESS_HINT}") from error
+        self.place = f"catalog at {describe_parameters(parameters)}"
+        bounds = {"tcp_user_timeout": _TCP_USER_TIMEOUT_MS}
+        parameters = bounds | with_patience(parameters, "millstream catalog") | {"client_encoding": "UTF8"}
+        self.address: str | None = conninfo.make_conninfo(**parameters)
+        self._parameters = parameters
+        self._busy_timeout_s = busy_timeout_s
+        timeouts = (
+            f"SET LOCAL search_path = {SCHEMA}, pg_temp; SET LOCAL lock_timeout = {_ms(busy_timeout_s)};"
+            f" SET LOCAL statement_timeout = {_ms(busy_timeout_s + _STATEMENT_TIMEOUT_MORE_S)};"
+            f" SET LOCAL idle_in_transaction_session_timeout = {_ms(_IDLE_TIMEOUT_S)}"
+        )
+        self._begin_read = f"BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; {timeouts}"
+        # Durable when it returns, also where a role or a database has synchronous_commit off; stricter ones stay.
+        self._begin_write = (
+            f"BEGIN ISOLATION LEVEL READ COMMITTED; {timeouts}; SELECT pg_current_xact_id()::text,"
+            " CASE WHEN current_setting('synchronous_commit') = 'off' THEN set_config('synchronous_commit', 'on', true) END"
+        )
+
+    def engine(self) -> Engine:
+        """An engine with a small pool. psycopg makes the connections, so that libpq reads services and password files."""
+        return create_engine(
+            "postgresql+psycopg://",
+            creator=self._connect,
+            use_native_hstore=False,
+            pool_size=_POOL_CONNECTIONS,
+            max_overflow=_POOL_CONNECTIONS_MORE,
+            pool_timeout=self._busy_timeout_s,
+            pool_recycle=_POOL_RECYCLE_S,
+            pool_use_lifo=True,
+        )
+
+    def _connect(self) -> _Connection:
+        # Statements prepared on one server connection aren't there on the next, behind a pooler.
+        connection = _Connection.connect(autocommit=True, prepare_threshold=None, **self._parameters)
+        try:
+            if connection.info.server_version < VERSION_MIN:
+                raise CatalogError(
+                    f"{self.place} is PostgreSQL {connection.info.server_version // 10000}",
+                    hint="A catalog needs PostgreSQL 14 or newer: name another server in [catalog] url.",
+                )
+            encoding = connection.info.parameter_status("server_encoding")
+            if encoding != "UTF8":
+                raise CatalogError(
+                    f"{self.place} has the encoding {encoding}",
+                    hint="Names of any table have to fit: CREATE DATABASE … ENCODING 'UTF8' TEMPLATE template0, and name that one.",
+                )
+            connection.life = str(connection.execute(_LIFE).fetchone())
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def begin(self, connection: Connection, *, reading: bool) -> tuple[str, str] | None:
+        """Begin, with all settings, in one round trip; a writing transaction is known by its number and the server's life."""
+        raw = connection.connection.driver_connection
+        assert raw is not None
+        with raw.cursor() as cursor:
+            cursor.execute(self._begin_read if reading else self._begin_write)
+            if reading:
+                return None
+            while cursor.nextset():
+                pass
+            return str(cursor.fetchone()[0]), str(raw.life)
+
+    def was_committed(self, transaction: tuple[str, str] | None, error: DBAPIError) -> bool | None:
+        """Ask the server by the transaction's number; a server that went away is waited for as long as for a lock.
+
+        An error that the server itself sent over a connection that still stands is a COMMIT that was refused. A server that crashed
+        gives numbers that it lost to others: there "committed" may be somebody else's, while "not committed" is certain.
+        """
+        cause = error.orig
+        assert transaction is not None
+        refused = isinstance(cause, psycopg.Error) and (cause.sqlstate or "08")[:2] not in {"08", "57"}
+        if refused and not error.connection_invalidated:
+            return False
+        deadline = time.monotonic() + self._busy_timeout_s
+        while True:
+            with contextlib.suppress(psycopg.OperationalError), self._connect() as asking:
+                try:
+                    row = asking.execute("SELECT pg_xact_status(%s::text::xid8)", transaction[:1]).fetchone()
+                except psycopg.errors.InvalidParameterValue:
+                    return False  # "in the future": the server lost it
+                status = None if row is None else row[0]
+                if status == "committed":
+                    return True if asking.life == transaction[1] else None
+                if status != "in progress":
+                    return None if status is None else False
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.1)
+
+    def prepare(self, engine: Engine) -> None:
+        """Nothing: the first transaction connects."""
+
+    def lock_for_migration(self, connection: Connection) -> None:
+        """Wait for other processes' migrations; make the schema where it isn't there.
+
+        Raises:
+            CatalogError: it isn't there, and this role may not make it; the hint has the SQL.
+        """
+        for name in ("lock_timeout", "statement_timeout"):
+            connection.execute(text(f"SET LOCAL {name} = {_ms(_MIGRATION_TIMEOUT_S)}"))
+        connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
+        there, may, role, database = connection.execute(
+            text(
+                "SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = :schema),"
+                " has_database_privilege(current_database(), 'CREATE'), quote_ident(current_user),"
+                " quote_ident(current_database())"
+            ),
+            {"schema": SCHEMA},
+        ).one()
+        if there:
+            return
+        if not may:
+            raise CatalogError(
+                f"{self.place} has no schema {SCHEMA}, and the role {role} may not make it",
+                hint=f"As the owner of the database: CREATE SCHEMA {SCHEMA} AUTHORIZATION {role}; or let the role make it: "
+                f"GRANT CREATE ON DATABASE {database} TO {role};",
+            )
+        connection.execute(text(f"CREATE SCHEMA {SCHEMA}"))
+
+    def insert(self, table: Table) -> Insert:
+        """PostgreSQL's INSERT."""
+        return insert(table)
+
+    def number_above(self, connection: Connection, table: Table) -> None:
+        """By its sequence, which is never put back."""
+        sequence = f"pg_get_serial_sequence('{SCHEMA}.{table.name}', 'id')"
+        above = f"greatest((SELECT max(id) FROM {table.name}), nextval({sequence}))"
+        connection.execute(text(f"SELECT setval({sequence}, {above})"))
+
+    # --- errors ------------------------------------------------------------------------------------------------
+
+    def translate(self, error: BaseException) -> MillstreamError:
+        """By SQLSTATE; by the server's words where a connection wasn't had, for libpq gives no code there."""
+        if isinstance(error, PoolTimeout):
+            return CatalogBusy(
+                f"{self.place}: no connection of this process was free for {self._busy_timeout_s:g} s",
+                hint="Its other threads wait for the server: look at its locks and its load; it is tried again.",
+            )
+        cause = error.orig if isinstance(error, DBAPIError) else error
+        said = one_line(cause or error)
+        state = cause.sqlstate if isinstance(cause, psycopg.Error) else None
+        if state is None:
+            refusal = isinstance(cause, psycopg.OperationalError)
+            return self._refusal(said) if refusal else CatalogError(f"{self.place}: {said}", hint=_OWN_WORDS)
+        kind, hint = _BY_STATE.get(state) or _BY_CLASS.get(state[:2]) or (CatalogError, _OWN_WORDS)
+        return kind(f"{self.place}: {said}", hint=hint, sqlstate=state)
+
+    def _refusal(self, said: str) -> MillstreamError:
+        lower = said.lower()
+        for parts, kind, hint in _BY_WORDS:
+            if any(all(word in lower for word in part) for part in parts):
+                return kind(f"{self.place}: {said}", hint=hint)
+        return CatalogUnreachable(f"{self.place}: {said}")
+
+
+# When the server was started, and when its statistics began: recovery from a crash begins them anew (StartupXLOG).
+_LIFE: Final = "SELECT pg_postmaster_start_time()::text, stats_reset::text FROM pg_stat_bgwriter"
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
+
+
+_OWN_WORDS: Final = "The message is PostgreSQL's own."
+_LOGIN: Final = (
+    "Check user and password in [catalog] url (or the environment, or ~/.pgpass), and pg_hba.conf on the server."
+)
+_DATABASE: Final = "Create the database, or correct its name in [catalog] url."
+_STANDBY: Final = "It is a standby, or read-only for now: name the primary in [catalog] url, or all hosts with target_session_attrs=read-write."
+_FULL: Final = "The server has no connection left: end some, or raise max_connections; it is tried again."
+_WAITS: Final = (
+    "Another session holds its locks for long, or the server is overloaded: see pg_stat_activity; it is tried again."
+)
+_PRIVILEGE: Final = (
+    f"Give the role of [catalog] url the schema: GRANT USAGE, CREATE ON SCHEMA {SCHEMA}; GRANT ALL ON ALL TABLES IN SCHEMA {SCHEMA}; "
+    f"GRANT ALL ON ALL SEQUENCES IN SCHEMA {SCHEMA}; each TO the role. Best, it owns them."
+)
+_GONE: Final = f"The schema {SCHEMA} is damaged or not a catalog: restore the database from a backup. The log itself doesn't depend on it."
+
+_Kind = tuple[type[MillstreamError], str | None]
+_BY_STATE: Final[dict[str, _Kind]] = {
+    "25006": (CatalogUnreachable, _STANDBY),
+    "25P03": (CatalogBusy, "The process stood still within a transaction; it is tried again."),
+    "25P04": (CatalogBusy, _WAITS),
+    "3D000": (CatalogError, _DATABASE),
+    "3F000": (CatalogError, _GONE),
+    "40001": (CatalogBusy, _WAITS),
+    "40P01": (CatalogBusy, _WAITS),
+    "42501": (CatalogError, _PRIVILEGE),
+    "42703": (CatalogError, _GONE),
+    "42P01": (CatalogError, _GONE),
+    "53100": (DiskFull, "Free space on the catalog's server; streams resume by themselves."),
+    "53300": (CatalogUnreachable, _FULL),
+    "55P03": (CatalogBusy, _WAITS),
+    "57014": (CatalogBusy, _WAITS),
+    "57P04": (CatalogError, _DATABASE),
+}
+_BY_CLASS: Final[dict[str, _Kind]] = {
+    "08": (CatalogUnreachable, None),
+    "28": (CatalogError, _LOGIN),
+    "53": (CatalogBusy, _WAITS),
+    "57": (CatalogUnreachable, None),
+}
+_BY_WORDS: Final[tuple[tuple[tuple[tuple[str, ...], ...], type[MillstreamError], str | None], ...]] = (
+    ((("too many",), ("remaining connection slots",), ("connection limit exceeded",)), CatalogUnreachable, _FULL),
+    ((("read-only",), ("hot standby mode",)), CatalogUnreachable, _STANDBY),
+    (
+        (
+            ("password",),
+            ("pg_hba.conf",),
+            ("authentication failed",),
+            ("role", "does not exist"),
+            ("not permitted to log in",),
+        ),
+        CatalogError,
+        _LOGIN,
+    ),
+    ((("database", "does not exist"), ("not currently accepting connections",)), CatalogError, _DATABASE),
+    (
+        (("permission denied for database",),),
+        CatalogError,
+        "As the owner of the database: GRANT CONNECT ON DATABASE … TO the role of [catalog] url.",
+    ),
+    (
+        (
+            ("definition of service",),
+            ("service file",),
+            ("invalid port",),
+            ("invalid sslmode",),
+            ("invalid connection option",),
+        ),
+        CatalogError,
+        "Correct [catalog] url in millstream.toml, or the file that it names.",
+    ),
+)

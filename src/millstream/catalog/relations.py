@@ -1,0 +1,224 @@
+"""The catalog's tables, with the states that they go through and the versions of their schemas."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+from uuid import UUID
+
+import pyarrow as pa
+from sqlalchemy import Row, Select, func, select, update
+
+from millstream.catalog import tables as t
+from millstream.catalog.part import CatalogPart, lock_stream, now_us
+from millstream.catalog.values import TableRow, TableState
+from millstream.errors import CatalogError, UnknownTable
+from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, TableId
+from millstream.model.schema import TableKind, TableSchema
+
+
+class Relations(CatalogPart):
+    """Tables and their schemas."""
+
+    def table_for(
+        self,
+        stream: StreamId,
+        source: SourceId,
+        relation_oid: int,
+        namespace: str,
+        name: str,
+        *,
+        kind: TableKind = TableKind.TABLE,
+        shard: ShardId = ShardId(0),
+        state: TableState = TableState.COPY_REQUESTED,
+        reason: str = "",
+    ) -> TableRow:
+        """The table of a relation, made with `shard`, `state` and `reason` where it is new.
+
+        The relation is told by its OID within the same system and database, whatever the timeline, and by `kind`. A
+        table that is there keeps id, shard and state; its name follows a rename. One that is `GONE` is never found: a
+        relation that comes back is a new table.
+        """
+        with self._database.write() as connection:
+            lock_stream(connection, stream)
+            origin = connection.execute(select(t.sources).where(t.sources.c.id == source)).first()
+            if origin is None and source != 0:
+                raise CatalogError(f"the catalog has no source {source}", source=source)
+            query = select(t.tables).where(
+                t.tables.c.stream == str(stream),
+                t.tables.c.relation_oid == relation_oid,
+                t.tables.c.kind == kind.value,
+                t.tables.c.state != TableState.GONE.value,
+            )
+            if origin is None:
+                query = query.where(t.tables.c.source == 0, t.tables.c.namespace == namespace, t.tables.c.name == name)
+            else:
+                branches = select(t.sources.c.id).where(
+                    t.sources.c.stream == str(stream),
+                    t.sources.c.system_identifier == origin.system_identifier,
+                    t.sources.c.database == origin.database,
+                )
+                query = query.where(t.tables.c.source.in_(branches))
+            row = connection.execute(query).first()
+            if row is None:
+                values = {
+                    "stream": str(stream),
+                    "source": source,
+                    "relation_oid": relation_oid,
+                    "namespace": namespace,
+                    "name": name,
+                    "kind": kind.value,
+                    "shard": shard,
+                    "state": state.value,
+                    "reason": reason,
+                    "changed_us": now_us(),
+                }
+                row = connection.execute(self._database.insert(t.tables).values(values).returning(t.tables)).one()
+            elif (row.namespace, row.name) != (namespace, name):
+                renamed = update(t.tables).where(t.tables.c.id == row.id).values(namespace=namespace, name=name)
+                row = connection.execute(renamed.returning(t.tables)).one()
+        return _table_row(row)
+
+    def table(self, table: TableId) -> TableRow:
+        """One table by its id; `UnknownTable` where there is none."""
+        with self._database.read() as connection:
+            row = connection.execute(select(t.tables).where(t.tables.c.id == table)).first()
+        if row is None:
+            raise UnknownTable(f"the catalog has no table {table}", table=table)
+        return _table_row(row)
+
+    def tables(self, stream: StreamId, *, gone: bool = False) -> list[TableRow]:
+        """The stream's tables by name; with `gone`, those that have left too."""
+        query = select(t.tables).where(t.tables.c.stream == str(stream))
+        if not gone:
+            query = query.where(t.tables.c.state != TableState.GONE.value)
+        with self._database.read() as connection:
+            rows = connection.execute(query).all()
+        return sorted((_table_row(row) for row in rows), key=lambda table: (table.namespace, table.name, table.id))
+
+    def find_table(self, stream: StreamId, namespace: str, name: str) -> TableRow:
+        """The table that bears that name now; `UnknownTable` where none does."""
+        for row in self.tables(stream):
+            if (row.namespace, row.name) == (namespace, name):
+                return row
+        raise UnknownTable(f"the stream has no table {namespace}.{name}", table=f"{namespace}.{name}")
+
+    def set_state(
+        self,
+        table: TableId,
+        state: TableState | str,
+        reason: str = "",
+        *,
+        details: Mapping[str, Any] | None = None,
+        copy_id: str | None = None,
+        only_from: Iterable[TableState] | None = None,
+    ) -> bool:
+        """Say where a table stands and why.
+
+        Args:
+            table: whose.
+            state: the new state.
+            reason: one sentence for people.
+            details: JSON-able facts; replaces those there were.
+            copy_id: the copy that begins; kept as it is where None.
+            only_from: change nothing unless the table is in one of these states (compare and set).
+
+        Returns:
+            Whether it was changed.
+        """
+        values: dict[str, Any] = {
+            "state": TableState(state).value,
+            "reason": reason.replace("\0", "\\0"),  # PostgreSQL's text has no such character
+            "details": json.dumps(dict(details or {})),
+            "changed_us": now_us(),
+        }
+        if copy_id is not None:
+            values["copy_id"] = copy_id
+        change = update(t.tables).where(t.tables.c.id == table).values(values)
+        if only_from is not None:
+            change = change.where(t.tables.c.state.in_([s.value for s in only_from]))
+        with self._database.write() as connection:
+            return connection.execute(change).rowcount > 0
+
+    def put_schema(self, stream: StreamId, schema: TableSchema) -> TableSchema:
+        """Number a schema: the same facts get the same version, new ones the next. It becomes the table's newest.
+
+        Args:
+            stream: the table's stream.
+            schema: with a table id of `table_for`; its own version is not looked at.
+
+        Raises:
+            UnknownTable: the stream has no table of that id.
+        """
+        fingerprint = _fingerprint(schema)
+        of_table = t.schema_versions.c.table_id == schema.table_id
+        with self._database.write() as connection:
+            # Its row is locked: two processes with new schemas number them one after the other.
+            table = select(t.tables.c.stream).where(t.tables.c.id == schema.table_id)
+            owner = connection.execute(table.with_for_update(key_share=True)).scalar()
+            if owner != str(stream):
+                raise UnknownTable(f"the stream has no table {schema.table_id}", table=schema.table_id)
+            same = select(t.schema_versions.c.version).where(of_table, t.schema_versions.c.fingerprint == fingerprint)
+            version = connection.execute(same).scalar()
+            if version is None:
+                last = select(func.coalesce(func.max(t.schema_versions.c.version), 0)).where(of_table)
+                version = connection.execute(last).scalar_one() + 1
+                numbered = replace(schema, version=SchemaVersion(version))
+                connection.execute(
+                    self._database.insert(t.schema_versions).values(
+                        table_id=schema.table_id,
+                        version=version,
+                        fingerprint=fingerprint,
+                        arrow=numbered.to_arrow().serialize().to_pybytes(),
+                        created_us=now_us(),
+                    )
+                )
+            newest = update(t.tables).where(t.tables.c.id == schema.table_id, t.tables.c.schema_version != version)
+            connection.execute(newest.values(schema_version=version))
+        return replace(schema, version=SchemaVersion(version))
+
+    def schemas(self, stream: StreamId) -> dict[tuple[TableId, SchemaVersion], TableSchema]:
+        """Every version of every table's schema."""
+        query = select(t.schema_versions.c.arrow).join(t.tables).where(t.tables.c.stream == str(stream))
+        return {(schema.table_id, schema.version): schema for schema in self._schemas(query)}
+
+    def latest_schemas(self, stream: StreamId) -> dict[TableId, TableSchema]:
+        """The newest schema of every table that has one."""
+        query = select(t.schema_versions.c.arrow).join(t.tables).where(t.tables.c.stream == str(stream))
+        newest = query.where(t.schema_versions.c.version == t.tables.c.schema_version)
+        return {schema.table_id: schema for schema in self._schemas(newest)}
+
+    def _schemas(self, query: Select[tuple[bytes]]) -> list[TableSchema]:
+        with self._database.read() as connection:
+            blobs = connection.execute(query).scalars().all()
+        return [TableSchema.from_arrow(pa.ipc.read_schema(pa.py_buffer(blob))) for blob in blobs]
+
+
+def _table_row(row: Row[Any]) -> TableRow:
+    return TableRow(
+        id=TableId(row.id),
+        stream=StreamId(UUID(row.stream)),
+        source=SourceId(row.source),
+        relation_oid=row.relation_oid,
+        namespace=row.namespace,
+        name=row.name,
+        kind=TableKind(row.kind),
+        shard=ShardId(row.shard),
+        state=TableState(row.state),
+        reason=row.reason,
+        details=json.loads(row.details),
+        schema_version=SchemaVersion(row.schema_version),
+        copy_id=row.copy_id,
+        changed_us=row.changed_us,
+    )
+
+
+def _fingerprint(schema: TableSchema) -> str:
+    """SHA-256 over every fact but the version."""
+    arrow = replace(schema, version=SchemaVersion(0)).to_arrow()
+    types = [[field.name, str(field.type)] for field in arrow]
+    metadata = sorted((key.decode(), value.decode()) for key, value in arrow.metadata.items())
+    return hashlib.sha256(json.dumps([types, metadata]).encode()).hexdigest()

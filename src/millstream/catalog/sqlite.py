@@ -1,0 +1,113 @@
+"""The catalog in a SQLite file: what the embedded backend does in its own way.
+
+WAL mode lets readers and one writer work side by side; `synchronous = FULL` makes a commit durable before it returns
+(positions are promised durable). Writers take the lock when they begin (`BEGIN IMMEDIATE`), so that no transaction fails
+half-way because another one came between its read and its write; all of them are short.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from sqlalchemy import URL, Connection, Engine, Table, create_engine, event
+from sqlalchemy.dialects.sqlite import Insert, insert
+from sqlalchemy.exc import DBAPIError
+
+from millstream.errors import CatalogBusy, CatalogError, DiskFull, MillstreamError
+
+_BUSY_CODES: Final = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_BUSY | (2 << 8)})
+
+
+class SqliteBackend:
+    """`catalog.database.Backend` over one file; its folder is made."""
+
+    dialect: Final = "sqlite"
+    schema: Final = None
+    address: Final = None
+    driver_errors: Final[tuple[type[Exception], ...]] = (sqlite3.Error,)
+
+    def __init__(self, path: Path, busy_timeout_s: float) -> None:
+        self.place = str(path)
+        self._path = path
+        self._busy_timeout_s = busy_timeout_s
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CatalogError(
+                f"the folder of {path} can't be made: {error.strerror}", hint="Make the home writable for this user."
+            ) from error
+
+    def engine(self) -> Engine:
+        """An engine whose connections write durably and keep foreign keys."""
+        engine = create_engine(
+            URL.create("sqlite+pysqlite", database=self.place),
+            connect_args={"timeout": self._busy_timeout_s, "check_same_thread": False},
+        )
+
+        @event.listens_for(engine, "connect")
+        def _on_connect(connection: Any, _record: object) -> None:
+            # Transactions are ours to begin: the driver would begin them late, and only before a write.
+            connection.isolation_level = None
+            cursor = connection.cursor()
+            cursor.execute("PRAGMA synchronous = FULL")
+            cursor.execute("PRAGMA foreign_keys = ON")
+            cursor.close()
+
+        return engine
+
+    def begin(self, connection: Connection, *, reading: bool) -> tuple[str, str] | None:
+        """Take the file's write lock unless it is for reading."""
+        connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
+        return None
+
+    def was_committed(self, transaction: tuple[str, str] | None, error: DBAPIError) -> bool | None:
+        """No: the process that commits is this one, and a COMMIT that failed has left nothing."""
+        del transaction, error
+        return False
+
+    def translate(self, error: BaseException) -> MillstreamError:
+        """By SQLite's own code."""
+        if isinstance(error, DBAPIError):
+            error = error.orig or error
+        code = getattr(error, "sqlite_errorcode", None)
+        if code == sqlite3.SQLITE_FULL:
+            return DiskFull(f"no space for {self.place}", file=self.place)
+        if code in _BUSY_CODES or "locked" in str(error):
+            return CatalogBusy(
+                f"{self.place} stayed locked for {self._busy_timeout_s:g} s",
+                hint="Another process holds it in a long transaction, or the disk hangs; it is tried again.",
+                file=self.place,
+            )
+        hint = "Check that the disk has space and that this user may write the home."
+        if code in {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}:
+            hint = "The file is damaged or not a catalog: restore it from a copy. The log itself doesn't depend on it."
+        return CatalogError(f"{self.place}: {error}", hint=hint, file=self.place)
+
+    def prepare(self, engine: Engine) -> None:
+        """Use WAL mode. Changing it doesn't wait by SQLite's busy timeout when several processes open a new file at once."""
+        deadline = time.monotonic() + self._busy_timeout_s
+        while True:
+            try:
+                raw = engine.raw_connection()
+                try:
+                    raw.cursor().execute("PRAGMA journal_mode = WAL")
+                finally:
+                    raw.close()
+                return
+            except (DBAPIError, sqlite3.Error) as error:
+                if not isinstance(self.translate(error), CatalogBusy) or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.02)
+
+    def lock_for_migration(self, connection: Connection) -> None:
+        """The transaction has the file's write lock already."""
+
+    def insert(self, table: Table) -> Insert:
+        """SQLite's INSERT."""
+        return insert(table)
+
+    def number_above(self, connection: Connection, table: Table) -> None:
+        """It is so already: SQLite notes the greatest number with every row."""

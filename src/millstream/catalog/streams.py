@@ -1,0 +1,158 @@
+"""The catalog's streams and the homes that have them, their writers with epochs, and the numbers reserved."""
+
+from __future__ import annotations
+
+import json
+import os
+from uuid import UUID, uuid4
+
+from sqlalchemy import Connection, func, literal, select, update
+
+from millstream.catalog import tables as t
+from millstream.catalog.part import CatalogPart, greater, lock_stream, now_us
+from millstream.catalog.reservations import StreamReservations
+from millstream.catalog.values import HomeIdentity, StreamRow, WriterRow
+from millstream.errors import CatalogError, UnknownStream
+from millstream.model.ids import Epoch, StreamId, WriterId, check_stream_name
+
+
+class Streams(CatalogPart):
+    """Streams and writers."""
+
+    _home: HomeIdentity | None
+
+    def resolve_stream(self, name: str, *, found: StreamId | None = None) -> StreamId:
+        """The id of the stream of that name, made where it is new.
+
+        Args:
+            name: as the configuration has it.
+            found: the id that the stream's segments bear, where its folder holds any. A new row takes it over (the
+                catalog was lost); a row that has another one is an error, for its numbers belong to another log.
+
+        Raises:
+            CatalogError: the log on disk is another stream's, or the name another home's stream's.
+            UsageError: no stream may bear that name.
+        """
+        check_stream_name(name)
+        of_name = select(t.streams.c.id).where(t.streams.c.name == name).with_for_update(key_share=True)
+        with self._database.write() as connection:
+            known = connection.execute(of_name).scalar()
+            if known is None:
+                values = {"id": str(found or uuid4()), "name": name, "created_us": now_us()}
+                # Another process may just be doing the same: then this waits for it, and takes what it made.
+                connection.execute(self._database.insert(t.streams).values(values).on_conflict_do_nothing())
+                known = connection.execute(of_name).scalar()
+            if known is None:
+                other = connection.execute(select(t.streams.c.name).where(t.streams.c.id == str(found))).scalar()
+                raise CatalogError(
+                    f"the log of stream {name} bears the id {found}, which in the catalog is stream {other}",
+                    hint="The folder was renamed or copied: put it back, or give the configuration the name that it had.",
+                    stream=name,
+                )
+            stream = StreamId(UUID(known))
+            self.claim(connection, name, stream, found=found)
+        return stream
+
+    def claim(self, connection: Connection, name: str, stream: StreamId, *, found: StreamId | None = None) -> None:
+        """Note in an open transaction that this home has a stream; nothing where the catalog was opened for no home.
+
+        Raises:
+            CatalogError: the stream is another home's, or the log at hand (`found`) another stream's.
+        """
+        scope = f"homes/{stream}"
+        rows = connection.execute(select(t.facts.c.name, t.facts.c.value).where(t.facts.c.scope == scope)).all()
+        homes = {row.name: json.loads(row.value)["place"] for row in rows}
+        mine = self._home
+        others = ", ".join(sorted(place for home, place in homes.items() if mine is None or home != mine.id))
+        if found is not None and found != stream:
+            raise CatalogError(
+                f"the log of stream {name} bears the id {found}, the catalog says {stream}"
+                + (f", which is the stream {name} of {others}" if others else ""),
+                hint="The folder or the catalog was exchanged: put back the one that belongs here."
+                if not others
+                else "Two streams of one catalog may not share a name: rename this one, or give its home another database.",
+                stream=name,
+            )
+        if mine is None:
+            return
+        # A log that bears the stream's id is the stream's, whatever home it has come to lie in.
+        if homes and mine.id not in homes and found is None:
+            raise CatalogError(
+                f"the catalog has a stream {name} already, {stream}, of {others}; this home, {mine.place}, has no log of it",
+                hint="Two streams of one catalog may not share a name: rename this one in millstream.toml, or give this home "
+                "another database. Of one home that lost its data: put the log back.",
+                stream=name,
+            )
+        if homes.get(mine.id) != mine.place:
+            put = self._database.insert(t.facts).values(
+                scope=scope, name=mine.id, value=json.dumps({"place": mine.place, "since_us": now_us()})
+            )
+            keys = [t.facts.c.scope, t.facts.c.name]
+            connection.execute(put.on_conflict_do_update(index_elements=keys, set_={"value": put.excluded["value"]}))
+
+    def stream(self, name: str) -> StreamRow:
+        """The stream of that name; `UnknownStream` where it has never run."""
+        for row in self.streams():
+            if row.name == name:
+                return row
+        raise UnknownStream(
+            f"the catalog has no stream {name}", hint="`millstream run` makes it, when it first runs.", stream=name
+        )
+
+    def streams(self) -> list[StreamRow]:
+        """All streams, by name; those of the home alone, where the catalog was opened for one."""
+        query = select(t.streams)
+        if self._home is not None:
+            here = (t.facts.c.scope == literal("homes/").concat(t.streams.c.id)) & (t.facts.c.name == self._home.id)
+            query = query.join(t.facts, here)
+        with self._database.read() as connection:
+            rows = connection.execute(query).all()
+        # Sorted here: what order text has in a database is the database's choice.
+        return sorted((StreamRow(StreamId(UUID(r.id)), r.name, r.created_us) for r in rows), key=lambda s: s.name)
+
+    # --- writers and numbers -----------------------------------------------------------------------------------
+
+    def register_writer(
+        self, stream: StreamId, name: str = "writer", *, above: Epoch = Epoch(0)
+    ) -> tuple[WriterId, Epoch]:
+        """Become the newest incarnation of a writer; the one before it is fenced from now on.
+
+        Args:
+            stream: whose shards it writes.
+            name: tells writers of a stream apart.
+            above: an epoch that the log bears, where the catalog is older than the log.
+
+        Returns:
+            The writer's id (from 1; the same for a name for ever) and an epoch above every one given before in the stream.
+        """
+        with self._database.write() as connection:
+            lock_stream(connection, stream)
+            epoch = connection.execute(
+                update(t.streams)
+                .where(t.streams.c.id == str(stream))
+                .values(epoch=greater(t.streams.c.epoch, above) + 1)
+                .returning(t.streams.c.epoch)
+            ).scalar_one()
+            mine = (t.writers.c.stream == str(stream)) & (t.writers.c.name == name)
+            writer = connection.execute(select(t.writers.c.id).where(mine)).scalar()
+            values = {"epoch": epoch, "pid": os.getpid(), "registered_us": now_us()}
+            if writer is None:
+                last = select(func.coalesce(func.max(t.writers.c.id), 0)).where(t.writers.c.stream == str(stream))
+                writer = connection.execute(last).scalar_one() + 1
+                connection.execute(
+                    self._database.insert(t.writers).values(stream=str(stream), id=writer, name=name, **values)
+                )
+            else:
+                connection.execute(update(t.writers).where(mine).values(**values))
+        return WriterId(writer), Epoch(epoch)
+
+    def writers(self, stream: StreamId) -> list[WriterRow]:
+        """The stream's writers, each in its newest incarnation, by id."""
+        with self._database.read() as connection:
+            query = select(t.writers).where(t.writers.c.stream == str(stream)).order_by(t.writers.c.id)
+            rows = connection.execute(query).all()
+        return [WriterRow(stream, WriterId(r.id), r.name, Epoch(r.epoch), r.pid, r.registered_us) for r in rows]
+
+    def reservations(self, stream: StreamId) -> StreamReservations:
+        """The stream's number reservations, as `ports.SeqReservations`."""
+        return StreamReservations(self._database, stream)

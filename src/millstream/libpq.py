@@ -1,0 +1,74 @@
+"""Addresses of PostgreSQL servers as libpq takes them: read, shown without their secrets, and connected to with patience.
+
+For every room that connects to a server (capture to its source, the catalog to its database): each makes errors of its
+own of what is said here. Nothing in this module connects.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+CONNECT_TIMEOUT_S: Final = 10
+ADDRESS_HINT: Final = (
+    "An address reads like postgresql://user@host:5432/database; special characters in it are %-encoded."
+)
+
+_URL: Final = re.compile(r"postgres(ql)?://")
+_KEYWORDS: Final = re.compile(r"\s*[a-z_]+\s*=")
+
+
+def is_address(text: str) -> bool:
+    """Whether a text is an address, in URL or in keyword form, and not a path."""
+    return _URL.match(text) is not None or ("://" not in text and _KEYWORDS.match(text) is not None)
+
+
+def parse_address(address: str) -> dict[str, Any]:
+    """The parameters of an address.
+
+    Raises:
+        ValueError: it is none; the message says what is wrong with it, never the address itself.
+    """
+    import psycopg
+    from psycopg import conninfo
+
+    try:
+        parameters = dict(conninfo.conninfo_to_dict(address))
+    except psycopg.Error as error:
+        raise ValueError(f"can't be parsed: {_without_secret(str(error), address)}") from error
+    if not all(port.isdecimal() for port in str(parameters.get("port") or 5432).split(",") if port):
+        raise ValueError(f"has the port {parameters['port']!r}")
+    if "@" in str(parameters.get("host", "")):
+        # What stands before the first `@` was taken for the password: the rest of it must not be shown as a host.
+        raise ValueError("has an @ in its password or host: %-encode it (%40)")
+    return parameters
+
+
+def describe_parameters(parameters: dict[str, Any]) -> str:
+    """Where parameters point to, without their secrets: `host:port/database`, or the service's name."""
+    if "service" in parameters and not {"host", "hostaddr", "dbname"} & parameters.keys():
+        return f"service {parameters['service']}"
+    host = parameters.get("host") or parameters.get("hostaddr") or "the default socket"
+    return f"{host}:{parameters.get('port', 5432)}/{parameters.get('dbname', parameters.get('user', ''))}"
+
+
+def with_patience(parameters: dict[str, Any], name: str) -> dict[str, Any]:
+    """The parameters with a name for `pg_stat_activity` and, where they have none, bounds on connecting and on silence."""
+    # A peer that is gone without a word is noticed after about half a minute, not after two hours.
+    bounds = {
+        "connect_timeout": CONNECT_TIMEOUT_S,
+        "keepalives_idle": 10,
+        "keepalives_interval": 5,
+        "keepalives_count": 4,
+    }
+    return bounds | parameters | {"application_name": name}
+
+
+def one_line(error: BaseException) -> str:
+    """What libpq says, whose advice stands on lines of its own, in one."""
+    return "; ".join(" ".join(line.split()) for line in str(error).splitlines() if line.strip())
+
+
+def _without_secret(text: str, address: str) -> str:
+    """A message that may quote the address, without what could be a password."""
+    return "its syntax is wrong" if address in text or "://" in text else text.strip()

@@ -1,0 +1,335 @@
+"""What every catalog must do, whatever it lies in: one suite for all backends.
+
+Subclass it in a test module of yours and say where a new, empty catalog may be made:
+
+    class TestOurs(CatalogConformance):
+        @pytest.fixture
+        def place(self, tmp_path):
+            return tmp_path / "catalog.db"  # or the address of an empty PostgreSQL database
+
+`CatalogConformance` holds the promises of single calls; `catalog_races.CatalogRaces`, used alike, lets calls race.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+from uuid import uuid4
+
+import pyarrow as pa
+import pytest
+from sqlalchemy import text
+
+from millstream.catalog import Catalog, ChunkState, CopyChunk, HomeIdentity, TableState
+from millstream.catalog.tables import metadata
+from millstream.errors import (
+    CatalogError,
+    CatalogTooNew,
+    CursorExpired,
+    FollowerBehindRetention,
+    StaleEpoch,
+    UnknownStream,
+    UnknownTable,
+)
+from millstream.model.ids import Epoch, SchemaVersion, SourceId, StreamId, TableId, WriterId
+from millstream.model.positions import Lsn, Seq
+from millstream.model.schema import Column, PgType, TableSchema
+from millstream.protocol.retention import CutOff, HolderKind
+
+__all__ = ["CatalogConformance", "Place", "WithCatalog", "example_schema"]
+
+Place = str | Path
+"""A file (SQLite), or the address of a database (PostgreSQL)."""
+_LSN_MAX: Final = 2**63 - 1
+
+
+def example_schema(table: TableId, source: SourceId, *names: str) -> TableSchema:
+    """A schema with columns of these names, the first of them its key."""
+    columns = tuple(Column(name, pa.int64(), PgType(20, -1, "bigint")) for name in names)
+    return TableSchema(table, SchemaVersion(0), source, "public", "orders", columns, names[:1], names[:1])
+
+
+class WithCatalog:
+    """The fixtures of both suites."""
+
+    @pytest.fixture
+    def place(self) -> Place:
+        """Where a new catalog may be made: a path or an address. For subclasses to say."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def catalog(self, place: Place) -> Iterator[Catalog]:
+        """A new catalog."""
+        with Catalog(place) as catalog:
+            yield catalog
+
+    @pytest.fixture
+    def stream(self, catalog: Catalog) -> StreamId:
+        """A stream in it."""
+        return catalog.resolve_stream("shop")
+
+    @pytest.fixture
+    def source(self, catalog: Catalog, stream: StreamId) -> SourceId:
+        """A source of the stream."""
+        return catalog.resolve_source(stream, 2**64 - 1, "shop", 1)
+
+
+class CatalogConformance(WithCatalog):
+    """The promises of single calls."""
+
+    def test_a_stream_keeps_its_id_and_adopts_the_one_of_a_log_whose_catalog_was_lost(self, catalog: Catalog) -> None:
+        """An id is a log's; one of another log, or under another name, is refused."""
+        first = catalog.resolve_stream("shop")
+        assert catalog.resolve_stream("shop") == first == catalog.stream("shop").id
+        of_log = StreamId(uuid4())
+        assert catalog.resolve_stream("clicks", found=of_log) == of_log
+        with pytest.raises(CatalogError, match="bears the id"):
+            catalog.resolve_stream("shop", found=of_log)
+        with pytest.raises(CatalogError, match="is stream clicks"):
+            catalog.resolve_stream("visits", found=of_log)
+        with pytest.raises(UnknownStream):
+            catalog.stream("nobody")
+        assert [row.name for row in catalog.streams()] == ["clicks", "shop"]
+
+    def test_homes_see_their_own_streams_and_share_no_name(self, place: Place) -> None:
+        """Of homes that share a catalog, each has its own streams; the second of one name is told of both."""
+        north, south = HomeIdentity("n", "north:/shop"), HomeIdentity("s", "south:/shop")
+        with Catalog(place, home=north) as first, Catalog(place, home=south) as second:
+            stream = first.resolve_stream("shop")
+            clicks = second.resolve_stream("clicks")
+            for found in (None, StreamId(uuid4())):
+                with pytest.raises(CatalogError, match=r"south:/shop|bears the id") as caught:
+                    second.resolve_stream("shop", found=found)
+                assert str(stream) in caught.value.message
+                assert "north:/shop" in caught.value.message
+            assert [row.name for row in first.streams()] == ["shop"]
+            assert [row.name for row in second.streams()] == ["clicks"]
+            with pytest.raises(UnknownStream):
+                second.stream("shop")
+            first.put_fact(f"lake/{stream}", "1", "north's")
+            assert second.facts(f"lake/{clicks}") == {}
+        moved = HomeIdentity("n", "west:/shop")
+        with Catalog(place, home=moved) as catalog:
+            assert catalog.resolve_stream("shop") == stream
+        # Its home.json was lost; its log is there.
+        with Catalog(place, home=HomeIdentity("x", "north:/shop")) as catalog:
+            assert catalog.resolve_stream("shop", found=stream) == stream
+            assert [row.id for row in catalog.streams()] == [stream]
+
+    def test_a_writer_keeps_its_id_and_gets_a_higher_epoch_each_time(self, catalog: Catalog, stream: StreamId) -> None:
+        """An epoch is above every one before it in the stream, and above what the log bears."""
+        assert catalog.register_writer(stream, "a") == (WriterId(1), Epoch(1))
+        assert catalog.register_writer(stream, "b") == (WriterId(2), Epoch(2))
+        assert catalog.register_writer(stream, "a") == (WriterId(1), Epoch(3))
+        assert [(w.name, w.epoch) for w in catalog.writers(stream)] == [("a", 3), ("b", 2)]
+        assert catalog.register_writer(stream, "b", above=Epoch(9)) == (WriterId(2), Epoch(10))
+        with pytest.raises(UnknownStream):
+            catalog.register_writer(StreamId(uuid4()))
+
+    def test_reservations_only_grow_and_a_fenced_writer_reserves_nothing(
+        self, catalog: Catalog, stream: StreamId
+    ) -> None:
+        """What was reserved is never taken back."""
+        _, old = catalog.register_writer(stream)
+        reservations = catalog.reservations(stream)
+        reservations.reserve_to(Seq(_LSN_MAX - 9), epoch=old)
+        reservations.reserve_to(Seq(10), epoch=old)
+        assert reservations.reserved() == _LSN_MAX - 9
+        _, new = catalog.register_writer(stream)
+        with pytest.raises(StaleEpoch):
+            reservations.reserve_to(Seq(_LSN_MAX), epoch=old)
+        assert reservations.reserved() == _LSN_MAX - 9
+        reservations.reserve_to(Seq(_LSN_MAX), epoch=new)
+        assert reservations.reserved() == _LSN_MAX
+
+    def test_a_position_is_the_greatest_it_was_moved_to(
+        self, catalog: Catalog, stream: StreamId, source: SourceId
+    ) -> None:
+        """Of a source and of a pipeline."""
+        moves = [5, 3, 5, 2**40, 7, _LSN_MAX, 0]
+        for count, lsn in enumerate(moves, 1):
+            assert catalog.move_reached(source, Lsn(lsn)) == max(moves[:count]) == catalog.reached(source)
+            catalog.set_needed_from(stream, "lake", Seq(lsn))
+            catalog.set_landed(stream, "lake", Seq(lsn))
+        assert catalog.needed_from(stream) == {"lake": _LSN_MAX}
+        assert catalog.landed(stream, "lake") == _LSN_MAX
+        assert [s.system_identifier for s in catalog.sources(stream)] == [2**64 - 1]
+        with pytest.raises(CatalogError, match="no source"):
+            catalog.reached(SourceId(999))
+        with pytest.raises(CatalogError, match="no source"):
+            catalog.move_reached(SourceId(999), Lsn(1))
+
+    def test_a_table_survives_rename_and_a_new_timeline_but_not_drop_and_recreate(
+        self, catalog: Catalog, stream: StreamId, source: SourceId
+    ) -> None:
+        """A relation is told by its OID within a database, and its id is never given again."""
+        first = catalog.table_for(stream, source, 2**32 - 1, "public", "orders")
+        promoted = catalog.resolve_source(stream, 2**64 - 1, "shop", 2)
+        assert promoted != source
+        renamed = catalog.table_for(stream, promoted, 2**32 - 1, "sales", "order")
+        assert (renamed.id, renamed.namespace, renamed.name) == (first.id, "sales", "order")
+        other_database = catalog.resolve_source(stream, 2**64 - 1, "other", 1)
+        assert catalog.table_for(stream, other_database, 2**32 - 1, "public", "orders").id != first.id
+        catalog.set_state(first.id, TableState.GONE, "dropped")
+        again = catalog.table_for(stream, source, 2**32 - 1, "sales", "order")
+        assert again.id not in {first.id, renamed.id}
+        assert first.id not in {t.id for t in catalog.tables(stream)}
+        assert first.id in {t.id for t in catalog.tables(stream, gone=True)}
+
+    def test_names_of_any_kind_come_back_sorted_by_code_point(
+        self, catalog: Catalog, stream: StreamId, source: SourceId
+    ) -> None:
+        """What a database holds for the order of text doesn't matter."""
+        names = [
+            "Zebra",
+            "apple",
+            "_under",
+            "Äpfel",
+            "ein 'Name'",
+            'with "quotes"',
+            "%s:x",
+            "\U0001f600",
+            "ep\u0301e\u0301e",
+        ]
+        for number, name in enumerate(names):
+            catalog.table_for(stream, source, number + 1, "Schéma", name)
+        assert [t.name for t in catalog.tables(stream)] == sorted(names)
+        assert catalog.find_table(stream, "Schéma", "%s:x").relation_oid == 7
+        for name in ("lake/Z", "lake/a", "lake/_"):
+            catalog.set_needed_from(stream, name, Seq(1))
+        assert [p.name for p in catalog.pipelines(stream)] == ["lake/Z", "lake/_", "lake/a"]
+
+    def test_a_state_is_compared_and_set(self, catalog: Catalog, stream: StreamId, source: SourceId) -> None:
+        """And says whether it was."""
+        table = catalog.table_for(stream, source, 16400, "public", "orders")
+        assert table.state is TableState.COPY_REQUESTED
+        assert catalog.set_state(table.id, "copying", copy_id="c1", only_from=[TableState.COPY_REQUESTED])
+        assert not catalog.set_state(table.id, "streaming", only_from=[TableState.SET_ASIDE])
+        assert catalog.set_state(table.id, "set_aside", "bad value: 'a\0b'", details={"column": "total\0"})
+        found = catalog.find_table(stream, "public", "orders")
+        assert (found.state, found.details, found.copy_id) == (TableState.SET_ASIDE, {"column": "total\0"}, "c1")
+        assert found.reason.startswith("bad value: 'a")
+        assert found == catalog.table(table.id)
+        with pytest.raises(UnknownTable):
+            catalog.find_table(stream, "public", "nothing")
+
+    def test_the_same_facts_are_the_same_schema_version(
+        self, catalog: Catalog, stream: StreamId, source: SourceId
+    ) -> None:
+        """New ones are the next."""
+        table = catalog.table_for(stream, source, 16400, "public", "orders").id
+        one = catalog.put_schema(stream, example_schema(table, source, "id"))
+        two = catalog.put_schema(stream, example_schema(table, source, "id", "total"))
+        assert (one.version, two.version) == (1, 2)
+        assert catalog.latest_schemas(stream) == {table: two}
+        assert catalog.put_schema(stream, example_schema(table, source, "id")) == one
+        assert catalog.latest_schemas(stream) == {table: one}
+        assert catalog.schemas(stream) == {(table, 1): one, (table, 2): two}
+        with pytest.raises(UnknownTable):
+            catalog.put_schema(StreamId(uuid4()), example_schema(table, source, "id"))
+
+    def test_chunks_are_written_all_or_none_and_come_back_as_they_were(
+        self, catalog: Catalog, stream: StreamId, source: SourceId
+    ) -> None:
+        """New ones and those there were, in one call."""
+        table = catalog.table_for(stream, source, 16400, "public", "orders").id
+        chunks = [CopyChunk(table, "c1", 1, None, "[5]"), CopyChunk(table, "c1", 2, "[5]", None, facts={"x": [1]})]
+        catalog.put_chunks(chunks)
+        assert catalog.chunks(table, "c1") == chunks
+        read = CopyChunk(table, "c1", 1, None, "[5]", ChunkState.READ, "10:20:", Lsn(_LSN_MAX), 2**40, 2**41)
+        catalog.put_chunks([read])
+        assert catalog.chunks(table, "c1") == [read, chunks[1]]
+        with pytest.raises(CatalogError):
+            catalog.put_chunks([CopyChunk(table, "c1", 1), CopyChunk(TableId(999), "c1", 1)])
+        assert catalog.chunks(table, "c1") == [read, chunks[1]]
+        catalog.put_chunks([CopyChunk(table, "c2", n, f"[{n}]", f"[{n + 1}]") for n in range(1500)])
+        assert [c.number for c in catalog.chunks(table, "c2")] == list(range(1500))
+        catalog.drop_chunks(table, but="c1")
+        assert catalog.chunks(table, "c2") == []
+        assert len(catalog.chunks(table, "c1")) == 2
+
+    def test_who_was_cut_off_holds_nothing_and_is_told_so_until_it_is_released(
+        self, catalog: Catalog, stream: StreamId
+    ) -> None:
+        """Each kind of holder in its own words; who came on in time isn't cut off."""
+        catalog.set_needed_from(stream, "lake", Seq(50))
+        for name, kind in (("mail", HolderKind.CONSUMER), ("copy", HolderKind.FOLLOWER)):
+            catalog.set_needed_from(stream, name, Seq(5), kind=kind)
+            assert catalog.cut_off(stream, CutOff(name, kind, Seq(5), Seq(31)))
+        assert not catalog.cut_off(stream, CutOff("lake", HolderKind.PIPELINE, Seq(49), Seq(60)))
+        assert not catalog.cut_off(stream, CutOff("nobody", HolderKind.CONSUMER, Seq(5), Seq(31)))
+        assert catalog.needed_from(stream) == {"lake": 50}
+        with pytest.raises(CursorExpired, match="consumer mail"):
+            catalog.set_needed_from(stream, "mail", Seq(40), kind=HolderKind.CONSUMER)
+        with pytest.raises(FollowerBehindRetention, match="follower copy"):
+            catalog.set_landed(stream, "copy", Seq(40))
+        catalog.release(stream, "mail")
+        catalog.set_needed_from(stream, "mail", Seq(31), kind=HolderKind.CONSUMER)
+        assert catalog.needed_from(stream) == {"lake": 50, "mail": 31}
+
+    def test_facts_are_kept_by_scope(self, catalog: Catalog) -> None:
+        """Any JSON-able value, also one that is large or full of odd characters."""
+        catalog.put_fact("a", "x", {"n": 1})
+        catalog.put_fact("a", "x", [1, None, "\0", "é\U0001f600", "y" * 3_000_000])
+        catalog.put_fact("b", "x", "other")
+        assert catalog.fact("a", "x")[:4] == [1, None, "\0", "é\U0001f600"]
+        assert len(catalog.fact("a", "x")[4]) == 3_000_000
+        assert catalog.facts("b") == {"x": "other"}
+        catalog.drop_fact("a", "x")
+        assert catalog.fact("a", "x", "none") == "none"
+
+    def test_what_raises_has_changed_nothing(self, catalog: Catalog) -> None:
+        """A transaction is undone whole when its block raises, by whatever."""
+        catalog.put_fact("a", "x", 1)
+
+        def broken() -> None:
+            with catalog.database.write() as connection:
+                connection.execute(text("UPDATE facts SET value = '2'"))
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            broken()
+        assert catalog.fact("a", "x") == 1
+        with catalog.database.read() as first, Catalog(self._same(catalog)) as other:
+            seen = first.execute(text("SELECT value FROM facts")).scalar()
+            other.put_fact("a", "x", 3)
+            assert first.execute(text("SELECT value FROM facts")).scalar() == seen
+        assert catalog.fact("a", "x") == 3
+
+    def test_a_catalog_of_the_first_schema_is_brought_up(self, place: Place) -> None:
+        """With what it held."""
+        with Catalog(place) as catalog:
+            stream = catalog.resolve_stream("shop")
+            catalog.set_needed_from(stream, "lake", Seq(5))
+            catalog.set_needed_from(stream, "lake/7", Seq(3))
+            with catalog.database.write() as connection:
+                connection.execute(text("ALTER TABLE pipelines DROP COLUMN kind"))
+                connection.execute(text("ALTER TABLE pipelines DROP COLUMN cut_off_at"))
+                connection.execute(text("UPDATE alembic_version SET version_num = '0001'"))
+        with Catalog(place) as catalog:
+            assert catalog.needed_from(stream) == {"lake": 5, "lake/7": 3}
+            kinds = {p.name: p.kind for p in catalog.pipelines(stream)}
+        assert kinds == {"lake": HolderKind.PIPELINE, "lake/7": HolderKind.BACKLOG}
+
+    def test_a_newer_schema_is_refused_and_left_alone(self, place: Place) -> None:
+        """By the number that it says."""
+        with Catalog(place) as catalog, catalog.database.write() as connection:
+            connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+        for _ in range(2):
+            with pytest.raises(CatalogTooNew) as caught:
+                Catalog(place)
+            assert caught.value.details["found"] == "9999"
+
+    def test_the_migrations_make_the_tables_that_the_code_expects(self, catalog: Catalog) -> None:
+        """Alembic finds nothing to add, to take away or to change."""
+        from alembic.autogenerate import compare_metadata
+        from alembic.migration import MigrationContext
+
+        with catalog.database.read() as connection:
+            assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+
+    @staticmethod
+    def _same(catalog: Catalog) -> Place:
+        address = catalog.database.address
+        return Path(catalog.database.place) if address is None else address
