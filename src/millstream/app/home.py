@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
+import socket
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from uuid import uuid4
 
 from millstream.errors import (
     CatalogError,
+    ConfigError,
     DiskFull,
     HomeNotFound,
     HomeTooNew,
@@ -32,7 +36,7 @@ from millstream.model.ids import check_stream_name
 if TYPE_CHECKING:
     from millstream.app.config.file import LoadedConfig
     from millstream.app.config.model import Config, StreamConfig
-    from millstream.catalog import Catalog
+    from millstream.catalog import Catalog, HomeIdentity
 
 FILE_NAME: Final = "millstream.toml"
 FORMAT: Final = 1
@@ -107,7 +111,7 @@ class Home:
 
     @property
     def catalog_file(self) -> Path:
-        """The embedded catalog."""
+        """Where the catalog is while it is embedded; who looks for the catalog asks `has_catalog`."""
         return self.data / "catalog.db"
 
     def wal_folder(self, stream: str) -> Path:
@@ -212,20 +216,41 @@ class Home:
             HomeTooNew: its format is above ours.
             CatalogError: the file that says so is damaged.
         """
-        file = self.data / "home.json"
-        try:
-            facts: dict[str, Any] = json.loads(file.read_bytes())
-            found = int(facts["format"])
-        except FileNotFoundError:
-            return
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            raise CatalogError(
-                f"{file} can't be read: {error}", hint='Restore it; for this version it reads {"format": 1}.'
-            ) from error
+        found = int(self._facts().get("format", FORMAT))
         if found > FORMAT:
             raise HomeTooNew(
                 f"{self.path} has format {found}; this Millstream knows up to {FORMAT}", found=found, known=FORMAT
             )
+
+    def _facts(self) -> dict[str, Any]:
+        """What `home.json` says: `format`, `made_by`, `id`, and `catalog` where that isn't embedded; empty where there is none.
+
+        Raises:
+            CatalogError: it is damaged.
+        """
+        file = self.data / "home.json"
+        try:
+            facts: dict[str, Any] = json.loads(file.read_bytes())
+            return facts | {"format": int(facts["format"])}
+        except FileNotFoundError:
+            return {}
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise CatalogError(
+                f"{file} can't be read: {error}", hint='Restore it; for this version it reads {"format": 1}.'
+            ) from error
+
+    def _write_facts(self) -> None:
+        """Give the home its format and its id, and note where its catalog is: once, by one of several processes."""
+        from millstream import __version__
+
+        catalog = {} if self.catalog_address() is None else {"catalog": "postgresql"}
+        fresh = {"format": FORMAT, "made_by": __version__, "id": str(uuid4())}
+        if (facts := self._facts()) == fresh | facts | catalog:
+            return
+        with (self.run_folder / "home.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if (facts := self._facts()) != fresh | facts | catalog:
+                replace_file(self.data / "home.json", json.dumps(fresh | facts | catalog) + "\n")
 
     def prepare(self) -> None:
         """Check the format and make the folders that writing needs.
@@ -239,11 +264,7 @@ class Home:
         try:
             for folder in (self.data, self.run_folder, self.data / "wal"):
                 folder.mkdir(parents=True, exist_ok=True)
-            file = self.data / "home.json"
-            if not file.exists():
-                from millstream import __version__
-
-                replace_file(file, json.dumps({"format": FORMAT, "made_by": __version__}) + "\n")
+            self._write_facts()
             probe = self.run_folder / f".probe-{os.getpid()}"
             probe.touch()
             probe.unlink()
@@ -252,11 +273,67 @@ class Home:
                 raise DiskFull(f"no space for {error.filename or self.path}", path=str(self.path)) from error
             raise HomeUnwritable(f"{error.filename or self.path}: {error.strerror}", path=str(self.path)) from error
 
+    def catalog_address(self) -> str | None:
+        """Where the configuration has the catalog, as libpq takes it; None: embedded, as where there is no configuration.
+
+        Raises:
+            ConfigError: the configuration is wrong, or the address names a variable that isn't set.
+        """
+        if not self.config_file.exists():
+            return None
+        try:
+            return self.loaded_config.catalog_address()
+        except ConfigError:
+            # A mistake elsewhere in it doesn't hide a catalog that is seen to be here.
+            if self.catalog_file.exists() and "catalog" not in self._facts():
+                return None
+            raise
+
+    def has_catalog(self) -> bool:
+        """Whether there is a catalog to read: the embedded one appears with the first run.
+
+        Raises:
+            ConfigError: as `catalog_address`, where it is known to be in PostgreSQL.
+        """
+        try:
+            return self.catalog_address() is not None or self.catalog_file.exists()
+        except ConfigError:
+            if "catalog" in self._facts():
+                raise
+            return False
+
     def open_catalog(self) -> Catalog:
-        """Open the catalog; `CatalogError` and its kin where it can't be."""
+        """Open the catalog, wherever it is; it is made where there is none.
+
+        Raises:
+            ConfigError: as `catalog_address`.
+            CatalogError: it can't be opened (or a kin of it); or the home has another catalog than the configuration says.
+        """
         from millstream.catalog import Catalog
 
-        return Catalog(self.catalog_file)
+        address = self.catalog_address()
+        if address is None:
+            if not self.catalog_file.exists() and "catalog" in self._facts():
+                raise CatalogError(
+                    f"this home's catalog lies in PostgreSQL, and {self.config_file} names none",
+                    hint="Put `url` back into [catalog]: a new catalog would number the log's tables anew.",
+                )
+            return Catalog(self.catalog_file)
+        if self.catalog_file.exists():
+            raise CatalogError(
+                f"{self.config_file} has the catalog in PostgreSQL, but this home's is still {self.catalog_file}",
+                hint="`millstream catalog move` moves what it holds; nothing may run meanwhile. "
+                f"To go on without PostgreSQL, take `url` out of [catalog] in {self.config_file}.",
+                file=str(self.catalog_file),
+            )
+        return Catalog(address, home=self.identity())
+
+    def identity(self) -> HomeIdentity:
+        """Which home this is, to a catalog that several share. Its id is made by `prepare`, and moves with its folder."""
+        from millstream.catalog import HomeIdentity
+
+        place = f"{socket.gethostname()}:{self.path.resolve()}"
+        return HomeIdentity(str(self._facts().get("id", "")), place)
 
     # --- sockets -----------------------------------------------------------------------------------------------
 

@@ -233,7 +233,7 @@ def _known(home: Home, stream: str, stream_id: StreamId) -> list[KnownTable]:
     from millstream.catalog import TableState
     from millstream.lake.known import KnownTable
 
-    if not home.catalog_file.exists():
+    if not home.has_catalog():
         return []
     with home.open_catalog() as catalog:
         rows, schemas = catalog.tables(stream_id), catalog.latest_schemas(stream_id)
@@ -257,7 +257,7 @@ def _set_aside(home: Home, stream: StreamId) -> dict[str, str]:
     from millstream.app.tables import list_tables
     from millstream.catalog import TableState
 
-    if not home.catalog_file.exists():
+    if not home.has_catalog():
         return {}
     with home.open_catalog() as catalog:
         found = list_tables(catalog, stream)

@@ -36,7 +36,7 @@ def collect_status(home: Home) -> dict[str, Any]:
     except MillstreamError as error:
         problems.append(f"configuration: {error.message}")
     try:
-        if home.catalog_file.exists():
+        if home.has_catalog():
             with home.open_catalog() as catalog:
                 known = {row.name: row.id for row in catalog.streams()}
                 for name in sorted(names | set(known)):

@@ -154,7 +154,7 @@ def tables_ls(session: Session, stream: str | None = None, as_json: bool = False
 
     home = session.home(needs_source=False)
     found: list[dict[str, Any]] = []
-    if home.catalog_file.exists():
+    if home.has_catalog():
         with home.open_catalog() as catalog:
             known = {row.name: row.id for row in catalog.streams()}
             names = sorted(known) if stream is None else [home.pick_stream(stream, of=sorted(known))]

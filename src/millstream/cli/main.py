@@ -21,6 +21,7 @@ _COMMANDS: Final = {
     "doctor": "millstream.cli.setup:doctor",
     "config": "millstream.cli.setup:config",
     "slot": "millstream.cli.setup:slot",
+    "catalog": "millstream.cli.setup:catalog",
     "run": "millstream.cli.running:run",
     "capture": "millstream.cli.running:capture",
     "pipeline": "millstream.cli.rebuilding:pipeline",

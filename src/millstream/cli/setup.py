@@ -1,4 +1,4 @@
-"""`init`, `doctor`, `config show`, `slot drop`: before and after running."""
+"""`init`, `doctor`, `config show`, `slot drop`, `catalog move`: before and after running."""
 
 from __future__ import annotations
 
@@ -169,3 +169,19 @@ def slot_drop(session: Session, stream: str | None, yes: bool) -> None:
     for publication in (capture.publication, f"{capture.publication}_inserts"):
         quoted = publication.replace('"', '""')
         note(f'  DROP PUBLICATION IF EXISTS "{quoted}";')
+
+
+@click.group(cls=SuggestingGroup)
+def catalog() -> None:
+    """What the home's processes agree on: streams, positions, tables."""
+
+
+@catalog.command("move")
+@pass_session
+def catalog_move(session: Session) -> None:
+    """Move the embedded catalog into the PostgreSQL database that [catalog] url names. Nothing may run meanwhile."""
+    from millstream.app.catalog_move import move_catalog
+
+    home = session.home(needs_source=False)
+    moved = move_catalog(home)
+    note(f"{', '.join(moved.streams) or 'no stream'}: moved to the {moved.place}; the old file is now {moved.kept}")

@@ -272,7 +272,7 @@ def _catalog_facts(home: Home, name: str) -> dict[str, Any]:
     from millstream.errors import MillstreamError
 
     with contextlib.suppress(ImportError, MillstreamError):
-        if home.catalog_file.exists():
+        if home.has_catalog():
             with home.open_catalog() as catalog:
                 stream = catalog.stream(name).id
                 sources = [

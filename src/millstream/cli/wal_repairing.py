@@ -90,7 +90,7 @@ def _catalog_schemas(home: Home, name: str) -> list[TableSchema]:
     from millstream.errors import MillstreamError
 
     with contextlib.suppress(ImportError, MillstreamError):
-        if home.catalog_file.exists():
+        if home.has_catalog():
             with home.open_catalog() as catalog:
                 return list(catalog.schemas(catalog.stream(name).id).values())
     return []

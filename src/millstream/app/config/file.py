@@ -20,11 +20,12 @@ from pydantic import BaseModel, ValidationError
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 from pydantic_settings.exceptions import SettingsError
 
-from millstream.app.config.interpolation import MissingVariable, interpolate, interpolate_dsn, mask
-from millstream.app.config.model import Config
+from millstream.app.config.interpolation import MissingVariable, interpolate, interpolate_dsn, is_database, mask
+from millstream.app.config.model import EMBEDDED_CATALOG, Config
 from millstream.app.config.quantities import disk_bytes
 from millstream.app.config.toml_lines import KeyPath, key_lines
 from millstream.errors import ConfigError, LakeFormatUnsupported, MillstreamError, UsageError
+from millstream.libpq import is_address
 from millstream.model.ids import check_stream_name
 
 FILE_NAME: Final = "millstream.toml"
@@ -39,6 +40,17 @@ class LoadedConfig:
     config: Config
     file: Path
     origins: Mapping[KeyPath, str] = field(default_factory=dict)
+    unset: Mapping[KeyPath, _Mistake] = field(default_factory=dict)
+    """Addresses of databases that name a variable which isn't set, and stand as they are written."""
+
+    def catalog_address(self) -> str | None:
+        """The address of the catalog's database; None where the catalog is embedded. `ConfigError` where its variable isn't set."""
+        url, path = self.config.catalog.url, ("catalog", "url")
+        if path in self.unset:
+            raise _config_error(self.file, [self.unset[path]])
+        if url != EMBEDDED_CATALOG and not is_address(url):
+            raise _config_error(self.file, [_Mistake(self.origin(path), key_text(path), "is no PostgreSQL address")])
+        return None if url == EMBEDDED_CATALOG else url
 
     def items(self) -> Iterator[tuple[KeyPath, Any, str]]:
         """Yield every effective value with its path and origin (`millstream.toml:3`, `env NAME`, `default`), secrets masked."""
@@ -79,7 +91,8 @@ def load_config(file: Path, environ: Mapping[str, str] | None = None, *, needs_s
     Args:
         file: `millstream.toml`.
         environ: the variables; the process's own where None.
-        needs_source: False where nobody will connect: a DSN's variable that isn't set then stays as it is written.
+        needs_source: False where nobody will connect to a source: a variable of a DSN (or the catalog's address) that isn't set then
+            stays as it is written.
 
     Raises:
         ConfigError: the file can't be read or parsed, or something in it or in the environment is wrong; details: file, line,
@@ -156,6 +169,7 @@ class _Loader:
         self._needs_source = needs_source
         self._mistakes: dict[KeyPath, _Mistake] = {}
         self._variables: dict[KeyPath, str] = {}
+        self._unset: dict[KeyPath, _Mistake] = {}
 
     def load(self) -> LoadedConfig:
         filled = self._fill((), self._written)
@@ -171,7 +185,8 @@ class _Loader:
         self._refuse_what_is_not_built(config)
         origins = {path: f"{self._file.name}:{line}" for path, line in self._lines.items()}
         origins |= {path: f"env {name}" for path, name in self._variables.items()}
-        return LoadedConfig(config, self._file, origins)
+        unset = {path: mistake for path, mistake in self._unset.items() if path not in self._variables}
+        return LoadedConfig(config, self._file, origins, unset)
 
     def _fill(self, path: KeyPath, value: Any) -> Any:
         if isinstance(value, dict):
@@ -181,10 +196,14 @@ class _Loader:
         if not isinstance(value, str):
             return value
         try:
-            return (interpolate_dsn if path[-1] == "dsn" else interpolate)(value, self._environ)
+            return (interpolate_dsn if is_database(path) else interpolate)(value, self._environ)
         except MissingVariable as error:
-            if self._needs_source or path[-2:] != ("source", "dsn") or error.name is None:
+            if self._needs_source or not is_database(path) or error.name is None:
                 self._note(path, str(error), variable=error.name)
+            else:
+                self._unset[path] = _Mistake(
+                    f"{self._file.name}:{self._lines.get(path, 1)}", key_text(path), str(error), variable=error.name
+                )
             return value
 
     def _overrides(self) -> dict[str, Any]:

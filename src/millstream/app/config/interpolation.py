@@ -89,7 +89,12 @@ def mask(path: tuple[str | int, ...], value: Any) -> Any:
     key = str(path[-1]) if path else ""
     if _SECRET_KEY.search(key):
         return MASK
-    return mask_dsn(value) if key == "dsn" or "://" in value else value
+    return mask_dsn(value) if is_database(path) or "://" in value else value
+
+
+def is_database(path: tuple[str | int, ...]) -> bool:
+    """Whether the key at a path holds a database's address: in those, parts have rules of their own."""
+    return path[-1:] == ("dsn",) or path[-2:] == ("catalog", "url")
 
 
 def _lookup(name: str | None, environ: Mapping[str, str]) -> str:

@@ -6,11 +6,15 @@ The descriptions here are the reference documentation. Loading (interpolation, e
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from millstream.app.config.quantities import check_duration, check_size, check_size_or_share, duration_s, size_bytes
+from millstream.libpq import is_address
+
+EMBEDDED_CATALOG: Final = "data/catalog.db"
+"""The catalog's place where none is configured, from the home."""
 
 Duration = Annotated[str, AfterValidator(check_duration)]
 """`500ms`, `10s`, `7d`."""
@@ -219,9 +223,32 @@ class HttpConfig(_Section):
         return host.strip("[]") or "0.0.0.0", int(port)  # noqa: S104 - the user wrote `:8787`
 
 
+class CatalogConfig(_Section):
+    """What processes agree on and what outlives them: streams, writers, positions, tables and their schemas."""
+
+    url: str = Field(
+        default=EMBEDDED_CATALOG,
+        description="Where it lies. As it is: embedded, in that file of the home. Else a PostgreSQL database (14 or newer), as libpq takes it: "
+        "`postgresql://user@host/database` or keywords; services and pgpass files work too. It lies in the schema `millstream` there, which is "
+        "made if it is missing and the role may. Several homes may share it. A variable where user or password stands is put in as it is: "
+        "nobody has to escape it.",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str) -> str:
+        # A variable that isn't set stands as it is written for those who don't need it: `LoadedConfig.catalog_address`.
+        if url != EMBEDDED_CATALOG and not is_address(url) and not url.startswith("${"):
+            raise ValueError(
+                f"must be a PostgreSQL address such as postgresql://user@host/database, or {EMBEDDED_CATALOG}"
+            )
+        return url
+
+
 class Config(_Section):
     """The whole configuration of a home."""
 
     streams: dict[str, StreamConfig] = Field(default={}, description="The streams, by name.")
     spark: SparkConfig = Field(default_factory=SparkConfig, description="The engine of the pipeline.")
     http: HttpConfig = Field(default_factory=HttpConfig, description="What `serve` listens on.")
+    catalog: CatalogConfig = Field(default_factory=CatalogConfig, description="Where the catalog lies.")
