@@ -12,8 +12,11 @@ from millstream.errors import CorruptWal
 from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.positions import Offset, Seq
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
+from millstream.wal.files import RealFiles
+from millstream.wal.inspect import verify
 from millstream.wal.layout import shard_folder
 from millstream.wal.reader import StreamReader
+from millstream.wal.repair import plan_repair
 from millstream.wal.writer import LogWriter
 
 STREAM = StreamId(UUID(int=7))
@@ -51,3 +54,53 @@ def test_readers_notice_segments_that_are_missing(tmp_path: Path, gone: str) -> 
         list(reader.read(SHARD, Offset(0)))
     with pytest.raises(CorruptWal):
         list(reader.read_between(Seq(0), reader.persisted_upto()))
+
+
+@pytest.mark.parametrize("gone", [0, 1, 2])
+def test_a_shards_folder_that_is_gone_is_damage_to_all_that_look(tmp_path: Path, gone: int) -> None:
+    """What lay on it was left out in silence, halves of operations with it, and a writer began the shard anew."""
+    folder, reservations = str(tmp_path / "shop"), MemoryReservations()
+    tables, shards = [plain_table(number) for number in (1, 2, 3)], [ShardId(number) for number in range(3)]
+    with LogWriter.open(folder, stream=STREAM, shards=shards, epoch=Epoch(1), reservations=reservations) as log:
+        log.append(plain_ops({1: [(table, 2, "a") for table in tables]}, shard_of={2: 1, 3: 2}))
+        for number, table in enumerate(tables, 2):
+            log.append(plain_ops({number: [(table, 1, "b")]}, shard_of={2: 1, 3: 2}))
+    shutil.rmtree(shard_folder(folder, ShardId(gone)))
+    with pytest.raises(CorruptWal, match="shards are missing"):
+        StreamReader(folder).persisted_upto()
+    told: list[CorruptWal] = []
+    reader = StreamReader(folder, on_damage=told.append)
+    assert sum(found.batch.num_rows for found in reader.read_between(Seq(0), reader.persisted_upto())) == 6
+    assert "shards are missing" in str(told[0])
+    assert [loss.why for loss in verify(folder).losses] == [str(told[0])]
+    with pytest.raises(CorruptWal, match="shards are missing"):
+        plan_repair(folder)
+    with pytest.raises(CorruptWal, match="shards are missing"):
+        LogWriter.open(folder, stream=STREAM, shards=shards, epoch=Epoch(2), reservations=reservations)
+    assert not Path(shard_folder(folder, ShardId(gone))).exists()
+
+
+def test_a_shard_that_a_writer_adds_is_found_by_readers_that_look_meanwhile(tmp_path: Path) -> None:
+    """A reader that had listed the folders before the new one was there left out what lay in it."""
+    folder, reservations = str(tmp_path / "shop"), MemoryReservations()
+    one, other = plain_table(1), plain_table(2)
+    with LogWriter.open(folder, stream=STREAM, shards=[SHARD], epoch=Epoch(1), reservations=reservations) as log:
+        log.append(plain_ops({1: [(one, 2, "a")]}))
+
+    class AddsShard(RealFiles):
+        added = False
+
+        def listdir(self, path: str) -> list[str]:
+            names = super().listdir(path)
+            if path == folder and not self.added:
+                self.added = True
+                shards = [SHARD, ShardId(1)]
+                with LogWriter.open(
+                    folder, stream=STREAM, shards=shards, epoch=Epoch(2), reservations=reservations
+                ) as log:
+                    log.append(plain_ops({2: [(one, 1, "b"), (other, 1, "b")]}, shard_of={2: 1}))
+            return names
+
+    reader = StreamReader(folder, files=AddsShard())
+    upto = reader.persisted_upto()
+    assert sum(found.batch.num_rows for found in reader.read_between(Seq(0), upto)) == 4

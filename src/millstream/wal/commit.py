@@ -38,7 +38,7 @@ from millstream.ports import Clock, Files, SeqReservations
 from millstream.protocol.sequencer import Sequencer
 from millstream.wal.grouping import FramePlan, plan_chunk, plan_group
 from millstream.wal.layout import MARK_NAME, list_segments, list_shards, shard_folder
-from millstream.wal.mark import DurableMark, MarkFile
+from millstream.wal.mark import DurableMark, MarkFile, missing_shards, read_mark
 from millstream.wal.recover import NO_SPACE, Recovered, keep_spare, recover
 from millstream.wal.segment import GroupFacts, OpenSegment, WriteFailed
 from millstream.wal.submissions import acks_of, in_columns, shards_of
@@ -161,7 +161,11 @@ class GroupCommitter:
         Raises:
             ShardLocked, CorruptWal, UnexpectedFile, UnsupportedFormat, StaleEpoch, DiskFull: see `LogWriter.open`.
         """
-        shards = sorted({*shards, *list_shards(files, folder)})
+        there = list_shards(files, folder)
+        marks_there = (read_mark(files, shard_folder(folder, shard)) for shard in there)
+        if (missing := missing_shards(folder, there, filter(None, marks_there))) is not None:
+            raise missing
+        shards = sorted({*shards, *there})
         _check_not_gone(files, folder, shards, reservations)
         marks = lock_shards(files, folder, shards)
         try:
@@ -447,6 +451,7 @@ class GroupCommitter:
             group=self._group,
             persisted_upto=persisted_upto,
             reserved_to=self._sequencer.reserved_to,
+            shards=len(self._shards),
         )
 
     # --- segments --------------------------------------------------------------------------------------------------

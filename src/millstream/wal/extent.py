@@ -16,7 +16,7 @@ from millstream.model.positions import Offset, Seq
 from millstream.ports import Files
 from millstream.wal.index import OnDamage
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard_folder
-from millstream.wal.mark import DurableMark, common_cut, read_dropped, read_mark
+from millstream.wal.mark import DurableMark, common_cut, missing_shards, read_dropped, read_mark
 from millstream.wal.scan import ScannedFrame
 from millstream.wal.walk import walk_segment
 from millstream.wal.whole import marks_of_whole_groups
@@ -58,6 +58,11 @@ class LogExtent:
         if self._without_mark:
             return marks_of_whole_groups(self._files, self._folder, shards, self._on_damage)
         marks = self._read_marks(shards)
+        while (missing := missing_shards(self._folder, shards, marks.values())) is not None:
+            if len(now := self.shards()) == len(shards):
+                self._tell(missing)
+                break
+            shards, marks = now, self._read_marks(now)  # a writer has just begun on new ones
         return marks, common_cut(marks.values())
 
     def _read_marks(self, shards: Iterable[ShardId]) -> dict[ShardId, DurableMark]:
@@ -101,12 +106,15 @@ class LogExtent:
                 offset_from=int(begin),
                 offset_to=int(first),
             )
-            if self._on_damage is None:
-                raise error
-            self._on_damage(error)
+            self._tell(error)
             return Seq(0) if dropped is None else dropped.seq, first
         # A copy without the mark: what was dropped lies below the first frame that is there.
         return Seq(self._first_number(shard, segments) - 1), first
+
+    def _tell(self, error: CorruptWal) -> None:
+        if self._on_damage is None:
+            raise error
+        self._on_damage(error)
 
     def _first_number(self, shard: ShardId, segments: Sequence[SegmentFile]) -> Seq:
         """The lowest number of the group that the first frame that can be read is of; on other shards it may begin lower."""

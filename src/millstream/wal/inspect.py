@@ -22,7 +22,7 @@ from millstream.model.positions import Offset, Seq
 from millstream.ports import Files
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import MARK_NAME, SegmentFile, list_segments, list_shards, shard_folder
-from millstream.wal.mark import DurableMark, is_mark_damaged, read_dropped, read_mark
+from millstream.wal.mark import DurableMark, is_mark_damaged, missing_shards, read_dropped, read_mark
 from millstream.wal.repair_plan import footer_hash_of
 from millstream.wal.scan import ScannedFrame, Window, commit_times, reader_of
 from millstream.wal.survey import Checked, KnownSchemas, accepted_loss, survey_segment
@@ -198,6 +198,9 @@ def verify(folder: str, *, files: Files | None = None) -> Verification:
     torn: list[tuple[Loss, GroupNumber]] = []
     for shard in shards:
         _verify_shard(files, folder, shard, report, elsewhere, torn)
+    marks_there = (read_mark(files, shard_folder(folder, shard)) for shard in shards)
+    if (missing := missing_shards(folder, shards, filter(None, marks_there))) is not None:
+        report.losses.append(Loss(folder, 0, missing.message, None, None))
     if report.unmarked:
         # A group that one shard lacks is torn when it is the last of all, and damage where another follows.
         marks, _ = marks_of_whole_groups(files, folder, shards, lambda error: _add_missing(report, error))

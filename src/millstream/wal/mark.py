@@ -16,14 +16,14 @@ nor a power cut leaves none. The area *dropped* is retention's: two slots in tur
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 from uuid import UUID
 
 from millstream.codec.checksums import crc32c
-from millstream.errors import LogError
-from millstream.model.ids import Epoch, GroupNumber, StreamId, WriterId
+from millstream.errors import CorruptWal, LogError
+from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId, WriterId
 from millstream.model.positions import Offset, Seq
 from millstream.ports import Files, WritableFile
 from millstream.wal.layout import MARK_NAME
@@ -33,7 +33,7 @@ _DURABLE: Final = (0, 512, 1024)
 _DROPPED: Final = (2048, 2560)
 _MAGIC: Final = b"MILLMRK\n"
 _PREFIX: Final = struct.Struct("<8sIHHQ")
-"""magic, crc, version, unused, counter"""
+"""magic, crc, version, shards, counter"""
 _DURABLE_FIELDS: Final = struct.Struct("<16siqqqqqqq")
 _DROPPED_FIELDS: Final = struct.Struct("<qq")
 _VERSION: Final = 1
@@ -58,6 +58,8 @@ class DurableMark:
     """Every number up to it, on all shards, is durable or will never be; never beyond the group."""
     reserved_to: Seq
     """Numbers up to it may have been given out."""
+    shards: int = 0
+    """How many the writer has: that many folders lie in the stream's. 0 where an older Millstream moved the mark."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ class MarkFile:
         path = f"{shard_dir}/{MARK_NAME}"
         if files.exists(path):
             data = files.read(path)
-            return cls(files.open_write(path), (_newest(data, _DURABLE)[0], _newest(data, _DROPPED)[0]))
+            return cls(files.open_write(path), (_newest(data, _DURABLE).counter, _newest(data, _DROPPED).counter))
         file = files.create(path)
         file.pwrite(bytes(MARK_SIZE), 0)
         file.sync()
@@ -97,7 +99,8 @@ class MarkFile:
             mark.stream.bytes, mark.writer, mark.epoch, mark.base_offset, mark.byte_end, mark.durable_offset, mark.group,
             mark.persisted_upto, mark.reserved_to,
         )  # fmt: skip
-        self._write(_DURABLE[0 if anchor else 1 + self._durable_counter % 2], self._durable_counter, fields)
+        slot = _DURABLE[0 if anchor else 1 + self._durable_counter % 2]
+        self._write(slot, self._durable_counter, fields, mark.shards)
         if anchor:
             self.file.sync()
 
@@ -113,8 +116,8 @@ class MarkFile:
         """Close the file, and with it give up its lock."""
         self.file.close()
 
-    def _write(self, position: int, counter: int, fields: bytes) -> None:
-        rest = _PREFIX.pack(_MAGIC, 0, _VERSION, 0, counter)[12:] + fields
+    def _write(self, position: int, counter: int, fields: bytes, shards: int = 0) -> None:
+        rest = _PREFIX.pack(_MAGIC, 0, _VERSION, shards, counter)[12:] + fields
         slot = _MAGIC + struct.pack("<I", crc32c(rest)) + rest
         self.file.pwrite(slot, position)
 
@@ -126,31 +129,44 @@ def common_cut(marks: Iterable[DurableMark]) -> Seq:
     return Seq(max((mark.persisted_upto for mark in marks if mark.group == covered), default=0))
 
 
+def missing_shards(folder: str, there: Sequence[ShardId], marks: Iterable[DurableMark]) -> CorruptWal | None:
+    """The error where marks tell of more shards than have folders; None where all are there."""
+    told = max((mark.shards for mark in marks), default=0)
+    if told <= len(there):
+        return None
+    names = ", ".join(f"{shard:05d}" for shard in there)
+    return CorruptWal(
+        f"shards are missing in {folder}: the log has {told}, here are {names}; whatever lay on the others can't be read",
+        hint="Restore the folders of the missing shards from a copy.",
+        file=folder,
+    )
+
+
 def read_mark(files: Files, shard_dir: str) -> DurableMark | None:
     """The shard's durable position; None where no mark, or none that holds, is there.
 
     Raises:
         LogError: the mark is of a newer version.
     """
-    _, fields = _newest(_read(files, shard_dir), _DURABLE)
-    if fields is None:
+    slot = _newest(_read(files, shard_dir), _DURABLE)
+    if slot.fields is None:
         return None
-    stream, writer, epoch, base, byte_end, offset, group, persisted, reserved = _DURABLE_FIELDS.unpack_from(fields)
+    stream, writer, epoch, base, byte_end, offset, group, persisted, reserved = _DURABLE_FIELDS.unpack_from(slot.fields)
     return DurableMark(
         StreamId(UUID(bytes=stream)), WriterId(writer), Epoch(epoch), Offset(base), byte_end, Offset(offset), GroupNumber(group),
-        Seq(persisted), Seq(reserved),
+        Seq(persisted), Seq(reserved), slot.shards,
     )  # fmt: skip
 
 
 def is_mark_damaged(files: Files, shard_dir: str) -> bool:
     """Whether the writer's slots hold something, and none of them makes sense."""
     data = _read(files, shard_dir)
-    return _newest(data, _DURABLE)[1] is None and any(data[: _DROPPED[0]])
+    return _newest(data, _DURABLE).fields is None and any(data[: _DROPPED[0]])
 
 
 def read_dropped(files: Files, shard_dir: str) -> DroppedMark | None:
     """What retention has dropped; None where it never did."""
-    _, fields = _newest(_read(files, shard_dir), _DROPPED)
+    fields = _newest(_read(files, shard_dir), _DROPPED).fields
     if fields is None:
         return None
     seq, offset = _DROPPED_FIELDS.unpack_from(fields)
@@ -164,18 +180,24 @@ def _read(files: Files, shard_dir: str) -> bytes:
         return b""
 
 
-def _newest(data: bytes, slots: tuple[int, ...]) -> tuple[int, bytes | None]:
-    """Counter and fields of the newest slot that holds."""
+class _Slot(NamedTuple):
+    counter: int = 0
+    shards: int = 0
+    fields: bytes | None = None
+
+
+def _newest(data: bytes, slots: tuple[int, ...]) -> _Slot:
+    """The newest slot that holds."""
     length = _PREFIX.size + (_DURABLE_FIELDS if slots is _DURABLE else _DROPPED_FIELDS).size
-    best: tuple[int, bytes | None] = (0, None)
+    best = _Slot()
     for start in slots:
         slot = data[start : start + length]
         if len(slot) < length:
             continue
-        magic, crc, version, _, counter = _PREFIX.unpack_from(slot)
-        if magic != _MAGIC or crc != crc32c(slot[12:]) or counter <= best[0]:
+        magic, crc, version, shards, counter = _PREFIX.unpack_from(slot)
+        if magic != _MAGIC or crc != crc32c(slot[12:]) or counter <= best.counter:
             continue
         if version != _VERSION:
             raise LogError(f"the mark file is of version {version}, which is unknown", hint="Upgrade this Millstream.")
-        best = (counter, slot[_PREFIX.size :])
+        best = _Slot(counter, shards, slot[_PREFIX.size :])
     return best

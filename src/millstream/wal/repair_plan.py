@@ -16,7 +16,7 @@ from millstream.model.schema import TableSchema
 from millstream.ports import Files
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, segment_path, shard_folder
-from millstream.wal.mark import DurableMark, read_dropped, read_mark
+from millstream.wal.mark import DurableMark, missing_shards, read_dropped, read_mark
 from millstream.wal.survey import Checked, KnownSchemas, Surveyed, survey_segment
 from millstream.wal.walk import NO_STREAM, Loss, ends_of, footer_of, header_of
 
@@ -121,11 +121,16 @@ def plan_repair(folder: str, *, schemas: Iterable[TableSchema] = (), files: File
     Raises:
         UnexpectedFile: a file lies there that isn't the log's.
         LogError: nothing of the log says whose it is.
+        CorruptWal: a shard's folder is gone: nothing says what lay in it.
     """
     files = RealFiles() if files is None else files
     plan = RepairPlan()
     elsewhere = KnownSchemas(files, folder, schemas)
-    for shard in list_shards(files, folder):
+    shards = list_shards(files, folder)
+    marks = (read_mark(files, shard_folder(folder, shard)) for shard in shards)
+    if (missing := missing_shards(folder, shards, filter(None, marks))) is not None:
+        raise missing
+    for shard in shards:
         plan.segments[shard] = _plan_shard(files, folder, shard, plan, elsewhere)
     known = {made.header.stream for segments in plan.segments.values() for made in segments} - {NO_STREAM}
     if plan.is_needed and len(known) != 1:
