@@ -19,7 +19,7 @@ import pytest
 from tests.app.test_records_json import ITEMS, MESSAGES, ORDERS, RAW, operation, ops, row
 
 from millstream.app.home import Home
-from millstream.app.log_export import EXPORT_FILE, export_arrow, read_export
+from millstream.app.log_export import EXPORT_FILE, export_arrow, file_facts, read_export
 from millstream.app.log_import import import_log
 from millstream.app.records_json import Cat, Line
 from millstream.app.records_text import line_protocol
@@ -261,8 +261,6 @@ def test_an_export_that_isnt_whole_is_refused_and_nothing_is_imported(
         case "foreign":
             (folder / EXPORT_FILE).write_text('{"format": "something"}')
         case "columns":
-            from millstream.app.log_export import file_facts
-
             table = pa.table({"id": [1]})
             with pa.OSFile(str(victim), "wb") as sink, pa.ipc.new_file(sink, table.schema) as out:
                 out.write_table(table)
@@ -274,6 +272,51 @@ def test_an_export_that_isnt_whole_is_refused_and_nothing_is_imported(
     assert home.streams_on_disk() == []
     import_log(home, "shop", exported)
     assert sum(1 for _ in reader_of(home).read(ShardId(0), Offset(0)))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"records": None},
+        {"stream": ["shop"]},
+        {"reached": {"x": 1}},
+        {"reached": {"1": 1 << 63}},
+        {"sources": [None]},
+        {"catalog": True},
+        {"catalog": {"sources": [{"id": 1}]}},
+        {"catalog": {"tables": [{"id": 1, "state": "x", "reason": ""}]}},
+        {"files": []},
+        {"files": [None]},
+        {"shard": 1 << 63},
+        {"shard": "0"},
+        {"column": "__unchanged"},
+        {"column": "commit_lsn"},
+        {"column": "counts"},
+    ],
+    ids=str,
+)
+def test_an_export_that_somebody_changed_with_right_checksums_is_refused_by_name(
+    exported: Path, tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    """They ended in tracebacks."""
+    folder = tmp_path / "out"
+    shutil.copytree(exported, folder)
+    facts = json.loads((folder / EXPORT_FILE).read_bytes())
+    for file in facts["files"]:
+        path = folder / file["name"]
+        if "shard" in changed and "shard" in file:
+            file["shard"] = changed["shard"]
+        if "column" in changed and changed["column"] in (table := pa.ipc.open_file(str(path)).read_all()).column_names:
+            table = table.drop_columns([changed["column"]])
+            with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as out:
+                out.write_table(table)
+            file.update(file_facts(path))
+    facts |= {name: value for name, value in changed.items() if name in facts}
+    (folder / EXPORT_FILE).write_text(json.dumps(facts))
+    home = home_at(tmp_path / "home")
+    with pytest.raises(ExportUnusable):
+        import_log(home, "shop", folder)
+    assert home.streams_on_disk() == []
 
 
 def test_an_import_that_was_cut_short_is_begun_again(exported: Path, filled: Home, tmp_path: Path) -> None:

@@ -46,6 +46,9 @@ EXPORTED_OPERATION: Final = pa.schema(
 )
 _OPTIONS: Final = ipc.IpcWriteOptions(compression="lz4")
 _OPERATIONS_A_BATCH: Final = 10_000
+_SHARDS_MAX: Final = 100_000
+"""Their folders have five digits."""
+_INT64_END: Final = 1 << 63
 Ints = npt.NDArray[np.int64]
 
 
@@ -325,6 +328,7 @@ def read_export(folder: Path) -> dict[str, Any]:
                 f"{folder} is an export of version {facts['version']}; this Millstream reads {EXPORT_VERSION}",
                 hint="Import it with the version that wrote it, or a later one.",
             )
+        _check_facts(facts)
         for file in facts["files"]:
             path = folder / file["name"]
             if path.parent != folder or file_facts(path) != {k: file[k] for k in ("size_bytes", "chained_crc32c")}:
@@ -336,11 +340,46 @@ def read_export(folder: Path) -> dict[str, Any]:
     return facts
 
 
+def _check_facts(facts: Mapping[str, Any]) -> None:
+    """`ValueError`, `TypeError` or `KeyError` unless all that an import takes out of them is there, and of its type."""
+    _check_types(facts, {"stream": str, "records": int, "reached": dict, "catalog": dict, "files": list})
+    _check_types(facts["reached"], dict.fromkeys(facts["reached"], int))
+    for source in (*facts.get("sources", ()), *map(int, facts["reached"])):
+        _check_types({"source": source}, {"source": int})
+    for file in facts["files"]:
+        _check_types(file, {"name": str} if file["name"] == OPERATIONS_FILE else {"name": str, "shard": int})
+        if not 0 <= file.get("shard", 0) < _SHARDS_MAX or not isinstance(file.get("partition", ""), str):
+            raise ValueError(f"{file['name']} is of no shard or partition that there can be")
+    if OPERATIONS_FILE not in (file["name"] for file in facts["files"]):
+        raise ValueError(f"{OPERATIONS_FILE} isn't among its files")
+    for source in facts["catalog"].get("sources", []):
+        _check_types(source, {"id": int, "system_identifier": int, "database": str, "timeline": int})
+    for table in facts["catalog"].get("tables", []):
+        _check_types(table, {"id": int, "state": str, "reason": str})
+
+
+def _check_types(facts: Mapping[str, Any], types: Mapping[str, type]) -> None:
+    if not isinstance(facts, dict):
+        raise TypeError(f"{facts!r} stands where an object was to be")
+    for name, of in types.items():
+        if type(facts[name]) is not of or (of is int and not -_INT64_END <= facts[name] < _INT64_END):
+            raise ValueError(f"{name} can't be {facts[name]!r}")
+
+
+def check_columns(path: Path, found: pa.Schema, needed: pa.Schema) -> None:
+    """`ExportUnusable` where a file lacks a column, or has one of another type."""
+    for column in needed:
+        place = found.get_field_index(column.name)
+        if place < 0 or found.field(place).type != column.type:
+            raise ExportUnusable(f"{path} has no column {column.name} of type {column.type}", file=str(path))
+
+
 def batches_of(path: Path) -> Iterator[pa.RecordBatch]:
-    """A file's batches, one at a time. `ExportUnusable` where it isn't an Arrow file."""
+    """The batches of the file of operations, one at a time. `ExportUnusable` where it is none."""
     try:
         with pa.OSFile(str(path)) as source:
             reader = ipc.open_file(source)
+            check_columns(path, reader.schema, EXPORTED_OPERATION)
             for number in range(reader.num_record_batches):
                 yield reader.get_batch(number)
     except (pa.ArrowException, OSError) as error:

@@ -21,7 +21,7 @@ from pyarrow import ipc
 
 from millstream.app.home import Home
 from millstream.app.locks import RoleLock
-from millstream.app.log_export import OPERATIONS_FILE, batches_of, read_export
+from millstream.app.log_export import OPERATIONS_FILE, ROW_PREFIX, batches_of, check_columns, read_export
 from millstream.codec.log_directory import Numbering
 from millstream.errors import ExportUnusable, StreamNotEmpty
 from millstream.model.ids import Epoch, SchemaVersion, ShardId, SourceId, StreamId, TableId
@@ -184,6 +184,7 @@ def _open_files(
         try:
             reader = ipc.open_file(pa.memory_map(str(path)))
             schema = TableSchema.from_arrow(reader.schema)
+            check_columns(path, reader.schema, schema.to_arrow(ROW_PREFIX))
         except (pa.ArrowException, OSError, KeyError, ValueError) as error:
             raise ExportUnusable(f"{path} can't be read: {error}", file=str(path)) from error
         opened.append((path, reader, ShardId(file["shard"]), schema, file.get("partition")))
@@ -217,9 +218,10 @@ def _tables(
     }
     for table, (shard, s) in sorted(newest.items()):
         is_last = last_of[s.source, s.relation_oid, s.kind, s.namespace, s.name] == table
-        state = TableState(
-            known.get(table, {}).get("state", TableState.STREAMING.value if is_last else TableState.GONE.value)
-        )
+        told = known.get(table, {}).get("state", TableState.STREAMING.value if is_last else TableState.GONE.value)
+        if told not in set(TableState):
+            raise ExportUnusable(f"the export says of {s.namespace}.{s.name} that it is {told!r}, which is no state")
+        state = TableState(told)
         if state is TableState.COPYING:
             state = TableState.COPY_REQUESTED  # where its copy stood wasn't exported
         reason = str(known.get(table, {}).get("reason", ""))
