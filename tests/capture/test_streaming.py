@@ -7,6 +7,7 @@ import threading
 from dataclasses import replace
 
 import pytest
+from structlog.testing import capture_logs
 from tests.capture.capture_stage import Stage, wait_until
 
 from millstream.capture import run_capture
@@ -223,6 +224,25 @@ def test_a_full_disk_is_waited_for(stage: Stage) -> None:
     running.stop()
     positions = stream_positions(stage)
     assert positions == sorted(set(positions))
+
+
+@pytest.mark.parametrize("file", ["messages", "bounds"])
+def test_a_disk_that_is_full_for_a_large_transaction_is_waited_for(stage: Stage, file: str) -> None:
+    stage.sql(ORDERS, "ALTER DATABASE " + stage.config.slot + " SET logical_decoding_work_mem = '64kB'")
+    stage.catch_up()
+    running = stage.start()
+    wait_until(stage.slot_active, "it streams")
+    with stage.connect() as connection, connection.transaction(), capture_logs() as said:
+        row = connection.execute("SELECT pg_current_xact_id()::text").fetchone()
+        assert row is not None
+        spilled = stage.folder / "spill" / f"{row[0]}-1.{file}"
+        spilled.symlink_to("/dev/full")  # which the next session sweeps away
+        connection.execute("INSERT INTO orders SELECT i, repeat('x', 100), 1, now() FROM generate_series(1, 20000) i")
+        wait_until(lambda: [line for line in said if line.get("code") == "disk_full"], "it tells of the disk")
+        assert str(spilled.with_suffix(".messages")) in next(line["error"] for line in said if "code" in line)
+    wait_until(lambda: len(stage.log.replay().get("public.orders", ())) == 20000, "the rows come once there is space")
+    running.stop()
+    assert list((stage.folder / "spill").iterdir()) == []
 
 
 def test_a_job_gives_up_on_a_disk_that_stays_full(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from millstream.capture._turns import ask_for_short_turns
 from millstream.capture.spill import SpillFile, SpillFolder
 from millstream.capture.wire import KEEPALIVE, Block, Wire
 from millstream.codec.pgoutput import MessageRun, Relation, StreamCommit, Type, parse_message
-from millstream.errors import MillstreamError, ProtocolViolation
+from millstream.errors import ProtocolViolation
 from millstream.model.positions import Lsn
 
 RUN_BYTES_MAX: Final = 8 << 20
@@ -139,7 +139,7 @@ class Receiver:
         self._items: deque[Item] = deque()
         self._queued_bytes = 0
         self._hungry = False
-        self._failure: MillstreamError | None = None
+        self._failure: Exception | None = None
         self._ended = False
         self._stop = False
         self._ask = False
@@ -186,7 +186,8 @@ class Receiver:
         """The next item in the stream's order; None when none came in time.
 
         Raises:
-            MillstreamError: the connection broke; what came before it was handed out first.
+            MillstreamError: the connection broke, or there is no space for a large transaction; what came before it was handed
+                out first.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
@@ -244,7 +245,7 @@ class Receiver:
         ask_for_short_turns()
         try:
             self._read()
-        except MillstreamError as error:
+        except Exception as error:  # noqa: BLE001 - also of a bug of ours: who takes has to hear of it
             self._fail(error)
         finally:
             with contextlib.suppress(Exception):
@@ -257,7 +258,7 @@ class Receiver:
             os.close(self._wake_read)
             os.close(self._wake_write)
 
-    def _fail(self, error: MillstreamError) -> None:
+    def _fail(self, error: Exception) -> None:
         with self._lock:
             self._failure = error
 

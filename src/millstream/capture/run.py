@@ -123,10 +123,10 @@ class _Capture:
         attempt = 0
         failing_since: float | None = None
         while True:
-            self._spill.clear()
             self._connected = False
             began = time.monotonic()
             try:
+                self._spill.clear()
                 outcome = self._run_session()
                 if outcome is not None:
                     return outcome

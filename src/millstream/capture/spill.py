@@ -8,6 +8,8 @@ removed when the next one starts.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
 import shutil
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from millstream.codec.pgoutput import MessageRun
+from millstream.errors import DiskFull, HomeUnwritable
 
 FLUSH_BYTES: Final = 1 << 20
 _PAIRS: Final = 1 << 16
@@ -35,7 +38,7 @@ class SpillFile:
         self.size_bytes = 0
 
     def append(self, messages: MessageRun) -> None:
-        """Add messages; what lies between them in their buffer is kept and never read."""
+        """Add messages; what lies between them in their buffer is kept and never read. Raises as `flush`."""
         if not len(messages):
             return
         self._waiting.append(messages)
@@ -44,10 +47,15 @@ class SpillFile:
             self.flush()
 
     def flush(self) -> None:
-        """Put what waits in memory into the files."""
+        """Put what waits in memory into the files.
+
+        Raises:
+            DiskFull: there is no space for it; the files are of no use any more.
+            HomeUnwritable: they can't be written for another reason.
+        """
         if not self._waiting:
             return
-        with self._messages.open("ab") as messages, self._bounds.open("ab") as bounds:
+        with _told(self._messages), self._messages.open("ab") as messages, self._bounds.open("ab") as bounds:
             for run in self._waiting:
                 pairs = np.empty((len(run), 2), dtype=np.uint32)
                 pairs[0, 0] = 0
@@ -94,11 +102,23 @@ class SpillFolder:
         self.clear()
 
     def clear(self) -> None:
-        """Remove what lies there, and make the folder where it's missing."""
-        if self._path.exists():
-            shutil.rmtree(self._path)
-        self._path.mkdir(parents=True)
+        """Remove what lies there, and make the folder where it's missing. Raises as `SpillFile.flush`."""
+        with _told(self._path):
+            if self._path.exists():
+                shutil.rmtree(self._path)
+            self._path.mkdir(parents=True)
 
     def create(self, xid: int) -> SpillFile:
         """A new, empty file for a transaction."""
         return SpillFile(self._path, f"{xid}-{next(self._numbers)}")
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """What the disk refuses, as an error of ours."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            raise DiskFull(f"no space for a large transaction in {path}", path=str(path)) from error
+        raise HomeUnwritable(f"{error.filename or path}: {error.strerror}", path=str(path)) from error

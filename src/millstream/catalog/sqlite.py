@@ -7,6 +7,7 @@ half-way because another one came between its read and its write; all of them ar
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 import time
 from pathlib import Path
@@ -19,6 +20,8 @@ from sqlalchemy.exc import DBAPIError
 from millstream.errors import CatalogBusy, CatalogError, DiskFull, MillstreamError
 
 _BUSY_CODES: Final = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_BUSY | (2 << 8)})
+_PAGE_BYTES: Final = 1 << 16
+"""What SQLite needs at least to begin: its shared index is 32 KiB, and so is a folder's or a journal's first part on some disks."""
 
 
 class SqliteBackend:
@@ -73,7 +76,9 @@ class SqliteBackend:
         if isinstance(error, DBAPIError):
             error = error.orig or error
         code = getattr(error, "sqlite_errorcode", None)
-        if code == sqlite3.SQLITE_FULL:
+        if code == sqlite3.SQLITE_FULL or (
+            code is not None and code & 0xFF == sqlite3.SQLITE_IOERR and self._is_disk_full()
+        ):
             return DiskFull(f"no space for {self.place}", file=self.place)
         if code in _BUSY_CODES or "locked" in str(error):
             return CatalogBusy(
@@ -85,6 +90,13 @@ class SqliteBackend:
         if code in {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}:
             hint = "The file is damaged or not a catalog: restore it from a copy. The log itself doesn't depend on it."
         return CatalogError(f"{self.place}: {error}", hint=hint, file=self.place)
+
+    def _is_disk_full(self) -> bool:
+        """Whether the disk has no space for a page: SQLite calls it an I/O error where that keeps it from sharing its index."""
+        try:
+            return shutil.disk_usage(self._path.parent).free < _PAGE_BYTES
+        except OSError:
+            return False
 
     def prepare(self, engine: Engine) -> None:
         """Use WAL mode. Changing it doesn't wait by SQLite's busy timeout when several processes open a new file at once."""
