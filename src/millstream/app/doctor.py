@@ -50,6 +50,7 @@ def examine(home: Home, say: Callable[[str], None]) -> Iterator[Diagnosis]:
     """Look at one thing after the other; what can't be looked at is a finding too. `say` is told what takes long."""
     yield from _one("configuration", lambda: _configuration(home))
     yield from _one("home", lambda: _folder(home))
+    yield from _one("catalog", lambda: _catalog(home))
     yield from _one("java", lambda: _java(home))
     yield from _one("spark", _spark)
     yield from _one("compiled code", lambda: _compiled(home, say))
@@ -102,8 +103,20 @@ def _folder(home: Home) -> str:
     free = shutil.disk_usage(home.data).free
     if free < _FREE_BYTES_MIN:
         raise OSError(f"{home.data}: only {free >> 20} MiB are free on its disk")
-    with home.open_catalog():
-        return f"{home.data} can be written, {free >> 30} GiB are free"
+    return f"{home.data} can be written, {free >> 30} GiB are free"
+
+
+def _catalog(home: Home) -> str:
+    from millstream.catalog import examine_catalog
+
+    found = examine_catalog(home.catalog_place())
+    if found.revision is None:
+        return f"{found.place}: there is none yet; the first run makes it"
+    if found.revision != found.known:
+        return (
+            f"{found.place}: schema {found.revision}; the next run makes it {found.known}, which older versions refuse"
+        )
+    return f"{found.place}: schema {found.revision}"
 
 
 def _java(home: Home) -> str:

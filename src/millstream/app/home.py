@@ -302,15 +302,13 @@ class Home:
                 raise
             return False
 
-    def open_catalog(self) -> Catalog:
-        """Open the catalog, wherever it is; it is made where there is none.
+    def catalog_place(self) -> Path | str:
+        """Where the catalog is, or will be: the file of the embedded one, else an address.
 
         Raises:
             ConfigError: as `catalog_address`.
-            CatalogError: it can't be opened (or a kin of it); or the home has another catalog than the configuration says.
+            CatalogError: the home has another catalog than the configuration says.
         """
-        from millstream.catalog import Catalog
-
         address = self.catalog_address()
         if address is None:
             if not self.catalog_file.exists() and "catalog" in self._facts():
@@ -318,7 +316,7 @@ class Home:
                     f"this home's catalog lies in PostgreSQL, and {self.config_file} names none",
                     hint="Put `url` back into [catalog]: a new catalog would number the log's tables anew.",
                 )
-            return Catalog(self.catalog_file)
+            return self.catalog_file
         if self.catalog_file.exists():
             raise CatalogError(
                 f"{self.config_file} has the catalog in PostgreSQL, but this home's is still {self.catalog_file}",
@@ -326,7 +324,18 @@ class Home:
                 f"To go on without PostgreSQL, take `url` out of [catalog] in {self.config_file}.",
                 file=str(self.catalog_file),
             )
-        return Catalog(address, home=self.identity())
+        return address
+
+    def open_catalog(self) -> Catalog:
+        """Open the catalog, wherever it is; it is made where there is none.
+
+        Raises:
+            ConfigError, CatalogError: as `catalog_place`; or it can't be opened (`CatalogError` or a kin of it).
+        """
+        from millstream.catalog import Catalog
+
+        place = self.catalog_place()
+        return Catalog(place) if isinstance(place, Path) else Catalog(place, home=self.identity())
 
     def identity(self) -> HomeIdentity:
         """Which home this is, to a catalog that several share. Its id is made by `prepare`, and moves with its folder."""

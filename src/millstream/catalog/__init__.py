@@ -8,6 +8,7 @@ Values go in and out as those of `millstream.model` and `millstream.catalog.valu
 segments and the mark file are enough for them.
 """
 
+from millstream.catalog.database import CatalogFacts, examine_catalog
 from millstream.catalog.store import Catalog
 from millstream.catalog.values import (
     ChunkState,
@@ -23,6 +24,7 @@ from millstream.catalog.values import (
 
 __all__ = [
     "Catalog",
+    "CatalogFacts",
     "ChunkState",
     "CopyChunk",
     "HomeIdentity",
@@ -32,4 +34,5 @@ __all__ = [
     "TableRow",
     "TableState",
     "WriterRow",
+    "examine_catalog",
 ]

@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
@@ -74,6 +75,9 @@ class Backend(Protocol):
     def prepare(self, engine: Engine) -> None:
         """What has to be so before the first transaction of a process."""
 
+    def check_privileges(self, connection: Connection) -> None:
+        """`CatalogError` where this user may not do all that is needed, with what to run in the hint."""
+
     def lock_for_migration(self, connection: Connection) -> None:
         """Keep other migrations out until the transaction's end, and have the schema there."""
 
@@ -82,6 +86,32 @@ class Backend(Protocol):
 
     def number_above(self, connection: Connection, table: Table) -> None:
         """Have new rows of a table numbered above all that it holds, after rows with numbers of their own were inserted."""
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogFacts:
+    """What a look at a catalog finds."""
+
+    place: str
+    revision: str | None
+    """Its schema; None where there is no catalog yet."""
+    known: str = REVISION
+    """The schema that this version makes of it."""
+
+
+def examine_catalog(where: str | Path) -> CatalogFacts:
+    """Look at a catalog without making one or bringing it up: whether it can be opened, and this user may do all that is needed.
+
+    Raises:
+        CatalogError: as `Catalog` would; or a privilege is missing, with what to run in the hint.
+    """
+    if isinstance(where, Path) and not where.exists():
+        return CatalogFacts(str(where), None)
+    database = Database(where, look=True)
+    try:
+        return CatalogFacts(database.place, database.look())
+    finally:
+        database.close()
 
 
 def make_backend(where: str | Path, busy_timeout_s: float) -> Backend:
@@ -110,6 +140,7 @@ class Database:
     Args:
         where: a path (SQLite), or an address as libpq takes it (PostgreSQL).
         busy_timeout_s: how long a call waits for locks, and for a server that was there and is gone.
+        look: leave the schema as it is; only for `look`.
 
     Raises:
         CatalogTooNew: a newer Millstream wrote it.
@@ -117,7 +148,7 @@ class Database:
         CatalogBusy, DiskFull, CatalogError: as `Catalog`.
     """
 
-    def __init__(self, where: str | Path, *, busy_timeout_s: float = BUSY_TIMEOUT_S) -> None:
+    def __init__(self, where: str | Path, *, busy_timeout_s: float = BUSY_TIMEOUT_S, look: bool = False) -> None:
         self._backend = make_backend(where, busy_timeout_s)
         self._busy_timeout_s = busy_timeout_s
         self._opened = False
@@ -126,7 +157,8 @@ class Database:
         try:
             with self._translated():
                 self._backend.prepare(self._engine)
-            self._migrate()
+            if not look:
+                self._migrate()
         except BaseException:
             self._engine.dispose()
             raise
@@ -183,6 +215,12 @@ class Database:
                     connection.commit()
                 except DBAPIError as error:
                     self._resolve(transaction, error)
+
+    def look(self) -> str | None:
+        """The schema's revision, or None; once it was seen that this user may do all that is needed. See `examine_catalog`."""
+        with self.read() as connection:
+            self._backend.check_privileges(connection)
+            return self._revision(connection)
 
     def _resolve(self, transaction: tuple[str, str] | None, error: DBAPIError) -> None:
         committed = self._backend.was_committed(transaction, error)

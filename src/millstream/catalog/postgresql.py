@@ -158,6 +158,27 @@ class PostgresBackend:
     def prepare(self, engine: Engine) -> None:
         """Nothing: the first transaction connects."""
 
+    def check_privileges(self, connection: Connection) -> None:
+        """On the schema with its tables and sequences; where there is none yet, for making it."""
+        there, may_make, role, usable, missing = connection.execute(text(_PRIVILEGES), {"schema": SCHEMA}).one()
+        if not there:
+            if not may_make:
+                raise self._may_not_make(connection)
+            return
+        if not usable or missing:
+            what = f": not read and write {', '.join(missing)}" if usable else ""
+            raise CatalogError(f"{self.place}: the role {role} may not use the schema {SCHEMA}{what}", hint=_PRIVILEGE)
+
+    def _may_not_make(self, connection: Connection) -> CatalogError:
+        role, database = connection.execute(
+            text("SELECT quote_ident(current_user), quote_ident(current_database())")
+        ).one()
+        return CatalogError(
+            f"{self.place} has no schema {SCHEMA}, and the role {role} may not make it",
+            hint=f"As the owner of the database: CREATE SCHEMA {SCHEMA} AUTHORIZATION {role}; or let the role make it: "
+            f"GRANT CREATE ON DATABASE {database} TO {role};",
+        )
+
     def lock_for_migration(self, connection: Connection) -> None:
         """Wait for other processes' migrations; make the schema where it isn't there.
 
@@ -167,22 +188,11 @@ class PostgresBackend:
         for name in ("lock_timeout", "statement_timeout"):
             connection.execute(text(f"SET LOCAL {name} = {_ms(_MIGRATION_TIMEOUT_S)}"))
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
-        there, may, role, database = connection.execute(
-            text(
-                "SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = :schema),"
-                " has_database_privilege(current_database(), 'CREATE'), quote_ident(current_user),"
-                " quote_ident(current_database())"
-            ),
-            {"schema": SCHEMA},
-        ).one()
+        there, may_make, *_ = connection.execute(text(_PRIVILEGES), {"schema": SCHEMA}).one()
         if there:
             return
-        if not may:
-            raise CatalogError(
-                f"{self.place} has no schema {SCHEMA}, and the role {role} may not make it",
-                hint=f"As the owner of the database: CREATE SCHEMA {SCHEMA} AUTHORIZATION {role}; or let the role make it: "
-                f"GRANT CREATE ON DATABASE {database} TO {role};",
-            )
+        if not may_make:
+            raise self._may_not_make(connection)
         connection.execute(text(f"CREATE SCHEMA {SCHEMA}"))
 
     def insert(self, table: Table) -> Insert:
@@ -220,6 +230,17 @@ class PostgresBackend:
                 return kind(f"{self.place}: {said}", hint=hint)
         return CatalogUnreachable(f"{self.place}: {said}")
 
+
+_PRIVILEGES: Final = """
+SELECT n.oid IS NOT NULL, has_database_privilege(current_database(), 'CREATE'), quote_ident(current_user),
+       has_schema_privilege(n.oid, 'USAGE'),
+       ARRAY(SELECT quote_ident(c.relname) FROM pg_class c
+              WHERE c.relnamespace = n.oid AND CASE c.relkind
+                    WHEN 'r' THEN NOT (has_table_privilege(c.oid, 'SELECT') AND has_table_privilege(c.oid, 'INSERT')
+                                       AND has_table_privilege(c.oid, 'UPDATE') AND has_table_privilege(c.oid, 'DELETE'))
+                    WHEN 'S' THEN NOT has_sequence_privilege(c.oid, 'USAGE') END ORDER BY c.relname)
+  FROM (SELECT :schema AS name) w LEFT JOIN pg_namespace n ON n.nspname = w.name
+"""
 
 # When the server was started, and when its statistics began: recovery from a crash begins them anew (StartupXLOG).
 _LIFE: Final = "SELECT pg_postmaster_start_time()::text, stats_reset::text FROM pg_stat_bgwriter"

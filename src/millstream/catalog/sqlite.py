@@ -7,6 +7,7 @@ half-way because another one came between its read and its write; all of them ar
 
 from __future__ import annotations
 
+import os
 import shutil
 import sqlite3
 import time
@@ -113,6 +114,13 @@ class SqliteBackend:
                 if not isinstance(self.translate(error), CatalogBusy) or time.monotonic() > deadline:
                     raise
                 time.sleep(0.02)
+
+    def check_privileges(self, connection: Connection) -> None:
+        """Whether the file and its folder may be written."""
+        del connection
+        for path in (self._path, self._path.parent):
+            if not os.access(path, os.W_OK):
+                raise CatalogError(f"{path} can't be written", hint="Make the home writable for this user.")
 
     def lock_for_migration(self, connection: Connection) -> None:
         """The transaction has the file's write lock already."""

@@ -75,6 +75,7 @@ class Streams(CatalogPart):
             )
         if mine is None:
             return
+        assert mine.id, "who writes has prepared its home"
         # A log that bears the stream's id is the stream's, whatever home it has come to lie in.
         if homes and mine.id not in homes and found is None:
             raise CatalogError(

@@ -68,7 +68,7 @@ def _list_text_columns(home: Path, environ: dict[str, str]) -> None:
 @json_option
 @pass_session
 def doctor(session: Session, as_sql: bool, as_json: bool) -> None:
-    """Check home, disk, Java, Spark, lake and source; say what to run to mend what is wrong (exit code 3)."""
+    """Check home, disk, catalog, Java, Spark, lake and source; say what to run to mend what is wrong (exit code 3)."""
     from millstream.app.doctor import examine, repair_script
 
     home = session.home()

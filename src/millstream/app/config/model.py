@@ -39,7 +39,7 @@ class SourceConfig(_Section):
         default=["public.*"],
         min_length=1,
         description='Patterns of tables; `*` stands for any characters, a `!` in front leaves out. `"public.*"` alone takes '
-        "the whole schema.",
+        "the whole schema. The schema `millstream`, where a catalog may lie, is never taken.",
     )
     publication: str | None = Field(
         default=None,
