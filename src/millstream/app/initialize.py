@@ -53,6 +53,9 @@ location = "lake"    # a folder, from here; or the URL of an object store, with 
 
 # [http]
 # listen = "127.0.0.1:8787"
+
+# [catalog]
+# url = "data/catalog.db"    # embedded; or a PostgreSQL database, which several homes may share: postgresql://…
 """
 
 
