@@ -292,6 +292,25 @@ def test_the_oldest_segment_is_told_with_who_needs_it_and_a_consumer_that_falls_
     assert "cut off: the consumer mail" in shown
 
 
+def test_a_pipeline_that_never_ran_is_told_to_hold_everything(home: Home) -> None:
+    with home.open_catalog() as catalog:
+        stream = catalog.stream("shop").id
+        for _ in range(2):
+            _write(home, catalog.register_writer(stream)[1], stream, catalog.reservations(stream))
+    status = collect_status(home)
+    log = status["streams"][0]["log"]
+    assert log["oldest"]["needed_by"] == list(log["held"]) == ["lake"]
+    assert (log["held"]["lake"]["kind"], log["held"]["lake"]["from"]) == ("pipeline", 1)
+    assert log["held"]["lake"]["bytes"] > 0
+    assert log["held"]["lake"]["seconds"] > 0
+    text = prometheus_text(lambda: status).decode()
+    assert 'millstream_log_held_seconds{holder="lake",kind="pipeline",stream="shop"}' in text
+    command = ["--home", str(home.path), "status"]
+    assert "retention waits" not in CliRunner().invoke(cli, command).output
+    (home.path / "millstream.toml").write_text(f"{CONFIG}[streams.shop.log]\nretention_age = '0s'\n")
+    assert "needed by the pipeline lake" in CliRunner().invoke(cli, command).output
+
+
 def test_who_keeps_how_much_of_the_log_is_told(home: Home) -> None:
     with home.open_catalog() as catalog:
         stream = catalog.stream("shop").id

@@ -250,9 +250,10 @@ def _retention(
         problems.append(f"log of {name}: {error}")
     return {
         "held": {
-            position.name: {"kind": position.kind.value, **_held(needed, counted(Seq(max(0, needed - 1))))}
-            for position in positions
-            if (needed := position.needed_from) is not None and position.cut_off_at is None
+            # The tracker's: a pipeline that has said nothing yet holds everything.
+            name: {"kind": holder.kind.value, **_held(needed, counted(Seq(needed - 1)))}
+            for name, holder in sorted(tracker.holders.items())
+            if (needed := Seq(max(1, holder.needed_from)))
         },
         "cut_off": {
             position.name: {"kind": position.kind.value, "first": int(position.cut_off_at)}

@@ -73,6 +73,8 @@ def _print_stream(stream: dict[str, Any]) -> None:
     if lag["fold"]["seconds"] is not None:
         click.echo(f"  current: folded {human_seconds(lag['fold']['seconds'])} ago at the oldest")
     click.echo(f"  log: {stream['log']['segments']} segments, {human_bytes(stream['log']['bytes'])}{_held(stream)}")
+    if waits := _retention_waits(stream):
+        click.echo(f"  {waits}")
     for holder, facts in stream["log"]["cut_off"].items():
         click.secho(f"  cut off: the {facts['kind']} {holder}; the log began at {facts['first']} then", fg="red")
     for part, error in stream["errors"].items():
@@ -99,6 +101,19 @@ def _held(stream: dict[str, Any]) -> str:
     if holder is None or held[holder] < _HELD_BYTES:
         return ""
     return f", {human_bytes(held[holder])} of it needed by {_holder_words(stream, holder)}"
+
+
+def _retention_waits(stream: dict[str, Any]) -> str:
+    """Who keeps the oldest segment, where it is older, or the log larger, than what retention keeps."""
+    oldest, bounds = stream["log"]["oldest"], stream["log"]["retention"]
+    if oldest is None or bounds is None or not oldest["needed_by"]:
+        return ""
+    if oldest["seconds"] < bounds["age_s"] and (stream["log"]["bytes"] or 0) <= bounds["bytes"]:
+        return ""
+    holders = ", ".join(_holder_words(stream, holder) for holder in oldest["needed_by"])
+    return (
+        f"retention waits: the oldest segment has been that for {human_seconds(oldest['seconds'])}, needed by {holders}"
+    )
 
 
 def _holder_words(stream: dict[str, Any], holder: str) -> str:
