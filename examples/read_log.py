@@ -416,12 +416,21 @@ def quoted(name: str) -> str:
 
 def main(arguments: list[str]) -> int:
     """Print a log; 3 where it is damaged."""
+    if "--help" in arguments or "-h" in arguments:
+        print(__doc__)
+        return 0
     without_mark = "--without-mark" in arguments
-    if len(arguments) != 1 + without_mark:
+    named = [argument for argument in arguments if argument != "--without-mark"]
+    if len(named) != 1 or named[0].startswith("-"):
         print(__doc__, file=sys.stderr)
         return 2
-    folder = Path(next(argument for argument in arguments if argument != "--without-mark")).resolve()
-    shards = [Shard(int(place.name), sorted(place.glob("*.wal"))) for place in sorted(folder.iterdir())]
+    folder = Path(named[0]).resolve()
+    places = sorted(folder.glob("[!.]*"))
+    strange = next((place for place in places if not re.fullmatch("[0-9]{5}", place.name)), None)
+    if not places or strange:
+        print(f"{strange or folder}: no {'shard of a log' if strange else 'log is here'}", file=sys.stderr)
+        return 2
+    shards = [Shard(int(place.name), sorted(place.glob("[!.]*.wal"))) for place in places]
     try:
         upto = follow_groups(shards) if without_mark else follow_marks(shards, folder)
         for line in merged([lines_of_shard(shard, folder.name, upto) for shard in shards]):

@@ -45,6 +45,22 @@ def test_a_copied_log_without_a_configuration_can_be_named(tmp_path: Path) -> No
         home.pick_stream("clicks")
 
 
+def test_a_copied_log_is_found_from_its_own_folder_and_not_from_below(tmp_path: Path) -> None:
+    make(tmp_path)
+    copied = tmp_path / "copied"
+    (copied / "data" / "wal" / "shop").mkdir(parents=True)
+    assert Home.find(environ={}, start=copied) == Home(copied)
+    assert Home.find(environ={}, start=copied / "data") == Home(tmp_path)
+
+
+def test_who_names_the_log_of_one_stream_is_told_where_it_belongs(tmp_path: Path) -> None:
+    (tmp_path / "00000").mkdir()
+    (tmp_path / "00000" / f"{0:020}.wal").write_bytes(b"")
+    with pytest.raises(HomeNotFound, match="the log of one stream") as caught:
+        Home.find(tmp_path)
+    assert "DIR/data/wal/STREAM" in caught.value.hint
+
+
 def test_one_of_several_streams_has_to_be_named(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / "data" / "wal" / name).mkdir(parents=True)

@@ -370,6 +370,15 @@ def test_a_part_of_the_log_is_exported_by_number_token_time_and_table(filled: Ho
         [1 for x in every if x["table"] == "public.orders"]
     )
     assert ndjson("--until", "2000-01-01") == []
+    end = int(token.partition(".s")[2])
+    for words in (("--since", str(end + 1)), ("--until", str(end + 1)), ("--until", f"{token[:8]}.s{end + 1}")):
+        done = wal(filled, "export", *words)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "error[token_from_future]" in done.stderr
+    for since, until in (("30", "20"), (token, "20"), ("2026-03-02", "2026-03-01")):
+        done = wal(filled, "export", "--since", since, "--until", until)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "is later than" in done.stderr
     count = export_arrow(
         reader, tmp_path / "part", stream="shop", after=Seq(40), upto=Seq(half), tables=frozenset({TableId(1)})
     )
@@ -512,3 +521,22 @@ def test_stats_names_tables_as_they_are_asked_for(filled: Home) -> None:
     found = json.loads(wal(filled, "stats", "--json").stdout)
     names = {table["name"] for table in found["tables"]}
     assert {'public."Order Items"', "_messages", "public.orders"} <= names
+
+
+def test_damage_is_told_with_the_names_of_tables(filled: Home, tmp_path: Path) -> None:
+    home = Home(tmp_path / "hurt")
+    shutil.copytree(filled.data / "wal", home.data / "wal")
+    frames = [f for f in inspect(str(home.wal_folder("shop"))) if isinstance(f, FrameInfo) and len(f.tables) > 1]
+    frame = frames[0]
+    hurt = frame.tables[-1][0]
+    with Path(frame.path).open("r+b") as file:
+        file.seek(frame.position + frame.length - 1)
+        (last,) = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([last ^ 1]))
+    name = next(s.full_name for s in reader_of(filled).schemas().values() if s.table_id == hurt)
+    told = wal(home, "verify")
+    assert f"records of table {name} ({hurt}) at offsets" in told.stderr
+    assert f"some tables' records also at [{frame.first_offset}, {frame.first_offset + frame.count})" in told.stdout
+    assert f"records of table {name} ({hurt}) at offsets" in wal(home, "repair", "--dry-run").stdout
+    assert f"{name} ({hurt}) v1" in wal(home, "inspect").stdout

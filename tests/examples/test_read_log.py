@@ -56,6 +56,17 @@ def read(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env={}, timeout=120, check=False)
 
 
+def test_the_reader_says_how_it_is_called_and_what_is_no_log(tmp_path: Path) -> None:
+    told = read(tmp_path, "--help")
+    assert (told.returncode, told.stderr) == (0, "")
+    assert "--without-mark" in told.stdout
+    (tmp_path / "strange" / "data").mkdir(parents=True)
+    for folder in (tmp_path / "missing", tmp_path / "strange"):
+        told = read(folder)
+        assert (told.returncode, told.stdout, len(told.stderr.splitlines())) == (2, "", 1)
+        assert str(folder) in told.stderr
+
+
 def cat(home: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "millstream.cli", "--home", str(home), "wal", "cat", "--values", "text", *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

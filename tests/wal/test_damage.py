@@ -9,6 +9,7 @@ from tests.wal.truth import Truth
 
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
 from millstream.errors import CorruptWal, LogError, MillstreamError, StaleEpoch, UnexpectedFile
+from millstream.model.positions import Seq
 from millstream.testing.files import MemoryFiles
 from millstream.wal.commit import LogOptions
 from millstream.wal.inspect import Loss, inspect, ls, stats, verify
@@ -47,6 +48,31 @@ def test_a_log_without_damage_verifies_whole(truth: Truth):
         "public.table3": 60,
     }
     assert (counted.groups, counted.persisted_upto) == (5, 180)
+
+
+def test_files_that_begin_with_a_dot_are_nobodys(truth: Truth):
+    files = MemoryFiles()
+    filled(truth, files)
+    for name in (".DS_Store", "._00000", "00000/.DS_Store", f"00000/._{0:020}.wal", "00001/.nfs0001"):
+        files.create(f"{FOLDER}/{name}")
+    assert verify(FOLDER, files=files).is_whole
+    truth.open(files).close()
+    truth.judge(files)
+
+
+def test_of_a_range_the_frames_that_overlap_it_are_listed_and_the_schemas_that_they_need(truth: Truth):
+    files = MemoryFiles()
+    filled(truth, files)
+    every = [f for f in inspect(FOLDER, files=files) if not isinstance(f, Loss)]
+    some = [f for f in inspect(FOLDER, after=Seq(40), upto=Seq(41), files=files) if not isinstance(f, Loss)]
+    wanted = [f for f in every if f.kind == "records" and f.first_seq <= 41 and f.last_seq > 40]
+    assert wanted
+    assert [f for f in some if f.kind == "records"] == wanted
+    schemas = [f for f in some if f.kind == "schema"]
+    assert {(f.path, *f.tables[0][:2]) for f in schemas} <= {(f.path, *t[:2]) for f in wanted for t in f.tables}
+    assert len(some) < len(every) / 2
+    beyond = [f for f in inspect(FOLDER, after=Seq(180), files=files) if not isinstance(f, Loss)]
+    assert beyond == []
 
 
 @pytest.mark.parametrize("close", [True, False])
@@ -154,7 +180,10 @@ def test_another_streams_log_a_newer_epoch_and_a_foreign_file_are_refused_by_nam
     files.create(f"{FOLDER}/00000/notes.txt")
     with pytest.raises(UnexpectedFile, match=r"notes\.txt"):
         truth.open(files)
-    assert any("notes.txt" in loss.file for loss in verify(FOLDER, files=files).losses)
+    ((shard, found), *others) = [(loss.shard, loss) for loss in verify(FOLDER, files=files).losses]
+    assert (shard, found.file, others) == (0, f"{FOLDER}/00000/notes.txt", [])
+    assert found.file not in found.why
+    assert verify(FOLDER, files=files).records == 5 * 36
     files.remove(f"{FOLDER}/00000/notes.txt")
     truth.open(files).abandon()
     truth.judge(files)

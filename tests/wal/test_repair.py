@@ -155,8 +155,11 @@ def test_only_the_hurt_tables_rows_go_and_positions_stay(truth: Truth) -> None:
         frame.first_offset,
         frame.first_offset + frame.count,
     )
+    hurt = verify(FOLDER, files=files)
+    assert hurt.readable_in_part == {0: [(loss.offset_from, loss.offset_to)]}
     repair(FOLDER, plan.ranges(), files=files)
     left = strict(files)
+    assert hurt.records == verify(FOLDER, files=files).records == stats(FOLDER, files=files).records == len(left)
     gone = {o for o in range(frame.first_offset, frame.first_offset + frame.count) if (0, o) not in left}
     assert len(gone) == frame.tables[1][2]
     assert [(f.position, f.length) for f in frames_of(files, path) if f.position != frame.position][:2] == [

@@ -79,8 +79,8 @@ class Home:
             named_by: what errors call the place where it was named.
 
         Raises:
-            HomeNotFound: none of these is one. A folder that holds a log and no configuration (a copied one) counts
-                where it is named.
+            HomeNotFound: none of these is one. A folder that holds logs as `data/wal/STREAM` and no configuration (a copied
+                one) counts where it is named, or is the one that the search begins with.
         """
         environ = os.environ if environ is None else environ
         hint = None if named_by == "--home" else f"Name a home by {named_by} or MILLSTREAM_HOME."
@@ -90,10 +90,13 @@ class Home:
                 if (path / FILE_NAME).exists() or (path / "data" / "wal").is_dir():
                     return cls(path, needs_source)
                 what = "holds no millstream.toml" if path.is_dir() else "is no folder"
+                if next(path.glob("[0-9][0-9][0-9][0-9][0-9]/*.wal"), None) is not None:
+                    what = "is the log of one stream, not a home"
+                    hint = f"Put it where a home has it: `mkdir -p DIR/data/wal && mv {path} DIR/data/wal/STREAM`, then name DIR."
                 raise HomeNotFound(f"{path} ({origin}) {what}", hint=hint, path=str(path))
         folder = (start or Path.cwd()).absolute()
         for candidate in (folder, *folder.parents):
-            if (candidate / FILE_NAME).exists():
+            if (candidate / FILE_NAME).exists() or (candidate == folder and (folder / "data" / "wal").is_dir()):
                 return cls(candidate, needs_source)
         raise HomeNotFound(f"no {FILE_NAME} in {folder} or a folder above it", hint=hint, path=str(folder))
 

@@ -23,10 +23,10 @@ from millstream.cli.context import (
 )
 from millstream.cli.wal_moving import Damage, export, import_, open_past_damage
 from millstream.cli.wal_repairing import repair
+from millstream.cli.wal_words import TableWords, say_loss
 
 if TYPE_CHECKING:
     from millstream.app.records_json import Cat
-    from millstream.wal.inspect import Loss
 
 _FOLLOW_POLL_S: Final = 0.5
 
@@ -74,7 +74,8 @@ def cat(
 ) -> None:
     """Print records, one a line, in order, and nothing else on stdout.
 
-    Goes on past damage: what can't be read is said on stderr, and the exit code is 3.
+    Goes on past damage: what can't be read is said on stderr, and the exit code is 3. `wal export` prints a range by --since
+    and --until, and other formats.
     """
     from millstream.app.opened import table_ids
     from millstream.app.records_json import Cat
@@ -166,9 +167,11 @@ def inspect_frames(session: Session, seq: str | None, table: str | None, stream:
     first, last = _seq_range(seq)
     tables = [None] if table is None else table_ids(open_past_damage(home, name, Damage()), table)
     damaged = False
+    folder = str(home.wal_folder(name))
+    words = TableWords(folder)
     for wanted in tables:
         frames = inspect(
-            str(home.wal_folder(name)),
+            folder,
             after=Seq(max(0, first - 1)),
             upto=None if last is None else Seq(last),
             table=wanted,
@@ -179,14 +182,14 @@ def inspect_frames(session: Session, seq: str | None, table: str | None, stream:
                 kind = "loss" if isinstance(found, Loss) else "frame"
                 click.echo(json.dumps({"found": kind, **asdict(found)}, default=str))
             elif isinstance(found, Loss):
-                _say_loss(found)
+                say_loss(found, words)
             else:
                 click.echo(
                     f"{Path(found.path).name}@{found.position}: {found.kind}, {found.length} bytes, group {found.group}"
                     f"{' (goes on)' if found.more else ''}, offsets [{found.first_offset}, {found.first_offset + found.count}),"
                     f" seq {found.first_seq}-{found.last_seq}"
                     f"{'' if found.numbering == 'batch' else f' by {found.numbering}'}, tables "
-                    + ", ".join(f"{t} v{v}: {rows} rows, {size} B" for t, v, rows, size in found.tables)
+                    + ", ".join(f"{words(t)} v{v}: {rows} rows, {size} B" for t, v, rows, size in found.tables)
                     + ("" if found.durable else " (not durable yet)")
                 )
     sys.exit(3 if damaged else 0)
@@ -201,14 +204,16 @@ def verify(session: Session, stream: str | None, as_json: bool) -> None:
     from millstream.wal.inspect import verify as verify_log
 
     home = session.home(needs_source=False)
-    found = verify_log(str(home.wal_folder(home.pick_stream(stream))))
+    folder = str(home.wal_folder(home.pick_stream(stream)))
+    found = verify_log(folder)
+    words = TableWords(folder)
     if as_json:
         print_json({"whole": found.is_whole, "has_marks": found.has_marks, **asdict(found)})
         sys.exit(0 if found.is_whole else 3)
     for loss in found.losses:
-        _say_loss(loss)
+        say_loss(loss, words)
     for loss in found.accepted:
-        _say_loss(loss, accepted=True)
+        say_loss(loss, words, accepted=True)
     for rest in found.unfinished:
         note(f"{rest.file}@{rest.byte}: {rest.why}; nothing durable is lost")
     if found.losses:
@@ -231,7 +236,9 @@ def verify(session: Session, stream: str | None, as_json: bool) -> None:
     if not found.is_whole:
         for shard, ranges in found.readable.items():
             whole = ", ".join(f"[{start}, {end})" for start, end in ranges)
-            click.echo(f"shard {shard} can be read at offsets {whole or 'none'}")
+            in_part = ", ".join(f"[{start}, {end})" for start, end in found.readable_in_part.get(shard, ()))
+            beside = f"; some tables' records also at {in_part}" if in_part else ""
+            click.echo(f"shard {shard} can be read at offsets {whole or 'none'}{beside}")
     sys.exit(0 if found.is_whole else 3)
 
 
@@ -244,7 +251,9 @@ def stats(session: Session, stream: str | None, as_json: bool) -> None:
     from millstream.wal.inspect import stats as count
 
     home = session.home(needs_source=False)
-    found = count(str(home.wal_folder(home.pick_stream(stream))))
+    folder = str(home.wal_folder(home.pick_stream(stream)))
+    found = count(folder)
+    words = TableWords(folder)
     if not found.has_marks:
         note("there is no mark: every valid frame is counted, durable or not")
     tables = sorted(found.tables.values(), key=lambda t: -t.size_bytes)
@@ -264,21 +273,10 @@ def stats(session: Session, stream: str | None, as_json: bool) -> None:
             right=["records", "bytes"],
         )
     for loss in found.losses:
-        _say_loss(loss)
+        say_loss(loss, words)
     for loss in found.accepted:
-        _say_loss(loss, accepted=True)
+        say_loss(loss, words, accepted=True)
     sys.exit(3 if found.losses else 0)
-
-
-def _say_loss(loss: Loss, *, accepted: bool = False) -> None:
-    lost = ""
-    if loss.offset_from is not None and loss.offset_from != loss.offset_to:
-        upto = "?" if loss.offset_to is None else loss.offset_to
-        of = "" if loss.tables is None else " of table " + ", ".join(str(table) for table in loss.tables)
-        lost = f"; records{of} at offsets [{loss.offset_from}, {upto}) can't be read"
-        if loss.first_seq and loss.last_seq:
-            lost += f", numbers {loss.first_seq}-{loss.last_seq}"
-    note(f"{'lost, and accepted' if accepted else 'damaged'}: {loss.file}@{loss.byte}: {loss.why}{lost}")
 
 
 def _seq_range(text: str | None) -> tuple[int, int | None]:

@@ -156,28 +156,56 @@ def open_past_damage(home: Home, stream: str, damage: Damage, *, without_mark: b
 
 
 def _bounds(reader: StreamReader, since: str | None, until: str | None) -> tuple[Seq, Seq]:
-    """`(after, upto]` of what was asked for, within what is there."""
+    """`(after, upto]` of what was asked for, of what is there.
+
+    Raises:
+        TokenFromFuture: a token or a number is beyond that.
+        UsageError: it ends before it begins.
+        InvalidTime, InvalidToken: as `parse_as_of`.
+    """
+    from millstream.errors import UsageError
     from millstream.model.positions import Seq
 
     after = Seq(reader.first_seq() - 1)
     upto = reader.persisted_upto()
-    if since is not None:
-        after = Seq(max(after, _number(reader, since, is_start=True)))
-    if until is not None:
-        upto = Seq(min(upto, _number(reader, until, is_start=False)))
+    first, last = (None if text is None else _asked(reader, text, upto) for text in (since, until))
+    if isinstance(first, datetime) and isinstance(last, datetime):
+        is_backward = first > last
+    else:
+        is_backward = isinstance(first, int) and isinstance(last, int) and first > last
+    if is_backward:
+        raise UsageError(f"--since {since} is later than --until {until}", hint="Exchange the two.")
+    if isinstance(first, datetime):
+        after = Seq(max(after, reader.numbers_at(_us(first))[0]))
+    elif first is not None:
+        after = Seq(max(after, first - 1 if str(since).isdigit() else first))
+    if isinstance(last, datetime):
+        upto = Seq(min(upto, reader.numbers_at(_us(last))[1]))
+    elif last is not None:
+        upto = last
     return after, Seq(max(after, upto))
 
 
-def _number(reader: StreamReader, text: str, *, is_start: bool) -> int:
+def _asked(reader: StreamReader, text: str, upto: Seq) -> datetime | Seq:
+    """The time or the number that a text names."""
     from millstream.app.moments import parse_as_of
+    from millstream.errors import TokenFromFuture
+    from millstream.model.positions import Seq
 
     if text.isdigit():
-        return int(text) - 1 if is_start else int(text)
-    found = parse_as_of(text, reader.stream_id, now=datetime.now(UTC))
-    if isinstance(found, datetime):
-        before, last = reader.numbers_at(int(found.timestamp() * 1_000_000))
-        return before if is_start else last
-    return found.minimum
+        found = Seq(int(text))
+    else:
+        asked = parse_as_of(text, reader.stream_id, now=datetime.now(UTC))
+        if isinstance(asked, datetime):
+            return asked
+        found = asked.minimum
+    if found > upto:
+        raise TokenFromFuture(f"{text} is beyond what the log shows, {upto}", persisted_upto=int(upto))
+    return found
+
+
+def _us(moment: datetime) -> int:
+    return int(moment.timestamp() * 1_000_000)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from millstream.cli.context import Session, json_option, note, pass_session, print_json, stream_option
+from millstream.cli.wal_words import TableWords
 
 if TYPE_CHECKING:
     from millstream.app.home import Home
@@ -50,11 +51,11 @@ def repair(
         plan = plan_repair(folder, schemas=schemas)
     else:
         plan = repair_log(folder, ranges, drop_readable=drop_readable, schemas=schemas)
-    _report(plan, dry_run=dry_run, as_json=as_json)
+    _report(plan, TableWords(folder), dry_run=dry_run, as_json=as_json)
     sys.exit(3 if dry_run and plan.is_needed else 0)
 
 
-def _report(plan: RepairPlan, *, dry_run: bool, as_json: bool) -> None:
+def _report(plan: RepairPlan, words: TableWords, *, dry_run: bool, as_json: bool) -> None:
     wanted = [str(found) for found in plan.ranges()]
     if as_json:
         print_json(
@@ -68,10 +69,9 @@ def _report(plan: RepairPlan, *, dry_run: bool, as_json: bool) -> None:
         )
         return
     for loss in plan.losses:
-        of = "" if loss.tables is None else f" of table {', '.join(str(table) for table in loss.tables)}"
         numbers = f", numbers {loss.first_seq}-{loss.last_seq}" if loss.first_seq and loss.last_seq else ""
         click.echo(
-            f"{'lost' if not dry_run else 'would be lost'}: records{of} at offsets [{loss.offset_from}, {loss.offset_to}) of"
+            f"{'lost' if not dry_run else 'would be lost'}: records{words.of(loss.tables)} at offsets [{loss.offset_from}, {loss.offset_to}) of"
             f" shard {loss.shard}{numbers} ({loss.file}@{loss.byte}: {loss.why})"
         )
     for mend in plan.mends:

@@ -7,7 +7,7 @@ and what lies behind it is still shown. Nothing is changed. Without marks (a cop
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -17,11 +17,19 @@ from millstream.codec.log_frame import FrameKind, SchemaFrame, decode_frame
 from millstream.codec.log_schemas import SchemaSet
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SegmentFooter, SegmentHeader
 from millstream.errors import CorruptFrame, CorruptWal, MillstreamError, UnexpectedFile, UnsupportedFormat
-from millstream.model.ids import Epoch, GroupNumber, ShardId, TableId
+from millstream.model.ids import Epoch, GroupNumber, SchemaVersion, ShardId, TableId
 from millstream.model.positions import Offset, Seq
 from millstream.ports import Files
 from millstream.wal.files import RealFiles
-from millstream.wal.layout import MARK_NAME, SegmentFile, list_segments, list_shards, shard_folder
+from millstream.wal.layout import (
+    MARK_NAME,
+    SegmentFile,
+    list_segments,
+    list_shards,
+    segments_and_strays,
+    shard_folder,
+    shards_and_strays,
+)
 from millstream.wal.mark import DurableMark, is_mark_damaged, missing_shards, read_dropped, read_mark
 from millstream.wal.repair_plan import footer_hash_of
 from millstream.wal.scan import ScannedFrame, Window, commit_times, reader_of
@@ -93,6 +101,8 @@ class Verification:
     """Bytes behind the last whole frame, as a crash or a write that is going on leaves them: nothing durable is lost."""
     readable: dict[ShardId, list[tuple[Offset, Offset]]] = field(default_factory=dict)
     """What is not lost: by shard the ranges of offsets that were read and passed."""
+    readable_in_part: dict[ShardId, list[tuple[Offset, Offset]]] = field(default_factory=dict)
+    """Ranges of which only some tables' records are lost."""
     unmarked: list[ShardId] = field(default_factory=list)
     """Shards with frames but without a mark: whether durable records are missing at their ends can't be said."""
 
@@ -146,6 +156,7 @@ __all__ = [
 ]  # fmt: skip
 
 _START: Final = Seq(0)
+_STRAY: Final = "it isn't the log's: readers and writers stop here until it is moved elsewhere"
 
 
 def ls(folder: str, *, files: Files | None = None) -> list[SegmentInfo]:
@@ -166,23 +177,34 @@ def inspect(
     table: TableId | None = None,
     files: Files | None = None,
 ) -> Iterator[FrameInfo | Loss]:
-    """The frames with numbers in `(after, upto]` and rows (or the schema) of a table, shard by shard; losses in between."""
+    """The frames with numbers in `(after, upto]` and rows (or the schema) of a table, shard by shard; losses in between.
+
+    Schemas bear no numbers: of a range, those of a segment that stand in front of the first frame which needs them.
+    """
     files = RealFiles() if files is None else files
+    has_range = after > _START or upto is not None
     for shard, segment, mark, end, around in _segments(files, folder):
         yield from around
         header = header_of(files, segment)
+        schemas: dict[tuple[TableId, SchemaVersion], ScannedFrame] = {}
         for found in walk_segment(files, shard, segment, end=end):
             if isinstance(found, Loss):
                 if not _is_beyond(found, segment, mark):
                     yield found
                 continue
             head = found.header
-            if head.group_last_seq <= after or (
-                upto is not None and head.kind is FrameKind.RECORDS and head.first_seq > upto
-            ):
+            brought = [(part.table_id, part.schema_version) for part in head.parts]
+            if table is not None and all(its != table for its, _ in brought):
                 continue
-            if table is not None and all(part.table_id != table for part in head.parts):
+            if has_range and head.kind is FrameKind.SCHEMA:
+                schemas |= dict.fromkeys(brought, found)
                 continue
+            # A loss whose numbers nobody knows may be of any.
+            if head.last_seq and (head.last_seq <= after or (upto is not None and head.first_seq > upto)):
+                continue
+            needed = [schemas.pop(key) for key in brought if key in schemas]
+            for schema in sorted(needed, key=lambda frame: frame.position):
+                yield _frame_info(shard, segment, schema, header, mark)
             yield _frame_info(shard, segment, found, header, mark)
 
 
@@ -194,7 +216,8 @@ def verify(folder: str, *, files: Files | None = None) -> Verification:
     files = RealFiles() if files is None else files
     report = Verification()
     elsewhere = KnownSchemas(files, folder)
-    shards = list_shards(files, folder)
+    shards, strays = shards_and_strays(files, folder)
+    report.losses += [Loss(stray, 0, _STRAY, None, None) for stray in strays]
     torn: list[tuple[Loss, GroupNumber]] = []
     for shard in shards:
         _verify_shard(files, folder, shard, report, elsewhere, torn)
@@ -203,9 +226,10 @@ def verify(folder: str, *, files: Files | None = None) -> Verification:
         report.losses.append(Loss(folder, 0, missing.message, None, None))
     if report.unmarked:
         # A group that one shard lacks is torn when it is the last of all, and damage where another follows.
-        marks, _ = marks_of_whole_groups(files, folder, shards, lambda error: _add_missing(report, error))
-        newest = max((mark.group for mark in marks.values()), default=0)
-        report.losses += [loss for loss, group in torn if group <= newest]
+        with suppress(UnexpectedFile):  # told of already
+            marks, _ = marks_of_whole_groups(files, folder, shards, lambda error: _add_missing(report, error))
+            newest = max((mark.group for mark in marks.values()), default=0)
+            report.losses += [loss for loss, group in torn if group <= newest]
     return report
 
 
@@ -344,11 +368,8 @@ def _verify_shard(
 ) -> None:
     """Check one shard; frames that lack rows at an unmarked end are added to `torn`, with their groups."""
     shard_dir = shard_folder(folder, shard)
-    try:
-        segments = list_segments(files, shard_dir)
-    except UnexpectedFile as error:
-        report.losses.append(Loss(str(error.details["file"]), 0, error.message, None, None, shard))
-        return
+    segments, strays = segments_and_strays(files, shard_dir)
+    report.losses += [Loss(stray, 0, _STRAY, None, None, shard) for stray in strays]
     mark = read_mark(files, shard_dir)
     dropped = read_dropped(files, shard_dir)
     if mark is None and is_mark_damaged(files, shard_dir):
@@ -438,6 +459,11 @@ def _verify_segment(
                 with_heads.append((loss, found.frame.header.group))
         else:
             report.losses.append(loss)
+            if isinstance(found, Checked) and loss.tables is not None:
+                assert loss.offset_from is not None
+                assert loss.offset_to is not None
+                report.readable_in_part.setdefault(shard, []).append((loss.offset_from, loss.offset_to))
+                report.records += _rows(found.frame, but=loss.tables)
             reached = reached if loss.offset_to is None else max(reached, loss.offset_to)
     if mark is None:
         checking.torn.extend(with_heads)
@@ -464,12 +490,17 @@ def _add(
         loss = accepted_loss(files, segment, frame)
         report.accepted += [loss] if loss.offset_from != loss.offset_to else []
         return end
-    report.records += frame.header.count
+    report.records += _rows(frame)
     if readable and readable[-1][1] == first:
         readable[-1] = (readable[-1][0], end)
     elif frame.header.count:
         readable.append((first, end))
     return end
+
+
+def _rows(frame: ScannedFrame, *, but: Sequence[TableId] = ()) -> int:
+    """The rows that it brings: of a frame that was repaired, fewer than its offsets."""
+    return sum(part.rows for part in frame.header.parts if part.table_id not in but)
 
 
 def _count(
@@ -481,7 +512,7 @@ def _count(
         loss = accepted_loss(files, segment, found)
         counted.accepted += [loss] if loss.offset_from != loss.offset_to else []
         return
-    counted.records += head.count
+    counted.records += _rows(found)
     if head.kind is FrameKind.SCHEMA:
         with suppress(CorruptFrame):
             frame = decode_frame(files.read(segment.path, found.position, found.length), SchemaSet())

@@ -6,6 +6,7 @@
                          *.tmp                     being made; a leftover means nothing
                          recovery.spare            space kept for recovery, so that it works on a full disk
 
+Names that begin with a dot are never the log's: what file managers and copying programs leave (`.DS_Store`, `._*`) is passed over.
 Any other file is an error that names it: nothing is skipped silently.
 """
 
@@ -51,14 +52,17 @@ def list_shards(files: Files, folder: str) -> list[ShardId]:
     Raises:
         UnexpectedFile: something else lies there.
     """
-    try:
-        names = files.listdir(folder)
-    except FileNotFoundError:
-        return []
-    for name in names:
-        if _SHARD.match(name) is None:
-            raise UnexpectedFile(f"{folder}/{name} isn't a shard's folder", file=f"{folder}/{name}")
-    return [ShardId(int(name)) for name in names]
+    shards, strays = shards_and_strays(files, folder)
+    for stray in strays:
+        raise UnexpectedFile(f"{stray} isn't a shard's folder", file=stray)
+    return shards
+
+
+def shards_and_strays(files: Files, folder: str) -> tuple[list[ShardId], list[str]]:
+    """The same, and the paths of what doesn't belong there; raises nothing."""
+    names = _names(files, folder)
+    found = [name for name in names if _SHARD.match(name) is not None]
+    return [ShardId(int(name)) for name in found], [f"{folder}/{name}" for name in names if name not in found]
 
 
 def list_segments(files: Files, shard_dir: str) -> list[SegmentFile]:
@@ -67,15 +71,28 @@ def list_segments(files: Files, shard_dir: str) -> list[SegmentFile]:
     Raises:
         UnexpectedFile: a file lies there that isn't the log's.
     """
-    segments = []
-    try:
-        names = files.listdir(shard_dir)
-    except FileNotFoundError:
-        return []
-    for name in names:
+    segments, strays = segments_and_strays(files, shard_dir)
+    for stray in strays:
+        raise UnexpectedFile(f"{stray} isn't a file of the log", file=stray)
+    return segments
+
+
+def segments_and_strays(files: Files, shard_dir: str) -> tuple[list[SegmentFile], list[str]]:
+    """The same, and the paths of files that aren't the log's; raises nothing."""
+    segments: list[SegmentFile] = []
+    strays: list[str] = []
+    for name in _names(files, shard_dir):
         found = _SEGMENT.match(name)
         if found is not None:
             segments.append(SegmentFile(Offset(int(found[1])), f"{shard_dir}/{name}"))
         elif name != MARK_NAME and not name.endswith(_OTHERS):
-            raise UnexpectedFile(f"{shard_dir}/{name} isn't a file of the log", file=f"{shard_dir}/{name}")
-    return segments
+            strays.append(f"{shard_dir}/{name}")
+    return segments, strays
+
+
+def _names(files: Files, folder: str) -> list[str]:
+    """What lies in a folder, but for names that are nobody's of the log; nothing where it isn't there."""
+    try:
+        return [name for name in files.listdir(folder) if not name.startswith(".")]
+    except FileNotFoundError:
+        return []

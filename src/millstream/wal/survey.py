@@ -26,7 +26,7 @@ from millstream.model.ids import SchemaVersion, ShardId, TableId
 from millstream.model.positions import Offset, Seq
 from millstream.model.schema import TableSchema
 from millstream.ports import Files
-from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard_folder
+from millstream.wal.layout import SegmentFile, segments_and_strays, shard_folder, shards_and_strays
 from millstream.wal.scan import ScannedFrame
 from millstream.wal.walk import Loss, footer_of, header_of, walk_segment
 
@@ -86,13 +86,17 @@ class KnownSchemas:
         """One schema; None where no segment has it any more."""
         return self.all().get((table, version))
 
+    def names(self) -> dict[TableId, str]:
+        """What each table is called, by its newest schema that can be read."""
+        return {table: schema.full_name for (table, _), schema in sorted(self.all().items(), key=lambda item: item[0])}
+
     def all(self) -> dict[tuple[TableId, SchemaVersion], TableSchema]:
         """Every one that can be read."""
         if not self._looked:
             self._looked = True
             with suppress(MillstreamError):
-                for shard in list_shards(self._files, self._folder):
-                    for segment in list_segments(self._files, shard_folder(self._folder, shard)):
+                for shard in shards_and_strays(self._files, self._folder)[0]:
+                    for segment in segments_and_strays(self._files, shard_folder(self._folder, shard))[0]:
                         self._look(shard, segment)
         return self._found
 
