@@ -140,6 +140,12 @@ def test_a_password_in_a_dsn_becomes_a_variable(dsn: str, written: str | None, s
         assert take_password(dsn, "S_PASSWORD") == (written, secret)
 
 
+def test_init_tells_of_a_source_that_does_not_answer_in_a_sentence(tmp_path: Path) -> None:
+    done = millstream("init", str(tmp_path), "--stream", "shop", "--source", "host=127.0.0.1 port=1 dbname=x")
+    assert done.returncode == 0, done.stderr
+    assert "accepting TCP/IP connections? `doctor` says" in done.stderr
+
+
 def test_config_show_names_the_origin_of_every_value(tmp_path: Path) -> None:
     (tmp_path / "millstream.toml").write_text('[streams.shop.source]\ndsn = "host=x password=pw"\n')
     done = millstream("config", "show", environ={"MILLSTREAM_HTTP__LISTEN": "127.0.0.1:1"}, cwd=tmp_path)

@@ -56,7 +56,8 @@ def _list_text_columns(home: Path, environ: dict[str, str]) -> None:
     blocking = [found for found in findings if found.blocks == "source"]
     texts = [found for found in findings if found.code == "column_is_text"]
     for found in blocking:
-        note(f"The source isn't ready: {found.message}. `doctor` says what to do.")
+        end = "" if found.message.endswith((".", "?", "!")) else "."
+        note(f"The source isn't ready: {found.message}{end} `doctor` says what to do.")
     if texts:
         note("These columns will be text in the lake ([streams.S.types] can give numeric ones a precision):")
         for found in texts:
