@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 from types import MappingProxyType
 from typing import Final, NewType, Self
 
@@ -23,7 +24,8 @@ Seq = NewType("Seq", int)
 
 _LSN_TEXT: Final = re.compile(r"([0-9A-Fa-f]{1,8})/([0-9A-Fa-f]{1,8})\Z")
 _TOKEN_TEXT: Final = re.compile(r"([0-9a-f]{8})\.(?:s([0-9]{1,20})|m([0-9]{1,20})((?:~[0-9]{1,20}\.[0-9]{1,20})+))\Z")
-_SEQ_MAX: Final = 2**63 - 1
+SEQ_MAX: Final = 2**63 - 1
+"""The greatest number that a stream can reach."""
 
 
 def format_lsn(lsn: Lsn) -> str:
@@ -55,6 +57,26 @@ class SeqRange:
     def last(self) -> Seq:
         """The greatest number in the range (`first - 1` where it is empty)."""
         return Seq(self.first + self.count - 1)
+
+
+NO_NUMBERS: Final = SeqRange(Seq(0), 0)
+"""Nobody's range: of an incarnation that was given none."""
+
+
+class Direction(IntEnum):
+    """Which way a stream counts. Positions, ranges and tokens always grow; a record's number is a position's, turned."""
+
+    UP = 1
+    DOWN = -1
+    """Copies of history, newest first."""
+
+    def number(self, position: Seq) -> int:
+        """The number that a record at a position bears."""
+        return self * position
+
+    def position(self, number: int) -> Seq:
+        """Where the record of a number stands."""
+        return Seq(self * number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +123,7 @@ class StreamToken:
         for part in (found[4] or "").split("~")[1:]:
             writer, position = part.split(".")
             ahead[WriterId(int(writer))] = Seq(int(position))
-        if any(number > _SEQ_MAX for number in (minimum, *ahead.values())):
+        if any(number > SEQ_MAX for number in (minimum, *ahead.values())):
             raise InvalidToken(f"{text!r} holds a number that no stream can reach")
         token = cls(found[1], Seq(minimum), ahead)
         if stream is not None and token.stream != short_stream_id(stream):

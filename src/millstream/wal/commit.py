@@ -35,7 +35,7 @@ from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, SourceId
 from millstream.model.operations import Ack, SpilledOp, WriteOps
 from millstream.model.positions import Lsn, Offset, Seq, SeqRange
 from millstream.ports import Clock, Files, SeqReservations
-from millstream.protocol.sequencer import Sequencer
+from millstream.protocol.sequencer import EmbeddedNumbers
 from millstream.wal.grouping import FramePlan, plan_chunk, plan_group
 from millstream.wal.layout import MARK_NAME, list_segments, list_shards, shard_folder
 from millstream.wal.mark import DurableMark, MarkFile, missing_shards, read_mark
@@ -121,7 +121,7 @@ class GroupCommitter:
         self._shards = shards
         self._reservations = reservations
         floor = max(recovered.reserved_to, recovered.persisted_upto, reservations.reserved())
-        self._sequencer = Sequencer(reserved_to=Seq(floor), persisted_upto=recovered.persisted_upto)
+        self._sequencer = EmbeddedNumbers(reserved_to=Seq(floor), persisted_upto=recovered.persisted_upto)
         self._group = recovered.last_group
         self._shown = recovered.shown
         self._syncers = ThreadPoolExecutor(len(shards), "wal-sync") if side_by_side and len(shards) > 1 else None

@@ -23,7 +23,7 @@ RESERVE_BLOCK: Final = 1_000_000
 this many of 2**63."""
 
 
-class Sequencer:
+class EmbeddedNumbers:
     """Gives out ranges of numbers and knows up to where all are settled.
 
     Args:

@@ -1,0 +1,68 @@
+"""Many writers, one order: who may give a number out, and up to where no number of a stream is undecided any more.
+
+Three machines, none of which does anything by itself:
+
+- `Ledger`: what a store keeps of a stream. Each of its methods is one atomic step of the store, whatever the store is made of.
+- `WriterNumbers`: one writer incarnation's own numbers: in flight, ended, and the position that follows from them.
+- `StreamView`: what one reading process knows of all writers, and the cut that it may read to.
+
+A writer's *position* is the greatest number n such that all numbers up to n that were ever given to it are settled: durable and
+readable, or never to be. The stream's *persisted_upto* is the same over all writers.
+
+Premises
+--------
+1. A store's steps are atomic and durable, and each sees all those before it. Its clock is one clock.
+2. A number is given once. Ranges are given whole, one behind the other, so that every end of a range is the end of an operation.
+3. A writer shows a group to readers (its mark moves) before it says `finish`; so what a position covers can be read.
+4. Whoever recovers a writer's log has seen to it that no older incarnation can write to that log again (the shards' locks are
+   the kernel's), and reads the log to its end only then.
+5. Messages between processes may be lost, doubled, late and in any order. A reply that is lost leaves its outcome unknown.
+
+What happens to a writer in the ledger (position: p; "newest" is the newest number given to anyone, at that step):
+
+    | step                      | no such name      | recovering        | open                | settled            |
+    |---------------------------|-------------------|-------------------|---------------------|--------------------|
+    | register                  | recovering,       | recovering,       | recovering,         | recovering,        |
+    |                           | new epoch, newest | new epoch, p      | new epoch, p        | new epoch, newest  |
+    | recovered (of its epoch)  | refused           | open, newest      | refused             | refused            |
+    | draw (of its epoch)       | refused           | refused           | open, p given up to | refused            |
+    | report (of its epoch)     | refused           | p                 | open, greater p     | refused            |
+    | take_over (lease ran out) | refused           | recovering,       | recovering,         | refused            |
+    |                           |                   | new epoch, p      | new epoch, p        |                    |
+    | settle (of its epoch)     | refused           | settled           | settled             | refused            |
+    | forget (lease ran out)    | refused           | settled, cut at p | settled, cut at p   | refused            |
+
+Rules that follow, each of them held by a test that fails without it:
+
+- Registering comes before the first number, and the position that it writes lies below every number that the writer will be given.
+- A new epoch fences: an older incarnation draws and reports no more. Its position stays where it is until its log has been
+  recovered, for its last group may be durable though nobody was told.
+- With nothing in flight, and no draw whose outcome is unknown, a writer's position follows the newest number; else it stands below
+  the first that is undecided.
+- A writer that nobody knew when a view was taken is given numbers above the view's newest only. So what is heard from other
+  processes (hints) lifts a view no further than that; but for ranges that are told to have ended and that follow
+  one another without a gap, whosever they are.
+- A forgotten writer's numbers above its position never will be: whoever recovers its log sets them aside.
+
+Streams that count downward (copies of history, newest first) run the same machine; `Direction` turns its positions into their numbers.
+"""
+
+from __future__ import annotations
+
+from millstream.protocol.sequencer.embedded import RESERVE_BLOCK, EmbeddedNumbers
+from millstream.protocol.sequencer.ledger import Ledger, Registration, WriterEntry, WriterPhase
+from millstream.protocol.sequencer.view import Announcement, LedgerView, StreamView
+from millstream.protocol.sequencer.writer import WriterNumbers
+
+__all__ = [
+    "RESERVE_BLOCK",
+    "Announcement",
+    "EmbeddedNumbers",
+    "Ledger",
+    "LedgerView",
+    "Registration",
+    "StreamView",
+    "WriterEntry",
+    "WriterNumbers",
+    "WriterPhase",
+]

@@ -1,0 +1,247 @@
+"""What a store keeps of a stream's writers and numbers, and the steps that change it.
+
+Immutable: a step gives the ledger after it. The memory store is this very object behind a lock; the PostgreSQL store says the
+same in SQL, and both pass one conformance suite that compares them with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from types import MappingProxyType
+
+from millstream.errors import InvalidCount, StaleEpoch, UnknownWriter, WriterAlive, WriterNameTaken
+from millstream.model.ids import Epoch, WriterId
+from millstream.model.positions import NO_NUMBERS, SEQ_MAX, Seq, SeqRange
+from millstream.protocol.sequencer.view import LedgerView
+
+
+class WriterPhase(StrEnum):
+    """Where a writer's newest incarnation stands."""
+
+    RECOVERING = "recovering"
+    """Registered, or taken over: the log of the incarnations before is being read."""
+    OPEN = "open"
+    """Gives out numbers; holds linear readers at its position."""
+    SETTLED = "settled"
+    """Nothing of it is undecided, and nothing will be given to it until it registers anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriterEntry:
+    """One writer of a stream."""
+
+    writer: WriterId
+    name: str
+    location: str
+    """Where its log lies: tells two homes apart that use one name by mistake."""
+    epoch: Epoch
+    phase: WriterPhase
+    position: Seq
+    """All its numbers up to it are settled."""
+    last: SeqRange = NO_NUMBERS
+    """The newest range given to this incarnation: what it asks for when a draw's reply was lost."""
+    lease_until_us: int = 0
+    """By the store's clock; from then on it may be taken over."""
+    cut_at: Seq | None = None
+    """It was forgotten there: its numbers above never will be, and whoever recovers its log sets them aside."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What a new incarnation, or whoever takes a writer over, is told."""
+
+    writer: WriterId
+    epoch: Epoch
+    newest: Seq
+    """No number above it was given when the incarnations before were fenced; none of theirs is above it."""
+    cut_at: Seq | None
+    """Where the log has to be cut when it is recovered; None: nowhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """A stream's writers and its newest number.
+
+    Raises (from the steps):
+        StaleEpoch: the caller's epoch isn't the writer's newest, or its phase doesn't allow the step; nothing was changed.
+        UnknownWriter: the stream has no such writer.
+    """
+
+    newest: Seq = Seq(0)
+    """The greatest number given to anyone."""
+    epoch: Epoch = Epoch(0)
+    """The newest epoch given to anyone."""
+    writers: tuple[WriterEntry, ...] = ()
+    """By their numbers, which run from 1."""
+
+    def register(self, name: str, location: str, *, now_us: int, lease_us: int) -> tuple[Ledger, Registration]:
+        """Become a writer's newest incarnation; the one before is fenced.
+
+        Raises:
+            WriterNameTaken: a writer of that name lives at another location.
+        """
+        before = next((entry for entry in self.writers if entry.name == name), None)
+        if before is None:
+            writer = WriterId(len(self.writers) + 1)
+            before = WriterEntry(writer, name, location, Epoch(0), WriterPhase.SETTLED, self.newest)
+        elif before.location != location:
+            if before.phase is not WriterPhase.SETTLED and now_us < before.lease_until_us:
+                raise WriterNameTaken(
+                    f"writer {name} of this stream lives, and its log lies in {before.location}, not in {location}",
+                    writer=name,
+                    location=before.location,
+                )
+            if before.phase is not WriterPhase.SETTLED or before.cut_at is not None:
+                # Its last group may lie in a log that isn't here: no recovery of this one decides it.
+                raise WriterNameTaken(
+                    f"writer {name} of this stream left numbers undecided in {before.location}, which is not {location}",
+                    hint="Start it there once, or `millstream writers forget` it and take another name here.",
+                    writer=name,
+                    location=before.location,
+                )
+        return self._begin(before, now_us + lease_us, location)
+
+    def take_over(
+        self, writer: WriterId, *, now_us: int, lease_us: int, dead: bool = False
+    ) -> tuple[Ledger, Registration]:
+        """Fence a writer that has died, to recover its log for it.
+
+        Args:
+            writer: whose lease has run out …
+            dead: … or that is known to be dead otherwise: the kernel gave up its locks.
+            now_us: the store's clock.
+            lease_us: how long the recovery has.
+
+        Raises:
+            WriterAlive: its lease runs.
+        """
+        entry = self.entry(writer)
+        if entry.phase is WriterPhase.SETTLED:
+            raise StaleEpoch(f"writer {entry.name} is settled: there is nothing to take over", epoch=int(entry.epoch))
+        if not dead:
+            _check_expired(entry, now_us, "taken over")
+        return self._begin(entry, now_us + lease_us, entry.location)
+
+    def _begin(self, before: WriterEntry, lease_until_us: int, location: str) -> tuple[Ledger, Registration]:
+        epoch = Epoch(self.epoch + 1)
+        settled = before.phase is WriterPhase.SETTLED
+        entry = replace(
+            before,
+            location=location,
+            epoch=epoch,
+            phase=WriterPhase.RECOVERING,
+            position=self.newest if settled else before.position,
+            last=NO_NUMBERS,
+            lease_until_us=lease_until_us,
+        )
+        after = self._with(entry, epoch=epoch)
+        return after, Registration(entry.writer, epoch, self.newest, entry.cut_at)
+
+    def recovered(self, writer: WriterId, epoch: Epoch, *, now_us: int, lease_us: int) -> Ledger:
+        """Its log is recovered: all that the incarnations before were given is settled, and it may draw."""
+        entry = self._own(writer, epoch, WriterPhase.RECOVERING)
+        return self._with(
+            replace(
+                entry,
+                phase=WriterPhase.OPEN,
+                position=self.newest,
+                lease_until_us=now_us + lease_us,
+                cut_at=None,
+            )
+        )
+
+    def draw(
+        self, writer: WriterId, epoch: Epoch, count: int, *, position: Seq, now_us: int, lease_us: int
+    ) -> tuple[Ledger, SeqRange]:
+        """Give the next `count` numbers; takes the writer's position along, and renews its lease.
+
+        Raises:
+            InvalidCount: there are no such ranges.
+        """
+        check_count(count, self.newest)
+        entry = self._own(writer, epoch, WriterPhase.OPEN)
+        given = SeqRange(Seq(self.newest + 1), count)
+        lifted = Seq(max(entry.position, position))
+        entry = replace(entry, position=lifted, last=given, lease_until_us=now_us + lease_us)
+        return self._with(entry, newest=given.last), given
+
+    def report(
+        self, writer: WriterId, epoch: Epoch, *, position: Seq, now_us: int, lease_us: int
+    ) -> tuple[Ledger, LedgerView]:
+        """Say where a writer stands, and see where all do; renews its lease."""
+        entry = self._own(writer, epoch, WriterPhase.OPEN, WriterPhase.RECOVERING)
+        if entry.phase is WriterPhase.OPEN:
+            entry = replace(entry, position=Seq(max(entry.position, position)))
+        after = self._with(replace(entry, lease_until_us=now_us + lease_us))
+        return after, after.view(now_us)
+
+    def settle(self, writer: WriterId, epoch: Epoch) -> Ledger:
+        """Nothing of the writer is undecided any more, and it goes; also said by whoever has recovered its log for it."""
+        entry = self._own(writer, epoch, WriterPhase.OPEN, WriterPhase.RECOVERING)
+        return self._with(replace(entry, phase=WriterPhase.SETTLED, cut_at=None))
+
+    def forget(self, writer: WriterId, *, now_us: int) -> Ledger:
+        """Give up what a dead writer whose log can't be reached left undecided; linear readers pass it.
+
+        Raises:
+            WriterAlive: its lease runs.
+        """
+        entry = self.entry(writer)
+        if entry.phase is WriterPhase.SETTLED:
+            raise StaleEpoch(f"writer {entry.name} is settled: there is nothing to forget", epoch=int(entry.epoch))
+        _check_expired(entry, now_us, "forgotten")
+        epoch = Epoch(self.epoch + 1)
+        cut_at = entry.position if entry.cut_at is None else entry.cut_at
+        return self._with(replace(entry, epoch=epoch, phase=WriterPhase.SETTLED, cut_at=cut_at), epoch=epoch)
+
+    def view(self, now_us: int) -> LedgerView:
+        """What readers and writers are shown, at one moment."""
+        positions = {e.writer: self.newest if e.phase is WriterPhase.SETTLED else e.position for e in self.writers}
+        expired = (e for e in self.writers if e.phase is not WriterPhase.SETTLED and e.lease_until_us <= now_us)
+        return LedgerView(self.newest, MappingProxyType(positions), frozenset(e.writer for e in expired))
+
+    def entry(self, writer: WriterId) -> WriterEntry:
+        """One writer; `UnknownWriter` where there is none."""
+        if not 1 <= writer <= len(self.writers):
+            known = [entry.name for entry in self.writers]
+            raise UnknownWriter(f"the stream has no writer {writer}", writer=int(writer), known=known)
+        return self.writers[writer - 1]
+
+    def _own(self, writer: WriterId, epoch: Epoch, *phases: WriterPhase) -> WriterEntry:
+        entry = self.entry(writer)
+        if entry.epoch != epoch or entry.phase not in phases:
+            raise stale(entry, epoch)
+        return entry
+
+    def _with(self, entry: WriterEntry, *, newest: Seq | None = None, epoch: Epoch | None = None) -> Ledger:
+        place = entry.writer - 1
+        writers = (*self.writers[:place], entry, *self.writers[place + 1 :])
+        return Ledger(self.newest if newest is None else newest, self.epoch if epoch is None else epoch, writers)
+
+
+def stale(entry: WriterEntry, epoch: Epoch) -> StaleEpoch:
+    """The error for an incarnation that isn't the writer's newest, or is at a step that its phase doesn't allow."""
+    if entry.epoch != epoch:
+        what = f"epoch {epoch} of writer {entry.name} is fenced: epoch {entry.epoch} has taken over"
+    else:
+        what = f"writer {entry.name} is {entry.phase}: it can't do that now"
+    return StaleEpoch(what, epoch=int(entry.epoch), writer=entry.name)
+
+
+def check_count(count: int, newest: Seq) -> None:
+    """`InvalidCount` where a range of that many numbers can't be given."""
+    if count < 1:
+        raise InvalidCount(f"{count} numbers can't be given out", hint="Ask for at least 1.", count=count)
+    if newest + count > SEQ_MAX:
+        raise InvalidCount(f"{count} numbers are more than the stream has left", count=count)
+
+
+def _check_expired(entry: WriterEntry, now_us: int, done: str) -> None:
+    left_us = entry.lease_until_us - now_us
+    if left_us > 0:
+        raise WriterAlive(
+            f"writer {entry.name} can't be {done}: its lease runs for {left_us / 1e6:.1f} s more",
+            writer=entry.name,
+            lease_s=left_us / 1e6,
+        )

@@ -1,0 +1,103 @@
+"""What a process knows of a stream's writers, and the cuts that it may read to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Final
+
+from millstream.model.ids import Epoch, WriterId
+from millstream.model.positions import Seq, SeqRange, StreamToken
+
+HINTS_MAX: Final = 65_536
+"""Ended ranges kept beyond a gap; more are forgotten, which costs latency only."""
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerView:
+    """The store at one moment."""
+
+    newest: Seq
+    """Every writer that isn't in `positions` is given numbers above it only."""
+    positions: Mapping[WriterId, Seq]
+    """Of all writers; of a settled one it is the newest number, for nothing of it is undecided."""
+    expired: frozenset[WriterId] = frozenset()
+    """Those that aren't settled and whose lease has run out."""
+
+    @property
+    def persisted_upto(self) -> Seq:
+        """Every number up to it is durable and readable, or never will be."""
+        return min(self.positions.values(), default=self.newest)
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """A hint from a writer to other processes. What it says is true for ever, whenever it arrives."""
+
+    writer: WriterId
+    epoch: Epoch
+    position: Seq
+    ended: tuple[SeqRange, ...] = ()
+    """Ranges that are durable or never will be, in the order in which they ended."""
+
+
+@dataclass(slots=True)
+class StreamView:
+    """One process's knowledge: the store's newest view that it saw, and what it heard since.
+
+    Args:
+        stream: the stream's short id, for tokens.
+
+    Concurrency: none; the caller serialises.
+    """
+
+    stream: str
+    _newest: Seq = Seq(0)
+    """Of the newest view."""
+    _listed: frozenset[WriterId] = frozenset()
+    """The writers that the newest view lists."""
+    _positions: dict[WriterId, Seq] = field(default_factory=dict)
+    """The greatest position that was seen or heard of each writer: what was true once stays true."""
+    _ended: list[tuple[Seq, Seq]] = field(default_factory=list)
+    """Ranges (first, last) that ended beyond a gap, a heap."""
+    _persisted_upto: Seq = Seq(0)
+
+    @property
+    def persisted_upto(self) -> Seq:
+        """What a linear reader may read to: it only grows."""
+        return self._persisted_upto
+
+    def observe(self, view: LedgerView) -> Seq:
+        """The store was asked; returns `persisted_upto`."""
+        if view.newest >= self._newest:
+            self._newest = view.newest
+            self._listed |= view.positions.keys()
+        for writer, position in view.positions.items():
+            self._know(writer, position)
+        self._lift()
+        return self._persisted_upto
+
+    def hear(self, told: Announcement) -> Seq:
+        """A hint came, perhaps late, twice, or out of order; returns `persisted_upto`."""
+        self._know(told.writer, told.position)
+        for ended in told.ended:
+            if ended.last > self._persisted_upto and len(self._ended) < HINTS_MAX:
+                heappush(self._ended, (ended.first, ended.last))
+        self._lift()
+        return self._persisted_upto
+
+    def token(self) -> StreamToken:
+        """What a vector reader may read to: each writer as far as it is known to be, waiting for nobody."""
+        return StreamToken(self.stream, self._persisted_upto, self._positions)
+
+    def _know(self, writer: WriterId, position: Seq) -> None:
+        self._positions[writer] = Seq(max(position, self._positions.get(writer, 0)))
+
+    def _lift(self) -> None:
+        slowest = min((self._positions[writer] for writer in self._listed), default=self._newest)
+        # A writer that isn't listed registered later, and has numbers above the view's newest: of those only ranges can tell.
+        upto = max(self._persisted_upto, min(slowest, self._newest))
+        while self._ended and self._ended[0][0] <= upto + 1:
+            upto = Seq(max(upto, heappop(self._ended)[1]))
+        self._persisted_upto = upto

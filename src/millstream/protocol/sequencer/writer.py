@@ -1,0 +1,144 @@
+"""One writer incarnation's numbers: what is in flight, and the position that follows from it."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from millstream.errors import NotInFlight
+from millstream.model.ids import Epoch, WriterId
+from millstream.model.positions import NO_NUMBERS, Seq, SeqRange
+from millstream.protocol.sequencer.view import Announcement
+
+
+class WriterNumbers:
+    """Ranges from the moment they are asked for until they are durable or never will be.
+
+    A range is asked for (`asks`), and then given (`given`), refused (`refused`), or its reply is lost: then it stays asked for,
+    and the store is asked for the newest range that it gave to this incarnation (`resolved`).
+
+    Args:
+        writer: whose.
+        epoch: of this incarnation.
+        floor: a number drawn when the incarnations before were fenced and their log was recovered.
+
+    Concurrency: none; the caller serialises. Ending a range costs the same however many are in flight.
+    """
+
+    def __init__(self, writer: WriterId, epoch: Epoch, floor: Seq) -> None:
+        self.writer = writer
+        self.epoch = epoch
+        self._position = floor
+        """With something in flight: below the first of it. Else the newest number known."""
+        self._newest = floor
+        self._last = NO_NUMBERS
+        self._asked = False
+        self._in_flight: deque[SeqRange] = deque()
+        self._ended: set[Seq] = set()
+        self._to_announce: list[SeqRange] = []
+
+    @property
+    def position(self) -> Seq:
+        """All numbers of this writer up to it are settled."""
+        return self._position
+
+    @property
+    def newest(self) -> Seq:
+        """The newest number that this writer knows to have been given to anyone."""
+        return self._newest
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is in flight, nor asked for with an outcome that isn't known: only then may it follow the newest."""
+        return not self._in_flight and not self._asked
+
+    def asks(self) -> Seq:
+        """A range is about to be asked for; returns the position to send along, which stands from now on."""
+        if self._asked:
+            raise AssertionError("one range at a time is asked for")
+        self._asked = True
+        return self._position
+
+    def given(self, given: SeqRange) -> None:
+        """The reply came: in flight from now on."""
+        self._asked = False
+        self._last = given
+        self._newest = max(self._newest, given.last)
+        if not self._in_flight:
+            # Nothing of this writer's lies between its position and what it was given.
+            self._position = Seq(max(self._position, given.first - 1))
+        self._in_flight.append(given)
+
+    def refused(self) -> None:
+        """The store is known to have given nothing."""
+        self._asked = False
+
+    def resolved(self, last: SeqRange) -> SeqRange | None:
+        """The range whose reply was lost, in flight from now on, where the store did give one; else None.
+
+        Args:
+            last: the newest range that the store gave to this incarnation.
+        """
+        if last.first <= self._position or last.last <= self._last.last:
+            # An older one; or one that came so late that this writer has passed it: that one never will be.
+            self._asked = False
+            return None
+        self.given(last)
+        return last
+
+    def finish(self, given: SeqRange) -> Seq:
+        """The range is durable, and readers can see it; returns the position. `NotInFlight` where it isn't in flight."""
+        return self._end(given)
+
+    def abort(self, given: SeqRange) -> Seq:
+        """The range never will be; returns the position. `NotInFlight` where it isn't in flight."""
+        return self._end(given)
+
+    def _end(self, given: SeqRange) -> Seq:
+        if not self._holds(given):
+            raise NotInFlight(
+                f"numbers {given.first} to {given.last} are not in flight here",
+                first=int(given.first),
+                count=given.count,
+            )
+        self._ended.add(given.first)
+        self._to_announce.append(given)
+        while self._in_flight and self._in_flight[0].first in self._ended:
+            ended = self._in_flight.popleft()
+            self._ended.remove(ended.first)
+            self._position = ended.last
+        if self._in_flight:
+            self._position = Seq(self._in_flight[0].first - 1)
+        elif not self._asked:
+            self._position = self._newest
+        return self._position
+
+    def _holds(self, given: SeqRange) -> bool:
+        if given.first in self._ended or not self._in_flight:
+            return False
+        # Rising, so that it is found by halves; the oldest and the newest are what is ended nearly always.
+        if given in (self._in_flight[0], self._in_flight[-1]):
+            return True
+        low, high = 0, len(self._in_flight)
+        while low < high:
+            middle = (low + high) // 2
+            if self._in_flight[middle].first < given.first:
+                low = middle + 1
+            else:
+                high = middle
+        return low < len(self._in_flight) and self._in_flight[low] == given
+
+    def observe(self, newest: Seq) -> Seq:
+        """The store was seen to have given numbers up to there, to anyone; returns the position.
+
+        With nothing in flight and nothing asked for the position follows: what is given to this writer from now on is above, and a
+        draw of its own that it gave up on, and that was executed late, is below and never will be.
+        """
+        self._newest = max(self._newest, newest)
+        if self.is_idle:
+            self._position = self._newest
+        return self._position
+
+    def announce(self) -> Announcement:
+        """What to tell other processes: the position, and the ranges that ended since the last call."""
+        ended, self._to_announce = tuple(self._to_announce), []
+        return Announcement(self.writer, self.epoch, self._position, ended)

@@ -1,0 +1,600 @@
+"""Every state that a few writers, a store and a reader can get into, and what must hold in each of them.
+
+The machines are the real ones; this file plays the world around them: a network that loses and delays replies, processes that
+die, hang and come back, logs that keep a group or lose it. What is true of a number, whoever knows it, is kept beside:
+
+    asked -> held by a process -> written in the writer's log -> settled: shown to readers, or never to be
+
+A range that is settled is forgotten; whoever would touch it again breaks a promise.
+
+`run` plays all orders of all steps from the empty stream, breadth first, and checks each state that it meets once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+from millstream.errors import StaleEpoch
+from millstream.model.ids import Epoch, WriterId
+from millstream.model.positions import Seq, SeqRange, StreamToken
+from millstream.protocol.sequencer import Announcement, Ledger, Registration, StreamView, WriterNumbers, WriterPhase
+
+ASKED, HELD, WRITTEN, SETTLED = "asked", "held", "written", "settled"
+HERE = "home"
+
+
+class Violation(AssertionError):
+    """What must hold doesn't; `trace` says how the world got there."""
+
+    def __init__(self, what: str, trace: tuple[str, ...] = ()) -> None:
+        super().__init__(f"{what}\n  " + "\n  ".join(trace))
+        self.what = what
+
+
+class Ask(NamedTuple):
+    """A draw whose reply hasn't come: what it was given, if anything, and whether the connection is gone."""
+
+    given: SeqRange | None
+    lost: bool
+
+
+class Process(NamedTuple):
+    """One incarnation of a writer."""
+
+    epoch: Epoch
+    is_open: bool
+    numbers: Any
+    """`WriterNumbers`, frozen; None before it is open."""
+    ask: Ask | None
+
+
+class Truth(NamedTuple):
+    """What becomes of one range, whoever knows it."""
+
+    given: SeqRange
+    writer: WriterId
+    epoch: Epoch
+    state: str
+
+
+class Budget(NamedTuple):
+    """How often what the world doesn't do all the time may still happen."""
+
+    starts: int
+    """Of processes, restarts included."""
+    kills: int = 0
+    takeovers: int = 0
+    losses: int = 0
+    """Of replies."""
+    late: int = 0
+    """Draws that are executed after their sender gave up on them."""
+    forgets: int = 0
+    looks: int = 1
+    """Of the reader that hears hints, at the store. (The other reader looks in every state.)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """How large a world is played."""
+
+    writers: int
+    numbers: int
+    budget: Budget
+    in_flight: int = 1
+    counts: tuple[int, ...] = (1,)
+    eager: bool = False
+    """Writers report after each step, and nobody reports later: a report that is late says less, so that no cut is lower."""
+
+
+class World(NamedTuple):
+    """One state. `processes` and `takeovers` are by writer; a writer may have an old incarnation that hangs, and a new one."""
+
+    ledger: Ledger
+    processes: tuple[tuple[Process, ...], ...]
+    takeovers: tuple[Registration | None, ...]
+    late: tuple[tuple[WriterId, Epoch, Seq], ...]
+    """Draws whose sender gave up on them, and that the store hasn't executed yet."""
+    truth: tuple[Truth, ...]
+    reader: Any
+    left: Budget
+    given_to: Seq = Seq(0)
+    ends: frozenset[Seq] = frozenset()
+    """Of the ranges that were given."""
+    shown: tuple[tuple[SeqRange, WriterId], ...] = ()
+    """What readers can read, in the order in which it was shown. Tells no state from another."""
+
+    def key(self) -> object:
+        """Equal for equal states."""
+        return (
+            (self.ledger, self.processes, self.takeovers, self.late, self.truth, self.reader),
+            self.left,
+            self.ends,
+        )
+
+
+def _freeze(machine: WriterNumbers | StreamView) -> Any:
+    fields = getattr(machine, "__slots__", None) or vars(machine)
+    return tuple((name, _plain(getattr(machine, name))) for name in fields)
+
+
+@cache
+def _numbers(frozen: Any, step: str, *arguments: Any) -> tuple[Any, Any]:
+    """What a step of `WriterNumbers` returns, and the numbers after it: few of them, met again and again."""
+    numbers: WriterNumbers = _thaw(WriterNumbers, frozen)
+    returned = getattr(numbers, step)(*arguments)
+    told = numbers.announce()
+    return (told if step in ("finish", "abort") else returned), _freeze(numbers)
+
+
+@cache
+def _position(frozen: Any) -> Seq:
+    numbers: WriterNumbers = _thaw(WriterNumbers, frozen)
+    return numbers.position
+
+
+@cache
+def _in_flight(frozen: Any) -> int:
+    numbers: WriterNumbers = _thaw(WriterNumbers, frozen)
+    return len(numbers._in_flight)
+
+
+@cache
+def _reader(frozen: Any, told: Any) -> Any:
+    """The reader after it saw a ledger, or heard an announcement."""
+    reader: StreamView = _thaw(StreamView, frozen)
+    before = reader.token()
+    if isinstance(told, Ledger):
+        reader.observe(told.view(0))
+    else:
+        reader.hear(told)
+    if not before <= reader.token():
+        raise Violation(f"the reader's token went back from {before} to {reader.token()}")
+    return _freeze(reader)
+
+
+@cache
+def _cuts(frozen: Any, ledger: Ledger) -> tuple[tuple[str, Seq, StreamToken], ...]:
+    """What the reader that hears hints may read to, and one that asks the store now."""
+    reader: StreamView = _thaw(StreamView, frozen)
+    polled = StreamView("00000000")
+    polled.observe(ledger.view(0))
+    named = (("a reader that asks the store", polled), ("a reader that hears hints", reader))
+    return tuple((who, seen.persisted_upto, seen.token()) for who, seen in named)
+
+
+@cache
+def _ledger(ledger: Ledger, step: str, *arguments: Any, **named: Any) -> Any:
+    """What a step of the ledger gives; None where the incarnation is fenced."""
+    try:
+        return getattr(ledger, step)(*arguments, **named)
+    except StaleEpoch:
+        return None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, deque | list):
+        return ("list", tuple(value))
+    if isinstance(value, set | frozenset):
+        return ("set", frozenset(value))
+    if isinstance(value, dict):
+        return ("dict", tuple(sorted(value.items())))
+    return value
+
+
+def _thaw(kind: Any, frozen: Any) -> Any:
+    machine = object.__new__(kind)
+    for name, value in frozen:
+        setattr(machine, name, _full(kind, name, value))
+    return machine
+
+
+def _full(kind: Any, name: str, value: Any) -> Any:
+    if not (isinstance(value, tuple) and len(value) == 2 and value[0] in ("list", "set", "dict")):
+        return value
+    made = {"list": list, "set": set, "dict": dict}[value[0]](value[1])
+    if kind is WriterNumbers and name == "_in_flight":
+        return deque(made)
+    return frozenset(made) if name == "_listed" else made
+
+
+def begin(scope: Scope) -> World:
+    """The empty stream; nobody runs."""
+    return World(
+        Ledger(),
+        ((),) * scope.writers,
+        (None,) * scope.writers,
+        (),
+        (),
+        _freeze(StreamView("00000000")),
+        scope.budget,
+    )
+
+
+def steps(world: World, scope: Scope) -> Iterator[tuple[str, World]]:
+    """Every step that the world may take next, and the world after it."""
+    for place in range(scope.writers):
+        yield from _writer_steps(world, scope, place)
+    yield from _late_draws(world)
+    if world.left.looks:
+        yield "the reader looks at the store", _observe(_spend(world, looks=1))
+
+
+def _writer_steps(world: World, scope: Scope, place: int) -> Iterator[tuple[str, World]]:
+    writer = _id(world, place)
+    name = f"w{place}"
+    entry = None if writer is None else world.ledger.entry(writer)
+    running = world.processes[place]
+    if world.left.starts and len(running) < 2 and place <= len(world.ledger.writers):
+        ledger, registered = _ledger(world.ledger, "register", name, HERE, now_us=0, lease_us=0)
+        started = (*running, Process(registered.epoch, is_open=False, numbers=None, ask=None))
+        yield f"{name} registers", _put(_spend(world, starts=1), place, started)._replace(ledger=ledger)
+    if writer is None or entry is None:
+        return
+    for index, process in enumerate(running):
+        who = f"{name} (epoch {process.epoch})"
+        for said, after in _process_steps(world, scope, place, index):
+            yield f"{who} {said}", after
+        if world.left.kills:
+            yield f"{who} is killed", _die(_spend(world, kills=1), place, index)
+    if world.left.takeovers and entry.phase is not WriterPhase.SETTLED and world.takeovers[place] is None:
+        ledger, taken = _ledger(world.ledger, "take_over", writer, now_us=0, lease_us=0)
+        takeovers = _with(world.takeovers, place, taken)
+        yield f"{name} is taken over", _spend(world, takeovers=1)._replace(ledger=ledger, takeovers=takeovers)
+    taken = world.takeovers[place]
+    if taken is not None:
+        without = world._replace(takeovers=_with(world.takeovers, place, None))
+        if world.left.kills:
+            yield f"who took {name} over dies", _spend(without, kills=1)
+        recovered = _recovered(without, place, taken.epoch)
+        ledger = _ledger(recovered.ledger, "settle", writer, taken.epoch)
+        if ledger is None:
+            yield f"who recovered {name}'s log is fenced", recovered
+        else:
+            yield f"{name}'s log is recovered for it", recovered._replace(ledger=ledger)
+    if world.left.forgets and entry.phase is not WriterPhase.SETTLED and not running and taken is None:
+        ledger = _ledger(world.ledger, "forget", writer, now_us=0)
+        cut_at = ledger.entry(writer).cut_at
+        truth = tuple(t for t in world.truth if not (t.writer == writer and t.given.first > cut_at))
+        yield f"{name} is forgotten", _spend(world, forgets=1)._replace(ledger=ledger, truth=truth)
+
+
+def _process_steps(world: World, scope: Scope, place: int, index: int) -> Iterator[tuple[str, World]]:
+    process = world.processes[place][index]
+    writer = _id(world, place)
+    assert writer is not None
+    if not process.is_open:
+        others = [other for at, other in enumerate(world.processes[place]) if at != index]
+        if others:
+            return  # the shards' locks are another's
+        recovered = _recovered(world, place, process.epoch, but=index)
+        ledger = _ledger(recovered.ledger, "recovered", writer, process.epoch, now_us=0, lease_us=0)
+        if ledger is None:
+            yield "has recovered, is fenced and ends", _die(recovered, place, index)
+            return
+        floor = ledger.entry(writer).position
+        opened = process._replace(is_open=True, numbers=_freeze(WriterNumbers(writer, process.epoch, floor)))
+        yield "has recovered", _change(recovered, place, index, opened)._replace(ledger=ledger)
+        return
+    ask = process.ask
+    mine = [t for t in world.truth if t.writer == writer and t.epoch == process.epoch]
+    if ask is None and _in_flight(process.numbers) < scope.in_flight:
+        yield from _draws(world, scope, place, index)
+    elif ask is not None and not ask.lost:
+        assert ask.given is not None
+        _, numbers = _numbers(process.numbers, "given", ask.given)
+        after = _mark(world, ask.given, HELD)
+        yield "hears what it was given", _change(after, place, index, process._replace(numbers=numbers, ask=None))
+        if world.left.losses:
+            lost = process._replace(ask=ask._replace(lost=True))
+            yield "loses the reply", _change(_spend(world, losses=1), place, index, lost)
+    elif ask is not None:
+        yield from _resolves(world, place, index)
+    yield from _ends(world, place, index, mine)
+    if not scope.eager:
+        yield from _reports(world, place, index)
+    if ask is None and not [t for t in mine if t.state in (HELD, WRITTEN)]:
+        ledger = _ledger(world.ledger, "settle", writer, process.epoch)
+        if ledger is not None:
+            closed = _put(world, place, _without(world.processes[place], index))
+            yield "closes", closed._replace(ledger=ledger)
+
+
+def _ends(world: World, place: int, index: int, mine: list[Truth]) -> Iterator[tuple[str, World]]:
+    """What a process may do with the ranges that it holds."""
+    process = world.processes[place][index]
+    for truth in mine:
+        first = truth.given.first
+        if truth.state == HELD:
+            yield f"writes {first}", _mark(world, truth.given, WRITTEN)
+        if truth.state in (HELD, WRITTEN):
+            told, numbers = _numbers(process.numbers, "abort" if truth.state == HELD else "finish", truth.given)
+            after = _hear(_mark(world, truth.given, SETTLED), told)
+            after = _change(after, place, index, process._replace(numbers=numbers))
+            if truth.state == HELD:
+                yield f"gives up {first}", after
+            else:
+                yield (
+                    f"has {first} durable, and shows it",
+                    after._replace(shown=(*world.shown, (truth.given, truth.writer))),
+                )
+
+
+def _reports(world: World, place: int, index: int) -> Iterator[tuple[str, World]]:
+    """A process tells the store where it stands, and learns where the others do."""
+    process = world.processes[place][index]
+    writer = _id(world, place)
+    assert writer is not None
+    position = _position(process.numbers)
+    reported = _ledger(world.ledger, "report", writer, process.epoch, position=position, now_us=0, lease_us=0)
+    if reported is None:
+        return
+    ledger, view = reported
+    if process.ask is not None:
+        if ledger != world.ledger:
+            yield "reports meanwhile", world._replace(ledger=ledger)
+        return
+    _, numbers = _numbers(process.numbers, "observe", view.newest)
+    if ledger == world.ledger and numbers == process.numbers:
+        return
+    yield "reports", _change(world, place, index, process._replace(numbers=numbers))._replace(ledger=ledger)
+
+
+def all_report(world: World) -> World:
+    """Every open process tells the store where it stands, twice: what it learns the first time it tells the second time."""
+    for _ in range(2):
+        for place, running in enumerate(world.processes):
+            for index, process in enumerate(running):
+                if process.is_open:
+                    world = next((after for _, after in _reports(world, place, index)), world)
+    return world
+
+
+def _draws(world: World, scope: Scope, place: int, index: int) -> Iterator[tuple[str, World]]:
+    """A draw is asked for, and executed; or it is lost on its way."""
+    process = world.processes[place][index]
+    writer = _id(world, place)
+    assert writer is not None
+    position, numbers = _numbers(process.numbers, "asks")
+    asking = process._replace(numbers=numbers)
+    if world.left.losses:
+        lost = _change(_spend(world, losses=1), place, index, asking._replace(ask=Ask(None, lost=True)))
+        yield "asks for numbers, which is lost", lost
+        if world.left.late:
+            late = (*world.late, (writer, process.epoch, position))
+            yield "asks for numbers, which is late", _spend(lost, late=1)._replace(late=late)
+    for count in scope.counts:
+        if world.ledger.newest + count > scope.numbers:
+            continue
+        drawn = _ledger(world.ledger, "draw", writer, process.epoch, count, position=position, now_us=0, lease_us=0)
+        if drawn is None:
+            yield "asks for numbers, is fenced, and ends", _die(world, place, index)
+            return
+        ledger, given = drawn
+        after = _give(world._replace(ledger=ledger), given, writer, process.epoch, ASKED)
+        yield (
+            f"asks for {count} and is given them",
+            _change(after, place, index, asking._replace(ask=Ask(given, lost=False))),
+        )
+
+
+def _resolves(world: World, place: int, index: int) -> Iterator[tuple[str, World]]:
+    """The reply of a draw was lost: the store is asked what it gave."""
+    process = world.processes[place][index]
+    writer = _id(world, place)
+    assert writer is not None
+    entry = world.ledger.entry(writer)
+    if entry.epoch != process.epoch:
+        yield "is fenced, and ends", _die(world, place, index)
+        return
+    found, numbers = _numbers(process.numbers, "resolved", entry.last)
+    after = _change(world, place, index, process._replace(numbers=numbers, ask=None))
+    yield "asks what it was given", after if found is None else _mark(after, found, HELD)
+
+
+def _late_draws(world: World) -> Iterator[tuple[str, World]]:
+    for at, (writer, epoch, position) in enumerate(world.late):
+        after = world._replace(late=_without(world.late, at))
+        drawn = _ledger(after.ledger, "draw", writer, epoch, 1, position=position, now_us=0, lease_us=0)
+        if drawn is None:
+            yield "a late draw is refused", after
+            continue
+        ledger, given = drawn
+        if ledger.newest > 4:
+            continue
+        yield "a late draw is executed", _give(after._replace(ledger=ledger), given, writer, epoch, ASKED)
+
+
+def _recovered(world: World, place: int, epoch: Epoch, *, but: int | None = None) -> World:
+    """The log read to its end, by someone who made sure that nobody writes it: what was written is kept, or was torn."""
+    writer = _id(world, place)
+    for index in reversed(range(len(world.processes[place]))):
+        if index != but:
+            world = _die(world, place, index)
+    found = tuple(t for t in world.truth if t.writer == writer and t.state == WRITTEN and t.epoch < epoch)
+    entry = None if writer is None else world.ledger.entry(writer)
+    cut_at = None if entry is None else entry.cut_at
+    kept = tuple((t.given, t.writer) for t in found if cut_at is None or t.given.first <= cut_at)
+    return world._replace(truth=tuple(t for t in world.truth if t not in found), shown=(*world.shown, *kept))
+
+
+def _die(world: World, place: int, index: int) -> World:
+    """A process is gone: what only its memory held, or was to be told to it alone, never will be."""
+    process = world.processes[place][index]
+    writer = _id(world, place)
+    truth = tuple(
+        t for t in world.truth if not (t.writer == writer and t.epoch == process.epoch and t.state in (ASKED, HELD))
+    )
+    return _put(world, place, _without(world.processes[place], index))._replace(truth=truth)
+
+
+def _observe(world: World) -> World:
+    return world._replace(reader=_reader(world.reader, world.ledger))
+
+
+def _hear(world: World, told: Announcement) -> World:
+    """The reader hears what a writer tells, at once. (Later, twice or never adds no state: all that it says stays true.)"""
+    return world._replace(reader=_reader(world.reader, told))
+
+
+def _spend(world: World, **spent: int) -> World:
+    left = {name: getattr(world.left, name) - count for name, count in spent.items()}
+    return world._replace(left=world.left._replace(**left))
+
+
+# --- small changes ---------------------------------------------------------------------------------------------------
+
+
+def _id(world: World, place: int) -> WriterId | None:
+    name = f"w{place}"
+    return next((entry.writer for entry in world.ledger.writers if entry.name == name), None)
+
+
+def _with(items: tuple[Any, ...], at: int, item: Any) -> tuple[Any, ...]:
+    return (*items[:at], item, *items[at + 1 :])
+
+
+def _without(items: tuple[Any, ...], at: int) -> tuple[Any, ...]:
+    return (*items[:at], *items[at + 1 :])
+
+
+def _put(world: World, place: int, processes: tuple[Process, ...]) -> World:
+    return world._replace(processes=_with(world.processes, place, processes))
+
+
+def _change(world: World, place: int, index: int, process: Process) -> World:
+    return _put(world, place, _with(world.processes[place], index, process))
+
+
+def _give(world: World, given: SeqRange, writer: WriterId, epoch: Epoch, state: str) -> World:
+    if given.last != world.ledger.newest or given.first <= world.given_to:
+        raise Violation(f"{given} was given twice")
+    return world._replace(
+        truth=(*world.truth, Truth(given, writer, epoch, state)),
+        given_to=given.last,
+        ends=world.ends | {given.last},
+    )
+
+
+def _mark(world: World, given: SeqRange, state: str) -> World:
+    if not any(t.given == given for t in world.truth):
+        raise Violation(f"{given} was settled, and is {state} now")
+    truth = tuple(t._replace(state=state) if t.given == given else t for t in world.truth)
+    return world._replace(truth=tuple(t for t in truth if t.state != SETTLED))
+
+
+# --- what must hold ----------------------------------------------------------------------------------------------------
+
+
+def undecided(world: World) -> Iterator[Truth]:
+    """The ranges that may still become readable, and aren't."""
+    for truth in world.truth:
+        if truth.state != ASKED or _can_be_heard_of(world, truth):
+            yield truth
+
+
+def _can_be_heard_of(world: World, truth: Truth) -> bool:
+    place = next(p for p in range(len(world.processes)) if _id(world, p) == truth.writer)
+    for process in world.processes[place]:
+        if process.epoch == truth.epoch:
+            if process.ask is not None and process.ask.given == truth.given and not process.ask.lost:
+                return True
+            entry = world.ledger.entry(truth.writer)
+            if entry.epoch == truth.epoch and process.ask is not None:
+                # It lost a reply, or will have: it asks for the newest range that it was given.
+                found, _ = _numbers(process.numbers, "resolved", entry.last)
+                return bool(found == truth.given)
+    return False
+
+
+def check(world: World) -> None:
+    """Everything that must hold in a state; `Violation` where it doesn't."""
+    open_ranges = list(undecided(world))
+    for who, upto, token in _cuts(world.reader, world.ledger):
+        if upto > world.ledger.newest:
+            raise Violation(f"{who} may read to {upto}, and only {world.ledger.newest} were given")
+        for truth in open_ranges:
+            if truth.given.first <= max(upto, token.of(truth.writer)):
+                raise Violation(f"{who} may read to {token}, and {truth} is undecided")
+        if upto and upto not in world.ends:
+            raise Violation(f"{who} may read to {upto}, inside of a range")
+    everyone_told = not world.late and all(
+        len(processes) <= 1 and all(p.is_open and p.ask is None for p in processes) for processes in world.processes
+    )
+    if everyone_told and not open_ranges:
+        _check_that_it_catches_up(world)
+
+
+def _check_that_it_catches_up(world: World) -> None:
+    """Where every writer that isn't settled lives and has nothing to do, two reports of each let all readers pass."""
+    ledger = world.ledger
+    for entry in ledger.writers:
+        if entry.phase is WriterPhase.SETTLED:
+            continue
+        place = int(entry.name[1:])
+        live = [p for p in world.processes[place] if p.epoch == entry.epoch]
+        if not live:
+            return  # a dead one waits for its recovery
+        numbers = live[0].numbers
+        for _ in range(2):
+            position = _position(numbers)
+            ledger, view = _ledger(ledger, "report", entry.writer, entry.epoch, position=position, now_us=0, lease_us=0)
+            _, numbers = _numbers(numbers, "observe", view.newest)
+    if ledger.view(0).persisted_upto != ledger.newest:
+        raise Violation(f"all are idle and have reported, and persisted_upto stays at {ledger.view(0).persisted_upto}")
+
+
+def announcements(world: World) -> list[Announcement]:
+    """What each process could tell now."""
+    found = []
+    for processes in world.processes:
+        for process in processes:
+            if process.numbers is not None:
+                numbers: WriterNumbers = _thaw(WriterNumbers, process.numbers)
+                ended = tuple(given for given, writer in world.shown if writer == numbers.writer)
+                found.append(Announcement(numbers.writer, numbers.epoch, numbers.position, ended[-3:]))
+    return found
+
+
+def run(scope: Scope, *, states_max: int | None = None) -> tuple[int, int]:
+    """Play a scope whole, or up to a number of states.
+
+    Returns:
+        States and steps played.
+
+    Raises:
+        Violation: with the way to it, a shortest one.
+    """
+    start = begin(scope)
+    seen: dict[object, tuple[object | None, str]] = {start.key(): (None, "")}
+    queue = deque([(start, start.key())])
+    played = 0
+    while queue and (states_max is None or len(seen) < states_max):
+        world, key = queue.popleft()
+        said = "?"
+        try:
+            for said, after in steps(world, scope):
+                played += 1
+                if scope.eager:
+                    after = all_report(after)  # noqa: PLW2901 - the step and what follows it are one
+                found = after.key()
+                if found not in seen:
+                    seen[found] = (key, said)
+                    check(after)
+                    queue.append((after, found))
+        except Violation as error:
+            raise Violation(error.what, (*_way(seen, key), said)) from None
+        except AssertionError as error:
+            raise Violation(f"an assertion failed: {error}", (*_way(seen, key), said)) from error
+    return len(seen), played
+
+
+def _way(seen: dict[object, tuple[object | None, str]], key: object | None) -> tuple[str, ...]:
+    said: list[str] = []
+    while key is not None:
+        key, one = seen[key]
+        said.append(one)
+    return tuple(reversed([one for one in said if one]))
