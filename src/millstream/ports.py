@@ -10,9 +10,10 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from millstream.model.appends import Submitted
-from millstream.model.ids import Epoch, SourceId
+from millstream.model.ids import Epoch, SourceId, WriterId
 from millstream.model.operations import Ack
-from millstream.model.positions import Lsn, Seq
+from millstream.model.positions import Lsn, Seq, SeqRange
+from millstream.protocol.sequencer import Drawn, LedgerView, Registration, WriterEntry
 
 
 class Clock(Protocol):
@@ -104,6 +105,48 @@ class SeqReservations(Protocol):
 
     def reserve_to(self, seq: Seq, *, epoch: Epoch) -> None:
         """Durably reserve up to `seq` (only upward). `StaleEpoch` where a newer writer has registered."""
+
+
+class SequenceStore(Protocol):
+    """What several writers of one stream share: `protocol.sequencer.Ledger`, with a clock and a lease of its own.
+
+    Each call is one atomic, durable step. A call that raises `CatalogBusy` or `CatalogError` may have been executed, and may still be:
+    its outcome is unknown.
+
+    Raises (from the steps):
+        StaleEpoch: a newer incarnation has taken over; nothing was changed.
+        UnknownWriter: the stream has no such writer.
+    """
+
+    def register(self, name: str, location: str, *, above: Epoch = ...) -> Registration:
+        """Become a writer's newest incarnation, above every epoch that its log bears. `WriterNameTaken` where it lives elsewhere."""
+
+    def take_over(self, writer: WriterId) -> Registration:
+        """Fence a writer whose lease has run out, to recover its log. `WriterAlive` where it hasn't."""
+
+    def recovered(self, writer: WriterId, epoch: Epoch) -> Drawn:
+        """Its log is recovered: it may draw, from behind the (empty) range that is returned."""
+
+    def draw(self, writer: WriterId, epoch: Epoch, count: int, *, position: Seq) -> Drawn:
+        """Give the next `count` numbers, and take the writer's position along. `InvalidCount` where there are no such."""
+
+    def last(self, writer: WriterId, epoch: Epoch) -> SeqRange:
+        """The newest range given to this incarnation; an empty one where it was given none."""
+
+    def report(self, writer: WriterId, epoch: Epoch, *, position: Seq) -> tuple[LedgerView, Seq]:
+        """Say where a writer stands and renew its lease; returns where all do, and the lowest position elsewhere (as `Drawn`)."""
+
+    def settle(self, writer: WriterId, epoch: Epoch) -> None:
+        """Nothing of the writer is undecided any more."""
+
+    def forget(self, writer: WriterId) -> None:
+        """Give up what a dead writer left undecided. `WriterAlive` where its lease runs."""
+
+    def view(self) -> LedgerView:
+        """Where all writers stand."""
+
+    def writers(self) -> Sequence[WriterEntry]:
+        """All writers ever registered, by their numbers."""
 
 
 class LogAppender(Protocol):

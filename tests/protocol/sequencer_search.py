@@ -12,6 +12,7 @@ A range that is settled is forgotten; whoever would touch it again breaks a prom
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -271,11 +272,11 @@ def _process_steps(world: World, scope: Scope, place: int, index: int) -> Iterat
         if others:
             return  # the shards' locks are another's
         recovered = _recovered(world, place, process.epoch, but=index)
-        ledger = _ledger(recovered.ledger, "recovered", writer, process.epoch, now_us=0, lease_us=0)
-        if ledger is None:
+        told = _ledger(recovered.ledger, "recovered", writer, process.epoch, now_us=0, lease_us=0)
+        if told is None:
             yield "has recovered, is fenced and ends", _die(recovered, place, index)
             return
-        floor = ledger.entry(writer).position
+        ledger, floor = told[0], told[1].given.last
         opened = process._replace(is_open=True, numbers=_freeze(WriterNumbers(writer, process.epoch, floor)))
         yield "has recovered", _change(recovered, place, index, opened)._replace(ledger=ledger)
         return
@@ -373,7 +374,7 @@ def _draws(world: World, scope: Scope, place: int, index: int) -> Iterator[tuple
         if drawn is None:
             yield "asks for numbers, is fenced, and ends", _die(world, place, index)
             return
-        ledger, given = drawn
+        ledger, given = drawn[0], drawn[1].given
         after = _give(world._replace(ledger=ledger), given, writer, process.epoch, ASKED)
         yield (
             f"asks for {count} and is given them",
@@ -402,7 +403,7 @@ def _late_draws(world: World) -> Iterator[tuple[str, World]]:
         if drawn is None:
             yield "a late draw is refused", after
             continue
-        ledger, given = drawn
+        ledger, given = drawn[0], drawn[1].given
         if ledger.newest > 4:
             continue
         yield "a late draw is executed", _give(after._replace(ledger=ledger), given, writer, epoch, ASKED)
@@ -569,6 +570,14 @@ def run(scope: Scope, *, states_max: int | None = None) -> tuple[int, int]:
         Violation: with the way to it, a shortest one.
     """
     start = begin(scope)
+    gc.disable()  # nothing here goes round in circles, and looking for what does takes most of the time
+    try:
+        return _run(start, scope, states_max)
+    finally:
+        gc.enable()
+
+
+def _run(start: World, scope: Scope, states_max: int | None) -> tuple[int, int]:
     seen: dict[object, tuple[object | None, str]] = {start.key(): (None, "")}
     queue = deque([(start, start.key())])
     played = 0

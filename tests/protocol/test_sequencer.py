@@ -113,7 +113,7 @@ def opened(*names: str) -> Ledger:
     ledger = Ledger()
     for name in names:
         ledger, registered = ledger.register(name, "home", now_us=0, lease_us=10)
-        ledger = ledger.recovered(registered.writer, registered.epoch, now_us=0, lease_us=10)
+        ledger, _ = ledger.recovered(registered.writer, registered.epoch, now_us=0, lease_us=10)
     return ledger
 
 
@@ -121,7 +121,7 @@ def test_an_idle_writer_holds_nobody_up():
     ledger = opened("a", "b")
     numbers = WriterNumbers(B, ledger.entry(B).epoch, Seq(0))
     ledger, given = ledger.draw(A, ledger.entry(A).epoch, 5, position=Seq(0), now_us=0, lease_us=10)
-    ledger, view = ledger.report(A, ledger.entry(A).epoch, position=given.last, now_us=0, lease_us=10)
+    ledger, view = ledger.report(A, ledger.entry(A).epoch, position=given.given.last, now_us=0, lease_us=10)
     assert view.persisted_upto == 0
     for _ in range(2):
         ledger, view = ledger.report(B, numbers.epoch, position=numbers.position, now_us=0, lease_us=10)
@@ -133,7 +133,7 @@ def test_a_dead_writer_holds_linear_readers_until_it_is_settled_or_forgotten_and
     ledger = opened("a", "b")
     ledger, _ = ledger.draw(A, ledger.entry(A).epoch, 5, position=Seq(0), now_us=0, lease_us=10)
     ledger, mine = ledger.draw(B, ledger.entry(B).epoch, 1, position=Seq(5), now_us=0, lease_us=10)
-    ledger, view = ledger.report(B, ledger.entry(B).epoch, position=mine.last, now_us=9, lease_us=10)
+    ledger, view = ledger.report(B, ledger.entry(B).epoch, position=mine.given.last, now_us=9, lease_us=10)
     reader = StreamView("0badcafe")
     reader.observe(view)
     assert str(reader.token()) == "0badcafe.m0~2.6"
@@ -194,7 +194,7 @@ def test_counts_that_no_range_has(count: int):
     with pytest.raises(InvalidCount) as caught:
         ledger.draw(A, Epoch(1), count, position=Seq(0), now_us=0, lease_us=1)
     assert caught.value.details["count"] == count
-    assert ledger.draw(A, Epoch(1), 1, position=Seq(0), now_us=0, lease_us=1)[1] == SeqRange(Seq(2), 1)
+    assert ledger.draw(A, Epoch(1), 1, position=Seq(0), now_us=0, lease_us=1)[1].given == SeqRange(Seq(2), 1)
 
 
 def test_what_is_not_in_flight_cannot_be_ended_and_nothing_is_wedged():

@@ -29,6 +29,7 @@ from millstream.testing.log import MemoryReservations, plain_operations, plain_r
 from millstream.wal.commit import GroupCommitter, LogOptions, WriterIdentity
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import list_segments, list_shards, shard_folder
+from millstream.wal.numbers import BlockNumbers
 from millstream.wal.reader import StreamReader
 from millstream.wal.source import TableRecords
 
@@ -102,7 +103,7 @@ def write(
     for epoch, (numbering, some) in enumerate(given, 1):
         reservations.epoch = Epoch(epoch)
         log = GroupCommitter.open(
-            folder, WriterIdentity(STREAM, RegionId(0), WriterId(1), Epoch(epoch)), SHARDS, reservations=reservations,
+            folder, WriterIdentity(STREAM, RegionId(0), WriterId(1), Epoch(epoch)), SHARDS, numbers=BlockNumbers(reservations, Epoch(epoch)),
             files=files, clock=ManualClock(), options=replace(options, numbering=numbering), side_by_side=False,
         )  # fmt: skip
         for group in some:
@@ -278,7 +279,7 @@ def test_records_whose_indexes_have_gaps_are_refused_where_frames_carry_operatio
     for numbering in (Numbering.BOTH, Numbering.OPERATION):
         files = MemoryFiles()
         log = GroupCommitter.open(
-            FOLDER, WriterIdentity(STREAM, RegionId(0), WriterId(1), Epoch(1)), SHARDS, reservations=MemoryReservations(),
+            FOLDER, WriterIdentity(STREAM, RegionId(0), WriterId(1), Epoch(1)), SHARDS, numbers=BlockNumbers(MemoryReservations(), Epoch(1)),
             files=files, clock=ManualClock(), options=LogOptions(disk_used_max=1.0, numbering=numbering), side_by_side=False,
         )  # fmt: skip
         with pytest.raises(AssertionError):

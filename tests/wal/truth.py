@@ -12,6 +12,7 @@ from millstream.testing.clock import ManualClock
 from millstream.testing.files import MemoryFiles
 from millstream.testing.log import MemoryReservations, plain_ops, plain_spilled, plain_table
 from millstream.wal.commit import GroupCommitter, LogOptions, WriterIdentity
+from millstream.wal.numbers import BlockNumbers
 from millstream.wal.reader import StreamReader
 
 FOLDER = "/wal/shop"
@@ -50,7 +51,7 @@ class Truth:
             FOLDER,
             WriterIdentity(STREAM, RegionId(0), WriterId(1), Epoch(self.epoch)),
             SHARDS,
-            reservations=self.reservations,
+            numbers=BlockNumbers(self.reservations, Epoch(self.epoch)),
             files=files,
             clock=clock or ManualClock(),
             options=options,

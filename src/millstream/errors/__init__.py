@@ -12,6 +12,7 @@ from millstream.errors._root import Retry as Retry
 from millstream.errors._sequencing import InvalidCount as InvalidCount
 from millstream.errors._sequencing import LeaseTooShort as LeaseTooShort
 from millstream.errors._sequencing import NotInFlight as NotInFlight
+from millstream.errors._sequencing import SequenceUnusable as SequenceUnusable
 from millstream.errors._sequencing import SequencingError as SequencingError
 from millstream.errors._sequencing import UnknownWriter as UnknownWriter
 from millstream.errors._sequencing import WriterAlive as WriterAlive
@@ -279,6 +280,14 @@ class ShardLocked(LogError):
 
     code = "shard_locked"
     retry = Retry.BACKOFF
+
+
+class ShardTaken(LogError):
+    """The shard belongs to another writer of the stream; details: shard, writer."""
+
+    code = "shard_taken"
+    retry = Retry.OPERATOR
+    default_hint = "Give each writer shards of its own: `[writer] shards` in millstream.toml."
 
 
 class TableSetAside(MillstreamError):

@@ -52,3 +52,13 @@ class LeaseTooShort(SequencingError):
     retry = Retry.OPERATOR
     exit_code = 2
     default_hint = "Raise `[writer] lease`, or bring the catalog's server nearer."
+
+
+class SequenceUnusable(SequencingError):
+    """The store's numbers can't be right for this stream: it was restored from an older copy, moved back, or set up otherwise.
+
+    Numbers would be given twice, so none is given; details: what is found and what it should be.
+    """
+
+    code = "sequence_unusable"
+    retry = Retry.OPERATOR

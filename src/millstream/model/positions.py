@@ -24,7 +24,7 @@ Seq = NewType("Seq", int)
 
 _LSN_TEXT: Final = re.compile(r"([0-9A-Fa-f]{1,8})/([0-9A-Fa-f]{1,8})\Z")
 _TOKEN_TEXT: Final = re.compile(r"([0-9a-f]{8})\.(?:s([0-9]{1,20})|m([0-9]{1,20})((?:~[0-9]{1,20}\.[0-9]{1,20})+))\Z")
-SEQ_MAX: Final = 2**63 - 1
+SEQ_MAX: Final = Seq(2**63 - 1)
 """The greatest number that a stream can reach."""
 
 

@@ -27,6 +27,7 @@ from millstream.errors import (
     DiskFull,
     MillstreamError,
     ShardLocked,
+    ShardTaken,
     StaleEpoch,
     WriterClosed,
 )
@@ -34,11 +35,12 @@ from millstream.model.appends import Submitted
 from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, SourceId, StreamId, TableId, WriterId
 from millstream.model.operations import Ack, SpilledOp, WriteOps
 from millstream.model.positions import Lsn, Offset, Seq, SeqRange
-from millstream.ports import Clock, Files, SeqReservations
-from millstream.protocol.sequencer import EmbeddedNumbers
+from millstream.ports import Clock, Files
+from millstream.protocol.sequencer import LedgerView
 from millstream.wal.grouping import FramePlan, plan_chunk, plan_group
 from millstream.wal.layout import MARK_NAME, list_segments, list_shards, shard_folder
 from millstream.wal.mark import DurableMark, MarkFile, missing_shards, read_mark
+from millstream.wal.numbers import GroupNumbers, SharedNumbers
 from millstream.wal.recover import NO_SPACE, Recovered, keep_spare, recover
 from millstream.wal.segment import GroupFacts, OpenSegment, WriteFailed
 from millstream.wal.submissions import acks_of, in_columns, shards_of
@@ -110,7 +112,7 @@ class GroupCommitter:
         identity: WriterIdentity,
         shards: dict[ShardId, _Shard],
         recovered: Recovered,
-        reservations: SeqReservations,
+        numbers: GroupNumbers,
         *,
         side_by_side: bool,
     ) -> None:
@@ -119,14 +121,13 @@ class GroupCommitter:
         self._options = options
         self._identity = identity
         self._shards = shards
-        self._reservations = reservations
-        floor = max(recovered.reserved_to, recovered.persisted_upto, reservations.reserved())
-        self._sequencer = EmbeddedNumbers(reserved_to=Seq(floor), persisted_upto=recovered.persisted_upto)
+        self._numbers = numbers
+        self._is_settled = False
         self._group = recovered.last_group
-        self._shown = recovered.shown
+        self._shown, self._shown_elsewhere = recovered.shown, numbers.elsewhere
         self._syncers = ThreadPoolExecutor(len(shards), "wal-sync") if side_by_side and len(shards) > 1 else None
-        self.persisted_upto = recovered.persisted_upto
-        """Every number up to it is durable or will never be."""
+        self.persisted_upto = numbers.position
+        """Every number of this writer up to it is durable or will never be."""
         self.reached: Mapping[SourceId, Lsn] = dict(recovered.reached)
         """For each source, the commit end LSN up to which the durable log has everything."""
         self.failure: MillstreamError | None = None
@@ -140,7 +141,7 @@ class GroupCommitter:
         identity: WriterIdentity,
         shards: Sequence[ShardId],
         *,
-        reservations: SeqReservations,
+        numbers: GroupNumbers,
         files: Files,
         clock: Clock,
         options: LogOptions,
@@ -151,8 +152,8 @@ class GroupCommitter:
         Args:
             folder: the stream's; made where it isn't there.
             identity: who writes.
-            shards: all of this writer's; those that lie in the folder already are opened too.
-            reservations: the durable store of reserved numbers.
+            shards: all of this writer's; those that it has in the folder already are opened too.
+            numbers: where the groups' numbers come from.
             files: the file system.
             clock: for ages and creation times.
             options: sizes and bounds.
@@ -161,17 +162,14 @@ class GroupCommitter:
         Raises:
             ShardLocked, CorruptWal, UnexpectedFile, UnsupportedFormat, StaleEpoch, DiskFull: see `LogWriter.open`.
         """
-        there = list_shards(files, folder)
-        marks_there = (read_mark(files, shard_folder(folder, shard)) for shard in there)
-        if (missing := missing_shards(folder, there, filter(None, marks_there))) is not None:
-            raise missing
-        shards = sorted({*shards, *there})
-        _check_not_gone(files, folder, shards, reservations)
+        shards = _own_shards(files, folder, identity, shards, numbers)
+        _check_not_gone(files, folder, shards, numbers)
         marks = lock_shards(files, folder, shards)
         try:
             recovered = recover(
                 files, folder, stream=identity.stream, region=identity.region, shards=shards, epoch=identity.epoch
             )
+            numbers.begin(reserved_to=recovered.reserved_to, persisted_upto=recovered.persisted_upto)
             opened = {}
             for shard in shards:
                 end = recovered.shards[shard]
@@ -180,7 +178,7 @@ class GroupCommitter:
                 opened[shard] = _Shard(shard_dir, marks[shard], _create_segment(files, shard_dir, header))
             spare_bytes = options.segment_bytes + min(options.segment_bytes, _SPARE_EXTRA_BYTES)
             keep_spare(files, [shard.folder for shard in opened.values()], spare_bytes)
-            committer = cls(files, clock, options, identity, opened, recovered, reservations, side_by_side=side_by_side)
+            committer = cls(files, clock, options, identity, opened, recovered, numbers, side_by_side=side_by_side)
             committer._move_marks(anchor=True)
         except BaseException:
             for mark in marks.values():
@@ -223,18 +221,17 @@ class GroupCommitter:
                 reached[source] = max(lsn, reached.get(source, lsn))
         if count == 0:
             self.reached = reached
-            return [Ack({}, SeqRange(Seq(self._sequencer.newest + 1), 0)) for _ in submitted]
+            return [Ack({}, SeqRange(Seq(self._numbers.newest + 1), 0)) for _ in submitted]
         self._check_disk()
         self._open_segments()
-        self._reserve(count)
-        given = self._sequencer.allocate(count)
+        given = self._allocate(count)
         facts = GroupFacts(
             group=GroupNumber(self._group + 1),
             group_last_seq=given.last,
             epoch=self._identity.epoch,
             region=self._identity.region,
             writer=self._identity.writer,
-            reserved_to=self._sequencer.reserved_to,
+            reserved_to=self._numbers.reserved_to,
             hybrid_time=self._clock.now_ns(),
             reached=reached,
             shards=frozenset(shard for ops in group for shard in shards_of(ops)),
@@ -244,7 +241,7 @@ class GroupCommitter:
         try:
             self._stage(group, facts, given.first)
         except Exception as error:
-            self._sequencer.abort(given)
+            self._numbers.abort(given)
             self._undo(touched, error)
             raise
         try:
@@ -283,7 +280,36 @@ class GroupCommitter:
         """Seal what holds records, give up the locks. After a failure the files are left as they are."""
         if self.failure is None:
             self._seal([shard.segment for shard in self._shards.values()])
+        if self.failure is None and self._numbers.shared:
+            self._is_settled = True
+            self._move_marks(anchor=True)
+            self._numbers.settle()
         self.abandon()
+
+    def follow(self) -> LedgerView | None:
+        """Tell other writers where this one stands, and let readers pass what was given to others; None where it has no others.
+
+        Raises:
+            StaleEpoch: another one has taken over; nothing more is taken.
+            CatalogError, CatalogBusy: the store can't be asked now; nothing was changed.
+        """
+        if self.failure is not None or not isinstance(self._numbers, SharedNumbers):
+            return None
+        try:
+            view = self._numbers.follow()
+        except StaleEpoch as error:
+            self.failure = error
+            raise
+        if (self._numbers.position, self._numbers.elsewhere) != (self._shown, self._shown_elsewhere):
+            self.persisted_upto = self._numbers.position
+            self._uninterrupted(self._show_position)
+        return view
+
+    def _show_position(self) -> None:
+        try:
+            self._move_marks()
+        except OSError as error:
+            raise self._poison("the mark of what is durable couldn't be moved", error) from error
 
     def abandon(self) -> None:
         """Give up the locks and close the files, as the end of the process would."""
@@ -326,16 +352,12 @@ class GroupCommitter:
                 total_bytes=total,
             )
 
-    def _reserve(self, count: int) -> None:
-        upto = self._sequencer.to_reserve(count)
-        if upto is None:
-            return
+    def _allocate(self, count: int) -> SeqRange:
         try:
-            self._reservations.reserve_to(upto, epoch=self._identity.epoch)
+            return self._numbers.allocate(count)
         except StaleEpoch as error:
             self.failure = error
             raise
-        self._sequencer.reserved(upto)
 
     def _stage(self, group: Sequence[WriteOps | SpilledOp], facts: GroupFacts, first_seq: Seq) -> None:
         """Write the group's frames behind the last ones of its shards."""
@@ -406,8 +428,8 @@ class GroupCommitter:
             self.counts.bytes_written += segment.byte_end - before
         self._group = facts.group
         self.counts.groups += 1
-        self._sequencer.finish(given)
-        self.persisted_upto = given.last
+        self._numbers.finish(given)
+        self.persisted_upto = self._numbers.position
         self.reached = facts.reached
         try:
             self._move_marks()
@@ -438,7 +460,7 @@ class GroupCommitter:
                 shard.mark.move(self._mark(shard, self._shown))
         for shard in self._shards.values():
             shard.mark.move(self._mark(shard, self.persisted_upto), anchor=anchor)
-        self._shown = self.persisted_upto
+        self._shown, self._shown_elsewhere = self.persisted_upto, self._numbers.elsewhere
 
     def _mark(self, shard: _Shard, persisted_upto: Seq) -> DurableMark:
         return DurableMark(
@@ -450,7 +472,9 @@ class GroupCommitter:
             durable_offset=shard.segment.end_offset,
             group=self._group,
             persisted_upto=persisted_upto,
-            reserved_to=self._sequencer.reserved_to,
+            reserved_to=self._numbers.reserved_to,
+            elsewhere=self._numbers.elsewhere,
+            is_settled=self._is_settled,
             shards=len(self._shards),
         )
 
@@ -514,14 +538,42 @@ def _create_segment(files: Files, shard_dir: str, header: SegmentHeader) -> Open
         raise
 
 
-def _check_not_gone(files: Files, folder: str, shards: Sequence[ShardId], reservations: SeqReservations) -> None:
+def _own_shards(
+    files: Files, folder: str, identity: WriterIdentity, named: Sequence[ShardId], numbers: GroupNumbers
+) -> list[ShardId]:
+    """The shards named, and those of this writer's that lie in the folder: all that do, where it is the only writer.
+
+    Raises:
+        CorruptWal: the folder lacks shards that the log has.
+        ShardTaken: one of them is another writer's.
+    """
+    there = {shard: read_mark(files, shard_folder(folder, shard)) for shard in list_shards(files, folder)}
+    missing = missing_shards(folder, list(there), filter(None, there.values()))
+    if missing is not None:
+        raise missing
+    if not numbers.shared:
+        return sorted({*named, *there})
+    own = {shard for shard, mark in there.items() if mark is not None and mark.writer == identity.writer}
+    for shard in named:
+        mark = there.get(shard)
+        if mark is not None and mark.writer != identity.writer:
+            raise ShardTaken(
+                f"shard {shard} of {folder} is writer {mark.writer}'s, not writer {identity.writer}'s",
+                shard=int(shard),
+                writer=int(mark.writer),
+            )
+    return sorted({*named, *own})
+
+
+def _check_not_gone(files: Files, folder: str, shards: Sequence[ShardId], numbers: GroupNumbers) -> None:
     """Refuse to begin an empty log where numbers were given out: a mark was there before the first of them."""
-    if reservations.reserved() == 0:
+    given = numbers.given_before()
+    if given == 0:
         return
     folders = [shard_folder(folder, shard) for shard in shards]
     if not any(files.exists(f"{shard_dir}/{MARK_NAME}") or list_segments(files, shard_dir) for shard_dir in folders):
         raise CorruptWal(
-            f"the log in {folder} is gone, though numbers up to {reservations.reserved()} were reserved for its records",
+            f"the log in {folder} is gone, though numbers up to {given} were given for its records",
             hint="Restore the folder from a copy. To begin anew: `millstream slot drop`, then a new home and an empty lake.",
             file=folder,
         )

@@ -16,7 +16,7 @@ from millstream.model.positions import Offset, Seq
 from millstream.ports import Files
 from millstream.wal.index import OnDamage
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard_folder
-from millstream.wal.mark import DurableMark, common_cut, missing_shards, read_dropped, read_mark
+from millstream.wal.mark import DurableMark, missing_shards, read_dropped, read_mark, stream_cut
 from millstream.wal.scan import ScannedFrame
 from millstream.wal.walk import walk_segment
 from millstream.wal.whole import marks_of_whole_groups
@@ -54,16 +54,21 @@ class LogExtent:
 
     def marks(self) -> tuple[Mapping[ShardId, DurableMark], Seq]:
         """Marks of all shards, and a number up to which each of them shows everything."""
-        shards = self.shards()
         if self._without_mark:
-            return marks_of_whole_groups(self._files, self._folder, shards, self._on_damage)
-        marks = self._read_marks(shards)
-        while (missing := missing_shards(self._folder, shards, marks.values())) is not None:
-            if len(now := self.shards()) == len(shards):
-                self._tell(missing)
-                break
-            shards, marks = now, self._read_marks(now)  # a writer has just begun on new ones
-        return marks, common_cut(marks.values())
+            return marks_of_whole_groups(self._files, self._folder, self.shards(), self._on_damage)
+        while True:
+            shards = self.shards()
+            marks = self._read_marks(shards)
+            missing = missing_shards(self._folder, shards, marks.values())
+            # A writer that came meanwhile was given numbers below those that the others' marks may show by now.
+            if self.shards() == shards and all(
+                read_mark(self._files, shard_folder(self._folder, shard)) == mark
+                for shard, mark in marks.items()
+                if mark.is_settled
+            ):
+                if missing is not None:
+                    self._tell(missing)
+                return marks, stream_cut(marks.values())
 
     def _read_marks(self, shards: Iterable[ShardId]) -> dict[ShardId, DurableMark]:
         marks = {}

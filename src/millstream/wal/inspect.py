@@ -30,7 +30,7 @@ from millstream.wal.layout import (
     shard_folder,
     shards_and_strays,
 )
-from millstream.wal.mark import DurableMark, is_mark_damaged, missing_shards, read_dropped, read_mark
+from millstream.wal.mark import DurableMark, is_mark_damaged, missing_shards, read_dropped, read_mark, stream_cut
 from millstream.wal.repair_plan import footer_hash_of
 from millstream.wal.scan import ScannedFrame, Window, commit_times, reader_of
 from millstream.wal.survey import Checked, KnownSchemas, accepted_loss, survey_segment
@@ -228,8 +228,10 @@ def verify(folder: str, *, files: Files | None = None) -> Verification:
         # A group that one shard lacks is torn when it is the last of all, and damage where another follows.
         with suppress(UnexpectedFile):  # told of already
             marks, _ = marks_of_whole_groups(files, folder, shards, lambda error: _add_missing(report, error))
-            newest = max((mark.group for mark in marks.values()), default=0)
-            report.losses += [loss for loss, group in torn if group <= newest]
+            newest = {
+                shard: max(m.group for m in marks.values() if m.writer == mark.writer) for shard, mark in marks.items()
+            }
+            report.losses += [loss for loss, group in torn if loss.shard in newest and group <= newest[loss.shard]]
     return report
 
 
@@ -237,17 +239,20 @@ def stats(folder: str, *, files: Files | None = None) -> LogStats:
     """Counts over the whole log, by table too; reads heads of frames, not rows."""
     files = RealFiles() if files is None else files
     counted = LogStats()
-    groups: set[GroupNumber] = set()
+    groups: set[Seq] = set()
+    marks = []
     for shard in list_shards(files, folder):
         shard_dir = shard_folder(folder, shard)
         with suppress(MillstreamError):
             mark = read_mark(files, shard_dir)
             counted.has_marks = counted.has_marks and (mark is not None or not list_segments(files, shard_dir))
             if mark is not None:
-                counted.persisted_upto = Seq(max(mark.persisted_upto, counted.persisted_upto or 0))
+                marks.append(mark)
             dropped = read_dropped(files, shard_dir)
             if dropped is not None:
                 counted.dropped_upto = max(counted.dropped_upto, dropped.seq)
+    if marks:
+        counted.persisted_upto = stream_cut(marks)
     for shard, segment, mark, end, around in _segments(files, folder):
         counted.segments += 1
         counted.size_bytes += files.size(segment.path)
@@ -258,7 +263,7 @@ def stats(folder: str, *, files: Files | None = None) -> LogStats:
                 if not _is_beyond(found, segment, mark):
                     counted.losses.append(found)
             else:
-                groups.add(found.header.group)
+                groups.add(found.header.group_last_seq)
                 _count(files, counted, segment, header, found)
     counted.groups = len(groups)
     return counted

@@ -4,9 +4,10 @@ The writer moves the mark after a group's last fsync, never before; a reader bel
 The file isn't fsynced on the way: what it says was true when it was written, so an older mark (after a power cut) only
 shows less.
 
-With several shards the writer first moves the positions of all (with the new group number and the old `persisted_upto`),
+With several shards a writer first moves the positions of all (with the new group number and the old `persisted_upto`),
 then `persisted_upto` of all. `common_cut` finds what all of them show, in whatever state a reader meets them: also those
-of a power cut, which may have kept one shard's new mark and another's old one.
+of a power cut, which may have kept one shard's new mark and another's old one. With several writers in a folder `stream_cut` is
+what all of them show: a writer's mark moves also while it is idle, and one that has gone says that nothing of it is undecided.
 
 Layout: a slot every 512 bytes; each has a counter and a CRC, and the newest that holds counts. The area *durable* is the
 writer's: slot 0 is written at the open and fsynced, slots 1 and 2 in turn after each group, so that neither a torn write
@@ -24,7 +25,7 @@ from uuid import UUID
 from millstream.codec.checksums import crc32c
 from millstream.errors import CorruptWal, LogError
 from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId, WriterId
-from millstream.model.positions import Offset, Seq
+from millstream.model.positions import SEQ_MAX, Offset, Seq
 from millstream.ports import Files, WritableFile
 from millstream.wal.layout import MARK_NAME
 
@@ -35,8 +36,12 @@ _MAGIC: Final = b"MILLMRK\n"
 _PREFIX: Final = struct.Struct("<8sIHHQ")
 """magic, crc, version, shards, counter"""
 _DURABLE_FIELDS: Final = struct.Struct("<16siqqqqqqq")
+_SHARED_FIELDS: Final = struct.Struct("<q?")
+"""Of version 2, behind those: the first writer elsewhere, and whether this one is settled."""
 _DROPPED_FIELDS: Final = struct.Struct("<qq")
-_VERSION: Final = 1
+_ALONE: Final = 1
+_SHARED: Final = 2
+"""Versions: of a writer that owns its stream, and of one among several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,11 @@ class DurableMark:
     reserved_to: Seq
     """Numbers up to it may have been given out."""
     shards: int = 0
-    """How many the writer has: that many folders lie in the stream's. 0 where an older Millstream moved the mark."""
+    """How many the writer has: that many folders in the stream's are its own. 0 where an older Millstream moved the mark."""
+    elsewhere: Seq = SEQ_MAX
+    """The lowest position of the stream's writers whose logs lie in other folders, when this was written."""
+    is_settled: bool = False
+    """Nothing of this writer is undecided, and it was given no number since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +108,11 @@ class MarkFile:
             mark.stream.bytes, mark.writer, mark.epoch, mark.base_offset, mark.byte_end, mark.durable_offset, mark.group,
             mark.persisted_upto, mark.reserved_to,
         )  # fmt: skip
+        version = _ALONE
+        if mark.is_settled or mark.elsewhere != SEQ_MAX:
+            version, fields = _SHARED, fields + _SHARED_FIELDS.pack(mark.elsewhere, mark.is_settled)
         slot = _DURABLE[0 if anchor else 1 + self._durable_counter % 2]
-        self._write(slot, self._durable_counter, fields, mark.shards)
+        self._write(slot, self._durable_counter, fields, mark.shards, version)
         if anchor:
             self.file.sync()
 
@@ -116,8 +128,8 @@ class MarkFile:
         """Close the file, and with it give up its lock."""
         self.file.close()
 
-    def _write(self, position: int, counter: int, fields: bytes, shards: int = 0) -> None:
-        rest = _PREFIX.pack(_MAGIC, 0, _VERSION, shards, counter)[12:] + fields
+    def _write(self, position: int, counter: int, fields: bytes, shards: int = 0, version: int = _ALONE) -> None:
+        rest = _PREFIX.pack(_MAGIC, 0, version, shards, counter)[12:] + fields
         slot = _MAGIC + struct.pack("<I", crc32c(rest)) + rest
         self.file.pwrite(slot, position)
 
@@ -129,9 +141,25 @@ def common_cut(marks: Iterable[DurableMark]) -> Seq:
     return Seq(max((mark.persisted_upto for mark in marks if mark.group == covered), default=0))
 
 
+def stream_cut(marks: Iterable[DurableMark]) -> Seq:
+    """The greatest number up to which the marks of all of a stream's writers show everything; 0 where there's no mark."""
+    by_writer = _by_writer(marks)
+    cuts = {writer: common_cut(own) for writer, own in by_writer.items()}
+    open_ones = [cut for writer, cut in cuts.items() if not all(mark.is_settled for mark in by_writer[writer])]
+    here = min(open_ones) if open_ones else max(cuts.values(), default=Seq(0))
+    return Seq(min([here, *(mark.elsewhere for own in by_writer.values() for mark in own)]))
+
+
+def _by_writer(marks: Iterable[DurableMark]) -> dict[WriterId, list[DurableMark]]:
+    found: dict[WriterId, list[DurableMark]] = {}
+    for mark in marks:
+        found.setdefault(mark.writer, []).append(mark)
+    return found
+
+
 def missing_shards(folder: str, there: Sequence[ShardId], marks: Iterable[DurableMark]) -> CorruptWal | None:
     """The error where marks tell of more shards than have folders; None where all are there."""
-    told = max((mark.shards for mark in marks), default=0)
+    told = sum(max(mark.shards for mark in own) for own in _by_writer(marks).values())
     if told <= len(there):
         return None
     names = ", ".join(f"{shard:05d}" for shard in there)
@@ -152,9 +180,12 @@ def read_mark(files: Files, shard_dir: str) -> DurableMark | None:
     if slot.fields is None:
         return None
     stream, writer, epoch, base, byte_end, offset, group, persisted, reserved = _DURABLE_FIELDS.unpack_from(slot.fields)
+    elsewhere, settled = SEQ_MAX, False
+    if len(slot.fields) > _DURABLE_FIELDS.size:
+        elsewhere, settled = _SHARED_FIELDS.unpack_from(slot.fields, _DURABLE_FIELDS.size)
     return DurableMark(
         StreamId(UUID(bytes=stream)), WriterId(writer), Epoch(epoch), Offset(base), byte_end, Offset(offset), GroupNumber(group),
-        Seq(persisted), Seq(reserved), slot.shards,
+        Seq(persisted), Seq(reserved), slot.shards, Seq(elsewhere), settled,
     )  # fmt: skip
 
 
@@ -188,16 +219,22 @@ class _Slot(NamedTuple):
 
 def _newest(data: bytes, slots: tuple[int, ...]) -> _Slot:
     """The newest slot that holds."""
-    length = _PREFIX.size + (_DURABLE_FIELDS if slots is _DURABLE else _DROPPED_FIELDS).size
+    plain = (_DURABLE_FIELDS if slots is _DURABLE else _DROPPED_FIELDS).size
     best = _Slot()
     for start in slots:
-        slot = data[start : start + length]
-        if len(slot) < length:
+        slot = data[start : start + _PREFIX.size + plain + _SHARED_FIELDS.size]
+        if len(slot) < _PREFIX.size + plain:
             continue
         magic, crc, version, shards, counter = _PREFIX.unpack_from(slot)
-        if magic != _MAGIC or crc != crc32c(slot[12:]) or counter <= best.counter:
+        lengths = (plain, plain + _SHARED_FIELDS.size) if version > _ALONE else (plain,)
+        fields = next((slot[_PREFIX.size : _PREFIX.size + n] for n in lengths if _holds(slot, n, crc)), None)
+        if magic != _MAGIC or fields is None or counter <= best.counter:
             continue
-        if version != _VERSION:
+        if version > (_SHARED if slots is _DURABLE else _ALONE):
             raise LogError(f"the mark file is of version {version}, which is unknown", hint="Upgrade this Millstream.")
-        best = _Slot(counter, shards, slot[_PREFIX.size :])
+        best = _Slot(counter, shards, fields)
     return best
+
+
+def _holds(slot: bytes, fields: int, crc: int) -> bool:
+    return crc == crc32c(slot[12 : _PREFIX.size + fields])

@@ -276,7 +276,7 @@ class StreamReader:
         wanted = None if table is None else frozenset((table,))
         frames = heapq.merge(
             *(self._frames_of(shard, after, upto, mark) for shard, mark in marks.items()),
-            key=lambda found: (found[2].group, found[2].first_seq),
+            key=lambda found: (found[2].group_last_seq, found[2].first_seq),
         )
         sources: dict[ShardId, SegmentSource] = {}
         with Expiry(self.first_seq):
@@ -346,7 +346,7 @@ class StreamReader:
         self._extent.check_range(after, upto, persisted)
         frames = heapq.merge(
             *(self._frames_of(shard, after, upto, mark) for shard, mark in marks.items()),
-            key=lambda found: (found[2].group, found[0]),
+            key=lambda found: (found[2].group_last_seq, found[0]),
         )
         sources: dict[ShardId, SegmentSource] = {}
         group: list[RecordsFrame] = []
@@ -354,7 +354,7 @@ class StreamReader:
             for shard, segment, entry in frames:
                 source = self._source(sources, shard, segment, entry, marks[shard], None)
                 frame = source.decode(source.frame(entry.position))
-                if group and frame.header.group != group[0].header.group:
+                if group and frame.header.group_last_seq != group[0].header.group_last_seq:
                     yield group
                     group = []
                 group.append(frame)
@@ -375,7 +375,7 @@ class StreamReader:
         """Of the group before, and of this one."""
         frames = heapq.merge(
             *(self._frames_of(shard, until, persisted, mark) for shard, mark in marks.items()),
-            key=lambda found: found[2].group,
+            key=lambda found: found[2].group_last_seq,
         )
         for _, segment, entry in frames:
             if entry.group_last_seq != ends[1]:
@@ -474,15 +474,15 @@ class StreamReader:
         """The commit groups behind `after`, in order, over all shards."""
         frames = heapq.merge(
             *(self._frames_of(shard, after, persisted, mark) for shard, mark in marks.items()),
-            key=lambda found: found[2].group,
+            key=lambda found: found[2].group_last_seq,
         )
         current: _Group | None = None
         with Expiry(self.first_seq):
             for _, _, entry in frames:
-                if current is None or entry.group != current.group:
+                if current is None or entry.group_last_seq != current.last_seq:
                     if current is not None:
                         yield current
-                    current = _Group(entry.group, entry.group_last_seq, 0, 0)
+                    current = _Group(entry.group_last_seq, 0, 0)
                 current.rows += entry.count
                 current.size_bytes += entry.length
         if current is not None:
@@ -529,7 +529,6 @@ class StreamReader:
 
 @dataclass(slots=True)
 class _Group:
-    group: int
     last_seq: Seq
     rows: int
     size_bytes: int
@@ -547,7 +546,7 @@ def _operation_with(groups: Sequence[Sequence[RecordsFrame]], seq: Seq) -> tuple
         place = int(begun.argmax())
         if begun[place] >= 0 and (best is None or begun[place] > best[1]):
             facts = frame.operations.slice(place, 1).to_pylist()
-            best = (int(frame.header.group), facts), int(begun[place])
+            best = (int(frame.header.group_last_seq), facts), int(begun[place])
     return best
 
 

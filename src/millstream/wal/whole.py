@@ -17,7 +17,7 @@ from millstream.model.positions import Offset, Seq
 from millstream.ports import Files
 from millstream.wal.index import OnDamage, damage
 from millstream.wal.layout import SegmentFile, list_segments, shard_folder
-from millstream.wal.mark import DurableMark
+from millstream.wal.mark import DurableMark, stream_cut
 from millstream.wal.scan import ScannedFrame, Window, lost_groups, read_frame, reader_of
 from millstream.wal.walk import NO_STREAM, Loss, header_of, walk_segment
 
@@ -41,6 +41,12 @@ class _End:
     def found(self) -> list[ScannedFrame]:
         """All frames looked at."""
         return self.frames if self.sealed_last is None else [self.sealed_last, *self.frames]
+
+    @property
+    def writer(self) -> WriterId:
+        """Who wrote the last frame; 0 where there is none."""
+        frames = self.frames or self.found()
+        return frames[-1].header.writer if frames else WriterId(0)
 
     def damaged(self, why: str) -> CorruptWal:
         """The error for records that are missing behind what was found."""
@@ -76,6 +82,23 @@ def marks_of_whole_groups(
         CorruptWal: it is that, and there is no `on_damage` to tell.
     """
     ends = {shard: end for shard in shards if (end := _end(files, shard, shard_folder(folder, shard))) is not None}
+    marks: dict[ShardId, DurableMark] = {}
+    writers = {shard: end.writer or _writer_beside(shard, ends) for shard, end in ends.items()}
+    for writer in sorted(set(writers.values())):
+        marks |= _marks_of_writer({shard: ends[shard] for shard, of in writers.items() if of == writer}, on_damage)
+    # Nobody writes here, so that what is whole is all there will ever be.
+    return marks, stream_cut(marks.values())
+
+
+def _writer_beside(shard: ShardId, ends: Mapping[ShardId, _End]) -> WriterId:
+    """The writer of a shard whose own last frame can't be read: whose groups have parts there, else the first one of all."""
+    others = [end for end in ends.values() if end.writer]
+    partners = [end for end in others if any(shard in frame.header.other_shards for frame in end.found())]
+    return min((end.writer for end in partners or others), default=WriterId(0))
+
+
+def _marks_of_writer(ends: Mapping[ShardId, _End], on_damage: OnDamage | None) -> dict[ShardId, DurableMark]:
+    """Marks for the shards of one writer: they share commit groups, which are numbered for them alone."""
     headers = sorted((frame.header for end in ends.values() for frame in end.found()), key=lambda header: header.group)
     newest = headers[-1].group if headers else GroupNumber(0)
     cut_from: GroupNumber | None = None
@@ -114,8 +137,9 @@ def marks_of_whole_groups(
             group=GroupNumber(0) if last is None else last.group,
             persisted_upto=persisted,
             reserved_to=Seq(0) if last is None else last.reserved_to,
+            is_settled=True,
         )
-    return marks, persisted
+    return marks
 
 
 def _missing(header: FrameHeader, ends: Mapping[ShardId, _End]) -> ShardId | None:

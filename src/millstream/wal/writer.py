@@ -24,9 +24,11 @@ from millstream.model.ids import Epoch, RegionId, ShardId, SourceId, StreamId, W
 from millstream.model.operations import Ack, SpilledOp
 from millstream.model.positions import Lsn, Offset, Seq, StreamToken
 from millstream.ports import Clock, Files, SeqReservations
+from millstream.protocol.sequencer import LedgerView
 from millstream.wal.answers import Awaited, Blocked, Promised, Waiting, answer
 from millstream.wal.commit import GroupCommitter, LogOptions, WriterIdentity
 from millstream.wal.files import RealFiles, SystemClock
+from millstream.wal.numbers import BlockNumbers, SharedNumbers
 from millstream.wal.queue import SubmissionQueue
 from millstream.wal.submissions import shards_of
 
@@ -87,7 +89,7 @@ class LogWriter:
         stream: StreamId,
         shards: Sequence[ShardId],
         epoch: Epoch,
-        reservations: SeqReservations,
+        reservations: SeqReservations | SharedNumbers,
         files: Files | None = None,
         clock: Clock | None = None,
         options: LogOptions | None = None,
@@ -101,7 +103,8 @@ class LogWriter:
             stream: the stream's identity.
             shards: all shards of this writer; those that lie in the folder already are opened too.
             epoch: greater than that of any writer before.
-            reservations: the durable store of reserved numbers.
+            reservations: the durable store of reserved numbers, of a stream that this writer owns; or the numbers that it shares with
+                other writers of the stream.
             files: the file system.
             clock: for ages and creation times.
             options: sizes and bounds.
@@ -110,6 +113,8 @@ class LogWriter:
 
         Raises:
             ShardLocked: another process writes one of the shards.
+            ShardTaken: one of them is another writer's.
+            SequenceUnusable: the shared store can't be right for this log.
             CorruptWal, UnexpectedFile, UnsupportedFormat, StaleEpoch: see `recover`; nothing was changed.
             DiskFull: there's no space to recover or to begin a segment; what was readable stays so.
         """
@@ -118,7 +123,7 @@ class LogWriter:
             folder,
             WriterIdentity(stream, region, writer, epoch),
             shards,
-            reservations=reservations,
+            numbers=reservations if isinstance(reservations, SharedNumbers) else BlockNumbers(reservations, epoch),
             files=RealFiles() if files is None else files,
             clock=SystemClock() if clock is None else clock,
             options=options,
@@ -168,6 +173,25 @@ class LogWriter:
     def durable_offset(self, shard: ShardId) -> Offset:
         """Exclusive end of what is durable on a shard."""
         return self._committer.durable_offset(shard)
+
+    def follow(self) -> LedgerView | None:
+        """Of a writer among several: tell the others where it stands, and let readers pass what others were given while it is idle.
+
+        To be called several times a lease. While a group is being written it does nothing: that tells as much.
+
+        Returns:
+            Where all writers stand; None where this is the only one, or is writing.
+
+        Raises:
+            StaleEpoch: another one has taken over; nothing more is taken.
+            CatalogError, CatalogBusy: the store can't be asked now.
+        """
+        if not self._writing.acquire(blocking=False):
+            return None
+        try:
+            return self._committer.follow()
+        finally:
+            self._writing.release()
 
     def failure(self) -> MillstreamError | None:
         """Why the writer takes no more; None while it does, and after a plain `close`."""

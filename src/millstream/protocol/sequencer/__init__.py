@@ -50,13 +50,14 @@ Streams that count downward (copies of history, newest first) run the same machi
 from __future__ import annotations
 
 from millstream.protocol.sequencer.embedded import RESERVE_BLOCK, EmbeddedNumbers
-from millstream.protocol.sequencer.ledger import Ledger, Registration, WriterEntry, WriterPhase
+from millstream.protocol.sequencer.ledger import Drawn, Ledger, Registration, WriterEntry, WriterPhase
 from millstream.protocol.sequencer.view import Announcement, LedgerView, StreamView
 from millstream.protocol.sequencer.writer import WriterNumbers
 
 __all__ = [
     "RESERVE_BLOCK",
     "Announcement",
+    "Drawn",
     "EmbeddedNumbers",
     "Ledger",
     "LedgerView",

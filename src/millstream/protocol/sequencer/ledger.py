@@ -41,6 +41,8 @@ class WriterEntry:
     """All its numbers up to it are settled."""
     last: SeqRange = NO_NUMBERS
     """The newest range given to this incarnation: what it asks for when a draw's reply was lost."""
+    given_to: Seq = Seq(0)
+    """The greatest number ever given to any of its incarnations."""
     lease_until_us: int = 0
     """By the store's clock; from then on it may be taken over."""
     cut_at: Seq | None = None
@@ -55,8 +57,20 @@ class Registration:
     epoch: Epoch
     newest: Seq
     """No number above it was given when the incarnations before were fenced; none of theirs is above it."""
+    given_to: Seq
+    """The greatest number ever given to this writer; 0: its log may be empty."""
     cut_at: Seq | None
     """Where the log has to be cut when it is recovered; None: nowhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a draw, or the end of a recovery, is told."""
+
+    given: SeqRange
+    """The range; of a recovery an empty one at the floor: the numbers begin behind it."""
+    elsewhere: Seq
+    """The lowest position of the writers whose logs lie at other locations; `SEQ_MAX` where there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +89,17 @@ class Ledger:
     writers: tuple[WriterEntry, ...] = ()
     """By their numbers, which run from 1."""
 
-    def register(self, name: str, location: str, *, now_us: int, lease_us: int) -> tuple[Ledger, Registration]:
+    def register(
+        self, name: str, location: str, *, now_us: int, lease_us: int, above: Epoch = Epoch(0)
+    ) -> tuple[Ledger, Registration]:
         """Become a writer's newest incarnation; the one before is fenced.
+
+        Args:
+            name: tells writers of a stream apart.
+            location: where its log lies.
+            now_us: the store's clock.
+            lease_us: how long until it has to report.
+            above: an epoch that its log bears, where the store is older than the log.
 
         Raises:
             WriterNameTaken: a writer of that name lives at another location.
@@ -100,7 +123,7 @@ class Ledger:
                     writer=name,
                     location=before.location,
                 )
-        return self._begin(before, now_us + lease_us, location)
+        return self._begin(before, now_us + lease_us, location, above)
 
     def take_over(
         self, writer: WriterId, *, now_us: int, lease_us: int, dead: bool = False
@@ -123,8 +146,10 @@ class Ledger:
             _check_expired(entry, now_us, "taken over")
         return self._begin(entry, now_us + lease_us, entry.location)
 
-    def _begin(self, before: WriterEntry, lease_until_us: int, location: str) -> tuple[Ledger, Registration]:
-        epoch = Epoch(self.epoch + 1)
+    def _begin(
+        self, before: WriterEntry, lease_until_us: int, location: str, above: Epoch = Epoch(0)
+    ) -> tuple[Ledger, Registration]:
+        epoch = Epoch(max(self.epoch, above) + 1)
         settled = before.phase is WriterPhase.SETTLED
         entry = replace(
             before,
@@ -136,24 +161,19 @@ class Ledger:
             lease_until_us=lease_until_us,
         )
         after = self._with(entry, epoch=epoch)
-        return after, Registration(entry.writer, epoch, self.newest, entry.cut_at)
+        return after, Registration(entry.writer, epoch, self.newest, entry.given_to, entry.cut_at)
 
-    def recovered(self, writer: WriterId, epoch: Epoch, *, now_us: int, lease_us: int) -> Ledger:
+    def recovered(self, writer: WriterId, epoch: Epoch, *, now_us: int, lease_us: int) -> tuple[Ledger, Drawn]:
         """Its log is recovered: all that the incarnations before were given is settled, and it may draw."""
         entry = self._own(writer, epoch, WriterPhase.RECOVERING)
-        return self._with(
-            replace(
-                entry,
-                phase=WriterPhase.OPEN,
-                position=self.newest,
-                lease_until_us=now_us + lease_us,
-                cut_at=None,
-            )
+        entry = replace(
+            entry, phase=WriterPhase.OPEN, position=self.newest, lease_until_us=now_us + lease_us, cut_at=None
         )
+        return self._with(entry), Drawn(SeqRange(Seq(self.newest + 1), 0), self.elsewhere(entry))
 
     def draw(
         self, writer: WriterId, epoch: Epoch, count: int, *, position: Seq, now_us: int, lease_us: int
-    ) -> tuple[Ledger, SeqRange]:
+    ) -> tuple[Ledger, Drawn]:
         """Give the next `count` numbers; takes the writer's position along, and renews its lease.
 
         Raises:
@@ -163,8 +183,12 @@ class Ledger:
         entry = self._own(writer, epoch, WriterPhase.OPEN)
         given = SeqRange(Seq(self.newest + 1), count)
         lifted = Seq(max(entry.position, position))
-        entry = replace(entry, position=lifted, last=given, lease_until_us=now_us + lease_us)
-        return self._with(entry, newest=given.last), given
+        entry = replace(entry, position=lifted, last=given, given_to=given.last, lease_until_us=now_us + lease_us)
+        return self._with(entry, newest=given.last), Drawn(given, self.elsewhere(entry))
+
+    def last(self, writer: WriterId, epoch: Epoch) -> SeqRange:
+        """The newest range given to an incarnation."""
+        return self._own(writer, epoch, WriterPhase.OPEN).last
 
     def report(
         self, writer: WriterId, epoch: Epoch, *, position: Seq, now_us: int, lease_us: int
@@ -200,6 +224,11 @@ class Ledger:
         positions = {e.writer: self.newest if e.phase is WriterPhase.SETTLED else e.position for e in self.writers}
         expired = (e for e in self.writers if e.phase is not WriterPhase.SETTLED and e.lease_until_us <= now_us)
         return LedgerView(self.newest, MappingProxyType(positions), frozenset(e.writer for e in expired))
+
+    def elsewhere(self, entry: WriterEntry) -> Seq:
+        """The lowest position of the writers at other locations than one's; of a settled one nothing is undecided."""
+        others = (e for e in self.writers if e.location != entry.location and e.phase is not WriterPhase.SETTLED)
+        return min((e.position for e in others), default=SEQ_MAX)
 
     def entry(self, writer: WriterId) -> WriterEntry:
         """One writer; `UnknownWriter` where there is none."""

@@ -1,0 +1,267 @@
+"""Where a log's writer has its groups' numbers from: blocks of its own, or a store that several writers share.
+
+Used by the thread that writes, and only by it.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+from millstream.errors import CatalogError, SequenceUnusable, StaleEpoch
+from millstream.model.ids import Epoch
+from millstream.model.positions import SEQ_MAX, Seq, SeqRange
+from millstream.ports import SeqReservations, SequenceStore
+from millstream.protocol.sequencer import Drawn, EmbeddedNumbers, LedgerView, Registration, WriterNumbers
+
+_TRIES: Final = 3
+
+
+class GroupNumbers(Protocol):
+    """What a commit group asks."""
+
+    shared: bool
+    """Whether other writers have numbers of the same stream, and shards in the same folder."""
+
+    @property
+    def position(self) -> Seq:
+        """All of this writer's numbers up to it are durable and readable, or never will be."""
+
+    @property
+    def newest(self) -> Seq:
+        """The newest number known to have been given to anyone."""
+
+    @property
+    def reserved_to(self) -> Seq:
+        """Numbers up to it may have been given."""
+
+    @property
+    def elsewhere(self) -> Seq:
+        """The lowest position of writers whose logs lie in other folders."""
+
+    def given_before(self) -> Seq:
+        """The greatest number that this writer's log must know of, where it knows of any; 0: it may be empty."""
+
+    def begin(self, *, reserved_to: Seq, persisted_upto: Seq) -> None:
+        """The log is recovered, and says this of the numbers that were given before.
+
+        Raises:
+            SequenceUnusable: the store is behind the log.
+            StaleEpoch: a newer incarnation has taken over.
+        """
+
+    def allocate(self, count: int) -> SeqRange:
+        """The next numbers, in flight from now on. After an error nothing is in flight that wasn't before.
+
+        Raises:
+            StaleEpoch: a newer incarnation has taken over.
+            CatalogError, CatalogBusy: the store can't be asked now; a later call may.
+        """
+
+    def finish(self, given: SeqRange) -> None:
+        """The range is durable, and shown to readers."""
+
+    def abort(self, given: SeqRange) -> None:
+        """The range never will be."""
+
+    def settle(self) -> None:
+        """Nothing is undecided, and nothing more is asked for."""
+
+
+class BlockNumbers:
+    """Numbers of a stream that one writer owns, out of blocks that are reserved durably."""
+
+    shared = False
+    elsewhere = SEQ_MAX
+
+    def __init__(self, reservations: SeqReservations, epoch: Epoch) -> None:
+        self._reservations = reservations
+        self._epoch = epoch
+        self._numbers = EmbeddedNumbers(reserved_to=Seq(0), persisted_upto=Seq(0))
+
+    @property
+    def position(self) -> Seq:
+        """As `GroupNumbers`."""
+        return self._numbers.persisted_upto
+
+    @property
+    def newest(self) -> Seq:
+        """As `GroupNumbers`."""
+        return self._numbers.newest
+
+    @property
+    def reserved_to(self) -> Seq:
+        """As `GroupNumbers`."""
+        return self._numbers.reserved_to
+
+    def given_before(self) -> Seq:
+        """As `GroupNumbers`."""
+        return self._reservations.reserved()
+
+    def begin(self, *, reserved_to: Seq, persisted_upto: Seq) -> None:
+        """As `GroupNumbers`; the log may know of reservations that the catalog has lost."""
+        floor = max(reserved_to, persisted_upto, self._reservations.reserved())
+        self._numbers = EmbeddedNumbers(reserved_to=floor, persisted_upto=persisted_upto)
+
+    def allocate(self, count: int) -> SeqRange:
+        """As `GroupNumbers`."""
+        upto = self._numbers.to_reserve(count)
+        if upto is not None:
+            self._reservations.reserve_to(upto, epoch=self._epoch)
+            self._numbers.reserved(upto)
+        return self._numbers.allocate(count)
+
+    def finish(self, given: SeqRange) -> None:
+        """As `GroupNumbers`."""
+        self._numbers.finish(given)
+
+    def abort(self, given: SeqRange) -> None:
+        """As `GroupNumbers`."""
+        self._numbers.abort(given)
+
+    def settle(self) -> None:
+        """Nobody else waits to hear of it."""
+
+
+class SharedNumbers:
+    """Numbers of a stream that several writers share.
+
+    Args:
+        store: of the stream.
+        registration: of this incarnation, or of whom it takes over.
+    """
+
+    shared = True
+
+    def __init__(self, store: SequenceStore, registration: Registration) -> None:
+        self._store = store
+        self._registration = registration
+        self._numbers = WriterNumbers(registration.writer, registration.epoch, Seq(0))
+        self._elsewhere = Seq(0)
+        self._is_lost = False
+        """Whether the reply to a draw was lost, and it isn't known yet what it gave."""
+
+    @property
+    def position(self) -> Seq:
+        """As `GroupNumbers`."""
+        return self._numbers.position
+
+    @property
+    def newest(self) -> Seq:
+        """As `GroupNumbers`."""
+        return self._numbers.newest
+
+    @property
+    def reserved_to(self) -> Seq:
+        """As `GroupNumbers`: nothing is reserved ahead."""
+        return self._numbers.newest
+
+    @property
+    def elsewhere(self) -> Seq:
+        """As `GroupNumbers`."""
+        return self._elsewhere
+
+    def given_before(self) -> Seq:
+        """As `GroupNumbers`."""
+        return self._registration.given_to
+
+    def begin(self, *, reserved_to: Seq, persisted_upto: Seq) -> None:
+        """As `GroupNumbers`."""
+        known = max(reserved_to, persisted_upto)
+        if known > self._registration.newest:
+            raise SequenceUnusable(
+                f"the log has numbers up to {known}, and the catalog says that only {self._registration.newest} were given",
+                hint="The catalog is older than the log (restored from a backup?): bring back the one that goes with it.",
+                log=int(known),
+                store=int(self._registration.newest),
+            )
+        cut_at = self._registration.cut_at
+        if cut_at is not None and persisted_upto > cut_at:
+            raise SequenceUnusable(
+                f"this writer was forgotten at {cut_at}, and its log has records up to {persisted_upto} that readers have passed",
+                hint="Export them (`millstream wal export`), and cut them off (`millstream wal repair --accept-loss`).",
+                log=int(persisted_upto),
+                cut_at=int(cut_at),
+            )
+        told = self._store.recovered(self._registration.writer, self._registration.epoch)
+        self._numbers = WriterNumbers(self._registration.writer, self._registration.epoch, told.given.last)
+        self._elsewhere = told.elsewhere
+
+    def allocate(self, count: int) -> SeqRange:
+        """As `GroupNumbers`; a draw whose reply was lost is asked after, never guessed."""
+        for left in reversed(range(_TRIES)):
+            try:
+                found = self._find_lost()
+                if found is not None and found.count == count:
+                    return found
+                if found is not None:
+                    self._numbers.abort(found)
+                return self._draw(count)
+            except CatalogError:
+                if not left:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _draw(self, count: int) -> SeqRange:
+        own = self._registration
+        position = self._numbers.asks()
+        self._is_lost = True
+        try:
+            drawn = self._store.draw(own.writer, own.epoch, count, position=position)
+        except CatalogError:
+            raise
+        except Exception:
+            self._is_lost = False
+            self._numbers.refused()
+            raise
+        self._is_lost = False
+        return self._take(drawn)
+
+    def _take(self, drawn: Drawn) -> SeqRange:
+        self._numbers.given(drawn.given)
+        self._elsewhere = drawn.elsewhere
+        return drawn.given
+
+    def _find_lost(self) -> SeqRange | None:
+        """What a draw gave whose reply was lost; None where none was, or it gave nothing."""
+        if not self._is_lost:
+            return None
+        last = self._store.last(self._registration.writer, self._registration.epoch)
+        self._is_lost = False
+        return self._numbers.resolved(last)
+
+    def finish(self, given: SeqRange) -> None:
+        """As `GroupNumbers`."""
+        self._numbers.finish(given)
+
+    def abort(self, given: SeqRange) -> None:
+        """As `GroupNumbers`."""
+        self._numbers.abort(given)
+
+    def follow(self) -> LedgerView:
+        """Tell the store where this writer stands, and follow the newest number where nothing is in flight.
+
+        Raises:
+            StaleEpoch, CatalogError, CatalogBusy: as `allocate`.
+        """
+        found = self._find_lost()
+        if found is not None:
+            self._numbers.abort(found)
+        before = self._numbers.position
+        view = self._report()
+        if self._numbers.position > before:
+            view = self._report()
+        return view
+
+    def _report(self) -> LedgerView:
+        own = self._registration
+        view, elsewhere = self._store.report(own.writer, own.epoch, position=self._numbers.position)
+        self._numbers.observe(view.newest)
+        self._elsewhere = elsewhere
+        return view
+
+    def settle(self) -> None:
+        """As `GroupNumbers`. Where the store can't be reached, the lease runs out, and somebody recovers what is whole."""
+        try:
+            self._store.settle(self._registration.writer, self._registration.epoch)
+        except (StaleEpoch, CatalogError):
+            return
