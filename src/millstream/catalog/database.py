@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sqlalchemy.dialects.postgresql import Insert as PostgresInsert
     from sqlalchemy.dialects.sqlite import Insert as SqliteInsert
 
-REVISION: Final = "0002"
+REVISION: Final = "0003"
 """The newest migration in this package; a test holds it equal to the scripts'."""
 BUSY_TIMEOUT_S: Final = 15.0  # longer than any of our transactions by far, shorter than a person's patience
 
@@ -265,6 +265,10 @@ class Database:
             yield
         except self._foreign as error:
             raise self._backend.translate(error) from error
+
+    def translate(self, error: Exception) -> MillstreamError:
+        """Our error for one of the driver's, on a connection of the caller's own."""
+        return self._backend.translate(error)
 
     def _said(self, error: BaseException) -> BaseException:
         """The error as a caller will get it."""

@@ -30,6 +30,15 @@ writers = Table(
     Column("epoch", BigInteger, nullable=False),
     Column("pid", Integer, nullable=False),
     Column("registered_us", BigInteger, nullable=False),
+    # Of a writer that shares its stream's numbers, as protocol.sequencer.WriterEntry.
+    Column("location", Text, nullable=False, server_default=""),
+    Column("phase", Text, nullable=False, server_default="settled"),
+    Column("position", BigInteger, nullable=False, server_default="0"),
+    Column("last_first", BigInteger, nullable=False, server_default="0"),
+    Column("last_count", BigInteger, nullable=False, server_default="0"),
+    Column("given_to", BigInteger, nullable=False, server_default="0"),
+    Column("lease_until_us", BigInteger, nullable=False, server_default="0"),
+    Column("cut_at", BigInteger),
     UniqueConstraint("stream", "name", name="uq_writers_name"),
 )
 

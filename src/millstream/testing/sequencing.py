@@ -1,20 +1,25 @@
-"""A sequencer's store in memory, which forgets, delays and loses as a real one does."""
+"""A sequencer's store in memory, which loses calls and replies as a real one does, and the suite that every store passes."""
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from dataclasses import replace
+from typing import Any, Final, TypeAlias, TypeVar
 
-from millstream.errors import CatalogBusy
+import pytest
+
+from millstream.errors import CatalogBusy, MillstreamError
 from millstream.model.ids import Epoch, WriterId
 from millstream.model.positions import Seq, SeqRange
-from millstream.ports import Clock
+from millstream.ports import Clock, SequenceStore
 from millstream.protocol.sequencer import Drawn, Ledger, LedgerView, Registration, WriterEntry
 from millstream.testing.clock import ManualClock
 
 _NO_EPOCH: Final = Epoch(0)
 _Told = TypeVar("_Told")
+MakeStore: TypeAlias = Callable[[float], SequenceStore]
 
 
 class MemorySequenceStore:
@@ -97,3 +102,76 @@ class MemorySequenceStore:
                 raise CatalogBusy(f"{step}: the reply was lost")
             assert isinstance(told, kind)
             return told
+
+
+class SequenceStoreConformance:
+    """What every `ports.SequenceStore` passes: whatever is asked of it, it answers as the ledger does.
+
+    A subclass gives a fixture `make`: a function of `lease_s` that gives a store of a new stream.
+    """
+
+    @pytest.mark.parametrize("lease_s", [0.0, 1e6])
+    @pytest.mark.parametrize("seed", range(6))
+    def test_it_answers_as_the_ledger_does(self, make: MakeStore, lease_s: float, seed: int) -> None:
+        """Steps at random, right ones and wrong ones; both give the same answers, and end with the same writers."""
+        chance = random.Random(seed)
+        asked, model = make(lease_s), MemorySequenceStore(lease_s=lease_s)
+        epochs = [Epoch(0)]
+        for _ in range(80):
+            steps = ["register", "take_over", "recovered", "draw", "last", "report", "settle", "forget"]
+            step = chance.choices(steps, [3, 1, 5, 12, 3, 6, 1, 1])[0]
+            writer = WriterId(chance.randrange(1, 4))
+            epoch = chance.choice(epochs[-4:])
+            newest = model.ledger.newest
+            arguments: tuple[Any, ...] = {
+                "register": (f"w{chance.randrange(3)}", chance.choice(["here", "here", "there"])),
+                "take_over": (writer,),
+                "forget": (writer,),
+                "draw": (writer, epoch, chance.choice([1, 3, 100, 0])),
+            }.get(step, (writer, epoch))
+            named = {"position": Seq(chance.randrange(newest + 1))} if step in {"draw", "report"} else {}
+            expected, found = (_outcome(store, step, arguments, named) for store in (model, asked))
+            if step == "report" and not isinstance(expected, str):
+                expected, found = (_plain(view, elsewhere) for view, elsewhere in (expected, found))
+            assert found == expected, (step, arguments, named)
+            if isinstance(expected, Registration):
+                epochs.append(expected.epoch)
+        assert [_timeless(entry) for entry in asked.writers()] == [_timeless(entry) for entry in model.writers()]
+        assert asked.view().persisted_upto <= model.view().persisted_upto
+
+    def test_numbers_are_given_once_by_many_at_the_same_time(self, make: MakeStore) -> None:
+        """Eight writers draw as fast as they can: no number is given twice, and none is left out."""
+        store = make(1e6)
+        given: list[SeqRange] = []
+
+        def draw(name: str) -> None:
+            mine = store.register(name, "here")
+            position = store.recovered(mine.writer, mine.epoch).given.last
+            for count in range(1, 30):
+                got = store.draw(mine.writer, mine.epoch, count, position=position).given
+                given.append(got)
+                position = got.last
+
+        threads = [threading.Thread(target=draw, args=(f"w{n}",)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        ends = sorted((one.first, one.last) for one in given)
+        assert len(ends) == 8 * 29
+        assert [first for first, _ in ends] == [1, *(last + 1 for _, last in ends[:-1])]
+
+
+def _outcome(store: SequenceStore, step: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    try:
+        return getattr(store, step)(*arguments, **named)
+    except MillstreamError as error:
+        return error.code
+
+
+def _plain(view: LedgerView, elsewhere: Seq) -> tuple[object, ...]:
+    return view.newest, dict(view.positions), elsewhere
+
+
+def _timeless(entry: WriterEntry) -> WriterEntry:
+    return replace(entry, lease_until_us=0)

@@ -11,7 +11,14 @@ from millstream.errors import CatalogError, SequenceUnusable, StaleEpoch
 from millstream.model.ids import Epoch
 from millstream.model.positions import SEQ_MAX, Seq, SeqRange
 from millstream.ports import SeqReservations, SequenceStore
-from millstream.protocol.sequencer import Drawn, EmbeddedNumbers, LedgerView, Registration, WriterNumbers
+from millstream.protocol.sequencer import (
+    Drawn,
+    EmbeddedNumbers,
+    LedgerView,
+    Registration,
+    WriterNumbers,
+    check_count,
+)
 
 _TRIES: Final = 3
 
@@ -55,6 +62,7 @@ class GroupNumbers(Protocol):
         Raises:
             StaleEpoch: a newer incarnation has taken over.
             CatalogError, CatalogBusy: the store can't be asked now; a later call may.
+            InvalidCount: the stream hasn't so many left.
         """
 
     def finish(self, given: SeqRange) -> None:
@@ -104,6 +112,7 @@ class BlockNumbers:
 
     def allocate(self, count: int) -> SeqRange:
         """As `GroupNumbers`."""
+        check_count(count, self._numbers.newest)
         upto = self._numbers.to_reserve(count)
         if upto is not None:
             self._reservations.reserve_to(upto, epoch=self._epoch)

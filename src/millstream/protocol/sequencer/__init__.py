@@ -50,7 +50,7 @@ Streams that count downward (copies of history, newest first) run the same machi
 from __future__ import annotations
 
 from millstream.protocol.sequencer.embedded import RESERVE_BLOCK, EmbeddedNumbers
-from millstream.protocol.sequencer.ledger import Drawn, Ledger, Registration, WriterEntry, WriterPhase
+from millstream.protocol.sequencer.ledger import Drawn, Ledger, Registration, WriterEntry, WriterPhase, check_count
 from millstream.protocol.sequencer.view import Announcement, LedgerView, StreamView
 from millstream.protocol.sequencer.writer import WriterNumbers
 
@@ -66,4 +66,5 @@ __all__ = [
     "WriterEntry",
     "WriterNumbers",
     "WriterPhase",
+    "check_count",
 ]

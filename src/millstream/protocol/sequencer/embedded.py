@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-from millstream.model.positions import Seq, SeqRange
+from millstream.model.positions import SEQ_MAX, Seq, SeqRange
 
 RESERVE_BLOCK: Final = 1_000_000
 """Numbers a reservation: at a million records a second the catalog is asked once a second, and a restart skips at most
@@ -64,7 +64,7 @@ class EmbeddedNumbers:
         last = self._next + count - 1
         if last <= self._reserved_to:
             return None
-        return Seq(max(last, self._reserved_to + self._block))
+        return Seq(max(last, min(self._reserved_to + self._block, SEQ_MAX)))
 
     def reserved(self, upto: Seq) -> None:
         """It has been reserved durably up to there."""

@@ -1,0 +1,301 @@
+"""The numbers of a stream that several writers share, kept in PostgreSQL: `ports.SequenceStore`.
+
+Each step is `protocol.sequencer.Ledger`'s own, taken on rows that are locked for it: a transaction loads the writers, lets the pure
+machine decide, and writes back the one row that it changed. A draw alone is SQL throughout (`draw_numbers`, made by migration
+0003), for it comes once a commit group. The newest number is the sequence's: it moves by `setval` alone, a range at a time, so
+that whoever looks sees the end of a range.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Final, TypeVar
+
+import psycopg
+from sqlalchemy import Connection, select, text, update
+
+from millstream.catalog import tables as t
+from millstream.catalog.database import Database
+from millstream.catalog.part import lock_stream, now_us
+from millstream.errors import CatalogError, InvalidCount, SequenceUnusable
+from millstream.model.ids import Epoch, StreamId, WriterId
+from millstream.model.names import CATALOG_SCHEMA
+from millstream.model.positions import SEQ_MAX, Seq, SeqRange
+from millstream.protocol.sequencer import Drawn, Ledger, LedgerView, Registration, WriterEntry, WriterPhase
+
+LEASE_S: Final = 5.0
+"""How long a writer lives without a sign: it gives one with each group, and several times a lease while it is idle."""
+_NO_EPOCH: Final = Epoch(0)
+_CLOCK: Final = text("SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint")
+_SETTINGS: Final = (
+    "SELECT increment_by, cycle, cache_size, min_value, max_value, coalesce(last_value, 0)"
+    " FROM pg_sequences WHERE schemaname = :schema AND sequencename = :name"
+)
+
+_Told = TypeVar("_Told")
+
+
+class PostgresSequenceStore:
+    """The shared numbers of one stream.
+
+    Args:
+        database: of a catalog in PostgreSQL.
+        stream: whose numbers.
+        lease_s: how long a writer lives without a sign.
+
+    Raises (from every step):
+        CatalogBusy, CatalogError: as `Catalog`; the step may have been executed, and may still be.
+
+    Concurrency: any number of threads and processes. Open it after a fork, never before.
+    """
+
+    def __init__(self, database: Database, stream: StreamId, *, lease_s: float = LEASE_S) -> None:
+        self._database = database
+        self._stream = stream
+        self._lease_us = round(lease_s * 1e6)
+        self._name = f"numbers_{stream.hex}"
+        self._drawing = threading.Lock()
+        self._connection: psycopg.Connection[tuple[Any, ...]] | None = None
+
+    def close(self) -> None:
+        """Close the connection that draws."""
+        with self._drawing:
+            self._hang_up()
+
+    # --- steps -------------------------------------------------------------------------------------------------
+
+    def register(self, name: str, location: str, *, above: Epoch = _NO_EPOCH) -> Registration:
+        """As the port.
+
+        Raises:
+            SequenceUnusable: somebody has changed the sequence; the hint has the SQL.
+        """
+
+        def step(connection: Connection, ledger: Ledger, now: int) -> tuple[Ledger, Registration]:
+            ledger = replace(ledger, newest=self._check(connection, ledger))
+            return ledger.register(name, location, now_us=now, lease_us=self._lease_us, above=above)
+
+        return self._step(step, begins=True)
+
+    def take_over(self, writer: WriterId) -> Registration:
+        """As the port."""
+        return self._step(
+            lambda _, ledger, now: ledger.take_over(writer, now_us=now, lease_us=self._lease_us), begins=True
+        )
+
+    def recovered(self, writer: WriterId, epoch: Epoch) -> Drawn:
+        """As the port."""
+        return self._step(
+            lambda _, ledger, now: ledger.recovered(writer, epoch, now_us=now, lease_us=self._lease_us), of=writer
+        )
+
+    def draw(self, writer: WriterId, epoch: Epoch, count: int, *, position: Seq) -> Drawn:
+        """As the port, in one round trip."""
+        if not 0 < count < SEQ_MAX:
+            raise InvalidCount(f"{count} numbers can't be given out", hint="Ask for at least 1.", count=count)
+        arguments = (str(self._stream), writer, epoch, count, position, self._lease_us)
+        with self._drawing:
+            try:
+                row = self._line().execute(_DRAW, arguments, prepare=False).fetchone()
+            except (psycopg.Error, CatalogError) as error:
+                self._hang_up()
+                raise error if isinstance(error, CatalogError) else self._database.translate(error) from error
+        first, elsewhere = row or (None, None)
+        if first == 0:
+            raise InvalidCount(f"{count} numbers are more than the stream has left", count=count)
+        if first is None:
+            # Says why, by the machine's own words.
+            self._look(lambda ledger: ledger.draw(writer, epoch, count, position=position, now_us=0, lease_us=0))
+            raise CatalogError(f"writer {writer} of stream {self._stream} drew nothing, though it may draw")
+        return Drawn(SeqRange(Seq(first), count), Seq(SEQ_MAX if elsewhere is None else elsewhere))
+
+    def last(self, writer: WriterId, epoch: Epoch) -> SeqRange:
+        """As the port; waits for a draw that is just being executed."""
+        return self._step(lambda _, ledger, _now: (ledger, ledger.last(writer, epoch)), of=writer)
+
+    def report(self, writer: WriterId, epoch: Epoch, *, position: Seq) -> tuple[LedgerView, Seq]:
+        """As the port."""
+
+        def step(_: Connection, ledger: Ledger, now: int) -> tuple[Ledger, tuple[LedgerView, Seq]]:
+            after, view = ledger.report(writer, epoch, position=position, now_us=now, lease_us=self._lease_us)
+            return after, (view, after.elsewhere(after.entry(writer)))
+
+        return self._step(step, of=writer)
+
+    def settle(self, writer: WriterId, epoch: Epoch) -> None:
+        """As the port."""
+        self._step(lambda _, ledger, _now: (ledger.settle(writer, epoch), None), of=writer)
+
+    def forget(self, writer: WriterId) -> None:
+        """As the port."""
+        self._step(lambda _, ledger, now: (ledger.forget(writer, now_us=now), None), begins=True)
+
+    def view(self) -> LedgerView:
+        """As the port."""
+        with self._database.read() as connection:
+            now = connection.execute(_CLOCK).scalar_one()
+            return self._seen(connection).view(now)
+
+    def writers(self) -> Sequence[WriterEntry]:
+        """As the port."""
+        return self._look(lambda ledger: ledger.writers)
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _step(
+        self,
+        step: Callable[[Connection, Ledger, int], tuple[Ledger, _Told]],
+        *,
+        of: WriterId | None = None,
+        begins: bool = False,
+    ) -> _Told:
+        """One step of the machine on locked rows: of one writer, or (where an epoch is given) of the whole stream."""
+        with self._database.write() as connection:
+            if begins:
+                lock_stream(connection, self._stream)
+            mine = t.writers.c.stream == str(self._stream)
+            locked = mine if begins else mine & (t.writers.c.id == of)
+            connection.execute(
+                select(t.writers.c.id).where(locked).order_by(t.writers.c.id).with_for_update(key_share=True)
+            )
+            now = connection.execute(_CLOCK).scalar_one()
+            before = self._load(connection)
+            after, told = step(connection, before, now)
+            self._store(connection, before, after)
+            return told
+
+    def _look(self, look: Callable[[Ledger], _Told]) -> _Told:
+        with self._database.read() as connection:
+            return look(self._seen(connection))
+
+    def _seen(self, connection: Connection) -> Ledger:
+        """The ledger in a snapshot that is taken already: the sequence, which knows of no snapshot, may be ahead of it."""
+        ledger = self._load(connection, with_newest=False)
+        newest = max((max(entry.given_to, entry.position) for entry in ledger.writers), default=Seq(0))
+        return replace(ledger, newest=newest)
+
+    def _load(self, connection: Connection, *, with_newest: bool = True) -> Ledger:
+        """The newest number first, then the writers: one that comes in between is given numbers above it."""
+        newest = 0
+        if (
+            with_newest
+            and connection.execute(text("SELECT to_regclass(:name)"), {"name": self._named}).scalar() is not None
+        ):
+            value = text("SELECT coalesce(pg_sequence_last_value(CAST(:name AS regclass)), 0)")
+            newest = connection.execute(value, {"name": self._named}).scalar_one()
+        epoch = connection.execute(select(t.streams.c.epoch).where(t.streams.c.id == str(self._stream))).scalar_one()
+        query = select(t.writers).where(t.writers.c.stream == str(self._stream)).order_by(t.writers.c.id)
+        return Ledger(Seq(newest), Epoch(epoch), tuple(_entry(row) for row in connection.execute(query)))
+
+    def _store(self, connection: Connection, before: Ledger, after: Ledger) -> None:
+        if after.epoch != before.epoch:
+            here = t.streams.c.id == str(self._stream)
+            connection.execute(update(t.streams).where(here).values(epoch=after.epoch))
+        known = {entry.writer: entry for entry in before.writers}
+        for entry in after.writers:
+            values = {
+                "name": entry.name,
+                "location": entry.location,
+                "epoch": entry.epoch,
+                "phase": entry.phase.value,
+                "position": entry.position,
+                "last_first": entry.last.first,
+                "last_count": entry.last.count,
+                "given_to": entry.given_to,
+                "lease_until_us": entry.lease_until_us,
+                "cut_at": entry.cut_at,
+            }
+            if entry.writer not in known:
+                fresh = {"stream": str(self._stream), "id": entry.writer, "pid": 0, "registered_us": now_us()}
+                connection.execute(self._database.insert(t.writers).values(**fresh, **values))
+            elif known[entry.writer] != entry:
+                mine = (t.writers.c.stream == str(self._stream)) & (t.writers.c.id == entry.writer)
+                connection.execute(update(t.writers).where(mine).values(**values))
+
+    @property
+    def _named(self) -> str:
+        return f"{CATALOG_SCHEMA}.{self._name}"
+
+    def _check(self, connection: Connection, ledger: Ledger) -> Seq:
+        """Make the sequence where it isn't there; refuse one that isn't as it was made. Returns where it stands; the stream is locked."""
+        reserved = select(t.streams.c.reserved).where(t.streams.c.id == str(self._stream))
+        given = max([connection.execute(reserved).scalar_one(), *(entry.given_to for entry in ledger.writers)])
+        found = connection.execute(text(_SETTINGS), {"schema": CATALOG_SCHEMA, "name": self._name}).one_or_none()
+        if found is None:
+            if any(entry.given_to for entry in ledger.writers):
+                raise SequenceUnusable(
+                    f"the sequence {self._named} is gone, though numbers up to {given} were given out",
+                    hint=f"CREATE SEQUENCE {self._named}; SELECT setval('{self._named}', {given});",
+                    given=int(given),
+                )
+            connection.execute(text(f"CREATE SEQUENCE {self._named}"))
+            if given:
+                connection.execute(
+                    text("SELECT setval(CAST(:name AS regclass), :value)"), {"name": self._named, "value": given}
+                )
+            return None
+        increment, cycles, cached, low, high, last = found
+        wrong = [
+            what
+            for is_wrong, what in (
+                (increment != 1, f"INCREMENT {increment}"),
+                (cycles, "CYCLE"),
+                (cached != 1, f"CACHE {cached}"),
+                (low != 1 or high != SEQ_MAX, f"MINVALUE {low} MAXVALUE {high}"),
+            )
+            if is_wrong
+        ]
+        if wrong:
+            raise SequenceUnusable(
+                f"the sequence {self._named} was altered: it has {', '.join(wrong)}",
+                hint=f"ALTER SEQUENCE {self._named} INCREMENT 1 NO CYCLE CACHE 1 MINVALUE 1 NO MAXVALUE;",
+                found=wrong,
+            )
+        if last < given:
+            raise SequenceUnusable(
+                f"the sequence {self._named} was restarted or set back: it stands at {last}, though numbers up to {given} were given out",
+                hint=f"SELECT setval('{self._named}', {given});",
+                found=int(last),
+                given=int(given),
+            )
+        return ledger.newest
+
+    def _line(self) -> psycopg.Connection[tuple[Any, ...]]:
+        """The connection that draws: its own, and given up after any error."""
+        if self._connection is None or self._connection.closed:
+            assert self._database.address is not None
+            self._connection = psycopg.connect(self._database.address, autocommit=True)
+            self._connection.execute(_SESSION)
+        return self._connection
+
+    def _hang_up(self) -> None:
+        if self._connection is not None:
+            with suppress(psycopg.Error):
+                self._connection.close()
+            self._connection = None
+
+
+_DRAW: Final = f"SELECT * FROM {CATALOG_SCHEMA}.draw_numbers(%s::text, %s::integer, %s::bigint, %s::bigint, %s::bigint, %s::bigint)"
+_SESSION: Final = (
+    "SELECT set_config('statement_timeout', '15s', false), CASE WHEN current_setting('synchronous_commit') = 'off'"
+    " THEN set_config('synchronous_commit', 'on', false) END"
+)
+"""Durable when it returns, also where a role or a database has synchronous_commit off; and nobody waits for ever."""
+
+
+def _entry(row: Any) -> WriterEntry:
+    return WriterEntry(
+        WriterId(row.id),
+        row.name,
+        row.location,
+        Epoch(row.epoch),
+        WriterPhase(row.phase),
+        Seq(row.position),
+        SeqRange(Seq(row.last_first), row.last_count),
+        Seq(row.given_to),
+        row.lease_until_us,
+        None if row.cut_at is None else Seq(row.cut_at),
+    )

@@ -1,0 +1,174 @@
+"""The shared numbers of a stream in PostgreSQL, and in memory: one suite, and what only a server can do to them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import pairwise
+
+import psycopg
+import pytest
+
+from millstream.catalog import Catalog
+from millstream.catalog.sequencing import PostgresSequenceStore
+from millstream.errors import CatalogError, SequenceUnusable, StaleEpoch
+from millstream.model.ids import StreamId
+from millstream.model.positions import Seq, SeqRange
+from millstream.testing import EmbeddedPostgres
+from millstream.testing.pytest_plugin import Database
+from millstream.testing.sequencing import MakeStore, MemorySequenceStore, SequenceStoreConformance
+
+
+class TestMemory(SequenceStoreConformance):
+    @pytest.fixture
+    def make(self) -> MakeStore:
+        return lambda lease_s: MemorySequenceStore(lease_s=lease_s)
+
+
+class TestPostgres(SequenceStoreConformance):
+    @pytest.fixture
+    def make(self, postgres: Database) -> Iterator[MakeStore]:
+        yield from _stores(postgres.dsn)
+
+
+class TestOldestPostgres(SequenceStoreConformance):
+    @pytest.fixture
+    def make(self, oldest: EmbeddedPostgres, request: pytest.FixtureRequest) -> Iterator[MakeStore]:
+        yield from _stores(oldest.create_database(f"seq{abs(hash(request.node.name)) % 10**9}"))
+
+
+@pytest.fixture(scope="module")
+def oldest() -> Iterator[EmbeddedPostgres]:
+    with EmbeddedPostgres(14, fsync=False) as server:
+        yield server
+
+
+def _stores(address: str) -> Iterator[MakeStore]:
+    with Catalog(address) as catalog:
+        made = []
+
+        def make(lease_s: float) -> PostgresSequenceStore:
+            stream = catalog.resolve_stream(f"s{len(made)}")
+            made.append(PostgresSequenceStore(catalog.database, stream, lease_s=lease_s))
+            return made[-1]
+
+        yield make
+        for store in made:
+            store.close()
+
+
+@pytest.fixture
+def catalog(postgres: Database) -> Iterator[Catalog]:
+    with Catalog(postgres.dsn) as catalog:
+        yield catalog
+
+
+def _sequence(stream: StreamId) -> str:
+    return f"millstream.numbers_{stream.hex}"
+
+
+@pytest.mark.parametrize(
+    ("altered", "says"),
+    [
+        ("ALTER SEQUENCE {} CACHE 20", "CACHE 20"),
+        ("ALTER SEQUENCE {} CYCLE", "CYCLE"),
+        ("ALTER SEQUENCE {} INCREMENT 5", "INCREMENT 5"),
+        ("ALTER SEQUENCE {} RESTART", "stands at"),
+        ("SELECT setval('{}', 3)", "stands at 3"),
+        ("DROP SEQUENCE {}", "is gone"),
+    ],
+)
+def test_trouble_with_the_sequence_is_found_at_start_and_its_remedy_works(
+    catalog: Catalog, postgres: Database, altered: str, says: str
+):
+    stream = catalog.resolve_stream("shop")
+    store = PostgresSequenceStore(catalog.database, stream)
+    mine = store.register("a", "here")
+    store.recovered(mine.writer, mine.epoch)
+    given = store.draw(mine.writer, mine.epoch, 7, position=Seq(0)).given
+    with psycopg.connect(postgres.dsn, autocommit=True) as connection:
+        connection.execute(altered.format(_sequence(stream)))
+        with pytest.raises(SequenceUnusable, match=says) as caught:
+            store.register("a", "here")
+        connection.execute(caught.value.hint)
+    again = store.register("a", "here")
+    assert again.newest >= given.last
+    store.recovered(again.writer, again.epoch)
+    assert store.draw(again.writer, again.epoch, 1, position=Seq(0)).given.first > given.last
+    store.close()
+
+
+def test_numbers_reserved_by_a_writer_that_owned_the_stream_are_not_given_again(catalog: Catalog):
+    stream = catalog.resolve_stream("shop")
+    _, epoch = catalog.register_writer(stream)
+    catalog.reservations(stream).reserve_to(Seq(1000), epoch=epoch)
+    store = PostgresSequenceStore(catalog.database, stream)
+    mine = store.register("writer", "")
+    assert (mine.newest, mine.epoch > epoch) == (1000, True)
+    store.recovered(mine.writer, mine.epoch)
+    assert store.draw(mine.writer, mine.epoch, 5, position=Seq(0)).given == SeqRange(Seq(1001), 5)
+    store.close()
+
+
+def test_a_fence_waits_for_a_draw_and_no_draw_comes_behind_it(catalog: Catalog):
+    stream = catalog.resolve_stream("shop")
+    store = PostgresSequenceStore(catalog.database, stream)
+    mine = store.register("a", "here")
+    store.recovered(mine.writer, mine.epoch)
+    drawn: list[SeqRange] = []
+
+    def draw() -> None:
+        with suppress(StaleEpoch):
+            drawn.extend(store.draw(mine.writer, mine.epoch, 1, position=Seq(0)).given for _ in range(100_000))
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    time.sleep(0.2)
+    with Catalog(catalog.database.address or "") as other:
+        fence = PostgresSequenceStore(other.database, stream)
+        again = fence.register("a", "here")
+        thread.join(10)
+        assert not thread.is_alive()
+        assert drawn[-1].last == again.newest
+        fence.close()
+    store.close()
+
+
+def test_a_server_that_crashes_gives_no_number_twice():
+    with EmbeddedPostgres(fsync=True) as server, Catalog(server.create_database("numbers")) as catalog:
+        stores = [PostgresSequenceStore(catalog.database, catalog.resolve_stream("shop")) for _ in range(4)]
+        given: list[SeqRange] = []
+        done = threading.Event()
+
+        def draw(number: int) -> None:
+            store = stores[number]
+            mine = store.register(f"w{number}", "here")
+            store.recovered(mine.writer, mine.epoch)
+            while not done.is_set():
+                try:
+                    given.append(store.draw(mine.writer, mine.epoch, 10, position=Seq(0)).given)
+                except CatalogError:
+                    time.sleep(0.05)
+
+        threads = [threading.Thread(target=draw, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        counts = []
+        for _ in range(3):
+            time.sleep(0.7)
+            counts.append(len(given))
+            server.restart("immediate")
+        time.sleep(0.7)
+        done.set()
+        for thread in threads:
+            thread.join()
+        assert counts == sorted(set(counts))
+        assert len(given) > counts[-1]
+        firsts = [one.first for one in given]
+        assert len(set(firsts)) == len(firsts)
+        ends = sorted((one.first, one.last) for one in given)
+        assert all(last < first for (_, last), (first, _) in pairwise(ends))
+        for store in stores:
+            store.close()
