@@ -29,6 +29,7 @@ from millstream.model.ids import Epoch, SchemaVersion, SourceId, StreamId, Table
 from millstream.model.positions import Lsn, Seq
 from millstream.model.schema import Column, PgType, TableSchema
 from millstream.protocol.retention import CutOff, HolderKind
+from millstream.testing.catalog import back_to_the_first_schema
 
 
 @pytest.fixture
@@ -206,11 +207,8 @@ def test_a_catalog_of_the_first_schema_is_brought_up(tmp_path: Path) -> None:
         stream = catalog.resolve_stream("shop")
         catalog.set_needed_from(stream, "lake", Seq(5))
         catalog.set_needed_from(stream, "lake/7", Seq(3))
-    with sqlite3.connect(path) as raw:
-        raw.execute("ALTER TABLE pipelines DROP COLUMN kind")
-        raw.execute("ALTER TABLE pipelines DROP COLUMN cut_off_at")
-        raw.execute("UPDATE alembic_version SET version_num = '0001'")
-    raw.close()
+        with catalog.database.write() as connection:
+            back_to_the_first_schema(connection)
     with Catalog(path) as catalog:
         assert catalog.needed_from(stream) == {"lake": 5, "lake/7": 3}
         kinds = {p.name: p.kind for p in catalog.pipelines(stream)}

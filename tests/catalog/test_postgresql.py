@@ -23,6 +23,7 @@ from millstream.errors import CatalogBusy, CatalogError, CatalogUnreachable, Mil
 from millstream.model.ids import TableId
 from millstream.model.positions import Lsn
 from millstream.testing import EmbeddedPostgres
+from millstream.testing.catalog import back_to_the_first_schema
 from millstream.testing.pytest_plugin import Database
 
 SECRET = "p@ss w/ord:%'\\x"
@@ -322,11 +323,9 @@ def test_locks_that_are_held_too_long_are_catalog_busy(postgres: Database) -> No
                 with pytest.raises(CatalogBusy) as caught:
                     call()
                 assert caught.value.retry is Retry.BACKOFF
-        with postgres.connect(autocommit=False) as other:
-            # Another process that migrates, for longer than anybody waits for an ordinary lock.
-            other.execute("UPDATE millstream.alembic_version SET version_num = '0001'")
-            other.execute("ALTER TABLE millstream.pipelines DROP COLUMN kind, DROP COLUMN cut_off_at")
-            other.execute("COMMIT")
+        with catalog.database.write() as connection:
+            # Another process migrates, for longer than anybody waits for an ordinary lock.
+            back_to_the_first_schema(connection)
         assert catalog.register_writer(stream) == (1, 1)
         Catalog(postgres.dsn).close()
 

@@ -230,11 +230,16 @@ def test_a_forked_childs_copy_of_the_writer_is_closed_and_the_parents_goes_on(tm
 def test_a_forked_child_that_lives_on_keeps_no_lock_of_the_log(tmp_path: Path):
     log = opened(tmp_path, shards=(0, 1))
     reading, writing = os.pipe()
+    lives, tells = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(writing)
+        os.write(tells, b".")
         os.read(reading, 1)  # lives until the parent closes its end
         os._exit(0)
+    os.read(lives, 1)
+    os.close(lives)
+    os.close(tells)
     log.close()
     opened(tmp_path, epoch=2, stream=StreamReader(str(tmp_path)).stream_id).close()
     os.close(writing)

@@ -236,7 +236,7 @@ class PostgresSequenceStore:
                 connection.execute(
                     text("SELECT setval(CAST(:name AS regclass), :value)"), {"name": self._named, "value": given}
                 )
-            return None
+            return Seq(given)
         increment, cycles, cached, low, high, last = found
         wrong = [
             what

@@ -19,7 +19,7 @@ from uuid import uuid4
 
 import pyarrow as pa
 import pytest
-from sqlalchemy import text
+from sqlalchemy import Connection, text
 
 from millstream.catalog import Catalog, ChunkState, CopyChunk, HomeIdentity, TableState
 from millstream.catalog.tables import metadata
@@ -73,6 +73,29 @@ class WithCatalog:
     def source(self, catalog: Catalog, stream: StreamId) -> SourceId:
         """A source of the stream."""
         return catalog.resolve_source(stream, 2**64 - 1, "shop", 1)
+
+
+def back_to_the_first_schema(connection: Connection) -> None:
+    """Make a catalog as the first release made it."""
+    later = {
+        "pipelines": ("kind", "cut_off_at"),
+        "writers": (
+            "location",
+            "phase",
+            "position",
+            "last_first",
+            "last_count",
+            "given_to",
+            "lease_until_us",
+            "cut_at",
+        ),
+    }
+    for table, columns in later.items():
+        for column in columns:
+            connection.execute(text(f"ALTER TABLE {table} DROP COLUMN {column}"))
+    if connection.dialect.name == "postgresql":
+        connection.execute(text("DROP FUNCTION draw_numbers"))
+    connection.execute(text("UPDATE alembic_version SET version_num = '0001'"))
 
 
 class CatalogConformance(WithCatalog):
@@ -304,9 +327,7 @@ class CatalogConformance(WithCatalog):
             catalog.set_needed_from(stream, "lake", Seq(5))
             catalog.set_needed_from(stream, "lake/7", Seq(3))
             with catalog.database.write() as connection:
-                connection.execute(text("ALTER TABLE pipelines DROP COLUMN kind"))
-                connection.execute(text("ALTER TABLE pipelines DROP COLUMN cut_off_at"))
-                connection.execute(text("UPDATE alembic_version SET version_num = '0001'"))
+                back_to_the_first_schema(connection)
         with Catalog(place) as catalog:
             assert catalog.needed_from(stream) == {"lake": 5, "lake/7": 3}
             kinds = {p.name: p.kind for p in catalog.pipelines(stream)}
