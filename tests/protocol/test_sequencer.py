@@ -27,23 +27,40 @@ from millstream.protocol.sequencer import Announcement, Ledger, LedgerView, Stre
 A, B = WriterId(1), WriterId(2)
 
 WHOLE = {
-    "three writers, four numbers": Scope(3, 4, Budget(3), eager=True),
-    "crash, restart and takeover": Scope(2, 2, Budget(3, kills=1, takeovers=1), eager=True),
-    "a writer that hangs beside its successor": Scope(2, 2, Budget(3, kills=1), eager=True),
+    "three writers, four numbers": Scope(3, 4, Budget(3, looks=0), eager=True),
+    "crash and restart": Scope(2, 3, Budget(3, kills=1), eager=True),
+    "crash, restart and takeover": Scope(2, 2, Budget(2, kills=1, takeovers=1), eager=True),
     "lost and late replies": Scope(1, 3, Budget(2, kills=1, losses=2, late=1), in_flight=2, eager=True),
     "forgotten, and back": Scope(2, 2, Budget(3, kills=1, forgets=1), eager=True),
     "ranges of several numbers": Scope(2, 4, Budget(2, kills=1), counts=(2, 1), eager=True),
     "reports at any time": Scope(2, 2, Budget(2, kills=1)),
     "reports and losses at any time": Scope(1, 2, Budget(2, kills=1, losses=2, late=1)),
 }
+LARGER = {
+    "three writers, three numbers, and looks": Scope(3, 3, Budget(3), eager=True),
+    "three writers, four numbers, crash and restart": Scope(3, 4, Budget(4, kills=1, looks=0), eager=True),
+    "two writers, crashes, restarts and takeover": Scope(2, 3, Budget(3, kills=2, takeovers=1), eager=True),
+    "two writers, losses": Scope(2, 3, Budget(2, kills=1, losses=1, late=1, looks=0), eager=True),
+}
+
+
+def _play(scope: Scope, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    states, played = search.run(scope)
+    with capsys.disabled():
+        sys.stdout.write(f" [{name}: {states} states, {played} steps]")
+        sys.stdout.flush()
+    assert states > 1000
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_whole_small_worlds(name: str, capsys: pytest.CaptureFixture[str]):
-    states, played = search.run(WHOLE[name])
-    with capsys.disabled():
-        sys.stdout.write(f" [{name}: {states} states, {played} steps]")
-    assert states > 100
+def test_small_worlds_whole(name: str, capsys: pytest.CaptureFixture[str]):
+    _play(WHOLE[name], name, capsys)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", LARGER)
+def test_larger_worlds_whole(name: str, capsys: pytest.CaptureFixture[str]):
+    _play(LARGER[name], name, capsys)
 
 
 class LargeWorlds(RuleBasedStateMachine):
