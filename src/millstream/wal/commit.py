@@ -23,11 +23,8 @@ from millstream.codec.log_directory import DIRECTORIES, Numbering
 from millstream.codec.log_segment import SegmentHeader
 from millstream.errors import (
     AppendOutcomeUnknown,
-    CorruptWal,
     DiskFull,
     MillstreamError,
-    ShardLocked,
-    ShardTaken,
     StaleEpoch,
     WriterClosed,
 )
@@ -38,11 +35,12 @@ from millstream.model.positions import Lsn, Offset, Seq, SeqRange
 from millstream.ports import Clock, Files
 from millstream.protocol.sequencer import LedgerView
 from millstream.wal.grouping import FramePlan, plan_chunk, plan_group
-from millstream.wal.layout import MARK_NAME, list_segments, list_shards, shard_folder
-from millstream.wal.mark import DurableMark, MarkFile, missing_shards, read_mark
+from millstream.wal.layout import shard_folder
+from millstream.wal.mark import DurableMark, MarkFile
 from millstream.wal.numbers import GroupNumbers, SharedNumbers
 from millstream.wal.recover import NO_SPACE, Recovered, keep_spare, recover
 from millstream.wal.segment import GroupFacts, OpenSegment, WriteFailed
+from millstream.wal.shards import check_not_gone, lock_shards, own_shards
 from millstream.wal.submissions import acks_of, in_columns, shards_of
 
 _MIB: Final = 1 << 20
@@ -162,8 +160,8 @@ class GroupCommitter:
         Raises:
             ShardLocked, CorruptWal, UnexpectedFile, UnsupportedFormat, StaleEpoch, DiskFull: see `LogWriter.open`.
         """
-        shards = _own_shards(files, folder, identity, shards, numbers)
-        _check_not_gone(files, folder, shards, numbers)
+        shards = own_shards(files, folder, identity.writer, shards, numbers)
+        check_not_gone(files, folder, shards, numbers)
         marks = lock_shards(files, folder, shards)
         try:
             recovered = recover(
@@ -536,66 +534,3 @@ def _create_segment(files: Files, shard_dir: str, header: SegmentHeader) -> Open
         if error.errno in NO_SPACE:
             raise DiskFull(f"{shard_dir} has no space for a new segment: {error}") from error
         raise
-
-
-def _own_shards(
-    files: Files, folder: str, identity: WriterIdentity, named: Sequence[ShardId], numbers: GroupNumbers
-) -> list[ShardId]:
-    """The shards named, and those of this writer's that lie in the folder: all that do, where it is the only writer.
-
-    Raises:
-        CorruptWal: the folder lacks shards that the log has.
-        ShardTaken: one of them is another writer's.
-    """
-    there = {shard: read_mark(files, shard_folder(folder, shard)) for shard in list_shards(files, folder)}
-    missing = missing_shards(folder, list(there), filter(None, there.values()))
-    if missing is not None:
-        raise missing
-    if not numbers.shared:
-        return sorted({*named, *there})
-    own = {shard for shard, mark in there.items() if mark is not None and mark.writer == identity.writer}
-    for shard in named:
-        mark = there.get(shard)
-        if mark is not None and mark.writer != identity.writer:
-            raise ShardTaken(
-                f"shard {shard} of {folder} is writer {mark.writer}'s, not writer {identity.writer}'s",
-                shard=int(shard),
-                writer=int(mark.writer),
-            )
-    return sorted({*named, *own})
-
-
-def _check_not_gone(files: Files, folder: str, shards: Sequence[ShardId], numbers: GroupNumbers) -> None:
-    """Refuse to begin an empty log where numbers were given out: a mark was there before the first of them."""
-    given = numbers.given_before()
-    if given == 0:
-        return
-    folders = [shard_folder(folder, shard) for shard in shards]
-    if not any(files.exists(f"{shard_dir}/{MARK_NAME}") or list_segments(files, shard_dir) for shard_dir in folders):
-        raise CorruptWal(
-            f"the log in {folder} is gone, though numbers up to {given} were given for its records",
-            hint="Restore the folder from a copy. To begin anew: `millstream slot drop`, then a new home and an empty lake.",
-            file=folder,
-        )
-
-
-def lock_shards(files: Files, folder: str, shards: Sequence[ShardId]) -> dict[ShardId, MarkFile]:
-    """Take the locks of shards, whose folders are made; `ShardLocked` where another process has one."""
-    marks: dict[ShardId, MarkFile] = {}
-    try:
-        for shard in shards:
-            shard_dir = shard_folder(folder, shard)
-            files.makedirs(shard_dir)
-            files.sync_dir(folder)
-            marks[shard] = MarkFile.open(files, shard_dir)
-            if not marks[shard].file.lock():
-                raise ShardLocked(
-                    f"another process writes {shard_dir}",
-                    hint="Stop it first; `millstream status` shows who it is.",
-                    shard=int(shard),
-                )
-    except BaseException:
-        for mark in marks.values():
-            mark.close()
-        raise
-    return marks

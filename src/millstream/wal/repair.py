@@ -24,12 +24,12 @@ from millstream.errors import LossNotAccepted
 from millstream.model.positions import Offset
 from millstream.model.schema import TableSchema
 from millstream.ports import Clock, Files
-from millstream.wal.commit import lock_shards
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.layout import list_shards, shard_folder
 from millstream.wal.repair_plan import AcceptedRange, RepairPlan, SegmentPlan, plan_repair, span_of
 from millstream.wal.rewrite import Rewriter
 from millstream.wal.scan import ScannedFrame
+from millstream.wal.shards import lock_shards
 from millstream.wal.survey import Checked, KnownSchemas
 from millstream.wal.walk import Loss
 
