@@ -490,6 +490,19 @@ def _mark(world: World, given: SeqRange, state: str) -> World:
 # --- what must hold ----------------------------------------------------------------------------------------------------
 
 
+@cache
+def _persisted_upto(ledger: Ledger) -> Seq:
+    return ledger.view(0).persisted_upto
+
+
+def check_step(before: World, after: World) -> None:
+    """What no step may do; `Violation` where it does."""
+    if _persisted_upto(after.ledger) < _persisted_upto(before.ledger):
+        raise Violation(
+            f"the store's persisted_upto went back from {_persisted_upto(before.ledger)} to {_persisted_upto(after.ledger)}"
+        )
+
+
 def undecided(world: World) -> Iterator[Truth]:
     """The ranges that may still become readable, and aren't."""
     for truth in world.truth:
@@ -587,6 +600,7 @@ def _run(start: World, scope: Scope, states_max: int | None) -> tuple[int, int]:
         try:
             for said, after in steps(world, scope):
                 played += 1
+                check_step(world, after)
                 if scope.eager:
                     after = all_report(after)  # noqa: PLW2901 - the step and what follows it are one
                 found = after.key()

@@ -87,7 +87,9 @@ class LargeWorlds(RuleBasedStateMachine):
         options = list(search.steps(self.world, self.scope))
         if not options:
             return
-        _, self.world = options[data.draw(st.integers(0, len(options) - 1))]
+        _, after = options[data.draw(st.integers(0, len(options) - 1))]
+        search.check_step(self.world, after)
+        self.world = after
         if self.scope.eager:
             self.world = search.all_report(self.world)
         search.check(self.world)
@@ -178,6 +180,14 @@ def test_a_writer_that_registered_since_the_view_was_taken_is_not_passed_by_hint
     reader.observe(opened("a").view(0))
     reader.hear(Announcement(A, Epoch(1), Seq(20)))
     assert reader.persisted_upto == 0
+
+
+def test_a_writer_that_has_recovered_holds_nobody_up_from_then_on():
+    ledger, given = opened("a", "b").draw(B, Epoch(2), 5, position=Seq(0), now_us=0, lease_us=10)
+    ledger, registered = ledger.register("a", "home", now_us=0, lease_us=10)
+    assert ledger.entry(A).position == 0
+    ledger, told = ledger.recovered(A, registered.epoch, now_us=0, lease_us=10)
+    assert (ledger.entry(A).position, told.given.last) == (5, given.given.last)
 
 
 def test_an_abandoned_range_is_closed_at_once():

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -121,6 +122,8 @@ class GroupCommitter:
         self._shards = shards
         self._numbers = numbers
         self._is_settled = False
+        self._has_spares = True
+        """Whether the next recovery has all the space that it may need."""
         self._group = recovered.last_group
         self._shown, self._shown_elsewhere = recovered.shown, numbers.elsewhere
         self._syncers = ThreadPoolExecutor(len(shards), "wal-sync") if side_by_side and len(shards) > 1 else None
@@ -174,9 +177,10 @@ class GroupCommitter:
                 shard_dir = shard_folder(folder, shard)
                 header = _next_header(identity, shard, end.end_offset, end.last_footer_hash, clock, options.numbering)
                 opened[shard] = _Shard(shard_dir, marks[shard], _create_segment(files, shard_dir, header))
-            spare_bytes = options.segment_bytes + min(options.segment_bytes, _SPARE_EXTRA_BYTES)
-            keep_spare(files, [shard.folder for shard in opened.values()], spare_bytes)
+            spare_bytes = _spare_bytes(options)
+            has_spares = keep_spare(files, [shard.folder for shard in opened.values()], spare_bytes)
             committer = cls(files, clock, options, identity, opened, recovered, numbers, side_by_side=side_by_side)
+            committer._has_spares = has_spares
             committer._move_marks(anchor=True)
         except BaseException:
             for mark in marks.values():
@@ -273,6 +277,10 @@ class GroupCommitter:
                 self._open_segments()
             except (DiskFull, AppendOutcomeUnknown):
                 return  # the next append tries again, or finds the failure
+            if not self._has_spares:
+                folders = [shard.folder for shard in self._shards.values()]
+                with suppress(OSError):  # no record is in a spare
+                    self._has_spares = keep_spare(self._files, folders, _spare_bytes(self._options))
 
     def close(self) -> None:
         """Seal what holds records, give up the locks. After a failure the files are left as they are."""
@@ -510,6 +518,10 @@ class GroupCommitter:
                 self._move_marks()
             except OSError as error:
                 raise self._poison("a new segment couldn't be made", error) from error
+
+
+def _spare_bytes(options: LogOptions) -> int:
+    return options.segment_bytes + min(options.segment_bytes, _SPARE_EXTRA_BYTES)
 
 
 def _next_header(

@@ -51,6 +51,8 @@ from millstream.wal.segment import FrameLog, entry_of
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _COPY_BYTES = 1 << 20
+_SPARE_LEAST_BYTES = 64 << 10
+"""Of a spare on a nearly full disk: it holds the end of a log that a full disk kept short."""
 _FOOTER_AHEAD_BYTES = 32 << 10
 """Most footers are smaller: they come with the read that looks for one."""
 
@@ -485,18 +487,40 @@ def _rewrite(files: Files, tail: _Tail) -> bytes:
     return footer
 
 
-def keep_spare(files: Files, shard_dirs: Sequence[str], size_bytes: int) -> None:
-    """Reserve the space that the next recovery will need, a spare a shard; done without where the disk is full."""
+def keep_spare(files: Files, shard_dirs: Sequence[str], size_bytes: int) -> bool:
+    """Reserve the space that the next recovery will need, a spare a shard; on a disk that is nearly full, as much as there is.
+
+    A recovery on a full disk takes the spare, and frees little less than that: the segment that it begins takes some of it.
+
+    Returns:
+        Whether every shard has all that it may need. Else call it again once there may be more space.
+    """
+    whole = True
     for shard_dir in shard_dirs:
         path = f"{shard_dir}/{SPARE_NAME}"
-        if files.exists(path):
-            continue
-        spare = files.create(path)
-        try:
-            spare.allocate(size_bytes)
-        except OSError as error:
+        is_there = files.exists(path)
+        there = files.size(path) if is_there else 0
+        size = size_bytes
+        while size > there and not _allocate_spare(files, path, size, anew=not is_there):
+            whole = False
+            size = size // 4 if size // 4 >= _SPARE_LEAST_BYTES else 0
+    return whole
+
+
+def _allocate_spare(files: Files, path: str, size: int, *, anew: bool) -> bool:
+    """Make a spare, or make it larger; False where there is no space for it, and what was there is as it was."""
+    spare = files.create(path) if anew else files.open_write(path)
+    before = 0 if anew else spare.size()
+    try:
+        spare.allocate(size)
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        if anew:
             files.remove(path)
-            if error.errno not in NO_SPACE:
-                raise
-        finally:
-            spare.close()
+        else:
+            spare.truncate(before)
+        return False
+    finally:
+        spare.close()
+    return True
