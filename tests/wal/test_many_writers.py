@@ -310,3 +310,19 @@ def test_readers_see_every_record_once_and_in_order_whatever_happens(seed: int):
     for after, before, found in tokens:
         assert writers.read(after, before) == found
     assert str(StreamToken.scalar(STREAM, cut)).endswith(f"s{cut}")
+
+
+def test_marks_of_several_writers_say_so_to_readers_that_know_of_one_only():
+    writers = Writers()
+    log = writers.start(0)
+    assert _versions(writers) == {2}
+    writers.append(0)
+    log.close()
+    assert _versions(writers) == {2}
+
+
+def _versions(writers: Writers) -> set[int]:
+    """Of the slots that were written."""
+    data = writers.files.read(f"{FOLDER}/00000/durable.mark")
+    slots = [data[start : start + 16] for start in (0, 512, 1024)]
+    return {int.from_bytes(slot[12:14], "little") for slot in slots if any(slot)}

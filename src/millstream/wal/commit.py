@@ -479,7 +479,7 @@ class GroupCommitter:
             group=self._group,
             persisted_upto=persisted_upto,
             reserved_to=self._numbers.reserved_to,
-            elsewhere=self._numbers.elsewhere,
+            elsewhere=self._numbers.elsewhere if self._numbers.shared else None,
             is_settled=self._is_settled,
             shards=len(self._shards),
         )

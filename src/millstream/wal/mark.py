@@ -25,7 +25,7 @@ from uuid import UUID
 from millstream.codec.checksums import crc32c
 from millstream.errors import CorruptWal, LogError
 from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId, WriterId
-from millstream.model.positions import SEQ_MAX, Offset, Seq
+from millstream.model.positions import Offset, Seq
 from millstream.ports import Files, WritableFile
 from millstream.wal.layout import MARK_NAME
 
@@ -65,8 +65,9 @@ class DurableMark:
     """Numbers up to it may have been given out."""
     shards: int = 0
     """How many the writer has: that many folders in the stream's are its own. 0 where an older Millstream moved the mark."""
-    elsewhere: Seq = SEQ_MAX
-    """The lowest position of the stream's writers whose logs lie in other folders, when this was written."""
+    elsewhere: Seq | None = None
+    """Of a writer that shares its stream: the lowest position of those whose logs lie in other folders, when this was written
+    (`SEQ_MAX` where there are none). None: it is the only one."""
     is_settled: bool = False
     """Nothing of this writer is undecided, and it was given no number since."""
 
@@ -109,7 +110,7 @@ class MarkFile:
             mark.persisted_upto, mark.reserved_to,
         )  # fmt: skip
         version = _ALONE
-        if mark.is_settled or mark.elsewhere != SEQ_MAX:
+        if mark.elsewhere is not None:
             version, fields = _SHARED, fields + _SHARED_FIELDS.pack(mark.elsewhere, mark.is_settled)
         slot = _DURABLE[0 if anchor else 1 + self._durable_counter % 2]
         self._write(slot, self._durable_counter, fields, mark.shards, version)
@@ -147,7 +148,8 @@ def stream_cut(marks: Iterable[DurableMark]) -> Seq:
     cuts = {writer: common_cut(own) for writer, own in by_writer.items()}
     open_ones = [cut for writer, cut in cuts.items() if not all(mark.is_settled for mark in by_writer[writer])]
     here = min(open_ones) if open_ones else max(cuts.values(), default=Seq(0))
-    return Seq(min([here, *(mark.elsewhere for own in by_writer.values() for mark in own)]))
+    others = (mark.elsewhere for own in by_writer.values() for mark in own)
+    return min([here, *(position for position in others if position is not None)])
 
 
 def _by_writer(marks: Iterable[DurableMark]) -> dict[WriterId, list[DurableMark]]:
@@ -180,12 +182,12 @@ def read_mark(files: Files, shard_dir: str) -> DurableMark | None:
     if slot.fields is None:
         return None
     stream, writer, epoch, base, byte_end, offset, group, persisted, reserved = _DURABLE_FIELDS.unpack_from(slot.fields)
-    elsewhere, settled = SEQ_MAX, False
+    elsewhere, settled = None, False
     if len(slot.fields) > _DURABLE_FIELDS.size:
         elsewhere, settled = _SHARED_FIELDS.unpack_from(slot.fields, _DURABLE_FIELDS.size)
     return DurableMark(
         StreamId(UUID(bytes=stream)), WriterId(writer), Epoch(epoch), Offset(base), byte_end, Offset(offset), GroupNumber(group),
-        Seq(persisted), Seq(reserved), slot.shards, Seq(elsewhere), settled,
+        Seq(persisted), Seq(reserved), slot.shards, elsewhere, settled,
     )  # fmt: skip
 
 
