@@ -23,6 +23,7 @@ from millstream.errors import StaleEpoch
 from millstream.model.ids import Epoch, WriterId
 from millstream.model.positions import Seq, SeqRange, StreamToken
 from millstream.protocol.sequencer import Announcement, Ledger, Registration, StreamView, WriterNumbers, WriterPhase
+from millstream.protocol.sequencer.in_flight import InFlight
 
 ASKED, HELD, WRITTEN, SETTLED = "asked", "held", "written", "settled"
 HERE = "home"
@@ -177,6 +178,8 @@ def _ledger(ledger: Ledger, step: str, *arguments: Any, **named: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, InFlight):
+        return ("in flight", tuple(value._given), frozenset(value._open))
     if isinstance(value, deque | list):
         return ("list", tuple(value))
     if isinstance(value, set | frozenset):
@@ -194,12 +197,17 @@ def _thaw(kind: Any, frozen: Any) -> Any:
 
 
 def _full(kind: Any, name: str, value: Any) -> Any:
+    if isinstance(value, tuple) and value and value[0] == "in flight":
+        made = InFlight()
+        made._given, made._open = deque(value[1]), set(value[2])
+        return made
     if not (isinstance(value, tuple) and len(value) == 2 and value[0] in ("list", "set", "dict")):
         return value
-    made = {"list": list, "set": set, "dict": dict}[value[0]](value[1])
-    if kind is WriterNumbers and name == "_in_flight":
-        return deque(made)
-    return frozenset(made) if name == "_listed" else made
+    if value[0] == "list":
+        return deque(value[1]) if kind is WriterNumbers else list(value[1])
+    if value[0] == "dict":
+        return dict(value[1])
+    return frozenset(value[1]) if name == "_listed" else set(value[1])
 
 
 def begin(scope: Scope) -> World:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from millstream.errors import NotInFlight
 from millstream.model.positions import Seq
 from millstream.protocol.sequencer import EmbeddedNumbers
 
@@ -86,7 +87,7 @@ def test_numbers_are_not_given_before_they_are_reserved_nor_ended_twice():
     sequencer.reserved(Seq(10))
     given = sequencer.allocate(1)
     sequencer.finish(given)
-    with pytest.raises(AssertionError):
+    with pytest.raises(NotInFlight):
         sequencer.abort(given)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from millstream.errors._root import MillstreamError as MillstreamError
 from millstream.errors._root import Retry as Retry
 from millstream.errors._sequencing import InvalidCount as InvalidCount
-from millstream.errors._sequencing import LeaseTooShort as LeaseTooShort
 from millstream.errors._sequencing import NotInFlight as NotInFlight
 from millstream.errors._sequencing import SequenceUnusable as SequenceUnusable
 from millstream.errors._sequencing import SequencingError as SequencingError

@@ -45,15 +45,6 @@ class UnknownWriter(SequencingError):
     code = "unknown_writer"
 
 
-class LeaseTooShort(SequencingError):
-    """The lease is shorter than what renewing it takes: it would run out under a writer that lives; details: lease_s, round_trip_s."""
-
-    code = "lease_too_short"
-    retry = Retry.OPERATOR
-    exit_code = 2
-    default_hint = "Raise `[writer] lease`, or bring the catalog's server nearer."
-
-
 class SequenceUnusable(SequencingError):
     """The store's numbers can't be right for this stream: it was restored from an older copy, moved back, or set up otherwise.
 

@@ -38,7 +38,7 @@ from millstream.protocol.sequencer import LedgerView
 from millstream.wal.grouping import FramePlan, plan_chunk, plan_group
 from millstream.wal.layout import shard_folder
 from millstream.wal.mark import DurableMark, MarkFile
-from millstream.wal.numbers import GroupNumbers, SharedNumbers
+from millstream.wal.numbers import GroupNumbers
 from millstream.wal.recover import NO_SPACE, Recovered, keep_spare, recover
 from millstream.wal.segment import GroupFacts, OpenSegment, WriteFailed
 from millstream.wal.shards import check_not_gone, lock_shards, own_shards
@@ -299,7 +299,7 @@ class GroupCommitter:
             StaleEpoch: another one has taken over; nothing more is taken.
             CatalogError, CatalogBusy: the store can't be asked now; nothing was changed.
         """
-        if self.failure is not None or not isinstance(self._numbers, SharedNumbers):
+        if self.failure is not None:
             return None
         try:
             view = self._numbers.follow()

@@ -224,19 +224,15 @@ def _newest(data: bytes, slots: tuple[int, ...]) -> _Slot:
     plain = (_DURABLE_FIELDS if slots is _DURABLE else _DROPPED_FIELDS).size
     best = _Slot()
     for start in slots:
-        slot = data[start : start + _PREFIX.size + plain + _SHARED_FIELDS.size]
-        if len(slot) < _PREFIX.size + plain:
+        head = data[start : start + _PREFIX.size]
+        if len(head) < _PREFIX.size:
             continue
-        magic, crc, version, shards, counter = _PREFIX.unpack_from(slot)
-        lengths = (plain, plain + _SHARED_FIELDS.size) if version > _ALONE else (plain,)
-        fields = next((slot[_PREFIX.size : _PREFIX.size + n] for n in lengths if _holds(slot, n, crc)), None)
-        if magic != _MAGIC or fields is None or counter <= best.counter:
+        magic, crc, version, shards, counter = _PREFIX.unpack(head)
+        size = plain + (_SHARED_FIELDS.size if version == _SHARED and slots is _DURABLE else 0)
+        slot = data[start : start + _PREFIX.size + size]
+        if len(slot) < _PREFIX.size + size or magic != _MAGIC or crc != crc32c(slot[12:]) or counter <= best.counter:
             continue
-        if version > (_SHARED if slots is _DURABLE else _ALONE):
+        if version not in ((_ALONE, _SHARED) if slots is _DURABLE else (_ALONE,)):
             raise LogError(f"the mark file is of version {version}, which is unknown", hint="Upgrade this Millstream.")
-        best = _Slot(counter, shards, fields)
+        best = _Slot(counter, shards, slot[_PREFIX.size :])
     return best
-
-
-def _holds(slot: bytes, fields: int, crc: int) -> bool:
-    return crc == crc32c(slot[12 : _PREFIX.size + fields])

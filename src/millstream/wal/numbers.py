@@ -71,6 +71,16 @@ class GroupNumbers(Protocol):
     def abort(self, given: SeqRange) -> None:
         """The range never will be."""
 
+    def follow(self) -> LedgerView | None:
+        """Tell other writers where this one stands, and follow the newest number where nothing is in flight.
+
+        Returns:
+            Where all stand; None where this is the only one.
+
+        Raises:
+            StaleEpoch, CatalogError, CatalogBusy: as `allocate`.
+        """
+
     def settle(self) -> None:
         """Nothing is undecided, and nothing more is asked for."""
 
@@ -126,6 +136,10 @@ class BlockNumbers:
     def abort(self, given: SeqRange) -> None:
         """As `GroupNumbers`."""
         self._numbers.abort(given)
+
+    def follow(self) -> LedgerView | None:
+        """As `GroupNumbers`."""
+        return None
 
     def settle(self) -> None:
         """Nobody else waits to hear of it."""
@@ -246,12 +260,8 @@ class SharedNumbers:
         """As `GroupNumbers`."""
         self._numbers.abort(given)
 
-    def follow(self) -> LedgerView:
-        """Tell the store where this writer stands, and follow the newest number where nothing is in flight.
-
-        Raises:
-            StaleEpoch, CatalogError, CatalogBusy: as `allocate`.
-        """
+    def follow(self) -> LedgerView | None:
+        """As `GroupNumbers`."""
         found = self._find_lost()
         if found is not None:
             self._numbers.abort(found)

@@ -13,10 +13,10 @@ The machine does nothing by itself: `to_reserve` says what has to be reserved du
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Final
 
 from millstream.model.positions import SEQ_MAX, Seq, SeqRange
+from millstream.protocol.sequencer.in_flight import InFlight
 
 RESERVE_BLOCK: Final = 1_000_000
 """Numbers a reservation: at a million records a second the catalog is asked once a second, and a restart skips at most
@@ -41,8 +41,7 @@ class EmbeddedNumbers:
         self._reserved_to = reserved_to
         self._persisted_upto = persisted_upto
         self._block = block
-        self._in_flight: deque[SeqRange] = deque()
-        self._ended: set[Seq] = set()
+        self._in_flight = InFlight()
 
     @property
     def reserved_to(self) -> Seq:
@@ -78,23 +77,19 @@ class EmbeddedNumbers:
             raise AssertionError("numbers must be reserved before they are given out")
         given = SeqRange(Seq(self._next), count)
         self._next += count
-        self._in_flight.append(given)
+        self._in_flight.add(given)
         return given
 
     def finish(self, given: SeqRange) -> Seq:
-        """The range is durable; returns `persisted_upto`."""
+        """The range is durable; returns `persisted_upto`. `NotInFlight` where it isn't in flight."""
         return self._end(given)
 
     def abort(self, given: SeqRange) -> Seq:
-        """The range will never be; returns `persisted_upto`."""
+        """The range will never be; returns `persisted_upto`. `NotInFlight` where it isn't in flight."""
         return self._end(given)
 
     def _end(self, given: SeqRange) -> Seq:
-        if given.first in self._ended or given.first <= self._persisted_upto or given.last >= self._next:
-            raise AssertionError(f"{given} is not in flight")
-        self._ended.add(given.first)
-        while self._in_flight and self._in_flight[0].first in self._ended:
-            ended = self._in_flight.popleft()
-            self._ended.remove(ended.first)
-            self._persisted_upto = ended.last
+        settled = self._in_flight.end(given)
+        if settled is not None:
+            self._persisted_upto = settled
         return self._persisted_upto

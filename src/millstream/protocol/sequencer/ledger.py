@@ -125,14 +125,11 @@ class Ledger:
                 )
         return self._begin(before, now_us + lease_us, location, above)
 
-    def take_over(
-        self, writer: WriterId, *, now_us: int, lease_us: int, dead: bool = False
-    ) -> tuple[Ledger, Registration]:
+    def take_over(self, writer: WriterId, *, now_us: int, lease_us: int) -> tuple[Ledger, Registration]:
         """Fence a writer that has died, to recover its log for it.
 
         Args:
-            writer: whose lease has run out …
-            dead: … or that is known to be dead otherwise: the kernel gave up its locks.
+            writer: whose lease has run out.
             now_us: the store's clock.
             lease_us: how long the recovery has.
 
@@ -142,8 +139,7 @@ class Ledger:
         entry = self.entry(writer)
         if entry.phase is WriterPhase.SETTLED:
             raise StaleEpoch(f"writer {entry.name} is settled: there is nothing to take over", epoch=int(entry.epoch))
-        if not dead:
-            _check_expired(entry, now_us, "taken over")
+        _check_expired(entry, now_us, "taken over")
         return self._begin(entry, now_us + lease_us, entry.location)
 
     def _begin(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Final
 
-from millstream.errors import NotInFlight
 from millstream.model.ids import Epoch, WriterId
 from millstream.model.positions import NO_NUMBERS, Seq, SeqRange
+from millstream.protocol.sequencer.in_flight import InFlight
 from millstream.protocol.sequencer.view import Announcement
+
+_ANNOUNCED_MAX: Final = 1024
+"""Ended ranges kept for the next announcement; older ones are forgotten, which costs others latency only."""
 
 
 class WriterNumbers:
@@ -32,9 +36,8 @@ class WriterNumbers:
         self._newest = floor
         self._last = NO_NUMBERS
         self._asked = False
-        self._in_flight: deque[SeqRange] = deque()
-        self._ended: set[Seq] = set()
-        self._to_announce: list[SeqRange] = []
+        self._in_flight = InFlight()
+        self._to_announce: deque[SeqRange] = deque(maxlen=_ANNOUNCED_MAX)
 
     @property
     def position(self) -> Seq:
@@ -49,7 +52,7 @@ class WriterNumbers:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is in flight, nor asked for with an outcome that isn't known: only then may it follow the newest."""
-        return not self._in_flight and not self._asked
+        return not len(self._in_flight) and not self._asked
 
     def asks(self) -> Seq:
         """A range is about to be asked for; returns the position to send along, which stands from now on."""
@@ -63,10 +66,10 @@ class WriterNumbers:
         self._asked = False
         self._last = given
         self._newest = max(self._newest, given.last)
-        if not self._in_flight:
+        if not len(self._in_flight):
             # Nothing of this writer's lies between its position and what it was given.
             self._position = Seq(max(self._position, given.first - 1))
-        self._in_flight.append(given)
+        self._in_flight.add(given)
 
     def refused(self) -> None:
         """The store is known to have given nothing."""
@@ -94,38 +97,17 @@ class WriterNumbers:
         return self._end(given)
 
     def _end(self, given: SeqRange) -> Seq:
-        if not self._holds(given):
-            raise NotInFlight(
-                f"numbers {given.first} to {given.last} are not in flight here",
-                first=int(given.first),
-                count=given.count,
-            )
-        self._ended.add(given.first)
+        self._in_flight.end(given)
         self._to_announce.append(given)
-        while self._in_flight and self._in_flight[0].first in self._ended:
-            ended = self._in_flight.popleft()
-            self._ended.remove(ended.first)
-            self._position = ended.last
-        if self._in_flight:
-            self._position = Seq(self._in_flight[0].first - 1)
-        elif not self._asked:
+        first = self._in_flight.first
+        if first is not None:
+            self._position = Seq(first - 1)
+        elif self._asked:
+            # All that was given has ended, and what is asked for lies above it.
+            self._position = self._last.last
+        else:
             self._position = self._newest
         return self._position
-
-    def _holds(self, given: SeqRange) -> bool:
-        if given.first in self._ended or not self._in_flight:
-            return False
-        # Rising, so that it is found by halves; the oldest and the newest are what is ended nearly always.
-        if given in (self._in_flight[0], self._in_flight[-1]):
-            return True
-        low, high = 0, len(self._in_flight)
-        while low < high:
-            middle = (low + high) // 2
-            if self._in_flight[middle].first < given.first:
-                low = middle + 1
-            else:
-                high = middle
-        return low < len(self._in_flight) and self._in_flight[low] == given
 
     def observe(self, newest: Seq) -> Seq:
         """The store was seen to have given numbers up to there, to anyone; returns the position.
@@ -139,6 +121,7 @@ class WriterNumbers:
         return self._position
 
     def announce(self) -> Announcement:
-        """What to tell other processes: the position, and the ranges that ended since the last call."""
-        ended, self._to_announce = tuple(self._to_announce), []
+        """What to tell other processes: the position, and the ranges that ended since the last call, the newest thousand of them."""
+        ended = tuple(self._to_announce)
+        self._to_announce.clear()
         return Announcement(self.writer, self.epoch, self._position, ended)

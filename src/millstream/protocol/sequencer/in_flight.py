@@ -1,0 +1,51 @@
+"""Ranges that were given and aren't settled yet; they end in any order."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from millstream.errors import NotInFlight
+from millstream.model.positions import Seq, SeqRange
+
+
+class InFlight:
+    """Ranges in the order in which they were given. Ending one costs the same however many there are."""
+
+    def __init__(self) -> None:
+        self._given: deque[SeqRange] = deque()
+        """From the oldest that is open; of those behind it some may have ended."""
+        self._open: set[SeqRange] = set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def first(self) -> Seq | None:
+        """The lowest number in flight; None where nothing is."""
+        return self._given[0].first if self._given else None
+
+    def add(self, given: SeqRange) -> None:
+        """The range is in flight from now on; its numbers are above all that were given before."""
+        self._given.append(given)
+        self._open.add(given)
+
+    def end(self, given: SeqRange) -> Seq | None:
+        """The range is settled.
+
+        Returns:
+            The last number in front of the first that is in flight now, where this was the oldest; else None.
+
+        Raises:
+            NotInFlight: it was never added, or has ended before.
+        """
+        if given not in self._open:
+            raise NotInFlight(
+                f"numbers {given.first} to {given.last} are not in flight here",
+                first=int(given.first),
+                count=given.count,
+            )
+        self._open.remove(given)
+        settled = None
+        while self._given and self._given[0] not in self._open:
+            settled = self._given.popleft().last
+        return settled
