@@ -34,12 +34,18 @@ install: $(INSTALLED)  ## fill .venv from the locks
 demo: $(INSTALLED)  ## PostgreSQL, the log, Spark and lake tables, with crashes on the way; leaves its home in demo/
 	@$(BIN)/millstream demo
 
-# Capture meets the oldest server that it knows first; the whole suite, and its summary, come last.
-test: $(INSTALLED)  ## the whole suite, its servers included (ARGS='-k name' picks)
+# Capture meets the oldest server that it knows first; the whole suite, and its summary, come last. Files of tests go to
+# JOBS processes, each with a PostgreSQL and a Spark of its own (2 GiB a process, about).
+JOBS := 2
+SIDE_BY_SIDE := -n $(JOBS) --dist loadfile
+
+test: $(INSTALLED)  ## the whole suite, its servers included (ARGS='-k name' picks, JOBS=4 is for more cores)
 ifeq ($(strip $(ARGS)),)
-	@$(BIN)/python -m pytest -q --no-header tests/capture --millstream-postgres 14
-endif
+	@$(BIN)/python -m pytest -q --no-header $(SIDE_BY_SIDE) tests/capture --millstream-postgres 14
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) --durations=40
+else
 	@$(BIN)/python -m pytest $(ARGS)
+endif
 
 check: $(INSTALLED)  ## format, lint, types, layers, house rules, documentation
 	@$(BIN)/python scripts/check.py $(PYTHON_DIRS)

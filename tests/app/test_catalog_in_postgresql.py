@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from millstream.catalog import Catalog
 from millstream.errors import ConfigError
 from millstream.testing import EmbeddedPostgres
 from millstream.testing.pytest_plugin import Database
+
+IDLE_S = 12
+"""Longer than the interval of the heartbeat, which capture writes whatever happens."""
 
 SECRET = "p@ss:w/ord"
 
@@ -116,9 +120,9 @@ def test_an_idle_home_writes_next_to_nothing_into_the_database_that_it_captures(
         _wait(lambda: _states(connection) == ["streaming"])
         time.sleep(1)
         before = _transactions(connection)
-        time.sleep(12)
+        time.sleep(IDLE_S)
         made = _transactions(connection) - before
-    assert made < 60, made
+    assert made < 5 * IDLE_S, made
 
 
 def test_the_catalogs_server_crashes_while_capture_runs_and_nothing_is_lost(tmp_path: Path, source: Database) -> None:
@@ -312,23 +316,18 @@ def test_a_home_that_was_never_run_has_nothing_to_show(tmp_path: Path, elsewhere
     assert json.loads(done(home, "tables", "--json")) == []
 
 
-class _capturing:  # noqa: N801 - reads as what it is for
+@contextmanager
+def _capturing(home: Path) -> Iterator[subprocess.Popen[bytes]]:
     """`capture run` as a process, ended by SIGTERM."""
-
-    def __init__(self, home: Path) -> None:
-        self._command = [sys.executable, "-m", "millstream.cli", "--home", str(home), "capture", "run"]
-
-    def __enter__(self) -> subprocess.Popen[bytes]:
-        self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL)
-        return self._process
-
-    def __exit__(self, *_: object) -> None:
-        self._process.send_signal(signal.SIGTERM)
-        try:
-            self._process.wait(60)
-        finally:
-            self._process.kill()
-            self._process.wait()
+    command = [sys.executable, "-m", "millstream.cli", "--home", str(home), "capture", "run"]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    try:
+        yield process
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _wait(condition: Any) -> None:

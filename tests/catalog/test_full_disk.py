@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from tests.wal.small_disk import fill
-from tests.wal.test_small_disk import can_unshare
+from tests.wal.test_small_disk import on_a_disk_of_memory
 
 from millstream.catalog import Catalog
 from millstream.errors import DiskFull
@@ -36,23 +35,7 @@ def play(disk: Path) -> None:
 
 
 def test_a_full_disk_is_told_as_one(tmp_path: Path):
-    if not can_unshare():
-        pytest.skip("this user may not have mounts of its own")
-    script = 'mount -t tmpfs -o size=1m tmpfs "$1" && exec "$2" -m tests.catalog.test_full_disk "$1"'
-    command = [
-        "unshare",
-        "--user",
-        "--map-root-user",
-        "--mount",
-        "sh",
-        "-c",
-        script,
-        "sh",
-        str(tmp_path),
-        sys.executable,
-    ]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert found.returncode == 0, found.stderr
+    on_a_disk_of_memory(tmp_path, 1 << 20, "tests.catalog.test_full_disk")
 
 
 if __name__ == "__main__":

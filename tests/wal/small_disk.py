@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import faulthandler
 import os
 import subprocess
 import sys
@@ -27,6 +28,8 @@ from millstream.wal.reader import StreamReader
 from millstream.wal.retain import drop_segments
 from millstream.wal.writer import LogOptions, LogWriter
 
+STUCK_S = 120
+"""After which a writer that is still alive says where it stands."""
 ROWS = 40
 TABLES = plain_table(1), plain_table(2)
 
@@ -39,6 +42,7 @@ def say(line: str) -> None:
 
 def write(folder: str, epoch: Epoch, first_xid: int) -> None:
     """Append until killed: `open`, then `ack N` or `full N` for each transaction, on two shards."""
+    faulthandler.dump_traceback_later(STUCK_S)
     reservations = MemoryReservations()
     reservations.reserve_to(Seq(10_000_000 * (epoch - 1)), epoch=epoch)
     log = LogWriter.open(
@@ -52,8 +56,8 @@ def write(folder: str, epoch: Epoch, first_xid: int) -> None:
     say("open")
     xid = first_xid
     while True:
-        text = os.urandom(100).hex()
-        rows = [(table, ROWS // 2, text) for table in TABLES]
+        # Nothing that shrinks, and much of it: the disk is full after few transactions, however slow it is.
+        rows = [(table, 1, os.urandom(800).hex()) for table in TABLES for _ in range(ROWS // 2)]
         try:
             log.append(plain_ops({xid: rows}, shard_of={2: 1}))
             say(f"ack {xid}")
@@ -162,6 +166,7 @@ def play(disk: Path) -> None:
     last.until(lambda: len(last.acknowledged) >= before + 5)
     say(f"appends went on by themselves once retention had dropped {len(swept.dropped)} segments")
     seen = len(last.refused)
+    fill(ballast)
     last.until(lambda: len(last.refused) >= seen + 5)
     ballast.unlink()
     before = len(last.acknowledged)

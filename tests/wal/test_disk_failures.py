@@ -99,9 +99,24 @@ def test_recovery_needs_no_free_space_thanks_to_its_spare(truth: Truth):
     truth.commit(log, truth.ops([(1, 2), (2, 2)]))
     truth.commit(log, truth.ops([(1, 3)]))
     survivor = files.crash(lose_all)
-    survivor.capacity_bytes = survivor.used_bytes() + 2 * 4096  # the new segments' headers
+    survivor.capacity_bytes = survivor.used_bytes()
     truth.open(survivor)
     assert truth.judge(survivor) == [1, 2]
+
+
+def test_a_log_that_ended_sealed_begins_its_next_segment_in_the_spare(truth: Truth):
+    files = MemoryFiles()
+    log = truth.open(files)
+    truth.commit(log, truth.ops([(1, 2), (2, 2)]))
+    log.close()
+    for _ in range(3):
+        files = files.crash(lose_all)
+        files.capacity_bytes = files.used_bytes()
+        truth.open(files).close()
+        assert truth.judge(files) == [1]
+    files.capacity_bytes = 1 << 40
+    truth.commit(truth.open(files), truth.ops([(1, 2)]))
+    assert truth.judge(files) == [1, 2]
 
 
 def test_without_a_spare_and_without_space_the_log_stays_readable(truth: Truth):

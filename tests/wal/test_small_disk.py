@@ -20,24 +20,23 @@ def run(*command: str, folder: Path) -> str:
     return found.stdout
 
 
-def can_unshare() -> bool:
-    """Whether this user may mount something that nobody else sees."""
-    command = ["unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "true"]
-    return (
-        shutil.which("unshare") is not None
-        and subprocess.run(command, capture_output=True, check=False).returncode == 0
-    )
+# A mount in a namespace of our own: nobody else sees it, and it is gone with the process.
+UNSHARE = ("unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--kill-child")
+
+
+def on_a_disk_of_memory(folder: Path, size: int, module: str) -> str:
+    """What a module said that was run with a disk of some bytes mounted on the folder, its one argument."""
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*UNSHARE, "true"], capture_output=True, check=False).returncode
+    ):
+        pytest.skip("this user may not have mounts of its own")
+    script = f'mount -t tmpfs -o size={size} tmpfs "$1" && exec "$2" -m {module} "$1"'
+    return run(*UNSHARE, "sh", "-c", script, "sh", str(folder), sys.executable, folder=folder)
 
 
 def test_a_disk_of_memory_that_runs_full(tmp_path: Path):
-    if not can_unshare():
-        pytest.skip("this user may not have mounts of its own")
-    script = f'mount -t tmpfs -o size={DISK_BYTES} tmpfs "$1" && exec "$2" -m tests.wal.small_disk "$1"'
-    said = run(
-        "unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", script, "sh", str(tmp_path), sys.executable,
-        folder=tmp_path,
-    )  # fmt: skip
-    assert said.endswith("whole\n")
+    assert on_a_disk_of_memory(tmp_path, DISK_BYTES, "tests.wal.small_disk").endswith("whole\n")
 
 
 @pytest.fixture

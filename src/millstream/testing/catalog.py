@@ -21,7 +21,8 @@ import pyarrow as pa
 import pytest
 from sqlalchemy import Connection, text
 
-from millstream.catalog import Catalog, ChunkState, CopyChunk, HomeIdentity, TableState
+from millstream.catalog import Catalog, ChunkState, CopyChunk, HomeIdentity, TableState, migrations
+from millstream.catalog.database import REVISION
 from millstream.catalog.tables import metadata
 from millstream.errors import (
     CatalogError,
@@ -271,25 +272,50 @@ class CatalogConformance(WithCatalog):
         catalog.drop_chunks(table, but="c1")
         assert catalog.chunks(table, "c2") == []
         assert len(catalog.chunks(table, "c1")) == 2
+        catalog.drop_chunks(table)
+        assert catalog.chunks(table, "c1") == []
+
+    def test_a_holder_that_is_released_holds_nothing(self, catalog: Catalog, stream: StreamId) -> None:
+        """The others go on."""
+        catalog.set_needed_from(stream, "lake", Seq(5))
+        catalog.set_needed_from(stream, "table:1", Seq(3))
+        catalog.release(stream, "table:1")
+        assert catalog.needed_from(stream) == {"lake": 5}
 
     def test_who_was_cut_off_holds_nothing_and_is_told_so_until_it_is_released(
         self, catalog: Catalog, stream: StreamId
     ) -> None:
-        """Each kind of holder in its own words; who came on in time isn't cut off."""
+        """Each kind of holder in its own words, as often as it asks."""
         catalog.set_needed_from(stream, "lake", Seq(50))
         for name, kind in (("mail", HolderKind.CONSUMER), ("copy", HolderKind.FOLLOWER)):
             catalog.set_needed_from(stream, name, Seq(5), kind=kind)
             assert catalog.cut_off(stream, CutOff(name, kind, Seq(5), Seq(31)))
-        assert not catalog.cut_off(stream, CutOff("lake", HolderKind.PIPELINE, Seq(49), Seq(60)))
-        assert not catalog.cut_off(stream, CutOff("nobody", HolderKind.CONSUMER, Seq(5), Seq(31)))
         assert catalog.needed_from(stream) == {"lake": 50}
-        with pytest.raises(CursorExpired, match="consumer mail"):
-            catalog.set_needed_from(stream, "mail", Seq(40), kind=HolderKind.CONSUMER)
-        with pytest.raises(FollowerBehindRetention, match="follower copy"):
-            catalog.set_landed(stream, "copy", Seq(40))
+        for _ in range(2):
+            with pytest.raises(CursorExpired, match="consumer mail") as caught:
+                catalog.set_needed_from(stream, "mail", Seq(40), kind=HolderKind.CONSUMER)
+            assert caught.value.details == {"holder": "mail", "needed_from": 5, "first": 31}
+            with pytest.raises(FollowerBehindRetention, match="follower copy"):
+                catalog.set_needed_from(stream, "copy", Seq(40), kind=HolderKind.FOLLOWER)
+            with pytest.raises(FollowerBehindRetention, match="follower copy"):
+                catalog.set_landed(stream, "copy", Seq(40))
+        assert {p.name: (p.kind, p.cut_off_at) for p in catalog.pipelines(stream)} == {
+            "lake": (HolderKind.PIPELINE, None),
+            "mail": (HolderKind.CONSUMER, 31),
+            "copy": (HolderKind.FOLLOWER, 31),
+        }
         catalog.release(stream, "mail")
         catalog.set_needed_from(stream, "mail", Seq(31), kind=HolderKind.CONSUMER)
         assert catalog.needed_from(stream) == {"lake": 50, "mail": 31}
+
+    def test_who_came_on_in_time_is_not_cut_off(self, catalog: Catalog, stream: StreamId) -> None:
+        """Nor is somebody who was never there."""
+        gone = CutOff("mail", HolderKind.CONSUMER, Seq(5), Seq(31))
+        assert not catalog.cut_off(stream, gone)
+        catalog.set_needed_from(stream, "mail", Seq(5), kind=HolderKind.CONSUMER)
+        catalog.set_needed_from(stream, "mail", Seq(6), kind=HolderKind.CONSUMER)
+        assert not catalog.cut_off(stream, gone)
+        assert catalog.needed_from(stream) == {"mail": 6}
 
     def test_facts_are_kept_by_scope(self, catalog: Catalog) -> None:
         """Any JSON-able value, also one that is large or full of odd characters."""
@@ -343,12 +369,14 @@ class CatalogConformance(WithCatalog):
             assert caught.value.details["found"] == "9999"
 
     def test_the_migrations_make_the_tables_that_the_code_expects(self, catalog: Catalog) -> None:
-        """Alembic finds nothing to add, to take away or to change."""
+        """Alembic finds nothing to add, to take away or to change, and the newest of them is the revision asked for."""
         from alembic.autogenerate import compare_metadata
         from alembic.migration import MigrationContext
+        from alembic.script import ScriptDirectory
 
         with catalog.database.read() as connection:
             assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+        assert ScriptDirectory(str(Path(migrations.__file__).parent)).get_current_head() == REVISION
 
     @staticmethod
     def _same(catalog: Catalog) -> Place:

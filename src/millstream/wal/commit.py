@@ -36,7 +36,7 @@ from millstream.model.positions import Lsn, Offset, Seq, SeqRange
 from millstream.ports import Clock, Files
 from millstream.protocol.sequencer import LedgerView
 from millstream.wal.grouping import FramePlan, plan_chunk, plan_group
-from millstream.wal.layout import shard_folder
+from millstream.wal.layout import SPARE_NAME, shard_folder
 from millstream.wal.mark import DurableMark, MarkFile
 from millstream.wal.numbers import GroupNumbers
 from millstream.wal.recover import NO_SPACE, Recovered, keep_spare, recover
@@ -176,7 +176,7 @@ class GroupCommitter:
                 end = recovered.shards[shard]
                 shard_dir = shard_folder(folder, shard)
                 header = _next_header(identity, shard, end.end_offset, end.last_footer_hash, clock, options.numbering)
-                opened[shard] = _Shard(shard_dir, marks[shard], _create_segment(files, shard_dir, header))
+                opened[shard] = _Shard(shard_dir, marks[shard], _first_segment(files, shard_dir, header))
             spare_bytes = _spare_bytes(options)
             has_spares = keep_spare(files, [shard.folder for shard in opened.values()], spare_bytes)
             committer = cls(files, clock, options, identity, opened, recovered, numbers, side_by_side=side_by_side)
@@ -537,6 +537,17 @@ def _next_header(
         clock.now_ns(),
         DIRECTORIES[numbering],
     )
+
+
+def _first_segment(files: Files, shard_dir: str, header: SegmentHeader) -> OpenSegment:
+    """The segment that a start begins: on a full disk where recovery didn't need its spare, that becomes the segment."""
+    try:
+        return _create_segment(files, shard_dir, header)
+    except DiskFull:
+        spare = f"{shard_dir}/{SPARE_NAME}"
+        if not files.exists(spare):
+            raise
+        return OpenSegment.create_from(files, shard_dir, header, spare)
 
 
 def _create_segment(files: Files, shard_dir: str, header: SegmentHeader) -> OpenSegment:

@@ -488,7 +488,7 @@ def _rewrite(files: Files, tail: _Tail) -> bytes:
 
 
 def keep_spare(files: Files, shard_dirs: Sequence[str], size_bytes: int) -> bool:
-    """Reserve the space that the next recovery will need, a spare a shard; on a disk that is nearly full, as much as there is.
+    """Durably reserve the space that the next recovery will need, a spare a shard; on a disk that is nearly full, as much as there is.
 
     A recovery on a full disk takes the spare, and frees little less than that: the segment that it begins takes some of it.
 
@@ -504,6 +504,8 @@ def keep_spare(files: Files, shard_dirs: Sequence[str], size_bytes: int) -> bool
         while size > there and not _allocate_spare(files, path, size, anew=not is_there):
             whole = False
             size = size // 4 if size // 4 >= _SPARE_LEAST_BYTES else 0
+        if size > there and not is_there:
+            files.sync_dir(shard_dir)
     return whole
 
 
@@ -513,6 +515,7 @@ def _allocate_spare(files: Files, path: str, size: int, *, anew: bool) -> bool:
     before = 0 if anew else spare.size()
     try:
         spare.allocate(size)
+        spare.sync()
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise

@@ -147,15 +147,27 @@ class OpenSegment:
         Raises:
             OSError: nothing is there but perhaps a `.tmp`.
         """
-        path = segment_path(shard_dir, header.base_offset)
-        temporary = f"{path}.tmp"
+        temporary = f"{segment_path(shard_dir, header.base_offset)}.tmp"
         if files.exists(temporary):
             files.remove(temporary)
-        file = files.create(temporary)
+        return cls._begin(files, shard_dir, header, files.create(temporary), temporary)
+
+    @classmethod
+    def create_from(cls, files: Files, shard_dir: str, header: SegmentHeader, reserved: str) -> OpenSegment:
+        """As `create`, in the space of a file that is there already, which becomes the segment: it takes none that is free."""
+        file = files.open_write(reserved)
+        file.truncate(SEGMENT_HEADER_SIZE)
+        return cls._begin(files, shard_dir, header, file, reserved)
+
+    @classmethod
+    def _begin(
+        cls, files: Files, shard_dir: str, header: SegmentHeader, file: WritableFile, made_as: str
+    ) -> OpenSegment:
+        path = segment_path(shard_dir, header.base_offset)
         try:
             file.pwrite(header.encode(), 0)
             file.sync()
-            files.rename(temporary, path)
+            files.rename(made_as, path)
             files.sync_dir(shard_dir)
         except OSError:
             file.close()

@@ -1,0 +1,80 @@
+"""What holds of a catalog in a file, beyond what every catalog promises (test_backends)."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sqlite3
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.catalog import Catalog
+from millstream.errors import CatalogBusy, CatalogError, DiskFull
+from millstream.model.positions import Lsn, Seq
+
+
+@given(moves=st.lists(st.integers(0, 2**62), min_size=1, max_size=8))
+def test_a_position_is_the_greatest_it_was_moved_to(tmp_path_factory: pytest.TempPathFactory, moves: list[int]) -> None:
+    with Catalog(tmp_path_factory.mktemp("home") / "catalog.db") as catalog:
+        stream = catalog.resolve_stream("shop")
+        source = catalog.resolve_source(stream, 7, "shop", 1)
+        for count, lsn in enumerate(moves, 1):
+            assert catalog.move_reached(source, Lsn(lsn)) == max(moves[:count]) == catalog.reached(source)
+            catalog.set_needed_from(stream, "lake", Seq(lsn))
+            catalog.set_landed(stream, "lake", Seq(lsn))
+        assert catalog.needed_from(stream) == {"lake": max(moves)}
+        assert catalog.landed(stream, "lake") == max(moves)
+
+
+def test_a_file_that_is_no_catalog_is_a_typed_error(tmp_path: Path) -> None:
+    path = tmp_path / "catalog.db"
+    path.write_bytes(b"not a database at all, but long enough to be looked at" * 30)
+    with pytest.raises(CatalogError, match=r"catalog\.db"):
+        Catalog(path)
+
+
+def test_a_lock_that_is_held_too_long_is_catalog_busy(tmp_path: Path) -> None:
+    path = tmp_path / "catalog.db"
+    catalog = Catalog(path, busy_timeout_s=0.05)
+    holder = sqlite3.connect(path, isolation_level=None)
+    holder.execute("BEGIN IMMEDIATE")
+    with pytest.raises(CatalogBusy):
+        catalog.resolve_stream("shop")
+    holder.execute("ROLLBACK")
+    assert catalog.resolve_stream("shop")
+    holder.close()
+    catalog.close()
+
+
+def test_a_full_disk_is_said_as_such_and_changes_nothing(tmp_path: Path) -> None:
+    with Catalog(tmp_path / "catalog.db") as catalog:
+        raw = catalog._database._engine.raw_connection()
+        pages = raw.cursor().execute("PRAGMA page_count").fetchone()[0]
+        raw.cursor().execute(f"PRAGMA max_page_count = {pages}")
+        raw.close()
+        with pytest.raises(DiskFull):
+            catalog.put_fact("a", "x", "y" * 100_000)
+        assert catalog.fact("a", "x") is None
+        catalog.put_fact("a", "x", "small")
+
+
+def _open_and_register(path: str, times: int, results: multiprocessing.Queue[list[int]]) -> None:
+    with Catalog(path) as catalog:
+        stream = catalog.resolve_stream("shop")
+        results.put([catalog.register_writer(stream, "w")[1] for _ in range(times)])
+
+
+def test_several_processes_open_a_new_catalog_at_once_and_no_epoch_is_given_twice(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    results: multiprocessing.Queue[list[int]] = context.Queue()
+    path = str(tmp_path / "catalog.db")
+    processes = [context.Process(target=_open_and_register, args=(path, 10, results)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    epochs = [epoch for _ in processes for epoch in results.get(timeout=60)]
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    assert sorted(epochs) == list(range(1, 31))
