@@ -23,7 +23,7 @@ class Clock(Protocol):
         """Wall clock: nanoseconds since 1970-01-01 UTC; may step."""
 
     def monotonic_ns(self) -> int:
-        """Nanoseconds since some moment; never steps back."""
+        """Nanoseconds since some moment; never steps back, and goes on while the machine sleeps where the system can tell."""
 
     def sleep(self, seconds: float) -> None:
         """Return after that much time."""
@@ -49,6 +49,9 @@ class WritableFile(Protocol):
 
     def lock(self) -> bool:
         """Take the file's exclusive lock, kept until `close` or the process's death; False where another holds it."""
+
+    def is_at(self, path: str) -> bool:
+        """Whether the path still names this file: another may have been renamed over it."""
 
     def size(self) -> int:
         """The file's present length in bytes."""

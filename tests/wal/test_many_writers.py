@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from uuid import UUID
 
 import pytest
 
-from millstream.errors import CatalogBusy, SequenceUnusable, ShardTaken, StaleEpoch
+from millstream.errors import (
+    AppendOutcomeUnknown,
+    CatalogBusy,
+    SequenceUnusable,
+    ShardLocked,
+    ShardTaken,
+    StaleEpoch,
+    WriterClosed,
+)
 from millstream.model.ids import Epoch, RegionId, ShardId, StreamId
 from millstream.model.operations import TableRows, WriteOps
-from millstream.model.positions import Seq, StreamToken
+from millstream.model.positions import Seq, SeqRange, StreamToken
 from millstream.testing.clock import ManualClock
 from millstream.testing.files import MemoryFiles
 from millstream.testing.log import plain_operations, plain_rows, plain_table
@@ -35,18 +45,35 @@ class Writers:
     texts: dict[int, str] = field(default_factory=dict)
     """What each number acknowledged holds."""
     open: dict[int, GroupCommitter] = field(default_factory=dict)
+    attempted: set[str] = field(default_factory=set)
     count: int = 0
+    pause: Callable[[int], None] = lambda _who: None
+    """What happens while a writer stands still before it writes a group, and again between its fsync and its answer."""
 
     def __post_init__(self) -> None:
         self.store = MemorySequenceStore(self.clock)
 
     def start(self, who: int, *, shards: tuple[int, ...] | None = None, above: int = 0) -> GroupCommitter:
         registered = self.store.register(f"w{who}", "home", above=Epoch(above))
+        numbers = SharedNumbers(self.store, registered, self.clock)
+        allocate, confirm = numbers.allocate, numbers.confirm
+
+        def allocate_and_pause(count: int) -> SeqRange:
+            given = allocate(count)
+            self.pause(who)
+            return given
+
+        def pause_and_confirm() -> None:
+            self.pause(who)
+            confirm()
+
+        numbers.allocate = allocate_and_pause  # type: ignore[method-assign]
+        numbers.confirm = pause_and_confirm  # type: ignore[method-assign]
         self.open[who] = GroupCommitter.open(
             FOLDER,
             WriterIdentity(STREAM, RegionId(0), registered.writer, registered.epoch),
             [ShardId(n) for n in (shards or (2 * who, 2 * who + 1))],
-            numbers=SharedNumbers(self.store, registered),
+            numbers=numbers,
             files=self.files,
             clock=self.clock,
             options=LogOptions(segment_bytes=4096, disk_used_max=1.0),
@@ -54,8 +81,8 @@ class Writers:
         )
         return self.open[who]
 
-    def append(self, who: int, rows: int = 2) -> None:
-        """One operation over both of a writer's shards."""
+    def append(self, who: int, rows: int = 2, *, log: GroupCommitter | None = None) -> None:
+        """One operation over both of a writer's shards, by its newest incarnation or an older one."""
         self.count += 1
         texts = [f"{self.count}.{n}" for n in range(2 * rows)]
         tables = [
@@ -64,7 +91,8 @@ class Writers:
             )
             for shard, low in ((2 * who, 0), (2 * who + 1, rows))
         ]
-        ack = self.open[who].commit([WriteOps(plain_operations([self.count]), tuple(tables), {})])[0]
+        self.attempted |= set(texts)
+        ack = (log or self.open[who]).commit([WriteOps(plain_operations([self.count]), tuple(tables), {})])[0]
         for n, text in enumerate(texts):
             self.texts[ack.seqs.first + n] = text
 
@@ -134,7 +162,7 @@ def test_a_dead_writer_holds_readers_until_its_log_is_recovered_for_it():
         FOLDER,
         WriterIdentity(STREAM, RegionId(0), taken.writer, taken.epoch),
         [],
-        numbers=SharedNumbers(writers.store, taken),
+        numbers=SharedNumbers(writers.store, taken, writers.clock),
         files=writers.files,
         clock=writers.clock,
         options=LogOptions(disk_used_max=1.0),
@@ -204,6 +232,82 @@ def test_a_fenced_writer_takes_no_number_and_shows_nothing_more():
     assert writers.reader().persisted_upto() == 4
 
 
+def test_a_writer_that_hangs_loses_its_shards_once_its_lease_has_run_out():
+    writers = Writers()
+    hung = writers.start(0)
+    writers.append(0)
+    with pytest.raises(ShardLocked):
+        writers.start(0)
+    writers.clock.advance(10.0)
+    writers.start(0)
+    writers.append(0)
+    names = {path: writers.files.listdir(path) for path in (FOLDER, f"{FOLDER}/00000", f"{FOLDER}/00001")}
+    with pytest.raises(StaleEpoch):
+        writers.append(0, log=hung)
+    hung.close()
+    assert names == {path: writers.files.listdir(path) for path in names}
+    writers.append(0)
+    assert writers.read(0, writers.reader().persisted_upto()) == writers.texts
+    assert len(writers.texts) == 12
+
+
+@pytest.mark.parametrize(("stands", "kept"), [(1, 4), (2, 8)])
+def test_a_writer_that_wakes_in_the_midst_of_a_group_answers_nobody(stands: int, kept: int):
+    """Before it wrote the group, and when that was on the disk: then whoever recovered the shards has found it."""
+    writers = Writers()
+    hung = writers.start(0)
+    writers.append(0)
+    stops = 0
+
+    def taken_over(who: int) -> None:
+        nonlocal stops
+        stops += 1
+        if stops == stands:
+            writers.clock.advance(10.0)
+            writers.start(who)
+
+    writers.pause = taken_over
+    with pytest.raises(AppendOutcomeUnknown):
+        writers.append(0, log=hung)
+    writers.open[0].follow()
+    assert writers.read(0, writers.reader().persisted_upto()).keys() == set(range(1, kept + 1))
+    writers.append(0)
+    upto = writers.reader().persisted_upto()
+    assert writers.texts.items() <= writers.read(0, upto).items()
+
+
+def test_a_writer_whose_lease_ran_out_while_nobody_took_over_answers():
+    writers = Writers()
+    writers.start(0)
+    writers.pause = lambda _who: writers.clock.advance(10.0)
+    writers.append(0)
+    assert writers.read(0, writers.reader().persisted_upto()) == writers.texts
+
+
+def test_a_writer_that_wakes_when_a_segment_is_due_begins_none():
+    writers = Writers()
+    hung = writers.start(0)
+    for _ in range(12):
+        writers.append(0)
+    writers.clock.advance(10.0)
+    writers.start(0)
+    names = {path: writers.files.listdir(path) for path in (f"{FOLDER}/00000", f"{FOLDER}/00001")}
+    hung.roll()
+    assert isinstance(hung.failure, StaleEpoch)
+    assert names == {path: writers.files.listdir(path) for path in names}
+
+
+def test_while_a_writer_hangs_with_the_folder_in_its_hands_others_say_so():
+    writers = Writers(clock=ManualClock(sleeping_advances=True))
+    writers.start(0)
+    lock = writers.files.open_write(f"{FOLDER}/.lock")
+    assert lock.lock()
+    with pytest.raises(ShardLocked, match=r"\.lock"):
+        writers.start(1)
+    lock.close()
+    writers.start(1)
+
+
 def test_a_store_that_is_older_than_the_log_gives_no_number():
     writers = Writers()
     writers.start(0)
@@ -262,54 +366,109 @@ def test_writers_in_another_folder_hold_linear_readers_here():
     assert writers.reader().persisted_upto() == 7
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_readers_see_every_record_once_and_in_order_whatever_happens(seed: int):
-    chance = random.Random(seed)
-    writers = Writers()
-    seen: dict[int, str] = {}
-    upto = Seq(0)
-    tokens: list[tuple[Seq, Seq, dict[int, str]]] = []
-    writers.store.fails = lambda _step: chance.choices(["before", "after", None], [2, 2, 30])[0]
-    for _ in range(60):
-        who = chance.randrange(4)
-        step = chance.choices(["append", "follow", "start", "kill", "close", "read"], [10, 6, 5, 1, 1, 6])[0]
+@dataclass
+class Chance:
+    """Writers of which anything may happen to anyone at any time, and a reader beside them."""
+
+    seed: int
+    writers: Writers = field(default_factory=Writers)
+    hung: list[tuple[int, GroupCommitter]] = field(default_factory=list)
+    """Incarnations that stand still, with their locks held."""
+    seen: dict[int, str] = field(default_factory=dict)
+    upto: Seq = Seq(0)
+    cuts: list[tuple[Seq, Seq, dict[int, str]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.writers.store.fails = lambda _step: self.random.choices(["before", "after", None], [2, 2, 30])[0]
+        self.writers.pause = self.pause
+
+    def pause(self, who: int) -> None:
+        """While a writer stands still time passes, and often somebody takes its place."""
+        if self.random.random() < 0.1:
+            self.writers.clock.advance(self.random.choice([1.0, 10.0]))
+            with suppress(CatalogBusy, ShardLocked, StaleEpoch):
+                self.writers.start(who)
+
+    def step(self) -> None:
+        """One thing happens."""
+        who = self.random.randrange(4)
+        log = self.writers.open.get(who)
+        weights = {self.start: 5, self.hang: 2, self.wake: 3, self.read: 6, self.use: 22}
+        happens = self.random.choices(list(weights), list(weights.values()))[0]
         try:
-            if step == "start" and who not in writers.open:
-                writers.start(who)
-            elif step not in {"start", "read"} and who in writers.open:
-                if step == "append":
-                    writers.append(who, chance.randrange(1, 4))
-                elif step == "follow":
-                    writers.open[who].follow()
-                elif step == "kill":
-                    writers.kill(who)
-                else:
-                    writers.open.pop(who).close()
-            elif step == "read":
-                cut = writers.reader().persisted_upto()
-                assert cut >= upto
-                found = writers.read(upto, cut)
-                assert not seen.keys() & found.keys()
-                seen |= found
-                tokens.append((upto, cut, found))
-                upto = cut
-        except CatalogBusy:
-            continue
-        writers.clock.advance(0.2)
-    writers.store.fails = lambda _step: None
+            happens(who, log)
+        except (CatalogBusy, ShardLocked):
+            return
+        except (StaleEpoch, AppendOutcomeUnknown, WriterClosed):
+            if log is not None and log.failure is not None and self.writers.open.get(who) is log:
+                self.writers.kill(who)
+        self.writers.clock.advance(0.2)
+
+    def start(self, who: int, log: GroupCommitter | None) -> None:
+        if log is None:
+            self.writers.start(who)
+
+    def hang(self, who: int, log: GroupCommitter | None) -> None:
+        if log is not None:
+            self.hung.append((who, self.writers.open.pop(who)))
+            self.writers.clock.advance(self.random.choice([0.5, 8.0]))
+
+    def wake(self, _who: int, _log: GroupCommitter | None) -> None:
+        """An incarnation that hung does something, as if nothing had happened."""
+        if not self.hung:
+            return
+        who, old = self.hung.pop(self.random.randrange(len(self.hung)))
+        does = self.random.choice([lambda: self.writers.append(who, log=old), old.roll, old.follow, old.close])
+        if does != old.close:
+            self.hung.append((who, old))
+        does()
+
+    def use(self, who: int, log: GroupCommitter | None) -> None:
+        if log is None:
+            return
+        steps = [
+            lambda: self.writers.append(who, self.random.randrange(1, 4)),
+            log.follow,
+            log.roll,
+            lambda: self.writers.kill(who),
+            lambda: self.writers.open.pop(who).close(),
+        ]
+        self.random.choices(steps, [10, 6, 3, 1, 1])[0]()
+
+    def read(self, *_: object) -> None:
+        cut = self.writers.reader().persisted_upto()
+        assert cut >= self.upto
+        found = self.writers.read(self.upto, cut)
+        assert not self.seen.keys() & found.keys()
+        self.seen |= found
+        self.cuts.append((self.upto, cut, found))
+        self.upto = cut
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_readers_see_every_record_once_and_in_order_whatever_happens(seed: int):
+    chance = Chance(seed)
+    writers = chance.writers
+    for _ in range(60):
+        chance.step()
+    writers.store.fails, writers.pause = lambda _step: None, lambda _who: None
+    writers.open.clear()  # whoever was there hangs from now on
+    writers.clock.advance(10.0)
     for who in range(4):
-        if who not in writers.open:
-            writers.start(who)
+        writers.start(who)
     for _ in range(2):
         for log in writers.open.values():
             log.follow()
-    cut = writers.reader().persisted_upto()
-    assert cut == writers.store.view().newest
-    seen |= writers.read(upto, cut)
-    assert seen == writers.texts
-    for after, before, found in tokens:
+    chance.read()
+    assert chance.upto == writers.store.view().newest
+    assert writers.texts.items() <= chance.seen.items(), "what was acknowledged is there"
+    assert len(set(chance.seen.values())) == len(chance.seen), "nothing is there twice"
+    assert set(chance.seen.values()) <= writers.attempted
+    for after, before, found in chance.cuts:
         assert writers.read(after, before) == found
-    assert str(StreamToken.scalar(STREAM, cut)).endswith(f"s{cut}")
+    assert not verify(FOLDER, files=writers.files).losses
+    assert str(StreamToken.scalar(STREAM, chance.upto)).endswith(f"s{chance.upto}")
 
 
 def test_marks_of_several_writers_say_so_to_readers_that_know_of_one_only():

@@ -164,6 +164,10 @@ class MemoryFile:
         self._node.locked = self._holds_lock = True
         return True
 
+    def is_at(self, path: str) -> bool:
+        """Whether the path names this file."""
+        return self._files.exists(path) and self._files._node(path) is self._node  # noqa: SLF001 (its own module)
+
     def size(self) -> int:
         """The length that the system sees."""
         return len(self._node.now)
@@ -231,8 +235,8 @@ class MemoryFiles:
         """Whether the system sees it."""
         if path in self._folders:
             return True
-        folder, name = self._place(path)
-        return name in folder.now
+        folder = self._folders.get(path.rpartition("/")[0])
+        return folder is not None and path.rpartition("/")[2] in folder.now
 
     def rename(self, old: str, new: str) -> None:
         """Atomic, within one folder."""

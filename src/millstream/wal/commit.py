@@ -13,9 +13,9 @@ When the disk fails:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -26,6 +26,7 @@ from millstream.errors import (
     AppendOutcomeUnknown,
     DiskFull,
     MillstreamError,
+    ShardLocked,
     StaleEpoch,
     WriterClosed,
 )
@@ -35,13 +36,14 @@ from millstream.model.operations import Ack, SpilledOp, WriteOps
 from millstream.model.positions import Lsn, Offset, Seq, SeqRange
 from millstream.ports import Clock, Files
 from millstream.protocol.sequencer import LedgerView
+from millstream.wal.files import NO_SPACE
 from millstream.wal.grouping import FramePlan, plan_chunk, plan_group
-from millstream.wal.layout import SPARE_NAME, shard_folder
+from millstream.wal.layout import shard_folder
 from millstream.wal.mark import DurableMark, MarkFile
 from millstream.wal.numbers import GroupNumbers
-from millstream.wal.recover import NO_SPACE, Recovered, keep_spare, recover
+from millstream.wal.recover import Recovered, keep_spare, recover
 from millstream.wal.segment import GroupFacts, OpenSegment, WriteFailed
-from millstream.wal.shards import check_not_gone, lock_shards, own_shards
+from millstream.wal.shards import check_not_gone, folder_lock, holds_mark, lock_shards, own_shards
 from millstream.wal.submissions import acks_of, in_columns, shards_of
 
 _MIB: Final = 1 << 20
@@ -105,6 +107,7 @@ class GroupCommitter:
 
     def __init__(
         self,
+        folder: str,
         files: Files,
         clock: Clock,
         options: LogOptions,
@@ -115,6 +118,7 @@ class GroupCommitter:
         *,
         side_by_side: bool,
     ) -> None:
+        self._folder = folder
         self._files = files
         self._clock = clock
         self._options = options
@@ -163,9 +167,36 @@ class GroupCommitter:
         Raises:
             ShardLocked, CorruptWal, UnexpectedFile, UnsupportedFormat, StaleEpoch, DiskFull: see `LogWriter.open`.
         """
-        shards = own_shards(files, folder, identity.writer, shards, numbers)
-        check_not_gone(files, folder, shards, numbers)
-        marks = lock_shards(files, folder, shards)
+        alone = folder_lock(files, folder, clock, make=True) if numbers.shared else nullcontext()
+        with alone:
+            shards = own_shards(files, folder, identity.writer, shards, numbers)
+            check_not_gone(files, folder, shards, numbers)
+            marks = lock_shards(files, folder, shards, seize=numbers.may_seize())
+            return cls._open_locked(
+                folder,
+                identity,
+                marks,
+                numbers=numbers,
+                files=files,
+                clock=clock,
+                options=options,
+                side_by_side=side_by_side,
+            )
+
+    @classmethod
+    def _open_locked(
+        cls,
+        folder: str,
+        identity: WriterIdentity,
+        marks: dict[ShardId, MarkFile],
+        *,
+        numbers: GroupNumbers,
+        files: Files,
+        clock: Clock,
+        options: LogOptions,
+        side_by_side: bool,
+    ) -> GroupCommitter:
+        shards = list(marks)
         try:
             recovered = recover(
                 files, folder, stream=identity.stream, region=identity.region, shards=shards, epoch=identity.epoch
@@ -176,10 +207,12 @@ class GroupCommitter:
                 end = recovered.shards[shard]
                 shard_dir = shard_folder(folder, shard)
                 header = _next_header(identity, shard, end.end_offset, end.last_footer_hash, clock, options.numbering)
-                opened[shard] = _Shard(shard_dir, marks[shard], _first_segment(files, shard_dir, header))
+                opened[shard] = _Shard(shard_dir, marks[shard], OpenSegment.create_first(files, shard_dir, header))
             spare_bytes = _spare_bytes(options)
             has_spares = keep_spare(files, [shard.folder for shard in opened.values()], spare_bytes)
-            committer = cls(files, clock, options, identity, opened, recovered, numbers, side_by_side=side_by_side)
+            committer = cls(
+                folder, files, clock, options, identity, opened, recovered, numbers, side_by_side=side_by_side
+            )
             committer._has_spares = has_spares
             committer._move_marks(anchor=True)
         except BaseException:
@@ -250,6 +283,7 @@ class GroupCommitter:
             failpoints.hit("wal.before_fsync")
             self._sync(touched)
             failpoints.hit("wal.after_fsync")
+            self._numbers.confirm()
             self._show(touched, facts, given)
         except Exception as error:
             if self.failure is None:
@@ -273,14 +307,10 @@ class GroupCommitter:
         ]
         if due:
             self._seal(due)
-            try:
+            # The next append tries again, or finds the failure.
+            with suppress(DiskFull, AppendOutcomeUnknown, ShardLocked, StaleEpoch):
                 self._open_segments()
-            except (DiskFull, AppendOutcomeUnknown):
-                return  # the next append tries again, or finds the failure
-            if not self._has_spares:
-                folders = [shard.folder for shard in self._shards.values()]
-                with suppress(OSError):  # no record is in a spare
-                    self._has_spares = keep_spare(self._files, folders, _spare_bytes(self._options))
+                self._keep_spares()
 
     def close(self) -> None:
         """Seal what holds records, give up the locks. After a failure the files are left as they are."""
@@ -504,20 +534,46 @@ class GroupCommitter:
                     return
 
     def _open_segments(self) -> None:
-        """Begin the next segment wherever the last one is sealed. Raises `DiskFull`, `AppendOutcomeUnknown`."""
-        for number, shard in self._shards.items():
-            sealed = shard.segment
-            if sealed.sealed_hash is None:
-                continue
-            header = _next_header(
-                self._identity, number, sealed.end_offset, sealed.sealed_hash, self._clock, self._options.numbering
-            )
-            try:
-                shard.segment = _create_segment(self._files, shard.folder, header)
-                sealed.close()
-                self._move_marks()
-            except OSError as error:
-                raise self._poison("a new segment couldn't be made", error) from error
+        """Begin the next segment wherever the last one is sealed. Raises `DiskFull`, `AppendOutcomeUnknown`, `ShardLocked`, `StaleEpoch`."""
+        if all(shard.segment.sealed_hash is None for shard in self._shards.values()):
+            return
+        with self._in_own_folder():
+            for number, shard in self._shards.items():
+                sealed = shard.segment
+                if sealed.sealed_hash is None:
+                    continue
+                header = _next_header(
+                    self._identity, number, sealed.end_offset, sealed.sealed_hash, self._clock, self._options.numbering
+                )
+                try:
+                    shard.segment = OpenSegment.create(self._files, shard.folder, header)
+                    sealed.close()
+                    self._move_marks()
+                except OSError as error:
+                    raise self._poison("a new segment couldn't be made", error) from error
+
+    def _keep_spares(self) -> None:
+        """Reserve again what a full disk had no room for. No record is in a spare."""
+        if self._has_spares:
+            return
+        with suppress(OSError), self._in_own_folder():
+            folders = [shard.folder for shard in self._shards.values()]
+            self._has_spares = keep_spare(self._files, folders, _spare_bytes(self._options))
+
+    @contextmanager
+    def _in_own_folder(self) -> Iterator[None]:
+        """For what is done by path: of several writers one at a time, and only one whose shards weren't taken from it."""
+        if not self._numbers.shared:
+            yield
+            return
+        with folder_lock(self._files, self._folder, self._clock):
+            if not all(holds_mark(shard.folder, shard.mark) for shard in self._shards.values()):
+                self.failure = StaleEpoch(
+                    f"another incarnation of writer {self._identity.writer} has taken its shards",
+                    epoch=int(self._identity.epoch),
+                )
+                raise self.failure
+            yield
 
 
 def _spare_bytes(options: LogOptions) -> int:
@@ -537,23 +593,3 @@ def _next_header(
         clock.now_ns(),
         DIRECTORIES[numbering],
     )
-
-
-def _first_segment(files: Files, shard_dir: str, header: SegmentHeader) -> OpenSegment:
-    """The segment that a start begins: on a full disk where recovery didn't need its spare, that becomes the segment."""
-    try:
-        return _create_segment(files, shard_dir, header)
-    except DiskFull:
-        spare = f"{shard_dir}/{SPARE_NAME}"
-        if not files.exists(spare):
-            raise
-        return OpenSegment.create_from(files, shard_dir, header, spare)
-
-
-def _create_segment(files: Files, shard_dir: str, header: SegmentHeader) -> OpenSegment:
-    try:
-        return OpenSegment.create(files, shard_dir, header)
-    except OSError as error:
-        if error.errno in NO_SPACE:
-            raise DiskFull(f"{shard_dir} has no space for a new segment: {error}") from error
-        raise

@@ -5,6 +5,7 @@ Every byte of the log goes through this seam, so that tests can play every crash
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import sys
@@ -12,6 +13,9 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Error numbers of a disk that is full, or full for this user."""
+_SINCE_BOOT: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _IOV_MAX: Final = 1024
 """Buffers that one pwritev takes on Linux and macOS."""
 
@@ -67,6 +71,13 @@ class RealFile:
         except BlockingIOError:
             return False
         return True
+
+    def is_at(self, path: str) -> bool:
+        """Whether the path names this very file."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(path))
+        except FileNotFoundError:
+            return False
 
     def size(self) -> int:
         """The length now."""
@@ -153,8 +164,8 @@ class SystemClock:
         return time.time_ns()
 
     def monotonic_ns(self) -> int:
-        """Never steps back."""
-        return time.monotonic_ns()
+        """Never steps back; a lease runs out while the machine sleeps, so that time counts too."""
+        return time.clock_gettime_ns(_SINCE_BOOT)
 
     def sleep(self, seconds: float) -> None:
         """Return after that much time."""

@@ -5,6 +5,7 @@
                          *.torn                    what recovery cut off, kept for people to look at
                          *.tmp                     being made; a leftover means nothing
                          recovery.spare            space kept for recovery, so that it works on a full disk
+    <folder>/.lock                                 of several writers: held while files of the folder get or lose names
 
 Names that begin with a dot are never the log's: what file managers and copying programs leave (`.DS_Store`, `._*`) is passed over.
 Any other file is an error that names it: nothing is skipped silently.
@@ -23,6 +24,7 @@ from millstream.ports import Files
 
 MARK_NAME: Final = "durable.mark"
 SPARE_NAME: Final = "recovery.spare"
+LOCK_NAME: Final = ".lock"
 _SEGMENT: Final = re.compile(r"(\d{20})\.wal\Z")
 _SHARD: Final = re.compile(r"\d{5}\Z")
 _OTHERS: Final = (".torn", ".tmp", ".spare")

@@ -102,6 +102,26 @@ class MarkFile:
         files.sync_dir(shard_dir)
         return cls(file, (0, 0))
 
+    @classmethod
+    def replace(cls, files: Files, shard_dir: str) -> MarkFile:
+        """Put a copy of the shard's mark in its place, locked: whoever holds the old one writes where nobody reads any more."""
+        path = f"{shard_dir}/{MARK_NAME}"
+        temporary = f"{path}.tmp"
+        if files.exists(temporary):
+            files.remove(temporary)
+        data = files.read(path, 0, MARK_SIZE).ljust(MARK_SIZE, b"\0")
+        file = files.create(temporary)
+        try:
+            file.lock()
+            file.pwrite(data, 0)
+            file.sync()
+            files.rename(temporary, path)
+            files.sync_dir(shard_dir)
+        except BaseException:
+            file.close()
+            raise
+        return cls(file, (_newest(data, _DURABLE).counter, _newest(data, _DROPPED).counter))
+
     def move(self, mark: DurableMark, *, anchor: bool = False) -> None:
         """Show a new position; as an anchor it also survives a power cut, at the cost of an fsync."""
         self._durable_counter += 1

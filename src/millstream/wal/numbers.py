@@ -10,7 +10,7 @@ from typing import Final, Protocol
 from millstream.errors import CatalogError, SequenceUnusable, StaleEpoch
 from millstream.model.ids import Epoch
 from millstream.model.positions import SEQ_MAX, Seq, SeqRange
-from millstream.ports import SeqReservations, SequenceStore
+from millstream.ports import Clock, SeqReservations, SequenceStore
 from millstream.protocol.sequencer import (
     Drawn,
     EmbeddedNumbers,
@@ -19,6 +19,7 @@ from millstream.protocol.sequencer import (
     WriterNumbers,
     check_count,
 )
+from millstream.wal.files import SystemClock
 
 _TRIES: Final = 3
 
@@ -48,6 +49,9 @@ class GroupNumbers(Protocol):
     def given_before(self) -> Seq:
         """The greatest number that this writer's log must know of, where it knows of any; 0: it may be empty."""
 
+    def may_seize(self) -> bool:
+        """Whether the incarnation before answers nobody any more, so that its shards may be taken from it where it holds their locks."""
+
     def begin(self, *, reserved_to: Seq, persisted_upto: Seq) -> None:
         """The log is recovered, and says this of the numbers that were given before.
 
@@ -63,6 +67,14 @@ class GroupNumbers(Protocol):
             StaleEpoch: a newer incarnation has taken over.
             CatalogError, CatalogBusy: the store can't be asked now; a later call may.
             InvalidCount: the stream hasn't so many left.
+        """
+
+    def confirm(self) -> None:
+        """What was fsynced belongs to the log for sure: nobody has recovered it without.
+
+        Raises:
+            StaleEpoch: a newer incarnation has taken over; what it recovered may have it or not.
+            CatalogError, CatalogBusy: that can't be found out now.
         """
 
     def finish(self, given: SeqRange) -> None:
@@ -115,6 +127,10 @@ class BlockNumbers:
         """As `GroupNumbers`."""
         return self._reservations.reserved()
 
+    def may_seize(self) -> bool:
+        """As `GroupNumbers`: the locks of its shards are all that makes it the owner."""
+        return False
+
     def begin(self, *, reserved_to: Seq, persisted_upto: Seq) -> None:
         """As `GroupNumbers`; the log may know of reservations that the catalog has lost."""
         floor = max(reserved_to, persisted_upto, self._reservations.reserved())
@@ -128,6 +144,9 @@ class BlockNumbers:
             self._reservations.reserve_to(upto, epoch=self._epoch)
             self._numbers.reserved(upto)
         return self._numbers.allocate(count)
+
+    def confirm(self) -> None:
+        """Nobody takes anything over whose locks are held."""
 
     def finish(self, given: SeqRange) -> None:
         """As `GroupNumbers`."""
@@ -150,14 +169,18 @@ class SharedNumbers:
 
     Args:
         store: of the stream.
-        registration: of this incarnation, or of whom it takes over.
+        registration: of this incarnation, or of whom it takes over; just made.
+        clock: what the lease runs by here. It began before the store was asked, so it ends before the store's.
     """
 
     shared = True
 
-    def __init__(self, store: SequenceStore, registration: Registration) -> None:
+    def __init__(self, store: SequenceStore, registration: Registration, clock: Clock | None = None) -> None:
         self._store = store
         self._registration = registration
+        self._clock: Clock = SystemClock() if clock is None else clock
+        self._others_end_ns = self._clock.monotonic_ns() + 1000 * registration.waits_us
+        self._lease_end_ns = 0
         self._numbers = WriterNumbers(registration.writer, registration.epoch, Seq(0))
         self._elsewhere = Seq(0)
         self._is_lost = False
@@ -187,6 +210,19 @@ class SharedNumbers:
         """As `GroupNumbers`."""
         return self._registration.given_to
 
+    def may_seize(self) -> bool:
+        """As `GroupNumbers`: its lease has run out."""
+        return self._clock.monotonic_ns() >= self._others_end_ns
+
+    def keep_lease(self) -> None:
+        """Live on while the shards of the incarnation before are waited for."""
+        own = self._registration
+        self._store.report(own.writer, own.epoch, position=Seq(0))
+
+    def _lives_on(self, asked_ns: int) -> None:
+        """The store has renewed the lease, at some time after it was asked."""
+        self._lease_end_ns = asked_ns + 1000 * self._registration.lease_us
+
     def begin(self, *, reserved_to: Seq, persisted_upto: Seq) -> None:
         """As `GroupNumbers`."""
         known = max(reserved_to, persisted_upto)
@@ -205,7 +241,9 @@ class SharedNumbers:
                 log=int(persisted_upto),
                 cut_at=int(cut_at),
             )
+        asked_ns = self._clock.monotonic_ns()
         told = self._store.recovered(self._registration.writer, self._registration.epoch)
+        self._lives_on(asked_ns)
         self._numbers = WriterNumbers(self._registration.writer, self._registration.epoch, told.given.last)
         self._elsewhere = told.elsewhere
 
@@ -227,6 +265,7 @@ class SharedNumbers:
     def _draw(self, count: int) -> SeqRange:
         own = self._registration
         position = self._numbers.asks()
+        asked_ns = self._clock.monotonic_ns()
         self._is_lost = True
         try:
             drawn = self._store.draw(own.writer, own.epoch, count, position=position)
@@ -237,6 +276,7 @@ class SharedNumbers:
             self._numbers.refused()
             raise
         self._is_lost = False
+        self._lives_on(asked_ns)
         return self._take(drawn)
 
     def _take(self, drawn: Drawn) -> SeqRange:
@@ -251,6 +291,11 @@ class SharedNumbers:
         last = self._store.last(self._registration.writer, self._registration.epoch)
         self._is_lost = False
         return self._numbers.resolved(last)
+
+    def confirm(self) -> None:
+        """As `GroupNumbers`: nobody takes over while the lease runs; once it has run out the store is asked who the writer is."""
+        if self._clock.monotonic_ns() >= self._lease_end_ns:
+            self._report()
 
     def finish(self, given: SeqRange) -> None:
         """As `GroupNumbers`."""
@@ -273,7 +318,9 @@ class SharedNumbers:
 
     def _report(self) -> LedgerView:
         own = self._registration
+        asked_ns = self._clock.monotonic_ns()
         view, elsewhere = self._store.report(own.writer, own.epoch, position=self._numbers.position)
+        self._lives_on(asked_ns)
         self._numbers.observe(view.newest)
         self._elsewhere = elsewhere
         return view

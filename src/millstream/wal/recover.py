@@ -18,7 +18,6 @@ Each step leaves a log that recovers to the same: recovery may crash and be repe
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -34,6 +33,7 @@ from millstream.errors import CorruptFrame, CorruptWal, DiskFull, LogError, Stal
 from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, SourceId, StreamId
 from millstream.model.positions import Lsn, Offset, Seq
 from millstream.ports import Files
+from millstream.wal.files import NO_SPACE
 from millstream.wal.index import damage
 from millstream.wal.layout import SPARE_NAME, SegmentFile, list_segments, shard_folder
 from millstream.wal.mark import DurableMark, read_dropped, read_mark
@@ -49,7 +49,6 @@ from millstream.wal.scan import (
 )
 from millstream.wal.segment import FrameLog, entry_of
 
-NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _COPY_BYTES = 1 << 20
 _SPARE_LEAST_BYTES = 64 << 10
 """Of a spare on a nearly full disk: it holds the end of a log that a full disk kept short."""

@@ -23,6 +23,7 @@ from millstream.wal.index import damage, read_header
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard_folder
 from millstream.wal.mark import DroppedMark, MarkFile, read_dropped, read_mark
 from millstream.wal.scan import reader_of
+from millstream.wal.shards import folder_lock
 
 
 @dataclass(slots=True)
@@ -69,11 +70,19 @@ def drop_segments(
 
     Raises:
         CorruptWal: a footer or header that must be read is damaged; what was dropped before stays so.
+        ShardLocked: of a folder with several writers: one of them hangs while it holds the folder's lock.
 
-    Concurrency: one caller at a time; beside the writer and any readers.
+    Concurrency: one caller at a time, of several writers' processes in turn; beside the writers and any readers.
     """
     files = RealFiles() if files is None else files
-    now_ns = (SystemClock() if clock is None else clock).now_ns()
+    clock = SystemClock() if clock is None else clock
+    with folder_lock(files, folder, clock):
+        return _drop_segments(folder, tracker, bounds, cut_off, files, clock.now_ns())
+
+
+def _drop_segments(
+    folder: str, tracker: Retention, bounds: Bounds, cut_off: Callable[[CutOff], bool], files: Files, now_ns: int
+) -> Sweep:
     fronts = {shard: _front(files, folder, shard) for shard in list_shards(files, folder)}
     log_bytes = sum(front.size_bytes for front in fronts.values())
     oldest = {shard: _oldest(files, front) for shard, front in fronts.items() if front.sealed}

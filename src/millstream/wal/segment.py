@@ -21,12 +21,14 @@ from millstream.codec.log_segment import (
     SegmentHeader,
     TableEntry,
 )
+from millstream.errors import DiskFull
 from millstream.model.ids import Epoch, GroupNumber, RegionId, SchemaVersion, ShardId, SourceId, TableId, WriterId
 from millstream.model.positions import Lsn, Offset, Seq
 from millstream.model.schema import TableSchema
 from millstream.ports import Files, WritableFile
+from millstream.wal.files import NO_SPACE
 from millstream.wal.grouping import FramePlan
-from millstream.wal.layout import segment_path
+from millstream.wal.layout import SPARE_NAME, segment_path
 
 
 class WriteFailed(Exception):
@@ -145,19 +147,31 @@ class OpenSegment:
         """Make a segment: durable with its name when this returns.
 
         Raises:
-            OSError: nothing is there but perhaps a `.tmp`.
+            DiskFull: there's no space for it.
+            OSError: of either, nothing is there but perhaps a `.tmp`.
         """
         temporary = f"{segment_path(shard_dir, header.base_offset)}.tmp"
-        if files.exists(temporary):
-            files.remove(temporary)
-        return cls._begin(files, shard_dir, header, files.create(temporary), temporary)
+        try:
+            if files.exists(temporary):
+                files.remove(temporary)
+            return cls._begin(files, shard_dir, header, files.create(temporary), temporary)
+        except OSError as error:
+            if error.errno in NO_SPACE:
+                raise DiskFull(f"{shard_dir} has no space for a new segment: {error}") from error
+            raise
 
     @classmethod
-    def create_from(cls, files: Files, shard_dir: str, header: SegmentHeader, reserved: str) -> OpenSegment:
-        """As `create`, in the space of a file that is there already, which becomes the segment: it takes none that is free."""
-        file = files.open_write(reserved)
-        file.truncate(SEGMENT_HEADER_SIZE)
-        return cls._begin(files, shard_dir, header, file, reserved)
+    def create_first(cls, files: Files, shard_dir: str, header: SegmentHeader) -> OpenSegment:
+        """As `create`, for a start: on a full disk where recovery didn't need its spare, that becomes the segment."""
+        try:
+            return cls.create(files, shard_dir, header)
+        except DiskFull:
+            spare = f"{shard_dir}/{SPARE_NAME}"
+            if not files.exists(spare):
+                raise
+            file = files.open_write(spare)
+            file.truncate(SEGMENT_HEADER_SIZE)
+            return cls._begin(files, shard_dir, header, file, spare)
 
     @classmethod
     def _begin(

@@ -1,15 +1,26 @@
-"""Which shards of a folder a writer opens, and the locks that make it the only one."""
+"""Which shards of a folder a writer opens, and the locks that make it the only one.
+
+A shard's lock is its mark file's. A writer that hangs (SIGSTOP, a frozen host) holds it for as long as it hangs; once its lease has
+run out it answers nobody any more, and its mark is replaced: it goes on holding, and writing, a file that no path names. What it
+might still do by a path is to begin a segment or a spare. So writers that share a folder do that, recovery and retention under the
+folder's own lock, and look first whether their marks are still in their places.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Final
 
 from millstream.errors import CorruptWal, ShardLocked, ShardTaken
 from millstream.model.ids import ShardId, WriterId
-from millstream.ports import Files
-from millstream.wal.layout import MARK_NAME, list_segments, list_shards, shard_folder
+from millstream.ports import Clock, Files
+from millstream.wal.layout import LOCK_NAME, MARK_NAME, list_segments, list_shards, shard_folder
 from millstream.wal.mark import MarkFile, missing_shards, read_mark
 from millstream.wal.numbers import GroupNumbers
+
+_PATIENCE_NS: Final = 10_000_000_000
+_LOOK_S: Final = 0.005
 
 
 def own_shards(
@@ -53,23 +64,85 @@ def check_not_gone(files: Files, folder: str, shards: Sequence[ShardId], numbers
         )
 
 
-def lock_shards(files: Files, folder: str, shards: Sequence[ShardId]) -> dict[ShardId, MarkFile]:
-    """Take the locks of shards, whose folders are made; `ShardLocked` where another process has one."""
+@contextmanager
+def folder_lock(files: Files, folder: str, clock: Clock, *, make: bool = False) -> Iterator[None]:
+    """Hold the folder's lock; without `make` nothing where there is none, for a folder that one writer owns needs none.
+
+    Raises:
+        ShardLocked: another process holds it, and goes on holding it.
+    """
+    path = f"{folder}/{LOCK_NAME}"
+    if make and not files.exists(path):
+        files.makedirs(folder)
+        with suppress(FileExistsError):
+            files.create(path).close()
+    if not files.exists(path):
+        yield
+        return
+    file = files.open_write(path)
+    try:
+        deadline = clock.monotonic_ns() + _PATIENCE_NS
+        while not file.lock():
+            if clock.monotonic_ns() > deadline:
+                raise ShardLocked(
+                    f"another process holds {path}, and doesn't go on",
+                    hint="It recovers shards, begins a segment or drops old ones. If it hangs, end it.",
+                )
+            clock.sleep(_LOOK_S)
+        yield
+    finally:
+        file.close()
+
+
+def lock_shards(
+    files: Files, folder: str, shards: Sequence[ShardId], *, seize: bool = False
+) -> dict[ShardId, MarkFile]:
+    """Take the locks of shards, whose folders are made.
+
+    Args:
+        files: the file system.
+        folder: the stream's; with `seize` its lock is held.
+        shards: which.
+        seize: the writer before answers nobody any more: take its shards from it if it holds their locks still.
+
+    Raises:
+        ShardLocked: another process has one.
+    """
     marks: dict[ShardId, MarkFile] = {}
     try:
         for shard in shards:
             shard_dir = shard_folder(folder, shard)
             files.makedirs(shard_dir)
             files.sync_dir(folder)
-            marks[shard] = MarkFile.open(files, shard_dir)
-            if not marks[shard].file.lock():
+            mark = _lock(files, shard_dir)
+            if mark is None and seize:
+                mark = MarkFile.replace(files, shard_dir)
+            if mark is None:
                 raise ShardLocked(
                     f"another process writes {shard_dir}",
                     hint="Stop it first; `millstream status` shows who it is.",
                     shard=int(shard),
                 )
+            marks[shard] = mark
     except BaseException:
         for mark in marks.values():
             mark.close()
         raise
     return marks
+
+
+def holds_mark(shard_dir: str, mark: MarkFile) -> bool:
+    """Whether a mark is still the shard's: nobody has replaced it."""
+    return mark.file.is_at(f"{shard_dir}/{MARK_NAME}")
+
+
+def _lock(files: Files, shard_dir: str) -> MarkFile | None:
+    """The shard's mark with its lock, which counts only where the mark wasn't replaced on the way; None where another has it."""
+    while True:
+        mark = MarkFile.open(files, shard_dir)
+        if not mark.file.lock():
+            mark.close()
+            return None
+        if holds_mark(shard_dir, mark):
+            return mark
+        mark.close()

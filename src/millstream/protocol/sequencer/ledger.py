@@ -61,6 +61,10 @@ class Registration:
     """The greatest number ever given to this writer; 0: its log may be empty."""
     cut_at: Seq | None
     """Where the log has to be cut when it is recovered; None: nowhere."""
+    lease_us: int
+    """How long the new incarnation lives without a sign."""
+    waits_us: int
+    """How long the incarnation before may still answer its callers: until then, what it holds locked is its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +127,7 @@ class Ledger:
                     writer=name,
                     location=before.location,
                 )
-        return self._begin(before, now_us + lease_us, location, above)
+        return self._begin(before, now_us, lease_us, location, above)
 
     def take_over(self, writer: WriterId, *, now_us: int, lease_us: int) -> tuple[Ledger, Registration]:
         """Fence a writer that has died, to recover its log for it.
@@ -140,13 +144,14 @@ class Ledger:
         if entry.phase is WriterPhase.SETTLED:
             raise StaleEpoch(f"writer {entry.name} is settled: there is nothing to take over", epoch=int(entry.epoch))
         _check_expired(entry, now_us, "taken over")
-        return self._begin(entry, now_us + lease_us, entry.location)
+        return self._begin(entry, now_us, lease_us, entry.location)
 
     def _begin(
-        self, before: WriterEntry, lease_until_us: int, location: str, above: Epoch = Epoch(0)
+        self, before: WriterEntry, now_us: int, lease_us: int, location: str, above: Epoch = Epoch(0)
     ) -> tuple[Ledger, Registration]:
         epoch = Epoch(max(self.epoch, above) + 1)
         settled = before.phase is WriterPhase.SETTLED
+        waits_us = 0 if settled else max(0, before.lease_until_us - now_us)
         entry = replace(
             before,
             location=location,
@@ -154,10 +159,11 @@ class Ledger:
             phase=WriterPhase.RECOVERING,
             position=self.newest if settled else before.position,
             last=NO_NUMBERS,
-            lease_until_us=lease_until_us,
+            lease_until_us=now_us + max(lease_us, waits_us),
         )
         after = self._with(entry, epoch=epoch)
-        return after, Registration(entry.writer, epoch, self.newest, entry.given_to, entry.cut_at)
+        told = Registration(entry.writer, epoch, self.newest, entry.given_to, entry.cut_at, lease_us, waits_us)
+        return after, told
 
     def recovered(self, writer: WriterId, epoch: Epoch, *, now_us: int, lease_us: int) -> tuple[Ledger, Drawn]:
         """Its log is recovered: all that the incarnations before were given is settled, and it may draw."""
@@ -193,7 +199,8 @@ class Ledger:
         entry = self._own(writer, epoch, WriterPhase.OPEN, WriterPhase.RECOVERING)
         if entry.phase is WriterPhase.OPEN:
             entry = replace(entry, position=Seq(max(entry.position, position)))
-        after = self._with(replace(entry, lease_until_us=now_us + lease_us))
+        # While it recovers, the incarnation before may have the longer lease: who comes next waits for that one, too.
+        after = self._with(replace(entry, lease_until_us=max(entry.lease_until_us, now_us + lease_us)))
         return after, after.view(now_us)
 
     def settle(self, writer: WriterId, epoch: Epoch) -> Ledger:
