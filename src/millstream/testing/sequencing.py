@@ -133,9 +133,10 @@ class SequenceStoreConformance:
             expected, found = (_outcome(store, step, arguments, named) for store in (model, asked))
             if step == "report" and not isinstance(expected, str):
                 expected, found = (_plain(view, elsewhere) for view, elsewhere in (expected, found))
-            assert found == expected, (step, arguments, named)
-            if isinstance(expected, Registration):
+            if isinstance(expected, Registration) and isinstance(found, Registration):
                 epochs.append(expected.epoch)
+                expected, found = (replace(told, waits_us=min(1, told.waits_us)) for told in (expected, found))
+            assert found == expected, (step, arguments, named)
         assert [_timeless(entry) for entry in asked.writers()] == [_timeless(entry) for entry in model.writers()]
         assert asked.view().persisted_upto <= model.view().persisted_upto
 
