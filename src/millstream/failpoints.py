@@ -1,7 +1,8 @@
-"""Points in the code at which a test may kill the process, named in the environment.
+"""Points in the code at which a test may kill the process, or halt it, named in the environment.
 
 `MILLSTREAM_FAILPOINTS="capture.before_confirm:2,wal.before_fsync"` kills the process by SIGKILL the second time that it
-comes to the first point, and the first time that it comes to the second. Nothing is done, and next to nothing spent,
+comes to the first point, and the first time that it comes to the second; `wal.after_fsync:3:stop` halts it the third time, by
+SIGSTOP, until somebody lets it go on. Nothing is done, and next to nothing spent,
 where the variable is unset. Child processes inherit it, each with counts of its own. Where
 `MILLSTREAM_FAILPOINTS_DIR` names a folder too, a point kills only while no file of its name lies there, and leaves one
 when it does: so a supervised process may be killed once, restarted and left in peace, and a test counts its kills and
@@ -23,28 +24,36 @@ WITNESS_VARIABLE: Final = "MILLSTREAM_FAILPOINTS_DIR"
 _lock: Final = threading.Lock()
 
 
-def _parse(text: str) -> dict[str, int]:
-    """Hits left by name. `ValueError` where a count is no number."""
-    left: dict[str, int] = {}
+_SIGNALS: Final = {"": signal.SIGKILL, "kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+
+
+def _parse(text: str) -> dict[str, tuple[int, signal.Signals]]:
+    """Hits left by name, and the signal. `ValueError` where a count is no number, `KeyError` for another signal."""
+    left: dict[str, tuple[int, signal.Signals]] = {}
     for part in filter(None, (piece.strip() for piece in text.split(","))):
-        name, _, count = part.partition(":")
-        left[name] = int(count or "1")
+        name, _, rest = part.partition(":")
+        count, _, done = rest.partition(":")
+        left[name] = int(count or "1"), _SIGNALS[done]
     return left
 
 
-_left: dict[str, int] = _parse(os.environ.get(VARIABLE, ""))
+_left: dict[str, tuple[int, signal.Signals]] = _parse(os.environ.get(VARIABLE, ""))
 
 
 def hit(name: str) -> None:
-    """Come to a point: return at once, unless the environment asks for the process to die here."""
+    """Come to a point: return at once, unless the environment asks for the process to die or to halt here."""
     if not _left:
         return
     with _lock:
         if name not in _left:
             return
-        _left[name] -= 1
-        if _left[name] <= 0 and _leave_witness(name):
-            os.kill(os.getpid(), signal.SIGKILL)
+        count, sent = _left[name]
+        if sent is signal.SIGSTOP and count <= 0:
+            return  # it was let go on
+        _left[name] = count - 1, sent
+        if count > 1 or not _leave_witness(name):
+            return
+    os.kill(os.getpid(), sent)
 
 
 def _leave_witness(name: str) -> bool:

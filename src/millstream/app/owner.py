@@ -21,6 +21,7 @@ from millstream.app.locks import RoleLock
 from millstream.app.part import Lifeline
 from millstream.app.retention import sweep
 from millstream.app.wiring import capture_config, log_options, place_compiled_code
+from millstream.app.writers import SharedWriter, refuse_to_own
 from millstream.errors import DiskFull, LogError, MillstreamError, Retry, ShardLocked, StaleEpoch
 from millstream.model.ids import Epoch, ShardId, StreamId
 
@@ -129,15 +130,18 @@ class OwnedStream:
 
     def _capture(self, stop: threading.Event, *, until_caught_up: bool, tell: Callable[[], None]) -> None:
         from millstream.capture import run_capture
+        from millstream.wal.writer import LogWriter
 
         def on_progress(progress: CaptureProgress) -> None:
             self.progress = progress
             tell()
 
-        self.writer = self.open_writer()
+        log = self.open_writer()
+        self.writer = log if isinstance(log, LogWriter) else log.log
+        first_shard = ShardId(0) if isinstance(log, LogWriter) else log.shards[0]
         try:
             self.outcome = run_capture(
-                capture_config(self.home, self.name, self.config),
+                capture_config(self.home, self.name, self.config, first_shard=first_shard),
                 self.catalog,
                 self.writer,
                 stop=stop,
@@ -145,13 +149,14 @@ class OwnedStream:
                 on_progress=on_progress,
             )
         finally:
-            self.writer.close()
+            log.close()
             self.writer = None
 
-    def open_writer(self) -> LogWriter:
-        """Become the stream's writer: a new epoch, the shards' locks, recovery.
+    def open_writer(self) -> LogWriter | SharedWriter:
+        """Become the stream's writer, or one of several: a new epoch, the shards' locks, recovery.
 
         Raises:
+            ConfigError: the stream has several writers and the configuration says of none that it is this one.
             ShardLocked: another process holds a shard, and goes on holding it.
             CorruptWal, DiskFull …: as `LogWriter.open`.
         """
@@ -164,6 +169,20 @@ class OwnedStream:
             with contextlib.suppress(LogError):
                 found = StreamReader(str(folder)).stream_id
         stream = self._stream_id = self.catalog.resolve_stream(self.name, found=found)
+        own = self.home.config.writer
+        if own.name is not None:
+            return SharedWriter.open(
+                self.catalog,
+                stream,
+                str(folder),
+                name=own.name,
+                location=self.home.identity().place,
+                lease_s=own.lease_s,
+                shard_count=self.config.log.shards,
+                first_shard=own.first_shard,
+                options=log_options(self.config),
+            )
+        refuse_to_own(self.catalog, stream, self.name)
         above = Epoch(0)
         deadline = time.monotonic() + LOCK_PATIENCE_S
         while True:

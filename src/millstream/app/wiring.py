@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from millstream.app.config.quantities import duration_s, size_bytes
 from millstream.app.home import PIPELINE, Home
@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from millstream.spark.session import SparkOptions
     from millstream.wal.writer import LogOptions
 
+_FIRST: Final = ShardId(0)
 
-def capture_config(home: Home, name: str, stream: StreamConfig) -> CaptureConfig:
-    """What capture of a stream is told."""
+
+def capture_config(home: Home, name: str, stream: StreamConfig, *, first_shard: ShardId = _FIRST) -> CaptureConfig:
+    """What capture of a stream is told; `first_shard` is the writer's."""
     from millstream.capture import CaptureConfig
 
     source = stream.source
@@ -31,7 +33,7 @@ def capture_config(home: Home, name: str, stream: StreamConfig) -> CaptureConfig
         publication=source.publication or f"millstream_{name}",
         slot=slot_name(name, stream),
         spill_dir=str(home.spill_folder(name)),
-        shard_of=_Shards(dict(stream.shards)),
+        shard_of=_Shards(dict(stream.shards), first_shard),
         copy_workers=source.copy_workers,
         chunk_rows=source.copy_chunk_rows,
         buffer_bytes_max=size_bytes(source.memory),
@@ -127,8 +129,9 @@ def place_compiled_code(home: Home) -> None:
 class _Shards:
     """The shard of each table; picklable, unlike a closure."""
 
-    def __init__(self, shards: dict[str, int]) -> None:
+    def __init__(self, shards: dict[str, int], first: ShardId) -> None:
         self._shards = shards
+        self._first = first
 
     def __call__(self, table: str) -> ShardId:
-        return ShardId(self._shards.get(table, 0))
+        return ShardId(self._first + self._shards.get(table, 0))

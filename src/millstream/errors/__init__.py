@@ -10,6 +10,7 @@ from __future__ import annotations
 from millstream.errors._root import MillstreamError as MillstreamError
 from millstream.errors._root import Retry as Retry
 from millstream.errors._sequencing import InvalidCount as InvalidCount
+from millstream.errors._sequencing import LeaseTooShort as LeaseTooShort
 from millstream.errors._sequencing import NotInFlight as NotInFlight
 from millstream.errors._sequencing import SequenceUnusable as SequenceUnusable
 from millstream.errors._sequencing import SequencingError as SequencingError
@@ -286,7 +287,7 @@ class ShardTaken(LogError):
 
     code = "shard_taken"
     retry = Retry.OPERATOR
-    default_hint = "Give each writer shards of its own: `[writer] shards` in millstream.toml."
+    default_hint = "Give each writer shards of its own: `[writer] name` and `first_shard` in millstream.toml; `millstream writers` lists who there is."
 
 
 class TableSetAside(MillstreamError):

@@ -39,6 +39,15 @@ class WriterAlive(SequencingError):
     default_hint = "Stop it, or wait until its lease has run out; `millstream writers` shows it."
 
 
+class LeaseTooShort(SequencingError):
+    """The lease is shorter than what renewing it takes: it would run out under a writer that lives; details: lease_s, round_trip_s."""
+
+    code = "lease_too_short"
+    retry = Retry.OPERATOR
+    exit_code = 2
+    default_hint = "Raise `[writer] lease`, or bring the catalog's server nearer."
+
+
 class UnknownWriter(SequencingError):
     """The stream has no writer of that name or number; details: writer, known."""
 

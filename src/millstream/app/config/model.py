@@ -207,6 +207,34 @@ class SparkConfig(_Section):
         return duration_s(self.trigger_interval)
 
 
+class WriterConfig(_Section):
+    """Which of a stream's writers this is, where several processes write to it, each to shards of its own. The catalog lies in PostgreSQL then."""
+
+    name: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9_-]{1,63}$",
+        description="Its name, of its own among the stream's writers. Unset: the stream has one writer, which owns it. A stream that one writer owned "
+        "goes on as one of several with the name `writer`.",
+    )
+    lease: Duration = Field(
+        default="5s",
+        description="How long it lives without a sign: it gives one with each commit group, and four a lease while it is idle. Then another writer of "
+        "the home recovers its shards, and linear readers pass what it left.",
+    )
+    first_shard: int | None = Field(
+        default=None,
+        ge=0,
+        lt=1 << 20,
+        description="The first of its shards, of which it has `log.shards`. Unset: behind those of the writers that there were before it, if they have "
+        "as many each.",
+    )
+
+    @property
+    def lease_s(self) -> float:
+        """`lease` in seconds."""
+        return duration_s(self.lease)
+
+
 class HttpConfig(_Section):
     """What `serve` listens on: `/metrics` for Prometheus, `/healthz`, `/status`."""
 
@@ -251,4 +279,7 @@ class Config(_Section):
     streams: dict[str, StreamConfig] = Field(default={}, description="The streams, by name.")
     spark: SparkConfig = Field(default_factory=SparkConfig, description="The engine of the pipeline.")
     http: HttpConfig = Field(default_factory=HttpConfig, description="What `serve` listens on.")
+    writer: WriterConfig = Field(
+        default_factory=WriterConfig, description="Which writer this is, where several share a stream."
+    )
     catalog: CatalogConfig = Field(default_factory=CatalogConfig, description="Where the catalog lies.")

@@ -1,0 +1,306 @@
+"""One of several writers of a stream: registered in the catalog, kept alive among the others, and heir of those that died.
+
+A home's processes may each write to its streams, each to shards of its own in the one folder; what they share is the catalog, which
+lies in PostgreSQL then. A thread beside each writer tells the others where it stands, lets readers pass what others were given while it
+is idle, and recovers the shards of writers of this folder whose leases have run out.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Self
+
+import structlog
+
+from millstream.errors import (
+    CatalogError,
+    ConfigError,
+    LeaseTooShort,
+    MillstreamError,
+    ShardLocked,
+    StaleEpoch,
+    WriterAlive,
+)
+from millstream.model.ids import Epoch, ShardId, StreamId
+
+if TYPE_CHECKING:
+    from millstream.catalog import Catalog
+    from millstream.catalog.sequencing import PostgresSequenceStore
+    from millstream.protocol.sequencer import Registration, WriterEntry
+    from millstream.wal.numbers import SharedNumbers
+    from millstream.wal.writer import LogOptions, LogWriter
+
+logger = structlog.get_logger("millstream.writers")
+
+FOLLOW_EVERY_S: Final = 0.5
+"""How often an idle writer lets readers pass what others were given: half of the second that is promised."""
+_SIGNS_A_LEASE: Final = 4
+_SLOW_START_S: Final = 1.0
+_LOOK_S: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Whose log, where, and how it is written."""
+
+    stream: StreamId
+    folder: str
+    options: LogOptions | None
+    lease_s: float
+
+
+class SharedWriter:
+    """A writer among several, and the thread that keeps it so. Made by `open`.
+
+    Attributes:
+        log: what appends.
+        name: this writer's.
+        shards: where it writes.
+    """
+
+    def __init__(
+        self, log: LogWriter, name: str, shards: tuple[ShardId, ...], keeper: WriterKeeper, store: PostgresSequenceStore
+    ) -> None:
+        self.log: Final = log
+        self.name: Final = name
+        self.shards: Final = shards
+        self._keeper = keeper
+        self._store = store
+
+    @classmethod
+    def open(
+        cls,
+        catalog: Catalog,
+        stream: StreamId,
+        folder: str,
+        *,
+        name: str,
+        location: str,
+        lease_s: float,
+        shard_count: int = 1,
+        first_shard: int | None = None,
+        options: LogOptions | None = None,
+    ) -> Self:
+        """Register, wait for the incarnation before where it still may answer, recover its shards, and begin.
+
+        Args:
+            catalog: in PostgreSQL.
+            stream: whose writer.
+            folder: of its log.
+            name: the writer's: the same name gets the same shards again.
+            location: tells folders apart, of all machines that share the catalog.
+            lease_s: how long the writer lives without a sign.
+            shard_count: how many shards it has.
+            first_shard: the first of them. None: behind those of the writers that were there before, if they have as many each.
+            options: how the log is written.
+
+        Raises:
+            LeaseTooShort: the catalog answers too slowly for it.
+            WriterNameTaken: a writer of that name has its log elsewhere.
+            ShardTaken: one of the shards is another writer's.
+            ShardLocked: another process holds the folder or a shard, and goes on holding it.
+            SequenceUnusable: somebody has changed the numbers in the catalog.
+            CorruptWal, DiskFull …: as `LogWriter.open`.
+        """
+        store = _store_of(catalog, stream, lease_s)
+        began = time.monotonic()
+        place = _Place(stream, folder, options, lease_s)
+        try:
+            registration, shards, log = _begin(store, place, name, location, shard_count, first_shard)
+        except BaseException:
+            store.close()
+            raise
+        took_s = time.monotonic() - began
+        if took_s > _SLOW_START_S:
+            logger.info(
+                "a writer took long to start",
+                writer=name,
+                seconds=round(took_s, 2),
+                waited_s=registration.waits_us / 1e6,
+            )
+        keeper = WriterKeeper(log, store, name, location, place)
+        return cls(log, name, shards, keeper, store)
+
+    def close(self) -> None:
+        """Write what waits, tell the others that nothing is undecided, and go."""
+        self._keeper.stop()
+        self.log.close()
+        self._store.close()
+
+
+class WriterKeeper:
+    """The thread that keeps a writer alive, and looks after those that died.
+
+    Args:
+        log: the writer.
+        store: of the stream's numbers.
+        name: the writer's.
+        location: the folder's: of writers that have their logs elsewhere nothing can be recovered here.
+        place: the folder.
+    """
+
+    def __init__(
+        self,
+        log: LogWriter,
+        store: PostgresSequenceStore,
+        name: str,
+        location: str,
+        place: _Place,
+    ) -> None:
+        self._log = log
+        self._store = store
+        self._name = name
+        self._location = location
+        self._place = place
+        self._every_s = min(FOLLOW_EVERY_S, place.lease_s / _SIGNS_A_LEASE)
+        self._done = threading.Event()
+        self._told: dict[str, str] = {}
+        """What was said of whom: once is enough."""
+        self._thread = threading.Thread(target=self._run, name=f"writer-{name}", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._done.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._done.wait(self._every_s):
+            try:
+                view = self._log.follow() or self._store.view()
+            except StaleEpoch as error:
+                logger.warning("this writer was taken over", writer=self._name, error=error.message)
+                return
+            except CatalogError as error:
+                self._say("catalog", f"the catalog can't be asked: {error.message}")
+                continue
+            except MillstreamError as error:
+                logger.warning("this writer ended", writer=self._name, error=error.message)
+                return
+            self._told.pop("catalog", None)
+            if view.expired:
+                self._look_after(view.expired)
+
+    def _look_after(self, expired: frozenset[int]) -> None:
+        with suppress(CatalogError):
+            for entry in self._store.writers():
+                if entry.writer not in expired or entry.name == self._name:
+                    continue
+                if entry.location != self._location:
+                    self._say(entry.name, f"its lease has run out, and its log lies in {entry.location}")
+                    continue
+                try:
+                    self._inherit(entry)
+                except (WriterAlive, StaleEpoch):
+                    continue  # it has come back, or another process was faster
+                except MillstreamError as error:
+                    self._say(entry.name, f"its lease has run out, and its shards can't be recovered: {error.message}")
+                else:
+                    self._told.pop(entry.name, None)
+
+    def _inherit(self, dead: WriterEntry) -> None:
+        """Recover what it left: its whole groups belong to the log, the rest of its numbers never will be."""
+        taken = self._store.take_over(dead.writer)
+        _open_log(self._store, self._place, taken, ()).close()
+        logger.warning("recovered the shards of a writer that died", writer=dead.name, given_to=int(dead.given_to))
+
+    def _say(self, of: str, what: str) -> None:
+        if self._told.get(of) != what:
+            self._told[of] = what
+            logger.warning("a writer's numbers wait", writer=of, why=what)
+
+
+def writers_of(catalog: Catalog, stream: StreamId) -> list[WriterEntry]:
+    """The writers that share a stream; none where one owns it."""
+    if catalog.database.address is None:
+        return []
+    store = _store_of(catalog, stream, 0.0)
+    return [entry for entry in store.writers() if entry.location]
+
+
+def refuse_to_own(catalog: Catalog, stream: StreamId, name: str) -> None:
+    """`ConfigError` where a stream has several writers, for a process that means to be its only one."""
+    others = writers_of(catalog, stream)
+    if others:
+        known = ", ".join(f"{entry.name} ({entry.location})" for entry in others)
+        raise ConfigError(
+            f"stream {name} has writers of names, {known}, and this home's configuration gives it none",
+            hint='Say which one it is: `[writer] name = "…"` in millstream.toml.',
+        )
+
+
+def _begin(
+    store: PostgresSequenceStore,
+    place: _Place,
+    name: str,
+    location: str,
+    shard_count: int,
+    first_shard: int | None,
+) -> tuple[Registration, tuple[ShardId, ...], LogWriter]:
+    above = Epoch(0)
+    while True:
+        registration = store.register(name, location, above=above)
+        first = (registration.writer - 1) * shard_count if first_shard is None else first_shard
+        shards = tuple(ShardId(first + number) for number in range(shard_count))
+        try:
+            return registration, shards, _open_log(store, place, registration, shards)
+        except StaleEpoch as error:
+            known = error.details.get("epoch", 0)
+            if "writer" in error.details or above >= known:
+                raise
+            # The shards were this writer's, so that nobody newer writes: the catalog is older than the log.
+            above = Epoch(known)
+
+
+def _open_log(
+    store: PostgresSequenceStore, place: _Place, registration: Registration, shards: tuple[ShardId, ...]
+) -> LogWriter:
+    """Open the log under a registration; waits for as long as the incarnation before may still answer its callers."""
+    from millstream.wal.numbers import SharedNumbers
+    from millstream.wal.writer import LogWriter
+
+    numbers = SharedNumbers(store, registration)
+    while True:
+        _renew(numbers, place.lease_s)
+        may_seize = numbers.may_seize()
+        try:
+            return LogWriter.open(
+                place.folder,
+                stream=place.stream,
+                shards=shards,
+                epoch=registration.epoch,
+                reservations=numbers,
+                options=place.options,
+                writer=registration.writer,
+            )
+        except ShardLocked:
+            if may_seize:
+                raise
+        time.sleep(_LOOK_S)
+
+
+def _renew(numbers: SharedNumbers, lease_s: float) -> None:
+    """Live on while the log is opened; `LeaseTooShort` where that takes too much of the lease."""
+    asked = time.monotonic()
+    numbers.keep_lease()
+    round_trip_s = time.monotonic() - asked
+    if round_trip_s > lease_s / _SIGNS_A_LEASE:
+        raise LeaseTooShort(
+            f"the catalog took {round_trip_s:.3f} s to answer, and the lease is {lease_s} s: it would run out under a writer that lives",
+            lease_s=lease_s,
+            round_trip_s=round_trip_s,
+        )
+
+
+def _store_of(catalog: Catalog, stream: StreamId, lease_s: float) -> PostgresSequenceStore:
+    from millstream.catalog.sequencing import PostgresSequenceStore
+
+    if catalog.database.address is None:
+        raise ConfigError(
+            "`[writer] name` is set, and the catalog is embedded: several writers need one that they share",
+            hint="Name a PostgreSQL database in `[catalog] url`, and `millstream catalog move`; or take `[writer]` away.",
+        )
+    return PostgresSequenceStore(catalog.database, stream, lease_s=lease_s)

@@ -1,0 +1,270 @@
+"""Several processes that write to one stream on a real PostgreSQL, killed, halted and let go on: what readers see stays true."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+from tests.app.writer_process import ROWS
+
+from millstream.app.writers import SharedWriter
+from millstream.catalog import Catalog
+from millstream.catalog.sequencing import PostgresSequenceStore
+from millstream.errors import LogError
+from millstream.model.ids import StreamId
+from millstream.model.positions import Seq
+from millstream.testing import EmbeddedPostgres
+from millstream.wal.inspect import verify
+from millstream.wal.reader import StreamReader
+
+STREAM = StreamId(UUID(int=11))
+LEASE_S = 2.0
+MAY_FAIL = {"stale_epoch", "shard_locked", "lease_too_short", "catalog", "catalog_busy", "catalog_unreachable"}
+"""Of a start: somebody else was started under its name, the server crashed, or it was halted while it looked at the time."""
+
+
+class Writer:
+    """A writer's process."""
+
+    def __init__(self, folder: Path, address: str, name: str, failpoint: str = "") -> None:
+        command = [sys.executable, "-m", "tests.app.writer_process", str(folder), address, name, str(LEASE_S)]
+        environ = {**os.environ, "MILLSTREAM_FAILPOINTS": failpoint}
+        self.name = name
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
+        self.said: list[list[str]] = []
+        self._thread = threading.Thread(target=self._listen)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.endswith("\n"):
+                self.said.append(line.split())
+
+    def acknowledged(self) -> dict[str, int]:
+        return {words[1]: int(words[2]) for words in list(self.said) if words[0] == "ack"}
+
+    def texts(self, word: str) -> set[str]:
+        return {words[1] for words in list(self.said) if words[0] == word}
+
+    def send(self, number: int) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+
+    def end(self) -> None:
+        with suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait()
+        self._thread.join()
+
+
+class Reader:
+    """A linear reader beside the writers: it checks the order as it goes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stop = threading.Event()
+        self.upto = Seq(0)
+        self.seen: dict[int, str] = {}
+        self.wrong: list[str] = []
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.1):
+            try:
+                self.read()
+            except LogError:
+                continue  # nothing is there yet
+            except Exception as error:  # noqa: BLE001 - told at the end
+                self.wrong.append(repr(error))
+                return
+
+    def read(self) -> None:
+        reader = StreamReader(str(self._folder))
+        cut = reader.persisted_upto()
+        if cut < self.upto:
+            self.wrong.append(f"persisted_upto went from {self.upto} back to {cut}")
+        last = int(self.upto)
+        for records in reader.read_between(self.upto, cut):
+            seqs, texts = records.batch.column("__seq").to_pylist(), records.batch.column("text").to_pylist()
+            for seq, text in zip(seqs, texts, strict=True):
+                if seq in self.seen or not self.upto < seq <= cut:
+                    self.wrong.append(f"{seq} ({text}) came in ({self.upto}, {cut}], after {last}")
+                self.seen[seq] = text
+                last = seq
+        self.upto = cut
+
+    def end(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def wait_for(
+    condition: Callable[[], bool], *, seconds: float = 60.0, what: Callable[[], object] = lambda: None
+) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.05)
+
+
+def check(folder: Path, reader: Reader, writers: list[Writer]) -> None:
+    """All that was acknowledged is there at its numbers, whole, once; nothing that was refused; each writer's own in its order."""
+    assert not reader.wrong, reader.wrong
+    by_text: dict[str, list[int]] = {}
+    for seq, text in reader.seen.items():
+        by_text.setdefault(text, []).append(seq)
+    assert all(len(seqs) == ROWS for seqs in by_text.values()), "an operation is there in part, or twice"
+    for writer in writers:
+        acknowledged = writer.acknowledged()
+        lost = {text for text, seq in acknowledged.items() if min(by_text.get(text, [0])) != seq}
+        assert not lost, (writer.name, sorted(lost)[:5])
+        assert not writer.texts("refused") & by_text.keys()
+        failures = [words for words in writer.said if words[0] == "failed" and words[1] not in MAY_FAIL]
+        assert not failures, failures
+        own = [min(by_text[text]) for text in acknowledged]
+        assert own == sorted(own)
+    tried = set[str]().union(*(writer.texts("try") for writer in writers))
+    assert by_text.keys() <= tried
+    fresh = StreamReader(str(folder))
+    again = {
+        seq
+        for records in fresh.read_between(Seq(0), fresh.persisted_upto())
+        for seq in records.batch.column("__seq").to_pylist()
+    }
+    assert again == reader.seen.keys()
+    assert verify(str(folder)).is_whole
+
+
+@dataclass
+class Siege:
+    """Writers, each of which is killed, halted and started again at random."""
+
+    folder: Path
+    server: EmbeddedPostgres
+    address: str
+    chance: random.Random
+    all: list[Writer] = field(default_factory=list)
+    running: dict[str, Writer] = field(default_factory=dict)
+    halted: dict[str, float] = field(default_factory=dict)
+    """Until when."""
+
+    def start(self, name: str, *, in_peace: bool = False) -> None:
+        points = (
+            [""]
+            if in_peace
+            else [
+                "",
+                "",
+                "wal.before_fsync:9:stop",
+                "wal.after_fsync:9:stop",
+                "wal.after_fsync:15",
+                "wal.before_fsync:20",
+            ]
+        )
+        self.running[name] = Writer(self.folder, self.address, name, self.chance.choice(points))
+        self.all.append(self.running[name])
+
+    def turn(self) -> None:
+        """One thing happens to one of them."""
+        name = self.chance.choice(list(self.running))
+        writer = self.running[name]
+        now = time.monotonic()
+        what = self.chance.choice(["kill", "halt", "halt", "twice", "nothing"])
+        if writer.process.poll() is not None:
+            self.start(name)
+        elif what == "kill":
+            writer.end()
+        elif what == "halt":
+            writer.send(signal.SIGSTOP)
+            self.halted[name] = now + self.chance.choice([0.3, LEASE_S + 1, 3 * LEASE_S])
+        elif what == "twice":
+            # Somebody starts it anew while the old one hangs: that one is left to wake up later.
+            writer.send(signal.SIGSTOP)
+            self.start(name)
+        for other, until in list(self.halted.items()):
+            if now > until:
+                del self.halted[other]
+        for one in self.all:
+            if one.name not in self.halted and self.chance.random() < 0.3:
+                one.send(signal.SIGCONT)
+
+
+@pytest.fixture
+def server() -> Iterator[EmbeddedPostgres]:
+    with EmbeddedPostgres() as server:  # with fsync: it is crashed
+        yield server
+
+
+def besiege(tmp_path: Path, server: EmbeddedPostgres, *, seed: int, seconds: float, writers: int = 8) -> Siege:
+    siege = Siege(tmp_path / "wal", server, server.dsn(), random.Random(seed))
+    with Catalog(siege.address):
+        pass  # made once, before they all come
+    names = [f"w{number}" for number in range(writers)]
+    for name in names:
+        siege.start(name)
+    reader = Reader(siege.folder)
+    try:
+        end = time.monotonic() + seconds
+        crashes = [time.monotonic() + seconds * share for share in (0.35, 0.7)]
+        while time.monotonic() < end:
+            time.sleep(0.25)
+            siege.turn()
+            if crashes and time.monotonic() > crashes[0]:
+                crashes.pop(0)
+                server.stop("immediate")
+                server.start()
+        for writer in siege.all:
+            writer.end()
+        # One that comes back recovers what all of them left.
+        siege.start(names[0], in_peace=True)
+        store = PostgresSequenceStore(Catalog(siege.address).database, STREAM)
+        wait_for(
+            lambda: sum(entry.phase.value != "settled" for entry in store.writers()) == 1,
+            what=lambda: (store.writers(), siege.running[names[0]].said[-3:]),
+        )
+        siege.running[names[0]].end()
+        with Catalog(siege.address) as catalog:
+            SharedWriter.open(
+                catalog, STREAM, str(siege.folder), name=names[0], location="here", lease_s=LEASE_S, shard_count=2
+            ).close()
+        newest = store.view().newest
+        store.close()
+        reader.end()
+        reader.read()
+        assert reader.upto == newest
+        check(siege.folder, reader, siege.all)
+    finally:
+        reader.end()
+        for writer in siege.all:
+            writer.send(signal.SIGCONT)
+            writer.end()
+    return siege
+
+
+def test_eight_writers_under_siege(tmp_path: Path, server: EmbeddedPostgres) -> None:
+    siege = besiege(tmp_path, server, seed=1, seconds=60)
+    acknowledged = sum(len(writer.acknowledged()) for writer in siege.all)
+    outcomes = Counter(words[0] for writer in siege.all for words in writer.said)
+    assert acknowledged > 500
+    assert outcomes["unknown"] or outcomes["refused"], outcomes
+
+
+@pytest.mark.soak
+def test_eight_writers_under_a_long_siege(tmp_path: Path, server: EmbeddedPostgres) -> None:
+    seed = random.randrange(2**32)
+    sys.stdout.write(f"seed {seed}\n")
+    besiege(tmp_path, server, seed=seed, seconds=600)
