@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.app.homes import config, done, make_home, run
 
 from millstream.app.doctor import examine
 from millstream.app.home import Home
@@ -28,44 +28,8 @@ IDLE_S = 12
 SECRET = "p@ss:w/ord"
 
 
-def config(source: str, catalog: str | None, *, stream: str = "shop", tables: str = '["*.*"]') -> str:
-    where = "" if catalog is None else f"[catalog]\nurl = {json.dumps(catalog)}\n"
-    return f"{where}[streams.{stream}.source]\ndsn = {json.dumps(source)}\ntables = {tables}\n"
-
-
-def make_home(folder: Path, text: str) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "millstream.toml").write_text(text)
-    return folder
-
-
-def run(home: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "millstream.cli", "--home", str(home), *words],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "HOME": "/nonexistent", **environ},
-        stdin=subprocess.DEVNULL,
-    )
-
-
-def done(home: Path, *words: str, **environ: str) -> str:
-    ended = run(home, *words, **environ)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
-
-
 def ids(home: Path, *words: str) -> list[int]:
     return [json.loads(line)["row"]["id"] for line in done(home, "wal", "cat", *words).splitlines()]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One place for the decoders' machine code: every home would compile its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NUMBA_CACHE_DIR", str(tmp_path_factory.mktemp("numba")))
-        yield
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -17,15 +18,19 @@ from pathlib import Path
 from uuid import UUID
 
 import pytest
+from tests.app.homes import config, done, make_home, run
 from tests.app.writer_process import ROWS
 
+from millstream.app.home import Home
 from millstream.app.writers import SharedWriter
 from millstream.catalog import Catalog
 from millstream.catalog.sequencing import PostgresSequenceStore
-from millstream.errors import LogError
+from millstream.errors import LeaseTooShort, LogError, ShardTaken
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq
 from millstream.testing import EmbeddedPostgres
+from millstream.testing.log import plain_ops, plain_table
+from millstream.testing.pytest_plugin import Database
 from millstream.wal.inspect import verify
 from millstream.wal.reader import StreamReader
 
@@ -201,6 +206,141 @@ class Siege:
         for one in self.all:
             if one.name not in self.halted and self.chance.random() < 0.3:
                 one.send(signal.SIGCONT)
+
+
+WRITER = '[writer]\nname = "writer"\nlease = "2s"\n'
+
+
+@pytest.fixture
+def home(tmp_path: Path, postgres: Database) -> Path:
+    """A home that captures a database, with its catalog in it, and that one writer owns as yet."""
+    with postgres.connect() as connection:
+        connection.execute("CREATE TABLE orders (id bigint PRIMARY KEY)")
+        connection.execute("INSERT INTO orders SELECT generate_series(1, 5)")
+    home = make_home(tmp_path / "shop", config(postgres.dsn, postgres.dsn, tables='["public.*"]'))
+    done(home, "capture", "run", "--until-caught-up")
+    return home
+
+
+def second_writer(home: Path, dsn: str, *, lease_s: float = LEASE_S) -> SharedWriter:
+    place = Home(home)
+    catalog = Catalog(dsn)
+    stream = catalog.stream("shop").id
+    return SharedWriter.open(
+        catalog, stream, str(place.wal_folder("shop")), name="second", location=place.identity().place, lease_s=lease_s
+    )
+
+
+def append(writer: SharedWriter, number: int) -> Seq:
+    ops = plain_ops({number: [(plain_table(900), 1, "from the second")]}, shard_of={900: writer.shards[0]})
+    return writer.log.append(ops).seqs.first
+
+
+def states(home: Path) -> dict[str, str]:
+    return {one["name"]: one["state"] for one in json.loads(done(home, "writers", "ls", "--json"))["writers"]}
+
+
+def test_a_stream_that_one_writer_owned_goes_on_as_one_of_several(home: Path, postgres: Database) -> None:
+    assert states(home) == {}
+    assert "which owns it" in run(home, "writers").stderr
+    with pytest.raises(ShardTaken, match="of one writer as yet"):
+        second_writer(home, postgres.dsn)
+    (home / "millstream.toml").write_text(WRITER + (home / "millstream.toml").read_text())
+    with postgres.connect() as connection:
+        connection.execute("INSERT INTO orders VALUES (6)")
+    assert states(home) == {"second": "stopped"}
+    done(home, "capture", "run", "--until-caught-up")
+    assert states(home) == {"writer": "stopped", "second": "stopped"}
+    second = second_writer(home, postgres.dsn)
+    append(second, 1)
+    with postgres.connect() as connection:
+        connection.execute("INSERT INTO orders VALUES (7)")
+    done(home, "capture", "run", "--until-caught-up")
+    append(second, 2)
+    assert states(home) == {"writer": "stopped", "second": "alive"}
+    rows = [json.loads(line) for line in done(home, "wal", "cat").splitlines()]
+    assert [row["row"]["id"] for row in rows if row["table"] == "public.orders"] == [1, 2, 3, 4, 5, 6, 7]
+    assert [row["seq"] for row in rows] == sorted(row["seq"] for row in rows)
+    assert sum(row["table"] == "public.table900" for row in rows) == 2
+    second.close()
+    assert states(home) == {"writer": "stopped", "second": "stopped"}
+    status = json.loads(done(home, "status", "--json"))["streams"][0]
+    assert [one["behind"] for one in status["writers"]] == [0, 0]
+    assert "writers: writer stopped, second stopped" in done(home, "status")
+
+
+def test_who_gives_no_name_is_told_of_those_who_do(home: Path) -> None:
+    plain = (home / "millstream.toml").read_text()
+    (home / "millstream.toml").write_text(WRITER + plain)
+    done(home, "capture", "run", "--until-caught-up")
+    (home / "millstream.toml").write_text(plain)
+    refused = run(home, "capture", "run", "--until-caught-up")
+    assert refused.returncode == 2
+    assert "writer (" in refused.stderr
+    assert "[writer] name" in refused.stderr
+
+
+def test_a_name_needs_a_catalog_that_can_be_shared(tmp_path: Path, postgres: Database) -> None:
+    home = make_home(tmp_path / "shop", WRITER + config(postgres.dsn, None, tables='["public.*"]'))
+    refused = run(home, "capture", "run", "--until-caught-up")
+    assert refused.returncode == 2
+    assert "catalog move" in refused.stderr
+
+
+def test_a_lease_that_is_shorter_than_the_way_to_the_catalog(home: Path, postgres: Database) -> None:
+    with pytest.raises(LeaseTooShort) as caught:
+        second_writer(home, postgres.dsn, lease_s=0.000_01)
+    assert caught.value.details["lease_s"] == 0.000_01
+
+
+def test_a_writer_that_died_is_recovered_by_another_within_its_lease(home: Path, postgres: Database) -> None:
+    (home / "millstream.toml").write_text(WRITER + (home / "millstream.toml").read_text())
+    capture = subprocess.Popen(
+        [sys.executable, "-m", "millstream.cli", "--home", str(home), "capture", "run"], stdin=subprocess.DEVNULL
+    )
+    second = second_writer(home, postgres.dsn)
+    try:
+        wait_for(lambda: states(home).get("writer") == "alive")
+        capture.kill()
+        capture.wait()
+        last = append(second, 1)
+        reader = StreamReader(str(Home(home).wal_folder("shop")))
+        wait_for(lambda: reader.persisted_upto() >= last, seconds=20)
+        assert states(home) == {"writer": "stopped", "second": "alive"}
+    finally:
+        capture.kill()
+        capture.wait()
+        second.close()
+
+
+def test_a_writer_whose_log_is_elsewhere_is_waited_for_until_it_is_forgotten(home: Path, postgres: Database) -> None:
+    (home / "millstream.toml").write_text(WRITER + (home / "millstream.toml").read_text())
+    done(home, "capture", "run", "--until-caught-up")
+    with Catalog(postgres.dsn) as catalog:
+        store = PostgresSequenceStore(catalog.database, catalog.stream("shop").id, lease_s=3600)
+        far = store.register("far", "another machine")
+        store.recovered(far.writer, far.epoch)
+        given = store.draw(far.writer, far.epoch, 3, position=Seq(0)).given
+        store.close()
+    alive = run(home, "writers", "forget", "far", "--yes")
+    assert alive.returncode == 1
+    assert "its lease runs" in alive.stderr
+    second = second_writer(home, postgres.dsn)
+    last = append(second, 1)
+    assert last > given.last
+    with postgres.connect() as connection:
+        connection.execute("UPDATE millstream.writers SET lease_until_us = 0 WHERE name = 'far'")
+    wait_for(lambda: states(home)["far"] == "expired")
+    reader = StreamReader(str(Home(home).wal_folder("shop")))
+    assert reader.persisted_upto() < given.first
+    assert "millstream writers forget" in done(home, "status")
+    unknown = run(home, "writers", "forget", "fra", "--yes")
+    assert unknown.returncode == 1
+    assert "far" in unknown.stderr
+    done(home, "writers", "forget", "far", "--yes")
+    wait_for(lambda: reader.persisted_upto() >= last)
+    assert states(home)["far"] == "forgotten"
+    second.close()
 
 
 @pytest.fixture

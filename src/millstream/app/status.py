@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from millstream.app.control import ask
 from millstream.app.home import PIPELINE, Home
 from millstream.app.locks import Role, holder
+from millstream.app.writers import writer_facts
 from millstream.errors import ConfigError, LogError, MillstreamError
 from millstream.model.ids import StreamId
 from millstream.model.names import qualified_name
@@ -80,6 +81,7 @@ def _stream(
     landed = max(catalog.landed(stream, PIPELINE), _lake_n(home, name, stream, problems))
     counted = _counter(home, name, durable, problems)
     writers = catalog.writers(stream)
+    shared = writer_facts(catalog, stream)
     sources = catalog.sources(stream)
     return {
         "name": name,
@@ -90,9 +92,10 @@ def _stream(
         else {
             "name": writers[-1].name,
             "epoch": int(writers[-1].epoch),
-            "pid": writers[-1].pid,
+            "pid": writers[-1].pid or None,
             "alive": capture is not None,
         },
+        "writers": shared["writers"],
         "source": {
             "reached": format_lsn(sources[-1].reached) if sources else None,
             "database": sources[-1].database if sources else None,

@@ -11,7 +11,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import structlog
 
@@ -22,11 +22,13 @@ from millstream.errors import (
     MillstreamError,
     ShardLocked,
     StaleEpoch,
+    UnknownWriter,
     WriterAlive,
 )
 from millstream.model.ids import Epoch, ShardId, StreamId
 
 if TYPE_CHECKING:
+    from millstream.app.home import Home
     from millstream.catalog import Catalog
     from millstream.catalog.sequencing import PostgresSequenceStore
     from millstream.protocol.sequencer import Registration, WriterEntry
@@ -217,8 +219,80 @@ def writers_of(catalog: Catalog, stream: StreamId) -> list[WriterEntry]:
     """The writers that share a stream; none where one owns it."""
     if catalog.database.address is None:
         return []
-    store = _store_of(catalog, stream, 0.0)
-    return [entry for entry in store.writers() if entry.location]
+    return [entry for entry in _store_of(catalog, stream, 0.0).writers() if entry.location]
+
+
+def writer_facts(catalog: Catalog, stream: StreamId) -> dict[str, Any]:
+    """The writers that share a stream, JSON-able.
+
+    Returns:
+        `newest`: the greatest number given to any of them; `persisted_upto`: what linear readers of all their logs may read. `writers`: of each `name`,
+        `state` (`alive`, `recovering`; `expired`: its lease has run out and nobody has recovered its log; `stopped`; `forgotten`), `epoch`, `position`,
+        how many numbers `behind` the newest that is, and the `location` of its log. Empty where one writer owns the stream.
+    """
+    entries = writers_of(catalog, stream)
+    if not entries:
+        return {"newest": None, "persisted_upto": None, "writers": []}
+    view = _store_of(catalog, stream, 0.0).view()
+    return {
+        "newest": int(view.newest),
+        "persisted_upto": int(view.persisted_upto),
+        "writers": [
+            {
+                "name": entry.name,
+                "state": _state(entry, is_expired=entry.writer in view.expired),
+                "epoch": int(entry.epoch),
+                "position": int(position := view.positions.get(entry.writer, entry.position)),
+                "behind": max(0, int(view.newest) - int(position)),
+                "location": entry.location,
+            }
+            for entry in entries
+        ],
+    }
+
+
+def list_writers(home: Home, stream: str | None) -> dict[str, Any]:
+    """`writer_facts` of a stream of a home, with the `stream`'s name; `UnknownStream` where there is none."""
+    with home.open_catalog() as catalog:
+        name = home.pick_stream(stream, of=[row.name for row in catalog.streams()])
+        return {"stream": name, **writer_facts(catalog, catalog.stream(name).id)}
+
+
+def forget_writer(home: Home, stream: str | None, name: str) -> int:
+    """Give up what a dead writer left undecided.
+
+    Returns:
+        What linear readers may read up to from now on.
+
+    Raises:
+        UnknownWriter: the stream has none of that name.
+        WriterAlive: its lease runs.
+        StaleEpoch: it left nothing undecided.
+    """
+    with home.open_catalog() as catalog:
+        found = catalog.stream(home.pick_stream(stream, of=[row.name for row in catalog.streams()])).id
+        entries = {entry.name: entry for entry in writers_of(catalog, found)}
+        if name not in entries:
+            known = sorted(entries)
+            raise UnknownWriter(
+                f"the stream has no writer {name}",
+                hint=f"It has {', '.join(known)}." if known else "One writer owns it.",
+                writer=name,
+                known=known,
+            )
+        store = _store_of(catalog, found, 0.0)
+        store.forget(entries[name].writer)
+        return int(store.view().persisted_upto)
+
+
+def _state(entry: WriterEntry, *, is_expired: bool) -> str:
+    from millstream.protocol.sequencer import WriterPhase
+
+    if entry.phase is WriterPhase.SETTLED:
+        return "stopped" if entry.cut_at is None else "forgotten"
+    if is_expired:
+        return "expired"
+    return "alive" if entry.phase is WriterPhase.OPEN else "recovering"
 
 
 def refuse_to_own(catalog: Catalog, stream: StreamId, name: str) -> None:
@@ -253,6 +327,12 @@ def _begin(
                 raise
             # The shards were this writer's, so that nobody newer writes: the catalog is older than the log.
             above = Epoch(known)
+        except MillstreamError:
+            if registration.given_to == 0:
+                # It has nothing anywhere: nobody has to wait for it.
+                with suppress(MillstreamError):
+                    store.settle(registration.writer, registration.epoch)
+            raise
 
 
 def _open_log(

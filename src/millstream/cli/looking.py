@@ -58,6 +58,14 @@ def _print_stream(stream: dict[str, Any]) -> None:
         f": {stream['state']}, epoch {writer.get('epoch', 0)}, source at {stream['source']['reached'] or 'no position yet'}"
     )
     click.echo(f"  durable {stream['tokens']['durable']}, landed {stream['tokens']['landed']}")
+    for waits in (one for one in stream["writers"] if one["state"] == "expired"):
+        click.secho(
+            f"  readers wait for the writer {waits['name']}: its lease has run out, and its log in {waits['location']} isn't recovered; start it, "
+            "or `millstream writers forget` it",
+            fg="red",
+        )
+    if len(stream["writers"]) > 1:
+        click.echo("  writers: " + ", ".join(f"{one['name']} {one['state']}" for one in stream["writers"]))
     lag = stream["lag"]
     if stream["source"]["slot_dropped"]:
         click.echo("  the slot was dropped: the next run makes a new one and copies every table again")

@@ -28,6 +28,7 @@ _COMMANDS: Final = {
     "serve": "millstream.cli.running:serve",
     "status": "millstream.cli.looking:status",
     "tables": "millstream.cli.looking:tables",
+    "writers": "millstream.cli.writers:writers",
     "query": "millstream.cli.querying:query",
     "diff": "millstream.cli.differing:diff",
     "wal": "millstream.cli.wal:wal",

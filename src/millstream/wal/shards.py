@@ -30,14 +30,27 @@ def own_shards(
 
     Raises:
         CorruptWal: the folder lacks shards that the log has.
-        ShardTaken: one of them is another writer's.
+        ShardTaken: one of them is another writer's, or all are several writers'.
     """
     there = {shard: read_mark(files, shard_folder(folder, shard)) for shard in list_shards(files, folder)}
     missing = missing_shards(folder, list(there), filter(None, there.values()))
     if missing is not None:
         raise missing
     if not numbers.shared:
+        if any(mark.elsewhere is not None for mark in there.values() if mark is not None):
+            raise ShardTaken(
+                f"{folder} is the log of several writers, and this one means to be its only one",
+                hint='Say which one it is: `[writer] name = "…"` in millstream.toml, with the catalog that they share.',
+            )
         return sorted({*named, *there})
+    for shard, mark in there.items():
+        if mark is not None and mark.elsewhere is None and mark.writer != writer:
+            raise ShardTaken(
+                f"{folder} is the log of one writer as yet, which says nothing to others",
+                hint='Start that one first as one of several: `[writer] name = "writer"` in millstream.toml.',
+                shard=int(shard),
+                writer=int(mark.writer),
+            )
     own = {shard for shard, mark in there.items() if mark is not None and mark.writer == writer}
     for shard in named:
         mark = there.get(shard)

@@ -1,0 +1,73 @@
+"""`writers`: the processes that share a stream, and giving one up."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from millstream.cli.context import (
+    Session,
+    SuggestingGroup,
+    json_option,
+    note,
+    pass_session,
+    print_json,
+    print_table,
+    stream_option,
+)
+
+
+@click.group(cls=SuggestingGroup, invoke_without_command=True)
+@click.pass_context
+def writers(context: click.Context) -> None:
+    """The writers that share a stream: who lives, and whom readers wait for. Without a command: ls."""
+    if context.invoked_subcommand is None:
+        context.invoke(ls)
+
+
+@writers.command("ls")
+@stream_option
+@json_option
+@pass_session
+def ls(session: Session, stream: str | None = None, as_json: bool = False) -> None:
+    """List a stream's writers: state, epoch, position, and where their logs lie."""
+    from millstream.app.writers import list_writers
+
+    found = list_writers(session.home(needs_source=False), stream)
+    if as_json:
+        print_json(found)
+        return
+    if not found["writers"]:
+        note(f"{found['stream']} has one writer, which owns it")
+        return
+    titles = ["writer", "state", "epoch", "position", "behind", "log"]
+    rows = [
+        [one["name"], one["state"], str(one["epoch"]), f"{one['position']:,}", f"{one['behind']:,}", one["location"]]
+        for one in found["writers"]
+    ]
+    print_table(titles, rows, right=titles[2:5])
+    click.echo(f"linear readers may read up to {found['persisted_upto']:,}, of {found['newest']:,} numbers given")
+
+
+@writers.command("forget")
+@click.argument("name")
+@stream_option
+@click.option("--yes", is_flag=True, help="Don't ask.")
+@pass_session
+def forget(session: Session, name: str, stream: str | None, yes: bool) -> None:
+    """Give up a dead writer whose log can't be reached: readers pass what it left undecided.
+
+    Whatever it acknowledged and nobody has read stays in its log. When that turns up again, its writer is refused until
+    those records are exported and cut off.
+    """
+    from millstream.app.writers import forget_writer
+
+    if not yes:
+        if not sys.stdin.isatty():
+            raise click.UsageError("there is no terminal to ask on: say --yes")
+        click.confirm(
+            f"Give up what writer {name} left undecided? Its log must not be needed any more", abort=True, err=True
+        )
+    upto = forget_writer(session.home(needs_source=False), stream, name)
+    note(f"forgot {name}: linear readers may read up to {upto:,}")

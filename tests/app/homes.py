@@ -1,0 +1,37 @@
+"""Homes by hand, and commands as a person runs them: in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def config(source: str, catalog: str | None, *, stream: str = "shop", tables: str = '["*.*"]') -> str:
+    where = "" if catalog is None else f"[catalog]\nurl = {json.dumps(catalog)}\n"
+    return f"{where}[streams.{stream}.source]\ndsn = {json.dumps(source)}\ntables = {tables}\n"
+
+
+def make_home(folder: Path, text: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "millstream.toml").write_text(text)
+    return folder
+
+
+def run(home: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "millstream.cli", "--home", str(home), *words],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "HOME": "/nonexistent", **environ},
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def done(home: Path, *words: str, **environ: str) -> str:
+    ended = run(home, *words, **environ)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
