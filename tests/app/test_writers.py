@@ -27,7 +27,7 @@ from millstream.catalog import Catalog
 from millstream.catalog.sequencing import PostgresSequenceStore
 from millstream.errors import LeaseTooShort, LogError, ShardTaken
 from millstream.model.ids import StreamId
-from millstream.model.positions import Seq
+from millstream.model.positions import Seq, StreamToken
 from millstream.testing import EmbeddedPostgres
 from millstream.testing.log import plain_ops, plain_table
 from millstream.testing.pytest_plugin import Database
@@ -83,6 +83,9 @@ class Reader:
         self._stop = threading.Event()
         self.upto = Seq(0)
         self.seen: dict[int, str] = {}
+        self.token: StreamToken | None = None
+        self.heard: dict[int, str] = {}
+        """What a vector reader has read."""
         self.wrong: list[str] = []
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -111,6 +114,18 @@ class Reader:
                 self.seen[seq] = text
                 last = seq
         self.upto = cut
+        token = reader.vector_token()
+        before = StreamToken(token.stream, Seq(0)) if self.token is None else self.token
+        if not before <= token:
+            self.wrong.append(f"{token} isn't behind {before}")
+        for records in reader.read_tokens(before, token):
+            seqs, texts = records.batch.column("__seq").to_pylist(), records.batch.column("text").to_pylist()
+            if self.heard.keys() & set(seqs):
+                self.wrong.append(f"a vector reader saw some of {seqs} twice")
+            self.heard |= zip(seqs, texts, strict=True)
+        self.token = token
+        if not self.seen.items() <= self.heard.items():
+            self.wrong.append("a linear reader knew more than a vector reader")
 
     def end(self) -> None:
         self._stop.set()
@@ -150,7 +165,7 @@ def check(folder: Path, reader: Reader, writers: list[Writer]) -> None:
         for records in fresh.read_between(Seq(0), fresh.persisted_upto())
         for seq in records.batch.column("__seq").to_pylist()
     }
-    assert again == reader.seen.keys()
+    assert again == reader.seen.keys() == reader.heard.keys()
     assert verify(str(folder)).is_whole
 
 

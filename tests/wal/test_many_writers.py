@@ -17,9 +17,10 @@ from millstream.errors import (
     ShardLocked,
     ShardTaken,
     StaleEpoch,
+    TokenFromFuture,
     WriterClosed,
 )
-from millstream.model.ids import Epoch, RegionId, ShardId, StreamId
+from millstream.model.ids import Epoch, RegionId, ShardId, StreamId, WriterId
 from millstream.model.operations import TableRows, WriteOps
 from millstream.model.positions import Seq, SeqRange, StreamToken
 from millstream.testing.clock import ManualClock
@@ -211,6 +212,37 @@ def _last(writers: Writers, shard: int) -> str:
     return f"{folder}/{names[-1]}"
 
 
+def test_a_vector_token_waits_for_nobody():
+    writers = Writers()
+    for who in (0, 1):
+        writers.start(who)
+    writers.append(0)
+    begin = writers.reader().vector_token()
+    writers.kill(0)
+    for _ in range(2):
+        writers.append(1)
+    reader = writers.reader()
+    token = reader.vector_token()
+    assert (reader.persisted_upto(), str(token)) == (4, "00000000.m4~2.12")
+    assert StreamToken.parse(str(token)) == token
+
+    def between(after: StreamToken, upto: StreamToken) -> list[int]:
+        return [s for r in writers.reader().read_tokens(after, upto) for s in r.batch["__seq"].to_pylist()]
+
+    zero = StreamToken.scalar(STREAM, Seq(0))
+    assert between(zero, begin) == [1, 2, 3, 4]
+    assert between(begin, token) == [5, 6, 7, 8, 9, 10, 11, 12]
+    assert between(token, token) == []
+    writers.start(0)
+    writers.append(0)
+    writers.open[1].follow()
+    later = writers.reader().vector_token()
+    assert begin <= token <= later
+    assert between(token, later) == [13, 14, 15, 16]
+    with pytest.raises(TokenFromFuture):
+        between(token, StreamToken("00000000", later.minimum, {WriterId(2): Seq(later.of(WriterId(2)) + 1)}))
+
+
 def test_a_shard_of_another_writer_is_refused():
     writers = Writers()
     writers.start(0)
@@ -377,6 +409,9 @@ class Chance:
     seen: dict[int, str] = field(default_factory=dict)
     upto: Seq = Seq(0)
     cuts: list[tuple[Seq, Seq, dict[int, str]]] = field(default_factory=list)
+    token: StreamToken = field(default_factory=lambda: StreamToken.scalar(STREAM, Seq(0)))
+    heard: dict[int, str] = field(default_factory=dict)
+    """What a vector reader has read."""
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -444,6 +479,22 @@ class Chance:
         self.seen |= found
         self.cuts.append((self.upto, cut, found))
         self.upto = cut
+        self.read_on()
+
+    def read_on(self) -> None:
+        """The same as a vector reader has it, who knows of everything sooner."""
+        reader = self.writers.reader()
+        if not self.writers.count:
+            return
+        token = reader.vector_token()
+        assert self.token <= token
+        for records in reader.read_tokens(self.token, token):
+            rows = zip(records.batch["__seq"].to_pylist(), records.batch["text"].to_pylist(), strict=True)
+            for seq, text in rows:
+                assert seq not in self.heard
+                self.heard[seq] = text
+        self.token = token
+        assert self.seen.items() <= self.heard.items()
 
 
 @pytest.mark.parametrize("seed", range(80))
@@ -462,6 +513,7 @@ def test_readers_see_every_record_once_and_in_order_whatever_happens(seed: int):
             log.follow()
     chance.read()
     assert chance.upto == writers.store.view().newest
+    assert chance.heard == chance.seen
     assert writers.texts.items() <= chance.seen.items(), "what was acknowledged is there"
     assert len(set(chance.seen.values())) == len(chance.seen), "nothing is there twice"
     assert set(chance.seen.values()) <= writers.attempted

@@ -57,9 +57,10 @@ class OpenHome:
         """Names of the streams that have a log."""
         return self._home.streams_on_disk()
 
-    def token(self, stream: str) -> StreamToken:
-        """The newest consistent cut of a stream's log."""
-        return self._reader(stream).token()
+    def token(self, stream: str, *, vector: bool = False) -> StreamToken:
+        """The newest consistent cut of a stream's log; with `vector`, how far each writer is, which waits for none of them."""
+        reader = self._reader(stream)
+        return reader.vector_token() if vector else reader.token()
 
     def read(
         self,
@@ -76,6 +77,7 @@ class OpenHome:
             table: only this one, as `schema.table`; all of them where None, each batch of one table and schema version.
             after: a token that was given out before; None for the first record that is still there.
             upto: None for everything that is durable now. Of either, a token inside an operation stands for the last one in front of it.
+                Where either is a vector token, each writer's records between its own positions are read.
 
         Returns:
             Batches with the `__` columns before the table's own; a batch's schema metadata names its table. The same
@@ -91,10 +93,16 @@ class OpenHome:
         start = self._parse(reader.stream_id, after)
         end = self._parse(reader.stream_id, upto)
         first = reader.first_seq()
+        wanted = None if table is None else table_ids(reader, table)
+        one = wanted[0] if wanted and len(wanted) == 1 else None
+        if (start is not None and start.ahead) or (end is not None and end.ahead):
+            begin = StreamToken.scalar(reader.stream_id, Seq(first - 1)) if start is None else start
+            pieces = reader.read_tokens(begin, reader.vector_token() if end is None else end, table=one)
+            yield from (found.batch for found in pieces if wanted is None or found.schema.table_id in wanted)
+            return
         low = type(first)(first - 1) if start is None else reader.whole_upto(start.minimum)
         high = reader.persisted_upto() if end is None else reader.whole_upto(end.minimum)
-        wanted = None if table is None else table_ids(reader, table)
-        for found in reader.read_between(low, high, table=wanted[0] if wanted and len(wanted) == 1 else None):
+        for found in reader.read_between(low, high, table=one):
             if wanted is None or found.schema.table_id in wanted:
                 yield found.batch
 
@@ -219,7 +227,7 @@ def open_lake(
     if isinstance(as_of, datetime):
         moment: Seq | datetime | None = as_of.replace(tzinfo=UTC) if as_of.tzinfo is None else as_of
     else:
-        moment = None if as_of is None else StreamToken.parse(str(as_of), stream=stream_id).minimum
+        moment = None if as_of is None else StreamToken.parse(str(as_of), stream=stream_id).linear()
     return LakeSession(
         lake_layout(home, name, config, stream_id),
         as_of=moment,

@@ -152,7 +152,7 @@ def _position(layout: LakeLayout, text: str) -> Seq:
     now = datetime.now(UTC)
     moment = parse_as_of(text, layout.stream_id, now=now)
     if not isinstance(moment, datetime):
-        return whole_upto(layout, moment.minimum)
+        return whole_upto(layout, moment.linear())
     if moment > now:
         raise TimeFromFuture(f"{moment.isoformat()} lies in the future", hint=f"It is {now.isoformat()} now.")
     cut = cut_at_time(layout, moment)

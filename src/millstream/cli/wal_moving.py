@@ -198,7 +198,7 @@ def _asked(reader: StreamReader, text: str, upto: Seq) -> datetime | Seq:
         asked = parse_as_of(text, reader.stream_id, now=datetime.now(UTC))
         if isinstance(asked, datetime):
             return asked
-        found = asked.minimum
+        found = asked.linear()
     if found > upto:
         raise TokenFromFuture(f"{text} is beyond what the log shows, {upto}", persisted_upto=int(upto))
     return found

@@ -138,6 +138,15 @@ class StreamToken:
             return f"{self.stream}.s{self.minimum}"
         return f"{self.stream}.m{self.minimum}" + "".join(f"~{w}.{p}" for w, p in self.ahead.items())
 
+    def linear(self) -> Seq:
+        """The number at which all writers stand, for readers that know one order only; `InvalidToken` of a vector token."""
+        if self.ahead:
+            raise InvalidToken(
+                f"{self} holds a position for each writer, and what is asked for goes by one number",
+                hint=f"Every writer stands at {self.stream}.s{self.minimum} or above.",
+            )
+        return self.minimum
+
     def of(self, writer: WriterId) -> Seq:
         """The position of one writer."""
         return self.ahead.get(writer, self.minimum)

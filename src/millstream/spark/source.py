@@ -263,12 +263,7 @@ class _Scan:
         return self.log.whole_upto(seq)
 
     def _parse(self, text: str) -> Seq:
-        token = StreamToken.parse(text, stream=self.log.stream_id)
-        if token.ahead:
-            raise InvalidToken(
-                f"{text} is a vector token", hint="Spark reads a stream in one line: use a token `….s<n>`."
-            )
-        return token.minimum
+        return StreamToken.parse(text, stream=self.log.stream_id).linear()
 
 
 class MillstreamReader(DataSourceReader):
@@ -355,10 +350,9 @@ def position_of(offset: Mapping[str, Any], stream: StreamId) -> Seq:
             hint="Name another spark checkpoint (checkpointLocation), or the stream that this one was made for.",
         )
     try:
-        token = StreamToken.parse(str(offset.get("token", "")), stream=stream)
+        return StreamToken.parse(str(offset.get("token", "")), stream=stream).linear()
     except InvalidToken as error:
         raise CheckpointForeign(f"the spark checkpoint's offset can't be read: {error}") from error
-    return token.minimum
 
 
 def _together(batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> Iterator[pa.RecordBatch]:

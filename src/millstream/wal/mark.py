@@ -172,6 +172,11 @@ def stream_cut(marks: Iterable[DurableMark]) -> Seq:
     return min([here, *(position for position in others if position is not None)])
 
 
+def writer_cuts(marks: Iterable[DurableMark]) -> dict[WriterId, Seq]:
+    """For each writer, the greatest number up to which all its marks show everything of its own."""
+    return {writer: common_cut(own) for writer, own in _by_writer(marks).items()}
+
+
 def _by_writer(marks: Iterable[DurableMark]) -> dict[WriterId, list[DurableMark]]:
     found: dict[WriterId, list[DurableMark]] = {}
     for mark in marks:

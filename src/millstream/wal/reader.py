@@ -14,21 +14,18 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
-import numpy as np
-
 from millstream.codec.log_frame import FrameKind, RecordsFrame
-from millstream.codec.log_records import first_seqs
 from millstream.codec.log_segment import FrameEntry
-from millstream.errors import CorruptWal, LogError, OffsetBeyondEnd, OffsetExpired
+from millstream.errors import CorruptWal, LogError, OffsetBeyondEnd, OffsetExpired, TokenFromFuture
 from millstream.model.ids import SchemaVersion, ShardId, StreamId, TableId
-from millstream.model.positions import Offset, Seq, StreamToken
+from millstream.model.positions import Offset, Seq, StreamToken, short_stream_id
 from millstream.model.schema import TableSchema
 from millstream.ports import Files
 from millstream.wal.extent import LogExtent
 from millstream.wal.files import RealFiles
 from millstream.wal.index import HEADS_AHEAD_BYTES, OnDamage, SchemaPlace, ShardIndex, load_schemas, read_header
 from millstream.wal.layout import SegmentFile, shard_folder
-from millstream.wal.mark import DurableMark
+from millstream.wal.mark import DurableMark, writer_cuts
 from millstream.wal.scan import ScannedFrame, Window, commit_times, read_frame, reader_of
 from millstream.wal.source import (
     Expiry,
@@ -36,6 +33,8 @@ from millstream.wal.source import (
     SegmentSource,
     TablePart,
     TableRecords,
+    frames_in,
+    operation_with,
     runs_of,
     sum_of_parts,
     within_offsets,
@@ -105,6 +104,11 @@ class StreamReader:
     def token(self) -> StreamToken:
         """The newest consistent cut as a token."""
         return StreamToken.scalar(self.stream_id, self.persisted_upto())
+
+    def vector_token(self) -> StreamToken:
+        """How far each writer's records are durable: for who waits for no writer. Operations are whole in it, and no cut of their order."""
+        marks, persisted = self._extent.marks()
+        return StreamToken(short_stream_id(self.stream_id), persisted, writer_cuts(marks.values()))
 
     def first_seq(self) -> Seq:
         """The lowest number that can still be asked for: reading may begin at a token of one less."""
@@ -176,7 +180,7 @@ class StreamReader:
         """
         while self.first_seq() <= n < self.persisted_upto():
             groups = list(self.read_groups(Seq(n - 1), Seq(n + 1)))
-            here, behind = _operation_with(groups, n), _operation_with(groups, Seq(n + 1))
+            here, behind = operation_with(groups, n), operation_with(groups, Seq(n + 1))
             if here is None or behind is None or here[0] != behind[0]:
                 return n
             n = Seq(here[1] - 1)
@@ -241,7 +245,7 @@ class StreamReader:
         with Expiry(self.first_seq):
             source = SegmentSource(self._files, span.path)
             source.bring_schemas(_of_tables(span.schema_frames, wanted))
-            for run in runs_of(_frames_in(source, span), wanted):
+            for run in runs_of(frames_in(source, span), wanted):
                 yield from source.run_records(
                     run, span.after, span.upto, wanted, columns=columns, moments=moments, by_table=True
                 )
@@ -255,7 +259,7 @@ class StreamReader:
         with Expiry(self.first_seq):
             source = SegmentSource(self._files, span.path)
             source.bring_schemas(span.schema_frames)
-            for scanned in _frames_in(source, span):
+            for scanned in frames_in(source, span):
                 for part in source.parts(scanned):
                     key = (part.schema.table_id, part.schema.version)
                     found[key] = sum_of_parts(found[key], part) if key in found else part
@@ -273,20 +277,55 @@ class StreamReader:
         """
         marks, persisted = self._extent.marks()
         self._extent.check_range(after, upto, persisted)
+        yield from self._between(marks, dict.fromkeys(marks, (after, upto)), table, offsets=offsets)
+
+    def read_tokens(
+        self, after: StreamToken, upto: StreamToken, *, table: TableId | None = None
+    ) -> Iterator[TableRecords]:
+        """The records between two tokens, of each writer those between its own positions; within what is read, in the order of numbers.
+
+        Args:
+            after: a token that was given out: a number inside of an operation splits it.
+            upto: another one.
+            table: only this one.
+
+        Raises:
+            OffsetExpired, TokenFromFuture, CorruptWal: as `read_between`.
+        """
+        marks, persisted = self._extent.marks()
+        newest = StreamToken(short_stream_id(self.stream_id), persisted, writer_cuts(marks.values()))
+        if not (after <= newest and upto <= newest):
+            raise TokenFromFuture(
+                f"{upto if after <= newest else after} is beyond what the log shows, {newest}",
+                persisted_upto=int(persisted),
+            )
+        self._extent.check_range(after.minimum, after.minimum, persisted)
+        bounds = {shard: (after.of(mark.writer), upto.of(mark.writer)) for shard, mark in marks.items()}
+        yield from self._between(marks, bounds, table)
+
+    def _between(
+        self,
+        marks: Mapping[ShardId, DurableMark],
+        bounds: Mapping[ShardId, tuple[Seq, Seq]],
+        table: TableId | None,
+        *,
+        offsets: bool = False,
+    ) -> Iterator[TableRecords]:
+        """The records of each shard between its bounds."""
         wanted = None if table is None else frozenset((table,))
         frames = heapq.merge(
-            *(self._frames_of(shard, after, upto, mark) for shard, mark in marks.items()),
+            *(self._frames_of(shard, *bounds[shard], mark) for shard, mark in marks.items()),
             key=lambda found: (found[2].group_last_seq, found[2].first_seq),
         )
         sources: dict[ShardId, SegmentSource] = {}
         with Expiry(self.first_seq):
             if self._on_damage is not None:
                 for place in frames:
-                    yield from self._records(sources, place, marks[place[0]], wanted, (after, upto), offsets=offsets)
+                    yield from self._records(sources, place, marks[place[0]], wanted, bounds[place[0]], offsets=offsets)
                 return
             for (shard, _), of_segment in groupby(frames, key=lambda place: (place[0], place[1].path)):
                 for run in runs_of(self._scanned(sources, of_segment, marks[shard], wanted), wanted):
-                    yield from sources[shard].run_records(run, after, upto, wanted, offsets=offsets)
+                    yield from sources[shard].run_records(run, *bounds[shard], wanted, offsets=offsets)
 
     def read(
         self,
@@ -532,32 +571,6 @@ class _Group:
     last_seq: Seq
     rows: int
     size_bytes: int
-
-
-def _operation_with(groups: Sequence[Sequence[RecordsFrame]], seq: Seq) -> tuple[object, int] | None:
-    """What tells the operation of a number from any other, and the first number by which a frame knows it."""
-    best: tuple[object, int] | None = None
-    for frame in (frame for group in groups for frame in group):
-        if not frame.header.first_seq <= seq <= frame.header.last_seq:
-            continue
-        # Operations' numbers follow one another, so that it is the last one to begin at or in front of it.
-        firsts = first_seqs(frame.operations, frame.batches)
-        begun = np.where(firsts <= seq, firsts, -1)
-        place = int(begun.argmax())
-        if begun[place] >= 0 and (best is None or begun[place] > best[1]):
-            facts = frame.operations.slice(place, 1).to_pylist()
-            best = (int(frame.header.group_last_seq), facts), int(begun[place])
-    return best
-
-
-def _frames_in(source: SegmentSource, span: LogSpan) -> Iterator[ScannedFrame]:
-    """The records frames of a span."""
-    position = span.byte_start
-    while position < span.byte_end:
-        scanned = source.frame(position)
-        position = scanned.end
-        if scanned.header.kind is FrameKind.RECORDS:
-            yield scanned
 
 
 def _has_numbers(entry: FrameEntry, numbers: tuple[Seq | None, Seq | None]) -> bool:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from millstream.codec.log_directory import Numbering
-from millstream.codec.log_frame import FrameHeader, PayloadPart, RecordsFrame, records_frame
+from millstream.codec.log_frame import FrameHeader, FrameKind, PayloadPart, RecordsFrame, records_frame
 from millstream.codec.log_records import first_seqs, of_part
 from millstream.codec.log_run import FrameHead, FramePart, FrameRun
 from millstream.codec.log_schemas import SchemaSet
@@ -436,3 +436,29 @@ def _filtered(found: TableRecords, keep: npt.NDArray[np.bool_]) -> Iterator[Tabl
         found.operation_seq.filter(mask),
         found.frame_offset,
     )
+
+
+def operation_with(groups: Sequence[Sequence[RecordsFrame]], seq: Seq) -> tuple[object, int] | None:
+    """What tells the operation of a number from any other, and the first number by which a frame knows it."""
+    best: tuple[object, int] | None = None
+    for frame in (frame for group in groups for frame in group):
+        if not frame.header.first_seq <= seq <= frame.header.last_seq:
+            continue
+        # Operations' numbers follow one another, so that it is the last one to begin at or in front of it.
+        firsts = first_seqs(frame.operations, frame.batches)
+        begun = np.where(firsts <= seq, firsts, -1)
+        place = int(begun.argmax())
+        if begun[place] >= 0 and (best is None or begun[place] > best[1]):
+            facts = frame.operations.slice(place, 1).to_pylist()
+            best = (int(frame.header.group_last_seq), facts), int(begun[place])
+    return best
+
+
+def frames_in(source: SegmentSource, span: LogSpan) -> Iterator[ScannedFrame]:
+    """The records frames of a span."""
+    position = span.byte_start
+    while position < span.byte_end:
+        scanned = source.frame(position)
+        position = scanned.end
+        if scanned.header.kind is FrameKind.RECORDS:
+            yield scanned
