@@ -39,7 +39,9 @@ Head = namedtuple(
 )
 Part = namedtuple("Part", "table version rows length crc")
 Mark = namedtuple(
-    "Mark", "magic crc version zero counter stream writer epoch base byte_end end_offset group upto reserved"
+    "Mark",
+    "magic crc version zero counter stream writer epoch base byte_end end_offset group upto reserved elsewhere gone",
+    defaults=(math.inf, False),
 )
 Dropped = namedtuple("Dropped", "magic crc version zero counter seq offset")
 HEADER, TRAILER, HEAD = (
@@ -49,6 +51,7 @@ HEADER, TRAILER, HEAD = (
 )
 HEAD_V1 = struct.Struct("<IIIBBH9qI2H3I")  # without region and shard
 PART, MARK, DROPPED = struct.Struct("<q4I"), struct.Struct("<8sIHHQ16si7q"), struct.Struct("<8sIHHQqq")
+SHARED_MARK = struct.Struct(f"{MARK.format}q?")  # of a writer that shares its stream with others
 PREFIX = ["__offset", "__index", "__op", "__unchanged", "__exact", "__before"]
 SCHEMA, RECORDS, LOSS = 1, 2, 3  # kinds of frames
 MORE, OPERATION_NUMBERS, NO_BATCH_NUMBERS = 1, 2, 4  # flags of frames
@@ -180,32 +183,43 @@ class Shard:
     first_offset: int = 0
     last_base: int = 0
     byte_end: int = 4096
-    group: int = 0
     upto: int = 0
 
 
 def newest(data: bytes, places: tuple[int, ...], layout: struct.Struct, kind: type) -> Any:
     """The newest of a mark's slots; None where none holds."""
-    pieces = [data[place : place + layout.size] for place in places]
-    slots = [kind(*layout.unpack(piece)) for piece in pieces if len(piece) == layout.size and piece.startswith(b"MILLMRK\n")
-             and struct.unpack_from("<I", piece, 8)[0] == crc32c(piece[12:])]  # fmt: skip
-    check(all(slot.version == 1 for slot in slots), "a mark of an unknown version")
+    slots = []
+    for place in places:
+        is_shared = layout is MARK and data[place + 12 : place + 14] == b"\2\0"
+        form = SHARED_MARK if is_shared else layout
+        piece = data[place : place + form.size]
+        if len(piece) == form.size and piece.startswith(b"MILLMRK\n"):
+            slot = kind(*form.unpack(piece))
+            if slot.crc == crc32c(piece[12:]):
+                check(slot.version == 1 + is_shared, "a mark of an unknown version")
+                slots.append(slot)
     return max(slots, key=lambda slot: slot.counter, default=None)
 
 
 def follow_marks(shards: list[Shard], folder: Path) -> int:
     """Ask the marks; the number up to which all of them show everything."""
+    marks: dict[int, list[Mark]] = {}
     for shard in shards:
         file = folder / f"{shard.number:05}" / "durable.mark"
         data = file.read_bytes() if file.exists() else b""
         mark, dropped = newest(data, (0, 512, 1024), MARK, Mark), newest(data, (2048, 2560), DROPPED, Dropped)
         check(mark or not shard.segments, f"{file} doesn't say how far to read: try --without-mark")
         if mark:
-            shard.last_base, shard.byte_end, shard.group, shard.upto = mark.base, mark.byte_end, mark.group, mark.upto
+            shard.last_base, shard.byte_end = mark.base, mark.byte_end
+            marks.setdefault(mark.writer, []).append(mark)
         shard.first_offset = dropped.offset if dropped else 0
-    marked = [shard for shard in shards if shard.segments]
-    covered = min((shard.group for shard in marked), default=0)
-    return max((shard.upto for shard in marked if shard.group == covered), default=0)
+    positions = {}
+    for writer, own in marks.items():
+        covered = min(mark.group for mark in own)
+        positions[writer] = max(mark.upto for mark in own if mark.group == covered)
+    here = [positions[writer] for writer, own in marks.items() if not all(mark.gone for mark in own)]
+    cut = min(here) if here else max(positions.values(), default=0)
+    return min([cut, *(mark.elsewhere for own in marks.values() for mark in own)])
 
 
 def follow_groups(shards: list[Shard]) -> int:
@@ -228,10 +242,12 @@ def follow_groups(shards: list[Shard]) -> int:
         ends = (frame.head.group == group and not frame.head.flags & MORE for frame in tails.get(number, []))
         return number not in tails or group <= sealed.get(number, 0) or any(ends)
 
-    frames = [frame for tail in tails.values() for frame in tail]
-    torn = min((f.head.group for f in frames if not all(is_there(f.head.group, s) for s in f.shards)), default=math.inf)
+    torn: dict[int, float] = {}  # by writer: each numbers its own groups
+    for head, on in ((frame.head, frame.shards) for tail in tails.values() for frame in tail):
+        if not all(is_there(head.group, number) for number in on):
+            torn[head.writer] = min(head.group, torn.get(head.writer, math.inf))
     for shard in shards:
-        kept = [frame for frame in tails.get(shard.number, []) if frame.head.group < torn]
+        kept = [f for f in tails.get(shard.number, []) if f.head.group < torn.get(f.head.writer, math.inf)]
         if kept:
             shard.byte_end, shard.upto = kept[-1].end, kept[-1].head.group_last_seq
     return max((shard.upto for shard in shards), default=0)

@@ -38,7 +38,9 @@ from millstream.protocol.retention import Bounds, HolderKind, Retention
 from millstream.testing import Workload
 from millstream.testing.log import MemoryReservations, plain_ops, plain_spilled, plain_table
 from millstream.testing.pytest_plugin import Database
+from millstream.testing.sequencing import MemorySequenceStore
 from millstream.wal.inspect import FrameInfo, inspect
+from millstream.wal.numbers import SharedNumbers
 from millstream.wal.retain import drop_segments
 from millstream.wal.writer import LogOptions, LogWriter
 
@@ -173,6 +175,35 @@ def test_operations_over_shards_frames_and_schema_versions_while_the_log_is_open
     with writing(home, epoch=2) as log:
         fill(log, groups=1)
     assert len(same(home)) > len(lines)
+
+
+def test_several_writers_alive_gone_and_killed(home: Path):
+    folder = home / "data" / "wal" / "shop"
+    store = MemorySequenceStore()
+    logs = {}
+    for name, shards in (("a", [ShardId(0), ShardId(1)]), ("b", [ShardId(2)])):
+        own = store.register(name, "here")
+        logs[name] = LogWriter.open(
+            str(folder), stream=STREAM, shards=shards, epoch=own.epoch, writer=own.writer, options=SMALL,
+            reservations=SharedNumbers(store, own),
+        )  # fmt: skip
+    for number in range(1, 40):
+        name, tables = ("b", [3]) if number % 3 == 0 else ("a", [1, 2])
+        rows = [(plain_table(table), 5, f"{number}: {'x' * 200}") for table in tables]
+        logs[name].append(plain_ops({number: rows}, shard_of=SHARD_OF))
+    behind = same(home)
+    for log in logs.values():
+        log.follow()
+    everything = same(home)
+    assert len(everything) == 26 * 10 + 13 * 5 > len(behind) > 0
+    logs["b"].close()
+    assert same(home) == everything
+    logs["a"].append(plain_ops({40: [(plain_table(1), 2, "the last")]}, shard_of=SHARD_OF))
+    assert len(same(home)) == len(everything) + 2
+    logs["a"].close()
+    for mark in folder.glob("*/durable.mark"):
+        mark.unlink()
+    assert len(same(home, "--without-mark")) == len(everything) + 2
 
 
 def test_every_numbering_one_behind_the_other(home: Path):
