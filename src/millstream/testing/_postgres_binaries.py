@@ -8,6 +8,7 @@ that one trial. Copies are kept, named by their content: the next process finds 
 """
 
 import contextlib
+import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -187,25 +188,43 @@ def _maven_folders(version: int) -> Iterator[Path]:
 
 def _kept(target: Path, fill: Callable[[Path], None], bin_dir: Path) -> Iterator[Path]:
     """Yield `target / bin_dir`, filled now unless it stands whole and ours; nothing where the disk refuses it."""
-    if not _whole(target):
-        try:
-            partial = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
-            try:
-                fill(partial)
-                _open_up(partial)
-                (partial / "MANIFEST").write_text(_manifest(partial))
-                if target.is_dir():
-                    damaged = partial.with_suffix(".damaged")
-                    target.rename(damaged)  # fails where it's another's: then the next temporary folder is tried
-                    shutil.rmtree(damaged, ignore_errors=True)
-                partial.rename(target)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
-        except OSError:
-            # Lost a race to another process, or no room here: what counts is what stands there now.
-            if not _whole(target):
-                return
+    try:
+        with _alone(target):
+            _fill_once(target, fill)
+    except OSError:
+        # It's another's, or there's no room here: what counts is what stands there now.
+        if not _whole(target):
+            return
     yield target / bin_dir
+
+
+@contextlib.contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """One process at a time: another that comes meanwhile mustn't take what was just made, and is used already, for a leftover."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(target.with_name(f".{target.name}.lock"), flags, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _fill_once(target: Path, fill: Callable[[Path], None]) -> None:
+    if _whole(target):
+        return
+    partial = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
+    try:
+        fill(partial)
+        _open_up(partial)
+        (partial / "MANIFEST").write_text(_manifest(partial))
+        if target.is_dir():
+            damaged = partial.with_suffix(".damaged")
+            target.rename(damaged)  # fails where it's another's: then the next temporary folder is tried
+            shutil.rmtree(damaged, ignore_errors=True)
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _whole(target: Path) -> bool:
