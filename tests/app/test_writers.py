@@ -242,7 +242,7 @@ def second_writer(home: Path, dsn: str, *, lease_s: float = LEASE_S) -> SharedWr
     catalog = Catalog(dsn)
     stream = catalog.stream("shop").id
     return SharedWriter.open(
-        catalog, stream, str(place.wal_folder("shop")), name="second", location=place.identity().place, lease_s=lease_s
+        catalog, stream, str(place.wal_folder("shop")), name="second", location=place.identity().id, lease_s=lease_s
     )
 
 
@@ -291,7 +291,7 @@ def test_who_gives_no_name_is_told_of_those_who_do(home: Path) -> None:
     (home / "millstream.toml").write_text(plain)
     refused = run(home, "capture", "run", "--until-caught-up")
     assert refused.returncode == 2
-    assert "writer (" in refused.stderr
+    assert "names (writer)" in refused.stderr
     assert "[writer] name" in refused.stderr
 
 
@@ -313,9 +313,10 @@ def test_a_writer_that_died_is_recovered_by_another_within_its_lease(home: Path,
     capture = subprocess.Popen(
         [sys.executable, "-m", "millstream.cli", "--home", str(home), "capture", "run"], stdin=subprocess.DEVNULL
     )
-    second = second_writer(home, postgres.dsn)
+    second = None
     try:
         wait_for(lambda: states(home).get("writer") == "alive")
+        second = second_writer(home, postgres.dsn)
         capture.kill()
         capture.wait()
         last = append(second, 1)
@@ -325,7 +326,8 @@ def test_a_writer_that_died_is_recovered_by_another_within_its_lease(home: Path,
     finally:
         capture.kill()
         capture.wait()
-        second.close()
+        if second is not None:
+            second.close()
 
 
 def test_a_writer_whose_log_is_elsewhere_is_waited_for_until_it_is_forgotten(home: Path, postgres: Database) -> None:

@@ -176,7 +176,7 @@ class OwnedStream:
                 stream,
                 str(folder),
                 name=own.name,
-                location=self.home.identity().place,
+                location=self.home.identity().id,
                 lease_s=own.lease_s,
                 shard_count=self.config.log.shards,
                 first_shard=own.first_shard,

@@ -81,7 +81,7 @@ def _stream(
     landed = max(catalog.landed(stream, PIPELINE), _lake_n(home, name, stream, problems))
     counted = _counter(home, name, durable, problems)
     writers = catalog.writers(stream)
-    shared = writer_facts(catalog, stream)
+    shared = writer_facts(home, catalog, stream)
     sources = catalog.sources(stream)
     return {
         "name": name,

@@ -93,7 +93,7 @@ class SharedWriter:
             stream: whose writer.
             folder: of its log.
             name: the writer's: the same name gets the same shards again.
-            location: tells folders apart, of all machines that share the catalog.
+            location: tells folders apart, of all machines that share the catalog: the home's id, which moves with its folder.
             lease_s: how long the writer lives without a sign.
             shard_count: how many shards it has.
             first_shard: the first of them. None: behind those of the writers that were there before, if they have as many each.
@@ -159,15 +159,19 @@ class WriterKeeper:
         self._place = place
         self._every_s = min(FOLLOW_EVERY_S, place.lease_s / _SIGNS_A_LEASE)
         self._done = threading.Event()
+        self._heir: threading.Thread | None = None
+        """Recovers what the dead left, which may take longer than a lease."""
         self._told: dict[str, str] = {}
         """What was said of whom: once is enough."""
         self._thread = threading.Thread(target=self._run, name=f"writer-{name}", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the thread, once what it recovers is recovered."""
         self._done.set()
         self._thread.join()
+        if self._heir is not None:
+            self._heir.join()
 
     def _run(self) -> None:
         while not self._done.wait(self._every_s):
@@ -183,8 +187,9 @@ class WriterKeeper:
                 logger.warning("this writer ended", writer=self._name, error=error.message)
                 return
             self._told.pop("catalog", None)
-            if view.expired:
-                self._look_after(view.expired)
+            if view.expired and (self._heir is None or not self._heir.is_alive()):
+                self._heir = threading.Thread(target=self._look_after, args=(view.expired,), name=f"heir-{self._name}")
+                self._heir.start()
 
     def _look_after(self, expired: frozenset[int]) -> None:
         with suppress(CatalogError):
@@ -222,14 +227,16 @@ def writers_of(catalog: Catalog, stream: StreamId) -> list[WriterEntry]:
     return [entry for entry in _store_of(catalog, stream, 0.0).writers() if entry.location]
 
 
-def writer_facts(catalog: Catalog, stream: StreamId) -> dict[str, Any]:
+def writer_facts(home: Home, catalog: Catalog, stream: StreamId) -> dict[str, Any]:
     """The writers that share a stream, JSON-able.
 
     Returns:
         `newest`: the greatest number given to any of them; `persisted_upto`: what linear readers of all their logs may read. `writers`: of each `name`,
         `state` (`alive`, `recovering`; `expired`: its lease has run out and nobody has recovered its log; `stopped`; `forgotten`), `epoch`, `position`,
-        how many numbers `behind` the newest that is, and the `location` of its log. Empty where one writer owns the stream.
+        how many numbers `behind` the newest that is, and the `location` of its log: this home's folder, or another home's id. Empty where one writer
+        owns the stream.
     """
+    here = home.identity().id
     entries = writers_of(catalog, stream)
     if not entries:
         return {"newest": None, "persisted_upto": None, "writers": []}
@@ -244,7 +251,7 @@ def writer_facts(catalog: Catalog, stream: StreamId) -> dict[str, Any]:
                 "epoch": int(entry.epoch),
                 "position": int(position := view.positions.get(entry.writer, entry.position)),
                 "behind": max(0, int(view.newest) - int(position)),
-                "location": entry.location,
+                "location": str(home.path) if entry.location == here else entry.location,
             }
             for entry in entries
         ],
@@ -255,7 +262,7 @@ def list_writers(home: Home, stream: str | None) -> dict[str, Any]:
     """`writer_facts` of a stream of a home, with the `stream`'s name; `UnknownStream` where there is none."""
     with home.open_catalog() as catalog:
         name = home.pick_stream(stream, of=[row.name for row in catalog.streams()])
-        return {"stream": name, **writer_facts(catalog, catalog.stream(name).id)}
+        return {"stream": name, **writer_facts(home, catalog, catalog.stream(name).id)}
 
 
 def forget_writer(home: Home, stream: str | None, name: str) -> int:
@@ -299,9 +306,9 @@ def refuse_to_own(catalog: Catalog, stream: StreamId, name: str) -> None:
     """`ConfigError` where a stream has several writers, for a process that means to be its only one."""
     others = writers_of(catalog, stream)
     if others:
-        known = ", ".join(f"{entry.name} ({entry.location})" for entry in others)
+        known = ", ".join(entry.name for entry in others)
         raise ConfigError(
-            f"stream {name} has writers of names, {known}, and this home's configuration gives it none",
+            f"stream {name} has writers with names ({known}), and this home's configuration gives it none",
             hint='Say which one it is: `[writer] name = "…"` in millstream.toml.',
         )
 
