@@ -1,4 +1,4 @@
-"""What every test stands on: how thorough hypothesis is, and where Spark's workers find their Python.
+"""What every test stands on: how thorough hypothesis is, where Spark's workers find their Python, and compiled decoders.
 
 `HYPOTHESIS_PROFILE` chooses; without it, `ci`: the same examples on every run, so that a red build is a change of
 ours. `soak` draws new ones for as long as it is let, and prints what repeats a failure.
@@ -6,8 +6,11 @@ ours. `soak` draws new ones for as long as it is let, and prints what repeats a 
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 
 from hypothesis import HealthCheck, settings
 
@@ -25,3 +28,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or "ci")
 # Spark starts `python3` from the PATH otherwise, which is not this one and lacks Millstream.
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
 os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
+
+# Each home keeps machine code of its own, which takes half a minute of a core to make: here it is made once for all of them, and for
+# the processes between which tests are divided.
+if "NUMBA_CACHE_DIR" not in os.environ:
+    os.environ["NUMBA_CACHE_DIR"] = tempfile.mkdtemp(prefix="millstream-numba-")
+    atexit.register(shutil.rmtree, os.environ["NUMBA_CACHE_DIR"], ignore_errors=True)

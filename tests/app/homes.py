@@ -25,7 +25,7 @@ def run(home: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[
         [sys.executable, "-m", "millstream.cli", "--home", str(home), *words],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         env={**os.environ, "HOME": "/nonexistent", **environ},
         stdin=subprocess.DEVNULL,
     )

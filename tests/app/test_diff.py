@@ -158,7 +158,7 @@ def test_both_move_and_every_comparison_says_equal(postgres: Database, tmp_path:
             positions = []
             for _ in range(4):
                 at = steps
-                found = diff_stream(home.home, timeout_s=200)
+                found = diff_stream(home.home, timeout_s=400)
                 moved = {name for name, why in reasons(found).items() if "rewritten" in why}
                 assert moved <= {"public.deals"}, "only what is truncated can't be read under a snapshot"
                 said = {name: state for name, state in states(found).items() if name not in moved}

@@ -48,7 +48,7 @@ def damaged_home(postgres: Database, tmp_path: Path) -> LandedHome:
 def millstream(home: LandedHome, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "millstream.cli", "--home", str(home.home.path), *words]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env={**os.environ, **environ}, check=False
+        command, capture_output=True, text=True, timeout=800, env={**os.environ, **environ}, check=False
     )
 
 
@@ -105,7 +105,7 @@ def test_damage_is_found_and_repaired_while_everything_moves(postgres: Database,
             found = diff_stream(home.home, tables=["public.orders"])
             assert told(found, "public.orders")["different"] > 500
             asked = ask_repairs(home.home, found)
-            wait_for_repairs(home.home, found, asked, timeout_s=60, on_wait=lambda _words: None)
+            wait_for_repairs(home.home, found, asked, timeout_s=180, on_wait=lambda _words: None)
             again = diff_stream(home.home, tables=["public.orders"])
             assert again.exit_code == 0, again.as_dict()
     finally:

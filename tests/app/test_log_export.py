@@ -119,7 +119,7 @@ def exported(filled: Home, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def wal(home: Home, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "millstream.cli", "--home", str(home.path), "wal", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
 def reader_of(home: Home) -> StreamReader:
@@ -390,9 +390,9 @@ def test_a_part_of_the_log_is_exported_by_number_token_time_and_table(filled: Ho
 
 def test_one_table_on_stdout_is_an_arrow_stream_or_csv(filled: Home) -> None:
     command = [sys.executable, "-m", "millstream.cli", "--home", str(filled.path), "wal", "export"]
-    done = subprocess.run([*command, "--format", "arrow", "--table", "bulk"], capture_output=True, timeout=120)
+    done = subprocess.run([*command, "--format", "arrow", "--table", "bulk"], capture_output=True, timeout=600)
     assert pa.ipc.open_stream(done.stdout).read_all().num_rows == 24_000
-    done = subprocess.run([*command, "--format", "arrow", "--table", "orders"], capture_output=True, timeout=120)
+    done = subprocess.run([*command, "--format", "arrow", "--table", "orders"], capture_output=True, timeout=600)
     assert (done.returncode, b"columns change" in done.stderr) == (2, True)
     assert wal(filled, "export", "--format", "arrow").returncode == 2
     text = wal(filled, "export", "--format", "csv", "--table", "orders").stdout
@@ -462,7 +462,7 @@ def test_a_range_without_records_gives_the_header_or_the_schema_all_the_same(fil
     (header,) = done.stdout.splitlines()
     assert header.split(",")[-6:] == ["id", "total", "ratio", "paid", "note", "more"]
     command = [sys.executable, "-m", "millstream.cli", "--home", str(filled.path), "wal", "export"]
-    stream = subprocess.run([*command, "--format", "arrow", *none], capture_output=True, timeout=120, check=True)
+    stream = subprocess.run([*command, "--format", "arrow", *none], capture_output=True, timeout=600, check=True)
     empty = pa.ipc.open_stream(stream.stdout).read_all()
     assert (empty.num_rows, empty.column_names[-1]) == (0, "more")
     done = wal(filled, "export", "--format", "csv", "--since", "2100-01-01", "-o", str(tmp_path / "csv"))

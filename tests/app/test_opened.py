@@ -101,7 +101,7 @@ def test_follow_prints_what_is_appended_and_ends_at_its_limit(home: Path) -> Non
     first = [json.loads(follower.stdout.readline()) for _ in range(3)]
     assert [line["xid"] for line in first] == [1, 1, 1]
     append(home, 2)
-    rest, _ = follower.communicate(timeout=60)
+    rest, _ = follower.communicate(timeout=300)
     assert [json.loads(line)["xid"] for line in rest.splitlines()] == [2, 2, 2]
     assert follower.returncode == 0
 

@@ -16,7 +16,7 @@ def run(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "millstream.cli", "--home", str(home), *words],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         env={**os.environ, "HOME": "/nonexistent"},
     )
 

@@ -45,7 +45,7 @@ def home(postgres: Database, tmp_path: Path) -> LandedHome:
 
 def millstream(home: LandedHome, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "millstream.cli", "--home", str(home.home.path), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=800, env=os.environ, check=False)
 
 
 def folder(home: LandedHome, view: str) -> Path:

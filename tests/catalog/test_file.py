@@ -73,7 +73,7 @@ def test_several_processes_open_a_new_catalog_at_once_and_no_epoch_is_given_twic
     processes = [context.Process(target=_open_and_register, args=(path, 10, results)) for _ in range(3)]
     for process in processes:
         process.start()
-    epochs = [epoch for _ in processes for epoch in results.get(timeout=60)]
+    epochs = [epoch for _ in processes for epoch in results.get(timeout=300)]
     for process in processes:
         process.join(60)
         assert process.exitcode == 0

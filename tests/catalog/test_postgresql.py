@@ -204,13 +204,14 @@ def test_what_roles_databases_and_other_programs_have_there_does_not_matter(
         for setting in (
             "search_path = public",
             "synchronous_commit = off",
-            "statement_timeout = 1",
+            "statement_timeout = 400",  # which a connection's first statement runs under, on a machine that may be slow
             "timezone = 'Asia/Tokyo'",
         ):
             connection.execute(f"ALTER DATABASE {database} SET {setting}")
     with Catalog(server.dsn(database)) as catalog:
         table = some_table(catalog)
         with catalog.database.write() as raw:
+            raw.execute(text("SELECT pg_sleep(0.8)"))
             shown = [raw.execute(text(f"SHOW {name}")).scalar() for name in ("synchronous_commit", "search_path")]
         assert shown == ["on", "millstream, pg_temp"]
         assert catalog.table(table).name == "orders"

@@ -23,7 +23,7 @@ def millstream(
         [sys.executable, "-m", "millstream.cli", *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         cwd=cwd,
         env={**os.environ, **(environ or {})},
         stdin=subprocess.DEVNULL,

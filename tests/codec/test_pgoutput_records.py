@@ -314,7 +314,7 @@ def test_relations_of_a_streamed_transaction_get_into_force_at_its_commit_unless
 
 def test_the_package_does_not_import_numba_until_it_decodes():
     code = "import sys, millstream.codec.pgoutput; sys.exit('numba' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=300).returncode == 0
 
 
 def test_machine_code_is_made_where_nothing_can_be_kept(tmp_path: Path):
@@ -326,7 +326,7 @@ caching.CacheImpl._locator_classes = []  # as where nothing is writable
 from millstream.codec.pgoutput import warm
 warm()
 """
-    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=240, capture_output=True, cwd=tmp_path)
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=600, capture_output=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr.decode()
 
 
@@ -343,5 +343,5 @@ from millstream.testing import pgoutput as pg
 run = [pg.begin(1, 1), pg.relation(9, "s", "t", [("a", 23, -1, True)]), pg.insert(9, ["1"]), pg.commit(1, 2)]
 assert decode_transactions(MessageRun.of(run), pg.TablesByOid(), RelationCache()).row_count == 1
 """
-    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=60, capture_output=True)
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=300, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()

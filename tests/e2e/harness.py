@@ -151,7 +151,7 @@ class Run:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
             self.process.wait(30)
-        wait_for(lambda: not any(alive(pid) for pid in below), "every child of a killed run ends", timeout_s=60)
+        wait_for(lambda: not any(alive(pid) for pid in below), "every child of a killed run ends", timeout_s=180)
 
     def stop(self, *, timeout_s: float = 120) -> int:
         """SIGTERM, and the exit code."""

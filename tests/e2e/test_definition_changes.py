@@ -69,7 +69,7 @@ def test_the_lake_ends_as_the_source(tmp_path: Path, postgres_server: EmbeddedPo
             for statements in CHANGE:
                 source.execute(statements)
             there = {(int(row[0]), int(row[1])) for row in of_the_source(source, "parts")}
-            wait_for(lambda: folded(home, "parts") == there, "the partitions' rows", timeout_s=180)
+            wait_for(lambda: folded(home, "parts") == there, "the partitions' rows", timeout_s=400)
             assert run.stop() == 0
         home.caught_up()
         assert_as_the_source(home, source)

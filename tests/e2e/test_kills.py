@@ -95,12 +95,12 @@ class Siege:
         """Arm a point and wait until somebody has died there."""
         witness = self.witnesses / point
         witness.unlink()
-        wait_for(witness.exists, f"a kill at {point}; so far {dict(self.kills)}", timeout_s=120)
+        wait_for(witness.exists, f"a kill at {point}; so far {dict(self.kills)}", timeout_s=300)
         self.kills[point] += 1
 
     def strike_at_random(self, run: Run) -> None:
         """Kill one of the processes, whichever, once something is in flight."""
-        wait_for(lambda: run.children() and self.in_flight(), "something in flight", timeout_s=60)
+        wait_for(lambda: run.children() and self.in_flight(), "something in flight", timeout_s=180)
         victims = run.children()
         if not victims:
             return
@@ -153,7 +153,7 @@ def kill_everything_everywhere(
                 " WHERE database = current_database() AND confirmed_flush_lsn IS NOT NULL"
             ).fetchone(),
             "capture to make its slot",
-            timeout_s=180,
+            timeout_s=400,
         )
         with under.working():
             for _ in range(times):

@@ -201,7 +201,7 @@ def test_answers_hold_whole_transactions_whatever_part_of_the_lake_is_killed_whe
         for point in points:
             (witnesses / point).unlink()
         for point in points:
-            wait_for((witnesses / point).exists, f"a kill at {point}; so far {dict(kills)}", timeout_s=240)
+            wait_for((witnesses / point).exists, f"a kill at {point}; so far {dict(kills)}", timeout_s=500)
             kills[point] += 1
 
     with postgres_server.connect("bank", autocommit=True) as connection:
@@ -209,9 +209,9 @@ def test_answers_hold_whole_transactions_whatever_part_of_the_lake_is_killed_whe
         bank = Bank(postgres_server, "bank", 3)
         with home.running(failpoints=",".join([*POINTS, *REPAIRS]), witnesses=witnesses) as run, bank.working():
             # The large table's first build, in the midst of its parts.
-            wait_for(lambda: home.lake("history", "public.large").exists(), "the copy to land", timeout_s=300)
+            wait_for(lambda: home.lake("history", "public.large").exists(), "the copy to land", timeout_s=600)
             strike("lake.fold_file_written")
-            wait_for(lambda: check_whole(home) > 0, "the first transactions in the lake", timeout_s=120)
+            wait_for(lambda: check_whole(home) > 0, "the first transactions in the lake", timeout_s=300)
             order = [*POINTS] * TIMES
             random.Random(3).shuffle(order)
             for point in order:
@@ -219,11 +219,11 @@ def test_answers_hold_whole_transactions_whatever_part_of_the_lake_is_killed_whe
                 check_whole(home)
             # At rest the lake comes to stand where the source does, and both say the same.
             with bank.resting() as last:
-                wait_for(lambda: check_whole(home) == last, f"transaction {last} in the lake", timeout_s=90)
+                wait_for(lambda: check_whole(home) == last, f"transaction {last} in the lake", timeout_s=240)
                 assert in_lake(home) == in_source(connection)
                 token = json.loads(home.command("status", "--json"))["streams"][0]["tokens"]["landed"]
                 then = in_source(connection)
-            wait_for(lambda: check_whole(home) > last, "the next transactions", timeout_s=90)
+            wait_for(lambda: check_whole(home) > last, "the next transactions", timeout_s=240)
             assert in_lake(home, "--as-of", token) == then, "a moment that has passed is answered as it was"
             with home.commanding("pipeline", "rebuild", "public.large"):
                 strike("lake.fold_file_written", "lake.before_fold_commit")
@@ -245,5 +245,5 @@ def test_answers_hold_whole_transactions_whatever_part_of_the_lake_is_killed_whe
         # What was left half done goes, once nobody can need it.
         with home.running():
             tables = [home.lake("current", f"public.{name}") for name in ("accounts", "entries", "counter", "large")]
-            wait_for(lambda: all(leftovers(table) == 0 for table in tables), "leftovers to go", timeout_s=90)
-            wait_for(lambda: home.status()["streams"][0]["log"]["first_seq"] > 1, "the log to let go", timeout_s=90)
+            wait_for(lambda: all(leftovers(table) == 0 for table in tables), "leftovers to go", timeout_s=240)
+            wait_for(lambda: home.status()["streams"][0]["log"]["first_seq"] > 1, "the log to let go", timeout_s=240)

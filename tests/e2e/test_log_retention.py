@@ -58,21 +58,21 @@ def test_nothing_is_lost_or_doubled_and_the_log_is_freed_whenever_the_pipeline_d
         with home.running(failpoints=",".join(POINTS), witnesses=witnesses) as run:
             write(10)
             wait_for(
-                lambda: home.lake("history", "public.items").exists() and landed(), "the first rows", timeout_s=180
+                lambda: home.lake("history", "public.items").exists() and landed(), "the first rows", timeout_s=400
             )
             for point in POINTS:
                 (witnesses / point).unlink()
                 write(20)
-                wait_for((witnesses / point).exists, f"a kill at {point}", timeout_s=120)
+                wait_for((witnesses / point).exists, f"a kill at {point}", timeout_s=300)
                 write(5)
-                wait_for(landed, "what was written to land after the kill", timeout_s=180)
+                wait_for(landed, "what was written to land after the kill", timeout_s=400)
             assert run.process.poll() is None, f"run ended:\n{run.output()[-4000:]}"
             assert "offset_expired" not in run.output()
             # Two small batches more: of all that went before nothing is needed.
             for _ in range(2):
                 write(1)
-                wait_for(landed, "the last rows", timeout_s=120)
-            wait_for(lambda: home.status()["streams"][0]["log"]["segments"] <= 4, "the log to be freed", timeout_s=60)
+                wait_for(landed, "the last rows", timeout_s=300)
+            wait_for(lambda: home.status()["streams"][0]["log"]["segments"] <= 4, "the log to be freed", timeout_s=180)
             log = home.status()["streams"][0]["log"]
             assert log["first_seq"] > written - 10 * ROWS
             assert set(log["held"]) == {"lake"}

@@ -44,7 +44,7 @@ def settled(home: Home, source: Connection[tuple[object, ...]], *names: str) -> 
         shown[name] = rows
         for view in ("current", "scd2"):
             landed = partial(is_folded, home, view, name, rows)
-            wait_for(landed, f"{view} of {name} is {rows}", timeout_s=90)
+            wait_for(landed, f"{view} of {name} is {rows}", timeout_s=240)
         assert queried(home, name) == rows
     return shown
 

@@ -89,7 +89,7 @@ def test_a_replay_is_told_and_goes_on_after_a_kill(tmp_path: Path, postgres_serv
         return bool(told) and told[-1]["records"]["done"] > 0
 
     with part(home, "pipeline", first_log) as process:
-        wait_for(under_way, "a batch to be landed", timeout_s=240)
+        wait_for(under_way, "a batch to be landed", timeout_s=500)
         shown = home.command("status")
         process.send_signal(signal.SIGKILL)
     assert "  replay: " in shown
@@ -110,7 +110,7 @@ def test_a_replay_is_told_and_goes_on_after_a_kill(tmp_path: Path, postgres_serv
         return not found["lag"]["lake"]["records"]
 
     with part(home, "pipeline", second_log) as process:
-        wait_for(over, "the lake to have all of it", timeout_s=240)
+        wait_for(over, "the lake to have all of it", timeout_s=500)
         wait_for(lambda: "replay is over" in second_log.read_text(), "the last line")
         assert stream()["replay"] is None
         process.send_signal(signal.SIGTERM)

@@ -37,7 +37,7 @@ def test_a_type_that_cannot_follow_is_mended_by_what_its_reason_says(
         connection.execute("ALTER TABLE orders ALTER COLUMN placed TYPE date USING placed::date")
         connection.execute("UPDATE orders SET note = 'later' WHERE id = 8")
         connection.execute("UPDATE customers SET name = 'b'")
-        home.command("run", "--until-caught-up", check=False, timeout_s=240)
+        home.command("run", "--until-caught-up", check=False, timeout_s=500)
 
         assert rows(home, "SELECT name FROM public.customers") == [("b",)], "the others go on"
         told = table(home, "public.orders")

@@ -55,7 +55,7 @@ SHARD_OF = {1: 0, 2: 1, 3: 2}
 def read(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """What the example says, in an interpreter that sees no Millstream."""
     command = [sys.executable, str(READER), str(folder), *options]
-    return subprocess.run(command, capture_output=True, text=True, env={}, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env={}, timeout=600, check=False)
 
 
 def test_the_reader_says_how_it_is_called_and_what_is_no_log(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_the_reader_says_how_it_is_called_and_what_is_no_log(tmp_path: Path) -> 
 
 def cat(home: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "millstream.cli", "--home", str(home), "wal", "cat", "--values", "text", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
 def same(home: Path, *options: str) -> list[str]:

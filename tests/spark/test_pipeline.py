@@ -288,7 +288,7 @@ def test_killed_at_every_point_it_lands_everything_once(home: Home, tmp_path: Pa
     def run(points: list[str]) -> int:
         write(home, models, 4)
         environ = os.environ | {"MILLSTREAM_FAILPOINTS_DIR": str(witness), "MILLSTREAM_FAILPOINTS": ",".join(points)}
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=400)
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=800)
         missed = [point for point in points if not (witness / point.partition(":")[0]).exists()]
         assert not missed, f"{missed} were never reached: {done.stderr}"
         return done.returncode
@@ -314,7 +314,7 @@ def test_a_jvm_that_dies_ends_the_driver_with_an_error_by_name(home: Home, tmp_p
         assert driver.stdout.readline(), "it ended before its first batch"
         for java in java_of(work):
             java.kill()
-        _, errors = driver.communicate(timeout=300)
+        _, errors = driver.communicate(timeout=800)
 
     assert driver.returncode == 1
     assert "millstream.errors.EngineError" in errors
@@ -372,7 +372,7 @@ stop_session(spark)
 
 def test_a_jvm_that_is_killed_leaves_no_tracebacks_on_the_terminal(tmp_path: Path) -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", JVM_ENDS, str(tmp_path)], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", JVM_ENDS, str(tmp_path)], capture_output=True, text=True, timeout=600, check=True
     )
     assert ended.stdout.strip(), "whoever uses the session is told"
     assert "Traceback" not in ended.stderr

@@ -122,7 +122,7 @@ def test_tables_that_are_ahead_of_the_cut_land_nothing_twice(
     models = backlog_of(home, 24)
     points = os.environ | {"MILLSTREAM_FAILPOINTS": "pipeline.before_lake_commit:3"}
     done = subprocess.run(
-        command(home, tmp_path, "drain"), env=points, capture_output=True, text=True, timeout=300, check=False
+        command(home, tmp_path, "drain"), env=points, capture_output=True, text=True, timeout=800, check=False
     )
     assert done.returncode == -signal.SIGKILL, done.stderr[-4000:]
     cut = reached(home)

@@ -137,7 +137,7 @@ def test_versions_are_exact_whatever_is_killed_while_they_are_folded(home: Home,
     def run(points: list[str]) -> int:
         story.go_on(15)
         environ = os.environ | {"MILLSTREAM_FAILPOINTS_DIR": str(witness), "MILLSTREAM_FAILPOINTS": ",".join(points)}
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=400)
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=800)
         missed = [point for point in points if not (witness / point.partition(":")[0]).exists()]
         assert not missed, f"{missed} were never reached: {done.stderr}"
         return done.returncode

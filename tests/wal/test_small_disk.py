@@ -15,7 +15,7 @@ DISK_BYTES = 6 << 20
 
 
 def run(*command: str, folder: Path) -> str:
-    found = subprocess.run(command, cwd=Path.cwd(), capture_output=True, text=True, timeout=240, check=False)
+    found = subprocess.run(command, cwd=Path.cwd(), capture_output=True, text=True, timeout=600, check=False)
     assert found.returncode == 0, f"{folder}: {found.stdout}\n{found.stderr}"
     return found.stdout
 
