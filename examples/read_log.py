@@ -219,7 +219,7 @@ def follow_marks(shards: list[Shard], folder: Path) -> int:
         positions[writer] = max(mark.upto for mark in own if mark.group == covered)
     here = [positions[writer] for writer, own in marks.items() if not all(mark.gone for mark in own)]
     cut = min(here) if here else max(positions.values(), default=0)
-    return min([cut, *(mark.elsewhere for own in marks.values() for mark in own)])
+    return int(min([cut, *(mark.elsewhere for own in marks.values() for mark in own)]))
 
 
 def follow_groups(shards: list[Shard]) -> int:
