@@ -176,7 +176,7 @@ def settle(under: Siege, connection: psycopg.Connection[Any]) -> list[str]:
     return judge(under.home.path / "lake" / "shop", connection, with_current, under.steps, history_only=inserts_only)
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(2400)
 def test_nothing_is_lost_doubled_or_reordered_whatever_is_killed_when(
     tmp_path: Path, postgres_server: EmbeddedPostgres
 ) -> None:

@@ -183,7 +183,7 @@ def leftovers(folder: Path) -> int:
     return len(there - live)
 
 
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(2400)
 def test_answers_hold_whole_transactions_whatever_part_of_the_lake_is_killed_when(
     tmp_path: Path, postgres_server: EmbeddedPostgres
 ) -> None:

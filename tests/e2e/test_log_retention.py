@@ -28,7 +28,7 @@ batch_bytes = "128KiB"
 ROWS = 200
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_nothing_is_lost_or_doubled_and_the_log_is_freed_whenever_the_pipeline_dies_between_two_commits(
     tmp_path: Path, postgres_server: EmbeddedPostgres
 ) -> None:

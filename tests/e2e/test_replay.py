@@ -39,7 +39,7 @@ def part(home: Home, name: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.wait(60)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_replay_is_told_and_goes_on_after_a_kill(tmp_path: Path, postgres_server: EmbeddedPostgres) -> None:
     home = Home(tmp_path / "shop", postgres_server.create_database("replayed"), slot="replayed", extra_config=CONFIG)
     home.init()

@@ -66,7 +66,7 @@ def test_notes_say_where_the_log_is_asked_again_and_go_when_it_no_longer_reaches
     assert goes_on_from(notes, stream) is None
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("point", ["pipeline.after_lake_commit", "pipeline.before_spark_commit:3"])
 def test_a_batch_that_the_lake_has_and_spark_has_not_noted_stays_in_the_log_for_its_replay(
     home: Home, tmp_path: Path, point: str
@@ -108,7 +108,7 @@ def test_a_batch_that_the_lake_has_and_spark_has_not_noted_stays_in_the_log_for_
     assert after <= BATCH_SEGMENTS_MAX < before
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_lake_that_was_moved_away_finds_the_log_that_it_is_built_from_whatever_had_landed_before(
     home: Home, spark_options: SparkOptions
 ) -> None:

@@ -278,7 +278,7 @@ WORKER_POINTS = [
 ]
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 def test_killed_at_every_point_it_lands_everything_once(home: Home, tmp_path: Path) -> None:
     models = two_tables(home)
     witness = tmp_path / "witness"
@@ -303,7 +303,7 @@ def test_killed_at_every_point_it_lands_everything_once(home: Home, tmp_path: Pa
         model.check(home.path)
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 def test_a_jvm_that_dies_ends_the_driver_with_an_error_by_name(home: Home, tmp_path: Path) -> None:
     models = two_tables(home)
     write(home, models, 1)

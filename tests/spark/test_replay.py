@@ -54,7 +54,7 @@ def command(home: Home, tmp_path: Path, mode: str) -> list[str]:
     return [sys.executable, "-m", "tests.spark.lake_run", str(home.path), str(tmp_path / "work"), mode]
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_killed_in_its_midst_it_goes_on_from_the_last_cut_and_tells_how_far_it_is(
     home: Home, spark_options: SparkOptions, tmp_path: Path
 ) -> None:
@@ -113,7 +113,7 @@ def test_killed_in_its_midst_it_goes_on_from_the_last_cut_and_tells_how_far_it_i
     models[0].check(home.path)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("notes", ["kept", "lost"])
 def test_tables_that_are_ahead_of_the_cut_land_nothing_twice(
     home: Home, spark_options: SparkOptions, tmp_path: Path, notes: str
@@ -138,7 +138,7 @@ def test_tables_that_are_ahead_of_the_cut_land_nothing_twice(
         model.check(home.path)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_disk_that_takes_no_appends_stops_neither_replay_nor_retention(
     home: Home, spark_options: SparkOptions
 ) -> None:

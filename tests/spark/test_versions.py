@@ -127,7 +127,7 @@ def test_a_lake_gets_its_versions_from_history_when_they_are_asked_for_later_or_
     story.check()
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_versions_are_exact_whatever_is_killed_while_they_are_folded(home: Home, story: Story, tmp_path: Path) -> None:
     witness = tmp_path / "witness"
     witness.mkdir()
