@@ -6,7 +6,19 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+
+
+def wait_for(
+    condition: Callable[[], object], *, seconds: float = 120.0, what: Callable[[], object] = lambda: None
+) -> None:
+    """Return once it holds; the test fails at the deadline, with what is known then."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.05)
 
 
 def config(source: str, catalog: str | None, *, stream: str = "shop", tables: str = '["*.*"]') -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.app.homes import config, done, make_home, run
+from tests.app.homes import config, done, make_home, run, wait_for
 
 from millstream.app.doctor import examine
 from millstream.app.home import Home
@@ -81,7 +81,7 @@ def test_an_idle_home_writes_next_to_nothing_into_the_database_that_it_captures(
     """What capture writes into its catalog comes by it again as WAL: that must not go round for ever."""
     home = make_home(tmp_path / "shop", config(source.dsn, source.dsn))
     with _capturing(home), source.connect() as connection:
-        _wait(lambda: _states(connection) == ["streaming"])
+        wait_for(lambda: _states(connection) == ["streaming"])
         time.sleep(1)
         before = _transactions(connection)
         time.sleep(IDLE_S)
@@ -96,7 +96,7 @@ def test_the_catalogs_server_crashes_while_capture_runs_and_nothing_is_lost(tmp_
         with _capturing(home) as capture, source.connect() as connection:
             for crash in range(3):
                 with server.connect() as looking:
-                    _wait(lambda looking=looking: _states(looking)[:1] == ["streaming"])
+                    wait_for(lambda looking=looking: _states(looking)[:1] == ["streaming"])
                 for _ in range(50):
                     number += 1
                     connection.execute("INSERT INTO orders VALUES (%s)", [number])
@@ -109,7 +109,7 @@ def test_the_catalogs_server_crashes_while_capture_runs_and_nothing_is_lost(tmp_
                     connection.execute("INSERT INTO orders VALUES (%s)", [number])
                 server.start()
                 assert capture.poll() is None
-            _wait(lambda: len(ids(home)) == number + 3)
+            wait_for(lambda: len(ids(home)) == number + 3)
             assert capture.poll() is None
         done(home, "capture", "run", "--until-caught-up")
         assert sorted(set(ids(home, "--table", "public.orders"))) == list(range(1, number + 1))
@@ -292,13 +292,6 @@ def _capturing(home: Path) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         process.kill()
         process.wait()
-
-
-def _wait(condition: Any) -> None:
-    deadline = time.monotonic() + 90
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def _states(connection: Any) -> list[str]:

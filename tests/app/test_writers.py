@@ -11,14 +11,14 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import UUID
 
 import pytest
-from tests.app.homes import config, done, make_home, run
+from tests.app.homes import config, done, make_home, run, wait_for
 from tests.app.writer_process import ROWS
 
 from millstream.app.home import Home
@@ -130,15 +130,6 @@ class Reader:
     def end(self) -> None:
         self._stop.set()
         self._thread.join()
-
-
-def wait_for(
-    condition: Callable[[], bool], *, seconds: float = 120.0, what: Callable[[], object] = lambda: None
-) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.05)
 
 
 def check(folder: Path, reader: Reader, writers: list[Writer]) -> None:

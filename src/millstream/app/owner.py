@@ -24,6 +24,7 @@ from millstream.app.wiring import capture_config, log_options, place_compiled_co
 from millstream.app.writers import SharedWriter, refuse_to_own
 from millstream.errors import DiskFull, LogError, MillstreamError, Retry, ShardLocked, StaleEpoch
 from millstream.model.ids import Epoch, ShardId, StreamId
+from millstream.model.operations import FIRST_SHARD
 
 if TYPE_CHECKING:
     from millstream.app.config.model import StreamConfig
@@ -130,16 +131,19 @@ class OwnedStream:
 
     def _capture(self, stop: threading.Event, *, until_caught_up: bool, tell: Callable[[], None]) -> None:
         from millstream.capture import run_capture
-        from millstream.wal.writer import LogWriter
 
         def on_progress(progress: CaptureProgress) -> None:
             self.progress = progress
             tell()
 
-        log = self.open_writer()
-        self.writer = log if isinstance(log, LogWriter) else log.log
-        first_shard = ShardId(0) if isinstance(log, LogWriter) else log.shards[0]
-        try:
+        first_shard = FIRST_SHARD
+        with contextlib.ExitStack() as opened:
+            if self.home.config.writer.name is None:
+                self.writer = opened.enter_context(self.open_writer())
+            else:
+                shared = opened.enter_context(self._join_writers(self.home.config.writer.name))
+                self.writer, first_shard = shared.log, shared.shards[0]
+            opened.callback(self._let_go_of_writer)
             self.outcome = run_capture(
                 capture_config(self.home, self.name, self.config, first_shard=first_shard),
                 self.catalog,
@@ -148,40 +152,48 @@ class OwnedStream:
                 until_caught_up=until_caught_up,
                 on_progress=on_progress,
             )
-        finally:
-            log.close()
-            self.writer = None
 
-    def open_writer(self) -> LogWriter | SharedWriter:
-        """Become the stream's writer, or one of several: a new epoch, the shards' locks, recovery.
+    def _let_go_of_writer(self) -> None:
+        self.writer = None
 
-        Raises:
-            ConfigError: the stream has several writers and the configuration says of none that it is this one.
-            ShardLocked: another process holds a shard, and goes on holding it.
-            CorruptWal, DiskFull …: as `LogWriter.open`.
-        """
+    def _resolve(self) -> StreamId:
+        """The stream's id: that of the log that is there, where there is one."""
         from millstream.wal.reader import StreamReader
-        from millstream.wal.writer import LogWriter
 
         folder = self.home.wal_folder(self.name)
         found = None
         if folder.is_dir():
             with contextlib.suppress(LogError):
                 found = StreamReader(str(folder)).stream_id
-        stream = self._stream_id = self.catalog.resolve_stream(self.name, found=found)
+        self._stream_id = self.catalog.resolve_stream(self.name, found=found)
+        return self._stream_id
+
+    def _join_writers(self, name: str) -> SharedWriter:
+        """Become one of the stream's writers; raises as `SharedWriter.open`."""
         own = self.home.config.writer
-        if own.name is not None:
-            return SharedWriter.open(
-                self.catalog,
-                stream,
-                str(folder),
-                name=own.name,
-                location=self.home.identity().id,
-                lease_s=own.lease_s,
-                shard_count=self.config.log.shards,
-                first_shard=own.first_shard,
-                options=log_options(self.config),
-            )
+        return SharedWriter.open(
+            self.catalog,
+            self._resolve(),
+            str(self.home.wal_folder(self.name)),
+            name=name,
+            location=self.home.identity().id,
+            lease_s=own.lease_s,
+            shard_count=self.config.log.shards,
+            first_shard=own.first_shard,
+            options=log_options(self.config),
+        )
+
+    def open_writer(self) -> LogWriter:
+        """Become the stream's writer: a new epoch, the shards' locks, recovery.
+
+        Raises:
+            ConfigError: the stream has several writers, and the configuration says of none that it is this one.
+            ShardLocked: another process holds a shard, and goes on holding it.
+            CorruptWal, DiskFull …: as `LogWriter.open`.
+        """
+        from millstream.wal.writer import LogWriter
+
+        stream = self._resolve()
         refuse_to_own(self.catalog, stream, self.name)
         above = Epoch(0)
         deadline = time.monotonic() + LOCK_PATIENCE_S
@@ -189,7 +201,7 @@ class OwnedStream:
             writer, epoch = self.catalog.register_writer(stream, above=above)
             try:
                 return LogWriter.open(
-                    str(folder),
+                    str(self.home.wal_folder(self.name)),
                     stream=stream,
                     shards=[ShardId(shard) for shard in range(self.config.log.shards)],
                     epoch=epoch,

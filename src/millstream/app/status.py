@@ -81,6 +81,7 @@ def _stream(
     landed = max(catalog.landed(stream, PIPELINE), _lake_n(home, name, stream, problems))
     counted = _counter(home, name, durable, problems)
     writers = catalog.writers(stream)
+    writer = next((one for one in writers if one.name == _own_name(home)), writers[-1] if writers else None)
     shared = writer_facts(home, catalog, stream)
     sources = catalog.sources(stream)
     return {
@@ -88,11 +89,11 @@ def _stream(
         "id": str(stream),
         "state": "running" if capture is not None else "stopped",
         "writer": None
-        if not writers
+        if writer is None
         else {
-            "name": writers[-1].name,
-            "epoch": int(writers[-1].epoch),
-            "pid": writers[-1].pid or None,
+            "name": writer.name,
+            "epoch": int(writer.epoch),
+            "pid": writer.pid or None,
             "alive": capture is not None,
         },
         "writers": shared["writers"],
@@ -123,6 +124,13 @@ def _stream(
             if facts is not None and facts.get("error")
         },
     }
+
+
+def _own_name(home: Home) -> str | None:
+    """The writer's that the home's configuration names, where it can be read."""
+    with contextlib.suppress(MillstreamError):  # said already
+        return home.config.writer.name
+    return None
 
 
 def _durable(home: Home, name: str, problems: list[str]) -> Seq | None:

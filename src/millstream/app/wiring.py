@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from millstream.app.config.quantities import duration_s, size_bytes
 from millstream.app.home import PIPELINE, Home
 from millstream.model.ids import ShardId, StreamId
+from millstream.model.operations import FIRST_SHARD
 
 if TYPE_CHECKING:
     from millstream.app.config.model import StreamConfig
@@ -18,10 +19,8 @@ if TYPE_CHECKING:
     from millstream.spark.session import SparkOptions
     from millstream.wal.writer import LogOptions
 
-_FIRST: Final = ShardId(0)
 
-
-def capture_config(home: Home, name: str, stream: StreamConfig, *, first_shard: ShardId = _FIRST) -> CaptureConfig:
+def capture_config(home: Home, name: str, stream: StreamConfig, *, first_shard: ShardId = FIRST_SHARD) -> CaptureConfig:
     """What capture of a stream is told; `first_shard` is the writer's."""
     from millstream.capture import CaptureConfig
 

@@ -7,6 +7,7 @@ is idle, and recovers the shards of writers of this folder whose leases have run
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from contextlib import suppress
@@ -40,6 +41,8 @@ logger = structlog.get_logger("millstream.writers")
 FOLLOW_EVERY_S: Final = 0.5
 """How often an idle writer lets readers pass what others were given: half of the second that is promised."""
 _SIGNS_A_LEASE: Final = 4
+_TRIES: Final = 3
+"""A catalog that is slow once has had something else to do."""
 _SLOW_START_S: Final = 1.0
 _LOOK_S: Final = 0.05
 
@@ -131,6 +134,12 @@ class SharedWriter:
         self._keeper.stop()
         self.log.close()
         self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class WriterKeeper:
@@ -370,16 +379,19 @@ def _open_log(
 
 
 def _renew(numbers: SharedNumbers, lease_s: float) -> None:
-    """Live on while the log is opened; `LeaseTooShort` where that takes too much of the lease."""
-    asked = time.monotonic()
-    numbers.keep_lease()
-    round_trip_s = time.monotonic() - asked
-    if round_trip_s > lease_s / _SIGNS_A_LEASE:
-        raise LeaseTooShort(
-            f"the catalog took {round_trip_s:.3f} s to answer, and the lease is {lease_s} s: it would run out under a writer that lives",
-            lease_s=lease_s,
-            round_trip_s=round_trip_s,
-        )
+    """Live on while the log is opened; `LeaseTooShort` where that takes too much of the lease, each of some times."""
+    round_trip_s = math.inf
+    for _ in range(_TRIES):
+        asked = time.monotonic()
+        numbers.keep_lease()
+        round_trip_s = min(round_trip_s, time.monotonic() - asked)
+        if round_trip_s <= lease_s / _SIGNS_A_LEASE:
+            return
+    raise LeaseTooShort(
+        f"the catalog took {round_trip_s:.3f} s or more to answer, {_TRIES} times, and the lease is {lease_s} s: it would run out under a writer that lives",
+        lease_s=lease_s,
+        round_trip_s=round_trip_s,
+    )
 
 
 def _store_of(catalog: Catalog, stream: StreamId, lease_s: float) -> PostgresSequenceStore:

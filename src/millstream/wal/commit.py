@@ -168,56 +168,35 @@ class GroupCommitter:
             ShardLocked, CorruptWal, UnexpectedFile, UnsupportedFormat, StaleEpoch, DiskFull: see `LogWriter.open`.
         """
         alone = folder_lock(files, folder, clock, make=True) if numbers.shared else nullcontext()
-        with alone:
-            shards = own_shards(files, folder, identity.writer, shards, numbers)
-            check_not_gone(files, folder, shards, numbers)
-            marks = lock_shards(files, folder, shards, seize=numbers.may_seize())
-            return cls._open_locked(
-                folder,
-                identity,
-                marks,
-                numbers=numbers,
-                files=files,
-                clock=clock,
-                options=options,
-                side_by_side=side_by_side,
-            )
-
-    @classmethod
-    def _open_locked(
-        cls,
-        folder: str,
-        identity: WriterIdentity,
-        marks: dict[ShardId, MarkFile],
-        *,
-        numbers: GroupNumbers,
-        files: Files,
-        clock: Clock,
-        options: LogOptions,
-        side_by_side: bool,
-    ) -> GroupCommitter:
-        shards = list(marks)
+        marks: dict[ShardId, MarkFile] = {}
         try:
-            recovered = recover(
-                files, folder, stream=identity.stream, region=identity.region, shards=shards, epoch=identity.epoch
-            )
-            numbers.begin(reserved_to=recovered.reserved_to, persisted_upto=recovered.persisted_upto)
-            opened = {}
-            for shard in shards:
-                end = recovered.shards[shard]
-                shard_dir = shard_folder(folder, shard)
-                header = _next_header(identity, shard, end.end_offset, end.last_footer_hash, clock, options.numbering)
-                opened[shard] = _Shard(shard_dir, marks[shard], OpenSegment.create_first(files, shard_dir, header))
-            spare_bytes = _spare_bytes(options)
-            has_spares = keep_spare(files, [shard.folder for shard in opened.values()], spare_bytes)
-            committer = cls(
-                folder, files, clock, options, identity, opened, recovered, numbers, side_by_side=side_by_side
-            )
-            committer._has_spares = has_spares
-            committer._move_marks(anchor=True)
-        except BaseException:
+            with alone:
+                shards = own_shards(files, folder, identity.writer, shards, numbers)
+                check_not_gone(files, folder, shards, numbers)
+                marks = lock_shards(files, folder, shards, seize=numbers.may_seize())
+                recovered = recover(
+                    files, folder, stream=identity.stream, region=identity.region, shards=shards, epoch=identity.epoch
+                )
+                numbers.begin(reserved_to=recovered.reserved_to, persisted_upto=recovered.persisted_upto)
+                opened = {}
+                for shard in shards:
+                    end = recovered.shards[shard]
+                    shard_dir = shard_folder(folder, shard)
+                    header = _next_header(
+                        identity, shard, end.end_offset, end.last_footer_hash, clock, options.numbering
+                    )
+                    opened[shard] = _Shard(shard_dir, marks[shard], OpenSegment.create_first(files, shard_dir, header))
+                has_spares = keep_spare(files, [shard.folder for shard in opened.values()], _spare_bytes(options))
+                committer = cls(
+                    folder, files, clock, options, identity, opened, recovered, numbers, side_by_side=side_by_side
+                )
+                committer._has_spares = has_spares
+                committer._move_marks(anchor=True)
+        except BaseException as error:
             for mark in marks.values():
                 mark.close()
+            if isinstance(error, OSError) and error.errno in NO_SPACE:
+                raise DiskFull(f"{folder} has no space to begin in: {error}") from error
             raise
         return committer
 
@@ -238,7 +217,8 @@ class GroupCommitter:
 
         Raises:
             DiskFull: nothing of it is in the log, the next group may be.
-            AppendOutcomeUnknown: the disk failed; nothing more is taken.
+            ShardLocked: of several writers: another one hangs with the folder's lock in its hands while a segment is due; the same.
+            AppendOutcomeUnknown: the disk failed, or another writer took over meanwhile; nothing more is taken.
             WriterClosed: it failed before.
             StaleEpoch: another writer has taken over; nothing of it is in the log, and nothing more is taken.
             InvalidValue: a value of an `AppendOp` isn't of its column's type; nothing of the group is in the log.

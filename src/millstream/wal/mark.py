@@ -17,7 +17,7 @@ nor a power cut leaves none. The area *dropped* is retention's: two slots in tur
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 from uuid import UUID
@@ -165,7 +165,7 @@ def common_cut(marks: Iterable[DurableMark]) -> Seq:
 def stream_cut(marks: Iterable[DurableMark]) -> Seq:
     """The greatest number up to which the marks of all of a stream's writers show everything; 0 where there's no mark."""
     by_writer = _by_writer(marks)
-    cuts = {writer: common_cut(own) for writer, own in by_writer.items()}
+    cuts = _cuts(by_writer)
     open_ones = [cut for writer, cut in cuts.items() if not all(mark.is_settled for mark in by_writer[writer])]
     here = min(open_ones) if open_ones else max(cuts.values(), default=Seq(0))
     others = (mark.elsewhere for own in by_writer.values() for mark in own)
@@ -174,7 +174,11 @@ def stream_cut(marks: Iterable[DurableMark]) -> Seq:
 
 def writer_cuts(marks: Iterable[DurableMark]) -> dict[WriterId, Seq]:
     """For each writer, the greatest number up to which all its marks show everything of its own."""
-    return {writer: common_cut(own) for writer, own in _by_writer(marks).items()}
+    return _cuts(_by_writer(marks))
+
+
+def _cuts(by_writer: Mapping[WriterId, Sequence[DurableMark]]) -> dict[WriterId, Seq]:
+    return {writer: common_cut(own) for writer, own in by_writer.items()}
 
 
 def _by_writer(marks: Iterable[DurableMark]) -> dict[WriterId, list[DurableMark]]:

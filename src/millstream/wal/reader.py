@@ -107,7 +107,9 @@ class StreamReader:
 
     def vector_token(self) -> StreamToken:
         """How far each writer's records are durable: for who waits for no writer. Operations are whole in it, and no cut of their order."""
-        marks, persisted = self._extent.marks()
+        return self._vector(*self._extent.marks())
+
+    def _vector(self, marks: Mapping[ShardId, DurableMark], persisted: Seq) -> StreamToken:
         return StreamToken(short_stream_id(self.stream_id), persisted, writer_cuts(marks.values()))
 
     def first_seq(self) -> Seq:
@@ -293,7 +295,7 @@ class StreamReader:
             OffsetExpired, TokenFromFuture, CorruptWal: as `read_between`.
         """
         marks, persisted = self._extent.marks()
-        newest = StreamToken(short_stream_id(self.stream_id), persisted, writer_cuts(marks.values()))
+        newest = self._vector(marks, persisted)
         if not (after <= newest and upto <= newest):
             raise TokenFromFuture(
                 f"{upto if after <= newest else after} is beyond what the log shows, {newest}",
