@@ -6,6 +6,7 @@ What the disk kept of unsynced writes and names is varied: nothing, everything (
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import chain
 
 import pytest
@@ -92,6 +93,40 @@ def test_a_crash_at_any_operation_of_recovery_changes_nothing_of_its_outcome(out
             try:
                 truth.open(files)
                 break  # recovery takes fewer operations than that
+            except Crash:
+                seen = sorted({*seen, *truth.shown(files)})
+            files = files.crash(keep)
+            truth.open(files).abandon()
+            truth.judge(files, seen=seen)
+        else:
+            raise AssertionError("recovery takes more operations than were tried")
+
+
+@pytest.mark.parametrize("outcome", ["unsynced lost", "any subset, seed 1"])
+def test_what_a_recovery_that_died_had_found_is_there_though_the_machine_dies_too(outcome: str):
+    """A writer is killed within a group on both shards, recovery finds in memory what isn't on the disk, and the power goes meanwhile."""
+    keep = OUTCOMES[outcome][0]
+
+    def killed(at: int | None) -> tuple[Truth, MemoryFiles, tuple[int, int]]:
+        truth, files = Truth(), MemoryFiles()
+        log = truth.open(files)
+        truth.commit(log, truth.ops([(1, 2), (2, 1)]))
+        begins = files.plan.operations
+        files.plan.crash_at = at
+        with suppress(Crash):
+            truth.commit(log, truth.ops([(1, 1), (2, 2)]))
+        return truth, files, (begins, files.plan.operations)
+
+    first, last = killed(None)[2]
+    for at in range(first + 1, last + 1, 2):
+        for died_again_at in range(1, 80):
+            truth, files, _ = killed(at)
+            seen = truth.shown(files)
+            files = files.crash(process_only=True)
+            files.plan.crash_at = died_again_at
+            try:
+                truth.open(files)
+                break
             except Crash:
                 seen = sorted({*seen, *truth.shown(files)})
             files = files.crash(keep)

@@ -9,17 +9,19 @@ before it was durable on all shards before the first byte of the next was writte
    off is kept aside as `.torn`.
 4. A valid frame of a *later* group than that, on any shard, can't come from a crash, nor can a hole in the groups or a
    mark that says more than is there: that is damage, `CorruptWal`, and nothing is touched.
-5. What was read may stand in the page cache only (after a failed fsync it may even never reach the disk), so the tail is
-   copied into a spare file, fsynced, and renamed over; a footer at the end is written once more. A tail without frames
-   goes. Only then may marks move.
+5. What was read may stand in the page cache only (after a failed fsync it may even never reach the disk). A sealed segment says
+   that its groups are whole on all shards; so before the first is sealed, what no mark tells of is written once more where it
+   stands, on every shard, and fsynced.
+6. Then each tail is copied into a spare file, fsynced, and renamed over, so that a writer that was only paused holds a file that
+   nobody reads; a footer at the end is written once more. A tail without frames goes. Only then may marks move.
 
 Each step leaves a log that recovers to the same: recovery may crash and be repeated anywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from millstream.codec.log_segment import (
@@ -381,16 +383,14 @@ def _check_marks(tails: Iterable[_Tail], stream: StreamId) -> None:
 
 def _make_durable(files: Files, tails: Mapping[ShardId, _Tail], cut_bytes: int) -> Recovered:
     last = _last_frame(tails.values())
+    if len(tails) > 1:
+        for tail in tails.values():
+            with _room_at(tail):
+                _write_undecided_again(files, tail)
     shards: dict[ShardId, RecoveredShard] = {}
     for shard, tail in tails.items():
-        try:
+        with _room_at(tail):
             shards[shard] = _seal_tail(files, tail)
-        except OSError as error:
-            if error.errno in NO_SPACE:
-                raise DiskFull(
-                    f"recovery has no space to rewrite the end of {tail.folder}; the log stays readable as it was"
-                ) from error
-            raise
     marks = [tail.mark for tail in tails.values() if tail.mark is not None]
     return Recovered(
         shards=shards,
@@ -401,6 +401,37 @@ def _make_durable(files: Files, tails: Mapping[ShardId, _Tail], cut_bytes: int) 
         reached={} if last is None else dict(last.header.reached),
         cut_bytes=cut_bytes,
     )
+
+
+@contextmanager
+def _room_at(tail: _Tail) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NO_SPACE:
+            raise DiskFull(
+                f"recovery has no space to rewrite the end of {tail.folder}; the log stays readable as it was"
+            ) from error
+        raise
+
+
+def _write_undecided_again(files: Files, tail: _Tail) -> None:
+    """Make the frames durable of which no mark says that they are: the next recovery finds them, whatever becomes of this one."""
+    durable = 0 if tail.mark is None else tail.mark.durable_offset
+    ends = ((frame.position, frame.header.first_offset, frame.header.count) for frame in tail.frames)
+    # A frame of a schema holds no records: it goes with those behind it.
+    start = next((position for position, first, count in ends if first + max(count, 1) > durable), None)
+    if start is None:
+        return
+    assert tail.open is not None
+    file = files.open_write(tail.open.path)
+    try:
+        for position in range(start, tail.byte_end, _COPY_BYTES):
+            file.pwrite(files.read(tail.open.path, position, min(_COPY_BYTES, tail.byte_end - position)), position)
+        file.sync()
+    finally:
+        file.close()
+    files.sync_dir(tail.folder)
 
 
 def _last_frame(tails: Iterable[_Tail]) -> ScannedFrame | None:
