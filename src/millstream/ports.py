@@ -13,7 +13,7 @@ from millstream.model.appends import Submitted
 from millstream.model.ids import Epoch, SourceId, WriterId
 from millstream.model.operations import Ack
 from millstream.model.positions import Lsn, Seq, SeqRange
-from millstream.protocol.sequencer import Drawn, LedgerView, Registration, WriterEntry
+from millstream.protocol.sequencer import Announcement, Drawn, LedgerView, Registration, WriterEntry
 
 
 class Clock(Protocol):
@@ -150,6 +150,22 @@ class SequenceStore(Protocol):
 
     def writers(self) -> Sequence[WriterEntry]:
         """All writers ever registered, by their numbers."""
+
+
+class Announcements(Protocol):
+    """What writers of a stream call out to each other: hints, which may be lost, doubled, late and in any order. Nothing here raises.
+
+    Concurrency: one thread.
+    """
+
+    def tell(self, told: Announcement) -> None:
+        """Call it out to the others; it isn't heard here."""
+
+    def hear(self, timeout_s: float) -> Sequence[Announcement]:
+        """What others called out: as soon as there is something, else nothing, after that many seconds."""
+
+    def close(self) -> None:
+        """Nothing is told or heard any more."""
 
 
 class LogAppender(Protocol):

@@ -21,16 +21,20 @@ import pytest
 from tests.app.homes import config, done, make_home, run, wait_for
 from tests.app.writer_process import ROWS
 
+from millstream.app import writers
 from millstream.app.home import Home
 from millstream.app.writers import SharedWriter
 from millstream.catalog import Catalog
+from millstream.catalog.announcements import PostgresAnnouncements
 from millstream.catalog.sequencing import PostgresSequenceStore
 from millstream.errors import LeaseTooShort, LogError, ShardTaken
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq, StreamToken
+from millstream.ports import Announcements
 from millstream.testing import EmbeddedPostgres
 from millstream.testing.log import plain_ops, plain_table
 from millstream.testing.pytest_plugin import Database
+from millstream.testing.sequencing import UnreliableAnnouncements
 from millstream.wal.inspect import verify
 from millstream.wal.reader import StreamReader
 
@@ -228,12 +232,24 @@ def home(tmp_path: Path, postgres: Database) -> Path:
     return home
 
 
-def second_writer(home: Path, dsn: str, *, lease_s: float = LEASE_S) -> SharedWriter:
+def second_writer(
+    home: Path,
+    dsn: str,
+    *,
+    name: str = "second",
+    lease_s: float = LEASE_S,
+    announcements: Announcements | None = None,
+) -> SharedWriter:
     place = Home(home)
     catalog = Catalog(dsn)
-    stream = catalog.stream("shop").id
     return SharedWriter.open(
-        catalog, stream, str(place.wal_folder("shop")), name="second", location=place.identity().id, lease_s=lease_s
+        catalog,
+        catalog.stream("shop").id,
+        str(place.wal_folder("shop")),
+        name=name,
+        location=place.identity().id,
+        lease_s=lease_s,
+        announcements=announcements,
     )
 
 
@@ -297,6 +313,38 @@ def test_a_lease_that_is_shorter_than_the_way_to_the_catalog(home: Path, postgre
     with pytest.raises(LeaseTooShort) as caught:
         second_writer(home, postgres.dsn, lease_s=0.000_01)
     assert caught.value.details["lease_s"] == 0.000_01
+
+
+def test_an_idle_writer_lets_readers_pass_as_soon_as_it_hears(
+    home: Path, postgres: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its turn never comes, so that hearing is all that can do it.
+    monkeypatch.setattr(writers, "FOLLOW_EVERY_S", 3600.0)
+    (home / "millstream.toml").write_text(WRITER + (home / "millstream.toml").read_text())
+    done(home, "capture", "run", "--until-caught-up")
+    with (
+        second_writer(home, postgres.dsn, lease_s=14_400) as busy,
+        second_writer(home, postgres.dsn, name="third", lease_s=14_400),
+    ):
+        reader = StreamReader(str(Home(home).wal_folder("shop")))
+        for number in range(1, 4):
+            last = append(busy, number)
+            wait_for(lambda last=last: reader.persisted_upto() >= last)
+
+
+def test_an_idle_writer_that_hears_nothing_lets_readers_pass_at_its_turn(home: Path, postgres: Database) -> None:
+    (home / "millstream.toml").write_text(WRITER + (home / "millstream.toml").read_text())
+    done(home, "capture", "run", "--until-caught-up")
+    with Catalog(postgres.dsn) as catalog:
+        wire = PostgresAnnouncements(catalog.database, catalog.stream("shop").id)
+        deaf = UnreliableAnnouncements(wire, random.Random(0), lost=1.0)
+        with (
+            second_writer(home, postgres.dsn) as busy,
+            second_writer(home, postgres.dsn, name="third", announcements=deaf),
+        ):
+            reader = StreamReader(str(Home(home).wal_folder("shop")))
+            last = append(busy, 1)
+            wait_for(lambda: reader.persisted_upto() >= last)
 
 
 def test_a_writer_that_died_is_recovered_by_another_within_its_lease(home: Path, postgres: Database) -> None:

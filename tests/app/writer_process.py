@@ -7,15 +7,18 @@ is durable, `unknown TEXT` where nobody can tell, `refused TEXT` where it isn't 
 from __future__ import annotations
 
 import os
+import random
 import sys
 import time
 from uuid import UUID
 
 from millstream.app.writers import SharedWriter
 from millstream.catalog import Catalog
+from millstream.catalog.announcements import PostgresAnnouncements
 from millstream.errors import AppendOutcomeUnknown, CatalogError, MillstreamError, StaleEpoch, WriterClosed
 from millstream.model.ids import StreamId
 from millstream.testing.log import plain_ops, plain_table
+from millstream.testing.sequencing import UnreliableAnnouncements
 from millstream.wal.writer import LogOptions
 
 TABLES = plain_table(1), plain_table(2)
@@ -35,6 +38,7 @@ def main(folder: str, address: str, name: str, lease_s: float) -> int:
         writer = SharedWriter.open(
             catalog, stream, folder, name=name, location="here", lease_s=lease_s, shard_count=2,
             options=LogOptions(segment_bytes=60_000, disk_used_max=1.0),
+            announcements=UnreliableAnnouncements(PostgresAnnouncements(catalog.database, stream), random.Random(name)),
         )  # fmt: skip
         say("open", *writer.shards)
         number = 0

@@ -6,16 +6,20 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
+from typing import TypeAlias
 
 import psycopg
 import pytest
 
-from millstream.catalog import Catalog
+from millstream.catalog import Catalog, announcements
+from millstream.catalog.announcements import PostgresAnnouncements
 from millstream.catalog.sequencing import PostgresSequenceStore
 from millstream.errors import CatalogError, SequenceUnusable, StaleEpoch
-from millstream.model.ids import StreamId
-from millstream.model.positions import Seq, SeqRange
+from millstream.model.ids import Epoch, StreamId, WriterId
+from millstream.model.positions import SEQ_MAX, Seq, SeqRange
+from millstream.protocol.sequencer import Announcement
 from millstream.testing import EmbeddedPostgres
 from millstream.testing.pytest_plugin import Database
 from millstream.testing.sequencing import MakeStore, MemorySequenceStore, SequenceStoreConformance
@@ -172,3 +176,67 @@ def test_a_server_that_crashes_gives_no_number_twice():
         assert all(last < first for (_, last), (first, _) in pairwise(ends))
         for store in stores:
             store.close()
+
+
+Called: TypeAlias = tuple[PostgresAnnouncements, PostgresAnnouncements, PostgresAnnouncements]
+
+
+@pytest.fixture
+def called(postgres: Database) -> Iterator[Called]:
+    """Two writers of one stream, and one of another; all of them listen."""
+    with Catalog(postgres.dsn) as catalog:
+        one, other = catalog.resolve_stream("one"), catalog.resolve_stream("other")
+        ends = [PostgresAnnouncements(catalog.database, stream) for stream in (one, one, other)]
+        for end in ends:
+            assert end.hear(0.0) == []
+        yield ends[0], ends[1], ends[2]
+        for end in ends:
+            end.close()
+
+
+A = Announcement(WriterId(1), Epoch(7), Seq(300))
+
+
+def test_what_a_writer_calls_is_heard_by_the_others_of_its_stream(called: Called) -> None:
+    first, second, other = called
+    first.tell(A)
+    first.tell(replace(A, position=SEQ_MAX))
+    heard = [*second.hear(30.0), *second.hear(0.1)]
+    assert heard == [A, replace(A, position=SEQ_MAX)]
+    assert first.hear(0.1) == other.hear(0.1) == []
+
+
+def test_who_hears_nothing_waits_for_as_long_as_it_said(called: Called) -> None:
+    began = time.monotonic()
+    assert called[0].hear(0.2) == []
+    assert time.monotonic() - began >= 0.19
+
+
+@pytest.mark.parametrize("text", ["", "1.2", "1.2.3.4", "1.2.-3", "1.2.٣", f"1.2.{SEQ_MAX + 1}", "1.2." + "9" * 4000])
+def test_what_cant_be_read_is_not_heard(called: Called, postgres: Database, text: str) -> None:
+    with Catalog(postgres.dsn) as catalog, postgres.connect() as connection:
+        channel = f"millstream_{catalog.stream('one').id.hex}"
+        connection.execute("SELECT pg_notify(%s, %s), pg_notify(%s, %s)", (channel, text, channel, str(A)))
+    assert [*called[0].hear(30.0), *called[0].hear(0.1)] == [A]
+
+
+def test_a_connection_that_was_cut_is_silence_until_there_is_another(
+    called: Called, postgres: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announcements, "_AGAIN_S", 0.2)
+    first, second, _ = called
+    with postgres.connect() as connection:
+        connection.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query LIKE 'LISTEN%' AND pid <> pg_backend_pid()"
+        )
+    began = time.monotonic()
+    assert second.hear(0.1) == []
+    first.tell(A)
+    assert time.monotonic() - began >= 0.09
+    deadline = time.monotonic() + 60
+    heard: list[Announcement] = []
+    while not heard:
+        assert time.monotonic() < deadline
+        first.tell(A)
+        heard += second.hear(0.1)
+    assert set(heard) == {A}

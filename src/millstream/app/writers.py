@@ -2,7 +2,8 @@
 
 A home's processes may each write to its streams, each to shards of its own in the one folder; what they share is the catalog, which
 lies in PostgreSQL then. A thread beside each writer tells the others where it stands, lets readers pass what others were given while it
-is idle, and recovers the shards of writers of this folder whose leases have run out.
+is idle, and recovers the shards of writers of this folder whose leases have run out. Writers call out to each other when they have
+shown something, so that an idle one asks the catalog at once and not at its next turn; what is called may get lost.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -27,11 +28,15 @@ from millstream.errors import (
     WriterAlive,
 )
 from millstream.model.ids import Epoch, ShardId, StreamId
+from millstream.model.positions import Seq
+from millstream.protocol.sequencer import Announcement
 
 if TYPE_CHECKING:
     from millstream.app.home import Home
     from millstream.catalog import Catalog
+    from millstream.catalog.announcements import PostgresAnnouncements
     from millstream.catalog.sequencing import PostgresSequenceStore
+    from millstream.ports import Announcements
     from millstream.protocol.sequencer import Registration, WriterEntry
     from millstream.wal.numbers import SharedNumbers
     from millstream.wal.writer import LogOptions, LogWriter
@@ -39,7 +44,11 @@ if TYPE_CHECKING:
 logger = structlog.get_logger("millstream.writers")
 
 FOLLOW_EVERY_S: Final = 0.5
-"""How often an idle writer lets readers pass what others were given: half of the second that is promised."""
+"""How often an idle writer that hears nothing lets readers pass what others were given: half of the second that is promised."""
+_TELL_EVERY_S: Final = 0.05
+"""How often a busy writer calls out to the others."""
+_ASKING_SHARE: Final = 0.1
+"""How much of its time a writer that hears others all the time spends on asking where they stand."""
 _SIGNS_A_LEASE: Final = 4
 _TRIES: Final = 3
 """A catalog that is slow once has had something else to do."""
@@ -88,6 +97,7 @@ class SharedWriter:
         shard_count: int = 1,
         first_shard: int | None = None,
         options: LogOptions | None = None,
+        announcements: Announcements | None = None,
     ) -> Self:
         """Register, wait for the incarnation before where it still may answer, recover its shards, and begin.
 
@@ -101,6 +111,7 @@ class SharedWriter:
             shard_count: how many shards it has.
             first_shard: the first of them. None: behind those of the writers that were there before, if they have as many each.
             options: how the log is written.
+            announcements: how writers call out to each other; through the catalog if not given.
 
         Raises:
             LeaseTooShort: the catalog answers too slowly for it.
@@ -126,7 +137,9 @@ class SharedWriter:
                 seconds=round(took_s, 2),
                 waited_s=registration.waits_us / 1e6,
             )
-        keeper = WriterKeeper(log, store, name, location, place)
+        if announcements is None:
+            announcements = _announcements_of(catalog, stream)
+        keeper = WriterKeeper(log, store, registration, name, location, place, announcements)
         return cls(log, name, shards, keeper, store)
 
     def close(self) -> None:
@@ -148,25 +161,39 @@ class WriterKeeper:
     Args:
         log: the writer.
         store: of the stream's numbers.
+        registration: of this incarnation.
         name: the writer's.
         location: the folder's: of writers that have their logs elsewhere nothing can be recovered here.
         place: the folder.
+        announcements: how writers call out to each other; closed with the thread.
     """
 
     def __init__(
         self,
         log: LogWriter,
         store: PostgresSequenceStore,
+        registration: Registration,
         name: str,
         location: str,
         place: _Place,
+        announcements: Announcements,
     ) -> None:
         self._log = log
         self._store = store
+        self._registration = registration
         self._name = name
         self._location = location
         self._place = place
+        self._announcements = announcements
         self._every_s = min(FOLLOW_EVERY_S, place.lease_s / _SIGNS_A_LEASE)
+        now_s = time.monotonic()
+        self._tells_at_s = now_s
+        self._asks_at_s = now_s + self._every_s
+        """When the store is asked at the latest."""
+        self._may_ask_at_s = now_s
+        """From when on it is asked if somebody has called."""
+        self._known = log.persisted_upto()
+        """The greatest position that was called out, by whomever."""
         self._done = threading.Event()
         self._heir: threading.Thread | None = None
         """Recovers what the dead left, which may take longer than a lease."""
@@ -183,22 +210,47 @@ class WriterKeeper:
             self._heir.join()
 
     def _run(self) -> None:
-        while not self._done.wait(self._every_s):
-            try:
-                view = self._log.follow() or self._store.view()
-            except StaleEpoch as error:
-                logger.warning("this writer was taken over", writer=self._name, error=error.message)
-                return
-            except CatalogError as error:
-                self._say("catalog", f"the catalog can't be asked: {error.message}")
-                continue
-            except MillstreamError as error:
-                logger.warning("this writer ended", writer=self._name, error=error.message)
-                return
-            self._told.pop("catalog", None)
-            if view.expired and (self._heir is None or not self._heir.is_alive()):
-                self._heir = threading.Thread(target=self._look_after, args=(view.expired,), name=f"heir-{self._name}")
-                self._heir.start()
+        with closing(self._announcements):
+            while not self._done.is_set():
+                heard = self._announcements.hear(_TELL_EVERY_S)
+                self._known = max(self._known, *(told.position for told in heard), Seq(0))
+                asked_s = time.monotonic()
+                if asked_s >= self._tells_at_s:
+                    self._tells_at_s = asked_s + _TELL_EVERY_S
+                    self._tell()
+                called = self._known > self._log.persisted_upto() and asked_s >= self._may_ask_at_s
+                if called or asked_s >= self._asks_at_s:
+                    if not self._ask():
+                        return
+                    now_s = time.monotonic()
+                    self._asks_at_s = now_s + self._every_s
+                    self._may_ask_at_s = now_s + (now_s - asked_s) / _ASKING_SHARE
+
+    def _tell(self) -> None:
+        """Call out how far this writer is, where nobody has said as much."""
+        position = self._log.persisted_upto()
+        if position > self._known:
+            self._known = position
+            self._announcements.tell(Announcement(self._registration.writer, self._registration.epoch, position))
+
+    def _ask(self) -> bool:
+        """Give a sign, follow the others, and look after those that died; False where this writer has ended."""
+        try:
+            view = self._log.follow() or self._store.view()
+        except StaleEpoch as error:
+            logger.warning("this writer was taken over", writer=self._name, error=error.message)
+            return False
+        except CatalogError as error:
+            self._say("catalog", f"the catalog can't be asked: {error.message}")
+            return True
+        except MillstreamError as error:
+            logger.warning("this writer ended", writer=self._name, error=error.message)
+            return False
+        self._told.pop("catalog", None)
+        if view.expired and (self._heir is None or not self._heir.is_alive()):
+            self._heir = threading.Thread(target=self._look_after, args=(view.expired,), name=f"heir-{self._name}")
+            self._heir.start()
+        return True
 
     def _look_after(self, expired: frozenset[int]) -> None:
         with suppress(CatalogError):
@@ -392,6 +444,12 @@ def _renew(numbers: SharedNumbers, lease_s: float) -> None:
         lease_s=lease_s,
         round_trip_s=round_trip_s,
     )
+
+
+def _announcements_of(catalog: Catalog, stream: StreamId) -> PostgresAnnouncements:
+    from millstream.catalog.announcements import PostgresAnnouncements
+
+    return PostgresAnnouncements(catalog.database, stream)
 
 
 def _store_of(catalog: Catalog, stream: StreamId, lease_s: float) -> PostgresSequenceStore:

@@ -13,8 +13,8 @@ import pytest
 from millstream.errors import CatalogBusy, MillstreamError
 from millstream.model.ids import Epoch, WriterId
 from millstream.model.positions import Seq, SeqRange
-from millstream.ports import Clock, SequenceStore
-from millstream.protocol.sequencer import Drawn, Ledger, LedgerView, Registration, WriterEntry
+from millstream.ports import Announcements, Clock, SequenceStore
+from millstream.protocol.sequencer import Announcement, Drawn, Ledger, LedgerView, Registration, WriterEntry
 from millstream.testing.clock import ManualClock
 
 _NO_EPOCH: Final = Epoch(0)
@@ -102,6 +102,40 @@ class MemorySequenceStore:
                 raise CatalogBusy(f"{step}: the reply was lost")
             assert isinstance(told, kind)
             return told
+
+
+class UnreliableAnnouncements:
+    """`ports.Announcements` that loses some of what is heard, doubles some, and mixes up and delays the rest.
+
+    Args:
+        wrapped: where they really come from.
+        chance: what becomes of each.
+        lost: the share that is lost.
+    """
+
+    def __init__(self, wrapped: Announcements, chance: random.Random, *, lost: float = 0.3) -> None:
+        self._wrapped = wrapped
+        self._chance = chance
+        self._lost = lost
+        self._under_way: list[Announcement] = []
+
+    def tell(self, told: Announcement) -> None:
+        """As the port."""
+        self._wrapped.tell(told)
+
+    def hear(self, timeout_s: float) -> Sequence[Announcement]:
+        """As the port; some come with a later call, or with several."""
+        for told in self._wrapped.hear(timeout_s):
+            if self._chance.random() >= self._lost:
+                self._under_way += [told] * self._chance.choice([1, 1, 2, 3])
+        self._chance.shuffle(self._under_way)
+        count = self._chance.randrange(len(self._under_way) + 1)
+        heard, self._under_way = self._under_way[:count], self._under_way[count:]
+        return heard
+
+    def close(self) -> None:
+        """As the port."""
+        self._wrapped.close()
 
 
 class SequenceStoreConformance:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Final
 
 from millstream.model.ids import Epoch, WriterId
-from millstream.model.positions import Seq, SeqRange, StreamToken
+from millstream.model.positions import SEQ_MAX, Seq, SeqRange, StreamToken
+
+_ANNOUNCEMENT: Final = re.compile(r"([0-9]{1,9})\.([0-9]{1,19})\.([0-9]{1,19})", re.ASCII)
 
 HINTS_MAX: Final = 65_536
 """Ended ranges kept beyond a gap; more are forgotten, which costs latency only."""
@@ -39,7 +42,19 @@ class Announcement:
     epoch: Epoch
     position: Seq
     ended: tuple[SeqRange, ...] = ()
-    """Ranges that are durable or never will be, in the order in which they ended."""
+    """Ranges that are durable or never will be, in the order in which they ended; their text doesn't have them."""
+
+    def __str__(self) -> str:
+        """Text form: `<writer>.<epoch>.<position>`."""
+        return f"{self.writer}.{self.epoch}.{self.position}"
+
+    @classmethod
+    def parse(cls, text: str) -> Announcement | None:
+        """What a text form says; None of a text that is none: a hint that can't be read is as good as one that was lost."""
+        found = _ANNOUNCEMENT.fullmatch(text)
+        if found is None or int(found[3]) > SEQ_MAX:
+            return None
+        return cls(WriterId(int(found[1])), Epoch(int(found[2])), Seq(int(found[3])))
 
 
 @dataclass(slots=True)

@@ -1,0 +1,84 @@
+"""What writers of a stream call out to each other through PostgreSQL's LISTEN and NOTIFY: `ports.Announcements`.
+
+Nothing depends on it: whoever hears nothing asks the store a little later. So nothing here raises; a connection that broke, or that a pooler
+shares among others, is silence.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Final
+
+import psycopg
+from psycopg import sql
+
+from millstream.catalog.database import Database
+from millstream.model.ids import StreamId
+from millstream.protocol.sequencer import Announcement
+
+_AGAIN_S: Final = 5.0
+"""How long a server that couldn't be reached is left alone."""
+
+
+class PostgresAnnouncements:
+    """The announcements of one stream.
+
+    Args:
+        database: of a catalog in PostgreSQL.
+        stream: whose writers listen.
+
+    Concurrency: one thread.
+    """
+
+    def __init__(self, database: Database, stream: StreamId) -> None:
+        assert database.address is not None
+        self._address: Final = database.address
+        self._channel: Final = f"millstream_{stream.hex}"
+        self._connection: psycopg.Connection[tuple[Any, ...]] | None = None
+        self._not_before_s = 0.0
+
+    def tell(self, told: Announcement) -> None:
+        """As the port."""
+        line = self._line()
+        if line is not None:
+            with self._silent():
+                line.execute("SELECT pg_notify(%s, %s)", (self._channel, str(told)))
+
+    def hear(self, timeout_s: float) -> list[Announcement]:
+        """As the port."""
+        line, heard = self._line(), list[psycopg.Notify]()
+        end = time.monotonic() + timeout_s
+        if line is not None:
+            with self._silent():
+                heard.extend(line.notifies(timeout=timeout_s, stop_after=1))
+        if self._connection is None:
+            time.sleep(max(0.0, end - time.monotonic()))
+            return []
+        own = self._connection.info.backend_pid
+        said = (Announcement.parse(found.payload) for found in heard if found.pid != own)
+        return [told for told in said if told is not None]
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._connection is not None:
+            with suppress(psycopg.Error):
+                self._connection.close()
+            self._connection = None
+
+    def _line(self) -> psycopg.Connection[tuple[Any, ...]] | None:
+        if self._connection is None and time.monotonic() >= self._not_before_s:
+            with self._silent():
+                # A statement that is prepared on one server connection isn't there on the next, behind a pooler.
+                self._connection = psycopg.connect(self._address, autocommit=True, prepare_threshold=None)
+                self._connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(self._channel)))
+        return self._connection
+
+    @contextmanager
+    def _silent(self) -> Iterator[None]:
+        try:
+            yield
+        except psycopg.Error:
+            self.close()
+            self._not_before_s = time.monotonic() + _AGAIN_S
