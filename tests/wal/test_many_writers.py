@@ -13,6 +13,7 @@ import pytest
 from millstream.errors import (
     AppendOutcomeUnknown,
     CatalogBusy,
+    LossNotAccepted,
     SequenceUnusable,
     ShardLocked,
     ShardTaken,
@@ -24,11 +25,12 @@ from millstream.model.ids import Epoch, RegionId, ShardId, StreamId, WriterId
 from millstream.model.operations import TableRows, WriteOps
 from millstream.model.positions import Seq, SeqRange, StreamToken
 from millstream.testing.clock import ManualClock
-from millstream.testing.files import MemoryFiles
+from millstream.testing.files import Crash, MemoryFiles, keep_any
 from millstream.testing.log import plain_operations, plain_rows, plain_table
 from millstream.testing.sequencing import MemorySequenceStore
 from millstream.wal.commit import GroupCommitter, LogOptions, WriterIdentity
 from millstream.wal.inspect import stats, verify
+from millstream.wal.layout import shard_folder
 from millstream.wal.numbers import SharedNumbers
 from millstream.wal.reader import StreamReader
 
@@ -338,6 +340,79 @@ def test_while_a_writer_hangs_with_the_folder_in_its_hands_others_say_so():
         writers.start(1)
     lock.close()
     writers.start(1)
+
+
+def forgotten_at_the_end_of_its_third_group(*, seals: bool = False) -> tuple[Writers, dict[int, str]]:
+    """Writer 2 of two, with a fourth group that it told nobody of; and what readers are to see for ever."""
+    writers = Writers()
+    writers.start(0)
+    writers.start(1)
+    for _ in range(3):
+        writers.append(1)
+    writers.open[1].follow()
+    kept = dict(writers.texts)
+    writers.append(1)
+    if seals:
+        writers.clock.advance(3600.0 * 2)
+        writers.open[1].roll()
+    known = len(writers.texts)
+    writers.append(0)
+    kept |= dict(list(writers.texts.items())[known:])
+    writers.kill(1)
+    writers.clock.advance(60.0)
+    writers.store.forget(WriterId(2))
+    assert len(writers.texts) == len(kept) + 4
+    return writers, kept
+
+
+def all_there_is(writers: Writers) -> dict[int, str]:
+    for log in writers.open.values():
+        log.follow()
+    return writers.read(0, writers.reader().persisted_upto())
+
+
+@pytest.mark.parametrize("seals", [False, True])
+def test_what_a_forgotten_writer_left_is_set_aside_when_it_comes_back(seals: bool):
+    writers, kept = forgotten_at_the_end_of_its_third_group(seals=seals)
+    writers.start(1)
+    assert all_there_is(writers) == kept
+    folders = [shard_folder(FOLDER, ShardId(shard)) for shard in (2, 3)]
+    aside = [[name for name in writers.files.listdir(folder) if name.endswith(".torn")] for folder in folders]
+    assert [len(names) for names in aside] == [1, 1]
+    assert verify(FOLDER, files=writers.files).is_whole
+    known = len(writers.texts)
+    writers.append(1)
+    kept |= dict(list(writers.texts.items())[known:])
+    writers.kill(1)
+    writers.start(1)
+    assert all_there_is(writers) == kept
+
+
+def test_a_crash_while_a_forgotten_writers_records_are_set_aside_changes_nothing_of_it():
+    for at in range(1, 200):
+        writers, kept = forgotten_at_the_end_of_its_third_group()
+        writers.files.plan.operations, writers.files.plan.crash_at = 0, at
+        try:
+            writers.start(1)
+            break
+        except Crash:
+            writers.files = writers.files.crash(keep_any(at))
+        writers.start(0)
+        writers.start(1)
+        assert all_there_is(writers) == kept
+        assert verify(FOLDER, files=writers.files).is_whole
+    else:
+        raise AssertionError("a start takes more operations than were tried")
+
+
+def test_a_forgotten_writer_whose_log_is_damaged_is_told_to_mend_it_first():
+    writers, _ = forgotten_at_the_end_of_its_third_group(seals=True)
+    folder = shard_folder(FOLDER, ShardId(2))
+    first = min(name for name in writers.files.listdir(folder) if name.endswith(".wal"))
+    writers.files.damage(f"{folder}/{first}", 4096 + 200, b"????")
+    with pytest.raises(LossNotAccepted, match="forgotten"):
+        writers.start(1)
+    writers.append(0)  # stops nobody else
 
 
 def test_a_store_that_is_older_than_the_log_gives_no_number():

@@ -58,8 +58,8 @@ def ls(session: Session, stream: str | None = None, as_json: bool = False) -> No
 def forget(session: Session, name: str, stream: str | None, yes: bool) -> None:
     """Give up a dead writer whose log can't be reached: readers pass what it left undecided.
 
-    Whatever it acknowledged and nobody has read stays in its log. When that turns up again, its writer is refused until
-    those records are exported and cut off.
+    What it had written and couldn't tell of any more, its last commit group at most, isn't read. If its log turns up again and the writer is
+    started there, those records are set aside in .torn files.
     """
     from millstream.app.writers import forget_writer
 

@@ -42,6 +42,7 @@ from millstream.wal.layout import shard_folder
 from millstream.wal.mark import DurableMark, MarkFile
 from millstream.wal.numbers import GroupNumbers
 from millstream.wal.recover import Recovered, keep_spare, recover
+from millstream.wal.repair import set_tail_aside
 from millstream.wal.segment import GroupFacts, OpenSegment, WriteFailed
 from millstream.wal.shards import check_not_gone, folder_lock, holds_mark, lock_shards, own_shards
 from millstream.wal.submissions import acks_of, in_columns, shards_of
@@ -166,6 +167,7 @@ class GroupCommitter:
 
         Raises:
             ShardLocked, CorruptWal, UnexpectedFile, UnsupportedFormat, StaleEpoch, DiskFull: see `LogWriter.open`.
+            LossNotAccepted: the writer was forgotten, and its shards are damaged.
         """
         alone = folder_lock(files, folder, clock, make=True) if numbers.shared else nullcontext()
         marks: dict[ShardId, MarkFile] = {}
@@ -174,6 +176,8 @@ class GroupCommitter:
                 shards = own_shards(files, folder, identity.writer, shards, numbers)
                 check_not_gone(files, folder, shards, numbers)
                 marks = lock_shards(files, folder, shards, seize=numbers.may_seize())
+                if numbers.cut_at is not None:
+                    set_tail_aside(files, folder, marks, above=numbers.cut_at, now_ns=clock.now_ns())
                 recovered = recover(
                     files, folder, stream=identity.stream, region=identity.region, shards=shards, epoch=identity.epoch
                 )

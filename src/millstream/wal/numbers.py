@@ -49,6 +49,10 @@ class GroupNumbers(Protocol):
     def given_before(self) -> Seq:
         """The greatest number that this writer's log must know of, where it knows of any; 0: it may be empty."""
 
+    @property
+    def cut_at(self) -> Seq | None:
+        """Readers have passed what this writer's log has above it, as it was forgotten there; None: nothing."""
+
     def may_seize(self) -> bool:
         """Whether the incarnation before answers nobody any more, so that its shards may be taken from it where it holds their locks."""
 
@@ -102,6 +106,7 @@ class BlockNumbers:
 
     shared = False
     elsewhere = SEQ_MAX
+    cut_at = None
 
     def __init__(self, reservations: SeqReservations, epoch: Epoch) -> None:
         self._reservations = reservations
@@ -210,6 +215,11 @@ class SharedNumbers:
         """As `GroupNumbers`."""
         return self._registration.given_to
 
+    @property
+    def cut_at(self) -> Seq | None:
+        """As `GroupNumbers`."""
+        return self._registration.cut_at
+
     def may_seize(self) -> bool:
         """As `GroupNumbers`: its lease has run out."""
         return self._clock.monotonic_ns() >= self._others_end_ns
@@ -232,14 +242,6 @@ class SharedNumbers:
                 hint="The catalog is older than the log (restored from a backup?): bring back the one that goes with it.",
                 log=int(known),
                 store=int(self._registration.newest),
-            )
-        cut_at = self._registration.cut_at
-        if cut_at is not None and persisted_upto > cut_at:
-            raise SequenceUnusable(
-                f"this writer was forgotten at {cut_at}, and its log has records up to {persisted_upto} that readers have passed",
-                hint="Export them (`millstream wal export`), and cut them off (`millstream wal repair --accept-loss`).",
-                log=int(persisted_upto),
-                cut_at=int(cut_at),
             )
         asked_ns = self._clock.monotonic_ns()
         told = self._store.recovered(self._registration.writer, self._registration.epoch)

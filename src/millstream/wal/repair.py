@@ -15,17 +15,20 @@ header of the segment behind it names its footer, and is rewritten after it. A c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from millstream.codec.log_directory import Numbering
 from millstream.codec.log_frame import FrameKind, RecordsFrame, decode_frame
 from millstream.codec.log_schemas import SchemaSet
 from millstream.errors import LossNotAccepted
-from millstream.model.positions import Offset
+from millstream.model.ids import ShardId
+from millstream.model.positions import Offset, Seq
 from millstream.model.schema import TableSchema
 from millstream.ports import Clock, Files
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.layout import list_shards, shard_folder
+from millstream.wal.mark import MarkFile
 from millstream.wal.repair_plan import AcceptedRange, RepairPlan, SegmentPlan, plan_repair, span_of
 from millstream.wal.rewrite import Rewriter
 from millstream.wal.scan import ScannedFrame
@@ -33,7 +36,9 @@ from millstream.wal.shards import lock_shards
 from millstream.wal.survey import Checked, KnownSchemas
 from millstream.wal.walk import Loss
 
-__all__ = ["AcceptedRange", "RepairPlan", "plan_repair", "repair"]
+logger = logging.getLogger("millstream.wal")
+
+__all__ = ["AcceptedRange", "RepairPlan", "plan_repair", "repair", "set_tail_aside"]
 
 
 def repair(
@@ -79,6 +84,48 @@ def repair(
         for mark in marks.values():
             mark.close()
     return plan
+
+
+def set_tail_aside(
+    files: Files, folder: str, marks: Mapping[ShardId, MarkFile], *, above: Seq, now_ns: int
+) -> list[str]:
+    """Cut out what a writer wrote above a number, as it was forgotten there: readers have passed those numbers.
+
+    Args:
+        files: the file system.
+        folder: the stream's.
+        marks: of all the writer's shards; the caller holds their locks.
+        above: the end of one of its groups.
+        now_ns: the time, for what is said of the loss.
+
+    Returns:
+        The files that hold what was cut; none where nothing had to be.
+
+    Raises:
+        LossNotAccepted: something of these shards is damaged besides; nothing was changed.
+        OSError: the disk failed, or is full; the rest can be repeated.
+    """
+    plan = plan_repair(folder, files=files, only=marks)
+    damaged = plan.is_needed
+    for segments in plan.segments.values():
+        for made in segments:
+            for place, piece in enumerate(made.pieces):
+                if isinstance(piece, Checked) and piece.is_whole and piece.frame.header.first_seq > above:
+                    whole = _loss_of(made, piece.frame, f"its writer was forgotten at {above}")
+                    made.pieces[place], made.changed = whole, True
+                    plan.losses.append(whole)
+    if not plan.losses:
+        return []
+    if damaged:
+        raise LossNotAccepted(
+            f"{folder} is damaged, and its writer was forgotten at {above}: what lies above that can't be set aside yet",
+            hint="`millstream wal verify` says what is damaged; `millstream wal repair` it, and start the writer again.",
+        )
+    rewriter = Rewriter(files, plan, KnownSchemas(files, folder, ()), now_ns)
+    for shard, mark in marks.items():
+        rewriter.write(shard, shard_folder(folder, shard), mark)
+    logger.warning("this writer was forgotten: what it wrote above %s lies in %s", above, ", ".join(plan.kept_aside))
+    return plan.kept_aside
 
 
 # --- what was accepted ---------------------------------------------------------------------------------------------
@@ -162,12 +209,8 @@ def _check_readable(
     for place, piece in enumerate(made.pieces):
         if not isinstance(piece, Checked) or not piece.is_whole or piece.frame.header.kind is not FrameKind.RECORDS:
             continue
-        header = piece.frame.header
-        start, end = header.first_offset, Offset(header.first_offset + header.count)
-        whole = Loss(
-            made.path, piece.frame.position, "dropped with what was lost", start, end, made.shard, piece.frame.end,
-            header.first_seq, header.last_seq,
-        )  # fmt: skip
+        whole = _loss_of(made, piece.frame, "dropped with what was lost")
+        _, start, end = span_of(whole)
         for offered in accepted:
             if not _meets(offered, whole) or (offered.by_number and not _holds(made, piece.frame, offered)):
                 continue
@@ -185,6 +228,16 @@ def _check_readable(
             made.changed = True
             plan.losses.append(whole)
             break
+
+
+def _loss_of(made: SegmentPlan, frame: ScannedFrame, why: str) -> Loss:
+    """A whole frame as one that is lost."""
+    header = frame.header
+    end = Offset(header.first_offset + header.count)
+    return Loss(
+        made.path, frame.position, why, header.first_offset, end, made.shard, frame.end, header.first_seq,
+        header.last_seq,
+    )  # fmt: skip
 
 
 def _holds(made: SegmentPlan, frame: ScannedFrame, offered: AcceptedRange) -> bool:

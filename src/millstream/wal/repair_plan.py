@@ -110,13 +110,20 @@ class RepairPlan:
         return found
 
 
-def plan_repair(folder: str, *, schemas: Iterable[TableSchema] = (), files: Files | None = None) -> RepairPlan:
+def plan_repair(
+    folder: str,
+    *,
+    schemas: Iterable[TableSchema] = (),
+    files: Files | None = None,
+    only: Iterable[ShardId] | None = None,
+) -> RepairPlan:
     """Find all damage and what mending it would cost. Reads and decodes everything; changes nothing.
 
     Args:
         folder: the stream's.
         schemas: known from a catalog, for records whose schema the log has lost.
         files: the file system.
+        only: these shards; all that there are if not given.
 
     Raises:
         UnexpectedFile: a file lies there that isn't the log's.
@@ -130,7 +137,7 @@ def plan_repair(folder: str, *, schemas: Iterable[TableSchema] = (), files: File
     marks = (read_mark(files, shard_folder(folder, shard)) for shard in shards)
     if (missing := missing_shards(folder, shards, filter(None, marks))) is not None:
         raise missing
-    for shard in shards:
+    for shard in shards if only is None else sorted(only):
         plan.segments[shard] = _plan_shard(files, folder, shard, plan, elsewhere)
     known = {made.header.stream for segments in plan.segments.values() for made in segments} - {NO_STREAM}
     if plan.is_needed and len(known) != 1:
