@@ -19,6 +19,7 @@ import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -91,6 +92,10 @@ class PayloadPart(NamedTuple):
     rows: int
     length: int
     crc: int
+
+
+_PART_OF: Final = partial(tuple.__new__, PayloadPart)
+"""As `PayloadPart._make`, without a call of Python for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,7 +413,7 @@ def decode_frame_head(head: bytes | memoryview) -> tuple[FrameHeader, FrameExten
         reached={SourceId(s): Lsn(lsn) for s, lsn in _REACHED.iter_unpack(view[shards_end:reached_end])},
         more=bool(flags & _FLAG_MORE),
         numbering=NUMBERING_OF_FLAGS[flags & NUMBERING_FLAGS],
-        parts=tuple(map(PayloadPart._make, _PART.iter_unpack(view[reached_end:parts_end]))),
+        parts=tuple(map(_PART_OF, _PART.iter_unpack(view[reached_end:parts_end]))),
     )
     if extent.head_length + header.payload_length != extent.length:
         raise CorruptFrame("a frame's parts contradict its length")

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 from operator import attrgetter
-from typing import Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self, overload
 from uuid import UUID
 
 import pyarrow as pa
@@ -70,6 +70,7 @@ _INDEX: Final = pa.schema(
         pa.field("tables", _TABLES, nullable=False),
     ]
 )
+_KINDS: Final = {int(kind): kind for kind in FrameKind}
 _FRAME_FACTS: Final = attrgetter(*_INDEX.names[:-1])
 """Of a `FrameEntry`, in the index's order."""
 
@@ -150,6 +151,52 @@ class TableEntry(NamedTuple):
     size_bytes: int
 
 
+class TableEntries(Sequence[TableEntry]):
+    """The entries of one frame, made from a footer's columns when they are looked at: who reads one table of many wants few.
+
+    Args:
+        columns: of the entries of all frames: table ids, schema versions, rows, sizes.
+        first: this frame's first.
+        end: behind its last.
+    """
+
+    __slots__ = ("_columns", "_end", "_first")
+
+    def __init__(self, columns: tuple[list[Any], ...], first: int, end: int) -> None:
+        self._columns = columns
+        self._first = first
+        self._end = end
+
+    def of(self, wanted: Container[TableId]) -> list[TableEntry]:
+        """Those of some tables."""
+        ids = self._columns[0]
+        return [self._at(place) for place in range(self._first, self._end) if ids[place] in wanted]
+
+    def __len__(self) -> int:
+        return self._end - self._first
+
+    def __iter__(self) -> Iterator[TableEntry]:
+        return map(TableEntry, *(column[self._first : self._end] for column in self._columns))
+
+    @overload
+    def __getitem__(self, place: int) -> TableEntry: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[TableEntry]: ...
+    def __getitem__(self, place: int | slice) -> TableEntry | Sequence[TableEntry]:
+        found = range(self._first, self._end)[place]
+        return self._at(found) if isinstance(found, int) else [self._at(at) for at in found]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def _at(self, place: int) -> TableEntry:
+        ids, versions, rows, sizes = self._columns
+        return TableEntry(ids[place], versions[place], rows[place], sizes[place])
+
+
 @dataclass(frozen=True, slots=True)
 class FrameEntry:
     """One frame in a segment: where it lies and what it holds."""
@@ -168,7 +215,15 @@ class FrameEntry:
     group: GroupNumber
     commit_ts_min_us: int | None = None
     commit_ts_max_us: int | None = None
-    tables: tuple[TableEntry, ...] = ()
+    tables: tuple[TableEntry, ...] | TableEntries = ()
+
+    def tables_of(self, wanted: Container[TableId] | None) -> Sequence[TableEntry]:
+        """The entries of some tables, or of all."""
+        if wanted is None:
+            return self.tables
+        if isinstance(self.tables, TableEntries):
+            return self.tables.of(wanted)
+        return [table for table in self.tables if table.table_id in wanted]
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,27 +389,10 @@ def _decode_index(index: bytes) -> tuple[FrameEntry, ...]:
         lists = table.column("tables").combine_chunks()
         if lists.null_count or lists.values.null_count:
             raise CorruptFrame("the segment footer's index has nulls where there can be none")
-        columns = [lists.values.field(place).to_pylist() for place in range(lists.values.type.num_fields)]
-        entries = list(map(TableEntry, *columns))
-        ends = lists.offsets.to_pylist()
-        rows = table.drop_columns(["tables"]).to_pylist()
-        return tuple(
-            FrameEntry(
-                kind=FrameKind(row["kind"]),
-                offset=Offset(row["offset"]),
-                count=row["count"],
-                position=row["position"],
-                length=row["length"],
-                more=row["more"],
-                first_seq=Seq(row["first_seq"]),
-                last_seq=Seq(row["last_seq"]),
-                group_last_seq=Seq(row["group_last_seq"]),
-                group=GroupNumber(row["group"]),
-                commit_ts_min_us=row["commit_ts_min_us"],
-                commit_ts_max_us=row["commit_ts_max_us"],
-                tables=tuple(entries[first:end]),
-            )
-            for row, (first, end) in zip(rows, pairwise(ends), strict=True)
-        )
-    except (pa.ArrowException, OSError, EOFError, TypeError, ValueError) as error:
+        of_tables = tuple(lists.values.field(place).to_pylist() for place in range(lists.values.type.num_fields))
+        tables = (TableEntries(of_tables, first, end) for first, end in pairwise(lists.offsets.to_pylist()))
+        facts = (table.column(name).to_pylist() for name in _INDEX.names[:-1] if name != "kind")
+        kinds = map(_KINDS.__getitem__, table.column("kind").to_pylist())
+        return tuple(map(FrameEntry, kinds, *facts, tables))
+    except (pa.ArrowException, OSError, EOFError, TypeError, ValueError, KeyError) as error:
         raise CorruptFrame(f"the segment footer's index can't be read: {error}") from error

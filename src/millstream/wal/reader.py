@@ -498,7 +498,7 @@ class StreamReader:
         wanted: frozenset[TableId] | None,
     ) -> SegmentSource:
         """A segment's source, with the schemas that a frame needs."""
-        tables = [table for table in entry.tables if wanted is None or table.table_id in wanted]
+        tables = entry.tables_of(wanted)
         source = sources.get(shard)
         if source is None or source.path != segment.path:
             source = sources[shard] = SegmentSource(
@@ -538,7 +538,7 @@ class StreamReader:
     ) -> Iterator[ScannedFrame]:
         """Heads of frames of one segment that have rows of the tables wanted; their schemas are brought."""
         for shard, segment, entry in places:
-            if wanted is None or any(table.table_id in wanted for table in entry.tables):
+            if wanted is None or entry.tables_of(wanted):
                 source = self._source(sources, shard, segment, entry, mark, wanted)
                 yield source.frame(entry.position, end=Offset(entry.offset + entry.count), first=entry.offset)
 
@@ -555,7 +555,7 @@ class StreamReader:
     ) -> Iterator[TableRecords]:
         """The records of one frame; where it is damaged, and damage is only to be told, none."""
         shard, segment, entry = place
-        tables = [table for table in entry.tables if wanted is None or table.table_id in wanted]
+        tables = entry.tables_of(wanted)
         if not tables:
             return
         try:
