@@ -237,6 +237,23 @@ def test_what_is_not_in_flight_cannot_be_ended_and_nothing_is_wedged():
     assert numbers.finish(SeqRange(Seq(1), 3)) == 6
 
 
+def test_a_position_only_grows_though_its_messages_come_late():
+    ledger = opened("a")
+    ledger, drawn = ledger.draw(A, Epoch(1), 5, position=Seq(0), now_us=0, lease_us=10)
+    for position in (5, 3, 0):
+        ledger, view = ledger.report(A, Epoch(1), position=Seq(position), now_us=0, lease_us=10)
+        assert view.positions[A] == ledger.entry(A).position == 5
+    ledger, _ = ledger.draw(A, Epoch(1), 1, position=Seq(2), now_us=0, lease_us=10)
+    assert (drawn.given.last, ledger.entry(A).position) == (5, 5)
+
+
+def test_who_was_forgotten_is_fenced():
+    ledger = opened("a").forget(A, now_us=10)
+    assert ledger.entry(A).epoch == ledger.epoch == 2
+    with pytest.raises(StaleEpoch, match="fenced"):
+        ledger.draw(A, Epoch(1), 1, position=Seq(0), now_us=11, lease_us=10)
+
+
 def test_a_name_in_use_elsewhere_is_refused_and_so_is_a_log_that_is_not_here():
     ledger = opened("a")
     with pytest.raises(WriterNameTaken, match="lives"):
