@@ -22,6 +22,7 @@ from tests.app.homes import config, done, make_home, run, wait_for
 from tests.app.writer_process import ROWS
 
 from millstream.app import writers
+from millstream.app.doctor import examine
 from millstream.app.home import Home
 from millstream.app.writers import SharedWriter
 from millstream.catalog import Catalog
@@ -270,9 +271,9 @@ def test_a_stream_that_one_writer_owned_goes_on_as_one_of_several(home: Path, po
     (home / "millstream.toml").write_text(WRITER + (home / "millstream.toml").read_text())
     with postgres.connect() as connection:
         connection.execute("INSERT INTO orders VALUES (6)")
-    assert states(home) == {"second": "stopped"}
+    assert states(home) == {}
     done(home, "capture", "run", "--until-caught-up")
-    assert states(home) == {"writer": "stopped", "second": "stopped"}
+    assert states(home) == {"writer": "stopped"}
     second = second_writer(home, postgres.dsn)
     append(second, 1)
     with postgres.connect() as connection:
@@ -302,6 +303,29 @@ def test_who_gives_no_name_is_told_of_those_who_do(home: Path) -> None:
     assert "[writer] name" in refused.stderr
 
 
+def test_capture_stays_with_the_writer_that_has_it(home: Path, postgres: Database) -> None:
+    plain = (home / "millstream.toml").read_text()
+    done(home, "capture", "run", "--until-caught-up")
+    other = {"MILLSTREAM_WRITER__NAME": "other"}
+    refused = run(home, "capture", "run", "--until-caught-up", **other)
+    assert refused.returncode == 1
+    assert "is the log of one writer as yet" in refused.stderr
+    assert states(home) == {}  # nothing was registered: the one writer goes on
+    done(home, "capture", "run", "--until-caught-up")
+    (home / "millstream.toml").write_text(WRITER + plain)
+    done(home, "capture", "run", "--until-caught-up")
+    with postgres.connect() as connection:
+        connection.execute("INSERT INTO orders VALUES (6)")
+    refused = run(home, "capture", "run", "--until-caught-up", **other)
+    assert refused.returncode == 2
+    assert "is captured by its writer writer" in refused.stderr
+    assert "MILLSTREAM_WRITER__NAME" in refused.stderr
+    done(home, "capture", "run", "--until-caught-up")
+    rows = [json.loads(line) for line in done(home, "wal", "cat").splitlines()]
+    assert [row["row"]["id"] for row in rows if row["table"] == "public.orders"] == [1, 2, 3, 4, 5, 6]
+    assert states(home) == {"writer": "stopped"}
+
+
 def test_a_name_needs_a_catalog_that_can_be_shared(tmp_path: Path, postgres: Database) -> None:
     home = make_home(tmp_path / "shop", WRITER + config(postgres.dsn, None, tables='["public.*"]'))
     refused = run(home, "capture", "run", "--until-caught-up")
@@ -310,9 +334,38 @@ def test_a_name_needs_a_catalog_that_can_be_shared(tmp_path: Path, postgres: Dat
 
 
 def test_a_lease_that_is_shorter_than_the_way_to_the_catalog(home: Path, postgres: Database) -> None:
+    (home / "millstream.toml").write_text(WRITER + (home / "millstream.toml").read_text())
+    done(home, "capture", "run", "--until-caught-up")
     with pytest.raises(LeaseTooShort) as caught:
         second_writer(home, postgres.dsn, lease_s=0.000_01)
     assert caught.value.details["lease_s"] == 0.000_01
+
+
+def test_doctor_looks_at_what_a_writer_needs(home: Path, postgres: Database) -> None:
+    def found() -> tuple[str, str]:
+        of = [one for one in examine(Home(home), lambda _: None) if one.check == "writers of shop"]
+        return of[0].code, of[0].message + of[0].fix
+
+    assert found()[0] == "ok"  # no catalog yet
+    plain = (home / "millstream.toml").read_text()
+    done(home, "capture", "run", "--until-caught-up")
+    assert found() == ("ok", "one, which owns it")
+    (home / "millstream.toml").write_text(WRITER + plain)
+    done(home, "capture", "run", "--until-caught-up")
+    code, text = found()
+    assert (code, "the lease is 2 s" in text) == ("ok", True)
+    (home / "millstream.toml").write_text(plain)
+    assert found()[0] == "config"
+    (home / "millstream.toml").write_text(WRITER.replace('"writer"', '"other"') + plain)
+    assert found()[0] == "config"
+    (home / "millstream.toml").write_text(WRITER + plain)
+    with Catalog(postgres.dsn) as catalog:
+        name = f"millstream.numbers_{catalog.stream('shop').id.hex}"
+    with postgres.connect() as connection:
+        connection.execute(f"ALTER SEQUENCE {name} CACHE 10 CYCLE")
+    code, text = found()
+    assert code == "sequence_unusable"
+    assert f"ALTER SEQUENCE {name}" in text
 
 
 def test_an_idle_writer_lets_readers_pass_as_soon_as_it_hears(

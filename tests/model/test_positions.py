@@ -56,7 +56,8 @@ def test_a_scalar_token_reads_short() -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "s5", "5f0c21aa", "5f0c21aa.s", "5f0c21aa.s-1", "5f0c21aa.m5", "5f0c21aa.m5~1", "5f0c21aa.s5~1.6",
-     "5F0C21AA.s5", "5f0c21aa.s5 ", "5f0c21aa.s99999999999999999999"],
+     "5F0C21AA.s5", "5f0c21aa.s5 ", "5f0c21aa.s99999999999999999999", "5f0c21aa.s010", "5f0c21aa.m10~1.5",
+     "5f0c21aa.m10~1.15~1.16", "5f0c21aa.m10~2.15~1.16"],
 )  # fmt: skip
 def test_a_malformed_token_is_refused(text: str) -> None:
     with pytest.raises(InvalidToken):

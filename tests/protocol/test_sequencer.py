@@ -247,6 +247,15 @@ def test_a_position_only_grows_though_its_messages_come_late():
     assert (drawn.given.last, ledger.entry(A).position) == (5, 5)
 
 
+def test_a_position_stands_while_it_isnt_known_what_a_draw_gave():
+    numbers = WriterNumbers(A, Epoch(1), Seq(0))
+    numbers.asks()
+    assert numbers.observe(Seq(20)) == 0
+    numbers.given(SeqRange(Seq(11), 5))
+    assert numbers.position == 10
+    assert numbers.finish(SeqRange(Seq(11), 5)) == 20
+
+
 def test_who_was_forgotten_is_fenced():
     ledger = opened("a").forget(A, now_us=10)
     assert ledger.entry(A).epoch == ledger.epoch == 2

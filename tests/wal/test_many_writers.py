@@ -245,6 +245,27 @@ def test_a_vector_token_waits_for_nobody():
         between(token, StreamToken("00000000", later.minimum, {WriterId(2): Seq(later.of(WriterId(2)) + 1)}))
 
 
+def test_a_vector_token_that_parts_operations_stands_for_those_in_front_of_it():
+    writers = Writers()
+    for who in (0, 1):
+        writers.start(who)
+    for who in (0, 1, 0, 1):  # 1-4, 5-8, 9-12, 13-16
+        writers.append(who)
+    for log in writers.open.values():
+        log.follow()
+    reader = writers.reader()
+    short = str(reader.token()).partition(".")[0]
+    for given, stands_for in (
+        ("m6~1.10", "m4~1.8"),
+        ("m4~1.12~2.15", "m4~1.12~2.12"),
+        ("s9", "m8~2.9"),  # 9 is the first one's: the second stands where it stood
+        ("s16", "s16"),
+        ("m1~2.16", "m0~2.16"),
+    ):
+        found = reader.whole_token(StreamToken.parse(f"{short}.{given}"))
+        assert str(found) == f"{short}.{stands_for}", given
+
+
 def test_a_shard_of_another_writer_is_refused():
     writers = Writers()
     writers.start(0)

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from millstream.app.home import Home
 from millstream.app.wiring import capture_config, place_compiled_code
+from millstream.app.writer_facts import examine_writers
 from millstream.errors import MillstreamError
 
 _FREE_BYTES_MIN: Final = 2 << 30
@@ -60,6 +61,7 @@ def examine(home: Home, say: Callable[[str], None]) -> Iterator[Diagnosis]:
         return
     for name, stream in streams.items():
         yield from _one(f"lake of {name}", partial(_lake, home.lake_location(stream)))
+        yield from _one(f"writers of {name}", partial(examine_writers, home, name))
         try:
             yield from _source(home, name)
         except (MillstreamError, ImportError) as error:

@@ -96,8 +96,9 @@ class OpenHome:
         wanted = None if table is None else table_ids(reader, table)
         one = wanted[0] if wanted and len(wanted) == 1 else None
         if (start is not None and start.ahead) or (end is not None and end.ahead):
-            begin = StreamToken.scalar(reader.stream_id, Seq(first - 1)) if start is None else start
-            pieces = reader.read_tokens(begin, reader.vector_token() if end is None else end, table=one)
+            begin = StreamToken.scalar(reader.stream_id, Seq(first - 1)) if start is None else reader.whole_token(start)
+            reach = reader.vector_token() if end is None else reader.whole_token(end)
+            pieces = reader.read_tokens(begin, reach, table=one)
             yield from (found.batch for found in pieces if wanted is None or found.schema.table_id in wanted)
             return
         low = type(first)(first - 1) if start is None else reader.whole_upto(start.minimum)

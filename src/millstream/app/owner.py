@@ -21,7 +21,8 @@ from millstream.app.locks import RoleLock
 from millstream.app.part import Lifeline
 from millstream.app.retention import sweep
 from millstream.app.wiring import capture_config, log_options, place_compiled_code
-from millstream.app.writers import SharedWriter, refuse_to_own
+from millstream.app.writer_facts import note_capturing_writer, refuse_to_capture, refuse_to_own
+from millstream.app.writers import SharedWriter
 from millstream.errors import DiskFull, LogError, MillstreamError, Retry, ShardLocked, StaleEpoch
 from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.operations import FIRST_SHARD
@@ -143,6 +144,7 @@ class OwnedStream:
             else:
                 shared = opened.enter_context(self._join_writers(self.home.config.writer.name))
                 self.writer, first_shard = shared.log, shared.shards[0]
+                note_capturing_writer(self.catalog, self._resolve(), shared.name)
             opened.callback(self._let_go_of_writer)
             self.outcome = run_capture(
                 capture_config(self.home, self.name, self.config, first_shard=first_shard),
@@ -169,11 +171,13 @@ class OwnedStream:
         return self._stream_id
 
     def _join_writers(self, name: str) -> SharedWriter:
-        """Become one of the stream's writers; raises as `SharedWriter.open`."""
+        """Become the one of the stream's writers that captures; `ConfigError` where another one does, else as `SharedWriter.open`."""
         own = self.home.config.writer
+        stream = self._resolve()
+        refuse_to_capture(self.catalog, stream, self.name, name)
         return SharedWriter.open(
             self.catalog,
-            self._resolve(),
+            stream,
             str(self.home.wal_folder(self.name)),
             name=name,
             location=self.home.identity().id,

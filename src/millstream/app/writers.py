@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import structlog
 
@@ -24,7 +25,6 @@ from millstream.errors import (
     MillstreamError,
     ShardLocked,
     StaleEpoch,
-    UnknownWriter,
     WriterAlive,
 )
 from millstream.model.ids import Epoch, ShardId, StreamId
@@ -32,7 +32,6 @@ from millstream.model.positions import Seq
 from millstream.protocol.sequencer import Announcement
 
 if TYPE_CHECKING:
-    from millstream.app.home import Home
     from millstream.catalog import Catalog
     from millstream.catalog.announcements import PostgresAnnouncements
     from millstream.catalog.sequencing import PostgresSequenceStore
@@ -121,7 +120,7 @@ class SharedWriter:
             SequenceUnusable: somebody has changed the numbers in the catalog.
             CorruptWal, DiskFull …: as `LogWriter.open`.
         """
-        store = _store_of(catalog, stream, lease_s)
+        store = store_of(catalog, stream, lease_s)
         began = time.monotonic()
         place = _Place(stream, folder, options, lease_s)
         try:
@@ -273,105 +272,14 @@ class WriterKeeper:
         """Recover what it left: its whole groups belong to the log, the rest of its numbers never will be."""
         taken = self._store.take_over(dead.writer)
         _open_log(self._store, self._place, taken, ()).close()
-        logger.warning("recovered the shards of a writer that died", writer=dead.name, given_to=int(dead.given_to))
+        logger.warning(
+            "recovered the shards of a writer that gave no sign", writer=dead.name, given_to=int(dead.given_to)
+        )
 
     def _say(self, of: str, what: str) -> None:
         if self._told.get(of) != what:
             self._told[of] = what
             logger.warning("a writer's numbers wait", writer=of, why=what)
-
-
-def writers_of(catalog: Catalog, stream: StreamId) -> list[WriterEntry]:
-    """The writers that share a stream; none where one owns it."""
-    if catalog.database.address is None:
-        return []
-    return [entry for entry in _store_of(catalog, stream, 0.0).writers() if entry.location]
-
-
-def writer_facts(home: Home, catalog: Catalog, stream: StreamId) -> dict[str, Any]:
-    """The writers that share a stream, JSON-able.
-
-    Returns:
-        `newest`: the greatest number given to any of them; `persisted_upto`: what linear readers of all their logs may read. `writers`: of each `name`,
-        `state` (`alive`, `recovering`; `expired`: its lease has run out and nobody has recovered its log; `stopped`; `forgotten`), `epoch`, `position`,
-        how many numbers `behind` the newest that is, and the `location` of its log: this home's folder, or another home's id. Empty where one writer
-        owns the stream.
-    """
-    here = home.identity().id
-    entries = writers_of(catalog, stream)
-    if not entries:
-        return {"newest": None, "persisted_upto": None, "writers": []}
-    view = _store_of(catalog, stream, 0.0).view()
-    return {
-        "newest": int(view.newest),
-        "persisted_upto": int(view.persisted_upto),
-        "writers": [
-            {
-                "name": entry.name,
-                "state": _state(entry, is_expired=entry.writer in view.expired),
-                "epoch": int(entry.epoch),
-                "position": int(position := view.positions.get(entry.writer, entry.position)),
-                "behind": max(0, int(view.newest) - int(position)),
-                "location": str(home.path) if entry.location == here else entry.location,
-            }
-            for entry in entries
-        ],
-    }
-
-
-def list_writers(home: Home, stream: str | None) -> dict[str, Any]:
-    """`writer_facts` of a stream of a home, with the `stream`'s name; `UnknownStream` where there is none."""
-    with home.open_catalog() as catalog:
-        name = home.pick_stream(stream, of=[row.name for row in catalog.streams()])
-        return {"stream": name, **writer_facts(home, catalog, catalog.stream(name).id)}
-
-
-def forget_writer(home: Home, stream: str | None, name: str) -> int:
-    """Give up what a dead writer left undecided.
-
-    Returns:
-        What linear readers may read up to from now on.
-
-    Raises:
-        UnknownWriter: the stream has none of that name.
-        WriterAlive: its lease runs.
-        StaleEpoch: it left nothing undecided.
-    """
-    with home.open_catalog() as catalog:
-        found = catalog.stream(home.pick_stream(stream, of=[row.name for row in catalog.streams()])).id
-        entries = {entry.name: entry for entry in writers_of(catalog, found)}
-        if name not in entries:
-            known = sorted(entries)
-            raise UnknownWriter(
-                f"the stream has no writer {name}",
-                hint=f"It has {', '.join(known)}." if known else "One writer owns it.",
-                writer=name,
-                known=known,
-            )
-        store = _store_of(catalog, found, 0.0)
-        store.forget(entries[name].writer)
-        return int(store.view().persisted_upto)
-
-
-def _state(entry: WriterEntry, *, is_expired: bool) -> str:
-    from millstream.protocol.sequencer import WriterPhase
-
-    if entry.phase is WriterPhase.SETTLED:
-        return "stopped" if entry.cut_at is None else "forgotten"
-    if is_expired:
-        return "expired"
-    return "alive" if entry.phase is WriterPhase.OPEN else "recovering"
-
-
-def refuse_to_own(catalog: Catalog, stream: StreamId, name: str) -> None:
-    """`ConfigError` where a stream has several writers, for a process that means to be its only one."""
-    others = writers_of(catalog, stream)
-    if others:
-        known = ", ".join(entry.name for entry in others)
-        raise ConfigError(
-            f"stream {name} has writers with names ({known}), and this home's configuration gives it none",
-            hint='Say which one it is: `[writer] name = "…"` in millstream.toml.',
-        )
 
 
 def _begin(
@@ -382,6 +290,11 @@ def _begin(
     shard_count: int,
     first_shard: int | None,
 ) -> tuple[Registration, tuple[ShardId, ...], LogWriter]:
+    from millstream.wal.files import RealFiles
+    from millstream.wal.shards import refuse_beside_an_owner
+
+    before = {entry.name: entry.writer for entry in store.writers()}
+    refuse_beside_an_owner(RealFiles(), place.folder, before.get(name))
     above = Epoch(0)
     while True:
         registration = store.register(name, location, above=above)
@@ -431,14 +344,19 @@ def _open_log(
 
 
 def _renew(numbers: SharedNumbers, lease_s: float) -> None:
-    """Live on while the log is opened; `LeaseTooShort` where that takes too much of the lease, each of some times."""
+    """Live on while the log is opened; `LeaseTooShort` as `check_round_trip`."""
+    check_round_trip(numbers.keep_lease, lease_s)
+
+
+def check_round_trip(ask: Callable[[], object], lease_s: float) -> float:
+    """How long the catalog takes to answer, s; `LeaseTooShort` where that takes too much of the lease, each of some times."""
     round_trip_s = math.inf
     for _ in range(_TRIES):
         asked = time.monotonic()
-        numbers.keep_lease()
+        ask()
         round_trip_s = min(round_trip_s, time.monotonic() - asked)
         if round_trip_s <= lease_s / _SIGNS_A_LEASE:
-            return
+            return round_trip_s
     raise LeaseTooShort(
         f"the catalog took {round_trip_s:.3f} s or more to answer, {_TRIES} times, and the lease is {lease_s} s: it would run out under a writer that lives",
         lease_s=lease_s,
@@ -452,7 +370,8 @@ def _announcements_of(catalog: Catalog, stream: StreamId) -> PostgresAnnouncemen
     return PostgresAnnouncements(catalog.database, stream)
 
 
-def _store_of(catalog: Catalog, stream: StreamId, lease_s: float) -> PostgresSequenceStore:
+def store_of(catalog: Catalog, stream: StreamId, lease_s: float) -> PostgresSequenceStore:
+    """The numbers that a stream's writers share; `ConfigError` where the catalog can't be shared."""
     from millstream.catalog.sequencing import PostgresSequenceStore
 
     if catalog.database.address is None:

@@ -75,7 +75,8 @@ class PostgresSequenceStore:
         """
 
         def step(connection: Connection, ledger: Ledger, now: int) -> tuple[Ledger, Registration]:
-            ledger = replace(ledger, newest=self._check(connection, ledger))
+            if self._check(connection, ledger) is None:
+                ledger = replace(ledger, newest=self._make(connection, ledger))
             return ledger.register(name, location, now_us=now, lease_us=self._lease_us, above=above)
 
         return self._step(step, begins=True)
@@ -142,6 +143,11 @@ class PostgresSequenceStore:
     def writers(self) -> Sequence[WriterEntry]:
         """As the port."""
         return self._look(lambda ledger: ledger.writers)
+
+    def check(self) -> None:
+        """Refuse a sequence that isn't as it was made; `SequenceUnusable`. Nothing is changed."""
+        with self._database.read() as connection:
+            self._check(connection, self._seen(connection))
 
     # --- inside ------------------------------------------------------------------------------------------------
 
@@ -219,10 +225,24 @@ class PostgresSequenceStore:
     def _named(self) -> str:
         return f"{CATALOG_SCHEMA}.{self._name}"
 
-    def _check(self, connection: Connection, ledger: Ledger) -> Seq:
-        """Make the sequence where it isn't there; refuse one that isn't as it was made. Returns where it stands; the stream is locked."""
+    def _given(self, connection: Connection, ledger: Ledger) -> Seq:
+        """The greatest number that is known to have been given, or reserved by who owned the stream."""
         reserved = select(t.streams.c.reserved).where(t.streams.c.id == str(self._stream))
-        given = max([connection.execute(reserved).scalar_one(), *(entry.given_to for entry in ledger.writers)])
+        return Seq(max([connection.execute(reserved).scalar_one(), *(entry.given_to for entry in ledger.writers)]))
+
+    def _make(self, connection: Connection, ledger: Ledger) -> Seq:
+        """Make the sequence; returns where it stands. The stream is locked."""
+        given = self._given(connection, ledger)
+        connection.execute(text(f"CREATE SEQUENCE {self._named}"))
+        if given:
+            connection.execute(
+                text("SELECT setval(CAST(:name AS regclass), :value)"), {"name": self._named, "value": given}
+            )
+        return given
+
+    def _check(self, connection: Connection, ledger: Ledger) -> Seq | None:
+        """Where the sequence stands; None where it wasn't made yet. `SequenceUnusable` where it isn't as it was made."""
+        given = self._given(connection, ledger)
         found = connection.execute(text(_SETTINGS), {"schema": CATALOG_SCHEMA, "name": self._name}).one_or_none()
         if found is None:
             if any(entry.given_to for entry in ledger.writers):
@@ -231,12 +251,7 @@ class PostgresSequenceStore:
                     hint=f"CREATE SEQUENCE {self._named}; SELECT setval('{self._named}', {given});",
                     given=int(given),
                 )
-            connection.execute(text(f"CREATE SEQUENCE {self._named}"))
-            if given:
-                connection.execute(
-                    text("SELECT setval(CAST(:name AS regclass), :value)"), {"name": self._named, "value": given}
-                )
-            return Seq(given)
+            return None
         increment, cycles, cached, low, high, last = found
         wrong = [
             what
@@ -261,7 +276,7 @@ class PostgresSequenceStore:
                 found=int(last),
                 given=int(given),
             )
-        return ledger.newest
+        return Seq(last)
 
     def _line(self) -> psycopg.Connection[tuple[Any, ...]]:
         """The connection that draws: its own, and given up after any error."""

@@ -48,6 +48,10 @@ def status(session: Session, stream: str | None, as_json: bool) -> None:
         note(f"problem: {problem}")
 
 
+def _behind(numbers: int) -> str:
+    return f" ({numbers:,} behind)" if numbers else ""
+
+
 def _print_stream(stream: dict[str, Any]) -> None:
     click.secho(f"stream {stream['name']}", bold=True, nl=False)
     if stream["id"] is None:
@@ -58,14 +62,15 @@ def _print_stream(stream: dict[str, Any]) -> None:
         f": {stream['state']}, epoch {writer.get('epoch', 0)}, source at {stream['source']['reached'] or 'no position yet'}"
     )
     click.echo(f"  durable {stream['tokens']['durable']}, landed {stream['tokens']['landed']}")
-    for waits in (one for one in stream["writers"] if one["state"] == "expired"):
+    for waits in (one for one in stream["writers"] if one["state"] == "expired" and one["behind"]):
         click.secho(
-            f"  readers wait for the writer {waits['name']}: its lease has run out, and its log in {waits['location']} isn't recovered; start it, "
-            "or `millstream writers forget` it",
+            f"  readers wait for {waits['name']}, a writer whose lease has run out: start it where its log lies ({waits['location']}), or any other of that "
+            f"home. Where that log is gone for good: `millstream writers forget {waits['name']}`",
             fg="red",
         )
     if len(stream["writers"]) > 1:
-        click.echo("  writers: " + ", ".join(f"{one['name']} {one['state']}" for one in stream["writers"]))
+        told = (f"{one['name']} {one['state']}" + _behind(one["behind"]) for one in stream["writers"])
+        click.echo("  writers: " + ", ".join(told))
     lag = stream["lag"]
     if stream["source"]["slot_dropped"]:
         click.echo("  the slot was dropped: the next run makes a new one and copies every table again")

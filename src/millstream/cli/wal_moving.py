@@ -200,7 +200,11 @@ def _asked(reader: StreamReader, text: str, upto: Seq) -> datetime | Seq:
             return asked
         found = asked.linear()
     if found > upto:
-        raise TokenFromFuture(f"{text} is beyond what the log shows, {upto}", persisted_upto=int(upto))
+        raise TokenFromFuture(
+            f"{text} is beyond what the log shows, {upto}",
+            hint=f"Ask for {upto} or less, or wait until the log has it.",
+            persisted_upto=int(upto),
+        )
     return found
 
 

@@ -32,7 +32,7 @@ def writers(context: click.Context) -> None:
 @pass_session
 def ls(session: Session, stream: str | None = None, as_json: bool = False) -> None:
     """List a stream's writers: state, epoch, position, and where their logs lie."""
-    from millstream.app.writers import list_writers
+    from millstream.app.writer_facts import list_writers
 
     found = list_writers(session.home(needs_source=False), stream)
     if as_json:
@@ -41,12 +41,20 @@ def ls(session: Session, stream: str | None = None, as_json: bool = False) -> No
     if not found["writers"]:
         note(f"{found['stream']} has one writer, which owns it")
         return
-    titles = ["writer", "state", "epoch", "position", "behind", "log"]
+    titles = ["number", "writer", "state", "epoch", "position", "behind", "log"]
     rows = [
-        [one["name"], one["state"], str(one["epoch"]), f"{one['position']:,}", f"{one['behind']:,}", one["location"]]
+        [
+            str(one["number"]),
+            one["name"],
+            one["state"],
+            str(one["epoch"]),
+            f"{one['position']:,}",
+            f"{one['behind']:,}",
+            one["location"],
+        ]
         for one in found["writers"]
     ]
-    print_table(titles, rows, right=titles[2:5])
+    print_table(titles, rows, right=[titles[0], *titles[3:6]])
     click.echo(f"linear readers may read up to {found['persisted_upto']:,}, of {found['newest']:,} numbers given")
 
 
@@ -61,7 +69,7 @@ def forget(session: Session, name: str, stream: str | None, yes: bool) -> None:
     What it had written and couldn't tell of any more, its last commit group at most, isn't read. If its log turns up again and the writer is
     started there, those records are set aside in .torn files.
     """
-    from millstream.app.writers import forget_writer
+    from millstream.app.writer_facts import forget_writer
 
     if not yes:
         if not sys.stdin.isatty():

@@ -24,6 +24,7 @@ Seq = NewType("Seq", int)
 
 _LSN_TEXT: Final = re.compile(r"([0-9A-Fa-f]{1,8})/([0-9A-Fa-f]{1,8})\Z")
 _TOKEN_TEXT: Final = re.compile(r"([0-9a-f]{8})\.(?:s([0-9]{1,20})|m([0-9]{1,20})((?:~[0-9]{1,20}\.[0-9]{1,20})+))\Z")
+_HOW_TOKENS_READ: Final = "A token reads like 5f0c21aa.s1024, or 5f0c21aa.m1024~2.1311 where a writer is ahead: take one that Millstream gave out, as it is."
 SEQ_MAX: Final = Seq(2**63 - 1)
 """The greatest number that a stream can reach."""
 
@@ -117,7 +118,7 @@ class StreamToken:
         """
         found = _TOKEN_TEXT.match(text)
         if found is None:
-            raise InvalidToken(f"{text!r} is not a token", hint="A token reads like 5f0c21aa.s1024.")
+            raise InvalidToken(f"{text!r} is not a token", hint=_HOW_TOKENS_READ)
         ahead: dict[WriterId, Seq] = {}
         minimum = int(found[2] or found[3])
         for part in (found[4] or "").split("~")[1:]:
@@ -126,6 +127,8 @@ class StreamToken:
         if any(number > SEQ_MAX for number in (minimum, *ahead.values())):
             raise InvalidToken(f"{text!r} holds a number that no stream can reach")
         token = cls(found[1], Seq(minimum), ahead)
+        if str(token) != text:
+            raise InvalidToken(f"{text!r} is not how a token is written, which would be {token}", hint=_HOW_TOKENS_READ)
         if stream is not None and token.stream != short_stream_id(stream):
             raise InvalidToken(
                 f"{text!r} is a token of another stream (this one is {short_stream_id(stream)})",
@@ -143,7 +146,7 @@ class StreamToken:
         if self.ahead:
             raise InvalidToken(
                 f"{self} holds a position for each writer, and what is asked for goes by one number",
-                hint=f"Every writer stands at {self.stream}.s{self.minimum} or above.",
+                hint=f"Use {self.stream}.s{self.minimum}, at which every writer stands, or ask for one that isn't a vector token.",
             )
         return self.minimum
 

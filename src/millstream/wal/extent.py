@@ -153,7 +153,9 @@ class LogExtent:
             )
         if max(after, upto) > persisted:
             raise TokenFromFuture(
-                f"{max(after, upto)} is beyond what the log shows, {persisted}", persisted_upto=int(persisted)
+                f"{max(after, upto)} is beyond what the log shows, {persisted}",
+                hint=f"Ask for {persisted} or less, or wait until the log has it.",
+                persisted_upto=int(persisted),
             )
 
     def check_front(self, shard: ShardId, after: Seq) -> None:

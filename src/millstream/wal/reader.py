@@ -34,9 +34,9 @@ from millstream.wal.source import (
     TablePart,
     TableRecords,
     frames_in,
-    operation_with,
     runs_of,
     sum_of_parts,
+    whole_before,
     within_offsets,
 )
 from millstream.wal.survey import KnownSchemas
@@ -106,7 +106,7 @@ class StreamReader:
         return StreamToken.scalar(self.stream_id, self.persisted_upto())
 
     def vector_token(self) -> StreamToken:
-        """How far each writer's records are durable: for who waits for no writer. Operations are whole in it, and no cut of their order."""
+        """How far each writer's records are durable, for who waits for none: operations are whole in it, and it is no cut of their order."""
         return self._vector(*self._extent.marks())
 
     def _vector(self, marks: Mapping[ShardId, DurableMark], persisted: Seq) -> StreamToken:
@@ -180,13 +180,19 @@ class StreamReader:
         Raises:
             CorruptWal: the frames around it are damaged.
         """
-        while self.first_seq() <= n < self.persisted_upto():
-            groups = list(self.read_groups(Seq(n - 1), Seq(n + 1)))
-            here, behind = operation_with(groups, n), operation_with(groups, Seq(n + 1))
-            if here is None or behind is None or here[0] != behind[0]:
-                return n
-            n = Seq(here[1] - 1)
-        return n
+        return self._whole_upto(n, *self._extent.marks())
+
+    def whole_token(self, token: StreamToken) -> StreamToken:
+        """As `whole_upto` for each writer's own position and its own operations."""
+        marks, _ = self._extent.marks()
+        whole = dict(token.ahead)
+        for writer, end in writer_cuts(marks.values()).items():
+            own = {shard: mark for shard, mark in marks.items() if mark.writer == writer}
+            whole[writer] = self._whole_upto(token.of(writer), own, end)
+        return StreamToken(token.stream, min([token.minimum, *whole.values()]), whole)
+
+    def _whole_upto(self, n: Seq, marks: Mapping[ShardId, DurableMark], end: Seq) -> Seq:
+        return whole_before(n, self.first_seq(), end, lambda after, upto: self._frame_groups(after, upto, marks))
 
     def spans(self, after: Seq, upto: Seq, *, bytes_target: int = 32 << 20) -> list[LogSpan]:
         """Pieces that together hold exactly the rows of `(after, upto]`, split at frames.
@@ -287,7 +293,7 @@ class StreamReader:
         """The records between two tokens, of each writer those between its own positions; within what is read, in the order of numbers.
 
         Args:
-            after: a token that was given out: a number inside of an operation splits it.
+            after: a token that was given out, or `whole_token` of one: a position inside of an operation splits it.
             upto: another one.
             table: only this one.
 
@@ -299,6 +305,7 @@ class StreamReader:
         if not (after <= newest and upto <= newest):
             raise TokenFromFuture(
                 f"{upto if after <= newest else after} is beyond what the log shows, {newest}",
+                hint=f"Ask for {newest} or an earlier one, or wait until the log has it.",
                 persisted_upto=int(persisted),
             )
         self._extent.check_range(after.minimum, after.minimum, persisted)
@@ -385,6 +392,11 @@ class StreamReader:
         """
         marks, persisted = self._extent.marks()
         self._extent.check_range(after, upto, persisted)
+        yield from self._frame_groups(after, upto, marks)
+
+    def _frame_groups(
+        self, after: Seq, upto: Seq, marks: Mapping[ShardId, DurableMark]
+    ) -> Iterator[list[RecordsFrame]]:
         frames = heapq.merge(
             *(self._frames_of(shard, after, upto, mark) for shard, mark in marks.items()),
             key=lambda found: (found[2].group_last_seq, found[0]),

@@ -43,14 +43,7 @@ def own_shards(
                 hint='Say which one it is: `[writer] name = "…"` in millstream.toml, with the catalog that they share.',
             )
         return sorted({*named, *there})
-    for shard, mark in there.items():
-        if mark is not None and mark.elsewhere is None and mark.writer != writer:
-            raise ShardTaken(
-                f"{folder} is the log of one writer as yet, which says nothing to others",
-                hint='Start that one first as one of several: `[writer] name = "writer"` in millstream.toml.',
-                shard=int(shard),
-                writer=int(mark.writer),
-            )
+    refuse_beside_an_owner(files, folder, writer)
     own = {shard for shard, mark in there.items() if mark is not None and mark.writer == writer}
     for shard in named:
         mark = there.get(shard)
@@ -61,6 +54,19 @@ def own_shards(
                 writer=int(mark.writer),
             )
     return sorted({*named, *own})
+
+
+def refuse_beside_an_owner(files: Files, folder: str, writer: WriterId | None) -> None:
+    """`ShardTaken` where the folder is the log of another writer that is the only one; None: of any that is."""
+    for shard in list_shards(files, folder):
+        mark = read_mark(files, shard_folder(folder, shard))
+        if mark is not None and mark.elsewhere is None and mark.writer != writer:
+            raise ShardTaken(
+                f"{folder} is the log of one writer as yet, which says nothing to others",
+                hint='Start that one first as one of several: `[writer] name = "writer"` in millstream.toml.',
+                shard=int(shard),
+                writer=int(mark.writer),
+            )
 
 
 def check_not_gone(files: Files, folder: str, shards: Sequence[ShardId], numbers: GroupNumbers) -> None:

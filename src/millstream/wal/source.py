@@ -438,7 +438,27 @@ def _filtered(found: TableRecords, keep: npt.NDArray[np.bool_]) -> Iterator[Tabl
     )
 
 
-def operation_with(groups: Sequence[Sequence[RecordsFrame]], seq: Seq) -> tuple[object, int] | None:
+def whole_before(
+    n: Seq, first: Seq, end: Seq, groups_between: Callable[[Seq, Seq], Iterable[Sequence[RecordsFrame]]]
+) -> Seq:
+    """The greatest position at or below `n` that no operation spans.
+
+    Args:
+        n: any number.
+        first: below it nothing is left to look at.
+        end: from it on nothing is durable.
+        groups_between: the frames of each commit group with numbers in (after, upto].
+    """
+    while first <= n < end:
+        groups = list(groups_between(Seq(n - 1), Seq(n + 1)))
+        here, behind = _operation_with(groups, n), _operation_with(groups, Seq(n + 1))
+        if here is None or behind is None or here[0] != behind[0]:
+            return n
+        n = Seq(here[1] - 1)
+    return n
+
+
+def _operation_with(groups: Sequence[Sequence[RecordsFrame]], seq: Seq) -> tuple[object, int] | None:
     """What tells the operation of a number from any other, and the first number by which a frame knows it."""
     best: tuple[object, int] | None = None
     for frame in (frame for group in groups for frame in group):

@@ -16,6 +16,8 @@ from millstream.libpq import is_address
 EMBEDDED_CATALOG: Final = "data/catalog.db"
 """The catalog's place where none is configured, from the home."""
 
+LEASE_MIN_S: Final = 0.1
+"""Shorter ones run out under a thread that the system has put aside."""
 Duration = Annotated[str, AfterValidator(check_duration)]
 """`500ms`, `10s`, `7d`."""
 Size = Annotated[str, AfterValidator(check_size)]
@@ -228,6 +230,13 @@ class WriterConfig(_Section):
         description="The first of its shards, of which it has `log.shards`. Unset: behind those of the writers that there were before it, if they have "
         "as many each.",
     )
+
+    @field_validator("lease")
+    @classmethod
+    def _check_lease(cls, lease: str) -> str:
+        if duration_s(lease) < LEASE_MIN_S:
+            raise ValueError(f"must be {LEASE_MIN_S:g} s or more: a writer gives four signs in it")
+        return lease
 
     @property
     def lease_s(self) -> float:

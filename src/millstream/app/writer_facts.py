@@ -1,0 +1,165 @@
+"""What is known of the writers that share a stream: for `writers`, `status`, `doctor`, and for who means to own one alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from millstream.app.writers import check_round_trip, store_of
+from millstream.errors import ConfigError, UnknownWriter
+from millstream.model.ids import StreamId
+from millstream.protocol.sequencer import WriterPhase
+
+if TYPE_CHECKING:
+    from millstream.app.home import Home
+    from millstream.catalog import Catalog
+    from millstream.protocol.sequencer import WriterEntry
+
+
+def writers_of(catalog: Catalog, stream: StreamId) -> list[WriterEntry]:
+    """The writers that share a stream; none where one owns it."""
+    if catalog.database.address is None:
+        return []
+    return [entry for entry in store_of(catalog, stream, 0.0).writers() if entry.location]
+
+
+def writer_facts(home: Home, catalog: Catalog, stream: StreamId) -> dict[str, Any]:
+    """The writers that share a stream, JSON-able.
+
+    Returns:
+        `newest`: the greatest number given to any of them; `persisted_upto`: what linear readers of all their logs may read. `writers`: of each its `number` in tokens, `name`,
+        `state` (`alive`, `recovering`; `expired`: its lease has run out and nobody has recovered its log; `stopped`; `forgotten`), `epoch`, `position`,
+        how many numbers `behind` the newest that is, and the `location` of its log: this home's folder, or another home's id. Empty where one writer
+        owns the stream.
+    """
+    here = home.identity().id
+    entries = writers_of(catalog, stream)
+    if not entries:
+        return {"newest": None, "persisted_upto": None, "writers": []}
+    view = store_of(catalog, stream, 0.0).view()
+    return {
+        "newest": int(view.newest),
+        "persisted_upto": int(view.persisted_upto),
+        "writers": [
+            {
+                "number": int(entry.writer),
+                "name": entry.name,
+                "state": _state(entry, is_expired=entry.writer in view.expired),
+                "epoch": int(entry.epoch),
+                "position": int(position := view.positions.get(entry.writer, entry.position)),
+                "behind": max(0, int(view.newest) - int(position)),
+                "location": str(home.path) if entry.location == here else entry.location,
+            }
+            for entry in entries
+        ],
+    }
+
+
+def list_writers(home: Home, stream: str | None) -> dict[str, Any]:
+    """`writer_facts` of a stream of a home, with the `stream`'s name; `UnknownStream` where there is none."""
+    with home.open_catalog() as catalog:
+        name = home.pick_stream(stream, of=[row.name for row in catalog.streams()])
+        return {"stream": name, **writer_facts(home, catalog, catalog.stream(name).id)}
+
+
+def forget_writer(home: Home, stream: str | None, name: str) -> int:
+    """Give up what a dead writer left undecided.
+
+    Returns:
+        What linear readers may read up to from now on.
+
+    Raises:
+        UnknownWriter: the stream has none of that name.
+        WriterAlive: its lease runs.
+        StaleEpoch: it left nothing undecided.
+    """
+    with home.open_catalog() as catalog:
+        found = catalog.stream(home.pick_stream(stream, of=[row.name for row in catalog.streams()])).id
+        entries = {entry.name: entry for entry in writers_of(catalog, found)}
+        if name not in entries:
+            known = sorted(entries)
+            raise UnknownWriter(
+                f"the stream has no writer {name}",
+                hint=f"It has {', '.join(known)}." if known else "One writer owns it.",
+                writer=name,
+                known=known,
+            )
+        store = store_of(catalog, found, 0.0)
+        store.forget(entries[name].writer)
+        return int(store.view().persisted_upto)
+
+
+def _state(entry: WriterEntry, *, is_expired: bool) -> str:
+    if entry.phase is WriterPhase.SETTLED:
+        return "stopped" if entry.cut_at is None else "forgotten"
+    if is_expired:
+        return "expired"
+    return "alive" if entry.phase is WriterPhase.OPEN else "recovering"
+
+
+def refuse_to_own(catalog: Catalog, stream: StreamId, name: str) -> None:
+    """`ConfigError` where a stream has several writers, for a process that means to be its only one."""
+    others = writers_of(catalog, stream)
+    if others:
+        known = ", ".join(entry.name for entry in others)
+        captures = catalog.fact(f"capture/{stream}", "writer", default="…")
+        raise ConfigError(
+            f"stream {name} has writers with names ({known}), and this home's configuration gives it none",
+            hint=f'Say which one it is: `[writer] name = "{captures}"` in millstream.toml.',
+        )
+
+
+def refuse_to_capture(catalog: Catalog, stream: StreamId, name: str, writer: str) -> None:
+    """`ConfigError` where another one of a stream's writers captures: its log says how far, and its shards hold the tables."""
+    captures = catalog.fact(f"capture/{stream}", "writer", default=writer)
+    if captures != writer:
+        raise ConfigError(
+            f"stream {name} is captured by its writer {captures}, and this process is to be its writer {writer}",
+            hint=f'Capture under that name: `[writer] name = "{captures}"`, or MILLSTREAM_WRITER__NAME.',
+        )
+
+
+def note_capturing_writer(catalog: Catalog, stream: StreamId, writer: str) -> None:
+    """From now on this one captures."""
+    catalog.put_fact(f"capture/{stream}", "writer", writer)
+
+
+def examine_writers(home: Home, stream: str) -> str:
+    """Look whether this home's process can be the writer of a stream that it is to be; nothing is changed.
+
+    Returns:
+        What was found, in a line.
+
+    Raises:
+        ConfigError: several writers need a name each, and a catalog that they share.
+        LeaseTooShort: the catalog takes too long to answer for `[writer] lease`.
+        SequenceUnusable: somebody has changed the sequence of the stream's numbers.
+        CatalogError …: the catalog can't be asked.
+    """
+    from millstream.catalog import examine_catalog
+
+    own = home.config.writer
+    found = examine_catalog(home.catalog_place())
+    if found.revision != found.known:
+        return "looked at once there is a catalog of today's schema"
+    with home.open_catalog() as catalog:
+        known = next((row.id for row in catalog.streams() if row.name == stream), None)
+        if own.name is None:
+            if known is not None:
+                refuse_to_own(catalog, known, stream)
+            return "one, which owns it"
+        if known is not None:
+            refuse_to_capture(catalog, known, stream, own.name)
+        store = store_of(catalog, known or StreamId(UUID(int=0)), own.lease_s)
+        took_s = check_round_trip(store.view if known else catalog.streams, own.lease_s)
+        if known is not None:
+            store.check()
+        waits = (
+            [one["name"] for one in writer_facts(home, catalog, known)["writers"] if one["state"] == "expired"]
+            if known
+            else []
+        )
+    text = (
+        f"{own.name} is one of several; the catalog answers in {took_s * 1000:.1f} ms, the lease is {own.lease_s:g} s"
+    )
+    return f"{text}; readers wait for {', '.join(waits)}, until one of this home recovers it" if waits else text
