@@ -12,8 +12,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from uuid import UUID
 
@@ -28,12 +28,13 @@ from millstream.app.writers import SharedWriter
 from millstream.catalog import Catalog
 from millstream.catalog.announcements import PostgresAnnouncements
 from millstream.catalog.sequencing import PostgresSequenceStore
-from millstream.errors import LeaseTooShort, LogError, ShardTaken
+from millstream.errors import CatalogError, LeaseTooShort, LogError, ShardTaken
 from millstream.model.ids import StreamId
+from millstream.model.operations import TableRows
 from millstream.model.positions import Seq, StreamToken
 from millstream.ports import Announcements
 from millstream.testing import EmbeddedPostgres
-from millstream.testing.log import plain_ops, plain_table
+from millstream.testing.log import plain_ops, plain_spilled, plain_table
 from millstream.testing.pytest_plugin import Database
 from millstream.testing.sequencing import UnreliableAnnouncements
 from millstream.wal.inspect import verify
@@ -450,6 +451,120 @@ def test_a_writer_whose_log_is_elsewhere_is_waited_for_until_it_is_forgotten(hom
     wait_for(lambda: reader.persisted_upto() >= last)
     assert states(home)["far"] == "forgotten"
     second.close()
+
+
+def test_a_writer_whose_log_is_here_is_recovered_and_not_forgotten(home: Path, postgres: Database) -> None:
+    (home / "millstream.toml").write_text(WRITER + (home / "millstream.toml").read_text())
+    done(home, "capture", "run", "--until-caught-up")
+    command = [sys.executable, "-m", "millstream.cli", "--home", str(home), "capture", "run"]
+    capture = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    reader = StreamReader(str(Home(home).wal_folder("shop")))
+    try:
+        wait_for(lambda: states(home).get("writer") == "alive")
+        before = reader.persisted_upto()
+        with postgres.connect() as connection:
+            connection.execute("INSERT INTO orders VALUES (101)")
+        wait_for(lambda: reader.persisted_upto() > before)
+    finally:
+        capture.kill()
+        capture.wait()
+    seen = reader.persisted_upto()
+    wait_for(lambda: states(home).get("writer") == "expired")
+    told = run(home, "writers", "forget", "writer", "--yes")
+    assert (told.returncode, "recovered what writer had left" in told.stderr) == (0, True)
+    assert states(home) == {"writer": "stopped"}
+    assert reader.persisted_upto() >= seen
+    done(home, "capture", "run", "--until-caught-up")
+    rows = [json.loads(line) for line in done(home, "wal", "cat").splitlines()]
+    assert [row["row"]["id"] for row in rows if row["table"] == "public.orders"] == [1, 2, 3, 4, 5, 101]
+
+
+def test_a_group_that_takes_longer_than_the_lease_is_nobodys_to_take_over(home: Path, postgres: Database) -> None:
+    (home / "millstream.toml").write_text(WRITER + (home / "millstream.toml").read_text())
+    done(home, "capture", "run", "--until-caught-up")
+    with second_writer(home, postgres.dsn) as long, second_writer(home, postgres.dsn, name="third") as other:
+        table = plain_table(900)
+        whole = plain_spilled(1, [[(table, 2, "slow")] for _ in range(10)], shard_of={900: long.shards[0]})
+
+        def chunks() -> Iterator[tuple[TableRows, ...]]:
+            for chunk in whole.chunks():
+                time.sleep(LEASE_S / 4)
+                yield chunk
+
+        last = long.log.append(replace(whole, chunks=chunks)).seqs.last
+        append(other, 2)
+        reader = StreamReader(str(Home(home).wal_folder("shop")))
+        wait_for(lambda: reader.persisted_upto() > last)
+        assert long.log.failure() is None
+
+
+def test_a_catalog_that_was_away_for_longer_than_a_lease_makes_nobody_take_the_others_for_dead(
+    tmp_path: Path, server: EmbeddedPostgres
+) -> None:
+    with Catalog(server.dsn()) as catalog, ExitStack() as stack:
+        stream = catalog.resolve_stream("shop")
+        writers = [
+            stack.enter_context(
+                SharedWriter.open(
+                    catalog, stream, str(tmp_path / "wal"), name=name, location="here", lease_s=1.0, shard_count=1
+                )
+            )
+            for name in "abc"
+        ]
+        numbers = [append(writer, number) for number, writer in enumerate(writers, 1)]
+        server.stop("fast")
+        time.sleep(3.0)
+        server.start()
+        again = []
+        for number, writer in enumerate(writers, 4):
+            wait_for(lambda number=number, writer=writer: _appended(writer, number, again))
+        reader = StreamReader(str(tmp_path / "wal"))
+        wait_for(lambda: reader.persisted_upto() >= max(again))
+        found = [
+            seq for records in reader.read_between(Seq(0), max(again)) for seq in records.batch["__seq"].to_pylist()
+        ]
+        assert found == sorted({*numbers, *again})
+        assert [writer.log.failure() for writer in writers] == [None, None, None]
+
+
+def test_a_server_that_leaves_a_call_unanswered_holds_up_no_sign_of_life(
+    tmp_path: Path, server: EmbeddedPostgres
+) -> None:
+    with Catalog(server.dsn()) as catalog, ExitStack() as stack:
+        stream = catalog.resolve_stream("shop")
+        first, second = (
+            stack.enter_context(
+                SharedWriter.open(
+                    catalog, stream, str(tmp_path / "wal"), name=name, location="here", lease_s=1.0, shard_count=1
+                )
+            )
+            for name in "ab"
+        )
+        append(first, 1)
+        with server.connect() as connection:
+            called = "query LIKE 'LISTEN%' OR query LIKE '%pg_notify(%'"
+            query = f"SELECT pid FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND ({called})"
+            wait_for(lambda: len(connection.execute(query).fetchall()) == 2)
+            halted = [pid for (pid,) in connection.execute(query)]
+        for pid in halted:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            append(first, 2)
+            time.sleep(3.0)
+            last = append(second, 3)
+            reader = StreamReader(str(tmp_path / "wal"))
+            wait_for(lambda: reader.persisted_upto() >= last)
+            assert (first.log.failure(), second.log.failure()) == (None, None)
+        finally:
+            for pid in halted:
+                os.kill(pid, signal.SIGCONT)
+
+
+def _appended(writer: SharedWriter, number: int, numbers: list[Seq]) -> bool:
+    with suppress(CatalogError):
+        numbers.append(append(writer, number))
+        return True
+    return False
 
 
 @pytest.fixture

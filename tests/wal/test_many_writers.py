@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from uuid import UUID
 
 import pytest
@@ -19,11 +19,14 @@ from millstream.errors import (
     ShardTaken,
     StaleEpoch,
     TokenFromFuture,
+    WriterAlive,
     WriterClosed,
 )
-from millstream.model.ids import Epoch, RegionId, ShardId, StreamId, WriterId
+from millstream.model.ids import Epoch, RegionId, ShardId, SourceId, StreamId, WriterId
 from millstream.model.operations import TableRows, WriteOps
-from millstream.model.positions import Seq, SeqRange, StreamToken
+from millstream.model.positions import Lsn, Seq, SeqRange, StreamToken
+from millstream.model.schema import TableSchema
+from millstream.protocol.sequencer import Drawn
 from millstream.testing.clock import ManualClock
 from millstream.testing.files import Crash, MemoryFiles, keep_any
 from millstream.testing.log import plain_operations, plain_rows, plain_table
@@ -33,6 +36,7 @@ from millstream.wal.inspect import stats, verify
 from millstream.wal.layout import shard_folder
 from millstream.wal.numbers import SharedNumbers
 from millstream.wal.reader import StreamReader
+from millstream.wal.shards import lock_shards
 
 FOLDER = "/wal/shop"
 STREAM = StreamId(UUID(int=9))
@@ -434,6 +438,146 @@ def test_a_forgotten_writer_whose_log_is_damaged_is_told_to_mend_it_first():
     with pytest.raises(LossNotAccepted, match="forgotten"):
         writers.start(1)
     writers.append(0)  # stops nobody else
+
+
+def test_setting_a_forgotten_writers_records_aside_is_done_once_however_often_its_start_fails():
+    writers, kept = forgotten_at_the_end_of_its_third_group()
+    recovered = writers.store.recovered
+    writers.store.recovered = _fails  # type: ignore[method-assign]
+    for _ in range(3):
+        with pytest.raises(CatalogBusy):
+            writers.start(1)
+        writers.clock.advance(10.0)
+    writers.store.recovered = recovered  # type: ignore[method-assign]
+    writers.start(1)
+    assert all_there_is(writers) == kept
+    aside = [name for name in writers.files.listdir(shard_folder(FOLDER, ShardId(2))) if name.endswith(".torn")]
+    assert len(aside) == 1
+
+
+def _fails(*_: object) -> Drawn:
+    raise CatalogBusy("the catalog is away for a moment")
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_source_is_asked_again_for_what_was_set_aside(fresh: bool):
+    """Also where the last group brought a schema, whose frame tells of that group."""
+    source = SourceId(1)
+
+    def capture(lsn: int, table: TableSchema) -> None:
+        writers.count += 1
+        rows = plain_rows(table, [(0, 0, f"{writers.count}")])
+        tables = tuple(TableRows(table, rows, shard=ShardId(shard)) for shard in (2, 3))
+        writers.open[1].commit([WriteOps(plain_operations([writers.count]), tables, {source: Lsn(lsn)})])
+
+    writers = Writers()
+    writers.start(0)
+    writers.start(1)
+    capture(100, TABLE)
+    writers.open[1].follow()
+    capture(200, plain_table(2) if fresh else TABLE)
+    writers.kill(1)
+    writers.clock.advance(60.0)
+    writers.store.forget(WriterId(2))
+    assert writers.start(1).reached == {source: 100}
+
+
+def test_a_store_whose_clock_steps_makes_nobody_acknowledge_what_was_taken_over():
+    writers = Writers()
+    theirs = ManualClock()
+    writers.store = MemorySequenceStore(theirs)
+    hung = writers.start(0)
+    writers.append(0)
+    pauses = iter([True])
+
+    def steps(_: int) -> None:
+        if next(pauses, False):
+            theirs.advance(10.0)
+            writers.start(0)
+
+    writers.pause = steps
+    with pytest.raises(AppendOutcomeUnknown, match="has taken its shards"):
+        writers.append(0, log=hung)
+    writers.open[0].follow()
+    assert writers.read(0, writers.reader().persisted_upto()).items() >= writers.texts.items()
+
+
+def test_who_stopped_holds_nobody_up_by_what_it_had_seen_of_other_folders():
+    writers = Writers()
+    writers.start(0)
+    writers.start(1)
+    far = writers.store.register("far", "another machine")
+    writers.store.recovered(far.writer, far.epoch)
+    given = writers.store.draw(far.writer, far.epoch, 3, position=Seq(0)).given
+    for log in writers.open.values():
+        log.follow()
+    writers.open.pop(1).close()
+    writers.append(0)
+    writers.store.report(far.writer, far.epoch, position=given.last)
+    writers.store.settle(far.writer, far.epoch)
+    writers.open[0].follow()
+    assert writers.reader().persisted_upto() == writers.store.view().persisted_upto == 7
+    writers.open.pop(0).close()
+    assert writers.reader().persisted_upto() == 7
+
+
+def test_a_store_that_is_older_than_another_writers_log_gives_no_number():
+    writers = Writers()
+    for who in (0, 1):
+        writers.start(who)
+        writers.append(who)
+    writers.open.pop(1).close()
+    backup = writers.store.ledger
+    writers.append(0)
+    writers.open.pop(0).close()
+    writers.store.ledger = backup
+    writers.clock.advance(60.0)
+    with pytest.raises(SequenceUnusable, match="numbers up to 12, and the catalog says that only 8"):
+        writers.start(1)
+
+
+def test_numbers_that_go_back_are_refused():
+    writers = Writers()
+    log = writers.start(0)
+    writers.append(0)
+    writers.store.ledger = replace(writers.store.ledger, newest=Seq(1))
+    with pytest.raises(SequenceUnusable, match="though numbers up to 4"):
+        writers.append(0)
+    assert log.failure is None
+    writers.store.ledger = replace(writers.store.ledger, newest=Seq(4))
+    writers.append(0)
+    log.follow()
+    assert writers.read(0, 8) == writers.texts
+
+
+def test_a_sign_given_while_a_group_is_written_keeps_the_lease():
+    writers = Writers()
+    log = writers.start(0)
+
+    def lasts(_: int) -> None:
+        for _ in range(4):
+            writers.clock.advance(4.0)  # of a lease of 5 s
+            view = log.sign()
+            assert view is not None
+            assert not view.expired
+            with pytest.raises(WriterAlive):
+                writers.store.take_over(WriterId(1))
+
+    writers.pause = lasts
+    writers.append(0)
+    log.follow()
+    assert writers.read(0, 4) == writers.texts
+
+
+def test_who_was_not_fenced_keeps_its_locks():
+    writers = Writers()
+    writers.start(0)
+    writers.open[0].close()
+    held = lock_shards(writers.files, FOLDER, [ShardId(0)])
+    with pytest.raises(ShardLocked):
+        writers.start(0)
+    held[ShardId(0)].close()
+    writers.start(0)
 
 
 def test_a_store_that_is_older_than_the_log_gives_no_number():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from millstream.app.writers import check_round_trip, store_of
+from millstream.app.writers import WriterPlace, check_round_trip, inherit, store_of
 from millstream.errors import ConfigError, UnknownWriter
 from millstream.model.ids import StreamId
 from millstream.protocol.sequencer import WriterPhase
@@ -62,19 +62,21 @@ def list_writers(home: Home, stream: str | None) -> dict[str, Any]:
         return {"stream": name, **writer_facts(home, catalog, catalog.stream(name).id)}
 
 
-def forget_writer(home: Home, stream: str | None, name: str) -> int:
-    """Give up what a dead writer left undecided.
+def forget_writer(home: Home, stream: str | None, name: str) -> tuple[int, bool]:
+    """Give up what a dead writer left undecided; where its log lies in this home, recover it instead.
 
     Returns:
-        What linear readers may read up to from now on.
+        What linear readers may read up to from now on, and whether its log was recovered.
 
     Raises:
         UnknownWriter: the stream has none of that name.
         WriterAlive: its lease runs.
         StaleEpoch: it left nothing undecided.
+        CorruptWal, DiskFull, ShardLocked …: its log lies here, and can't be recovered; nothing is given up.
     """
     with home.open_catalog() as catalog:
-        found = catalog.stream(home.pick_stream(stream, of=[row.name for row in catalog.streams()])).id
+        row = home.pick_stream(stream, of=[row.name for row in catalog.streams()])
+        found = catalog.stream(row).id
         entries = {entry.name: entry for entry in writers_of(catalog, found)}
         if name not in entries:
             known = sorted(entries)
@@ -84,9 +86,15 @@ def forget_writer(home: Home, stream: str | None, name: str) -> int:
                 writer=name,
                 known=known,
             )
-        store = store_of(catalog, found, 0.0)
-        store.forget(entries[name].writer)
-        return int(store.view().persisted_upto)
+        entry, lease_s = entries[name], home.config.writer.lease_s
+        store = store_of(catalog, found, lease_s)
+        is_here = entry.location == home.identity().id
+        if is_here:
+            # Nothing has to be given up.
+            inherit(store, WriterPlace(found, str(home.wal_folder(row)), None, lease_s), entry)
+        else:
+            store.forget(entry.writer)
+        return int(store.view().persisted_upto), is_here
 
 
 def _state(entry: WriterEntry, *, is_expired: bool) -> str:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
 
@@ -53,10 +53,14 @@ _TRIES: Final = 3
 """A catalog that is slow once has had something else to do."""
 _SLOW_START_S: Final = 1.0
 _LOOK_S: Final = 0.05
+_PATIENCE_S: Final = 10.0
+"""How long a process that holds a shard, and isn't one that was fenced, is waited for."""
+_AGAIN_S: Final = 30.0
+"""When shards that couldn't be recovered are tried again."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class WriterPlace:
     """Whose log, where, and how it is written."""
 
     stream: StreamId
@@ -122,7 +126,7 @@ class SharedWriter:
         """
         store = store_of(catalog, stream, lease_s)
         began = time.monotonic()
-        place = _Place(stream, folder, options, lease_s)
+        place = WriterPlace(stream, folder, options, lease_s)
         try:
             registration, shards, log = _begin(store, place, name, location, shard_count, first_shard)
         except BaseException:
@@ -154,6 +158,55 @@ class SharedWriter:
         self.close()
 
 
+class _Caller:
+    """A thread that calls out what a writer has shown, and hears the others. What it waits for holds up nobody else.
+
+    Args:
+        log: the writer.
+        registration: of this incarnation.
+        announcements: how writers call out to each other; closed with the thread.
+    """
+
+    def __init__(self, log: LogWriter, registration: Registration, announcements: Announcements) -> None:
+        self._log = log
+        self._registration = registration
+        self._announcements = announcements
+        self._known = log.persisted_upto()
+        """The greatest position that was called out, by whomever."""
+        self._done = threading.Event()
+        self._called = threading.Event()
+        threading.Thread(target=self._run, name="writer-calls", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the thread, when it comes back from where it waits."""
+        self._done.set()
+        self._called.set()
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when somebody has called out more than this writer knows, or after that many seconds."""
+        self._called.wait(timeout_s)
+        self._called.clear()
+
+    def known_at_most(self, newest: Seq) -> None:
+        """Nobody was given more: who said so was wrong."""
+        self._known = min(self._known, newest)
+
+    def _run(self) -> None:
+        tells_at_s = 0.0
+        with closing(self._announcements):
+            while not self._done.is_set():
+                heard = self._announcements.hear(_TELL_EVERY_S)
+                self._known = max(self._known, *(told.position for told in heard), Seq(0))
+                position = self._log.persisted_upto()
+                if position < self._known:
+                    self._called.set()
+                elif position > self._known and time.monotonic() >= tells_at_s:
+                    self._known, tells_at_s = position, time.monotonic() + _TELL_EVERY_S
+                    self._announcements.tell(
+                        Announcement(self._registration.writer, self._registration.epoch, position)
+                    )
+
+
 class WriterKeeper:
     """The thread that keeps a writer alive, and looks after those that died.
 
@@ -174,63 +227,49 @@ class WriterKeeper:
         registration: Registration,
         name: str,
         location: str,
-        place: _Place,
+        place: WriterPlace,
         announcements: Announcements,
     ) -> None:
         self._log = log
         self._store = store
-        self._registration = registration
         self._name = name
         self._location = location
         self._place = place
-        self._announcements = announcements
         self._every_s = min(FOLLOW_EVERY_S, place.lease_s / _SIGNS_A_LEASE)
-        now_s = time.monotonic()
-        self._tells_at_s = now_s
-        self._asks_at_s = now_s + self._every_s
-        """When the store is asked at the latest."""
-        self._may_ask_at_s = now_s
-        """From when on it is asked if somebody has called."""
-        self._known = log.persisted_upto()
-        """The greatest position that was called out, by whomever."""
+        self._asked_s = time.monotonic()
+        """When the catalog answered the last time."""
+        self._inherits_from_s = 0.0
+        """Until then nobody is taken for dead."""
+        self._failed_s: dict[str, float] = {}
+        """When somebody's shards couldn't be recovered."""
         self._done = threading.Event()
         self._heir: threading.Thread | None = None
         """Recovers what the dead left, which may take longer than a lease."""
         self._told: dict[str, str] = {}
         """What was said of whom: once is enough."""
+        self._caller = _Caller(log, registration, announcements)
         self._thread = threading.Thread(target=self._run, name=f"writer-{name}", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """End the thread, once what it recovers is recovered."""
         self._done.set()
+        self._caller.stop()
         self._thread.join()
         if self._heir is not None:
             self._heir.join()
 
     def _run(self) -> None:
-        with closing(self._announcements):
-            while not self._done.is_set():
-                heard = self._announcements.hear(_TELL_EVERY_S)
-                self._known = max(self._known, *(told.position for told in heard), Seq(0))
-                asked_s = time.monotonic()
-                if asked_s >= self._tells_at_s:
-                    self._tells_at_s = asked_s + _TELL_EVERY_S
-                    self._tell()
-                called = self._known > self._log.persisted_upto() and asked_s >= self._may_ask_at_s
-                if called or asked_s >= self._asks_at_s:
-                    if not self._ask():
-                        return
-                    now_s = time.monotonic()
-                    self._asks_at_s = now_s + self._every_s
-                    self._may_ask_at_s = now_s + (now_s - asked_s) / _ASKING_SHARE
-
-    def _tell(self) -> None:
-        """Call out how far this writer is, where nobody has said as much."""
-        position = self._log.persisted_upto()
-        if position > self._known:
-            self._known = position
-            self._announcements.tell(Announcement(self._registration.writer, self._registration.epoch, position))
+        asks_at_s = time.monotonic() + self._every_s
+        while not self._done.is_set():
+            self._caller.wait(max(0.0, asks_at_s - time.monotonic()))
+            asked_s = time.monotonic()
+            if not self._ask():
+                return
+            now_s = time.monotonic()
+            asks_at_s = now_s + self._every_s
+            # Called all the time, it asks a tenth of the time.
+            self._done.wait(min(self._every_s, (now_s - asked_s) / _ASKING_SHARE))
 
     def _ask(self) -> bool:
         """Give a sign, follow the others, and look after those that died; False where this writer has ended."""
@@ -245,8 +284,14 @@ class WriterKeeper:
         except MillstreamError as error:
             logger.warning("this writer ended", writer=self._name, error=error.message)
             return False
+        now_s = time.monotonic()
+        if now_s - self._asked_s > self._place.lease_s / 2:
+            # The catalog was away, or this process stood still: others, too, get a lease's time to give a sign.
+            self._inherits_from_s = now_s + self._place.lease_s
+        self._asked_s = now_s
         self._told.pop("catalog", None)
-        if view.expired and (self._heir is None or not self._heir.is_alive()):
+        self._caller.known_at_most(view.newest)
+        if view.expired and now_s >= self._inherits_from_s and (self._heir is None or not self._heir.is_alive()):
             self._heir = threading.Thread(target=self._look_after, args=(view.expired,), name=f"heir-{self._name}")
             self._heir.start()
         return True
@@ -256,6 +301,8 @@ class WriterKeeper:
             for entry in self._store.writers():
                 if entry.writer not in expired or entry.name == self._name:
                     continue
+                if time.monotonic() < self._failed_s.get(entry.name, -math.inf) + _AGAIN_S:
+                    continue
                 if entry.location != self._location:
                     self._say(entry.name, f"its lease has run out, and its log lies in {entry.location}")
                     continue
@@ -264,17 +311,15 @@ class WriterKeeper:
                 except (WriterAlive, StaleEpoch):
                     continue  # it has come back, or another process was faster
                 except MillstreamError as error:
+                    self._failed_s[entry.name] = time.monotonic()
                     self._say(entry.name, f"its lease has run out, and its shards can't be recovered: {error.message}")
                 else:
                     self._told.pop(entry.name, None)
+                    self._failed_s.pop(entry.name, None)
 
     def _inherit(self, dead: WriterEntry) -> None:
         """Recover what it left: its whole groups belong to the log, the rest of its numbers never will be."""
-        taken = self._store.take_over(dead.writer)
-        _open_log(self._store, self._place, taken, ()).close()
-        logger.warning(
-            "recovered the shards of a writer that gave no sign", writer=dead.name, given_to=int(dead.given_to)
-        )
+        inherit(self._store, self._place, dead)
 
     def _say(self, of: str, what: str) -> None:
         if self._told.get(of) != what:
@@ -284,7 +329,7 @@ class WriterKeeper:
 
 def _begin(
     store: PostgresSequenceStore,
-    place: _Place,
+    place: WriterPlace,
     name: str,
     location: str,
     shard_count: int,
@@ -316,31 +361,69 @@ def _begin(
             raise
 
 
+def inherit(store: PostgresSequenceStore, place: WriterPlace, dead: WriterEntry) -> None:
+    """Recover what a dead writer of this folder left: its whole groups belong to the log, the rest of its numbers never will be.
+
+    Raises:
+        WriterAlive: its lease runs.
+        StaleEpoch: nothing of it is undecided.
+        CorruptWal, DiskFull …: as `LogWriter.open`.
+    """
+    taken = store.take_over(dead.writer)
+    _open_log(store, place, taken, ()).close()
+    logger.warning("recovered the shards of a writer that gave no sign", writer=dead.name, given_to=int(dead.given_to))
+
+
 def _open_log(
-    store: PostgresSequenceStore, place: _Place, registration: Registration, shards: tuple[ShardId, ...]
+    store: PostgresSequenceStore, place: WriterPlace, registration: Registration, shards: tuple[ShardId, ...]
 ) -> LogWriter:
     """Open the log under a registration; waits for as long as the incarnation before may still answer its callers."""
     from millstream.wal.numbers import SharedNumbers
     from millstream.wal.writer import LogWriter
 
     numbers = SharedNumbers(store, registration)
+    patient_until_s = time.monotonic() + _PATIENCE_S
     while True:
         _renew(numbers, place.lease_s)
-        may_seize = numbers.may_seize()
+        may_wait = numbers.waits_on() or (not registration.seizes and time.monotonic() < patient_until_s)
         try:
-            return LogWriter.open(
-                place.folder,
-                stream=place.stream,
-                shards=shards,
-                epoch=registration.epoch,
-                reservations=numbers,
-                options=place.options,
-                writer=registration.writer,
-            )
+            with _kept_alive(numbers, place.lease_s):
+                return LogWriter.open(
+                    place.folder,
+                    stream=place.stream,
+                    shards=shards,
+                    epoch=registration.epoch,
+                    reservations=numbers,
+                    options=place.options,
+                    writer=registration.writer,
+                )
         except ShardLocked:
-            if may_seize:
+            if not may_wait:
                 raise
         time.sleep(_LOOK_S)
+
+
+@contextmanager
+def _kept_alive(numbers: SharedNumbers, lease_s: float) -> Iterator[None]:
+    """Renew the lease meanwhile: to recover a long log, or to wait for the folder, may take longer."""
+    done = threading.Event()
+
+    def renew() -> None:
+        while not done.wait(lease_s / _SIGNS_A_LEASE):
+            try:
+                numbers.keep_lease()
+            except StaleEpoch:
+                return
+            except CatalogError:
+                continue
+
+    thread = threading.Thread(target=renew, name="writer-opens", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _renew(numbers: SharedNumbers, lease_s: float) -> None:

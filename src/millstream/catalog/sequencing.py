@@ -1,8 +1,8 @@
 """The numbers of a stream that several writers share, kept in PostgreSQL: `ports.SequenceStore`.
 
 Each step is `protocol.sequencer.Ledger`'s own, taken on rows that are locked for it: a transaction loads the writers, lets the pure
-machine decide, and writes back the one row that it changed. A draw alone is SQL throughout (`draw_numbers`, made by migration
-0003), for it comes once a commit group. The newest number is the sequence's: it moves by `setval` alone, a range at a time, so
+machine decide, and writes back the one row that it changed. A draw alone is SQL throughout (`draw_numbers`, made by migrations
+0003 and 0004), for it comes once a commit group. The newest number is the sequence's: it moves by `setval` alone, a range at a time, so
 that whoever looks sees the end of a range.
 """
 
@@ -31,8 +31,9 @@ LEASE_S: Final = 5.0
 _NO_EPOCH: Final = Epoch(0)
 _CLOCK: Final = text("SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint")
 _SETTINGS: Final = (
-    "SELECT increment_by, cycle, cache_size, min_value, max_value, coalesce(last_value, 0)"
-    " FROM pg_sequences WHERE schemaname = :schema AND sequencename = :name"
+    "SELECT s.increment_by, s.cycle, s.cache_size, s.min_value, s.max_value, s.data_type::text, c.relpersistence, coalesce(s.last_value, 0)"
+    " FROM pg_sequences s JOIN pg_class c ON c.relname = s.sequencename JOIN pg_namespace n ON n.oid = c.relnamespace AND n.nspname = s.schemaname"
+    " WHERE s.schemaname = :schema AND s.sequencename = :name"
 )
 
 _Told = TypeVar("_Told")
@@ -106,7 +107,14 @@ class PostgresSequenceStore:
                 raise error if isinstance(error, CatalogError) else self._database.translate(error) from error
         first, elsewhere = row or (None, None)
         if first == 0:
-            raise InvalidCount(f"{count} numbers are more than the stream has left", count=count)
+            raise InvalidCount(
+                f"{count} numbers are more than the stream has left",
+                hint=f"Somebody has set {self._named} to its end: `SELECT max(given_to) FROM {CATALOG_SCHEMA}.writers` says where it stood.",
+                count=count,
+            )
+        if first == -1:
+            self.check()
+            raise CatalogError(f"the sequence {self._named} can't be drawn from, and then it could; try again")
         if first is None:
             # Says why, by the machine's own words.
             self._look(lambda ledger: ledger.draw(writer, epoch, count, position=position, now_us=0, lease_us=0))
@@ -252,7 +260,7 @@ class PostgresSequenceStore:
                     given=int(given),
                 )
             return None
-        increment, cycles, cached, low, high, last = found
+        increment, cycles, cached, low, high, kind, persistence, last = found
         wrong = [
             what
             for is_wrong, what in (
@@ -260,13 +268,16 @@ class PostgresSequenceStore:
                 (cycles, "CYCLE"),
                 (cached != 1, f"CACHE {cached}"),
                 (low != 1 or high != SEQ_MAX, f"MINVALUE {low} MAXVALUE {high}"),
+                (kind != "bigint", f"AS {kind}"),
+                (persistence != "p", "UNLOGGED"),
             )
             if is_wrong
         ]
         if wrong:
             raise SequenceUnusable(
                 f"the sequence {self._named} was altered: it has {', '.join(wrong)}",
-                hint=f"ALTER SEQUENCE {self._named} INCREMENT 1 NO CYCLE CACHE 1 MINVALUE 1 NO MAXVALUE;",
+                hint=f"ALTER SEQUENCE {self._named} AS bigint INCREMENT 1 NO CYCLE CACHE 1 MINVALUE 1 MAXVALUE {SEQ_MAX};"
+                + (f" ALTER SEQUENCE {self._named} SET LOGGED;" if persistence != "p" else ""),
                 found=wrong,
             )
         if last < given:
@@ -283,7 +294,6 @@ class PostgresSequenceStore:
         if self._connection is None or self._connection.closed:
             assert self._database.address is not None
             self._connection = psycopg.connect(self._database.address, autocommit=True)
-            self._connection.execute(_SESSION)
         return self._connection
 
     def _hang_up(self) -> None:
@@ -294,11 +304,6 @@ class PostgresSequenceStore:
 
 
 _DRAW: Final = f"SELECT * FROM {CATALOG_SCHEMA}.draw_numbers(%s::text, %s::integer, %s::bigint, %s::bigint, %s::bigint, %s::bigint)"
-_SESSION: Final = (
-    "SELECT set_config('statement_timeout', '15s', false), CASE WHEN current_setting('synchronous_commit') = 'off'"
-    " THEN set_config('synchronous_commit', 'on', false) END"
-)
-"""Durable when it returns, also where a role or a database has synchronous_commit off; and nobody waits for ever."""
 
 
 def _entry(row: Any) -> WriterEntry:

@@ -64,10 +64,10 @@ def ls(session: Session, stream: str | None = None, as_json: bool = False) -> No
 @click.option("--yes", is_flag=True, help="Don't ask.")
 @pass_session
 def forget(session: Session, name: str, stream: str | None, yes: bool) -> None:
-    """Give up a dead writer whose log can't be reached: readers pass what it left undecided.
+    """Give up a dead writer whose log is gone: readers pass what it left undecided.
 
-    What it had written and couldn't tell of any more, its last commit group at most, isn't read. If its log turns up again and the writer is
-    started there, those records are set aside in .torn files.
+    Where its log lies in this home it is recovered instead, and nothing is lost. Elsewhere, its last commit group may be given up, which readers of
+    that log may have read. If that log turns up again and the writer is started there, those records are set aside in .torn files.
     """
     from millstream.app.writer_facts import forget_writer
 
@@ -77,5 +77,6 @@ def forget(session: Session, name: str, stream: str | None, yes: bool) -> None:
         click.confirm(
             f"Give up what writer {name} left undecided? Its log must not be needed any more", abort=True, err=True
         )
-    upto = forget_writer(session.home(needs_source=False), stream, name)
-    note(f"forgot {name}: linear readers may read up to {upto:,}")
+    upto, recovered = forget_writer(session.home(needs_source=False), stream, name)
+    what = f"recovered what {name} had left, as its log lies here" if recovered else f"forgot {name}"
+    note(f"{what}: linear readers may read up to {upto:,}")

@@ -44,7 +44,7 @@ from millstream.wal.numbers import GroupNumbers
 from millstream.wal.recover import Recovered, keep_spare, recover
 from millstream.wal.repair import set_tail_aside
 from millstream.wal.segment import GroupFacts, OpenSegment, WriteFailed
-from millstream.wal.shards import check_not_gone, folder_lock, holds_mark, lock_shards, own_shards
+from millstream.wal.shards import check_not_gone, folder_lock, greatest_known, holds_mark, lock_shards, own_shards
 from millstream.wal.submissions import acks_of, in_columns, shards_of
 
 _MIB: Final = 1 << 20
@@ -181,7 +181,9 @@ class GroupCommitter:
                 recovered = recover(
                     files, folder, stream=identity.stream, region=identity.region, shards=shards, epoch=identity.epoch
                 )
-                numbers.begin(reserved_to=recovered.reserved_to, persisted_upto=recovered.persisted_upto)
+                # A catalog that is older than the log shows by any writer's mark.
+                reserved_to = max(recovered.reserved_to, greatest_known(files, folder) if numbers.shared else Seq(0))
+                numbers.begin(reserved_to=reserved_to, persisted_upto=recovered.persisted_upto)
                 opened = {}
                 for shard in shards:
                     end = recovered.shards[shard]
@@ -267,7 +269,7 @@ class GroupCommitter:
             failpoints.hit("wal.before_fsync")
             self._sync(touched)
             failpoints.hit("wal.after_fsync")
-            self._numbers.confirm()
+            self._confirm(facts.shards)
             self._show(touched, facts, given)
         except Exception as error:
             if self.failure is None:
@@ -276,6 +278,17 @@ class GroupCommitter:
         self.counts.records += count
         self.counts.operations += sum(1 if isinstance(ops, SpilledOp) else ops.operations.num_rows for ops in group)
         return acks_of(submitted, given.first, starts)
+
+    def _confirm(self, touched: frozenset[ShardId]) -> None:
+        """What was fsynced belongs to the log: a mark that is still in its place says so, as who replaces it reads the log only then.
+
+        The lease says as much by clocks, which the store's server may have stepped.
+        """
+        self._numbers.confirm()
+        if self._numbers.shared and not all(
+            holds_mark(s.folder, s.mark) for s in map(self._shards.__getitem__, touched)
+        ):
+            raise StaleEpoch("another incarnation of this writer has taken its shards", epoch=int(self._identity.epoch))
 
     def roll(self) -> None:
         """Seal what is large or old enough, and begin the next segment. A failure is in `failure`, or the next append's."""
@@ -324,6 +337,10 @@ class GroupCommitter:
             self.persisted_upto = self._numbers.position
             self._uninterrupted(self._show_position)
         return view
+
+    def sign(self) -> LedgerView | None:
+        """As `follow`, from another thread than the one that writes; only a sign of life."""
+        return None if self.failure is not None else self._numbers.sign()
 
     def _show_position(self) -> None:
         try:

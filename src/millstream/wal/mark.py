@@ -25,7 +25,7 @@ from uuid import UUID
 from millstream.codec.checksums import crc32c
 from millstream.errors import CorruptWal, LogError
 from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId, WriterId
-from millstream.model.positions import Offset, Seq
+from millstream.model.positions import SEQ_MAX, Offset, Seq
 from millstream.ports import Files, WritableFile
 from millstream.wal.layout import MARK_NAME
 
@@ -166,10 +166,16 @@ def stream_cut(marks: Iterable[DurableMark]) -> Seq:
     """The greatest number up to which the marks of all of a stream's writers show everything; 0 where there's no mark."""
     by_writer = _by_writer(marks)
     cuts = _cuts(by_writer)
-    open_ones = [cut for writer, cut in cuts.items() if not all(mark.is_settled for mark in by_writer[writer])]
-    here = min(open_ones) if open_ones else max(cuts.values(), default=Seq(0))
-    others = (mark.elsewhere for own in by_writer.values() for mark in own)
-    return min([here, *(position for position in others if position is not None)])
+    living = [writer for writer, own in by_writer.items() if not all(mark.is_settled for mark in own)]
+    # Where nobody lives, who stopped last has seen most: what others' marks say of other folders is long past.
+    asked = living or [writer for writer, cut in cuts.items() if cut == max(cuts.values())]
+    elsewhere = [_elsewhere(by_writer[writer]) for writer in asked]
+    here = min((cuts[writer] for writer in asked), default=Seq(0))
+    return min(here, (min if living else max)(elsewhere, default=SEQ_MAX))
+
+
+def _elsewhere(own: Sequence[DurableMark]) -> Seq:
+    return min((mark.elsewhere for mark in own if mark.elsewhere is not None), default=SEQ_MAX)
 
 
 def writer_cuts(marks: Iterable[DurableMark]) -> dict[WriterId, Seq]:

@@ -87,6 +87,12 @@ class GroupNumbers(Protocol):
     def abort(self, given: SeqRange) -> None:
         """The range never will be."""
 
+    def sign(self) -> LedgerView | None:
+        """Give a sign of life while a group is being written, by another thread than that one's; nothing is followed.
+
+        Returns, raises: as `follow`.
+        """
+
     def follow(self) -> LedgerView | None:
         """Tell other writers where this one stands, and follow the newest number where nothing is in flight.
 
@@ -161,6 +167,10 @@ class BlockNumbers:
         """As `GroupNumbers`."""
         self._numbers.abort(given)
 
+    def sign(self) -> LedgerView | None:
+        """As `GroupNumbers`."""
+        return None
+
     def follow(self) -> LedgerView | None:
         """As `GroupNumbers`."""
         return None
@@ -221,8 +231,12 @@ class SharedNumbers:
         return self._registration.cut_at
 
     def may_seize(self) -> bool:
-        """As `GroupNumbers`: its lease has run out."""
-        return self._clock.monotonic_ns() >= self._others_end_ns
+        """As `GroupNumbers`: there was one, and its lease has run out."""
+        return self._registration.seizes and self._clock.monotonic_ns() >= self._others_end_ns
+
+    def waits_on(self) -> bool:
+        """Whether the incarnation before may still answer its callers: what it holds locked is waited for."""
+        return self._clock.monotonic_ns() < self._others_end_ns
 
     def keep_lease(self) -> None:
         """Live on while the shards of the incarnation before are waited for."""
@@ -231,17 +245,20 @@ class SharedNumbers:
 
     def _lives_on(self, asked_ns: int) -> None:
         """The store has renewed the lease, at some time after it was asked."""
-        self._lease_end_ns = asked_ns + 1000 * self._registration.lease_us
+        self._lease_end_ns = max(self._lease_end_ns, asked_ns + 1000 * self._registration.lease_us)
 
     def begin(self, *, reserved_to: Seq, persisted_upto: Seq) -> None:
         """As `GroupNumbers`."""
-        known = max(reserved_to, persisted_upto)
-        if known > self._registration.newest:
+        known, newest = max(reserved_to, persisted_upto), self._registration.newest
+        if known > newest:
+            # Of other writers' numbers, some may have been given since this one registered.
+            newest = self._store.view().newest
+        if known > newest:
             raise SequenceUnusable(
-                f"the log has numbers up to {known}, and the catalog says that only {self._registration.newest} were given",
+                f"the log has numbers up to {known}, and the catalog says that only {newest} were given",
                 hint="The catalog is older than the log (restored from a backup?): bring back the one that goes with it.",
                 log=int(known),
-                store=int(self._registration.newest),
+                store=int(newest),
             )
         asked_ns = self._clock.monotonic_ns()
         told = self._store.recovered(self._registration.writer, self._registration.epoch)
@@ -282,6 +299,14 @@ class SharedNumbers:
         return self._take(drawn)
 
     def _take(self, drawn: Drawn) -> SeqRange:
+        if drawn.given.first <= self._numbers.newest:
+            self._numbers.refused()
+            raise SequenceUnusable(
+                f"the catalog gave the number {drawn.given.first}, though numbers up to {self._numbers.newest} were given before",
+                hint="Its sequence was set back, or it is an older copy: stop all writers; `millstream doctor` says what to run.",
+                found=int(drawn.given.first),
+                given=int(self._numbers.newest),
+            )
         self._numbers.given(drawn.given)
         self._elsewhere = drawn.elsewhere
         return drawn.given
@@ -306,6 +331,14 @@ class SharedNumbers:
     def abort(self, given: SeqRange) -> None:
         """As `GroupNumbers`."""
         self._numbers.abort(given)
+
+    def sign(self) -> LedgerView | None:
+        """As `GroupNumbers`; the position is one that it has had for sure."""
+        own = self._registration
+        asked_ns = self._clock.monotonic_ns()
+        view, _ = self._store.report(own.writer, own.epoch, position=self._numbers.position)
+        self._lives_on(asked_ns)
+        return view
 
     def follow(self) -> LedgerView | None:
         """As `GroupNumbers`."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 
 from millstream.codec.log_directory import Numbering
 from millstream.codec.log_frame import FrameKind, RecordsFrame, decode_frame
@@ -32,7 +33,7 @@ from millstream.wal.mark import MarkFile
 from millstream.wal.repair_plan import AcceptedRange, RepairPlan, SegmentPlan, plan_repair, span_of
 from millstream.wal.rewrite import Rewriter
 from millstream.wal.scan import ScannedFrame
-from millstream.wal.shards import lock_shards
+from millstream.wal.shards import folder_lock, lock_shards
 from millstream.wal.survey import Checked, KnownSchemas
 from millstream.wal.walk import Loss
 
@@ -72,17 +73,17 @@ def repair(
     """
     files = RealFiles() if files is None else files
     clock = SystemClock() if clock is None else clock
-    marks = lock_shards(files, folder, list_shards(files, folder))
-    try:
+    # A writer among several takes what is locked under the folder's lock only.
+    with folder_lock(files, folder, clock), ExitStack() as held:
+        marks = lock_shards(files, folder, list_shards(files, folder))
+        for mark in marks.values():
+            held.callback(mark.close)
         known = list(schemas)
         plan = plan_repair(folder, schemas=known, files=files)
         _check_accepted(plan, list(accepted), drop_readable=drop_readable)
         rewriter = Rewriter(files, plan, KnownSchemas(files, folder, known), clock.now_ns())
         for shard in plan.segments:
             rewriter.write(shard, shard_folder(folder, shard), marks[shard])
-    finally:
-        for mark in marks.values():
-            mark.close()
     return plan
 
 
@@ -105,16 +106,20 @@ def set_tail_aside(
         LossNotAccepted: something of these shards is damaged besides; nothing was changed.
         OSError: the disk failed, or is full; the rest can be repeated.
     """
-    plan = plan_repair(folder, files=files, only=marks)
-    damaged = plan.is_needed
+    plan = plan_repair(folder, files=files, only=marks, above=above)
+    damaged, given_up = plan.is_needed, list[Loss]()
     for segments in plan.segments.values():
         for made in segments:
             for place, piece in enumerate(made.pieces):
-                if isinstance(piece, Checked) and piece.is_whole and piece.frame.header.first_seq > above:
-                    whole = _loss_of(made, piece.frame, f"its writer was forgotten at {above}")
-                    made.pieces[place], made.changed = whole, True
-                    plan.losses.append(whole)
-    if not plan.losses:
+                if not isinstance(piece, Checked) or piece.frame.header.kind is FrameKind.LOSS:
+                    continue
+                # With the schemas that came with them: what follows the log's end must tell of the group before.
+                if piece.is_whole and piece.frame.header.group_last_seq > above:
+                    made.pieces[place] = lost = _loss_of(made, piece.frame, f"its writer was forgotten at {above}")
+                    made.changed = True
+                    given_up.append(lost)
+    plan.losses += [lost for lost in given_up if lost.offset_to != lost.offset_from]
+    if not given_up:
         return []
     if damaged:
         raise LossNotAccepted(

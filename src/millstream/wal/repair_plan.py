@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from millstream.codec.log_directory import DIRECTORIES, Numbering
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SEGMENT_TRAILER_SIZE, SegmentFooter, SegmentHeader
-from millstream.errors import LogError, UsageError
+from millstream.errors import CorruptFrame, LogError, TruncatedFrame, UsageError
 from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId
-from millstream.model.positions import Offset
+from millstream.model.positions import Offset, Seq
 from millstream.model.schema import TableSchema
 from millstream.ports import Files
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, segment_path, shard_folder
 from millstream.wal.mark import DurableMark, missing_shards, read_dropped, read_mark
+from millstream.wal.scan import Window, read_frame, reader_of
 from millstream.wal.survey import Checked, KnownSchemas, Surveyed, survey_segment
 from millstream.wal.walk import NO_STREAM, Loss, ends_of, footer_of, header_of
 
@@ -116,6 +118,7 @@ def plan_repair(
     schemas: Iterable[TableSchema] = (),
     files: Files | None = None,
     only: Iterable[ShardId] | None = None,
+    above: Seq | None = None,
 ) -> RepairPlan:
     """Find all damage and what mending it would cost. Reads and decodes everything; changes nothing.
 
@@ -124,6 +127,7 @@ def plan_repair(
         schemas: known from a catalog, for records whose schema the log has lost.
         files: the file system.
         only: these shards; all that there are if not given.
+        above: look at the last segments only, of the groups that end above that number.
 
     Raises:
         UnexpectedFile: a file lies there that isn't the log's.
@@ -138,7 +142,7 @@ def plan_repair(
     if (missing := missing_shards(folder, shards, filter(None, marks))) is not None:
         raise missing
     for shard in shards if only is None else sorted(only):
-        plan.segments[shard] = _plan_shard(files, folder, shard, plan, elsewhere)
+        plan.segments[shard] = _plan_shard(files, folder, shard, plan, elsewhere, above)
     known = {made.header.stream for segments in plan.segments.values() for made in segments} - {NO_STREAM}
     if plan.is_needed and len(known) != 1:
         raise LogError(
@@ -163,7 +167,7 @@ def span_of(loss: Loss) -> tuple[ShardId, int, int]:
 
 
 def _plan_shard(
-    files: Files, folder: str, shard: ShardId, plan: RepairPlan, elsewhere: KnownSchemas
+    files: Files, folder: str, shard: ShardId, plan: RepairPlan, elsewhere: KnownSchemas, above: Seq | None
 ) -> list[SegmentPlan]:
     shard_dir = shard_folder(folder, shard)
     mark, dropped = read_mark(files, shard_dir), read_dropped(files, shard_dir)
@@ -171,7 +175,9 @@ def _plan_shard(
     if dropped is not None:
         found = [segment for segment in found if segment.base_offset >= dropped.offset]
     expected = Offset(0) if dropped is None else dropped.offset
-    if mark is None and found:
+    if above is not None:
+        found = _ending_above(files, found, above)
+    if found and (mark is None or above is not None):
         expected = found[0].base_offset
     headers = [header_of(files, segment) for segment in found]
     planned: list[SegmentPlan] = []
@@ -205,6 +211,16 @@ def _plan_shard(
         )
         planned[-1].sealed = False
     return planned
+
+
+def _ending_above(files: Files, segments: Sequence[SegmentFile], above: Seq) -> list[SegmentFile]:
+    """The last segments, from the last one that begins with a group at or below a number."""
+    for place in reversed(range(len(segments))):
+        with suppress(CorruptFrame, TruncatedFrame):
+            first = read_frame(Window(reader_of(files, segments[place].path)), SEGMENT_HEADER_SIZE, payload=False)
+            if first.header.group_last_seq <= above:
+                return list(segments[place:])
+    return list(segments)
 
 
 def _missing(

@@ -14,6 +14,7 @@ from typing import Final
 
 from millstream.errors import CorruptWal, ShardLocked, ShardTaken
 from millstream.model.ids import ShardId, WriterId
+from millstream.model.positions import Seq
 from millstream.ports import Clock, Files
 from millstream.wal.layout import LOCK_NAME, MARK_NAME, list_segments, list_shards, shard_folder
 from millstream.wal.mark import MarkFile, missing_shards, read_mark
@@ -67,6 +68,12 @@ def refuse_beside_an_owner(files: Files, folder: str, writer: WriterId | None) -
                 shard=int(shard),
                 writer=int(mark.writer),
             )
+
+
+def greatest_known(files: Files, folder: str) -> Seq:
+    """The greatest number that any mark in the folder knows to have been given."""
+    marks = filter(None, (read_mark(files, shard_folder(folder, shard)) for shard in list_shards(files, folder)))
+    return Seq(max((max(mark.reserved_to, mark.persisted_upto) for mark in marks), default=0))
 
 
 def check_not_gone(files: Files, folder: str, shards: Sequence[ShardId], numbers: GroupNumbers) -> None:

@@ -177,17 +177,17 @@ class LogWriter:
     def follow(self) -> LedgerView | None:
         """Of a writer among several: tell the others where it stands, and let readers pass what others were given while it is idle.
 
-        To be called several times a lease. While a group is being written it does nothing: that tells as much.
+        To be called several times a lease. While a group is being written, however long that takes, it gives a sign of life and follows nobody.
 
         Returns:
-            Where all writers stand; None where this is the only one, or is writing.
+            Where all writers stand; None where this is the only one.
 
         Raises:
             StaleEpoch: another one has taken over; nothing more is taken.
             CatalogError, CatalogBusy: the store can't be asked now.
         """
         if not self._writing.acquire(blocking=False):
-            return None
+            return self._committer.sign()
         try:
             return self._committer.follow()
         finally:

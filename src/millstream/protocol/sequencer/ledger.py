@@ -65,6 +65,8 @@ class Registration:
     """How long the new incarnation lives without a sign."""
     waits_us: int
     """How long the incarnation before may still answer its callers: until then, what it holds locked is its own."""
+    seizes: bool = False
+    """Whether what is locked after that may be taken: an incarnation before was fenced that may hang. Else who holds it isn't one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,8 @@ class Ledger:
             lease_until_us=now_us + max(lease_us, waits_us),
         )
         after = self._with(entry, epoch=epoch)
-        told = Registration(entry.writer, epoch, self.newest, entry.given_to, entry.cut_at, lease_us, waits_us)
+        seizes = not settled or entry.cut_at is not None
+        told = Registration(entry.writer, epoch, self.newest, entry.given_to, entry.cut_at, lease_us, waits_us, seizes)
         return after, told
 
     def recovered(self, writer: WriterId, epoch: Epoch, *, now_us: int, lease_us: int) -> tuple[Ledger, Drawn]:
