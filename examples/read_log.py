@@ -217,9 +217,11 @@ def follow_marks(shards: list[Shard], folder: Path) -> int:
     for writer, own in marks.items():
         covered = min(mark.group for mark in own)
         positions[writer] = max(mark.upto for mark in own if mark.group == covered)
-    here = [positions[writer] for writer, own in marks.items() if not all(mark.gone for mark in own)]
-    cut = min(here) if here else max(positions.values(), default=0)
-    return int(min([cut, *(mark.elsewhere for own in marks.values() for mark in own)]))
+    living = [writer for writer, own in marks.items() if not all(mark.gone for mark in own)]
+    asked = living or [writer for writer, position in positions.items() if position == max(positions.values())]
+    elsewhere = [min(mark.elsewhere for mark in marks[writer]) for writer in asked]
+    cuts = [*(positions[writer] for writer in asked), min(elsewhere) if living else max(elsewhere, default=0)]
+    return int(min(cuts))
 
 
 def follow_groups(shards: list[Shard]) -> int:
