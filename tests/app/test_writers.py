@@ -61,7 +61,7 @@ class Writer:
     def _listen(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if line.endswith("\n"):
+            if line.endswith("\n") and line.split():
                 self.said.append(line.split())
 
     def acknowledged(self) -> dict[str, int]:
