@@ -23,6 +23,7 @@ from millstream.app.log_export import EXPORT_FILE, export_arrow, file_facts, rea
 from millstream.app.log_import import import_log
 from millstream.app.records_json import Cat, Line
 from millstream.app.records_text import line_protocol
+from millstream.codec.log_directory import Numbering
 from millstream.errors import ExportUnusable, StreamNotEmpty, UsageError
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, TableId
 from millstream.model.operations import OperationKind, SpilledOp
@@ -199,6 +200,45 @@ def test_what_was_exported_and_imported_is_the_same_log(filled: Home, exported: 
             assert ack.seqs.first > before
     again = wal(home, "import", str(exported))
     assert (again.returncode, "error[stream_not_empty]" in again.stderr) == (1, True)
+
+
+def test_a_log_of_every_numbering_is_exported_and_imported_with_a_number_for_each_record(tmp_path: Path) -> None:
+    home, per_session = home_at(tmp_path / "old"), 5
+    with home.open_catalog() as catalog:
+        stream = catalog.resolve_stream("shop")
+        assert catalog.resolve_source(stream, 77, "shop", 1) == 1
+        for table in (ORDERS, ITEMS):
+            catalog.table_for(stream, SourceId(1), table.relation_oid, table.namespace, table.name, kind=table.kind)
+        xid = 10
+        for numbering in (Numbering.OPERATION, Numbering.BOTH, Numbering.BATCH):
+            with LogWriter.open(
+                str(home.wal_folder("shop")),
+                stream=stream,
+                shards=[ShardId(0), ShardId(1)],
+                epoch=catalog.register_writer(stream)[1],
+                reservations=catalog.reservations(stream),
+                options=LogOptions(numbering=numbering),
+            ) as log:
+                for _ in range(per_session):
+                    xid += 1
+                    orders = [row(0, Op.CREATE, id=10 * xid + n, **NOTHING) for n in range(3)]
+                    items = [row(3 + n, Op.CREATE, id=10 * xid + n) for n in range(2)]
+                    log.append(ops([operation(xid, 0x1700000000 + xid)], (ORDERS, 0, orders), (ITEMS, 1, items)))
+    folder = tmp_path / "out"
+    assert wal(home, "export", "--format", "arrow", "-o", str(folder)).returncode == 0
+    imported = home_at(tmp_path / "new")
+    done = wal(imported, "import", str(folder))
+    assert done.returncode == 0, done.stderr
+    assert lines(imported) == lines(home)
+    assert replayed(imported) == replayed(home)
+    reader = reader_of(imported)
+    found: dict[int, list[int]] = {}
+    for records in reader.read_between(Seq(0), reader.persisted_upto()):
+        found.setdefault(records.schema.table_id, []).extend(records.batch.column("__seq").to_pylist())
+    # Also those whose frames carried no number but their operation's.
+    assert [len(numbers) for numbers in found.values()] == [3 * 3 * per_session, 3 * 2 * per_session]
+    assert all(numbers == sorted(numbers) for numbers in found.values())
+    assert len({seq for numbers in found.values() for seq in numbers}) == 3 * 5 * per_session
 
 
 def test_an_export_without_a_catalog_is_imported_too(filled: Home, tmp_path: Path) -> None:

@@ -256,6 +256,14 @@ def test_a_position_stands_while_it_isnt_known_what_a_draw_gave():
     assert numbers.finish(SeqRange(Seq(11), 5)) == 20
 
 
+def test_a_clock_that_steps_back_is_no_lease_that_lasts_for_an_hour():
+    ledger = opened("a")
+    hour_us = 3_600_000_000
+    ledger, _ = ledger.report(A, Epoch(1), position=Seq(0), now_us=hour_us, lease_us=10)
+    ledger, _ = ledger.report(A, Epoch(1), position=Seq(0), now_us=100, lease_us=10)
+    assert ledger.take_over(A, now_us=110, lease_us=10)[1].epoch == 2
+
+
 def test_who_was_forgotten_is_fenced():
     ledger = opened("a").forget(A, now_us=10)
     assert ledger.entry(A).epoch == ledger.epoch == 2

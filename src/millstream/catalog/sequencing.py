@@ -8,6 +8,7 @@ that whoever looks sees the end of a range.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -222,8 +223,10 @@ class PostgresSequenceStore:
                 "lease_until_us": entry.lease_until_us,
                 "cut_at": entry.cut_at,
             }
+            if entry.writer not in known or known[entry.writer].epoch != entry.epoch:
+                values["pid"] = os.getpid()
             if entry.writer not in known:
-                fresh = {"stream": str(self._stream), "id": entry.writer, "pid": 0, "registered_us": now_us()}
+                fresh = {"stream": str(self._stream), "id": entry.writer, "registered_us": now_us()}
                 connection.execute(self._database.insert(t.writers).values(**fresh, **values))
             elif known[entry.writer] != entry:
                 mine = (t.writers.c.stream == str(self._stream)) & (t.writers.c.id == entry.writer)

@@ -83,9 +83,12 @@ def check_not_gone(files: Files, folder: str, shards: Sequence[ShardId], numbers
         return
     folders = [shard_folder(folder, shard) for shard in shards]
     if not any(files.exists(f"{shard_dir}/{MARK_NAME}") or list_segments(files, shard_dir) for shard_dir in folders):
+        forgotten = "Restore it from a copy; without one take another `[writer] name`: this one was forgotten, and nobody waits for it."
         raise CorruptWal(
             f"the log in {folder} is gone, though numbers up to {given} were given for its records",
-            hint="Restore the folder from a copy. To begin anew: `millstream slot drop`, then a new home and an empty lake.",
+            hint="Restore the folder from a copy. To begin anew: `millstream slot drop`, then a new home and an empty lake."
+            if numbers.cut_at is None
+            else forgotten,
             file=folder,
         )
 

@@ -200,10 +200,13 @@ class Ledger:
     ) -> tuple[Ledger, LedgerView]:
         """Say where a writer stands, and see where all do; renews its lease."""
         entry = self._own(writer, epoch, WriterPhase.OPEN, WriterPhase.RECOVERING)
+        lease_until_us = now_us + lease_us
         if entry.phase is WriterPhase.OPEN:
             entry = replace(entry, position=Seq(max(entry.position, position)))
-        # While it recovers, the incarnation before may have the longer lease: who comes next waits for that one, too.
-        after = self._with(replace(entry, lease_until_us=max(entry.lease_until_us, now_us + lease_us)))
+        else:
+            # The incarnation before may have the longer lease: who comes next waits for that one, too.
+            lease_until_us = max(entry.lease_until_us, lease_until_us)
+        after = self._with(replace(entry, lease_until_us=lease_until_us))
         return after, after.view(now_us)
 
     def settle(self, writer: WriterId, epoch: Epoch) -> Ledger:
