@@ -23,13 +23,14 @@ from millstream.app.log_export import EXPORT_FILE, export_arrow, file_facts, rea
 from millstream.app.log_import import import_log
 from millstream.app.records_json import Cat, Line
 from millstream.app.records_text import line_protocol
+from millstream.catalog import Catalog
 from millstream.codec.log_directory import Numbering
 from millstream.errors import ExportUnusable, StreamNotEmpty, UsageError
-from millstream.model.ids import SchemaVersion, ShardId, SourceId, TableId
+from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, TableId
 from millstream.model.operations import OperationKind, SpilledOp
 from millstream.model.positions import Lsn, Offset, Seq
 from millstream.model.records import Op
-from millstream.model.schema import Column, PgType
+from millstream.model.schema import Column, PgType, TableSchema
 from millstream.testing.log import plain_spilled, plain_table
 from millstream.wal.commit import LogOptions
 from millstream.wal.inspect import FrameInfo, inspect
@@ -53,22 +54,30 @@ def home_at(path: Path) -> Home:
     return home
 
 
+def known_stream(catalog: Catalog, *tables: TableSchema) -> StreamId:
+    stream = catalog.resolve_stream("shop")
+    assert catalog.resolve_source(stream, 77, "shop", 1) == 1
+    for table in tables:
+        catalog.table_for(stream, SourceId(1), table.relation_oid, table.namespace, table.name, kind=table.kind)
+    return stream
+
+
+def writer_of(home: Home, catalog: Catalog, stream: StreamId, options: LogOptions) -> LogWriter:
+    return LogWriter.open(
+        str(home.wal_folder("shop")),
+        stream=stream,
+        shards=[ShardId(0), ShardId(1)],
+        epoch=catalog.register_writer(stream)[1],
+        reservations=catalog.reservations(stream),
+        options=options,
+    )
+
+
 def fill(home: Home) -> None:
     """Every kind of operation and record, over two shards, two versions of a schema, small frames and several segments."""
     with home.open_catalog() as catalog:
-        stream = catalog.resolve_stream("shop")
-        assert catalog.resolve_source(stream, 77, "shop", 1) == 1
-        for table in (ORDERS, ITEMS, MESSAGES, RAW):
-            catalog.table_for(stream, SourceId(1), table.relation_oid, table.namespace, table.name, kind=table.kind)
-        options = LogOptions(segment_bytes=40_000, frame_bytes_max=3_000)
-        with LogWriter.open(
-            str(home.wal_folder("shop")),
-            stream=stream,
-            shards=[ShardId(0), ShardId(1)],
-            epoch=catalog.register_writer(stream)[1],
-            reservations=catalog.reservations(stream),
-            options=options,
-        ) as log:
+        stream = known_stream(catalog, ORDERS, ITEMS, MESSAGES, RAW)
+        with writer_of(home, catalog, stream, LogOptions(segment_bytes=40_000, frame_bytes_max=3_000)) as log:
             copied = operation(None, 8, OperationKind.COPY_CHUNK) | {"chunk_id": "1.0", "commit_end_lsn": None}
             log.append(ops([copied], (ORDERS, 0, [row(n, Op.COPY, id=n, **NOTHING) for n in range(40)])))
             log.append(
@@ -205,20 +214,10 @@ def test_what_was_exported_and_imported_is_the_same_log(filled: Home, exported: 
 def test_a_log_of_every_numbering_is_exported_and_imported_with_a_number_for_each_record(tmp_path: Path) -> None:
     home, per_session = home_at(tmp_path / "old"), 5
     with home.open_catalog() as catalog:
-        stream = catalog.resolve_stream("shop")
-        assert catalog.resolve_source(stream, 77, "shop", 1) == 1
-        for table in (ORDERS, ITEMS):
-            catalog.table_for(stream, SourceId(1), table.relation_oid, table.namespace, table.name, kind=table.kind)
+        stream = known_stream(catalog, ORDERS, ITEMS)
         xid = 10
         for numbering in (Numbering.OPERATION, Numbering.BOTH, Numbering.BATCH):
-            with LogWriter.open(
-                str(home.wal_folder("shop")),
-                stream=stream,
-                shards=[ShardId(0), ShardId(1)],
-                epoch=catalog.register_writer(stream)[1],
-                reservations=catalog.reservations(stream),
-                options=LogOptions(numbering=numbering),
-            ) as log:
+            with writer_of(home, catalog, stream, LogOptions(numbering=numbering)) as log:
                 for _ in range(per_session):
                     xid += 1
                     orders = [row(0, Op.CREATE, id=10 * xid + n, **NOTHING) for n in range(3)]

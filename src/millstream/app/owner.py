@@ -142,9 +142,10 @@ class OwnedStream:
             if self.home.config.writer.name is None:
                 self.writer = opened.enter_context(self.open_writer())
             else:
-                shared = opened.enter_context(self._join_writers(self.home.config.writer.name))
+                stream = self._resolve()
+                shared = opened.enter_context(self._join_writers(stream, self.home.config.writer.name))
                 self.writer, first_shard = shared.log, shared.shards[0]
-                note_capturing_writer(self.catalog, self._resolve(), shared.name)
+                note_capturing_writer(self.catalog, stream, shared.name)
             opened.callback(self._let_go_of_writer)
             self.outcome = run_capture(
                 capture_config(self.home, self.name, self.config, first_shard=first_shard),
@@ -170,10 +171,9 @@ class OwnedStream:
         self._stream_id = self.catalog.resolve_stream(self.name, found=found)
         return self._stream_id
 
-    def _join_writers(self, name: str) -> SharedWriter:
+    def _join_writers(self, stream: StreamId, name: str) -> SharedWriter:
         """Become the one of the stream's writers that captures; `ConfigError` where another one does, else as `SharedWriter.open`."""
         own = self.home.config.writer
-        stream = self._resolve()
         refuse_to_capture(self.catalog, stream, self.name, name)
         return SharedWriter.open(
             self.catalog,

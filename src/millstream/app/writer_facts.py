@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-from uuid import UUID
 
-from millstream.app.writers import WriterPlace, check_round_trip, inherit, store_of
+from millstream.app.writers import WriterPlace, check_round_trip, inherit, refuse_embedded, store_of
 from millstream.errors import ConfigError, UnknownWriter
-from millstream.model.ids import StreamId
 from millstream.protocol.sequencer import WriterPhase
 
 if TYPE_CHECKING:
     from millstream.app.home import Home
     from millstream.catalog import Catalog
+    from millstream.model.ids import StreamId
     from millstream.protocol.sequencer import WriterEntry
 
 
@@ -27,8 +26,8 @@ def writer_facts(home: Home, catalog: Catalog, stream: StreamId) -> dict[str, An
     """The writers that share a stream, JSON-able.
 
     Returns:
-        `newest`: the greatest number given to any of them; `persisted_upto`: what linear readers of all their logs may read. `writers`: of each its `number` in tokens, `name`,
-        `state` (`alive`, `recovering`; `expired`: its lease has run out and nobody has recovered its log; `stopped`; `forgotten`), `epoch`, `position`,
+        `newest`: the greatest number given to any of them; `persisted_upto`: what linear readers of all their logs may read.
+        `writers`: of each its `number` in tokens, `name`, `state` (`alive`, `recovering`; `expired`: its lease has run out and nobody has recovered its log; `stopped`; `forgotten`), `epoch`, `position`,
         how many numbers `behind` the newest that is, and the `location` of its log: this home's folder, or another home's id. Empty where one writer
         owns the stream.
     """
@@ -156,18 +155,22 @@ def examine_writers(home: Home, stream: str) -> str:
             if known is not None:
                 refuse_to_own(catalog, known, stream)
             return "one, which owns it"
-        if known is not None:
-            refuse_to_capture(catalog, known, stream, own.name)
-        store = store_of(catalog, known or StreamId(UUID(int=0)), own.lease_s)
-        took_s = check_round_trip(store.view if known else catalog.streams, own.lease_s)
-        if known is not None:
-            store.check()
-        waits = (
-            [one["name"] for one in writer_facts(home, catalog, known)["writers"] if one["state"] == "expired"]
-            if known
-            else []
-        )
-    text = (
+        refuse_embedded(catalog)
+        took_s = check_round_trip(catalog.streams, own.lease_s)
+        waits = "" if known is None else _examine_stream(home, catalog, known, stream, own.name)
+    return (
         f"{own.name} is one of several; the catalog answers in {took_s * 1000:.1f} ms, the lease is {own.lease_s:g} s"
+        + waits
     )
-    return f"{text}; readers wait for {', '.join(waits)}, until one of this home recovers it" if waits else text
+
+
+def _examine_stream(home: Home, catalog: Catalog, stream: StreamId, name: str, own: str) -> str:
+    """Look at a stream that has writers, or will have; for whom its readers wait, as the end of a line."""
+    refuse_to_capture(catalog, stream, name, own)
+    store_of(catalog, stream, 0.0).check()
+    waits = [
+        f"{one['name']} (its log lies in {one['location']})"
+        for one in writer_facts(home, catalog, stream)["writers"]
+        if one["state"] == "expired" and one["behind"]
+    ]
+    return f"; readers wait for {', '.join(waits)}, until a writer there recovers it" if waits else ""

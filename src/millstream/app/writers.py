@@ -307,7 +307,7 @@ class WriterKeeper:
                     self._say(entry.name, f"its lease has run out, and its log lies in {entry.location}")
                     continue
                 try:
-                    self._inherit(entry)
+                    inherit(self._store, self._place, entry)
                 except (WriterAlive, StaleEpoch):
                     continue  # it has come back, or another process was faster
                 except MillstreamError as error:
@@ -316,10 +316,6 @@ class WriterKeeper:
                 else:
                     self._told.pop(entry.name, None)
                     self._failed_s.pop(entry.name, None)
-
-    def _inherit(self, dead: WriterEntry) -> None:
-        """Recover what it left: its whole groups belong to the log, the rest of its numbers never will be."""
-        inherit(self._store, self._place, dead)
 
     def _say(self, of: str, what: str) -> None:
         if self._told.get(of) != what:
@@ -384,7 +380,7 @@ def _open_log(
     numbers = SharedNumbers(store, registration)
     patient_until_s = time.monotonic() + _PATIENCE_S
     while True:
-        _renew(numbers, place.lease_s)
+        check_round_trip(numbers.keep_lease, place.lease_s)
         may_wait = numbers.waits_on() or (not registration.seizes and time.monotonic() < patient_until_s)
         try:
             with _kept_alive(numbers, place.lease_s):
@@ -426,11 +422,6 @@ def _kept_alive(numbers: SharedNumbers, lease_s: float) -> Iterator[None]:
         thread.join()
 
 
-def _renew(numbers: SharedNumbers, lease_s: float) -> None:
-    """Live on while the log is opened; `LeaseTooShort` as `check_round_trip`."""
-    check_round_trip(numbers.keep_lease, lease_s)
-
-
 def check_round_trip(ask: Callable[[], object], lease_s: float) -> float:
     """How long the catalog takes to answer, s; `LeaseTooShort` where that takes too much of the lease, each of some times."""
     round_trip_s = math.inf
@@ -457,9 +448,14 @@ def store_of(catalog: Catalog, stream: StreamId, lease_s: float) -> PostgresSequ
     """The numbers that a stream's writers share; `ConfigError` where the catalog can't be shared."""
     from millstream.catalog.sequencing import PostgresSequenceStore
 
+    refuse_embedded(catalog)
+    return PostgresSequenceStore(catalog.database, stream, lease_s=lease_s)
+
+
+def refuse_embedded(catalog: Catalog) -> None:
+    """`ConfigError` where the catalog can't be shared by writers."""
     if catalog.database.address is None:
         raise ConfigError(
             "`[writer] name` is set, and the catalog is embedded: several writers need one that they share",
             hint="Name a PostgreSQL database in `[catalog] url`, and `millstream catalog move`; or take `[writer]` away.",
         )
-    return PostgresSequenceStore(catalog.database, stream, lease_s=lease_s)

@@ -189,8 +189,8 @@ def _bounds(reader: StreamReader, since: str | None, until: str | None) -> tuple
 def _asked(reader: StreamReader, text: str, upto: Seq) -> datetime | Seq:
     """The time or the number that a text names."""
     from millstream.app.moments import parse_as_of
-    from millstream.errors import TokenFromFuture
     from millstream.model.positions import Seq
+    from millstream.wal.extent import from_future
 
     if text.isdigit():
         found = Seq(int(text))
@@ -200,11 +200,7 @@ def _asked(reader: StreamReader, text: str, upto: Seq) -> datetime | Seq:
             return asked
         found = asked.linear()
     if found > upto:
-        raise TokenFromFuture(
-            f"{text} is beyond what the log shows, {upto}",
-            hint=f"Ask for {upto} or less, or wait until the log has it.",
-            persisted_upto=int(upto),
-        )
+        raise from_future(text, upto)
     return found
 
 

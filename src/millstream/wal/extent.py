@@ -152,11 +152,7 @@ class LogExtent:
                 first=int(first),
             )
         if max(after, upto) > persisted:
-            raise TokenFromFuture(
-                f"{max(after, upto)} is beyond what the log shows, {persisted}",
-                hint=f"Ask for {persisted} or less, or wait until the log has it.",
-                persisted_upto=int(persisted),
-            )
+            raise from_future(str(max(after, upto)), persisted)
 
     def check_front(self, shard: ShardId, after: Seq) -> None:
         """`OffsetExpired` where a shard has nothing left from there on."""
@@ -166,3 +162,12 @@ class LogExtent:
                 f"retention has dropped numbers up to {dropped}, reading was to begin behind {after}",
                 first=int(dropped) + 1,
             )
+
+
+def from_future(asked: str, persisted: Seq) -> TokenFromFuture:
+    """The error where something was asked for that is beyond what the log shows."""
+    return TokenFromFuture(
+        f"{asked} is beyond what the log shows, {persisted}",
+        hint=f"Ask for {persisted} or less, or wait until the log has it.",
+        persisted_upto=int(persisted),
+    )
