@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from millstream.app.opened import OpenHome as OpenHome
     from millstream.app.opened import open as open  # noqa: A004 - `millstream.open` is the name of the thing
     from millstream.errors import MillstreamError as MillstreamError
+    from millstream.model.operations import Appended as Appended
     from millstream.model.positions import StreamToken as StreamToken
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "Appended": ("millstream.model.operations", "Appended"),
     "MillstreamError": ("millstream.errors", "MillstreamError"),
     "OpenHome": ("millstream.app.opened", "OpenHome"),
     "StreamToken": ("millstream.model.positions", "StreamToken"),

@@ -181,6 +181,7 @@ class LogAppender(Protocol):
             DiskFull: no space; nothing was appended.
             AppendOutcomeUnknown: the disk failed under the group. Every later call gets `WriterClosed`.
             WriterClosed: this writer takes no more.
+            OutOfOrder: what it says to be `behind` isn't in the log: an append before it failed.
             InvalidValue: a value of an `AppendOp` isn't of its column's type; nothing of it was appended.
         """
 

@@ -14,12 +14,13 @@ import psycopg
 
 from millstream.capture import CaptureConfig, CaptureOutcome, run_capture
 from millstream.catalog import Catalog, TableRow, TableState
-from millstream.errors import UnknownTable
+from millstream.errors import OutOfOrder, UnknownTable
 from millstream.model.ids import SourceId
 from millstream.model.operations import Ack, SpilledOp, TableRows, WriteOps
 from millstream.model.pgtext import render_value, storage_values
 from millstream.model.positions import Lsn, Seq, SeqRange
 from millstream.model.schema import TableKind
+from millstream.wal.submissions import follow
 
 DEADLINE_S = 60
 
@@ -39,7 +40,12 @@ class MemoryLog:
         self.entries: list[WriteOps | SpilledOp] = []
         self.delay_s = 0.0
         self.fail_with: Exception | None = None
+        self.fails_once = False
+        """Whether one operation alone fails."""
         self.failures = 0
+        self.gate = threading.Event()
+        """Nothing becomes durable while it is closed."""
+        self.gate.set()
         self._reached: dict[SourceId, Lsn] = {}
         self._queue: list[tuple[WriteOps | SpilledOp, Future[Ack]]] = []
         self._changed = threading.Condition()
@@ -53,6 +59,10 @@ class MemoryLog:
             self._queue.append((ops, answer))
             self._changed.notify()
         return answer
+
+    def waiting(self) -> int:
+        """How many operations wait behind the one that is being written."""
+        return len(self._queue)
 
     def reached(self) -> dict[SourceId, Lsn]:
         return dict(self._reached)
@@ -71,11 +81,16 @@ class MemoryLog:
                 if self._closed:
                     return
                 ops, answer = self._queue.pop(0)
+            self.gate.wait()
             if self.delay_s:
                 time.sleep(self.delay_s)
             if self.fail_with is not None:
                 self.failures += 1
-                answer.set_exception(self.fail_with)
+                failure, self.fail_with = self.fail_with, None if self.fails_once else self.fail_with
+                answer.set_exception(failure)
+                continue
+            if not all(follow([ops], self._reached)):
+                answer.set_exception(OutOfOrder("what it follows failed"))
                 continue
             if isinstance(ops, SpilledOp):
                 # Read it now: its file goes once it is durable.

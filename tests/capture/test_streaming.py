@@ -226,6 +226,26 @@ def test_a_full_disk_is_waited_for(stage: Stage) -> None:
     assert positions == sorted(set(positions))
 
 
+def test_what_waited_behind_an_append_that_failed_does_not_enter_without_it(stage: Stage) -> None:
+    """Space comes back between two groups: the second alone would have the log say that it has the first."""
+    stage.sql(ORDERS)
+    stage.catch_up()
+    running = stage.start()
+    wait_until(stage.slot_active, "it streams")
+    stage.log.gate.clear()
+    for key in range(3):
+        stage.sql(f"INSERT INTO orders VALUES ({key}, 'x', 1, now())")
+        wait_until(lambda key=key: stage.log.waiting() >= key, "it waits behind those before it")
+    stage.log.fail_with, stage.log.fails_once = DiskFull("no space left"), True
+    stage.log.gate.set()
+    wait_until(lambda: stage.log.failures == 1, "one append fails")
+    stage.sql("INSERT INTO orders VALUES (3, 'x', 1, now())")
+    wait_until(lambda: len(stage.log.replay().get("public.orders", ())) == 4, "all rows are there in the end")
+    running.stop()
+    positions = stream_positions(stage)
+    assert positions == sorted(set(positions))
+
+
 @pytest.mark.parametrize("file", ["messages", "bounds"])
 def test_a_disk_that_is_full_for_a_large_transaction_is_waited_for(stage: Stage, file: str) -> None:
     stage.sql(ORDERS, "ALTER DATABASE " + stage.config.slot + " SET logical_decoding_work_mem = '64kB'")

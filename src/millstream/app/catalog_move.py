@@ -16,7 +16,7 @@ from uuid import UUID
 from sqlalchemy import Connection, Table, select
 
 from millstream.app.home import Home
-from millstream.app.locks import Role, RoleLock
+from millstream.app.locks import Role, RoleLock, nobody_writes
 from millstream.catalog import Catalog
 from millstream.catalog import tables as t
 from millstream.errors import CatalogError, UsageError
@@ -24,7 +24,7 @@ from millstream.model.ids import StreamId
 
 _MOVES: Final = "moves"
 """The scope under which a home notes that its catalog has come: a move that was cut short behind that only renames the file."""
-_ROLES: Final[tuple[Role, ...]] = ("run", "owner", "pipeline", "replay")
+_ROLES: Final[tuple[Role, ...]] = ("run", "pipeline", "replay")
 
 _Rows = Mapping[Table, Sequence[dict[str, Any]]]
 
@@ -64,6 +64,7 @@ def move_catalog(home: Home) -> Moved:
     with contextlib.ExitStack() as locks:
         for role in _ROLES:
             locks.enter_context(RoleLock.take(home.run_folder, role))
+        locks.enter_context(nobody_writes(home.run_folder))
         with Catalog(home.catalog_file) as old, Catalog(address, home=identity) as new:
             names, place = tuple(stream.name for stream in old.streams()), new.database.place
             if new.fact(_MOVES, identity.id) is None:

@@ -62,6 +62,9 @@ def examine(home: Home, say: Callable[[str], None]) -> Iterator[Diagnosis]:
     for name, stream in streams.items():
         yield from _one(f"lake of {name}", partial(_lake, home.lake_location(stream)))
         yield from _one(f"writers of {name}", partial(examine_writers, home, name))
+        if stream.source is None:
+            yield Diagnosis(f"source of {name}", "ok", "none: it has what applications append")
+            continue
         try:
             yield from _source(home, name)
         except (MillstreamError, ImportError) as error:
@@ -74,6 +77,8 @@ def repair_script(home: Home) -> str:
 
     scripts = []
     for name, stream in home.config.streams.items():
+        if stream.source is None:
+            continue
         script = doctor_sql(capture_config(home, name, stream))
         if script:
             scripts.append(f"-- stream {name}\n{script}")

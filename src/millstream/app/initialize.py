@@ -20,16 +20,25 @@ _URL_PASSWORD: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^/?#@:]*:)([^/?#
 _QUERY_PASSWORD: Final = re.compile(r"([?&]password=)([^&#]*)()")
 _KEYWORD_PASSWORD: Final = re.compile(r"(\bpassword\s*=\s*)('(?:\\.|[^'\\])*'|(?:\\.|\S)+)()")
 
-_TEMPLATE: Final = """\
-# A home of Millstream's. `millstream config show` prints every key with its value and where that came from.
-# ${{NAME}} in any string is taken from the environment.
-
+_SOURCE: Final = """\
 [streams.{stream}.source]
 {export}dsn = {dsn}
 tables = {tables}    # "!" in front leaves out: "!public.audit_*"
 # publication = "millstream_{stream}"    # made if missing, where the role may
 # slot = "millstream_{stream}"
 # copy_workers = 2    # connections that copy existing rows side by side
+"""
+
+_TEMPLATE: Final = """\
+# A home of Millstream's. `millstream config show` prints every key with its value and where that came from.
+# ${{NAME}} in any string is taken from the environment.
+
+{source}
+# [streams.{stream}.ingest]
+# schema_on_write = "create"    # what rows that applications append may change: "strict" nothing, "add_columns", "create" tables too
+
+# [streams.{stream}.keys]    # columns that tell rows apart of tables that applications write: they get a current table
+# "public.clicks" = ["id"]
 
 [streams.{stream}.lake]
 format = "delta"
@@ -70,14 +79,14 @@ class NewHome:
     """That variable with the password: what this process needs to use the file at once."""
 
 
-def make_home(folder: Path, *, stream: str, source: str, tables: Sequence[str]) -> NewHome:
+def make_home(folder: Path, *, stream: str, source: str | None, tables: Sequence[str]) -> NewHome:
     """Write `millstream.toml` into a folder, which is made where it isn't there.
 
     Args:
         folder: the home.
         stream: the stream's name.
-        source: a DSN; its password goes into the environment, not into the file.
-        tables: patterns.
+        source: a DSN; its password goes into the environment, not into the file. None: the stream has what applications append.
+        tables: patterns, of a source.
 
     Raises:
         UsageError: the folder holds a configuration already, or a name or a pattern is none.
@@ -85,14 +94,18 @@ def make_home(folder: Path, *, stream: str, source: str, tables: Sequence[str]) 
     """
     check_stream_name(stream)
     TablePatterns.parse(tables)
-    variable = f"{stream.upper()}_PASSWORD"
-    dsn, password = take_password(source, variable)
-    text = _TEMPLATE.format(
-        stream=stream,
-        dsn=_quoted(dsn),
-        tables="[" + ", ".join(map(_quoted, tables)) + "]",
-        export="" if password is None else f"# before a command: export {variable}=…    (the password, as it is)\n",
-    )
+    variable, password = f"{stream.upper()}_PASSWORD", None
+    if source is None:
+        section = f"[streams.{stream}]    # no source: it has what applications append\n"
+    else:
+        dsn, password = take_password(source, variable)
+        section = _SOURCE.format(
+            stream=stream,
+            dsn=_quoted(dsn),
+            tables="[" + ", ".join(map(_quoted, tables)) + "]",
+            export="" if password is None else f"# before a command: export {variable}=…    (the password, as it is)\n",
+        )
+    text = _TEMPLATE.format(stream=stream, source=section)
     file = folder / FILE_NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import time
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, NewType, Self
 
 from millstream.errors import HomeBusy
 
+WriterRole = NewType("WriterRole", str)
+"""Who appends to the home's logs, by the writer's name: see `writer_role`."""
 Role = Literal["run", "owner", "pipeline", "serve", "replay"]
 """`run`: the supervisor. `owner`: capture, the streams' writer. `pipeline`: the Spark driver. `serve`: HTTP. `replay`: writes a
 range of records into a table of its own."""
 
+_HELD: Final[weakref.WeakSet[RoleLock]] = weakref.WeakSet()
+"""This process's: a fork's child has none of them."""
 _WORDS: Final[dict[str, str]] = {
     "run": "`millstream run`",
     "owner": "`millstream capture run`",
@@ -23,6 +30,10 @@ _WORDS: Final[dict[str, str]] = {
     "serve": "`millstream serve`",
     "replay": "`millstream pipeline replay`",
 }
+LOCK_PATIENCE_S: Final = 30.0
+"""How long a supervised part waits for one whose supervisor was killed: that one is gone within a second or two."""
+_STEP_ASIDE_S: Final = 15.0
+"""How long an application that appends may take to answer those who wait."""
 _POLL_S: Final = 0.1
 
 
@@ -34,13 +45,16 @@ class RoleLock:
         self._descriptor = descriptor
 
     @classmethod
-    def take(cls, run_folder: Path, role: Role, *, patience_s: float = 0.5) -> RoleLock:
+    def take(
+        cls, run_folder: Path, role: Role | WriterRole, *, patience_s: float = 0.5, **facts: str | None
+    ) -> RoleLock:
         """Take a role and write down who has it.
 
         Args:
             run_folder: the home's `data/run`; it exists.
             role: which.
             patience_s: how long to wait for one who is just leaving (or for `holder`, which looks for a moment).
+            facts: what else others may want to know; `what` is how errors call who has it.
 
         Raises:
             HomeBusy: another process has it; details: pid, role.
@@ -55,17 +69,25 @@ class RoleLock:
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     os.close(descriptor)
-                    pid = holder(run_folder, role).get("pid")
+                    has = holder(run_folder, role)
+                    pid, what = has.get("pid"), has.get("what") or _WORDS.get(role, "a writer")
                     raise HomeBusy(
-                        f"{_WORDS[role]} of process {pid or 'unknown'} has {run_folder.parent.parent}",
+                        f"{what} of process {pid or 'unknown'} has {run_folder.parent.parent}",
                         pid=pid,
                         role=role,
                     ) from None
                 time.sleep(_POLL_S)
         with contextlib.suppress(OSError):  # a full disk: the lock holds all the same, and nobody reads who has it
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "since": time.time()}).encode(), 0)
-        return cls(file, descriptor)
+            os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "since": time.time(), **facts}).encode(), 0)
+        lock = cls(file, descriptor)
+        _HELD.add(lock)
+        return lock
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: the role is the parent's, and ends with that."""
+        os.close(self._descriptor)
+        self._descriptor = -1
 
     def release(self) -> None:
         """Give the role back; calling it again does nothing."""
@@ -74,6 +96,7 @@ class RoleLock:
                 os.ftruncate(self._descriptor, 0)
             os.close(self._descriptor)
             self._descriptor = -1
+            _HELD.discard(self)
 
     def __enter__(self) -> Self:
         return self
@@ -82,8 +105,32 @@ class RoleLock:
         self.release()
 
 
-def holder(run_folder: Path, role: Role) -> dict[str, Any]:
-    """Who has a role now: `pid` and `since`; empty where nobody has. Takes nothing away from anybody."""
+def writer_role(name: str | None) -> WriterRole:
+    """The role of a home's writer: of its only one, or of one among several by its name."""
+    # Short, since a socket is named by it.
+    return WriterRole("writer" if name is None else f"writer-{hashlib.sha256(name.encode()).hexdigest()[:10]}")
+
+
+def writer_roles(run_folder: Path) -> list[WriterRole]:
+    """Roles of writers that somebody has, or has had."""
+    return sorted(WriterRole(file.stem) for file in run_folder.glob("writer*.lock"))
+
+
+@contextlib.contextmanager
+def nobody_writes(run_folder: Path) -> Iterator[None]:
+    """Keep everybody from writing the home's logs meanwhile; `HomeBusy` where somebody does, and goes on.
+
+    Applications that append step aside for `owner`, and come back through whoever writes then.
+    """
+    with contextlib.ExitStack() as held:
+        held.enter_context(RoleLock.take(run_folder, "owner"))
+        for role in sorted({writer_role(None), *writer_roles(run_folder)}):
+            held.enter_context(RoleLock.take(run_folder, role, patience_s=_STEP_ASIDE_S))
+        yield
+
+
+def holder(run_folder: Path, role: Role | WriterRole) -> dict[str, Any]:
+    """Who has a role now: `pid`, `since`, and what else was said of it; empty where nobody has. Takes nothing away from anybody."""
     try:
         descriptor = os.open(run_folder / f"{role}.lock", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -104,3 +151,12 @@ def holder(run_folder: Path, role: Role) -> dict[str, Any]:
 def runs(run_folder: Path, role: Role) -> bool:
     """Whether a process has a role, or will have it again soon: `millstream run` starts what has died."""
     return bool(holder(run_folder, role) or holder(run_folder, "run"))
+
+
+def _leave_all_to_parent() -> None:
+    for lock in list(_HELD):
+        lock.leave_to_parent()
+    _HELD.clear()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)

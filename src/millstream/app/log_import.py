@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from pyarrow import ipc
 
 from millstream.app.home import Home
-from millstream.app.locks import RoleLock
+from millstream.app.locks import nobody_writes
 from millstream.app.log_export import OPERATIONS_FILE, ROW_PREFIX, batches_of, check_columns, read_export
 from millstream.codec.log_directory import Numbering
 from millstream.errors import ExportUnusable, StreamNotEmpty
@@ -103,7 +103,7 @@ def import_log(home: Home, stream: str, folder: Path) -> int:
     """
     facts = read_export(folder)
     home.prepare()
-    with RoleLock.take(home.run_folder, "owner"), home.open_catalog() as catalog:
+    with nobody_writes(home.run_folder), home.open_catalog() as catalog:
         target = home.wal_folder(stream)
         found = _stream_on_disk(target, stream)
         stream_id = catalog.resolve_stream(stream, found=found)

@@ -38,6 +38,20 @@ def configure_logs(*, part: str = "", style: LogFormat = "text") -> None:
     )
 
 
+def leave_logs_to_application() -> None:
+    """Have what happens go to `logging`, under `millstream.*`, in a process that isn't ours and hasn't set structlog up by itself."""
+    if not structlog.is_configured():
+        structlog.configure(
+            processors=[
+                structlog.stdlib.filter_by_level,
+                structlog.processors.format_exc_info,
+                Words(terminal=False),
+            ],
+            wrapper_class=structlog.stdlib.BoundLogger,
+            logger_factory=structlog.stdlib.LoggerFactory(),
+        )
+
+
 class Words:
     """A structlog renderer: one short line for people, as those that `run` says itself; a repeated trouble is shorter still."""
 

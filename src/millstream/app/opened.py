@@ -1,16 +1,17 @@
-"""What `millstream.open` gives: a home to read from, in any process, beside whatever runs."""
+"""What `millstream.open` gives: a home to read from and to append to, in any process, beside whatever runs."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from millstream.app.home import Home
 from millstream.app.moments import parse_as_of
-from millstream.errors import LogError, UnknownTable
+from millstream.errors import LogError, MissingExtra, UnknownTable
 from millstream.model.ids import StreamId, TableId
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq, StreamToken
@@ -19,19 +20,27 @@ from millstream.model.schema import TableKind, TableSchema
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from millstream.app.appending import HomeAppender
     from millstream.catalog import TableRow
+    from millstream.ingest.columns import Rows
     from millstream.lake.known import KnownTable
     from millstream.lake.query import LakeSession
+    from millstream.model.operations import Appended
     from millstream.wal.index import OnDamage
     from millstream.wal.reader import StreamReader
 
+APPEND_DEADLINE_S: Final = 30.0
+"""How long an append waits for room in the writer's queue, where its caller doesn't say."""
+
 
 class OpenHome:
-    """A home, open for reading. Use it from one thread; any number of processes may have it open."""
+    """A home, open. Read from one thread, append from any number; any number of processes may have it open."""
 
     def __init__(self, home: Home) -> None:
         self._home = home
         self._readers: dict[str, StreamReader] = {}
+        self._appending = threading.Lock()
+        self._appender: HomeAppender | None = None
 
     def __repr__(self) -> str:
         return f"OpenHome({str(self.path)!r})"
@@ -50,8 +59,12 @@ class OpenHome:
         self.close()
 
     def close(self) -> None:
-        """Let go of what was opened."""
+        """Let go of what was opened. Where this process writes the home's streams, others may from here on."""
         self._readers.clear()
+        with self._appending:
+            appender, self._appender = self._appender, None
+        if appender is not None:
+            appender.close()
 
     def streams(self) -> list[str]:
         """Names of the streams that have a log."""
@@ -107,6 +120,49 @@ class OpenHome:
             if wanted is None or found.schema.table_id in wanted:
                 yield found.batch
 
+    def append(self, stream: str, table: str, rows: Rows, *, deadline_s: float = APPEND_DEADLINE_S) -> Appended:
+        """Append rows to a table of a stream: one operation, which readers see whole or not at all. Returns once it is durable.
+
+        Where `millstream run` (or another process that appends) writes the home, it goes through that one; else this process writes it
+        until it is closed, or until `millstream run` begins. A process whose configuration has a `[writer] name` of its own writes beside
+        the others.
+
+        Args:
+            stream: its name, as in millstream.toml: [streams.NAME].
+            table: `schema.table`, quoted where it must be; without a schema it is of `public`. Made, with the columns of its first rows, as
+                `schema_on_write` allows.
+            rows: a dict or an iterable of them; a pyarrow table or batch; a frame of pandas or polars; anything that speaks Arrow's
+                stream protocol. Columns that a row lacks are null. Up to 64 MiB.
+            deadline_s: how long to wait for room where the writer is busy.
+
+        Returns:
+            Where the rows are: their numbers, and a token for who reads them.
+
+        Raises:
+            UnknownStream, UsageError: there is no such stream, or the text is no table's name.
+            InvalidValue: a value has no place in its column; nothing was appended.
+            UnknownTable, UnknownColumn, KeyChanged, TableCaptured, RowsTooLarge: likewise.
+            Overloaded, DiskFull: there's no room for it now; nothing was appended.
+            AppendOutcomeUnknown: the disk failed, or the process that writes went away: it may or may not be there.
+            HomeBusy, WriterClosed: another process has the home, and doesn't take appends; nothing was appended.
+            MissingExtra: reading needs the core alone; this needs `millstream[run]`.
+        """
+        return self._home_appender().append(stream, table, rows, deadline_s=deadline_s)
+
+    def _home_appender(self) -> HomeAppender:
+        with self._appending:
+            if self._appender is None:
+                try:
+                    from millstream.app.appending import HomeAppender
+                except ModuleNotFoundError as error:
+                    raise MissingExtra(
+                        f"appending needs {error.name}, which isn't installed",
+                        hint="pip install 'millstream[run]'",
+                        extra="run",
+                    ) from error
+                self._appender = HomeAppender(self._home)
+            return self._appender
+
     def query(
         self, sql: str, *, stream: str | None = None, as_of: StreamToken | datetime | str | None = None
     ) -> pa.Table:
@@ -146,7 +202,7 @@ class OpenHome:
 
 
 def open(path: str | Path | None = None) -> OpenHome:  # noqa: A001 - as `millstream.open`
-    """Open a home for reading: the one at `path`, else that of MILLSTREAM_HOME, else the nearest folder upward.
+    """Open a home: the one at `path`, else that of MILLSTREAM_HOME, else the nearest folder upward.
 
     Raises:
         HomeNotFound: there is none.
@@ -257,7 +313,9 @@ def _known(home: Home, stream: str, stream_id: StreamId) -> list[KnownTable]:
         return "the pipeline hasn't landed it" if row.id in logged else ""
 
     return [
-        KnownTable(row.id, row.namespace, row.name, schemas.get(row.id), waits(row)) for row in rows if row.relation_oid
+        KnownTable(row.id, row.namespace, row.name, schemas.get(row.id), waits(row))
+        for row in rows
+        if row.kind is TableKind.TABLE
     ]
 
 

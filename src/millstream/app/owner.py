@@ -15,30 +15,36 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
+from millstream.app.appending import append_socket
 from millstream.app.control import ControlServer
 from millstream.app.home import Home
-from millstream.app.locks import RoleLock
+from millstream.app.locks import LOCK_PATIENCE_S, RoleLock, writer_role
 from millstream.app.part import Lifeline
 from millstream.app.retention import sweep
-from millstream.app.wiring import capture_config, log_options, place_compiled_code
-from millstream.app.writer_facts import note_capturing_writer, refuse_to_capture, refuse_to_own
-from millstream.app.writers import SharedWriter
-from millstream.errors import DiskFull, LogError, MillstreamError, Retry, ShardLocked, StaleEpoch
-from millstream.model.ids import Epoch, ShardId, StreamId
-from millstream.model.operations import FIRST_SHARD
+from millstream.app.stream_writer import StreamWriter, stream_writer
+from millstream.app.wiring import capture_config, place_compiled_code
+from millstream.app.writer_facts import note_capturing_writer, refuse_to_capture
+from millstream.errors import DiskFull, MillstreamError, Retry, UnknownStream, WriterClosed
+from millstream.ingest.local import AppendServer
+from millstream.model.ids import StreamId
 
 if TYPE_CHECKING:
     from millstream.app.config.model import StreamConfig
     from millstream.capture import CaptureOutcome, CaptureProgress
     from millstream.catalog import Catalog
-    from millstream.wal.writer import LogWriter
+    from millstream.ingest.appender import Appender
 
 logger = structlog.get_logger("millstream.owner")
 
-LOCK_PATIENCE_S: Final = 30.0
-"""How long a supervised owner waits for one whose supervisor was killed: that one is gone within a second or two."""
 _BACKOFF_FIRST_S: Final = 0.5
 _BACKOFF_MAX_S: Final = 30.0
+_NOTHING_CAPTURED: Final[dict[str, Any]] = {
+    "reached": 0,
+    "tables": [],
+    "set_aside": {},
+    "slot": "",
+    "slot_holds_bytes": None,
+}
 _ATTEMPTS_OF_A_JOB: Final = 5
 """How often `--until-caught-up` tries before it fails: some seconds, for a server that is just starting."""
 
@@ -51,14 +57,16 @@ class OwnedStream:
         self.config: Final = config
         self.home: Final = home
         self.catalog: Final = catalog
-        self.writer: LogWriter | None = None
+        self.writer: StreamWriter | None = None
         self.progress: CaptureProgress | None = None
-        self.outcome: CaptureOutcome | None = None
+        self.facts_at_end: dict[str, Any] | None = None
+        """How it ended, JSON-able: as `run_owner` gives it back."""
         self.error: MillstreamError | None = None
         self.gave_up = False
         self.crash: Exception | None = None
         """A broken invariant: our bug, which ends the process."""
         self.since_s = time.time()
+        self._attempt = 0
         self._stream_id: StreamId | None = None
 
     def run(
@@ -72,44 +80,85 @@ class OwnedStream:
             tell: called when there is progress.
             supervised: whether a supervisor says the last error: said twice it would look like two.
         """
-        attempt = 0
         while True:
             try:
-                self._capture(stop, until_caught_up=until_caught_up, tell=tell)
+                with stream_writer(
+                    self.home, self.catalog, self.name, self.config, check=self._check_captures
+                ) as writer:
+                    self._stream_id, self.writer = writer.stream, writer
+                    self._run_with(writer, stop, until_caught_up=until_caught_up, tell=tell, supervised=supervised)
+                return
             except MillstreamError as error:
-                self.error = error
-                seen = self.progress is not None
-                attempt = 1 if seen else attempt + 1
-                self.progress = None
-                mends_itself = error.retry is Retry.BACKOFF or isinstance(error, DiskFull)
-                patient = (error.retry is Retry.REOPEN or mends_itself) and not (
-                    until_caught_up and attempt >= _ATTEMPTS_OF_A_JOB
-                )
-                if not patient or stop.is_set():
-                    self.gave_up = True
-                    if not supervised:
-                        logger.error(  # noqa: TRY400 - a person reads the error, not its traceback
-                            "the stream stops", stream=self.name, code=error.code, error=error.message, hint=error.hint
-                        )
-                    return
-                wait_s = min(_BACKOFF_MAX_S, _BACKOFF_FIRST_S * 2 ** min(attempt - 1, 10))
-                logger.warning(
-                    "the stream begins again",
-                    stream=self.name,
-                    code=error.code,
-                    error=error.message,
-                    hint=error.hint,
-                    in_s=wait_s,
-                )
-                if stop.wait(wait_s):
+                if not self._again(error, stop, until_caught_up=until_caught_up, supervised=supervised):
                     return
             except Exception as error:  # noqa: BLE001 - a thread's end must not pass for the end of its work
                 self.crash = error
                 stop.set()
                 return
+            finally:
+                self.writer = None
+
+    def _check_captures(self, stream: StreamId) -> None:
+        own = self.home.config.writer.name
+        if own is not None and self.config.source is not None:
+            refuse_to_capture(self.catalog, stream, self.name, own)
+
+    def _run_with(
+        self,
+        writer: StreamWriter,
+        stop: threading.Event,
+        *,
+        until_caught_up: bool,
+        tell: Callable[[], None],
+        supervised: bool,
+    ) -> None:
+        """Capture, and let applications append meanwhile, also while the source is away. Raises where the writer has failed."""
+        if self.config.source is None:
+            tell()
+            if not until_caught_up:
+                stop.wait()
+            self.facts_at_end = _NOTHING_CAPTURED | {"caught_up": until_caught_up}
+            return
+        if writer.name is not None:
+            note_capturing_writer(self.catalog, writer.stream, writer.name)
+        while True:
+            try:
+                outcome = self._capture(writer, stop, until_caught_up=until_caught_up, tell=tell)
+            except MillstreamError as error:
+                if writer.log.failure() is not None:
+                    raise
+                if not self._again(error, stop, until_caught_up=until_caught_up, supervised=supervised):
+                    return
             else:
-                self.error = None if self.outcome is None else self.outcome.error
+                self.error, self.facts_at_end = outcome.error, _outcome_facts(outcome)
                 return
+
+    def _again(self, error: MillstreamError, stop: threading.Event, *, until_caught_up: bool, supervised: bool) -> bool:
+        """What to do about an error: whether to begin again, having waited; else the stream is given up, or was stopped."""
+        self.error = error
+        self._attempt = 1 if self.progress is not None else self._attempt + 1
+        self.progress = None
+        mends_itself = error.retry is Retry.BACKOFF or isinstance(error, DiskFull)
+        patient = (error.retry is Retry.REOPEN or mends_itself) and not (
+            until_caught_up and self._attempt >= _ATTEMPTS_OF_A_JOB
+        )
+        if not patient or stop.is_set():
+            self.gave_up = True
+            if not supervised:
+                logger.error(
+                    "the stream stops", stream=self.name, code=error.code, error=error.message, hint=error.hint
+                )
+            return False
+        wait_s = min(_BACKOFF_MAX_S, _BACKOFF_FIRST_S * 2 ** min(self._attempt - 1, 10))
+        logger.warning(
+            "the stream begins again",
+            stream=self.name,
+            code=error.code,
+            error=error.message,
+            hint=error.hint,
+            in_s=wait_s,
+        )
+        return not stop.wait(wait_s)
 
     def facts(self) -> dict[str, Any]:
         """What is known of it now, JSON-able."""
@@ -118,8 +167,8 @@ class OwnedStream:
             "stream": self.name,
             "since": self.since_s,
             "progress": None if progress is None else dataclasses.asdict(progress),
-            "writer": None if writer is None else dataclasses.asdict(writer.stats()),
-            "outcome": None if self.outcome is None else _outcome_facts(self.outcome),
+            "writer": None if writer is None else dataclasses.asdict(writer.log.stats()),
+            "outcome": self.facts_at_end,
             "error": None if self.error is None else self.error.as_dict(),
             "gave_up": self.gave_up,
         }
@@ -130,98 +179,23 @@ class OwnedStream:
             return
         sweep(self.catalog, self.name, self._stream_id, self.home.wal_folder(self.name), self.config.log)
 
-    def _capture(self, stop: threading.Event, *, until_caught_up: bool, tell: Callable[[], None]) -> None:
+    def _capture(
+        self, writer: StreamWriter, stop: threading.Event, *, until_caught_up: bool, tell: Callable[[], None]
+    ) -> CaptureOutcome:
         from millstream.capture import run_capture
 
         def on_progress(progress: CaptureProgress) -> None:
             self.progress = progress
             tell()
 
-        first_shard = FIRST_SHARD
-        with contextlib.ExitStack() as opened:
-            if self.home.config.writer.name is None:
-                self.writer = opened.enter_context(self.open_writer())
-            else:
-                stream = self._resolve()
-                shared = opened.enter_context(self._join_writers(stream, self.home.config.writer.name))
-                self.writer, first_shard = shared.log, shared.shards[0]
-                note_capturing_writer(self.catalog, stream, shared.name)
-            opened.callback(self._let_go_of_writer)
-            self.outcome = run_capture(
-                capture_config(self.home, self.name, self.config, first_shard=first_shard),
-                self.catalog,
-                self.writer,
-                stop=stop,
-                until_caught_up=until_caught_up,
-                on_progress=on_progress,
-            )
-
-    def _let_go_of_writer(self) -> None:
-        self.writer = None
-
-    def _resolve(self) -> StreamId:
-        """The stream's id: that of the log that is there, where there is one."""
-        from millstream.wal.reader import StreamReader
-
-        folder = self.home.wal_folder(self.name)
-        found = None
-        if folder.is_dir():
-            with contextlib.suppress(LogError):
-                found = StreamReader(str(folder)).stream_id
-        self._stream_id = self.catalog.resolve_stream(self.name, found=found)
-        return self._stream_id
-
-    def _join_writers(self, stream: StreamId, name: str) -> SharedWriter:
-        """Become the one of the stream's writers that captures; `ConfigError` where another one does, else as `SharedWriter.open`."""
-        own = self.home.config.writer
-        refuse_to_capture(self.catalog, stream, self.name, name)
-        return SharedWriter.open(
+        return run_capture(
+            capture_config(self.home, self.name, self.config, first_shard=writer.first_shard),
             self.catalog,
-            stream,
-            str(self.home.wal_folder(self.name)),
-            name=name,
-            location=self.home.identity().id,
-            lease_s=own.lease_s,
-            shard_count=self.config.log.shards,
-            first_shard=own.first_shard,
-            options=log_options(self.config),
+            writer.log,
+            stop=stop,
+            until_caught_up=until_caught_up,
+            on_progress=on_progress,
         )
-
-    def open_writer(self) -> LogWriter:
-        """Become the stream's writer: a new epoch, the shards' locks, recovery.
-
-        Raises:
-            ConfigError: the stream has several writers, and the configuration says of none that it is this one.
-            ShardLocked: another process holds a shard, and goes on holding it.
-            CorruptWal, DiskFull …: as `LogWriter.open`.
-        """
-        from millstream.wal.writer import LogWriter
-
-        stream = self._resolve()
-        refuse_to_own(self.catalog, stream, self.name)
-        above = Epoch(0)
-        deadline = time.monotonic() + LOCK_PATIENCE_S
-        while True:
-            writer, epoch = self.catalog.register_writer(stream, above=above)
-            try:
-                return LogWriter.open(
-                    str(self.home.wal_folder(self.name)),
-                    stream=stream,
-                    shards=[ShardId(shard) for shard in range(self.config.log.shards)],
-                    epoch=epoch,
-                    reservations=self.catalog.reservations(stream),
-                    options=log_options(self.config),
-                    writer=writer,
-                )
-            except StaleEpoch as error:
-                # The shards' locks were ours, so that nobody newer writes: the catalog is older than the log.
-                if above >= error.details.get("epoch", 0):
-                    raise
-                above = Epoch(error.details["epoch"])
-            except ShardLocked:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.2)
 
 
 def run_owner(
@@ -245,7 +219,14 @@ def run_owner(
     home.prepare()
     place_compiled_code(home)
     with (
-        RoleLock.take(home.run_folder, "owner", patience_s=LOCK_PATIENCE_S if lifeline.supervised else 0.5),
+        RoleLock.take(
+            home.run_folder,
+            "owner",
+            patience_s=LOCK_PATIENCE_S if lifeline.supervised else 0.5,
+            writer=home.config.writer.name,
+        ),
+        # An application that has written meanwhile steps aside, once it has answered those who wait.
+        RoleLock.take(home.run_folder, writer_role(home.config.writer.name), patience_s=LOCK_PATIENCE_S),
         home.open_catalog() as catalog,
         contextlib.ExitStack() as stack,
     ):
@@ -260,6 +241,11 @@ def run_owner(
             on_progress(told)
 
         stack.enter_context(ControlServer(home, "owner", {"status": facts}))
+        by_name = {stream.name: stream for stream in streams}
+        server = AppendServer(
+            append_socket(home, home.config.writer.name), lambda stream: _appender_of(by_name, stream)
+        )
+        stack.callback(server.close)
         threads = [
             threading.Thread(
                 target=stream.run,
@@ -288,11 +274,24 @@ def run_owner(
         if stream.crash is not None:
             raise stream.crash
     failed = [stream.error for stream in streams if stream.gave_up and stream.error is not None]
-    outcome = {s.name: _outcome_facts(s.outcome) for s in streams if s.outcome is not None}
+    outcome = {s.name: s.facts_at_end for s in streams if s.facts_at_end is not None}
     lifeline.tell("outcome", {"streams": outcome})
     if failed:
         raise failed[0]
     return outcome
+
+
+def _appender_of(streams: dict[str, OwnedStream], name: str) -> Appender:
+    """What applications append to a stream by; `WriterClosed` while it begins."""
+    stream = streams.get(name)
+    if stream is None:
+        raise UnknownStream(f"the process that writes has no stream {name}: it was started before there was one")
+    if stream.gave_up and stream.error is not None:
+        raise stream.error
+    writer = stream.writer
+    if writer is None:
+        raise WriterClosed(f"the log of {name} is just being opened; nothing of it was appended")
+    return writer.appender
 
 
 def _wait_for(threads: list[threading.Thread], streams: list[OwnedStream], lifeline: Lifeline) -> None:

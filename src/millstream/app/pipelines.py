@@ -15,8 +15,7 @@ import structlog
 
 from millstream.app.control import ControlServer
 from millstream.app.home import Home
-from millstream.app.locks import RoleLock
-from millstream.app.owner import LOCK_PATIENCE_S
+from millstream.app.locks import LOCK_PATIENCE_S, RoleLock
 from millstream.app.part import Lifeline
 from millstream.app.wiring import pipeline_config, spark_options
 from millstream.errors import LogError, MillstreamError, MissingExtra, Retry

@@ -52,14 +52,14 @@ def run_home(home: Home, *, until_caught_up: bool = False, on_event: Callable[[E
     if not home.config.streams:
         raise ConfigError(
             f"{home.config_file} names no stream",
-            hint="Add [streams.<name>.source], or make a home with `millstream init`.",
+            hint="Add [streams.<name>], with a source where one is captured; or make a home with `millstream init`.",
         )
     if importlib.util.find_spec("pyspark") is None:
         raise MissingExtra(
             "the pipeline needs pyspark, which isn't installed", hint="pip install 'millstream[spark]'", extra="spark"
         )
     home.prepare()
-    with RoleLock.take(home.run_folder, "run"):
+    with RoleLock.take(home.run_folder, "run", writer=home.config.writer.name):
         conductor = _Conductor(home, on_event, until_caught_up=until_caught_up)
         conductor.supervisor.run()
         return conductor.outcome()

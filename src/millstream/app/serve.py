@@ -9,8 +9,7 @@ from typing import Any, Final
 import structlog
 
 from millstream.app.home import Home
-from millstream.app.locks import RoleLock
-from millstream.app.owner import LOCK_PATIENCE_S
+from millstream.app.locks import LOCK_PATIENCE_S, RoleLock
 from millstream.app.part import Lifeline
 from millstream.app.status import collect_status
 from millstream.errors import AddressInUse

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from millstream.app.control import ask
 from millstream.app.home import PIPELINE, Home
-from millstream.app.locks import Role, holder
+from millstream.app.locks import Role, holder, writer_role, writer_roles
 from millstream.app.writer_facts import writer_facts
 from millstream.errors import ConfigError, LogError, MillstreamError
 from millstream.model.ids import StreamId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq, StreamToken, format_lsn
+from millstream.model.schema import TableKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -49,10 +50,17 @@ def collect_status(home: Home) -> dict[str, Any]:
         problems.append(error.message)
     return {
         "home": str(home.path),
-        "processes": {role: holder(home.run_folder, role).get("pid") for role in get_args(Role)},
+        "processes": {role: holder(home.run_folder, role).get("pid") for role in get_args(Role)} | _appending(home),
         "streams": streams,
         "problems": problems,
     }
+
+
+def _appending(home: Home) -> dict[str, int | None]:
+    """Who writes the home's streams, beside `run`'s own parts: applications that append."""
+    found = (holder(home.run_folder, role) for role in writer_roles(home.run_folder))
+    named = [facts for facts in found if "what" in facts]
+    return {" ".join(filter(None, ("append", facts.get("writer")))): facts.get("pid") for facts in named}
 
 
 def held_tables(catalog: Catalog, stream: StreamId) -> dict[str, dict[str, Any]]:
@@ -94,7 +102,7 @@ def _stream(
             "name": writer.name,
             "epoch": int(writer.epoch),
             "pid": writer.pid or None,
-            "alive": capture is not None,
+            "alive": capture is not None or bool(holder(home.run_folder, writer_role(_own_name(home)))),
         },
         "writers": shared["writers"],
         "source": {
@@ -102,6 +110,7 @@ def _stream(
             "database": sources[-1].database if sources else None,
             "timeline": sources[-1].timeline if sources else None,
             "slot_dropped": bool(catalog.fact(f"capture/{stream}", "slot_dropped")),
+            "configured": _has_source(home, name),
         },
         "tokens": {
             "durable": None if durable is None else str(StreamToken.scalar(stream, durable)),
@@ -124,6 +133,13 @@ def _stream(
             if facts is not None and facts.get("error")
         },
     }
+
+
+def _has_source(home: Home, name: str) -> bool:
+    """Whether the configuration gives the stream a source, where it can be read; else it has what applications append."""
+    with contextlib.suppress(MillstreamError):  # said already
+        return name in home.config.streams and home.config.streams[name].source is not None
+    return True
 
 
 def _own_name(home: Home) -> str | None:
@@ -306,7 +322,7 @@ def tables_of(
     return [
         table_facts(row, captured, landed.get(int(row.id)), held.get(str(int(row.id))), failed, trying)
         for row in shown_tables(catalog, stream, held)
-        if row.relation_oid
+        if row.kind is TableKind.TABLE
     ]
 
 

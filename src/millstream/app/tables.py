@@ -26,12 +26,17 @@ def retry_table(catalog: Catalog, stream: StreamId, table: str) -> str:
 
     Raises:
         UnknownTable: the stream has none of that name.
-        UsageError: it isn't set aside.
+        UsageError: it isn't set aside, or applications write a table of the same name.
     """
     name, held = parse_qualified_name(table), held_tables(catalog, stream)
     # One that was dropped at the source may wait in the lake under a name that another bears now.
     rows = [row for row in shown_tables(catalog, stream, held) if (row.namespace, row.name) == name]
     rows = rows or [catalog.find_table(stream, *name)]
+    if any(row.is_captured for row in rows) and any(row.source == 0 for row in rows):
+        raise UsageError(
+            f"applications write a table {table} too: they would be one in the lake",
+            hint="Rename the one at the source; it is taken up again by its new name.",
+        )
     done = []
     for row in rows:
         fact = held.get(str(int(row.id)))
@@ -54,9 +59,11 @@ def copy_table(catalog: Catalog, stream: StreamId, table: str) -> None:
 
     Raises:
         UnknownTable: the stream has none of that name.
-        UsageError: it has no key to copy it by.
+        UsageError: it has no key to copy it by, or no source.
     """
     row = catalog.find_table(stream, *parse_qualified_name(table))
+    if not row.is_captured:
+        raise UsageError(f"applications write {table}: there is nothing to copy it from")
     states = [TableState.STREAMING, TableState.COPYING, TableState.COPY_REQUESTED, TableState.SET_ASIDE]
     if not catalog.set_state(row.id, TableState.COPY_REQUESTED, "asked for by `tables copy`", only_from=states):
         raise UsageError(

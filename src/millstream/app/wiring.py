@@ -8,12 +8,17 @@ from typing import TYPE_CHECKING
 
 from millstream.app.config.quantities import duration_s, size_bytes
 from millstream.app.home import PIPELINE, Home
+from millstream.errors import ConfigError
 from millstream.model.ids import ShardId, StreamId
+from millstream.model.names import parse_qualified_name
 from millstream.model.operations import FIRST_SHARD
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from millstream.app.config.model import StreamConfig
     from millstream.capture import CaptureConfig
+    from millstream.ingest.schemas import WriteRules
     from millstream.lake.layout import LakeLayout
     from millstream.spark.pipeline import PipelineConfig
     from millstream.spark.session import SparkOptions
@@ -21,18 +26,23 @@ if TYPE_CHECKING:
 
 
 def capture_config(home: Home, name: str, stream: StreamConfig, *, first_shard: ShardId = FIRST_SHARD) -> CaptureConfig:
-    """What capture of a stream is told; `first_shard` is the writer's."""
+    """What capture of a stream is told; `first_shard` is the writer's. `ConfigError` of a stream that has no source."""
     from millstream.capture import CaptureConfig
 
     source = stream.source
+    if source is None:
+        raise ConfigError(
+            f"stream {name} captures nothing: it has what applications append",
+            hint=f"Give it a source, [streams.{name}.source], or name another stream.",
+        )
     return CaptureConfig(
         stream=name,
         dsn=source.dsn,
         tables=tuple(source.tables),
         publication=source.publication or f"millstream_{name}",
-        slot=slot_name(name, stream),
+        slot=source.slot or f"millstream_{name}",
         spill_dir=str(home.spill_folder(name)),
-        shard_of=_Shards(dict(stream.shards), first_shard),
+        shard_of=shard_of(stream, first_shard),
         copy_workers=source.copy_workers,
         chunk_rows=source.copy_chunk_rows,
         buffer_bytes_max=size_bytes(source.memory),
@@ -40,9 +50,19 @@ def capture_config(home: Home, name: str, stream: StreamConfig, *, first_shard: 
     )
 
 
-def slot_name(name: str, stream: StreamConfig) -> str:
-    """The stream's slot."""
-    return stream.source.slot or f"millstream_{name}"
+def shard_of(stream: StreamConfig, first_shard: ShardId) -> Callable[[str], ShardId]:
+    """Tells the shard of a table, by `schema.name`; `first_shard` is the writer's."""
+    return _Shards(dict(stream.shards), first_shard)
+
+
+def write_rules(stream: StreamConfig) -> Callable[[str, str], WriteRules]:
+    """Tells what applications may write into a table, by its schema and name."""
+    from millstream.ingest.schemas import SchemaOnWrite, WriteRules
+
+    mode = SchemaOnWrite(stream.ingest.schema_on_write)
+    keyed = {parse_qualified_name(table): WriteRules(mode, tuple(key)) for table, key in stream.keys.items()}
+    others = WriteRules(mode)
+    return lambda namespace, name: keyed.get((namespace, name), others)
 
 
 def log_options(stream: StreamConfig) -> LogOptions:

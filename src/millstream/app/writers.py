@@ -27,7 +27,7 @@ from millstream.errors import (
     StaleEpoch,
     WriterAlive,
 )
-from millstream.model.ids import Epoch, ShardId, StreamId
+from millstream.model.ids import Epoch, ShardId, StreamId, WriterId
 from millstream.model.positions import Seq
 from millstream.protocol.sequencer import Announcement
 
@@ -75,14 +75,22 @@ class SharedWriter:
     Attributes:
         log: what appends.
         name: this writer's.
+        writer: its number.
         shards: where it writes.
     """
 
     def __init__(
-        self, log: LogWriter, name: str, shards: tuple[ShardId, ...], keeper: WriterKeeper, store: PostgresSequenceStore
+        self,
+        log: LogWriter,
+        name: str,
+        writer: WriterId,
+        shards: tuple[ShardId, ...],
+        keeper: WriterKeeper,
+        store: PostgresSequenceStore,
     ) -> None:
         self.log: Final = log
         self.name: Final = name
+        self.writer: Final = writer
         self.shards: Final = shards
         self._keeper = keeper
         self._store = store
@@ -143,7 +151,7 @@ class SharedWriter:
         if announcements is None:
             announcements = _announcements_of(catalog, stream)
         keeper = WriterKeeper(log, store, registration, name, location, place, announcements)
-        return cls(log, name, shards, keeper, store)
+        return cls(log, name, registration.writer, shards, keeper, store)
 
     def close(self) -> None:
         """Write what waits, tell the others that nothing is undecided, and go."""

@@ -94,6 +94,8 @@ class Applier:
         self._relations = RelationCache()
         self._in_flight: deque[_InFlight] = deque()
         self._after = reached
+        self._submitted = Lsn(0)
+        """The end of the last operation of the stream that was submitted: what follows it may not be in the log without it."""
         self._durable = reached
         """Everything up to here is in the log, by the log's own word or because nothing of ours was there."""
         self._stored = reached
@@ -143,15 +145,11 @@ class Applier:
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is in flight, successes and failures alike; False when time ran out before."""
-        deadline = time.monotonic() + timeout_s
-        for entry in list(self._in_flight):
-            if entry.future is not None:
-                wait([entry.future], timeout=max(0.0, deadline - time.monotonic()))
-                if not entry.future.done():
-                    return False
-                if entry.future.exception() is not None:
-                    self._in_flight.clear()
-                    return True
+        futures = [entry.future for entry in self._in_flight if entry.future is not None]
+        if wait(futures, timeout=timeout_s).not_done:
+            return False
+        if any(future.exception() is not None for future in futures):
+            self._in_flight.clear()
         self._settle()
         return True
 
@@ -231,7 +229,10 @@ class Applier:
     # --- what is in flight -------------------------------------------------------------------------------------
 
     def _submit(self, ops: WriteOps | SpilledOp, end: Lsn, done: Callable[[], None] | None) -> None:
+        if self._submitted:
+            ops = replace(ops, behind={self.source: self._submitted})
         future = self._log.submit(ops)
+        self._submitted = max(self._submitted, end)
         self._in_flight.append(_InFlight(future, end, ops.row_count, done))
         future.add_done_callback(lambda _: self._receiver.nudge())
 

@@ -243,9 +243,11 @@ class _Capture:
         finally:
             session.copies.stop()
             session.watcher.stop()
-            drained = applier.drain(_DRAIN_S)
+            while not applier.drain(_DRAIN_S):
+                # Another session would begin below what is being written, and have it sent again.
+                logger.warning("the log's disk doesn't answer; capture waits for it")
             final = None
-            if not failed and drained:
+            if not failed:
                 applier.store_position()
                 final = applier.confirmed
             receiver.stop(final=final)
@@ -290,7 +292,7 @@ class _Capture:
     def _begin_slot(self, replication: Connection, source: SourceId) -> Lsn:
         """Make the slot. Where there was one before, what lay between is lost to the stream: all tables are copied anew."""
         for row in self._catalog.tables(self._stream):
-            if row.state in {TableState.STREAMING, TableState.COPYING}:
+            if row.is_captured and row.state in {TableState.STREAMING, TableState.COPYING}:
                 self._catalog.set_state(row.id, TableState.COPY_REQUESTED, "the slot was made anew")
         start = create_slot(replication, self._config.slot)
         reached = self._catalog.move_reached(source, start)
@@ -338,7 +340,7 @@ class _Capture:
                 time.sleep(0.02)
         except MillstreamError as error:
             logger.info("the slot couldn't be asked at the end", code=error.code, error=error.message)
-        rows = [row for row in self._catalog.tables(self._stream) if row.relation_oid]
+        rows = [row for row in self._catalog.tables(self._stream) if row.is_captured]
         self._tell(session)
         self._records += session.applier.records
         return CaptureOutcome(

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 from uuid import UUID
 
 import pyarrow as pa
-from sqlalchemy import Row, Select, func, select, update
+from sqlalchemy import Connection, Row, Select, func, select, update
 
 from millstream.catalog import tables as t
 from millstream.catalog.part import CatalogPart, lock_stream, now_us
 from millstream.catalog.values import TableRow, TableState
-from millstream.errors import CatalogError, UnknownTable
+from millstream.errors import CatalogError, TableCaptured, UnknownTable
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, TableId
+from millstream.model.names import qualified_name
 from millstream.model.schema import TableKind, TableSchema
 
 
@@ -153,31 +154,98 @@ class Relations(CatalogPart):
         Raises:
             UnknownTable: the stream has no table of that id.
         """
-        fingerprint = _fingerprint(schema)
-        of_table = t.schema_versions.c.table_id == schema.table_id
         with self._database.write() as connection:
             # Its row is locked: two processes with new schemas number them one after the other.
             table = select(t.tables.c.stream).where(t.tables.c.id == schema.table_id)
             owner = connection.execute(table.with_for_update(key_share=True)).scalar()
             if owner != str(stream):
                 raise UnknownTable(f"the stream has no table {schema.table_id}", table=schema.table_id)
-            same = select(t.schema_versions.c.version).where(of_table, t.schema_versions.c.fingerprint == fingerprint)
-            version = connection.execute(same).scalar()
-            if version is None:
-                last = select(func.coalesce(func.max(t.schema_versions.c.version), 0)).where(of_table)
-                version = connection.execute(last).scalar_one() + 1
-                numbered = replace(schema, version=SchemaVersion(version))
-                connection.execute(
-                    self._database.insert(t.schema_versions).values(
-                        table_id=schema.table_id,
-                        version=version,
-                        fingerprint=fingerprint,
-                        arrow=numbered.to_arrow().serialize().to_pybytes(),
-                        created_us=now_us(),
-                    )
+            return self._number(connection, schema)
+
+    def application_table(
+        self,
+        stream: StreamId,
+        namespace: str,
+        name: str,
+        *,
+        shard: ShardId,
+        grow: Callable[[TableSchema], TableSchema],
+    ) -> TableSchema:
+        """The newest schema of a table that applications write, with what it lacks; made, and numbered, where that is new.
+
+        Args:
+            stream: the table's stream.
+            namespace: its schema's name.
+            name: its own.
+            shard: of a new table.
+            grow: from the newest schema to the one that is wanted; of a new table that one has no columns. Called once, with nobody else
+                changing the table meanwhile; what it raises leaves everything as it was.
+
+        Raises:
+            TableCaptured: the name is a captured table's.
+        """
+        with self._database.write() as connection:
+            lock_stream(connection, stream)
+            found = connection.execute(
+                select(t.tables).where(
+                    t.tables.c.stream == str(stream),
+                    t.tables.c.namespace == namespace,
+                    t.tables.c.name == name,
+                    t.tables.c.kind == TableKind.TABLE.value,
+                    t.tables.c.state != TableState.GONE.value,
                 )
-            newest = update(t.tables).where(t.tables.c.id == schema.table_id, t.tables.c.schema_version != version)
-            connection.execute(newest.values(schema_version=version))
+            ).all()
+            captured = [row for row in found if row.source != 0]
+            if captured:
+                raise TableCaptured(
+                    f"{qualified_name(namespace, name)} is captured from PostgreSQL",
+                    table=qualified_name(namespace, name),
+                )
+            if found:
+                row = found[0]
+            else:
+                values = {
+                    "stream": str(stream),
+                    "source": 0,
+                    "relation_oid": 0,
+                    "namespace": namespace,
+                    "name": name,
+                    "kind": TableKind.TABLE.value,
+                    "shard": shard,
+                    "state": TableState.STREAMING.value,
+                    "changed_us": now_us(),
+                }
+                row = connection.execute(self._database.insert(t.tables).values(values).returning(t.tables)).one()
+            known = TableSchema(TableId(row.id), SchemaVersion(0), SourceId(0), namespace, name, ())
+            newest = select(t.schema_versions.c.arrow).where(
+                t.schema_versions.c.table_id == row.id, t.schema_versions.c.version == row.schema_version
+            )
+            for blob in connection.execute(newest).scalars():
+                known = _schema_of(blob)
+            wanted = grow(known)
+            return known if wanted == known else self._number(connection, wanted)
+
+    def _number(self, connection: Connection, schema: TableSchema) -> TableSchema:
+        """Number a schema and make it the table's newest; nobody else changes the table meanwhile."""
+        fingerprint = _fingerprint(schema)
+        of_table = t.schema_versions.c.table_id == schema.table_id
+        same = select(t.schema_versions.c.version).where(of_table, t.schema_versions.c.fingerprint == fingerprint)
+        version = connection.execute(same).scalar()
+        if version is None:
+            last = select(func.coalesce(func.max(t.schema_versions.c.version), 0)).where(of_table)
+            version = connection.execute(last).scalar_one() + 1
+            numbered = replace(schema, version=SchemaVersion(version))
+            connection.execute(
+                self._database.insert(t.schema_versions).values(
+                    table_id=schema.table_id,
+                    version=version,
+                    fingerprint=fingerprint,
+                    arrow=numbered.to_arrow().serialize().to_pybytes(),
+                    created_us=now_us(),
+                )
+            )
+        newest = update(t.tables).where(t.tables.c.id == schema.table_id, t.tables.c.schema_version != version)
+        connection.execute(newest.values(schema_version=version))
         return replace(schema, version=SchemaVersion(version))
 
     def schemas(self, stream: StreamId) -> dict[tuple[TableId, SchemaVersion], TableSchema]:
@@ -191,10 +259,14 @@ class Relations(CatalogPart):
         newest = query.where(t.schema_versions.c.version == t.tables.c.schema_version)
         return {schema.table_id: schema for schema in self._schemas(newest)}
 
-    def _schemas(self, query: Select[tuple[bytes]]) -> list[TableSchema]:
+    def _schemas(self, query: Select[Any]) -> list[TableSchema]:
         with self._database.read() as connection:
             blobs = connection.execute(query).scalars().all()
-        return [TableSchema.from_arrow(pa.ipc.read_schema(pa.py_buffer(blob))) for blob in blobs]
+        return [_schema_of(blob) for blob in blobs]
+
+
+def _schema_of(blob: bytes) -> TableSchema:
+    return TableSchema.from_arrow(pa.ipc.read_schema(pa.py_buffer(blob)))
 
 
 def _table_row(row: Row[Any]) -> TableRow:

@@ -108,6 +108,11 @@ class TableRow:
     """The copy that is running or was the last to run; empty before the first."""
     changed_us: int
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether its rows come from PostgreSQL; else applications write them, or it has a source's messages."""
+        return self.kind is TableKind.TABLE and self.source != 0
+
 
 @dataclass(frozen=True, slots=True)
 class CopyChunk:

@@ -58,9 +58,9 @@ def _print_stream(stream: dict[str, Any]) -> None:
         click.echo(": has never run")
         return
     writer = stream["writer"] or {}
-    click.echo(
-        f": {stream['state']}, epoch {writer.get('epoch', 0)}, source at {stream['source']['reached'] or 'no position yet'}"
-    )
+    captures = stream["source"]["configured"]
+    reached = f"source at {stream['source']['reached'] or 'no position yet'}" if captures else "no source"
+    click.echo(f": {stream['state']}, epoch {writer.get('epoch', 0)}, {reached}")
     click.echo(f"  durable {stream['tokens']['durable']}, landed {stream['tokens']['landed']}")
     for waits in (one for one in stream["writers"] if one["state"] == "expired" and one["behind"]):
         click.secho(
@@ -74,7 +74,8 @@ def _print_stream(stream: dict[str, Any]) -> None:
     lag = stream["lag"]
     if stream["source"]["slot_dropped"]:
         click.echo("  the slot was dropped: the next run makes a new one and copies every table again")
-    for stage, words in (("capture", "source → log"), ("lake", "log → lake")):
+    stages = [("capture", "source → log")] if captures else []
+    for stage, words in (*stages, ("lake", "log → lake")):
         if lag[stage]["records"] is None and lag[stage]["bytes"] is None:
             click.echo(f"  {words}: unknown {'as yet' if stream['state'] == 'running' else 'while nothing runs'}")
             continue

@@ -15,24 +15,32 @@ from millstream.cli.context import Session, SuggestingGroup, json_option, note, 
 @click.command()
 @click.argument("folder", metavar="[HOME]", required=False)
 @click.option("--stream", required=True, metavar="S", help="The stream's name: lower-case letters, digits and _.")
-@click.option("--source", required=True, metavar="DSN", help="The database, as libpq takes it.")
+@click.option(
+    "--source",
+    metavar="DSN",
+    help="The database, as libpq takes it. Without one the stream has what applications append.",
+)
 @click.option(
     "--tables", multiple=True, metavar="P", help='Patterns of tables; repeat it. "!" leaves out.  [default: public.*]'
 )
 @pass_session
-def init(session: Session, folder: str | None, stream: str, source: str, tables: tuple[str, ...]) -> None:
+def init(session: Session, folder: str | None, stream: str, source: str | None, tables: tuple[str, ...]) -> None:
     """Write a commented millstream.toml into HOME (here, where none is named); never overwrites one.
 
     A password in the DSN doesn't go into the file: it becomes a variable, and what to export is said.
     """
     from millstream.app.initialize import make_home
+    from millstream.errors import UsageError
 
+    if tables and source is None:
+        raise UsageError("--tables says what to capture, and there is no --source to capture it from")
     home = Path(folder or session.home_named or ".").absolute()
     made = make_home(home, stream=stream, source=source, tables=tables or ("public.*",))
     note(f"{made.file} is written.")
     if made.variable is not None:
         note(f"The password isn't in it; before other commands:  export {made.variable}=…")
-    _list_text_columns(home, dict(made.environ))
+    if source is not None:
+        _list_text_columns(home, dict(made.environ))
     shown = home.name if home.parent == Path.cwd() else home
     option = "" if home == Path.cwd() else f"--home {shown} "
     note(f"Next:  millstream {option}doctor   then:  millstream {option}run")

@@ -7,8 +7,14 @@ invariant is not in this tree: it is a bug of Millstream's, and it crashes with 
 
 from __future__ import annotations
 
+from millstream.errors._ingest import IngestError as IngestError
+from millstream.errors._ingest import KeyChanged as KeyChanged
+from millstream.errors._ingest import RowsTooLarge as RowsTooLarge
+from millstream.errors._ingest import TableCaptured as TableCaptured
+from millstream.errors._ingest import UnknownColumn as UnknownColumn
 from millstream.errors._root import MillstreamError as MillstreamError
 from millstream.errors._root import Retry as Retry
+from millstream.errors._root import error_of as error_of
 from millstream.errors._sequencing import InvalidCount as InvalidCount
 from millstream.errors._sequencing import LeaseTooShort as LeaseTooShort
 from millstream.errors._sequencing import NotInFlight as NotInFlight
@@ -273,6 +279,13 @@ class StaleEpoch(LogError):
     """A newer writer owns the shard."""
 
     code = "stale_epoch"
+
+
+class OutOfOrder(LogError):
+    """What had to be in the log before it isn't there; nothing of it was appended. Begin again at what the log has reached."""
+
+    code = "out_of_order"
+    retry = Retry.BACKOFF
 
 
 class ShardLocked(LogError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, ClassVar
 
@@ -51,6 +52,18 @@ class MillstreamError(Exception):
             "retry": self.retry.value,
             "details": {name: value if _is_plain(value) else str(value) for name, value in self.details.items()},
         }
+
+
+def error_of(facts: Mapping[str, Any]) -> MillstreamError:
+    """The error that `as_dict` told of, raised anew in another process; one of a newer Millstream's tree is a `MillstreamError`."""
+    kinds = [MillstreamError]
+    for kind in kinds:
+        if kind.code == facts["code"]:
+            break
+        kinds.extend(kind.__subclasses__())
+    else:
+        kind = MillstreamError
+    return kind(facts["message"], hint=facts["hint"], **facts["details"])
 
 
 def _rebuild(kind: type[MillstreamError], message: str, hint: str, details: dict[str, Any]) -> MillstreamError:

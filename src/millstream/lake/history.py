@@ -35,7 +35,7 @@ from millstream.lake.types import conform, lake_columns, to_lake, union_schema
 from millstream.model.ids import TableId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Seq
-from millstream.model.records import RECORD_PREFIX
+from millstream.model.records import RECORD_PREFIX, record_schema
 from millstream.model.schema import TableKind, TableSchema
 
 _END: Final = Seq(2**63 - 1)
@@ -75,6 +75,8 @@ def append_history(
     if schema.kind is TableKind.TABLE:
         places = places_of(last_cut(layout)) if places is None else places
         source = records_elsewhere(layout, schema, opened, places)
+    if schema.source == 0:
+        schema, batches = _under_the_newest(schema, batches, opened)
     opened = opened or _create(layout, schema, path, app, batches, n)
     if source is not None:
         opened = bring_records(layout, schema, opened, source)
@@ -93,6 +95,33 @@ def append_history(
     swap(ready, ready.commit(n), add=written, partition_by=[PARTITION])
     failpoints.hit("lake.after_history_commit")
     return _commit(schema, path, ready, rows.num_rows, n)
+
+
+def _under_the_newest(
+    schema: TableSchema, batches: Sequence[pa.RecordBatch], opened: OpenTable | None
+) -> tuple[TableSchema, Sequence[pa.RecordBatch]]:
+    """Records that applications wrote, as of the newest version that there has been of their table.
+
+    Each of several writers learns of a new column when it needs one, so that versions go to and fro among their records. They differ
+    by columns that were added: what a record lacks is null.
+    """
+    versions = {found.version: found for found in (schema, *(TableSchema.from_arrow(b.schema) for b in batches))}
+    if opened is not None:
+        versions |= {found.version: found for _, found in Eras.of(opened).of_table(schema.table_id)}
+    newest = versions[max(versions)]
+    if len(versions) == 1:
+        return newest, batches
+    shape = record_schema(newest)
+    return newest, [
+        pa.RecordBatch.from_arrays(
+            [
+                batch.column(field.name) if field.name in batch.schema.names else pa.nulls(batch.num_rows, field.type)
+                for field in shape
+            ],
+            schema=shape,
+        )
+        for batch in batches
+    ]
 
 
 def open_history(layout: LakeLayout, schema: TableSchema) -> OpenTable:

@@ -289,6 +289,10 @@ class LakeSession:
                 return failure
         if self._past and (later := self._later(table)) is not None:
             return later
+        for name in [found.name for found in self._tables.values() if is_meant(table, found.name)]:
+            if name in self._failures:
+                return InvalidQuery(f"{name} {self._failures[name].message}")
+            return InvalidQuery(f"there is no table {table} in the lake", hint=f"Name its schema too: {name}.")
         for known in self._asked_known:
             if is_meant(table, known.full_name) and (known.waits or known.schema is None):
                 why = known.waits or "no change of it has come, and nobody has seen its columns"
@@ -322,8 +326,7 @@ class LakeSession:
             return "Not readable: " + "; ".join(f"{name} ({reason})" for name, reason in self.missing.items())
         if not self._tables:
             return "No table has landed in the lake yet; `millstream status` shows what goes on."
-        found = self.tables
-        listed = ", ".join(found[:20]) + (" …" if len(found) > 20 else "")
+        listed = ", ".join(self.tables[:20]) + (" …" if len(self.tables) > 20 else "")
         return f"Tables: {listed}. Others appear once the pipeline has landed them."
 
     def _since_the_cut(self) -> None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Final
+from typing import Any, Final, Self
 
 import pyarrow as pa
 
 from millstream.model.ids import ShardId, SourceId, TableId
-from millstream.model.positions import Lsn, Offset, SeqRange
+from millstream.model.positions import Lsn, Offset, Seq, SeqRange, StreamToken
 from millstream.model.records import INSTANT
 from millstream.model.schema import TableSchema
 
@@ -70,12 +70,14 @@ class WriteOps:
 
     `operations` has one row an operation, in order; every operation has at least one row in `tables`; a table may
     stand there several times: with several schema versions, its later rows in later entries; with several partitions.
-    `reached` says, for each source, the commit *end* LSN up to which all is in this or an earlier append.
+    `reached` says, for each source, the commit *end* LSN up to which all is in this or an earlier append. `behind` says what
+    the log must have reached for this to follow it: where an append before it failed, this one is refused.
     """
 
     operations: pa.RecordBatch
     tables: tuple[TableRows, ...]
     reached: Mapping[SourceId, Lsn] = field(default_factory=dict)
+    behind: Mapping[SourceId, Lsn] = field(default_factory=dict)
 
     @property
     def size_bytes(self) -> int:
@@ -102,6 +104,7 @@ class SpilledOp:
     chunks: Callable[[], Iterator[tuple[TableRows, ...]]]
     reached: Mapping[SourceId, Lsn] = field(default_factory=dict)
     size_bytes: int = 0
+    behind: Mapping[SourceId, Lsn] = field(default_factory=dict)
 
     @property
     def row_count(self) -> int:
@@ -117,3 +120,35 @@ class Ack:
     """The half-open range of offsets on each shard touched."""
     seqs: SeqRange
     """The numbers given to the call's records, over all its tables."""
+
+
+@dataclass(frozen=True, slots=True)
+class Appended:
+    """What an application learns once its rows are durable."""
+
+    token: StreamToken
+    """Who has read up to it has seen these rows. A vector token where other writers are behind."""
+    seqs: SeqRange
+    """The rows' numbers in the stream, in their order."""
+    offsets: Mapping[ShardId, tuple[Offset, Offset]]
+    """The half-open range of offsets on each shard touched."""
+
+    @property
+    def row_count(self) -> int:
+        """How many rows there were."""
+        return self.seqs.count
+
+    def as_dict(self) -> dict[str, object]:
+        """JSON-able facts."""
+        return {
+            "token": str(self.token),
+            "first": int(self.seqs.first),
+            "rows": self.seqs.count,
+            "offsets": {str(int(shard)): [int(start), int(end)] for shard, (start, end) in self.offsets.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, facts: Mapping[str, Any]) -> Self:
+        """The value that `as_dict` told of."""
+        offsets = {ShardId(int(s)): (Offset(start), Offset(end)) for s, (start, end) in facts["offsets"].items()}
+        return cls(StreamToken.parse(facts["token"]), SeqRange(Seq(facts["first"]), facts["rows"]), offsets)

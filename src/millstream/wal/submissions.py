@@ -7,9 +7,9 @@ from itertools import accumulate, groupby, pairwise
 from typing import cast
 
 from millstream.model.appends import AppendOp, Submitted, columns_of
-from millstream.model.ids import ShardId
+from millstream.model.ids import ShardId, SourceId
 from millstream.model.operations import Ack, SpilledOp, WriteOps
-from millstream.model.positions import Offset, Seq, SeqRange
+from millstream.model.positions import Lsn, Offset, Seq, SeqRange
 
 
 def shards_of(ops: Submitted) -> set[ShardId]:
@@ -19,6 +19,23 @@ def shards_of(ops: Submitted) -> set[ShardId]:
     if isinstance(ops, SpilledOp):
         return {shard for (shard, _), count in ops.counts.items() if count}
     return {table.shard for table in ops.tables if table.rows.num_rows}
+
+
+def follow(submitted: Sequence[Submitted], reached: Mapping[SourceId, Lsn]) -> list[bool]:
+    """Whether each may be written behind those before it: not where something is lacking that it follows.
+
+    An append that failed is sent again by who sent it, and so are those behind it: written alone, they would have the log say that
+    it has what it hasn't.
+    """
+    reached = dict(reached)
+    verdicts = []
+    for ops in submitted:
+        fits = isinstance(ops, AppendOp) or all(reached.get(s, Lsn(0)) >= lsn for s, lsn in ops.behind.items())
+        verdicts.append(fits)
+        if fits:
+            for source, lsn in ops.reached.items():
+                reached[source] = max(lsn, reached.get(source, lsn))
+    return verdicts
 
 
 def in_columns(submitted: Sequence[Submitted]) -> list[WriteOps | SpilledOp]:

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, Self
 
-from millstream.errors import InvalidValue, MillstreamError, WriterClosed
+from millstream.errors import InvalidValue, MillstreamError, OutOfOrder, WriterClosed
 from millstream.model.appends import AppendOp, Submitted, columns_of
 from millstream.model.ids import Epoch, RegionId, ShardId, SourceId, StreamId, WriterId
 from millstream.model.operations import Ack, SpilledOp
@@ -30,7 +30,7 @@ from millstream.wal.commit import GroupCommitter, LogOptions, WriterIdentity
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.numbers import BlockNumbers, SharedNumbers
 from millstream.wal.queue import SubmissionQueue
-from millstream.wal.submissions import shards_of
+from millstream.wal.submissions import follow, shards_of
 
 __all__ = ["LogOptions", "LogWriter", "WriterStats"]
 
@@ -254,6 +254,8 @@ class LogWriter:
 
     def _write_alone(self, ops: Submitted) -> Ack:
         try:
+            if not all(follow([ops], self._committer.reached)):
+                raise _out_of_order()
             (ack,) = self._committer.commit([ops])
             return ack
         finally:
@@ -267,6 +269,12 @@ class LogWriter:
 
     def _commit(self, group: Sequence[Waiting]) -> None:
         """One commit group. Every submission is answered, whatever happens."""
+        fits = follow([waiting.ops for waiting in group], self._committer.reached)
+        if not all(fits):
+            answer((waiting, _out_of_order()) for waiting, fit in zip(group, fits, strict=True) if not fit)
+            group = [waiting for waiting, fit in zip(group, fits, strict=True) if fit]
+            if not group:
+                return
         try:
             acks = self._committer.commit([waiting.ops for waiting in group])
         except InvalidValue as error:
@@ -297,6 +305,10 @@ class LogWriter:
         error = WriterClosed("the log's writer failed before this was written; nothing of it was")
         error.__cause__ = failure
         answer((waiting, error) for waiting in left)
+
+
+def _out_of_order() -> OutOfOrder:
+    return OutOfOrder("an append that this one follows failed; nothing of this one was appended either")
 
 
 def _held_bytes(ops: Submitted) -> int:

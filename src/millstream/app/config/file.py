@@ -21,7 +21,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 from pydantic_settings.exceptions import SettingsError
 
 from millstream.app.config.interpolation import MissingVariable, interpolate, interpolate_dsn, is_database, mask
-from millstream.app.config.model import EMBEDDED_CATALOG, Config
+from millstream.app.config.model import EMBEDDED_CATALOG, Config, SourceConfig
 from millstream.app.config.quantities import disk_bytes
 from millstream.app.config.toml_lines import KeyPath, key_lines
 from millstream.errors import ConfigError, LakeFormatUnsupported, MillstreamError, UsageError
@@ -337,6 +337,8 @@ def _allowed(path: KeyPath) -> list[str]:
         if isinstance(model, type) and issubclass(model, BaseModel):
             fields = model.model_fields
             model = fields[str(part)].annotation if str(part) in fields else None
+            if type(None) in get_args(model):  # a section that need not be there
+                model = get_args(model)[0]
         else:
             model = next(iter(get_args(model)[1:]), None)
     return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
@@ -349,7 +351,7 @@ def _clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
         config: the configuration.
         disk: bytes of the disk on which the home lies.
     """
-    from millstream.model.names import TablePatterns
+    from millstream.model.names import parse_qualified_name
     from millstream.model.pgtypes import parse_lake_override
 
     slots: dict[tuple[str, str], str] = {}
@@ -359,10 +361,7 @@ def _clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
             check_stream_name(name)
         except UsageError as error:
             yield at, f"{error.message}. {error.hint}"
-        slot = stream.source.slot or f"millstream_{name}"
-        other = slots.setdefault((mask(("dsn",), stream.source.dsn), slot), name)
-        if other != name:
-            yield (*at, "source", "slot"), f"stream {other} uses the slot {slot} of the same server: each needs its own"
+        yield from _clashes_of_source(at, name, stream.source, slots)
         log = stream.log
         if log.retention_bytes_max_of(disk) < log.retention_bytes_of(disk):
             yield (
@@ -384,7 +383,28 @@ def _clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
                 yield (*at, "types", column), f"{error.message}. {error.hint}"
             if column.count(".") < 2 and '"' not in column:
                 yield (*at, "types", column), "must name a column as schema.table.column"
-        try:
-            TablePatterns.parse(stream.source.tables)
-        except MillstreamError as error:
-            yield (*at, "source", "tables"), f"{error.message}. {error.hint}"
+        for table, key in stream.keys.items():
+            try:
+                parse_qualified_name(table)
+            except UsageError as error:
+                yield (*at, "keys", table), f"{error.message}. {error.hint}"
+            if not key or len(set(key)) < len(key):
+                yield (*at, "keys", table), "must name one column or more, each once"
+
+
+def _clashes_of_source(
+    at: KeyPath, name: str, source: SourceConfig | None, slots: dict[tuple[str, str], str]
+) -> Iterator[tuple[KeyPath, str]]:
+    """Likewise, of a stream's source; `slots` are those of the streams before it."""
+    from millstream.model.names import TablePatterns
+
+    if source is None:
+        return
+    slot = source.slot or f"millstream_{name}"
+    other = slots.setdefault((mask(("dsn",), source.dsn), slot), name)
+    if other != name:
+        yield (*at, "source", "slot"), f"stream {other} uses the slot {slot} of the same server: each needs its own"
+    try:
+        TablePatterns.parse(source.tables)
+    except MillstreamError as error:
+        yield (*at, "source", "tables"), f"{error.message}. {error.hint}"

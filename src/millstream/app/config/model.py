@@ -177,10 +177,29 @@ class LogConfig(_Section):
         return size_bytes(self.retention_bytes_max, whole=disk_bytes)
 
 
-class StreamConfig(_Section):
-    """One stream: a source, its log and its lake tables."""
+class IngestConfig(_Section):
+    """What applications may write into a stream."""
 
-    source: SourceConfig = Field(description="The PostgreSQL database that the stream captures.")
+    schema_on_write: Literal["strict", "add_columns", "create"] = Field(
+        default="create",
+        description="What their rows may change of its tables: `strict` nothing; `add_columns` gives a table that is there the columns that it lacks; "
+        "`create` makes tables too.",
+    )
+
+
+class StreamConfig(_Section):
+    """One stream: what comes into it, its log and its lake tables."""
+
+    source: SourceConfig | None = Field(
+        default=None,
+        description="The PostgreSQL database that the stream captures. Without one it has what applications append.",
+    )
+    ingest: IngestConfig = Field(default_factory=IngestConfig, description="What applications may write into it.")
+    keys: dict[str, list[str]] = Field(
+        default={},
+        description='Columns that tell rows of a table apart that applications write: `"public.clicks" = ["id"]`. Its `current` has one row a key, the '
+        "newest. A table without a key has history alone. A key stays as it was when the table's first row came.",
+    )
     lake: LakeConfig = Field(default_factory=LakeConfig, description="Where its tables land.")
     types: dict[str, str] = Field(
         default={},

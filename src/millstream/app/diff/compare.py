@@ -257,7 +257,7 @@ class _States:
 
     @classmethod
     def look(cls, catalog: Catalog, stream: StreamId) -> _States:
-        rows = [row for row in catalog.tables(stream) if row.relation_oid]
+        rows = [row for row in catalog.tables(stream) if row.is_captured]
         return cls({int(row.id): row for row in rows}, held_tables(catalog, stream))
 
     def obstacle(self, row: TableRow) -> str:
@@ -303,6 +303,8 @@ def _compare_one(
     by_oid: Mapping[int, PublishedTable],
 ) -> TableDiff:
     name = qualified_name(row.namespace, row.name)
+    if not row.is_captured:
+        return TableDiff(name, Compared.SKIPPED, "applications write it: the source hasn't got it")
     if row.state is TableState.HISTORY_ONLY:
         return TableDiff(name, Compared.SKIPPED, row.reason or "it has history only")
     obstacle = states.obstacle(row)

@@ -1,0 +1,204 @@
+"""`append` of an open home: through the process that writes its streams, or as that process where there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from millstream.app.locks import RoleLock, holder, writer_role
+from millstream.app.logs import leave_logs_to_application
+from millstream.app.stream_writer import stream_writer
+from millstream.app.wiring import place_compiled_code
+from millstream.errors import HomeBusy, UnknownStream, WriterClosed
+from millstream.ingest.appender import Appender
+from millstream.ingest.columns import Rows, table_of
+from millstream.ingest.local import AppendClient, AppendServer
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from millstream.app.home import Home
+    from millstream.app.stream_writer import StreamWriter
+    from millstream.model.operations import Appended
+
+logger = structlog.get_logger("millstream.append")
+
+_TRY_EVERY_S: Final = 0.05
+_LOOK_EVERY_S: Final = 0.2
+"""How often a process that writes only because nobody else did looks whether `millstream run` wants to."""
+_STARTS_WITHIN_S: Final = 30.0
+"""How long a process that has the writer's role may take until it listens: recovery, or a supervisor that starts it anew."""
+
+
+def append_socket(home: Home, writer: str | None) -> Path:
+    """Where the writer of a home listens for appends."""
+    return home.make_socket_folder() / f"{writer_role(writer)}.sock"
+
+
+class HomeAppender:
+    """Appends to a home's streams, in whatever process that has to be done. Made by the first append of an `OpenHome`.
+
+    Concurrency: any number of threads. A forked child begins by itself.
+    """
+
+    def __init__(self, home: Home) -> None:
+        leave_logs_to_application()
+        self._home = home
+        self._writer = home.config.writer.name
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        """Held to change the two below."""
+        self._client: AppendClient | None = None
+        self._own: _OwnWriter | None = None
+
+    def append(self, stream: str, table: str, rows: Rows, *, deadline_s: float) -> Appended:
+        """See `OpenHome.append`."""
+        if stream not in self._home.config.streams:
+            known = ", ".join(sorted(self._home.config.streams))
+            raise UnknownStream(
+                f"no stream {stream} in {self._home.config_file}",
+                hint=f"Add [streams.{stream}] to it: a stream that only applications write needs nothing else. Streams here: {known or 'none'}.",
+                stream=stream,
+            )
+        columns = table_of(rows)
+        if self._pid != os.getpid():
+            self._begin()
+        give_up_s = time.monotonic() + _STARTS_WITHIN_S
+        while True:
+            way = None
+            try:
+                way = self._way()
+                return way.append(stream, table, columns, deadline_s=deadline_s)
+            except (WriterClosed, HomeBusy):
+                # Nothing of it was appended: who wrote is gone, has failed or just begins.
+                self._forget(way)
+                if time.monotonic() > give_up_s:
+                    raise
+                time.sleep(_TRY_EVERY_S)
+
+    def close(self) -> None:
+        """Where this process writes the home's streams, it is done with that."""
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            client, own, self._client, self._own = self._client, self._own, None, None
+        if client is not None:
+            client.close()
+        if own is not None:
+            own.close()
+
+    def _way(self) -> AppendClient | _OwnWriter:
+        with self._lock:
+            if self._own is not None and self._own.has_ended:
+                self._own = None
+            if self._own is not None:
+                return self._own
+            if self._client is None:
+                self._home.prepare()
+                if self._is_written():
+                    self._client = AppendClient(append_socket(self._home, self._writer))
+                else:
+                    self._own = _OwnWriter(self._home, self._writer)
+                    return self._own
+            return self._client
+
+    def _is_written(self) -> bool:
+        """Whether another process is the writer, or begins to be it."""
+        role = writer_role(self._writer)
+        return bool(holder(self._home.run_folder, role)) or will_write(self._home, self._writer)
+
+    def _forget(self, way: AppendClient | _OwnWriter | None) -> None:
+        with self._lock:
+            if way is not None and way is self._client:
+                self._client.close()
+                self._client = None
+
+
+def will_write(home: Home, writer: str | None) -> bool:
+    """Whether `millstream run` or `millstream capture run` of this writer's name is there: it writes, or is about to."""
+    found = (holder(home.run_folder, role) for role in ("owner", "run"))
+    return any(facts and facts.get("writer") == writer for facts in found)
+
+
+class _OwnWriter:
+    """The home's streams, written by this process, for itself and for others that find its socket.
+
+    It ends by itself when `millstream run` begins: that one writes then, and this process through it.
+
+    Raises:
+        HomeBusy: another process has just taken the role, and doesn't listen yet.
+    """
+
+    def __init__(self, home: Home, writer: str | None) -> None:
+        place_compiled_code(home)
+        self._home = home
+        self._writer = writer
+        self._ended = threading.Event()
+        self._closing = threading.Lock()
+        self._lock = threading.Lock()
+        self._streams: dict[str, tuple[contextlib.ExitStack, StreamWriter]] = {}
+        with contextlib.ExitStack() as opened:
+            opened.enter_context(
+                RoleLock.take(
+                    home.run_folder, writer_role(writer), what="an application that appends (`millstream.open`)"
+                )
+            )
+            self._catalog = opened.enter_context(home.open_catalog())
+            opened.callback(self._let_go)
+            server = AppendServer(append_socket(home, writer), self.appender_of)
+            opened.callback(server.close)
+            self._opened = opened.pop_all()
+        threading.Thread(target=self._step_aside, name="append-steps-aside", daemon=True).start()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it takes no more."""
+        return self._ended.is_set()
+
+    def append(self, stream: str, table: str, rows: pa.Table, *, deadline_s: float) -> Appended:
+        """As `Appender.append`."""
+        return self.appender_of(stream).append(table, rows, deadline_s=deadline_s)
+
+    def appender_of(self, stream: str) -> Appender:
+        """The stream's, whose log is opened where it isn't, or anew where it has failed."""
+        with self._lock:
+            if self.has_ended:
+                raise WriterClosed("this process writes the home no more")
+            found = self._streams.get(stream)
+            if found is not None and found[1].log.failure() is not None:
+                del self._streams[stream]
+                found[0].close()
+                found = None
+            if found is None:
+                with contextlib.ExitStack() as stack:
+                    config = self._home.config.streams[stream]
+                    writer = stack.enter_context(stream_writer(self._home, self._catalog, stream, config))
+                    found = self._streams[stream] = (stack.pop_all(), writer)
+            return found[1].appender
+
+    def close(self) -> None:
+        """Answer those who wait, and give the role back."""
+        with self._closing:
+            self._ended.set()
+            self._opened.close()
+
+    def _let_go(self) -> None:
+        with self._lock:
+            streams, self._streams = self._streams, {}
+        for stack, _ in streams.values():
+            stack.close()
+
+    def _step_aside(self) -> None:
+        while not self._ended.wait(_LOOK_EVERY_S):
+            if will_write(self._home, self._writer):
+                logger.info("another process writes the home from here on", home=str(self._home.path))
+                self.close()

@@ -1,0 +1,140 @@
+"""The writer of a home's stream: the only one, or one of several, as the configuration says; with what applications append by."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from millstream.app.locks import LOCK_PATIENCE_S
+from millstream.app.wiring import log_options, shard_of, write_rules
+from millstream.app.writer_facts import refuse_to_own
+from millstream.app.writers import SharedWriter
+from millstream.errors import LogError, ShardLocked, StaleEpoch
+from millstream.ingest.appender import Appender
+from millstream.model.ids import Epoch, ShardId, StreamId, WriterId
+from millstream.model.operations import FIRST_SHARD
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from millstream.app.config.model import StreamConfig
+    from millstream.app.home import Home
+    from millstream.catalog import Catalog
+    from millstream.wal.writer import LogWriter
+
+
+@dataclass(frozen=True, slots=True)
+class StreamWriter:
+    """A stream's writer in this process."""
+
+    stream: StreamId
+    log: LogWriter
+    first_shard: ShardId
+    appender: Appender
+    name: str | None
+    """Of one among several."""
+
+
+@contextmanager
+def stream_writer(
+    home: Home,
+    catalog: Catalog,
+    name: str,
+    config: StreamConfig,
+    *,
+    check: Callable[[StreamId], None] | None = None,
+) -> Iterator[StreamWriter]:
+    """Become a stream's writer, for the block: a new epoch, the shards' locks, recovery.
+
+    Args:
+        home: whose stream.
+        catalog: the home's.
+        name: the stream's.
+        config: the stream's.
+        check: raises where this process may not write the stream after all.
+
+    Raises:
+        ConfigError: the stream has several writers, and the configuration says of none that it is this one; or it says so, and the catalog is
+            embedded.
+        ShardLocked: another process holds a shard, and goes on holding it.
+        LeaseTooShort, WriterNameTaken, ShardTaken, SequenceUnusable: as `SharedWriter.open`, of one among several.
+        CorruptWal, DiskFull …: as `LogWriter.open`.
+    """
+    stream = resolve_stream(home, catalog, name)
+    if check is not None:
+        check(stream)
+    with contextlib.ExitStack() as opened:
+        own = home.config.writer.name
+        if own is None:
+            log, writer = _own(home, catalog, stream, name, config)
+            opened.enter_context(log)
+            first_shard = FIRST_SHARD
+        else:
+            shared = opened.enter_context(_join(home, catalog, stream, name, config, own))
+            log, writer, first_shard = shared.log, shared.writer, shared.shards[0]
+        appender = Appender(
+            catalog, stream, log, writer=writer, rules_of=write_rules(config), shard_of=shard_of(config, first_shard)
+        )
+        yield StreamWriter(stream, log, first_shard, appender, own)
+
+
+def resolve_stream(home: Home, catalog: Catalog, name: str) -> StreamId:
+    """A stream's id: that of the log that is there, where there is one."""
+    from millstream.wal.reader import StreamReader
+
+    folder = home.wal_folder(name)
+    found = None
+    if folder.is_dir():
+        with contextlib.suppress(LogError):
+            found = StreamReader(str(folder)).stream_id
+    return catalog.resolve_stream(name, found=found)
+
+
+def _join(home: Home, catalog: Catalog, stream: StreamId, name: str, config: StreamConfig, writer: str) -> SharedWriter:
+    own = home.config.writer
+    return SharedWriter.open(
+        catalog,
+        stream,
+        str(home.wal_folder(name)),
+        name=writer,
+        location=home.identity().id,
+        lease_s=own.lease_s,
+        shard_count=config.log.shards,
+        first_shard=own.first_shard,
+        options=log_options(config),
+    )
+
+
+def _own(home: Home, catalog: Catalog, stream: StreamId, name: str, config: StreamConfig) -> tuple[LogWriter, WriterId]:
+    from millstream.wal.writer import LogWriter
+
+    refuse_to_own(catalog, stream, name)
+    above = Epoch(0)
+    deadline = time.monotonic() + LOCK_PATIENCE_S
+    while True:
+        writer, epoch = catalog.register_writer(stream, above=above)
+        try:
+            log = LogWriter.open(
+                str(home.wal_folder(name)),
+                stream=stream,
+                shards=[ShardId(shard) for shard in range(config.log.shards)],
+                epoch=epoch,
+                reservations=catalog.reservations(stream),
+                options=log_options(config),
+                writer=writer,
+            )
+        except StaleEpoch as error:
+            # The shards' locks were ours, so that nobody newer writes: the catalog is older than the log.
+            if above >= error.details.get("epoch", 0):
+                raise
+            above = Epoch(error.details["epoch"])
+        except ShardLocked:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
+        else:
+            return log, writer

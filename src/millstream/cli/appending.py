@@ -1,0 +1,67 @@
+"""`append`: rows from a file or a pipe into a table of a stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from typing import IO, Any
+
+import click
+
+from millstream.cli.context import Session, json_option, note, pass_session, stream_option
+
+
+@click.command()
+@click.argument("table")
+@click.argument("file", type=click.File("r", encoding="utf-8"), default="-")
+@stream_option
+@click.option(
+    "--rows", type=click.IntRange(min=1), default=1000, show_default=True, help="Rows of one operation, at most."
+)
+@json_option
+@pass_session
+def append(
+    session: Session, table: str, file: IO[str], stream: str | None = None, rows: int = 1000, as_json: bool = False
+) -> None:
+    """Append the rows of FILE (else of stdin), a JSON object a line, to TABLE; done once they are durable.
+
+    Each run of rows is one operation, which readers see whole or not at all. Where one fails, those before it are appended, and what to
+    go on with is said. With --json a line is printed for each: its rows' numbers, and the token at which they can be read.
+    """
+    import millstream
+
+    home = session.home(needs_source=False)
+    with millstream.open(home.path) as opened:
+        name = home.pick_stream(stream, of=sorted(home.config.streams))
+        done = 0
+        try:
+            objects = _objects(file)
+            while found := list(islice(objects, rows)):
+                appended = opened.append(name, table, found)
+                done += appended.row_count
+                if as_json:
+                    click.echo(json.dumps(appended.as_dict()))
+        except millstream.MillstreamError:
+            note(f"{done:,} rows were appended before this, up to line {done} of those that hold a row")
+            raise
+        if not as_json:
+            note(f"{done:,} rows are durable")
+
+
+def _objects(file: IO[str]) -> Iterator[dict[str, Any]]:
+    from millstream.errors import UsageError
+
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"line {number} isn't JSON: {error}") from error
+        if not isinstance(found, dict):
+            raise UsageError(
+                f"line {number} isn't an object, but {type(found).__name__}",
+                hint='Write {"column": value, …} on each line.',
+            )
+        yield found

@@ -1,0 +1,298 @@
+"""Appends from other processes of the machine: a socket beside the writer, and who calls it.
+
+A request is a line of JSON's length, an Arrow stream's length, and both: `{"stream", "table", "deadline_s"}` and the rows. An answer
+is the same without rows: `{"appended": …}` or `{"error": …}`. A connection takes one request after the other; any number of connections
+share commit groups. Who may open the socket's folder may append.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import select
+import socket
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import pyarrow as pa
+
+from millstream.errors import AppendOutcomeUnknown, InvalidValue, MillstreamError, RowsTooLarge, WriterClosed, error_of
+from millstream.ingest.appender import Appender
+from millstream.ingest.columns import ROWS_BYTES_MAX
+from millstream.model.operations import Appended
+
+_LENGTHS: Final = struct.Struct("<II")
+"""Of the JSON, and of what comes behind it."""
+_HEAD_BYTES_MAX: Final = 1 << 20
+_BODY_BYTES_MAX: Final = 2 * ROWS_BYTES_MAX
+"""An Arrow stream of rows that are within bounds: buffers are padded, and strings have offsets."""
+_ROOM_BYTES: Final = 4 * ROWS_BYTES_MAX
+"""Of requests that are being read or written, all connections together; others wait in their senders."""
+_SMALL_BYTES: Final = 64 << 10
+"""Rows up to here are looked at on the loop's own thread: handing them to another takes longer."""
+_ANSWER_PATIENCE_S: Final = 60.0
+"""How much longer than its deadline an append may take before its caller gives up: an fsync that hangs."""
+_DRAIN_S: Final = 10.0
+
+
+_LISTENING: Final[weakref.WeakSet[socket.socket]] = weakref.WeakSet()
+"""This process's: callers of a socket that a fork's child has, and doesn't serve, would wait for ever."""
+
+
+class AppendServer:
+    """Answers appends on a socket until it is closed; on a thread of its own.
+
+    Args:
+        path: the socket's; nobody else listens there: what is left of one who died goes.
+        appender_of: gives a stream's appender; raises where there is none now.
+    """
+
+    def __init__(self, path: Path, appender_of: Callable[[str], Appender]) -> None:
+        self._path = path
+        self._appender_of = appender_of
+        self._loop = asyncio.new_event_loop()
+        self._room = _Room(_ROOM_BYTES)
+        self._connections: set[asyncio.Task[None]] = set()
+        self._busy: set[asyncio.Task[None]] = set()
+        """Of these, the ones that have read a request and haven't answered it."""
+        self._draining = False
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind(str(path))
+        listening.listen(128)
+        _LISTENING.add(listening)
+        self._server = self._loop.run_until_complete(
+            asyncio.start_unix_server(self._connected, sock=listening, limit=1 << 20)
+        )
+        self._thread = threading.Thread(target=self._loop.run_forever, name="append-server", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Take no more requests, answer those that were read, and take the socket away."""
+        asyncio.run_coroutine_threadsafe(self._drain(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+    async def _drain(self) -> None:
+        self._draining = True
+        self._server.close()
+        if self._busy:
+            await asyncio.wait(self._busy, timeout=_DRAIN_S)
+        for task in self._connections:
+            task.cancel()
+        if self._connections:
+            await asyncio.wait(self._connections)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "it is one"
+        self._connections.add(task)
+        # Its end, also in the midst of a request: nothing of that was taken.
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            await self._serve(reader, writer, task)
+        self._connections.discard(task)
+        writer.close()
+
+    async def _serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, task: asyncio.Task[None]
+    ) -> None:
+        while not self._draining:
+            head_length, body_length = _LENGTHS.unpack(await reader.readexactly(_LENGTHS.size))
+            if head_length > _HEAD_BYTES_MAX or body_length > _BODY_BYTES_MAX:
+                await _send(writer, {"error": _oversized(body_length).as_dict()})
+                return
+            async with self._room.of(head_length + body_length):
+                head = await reader.readexactly(head_length)
+                body = await reader.readexactly(body_length)
+                self._busy.add(task)
+                try:
+                    await _send(writer, await self._answer(head, body))
+                finally:
+                    self._busy.discard(task)
+
+    async def _answer(self, head: bytes, body: bytes) -> dict[str, Any]:
+        try:
+            return {"appended": (await self._append(head, body)).as_dict()}
+        except MillstreamError as error:
+            return {"error": error.as_dict()}
+
+    async def _append(self, head: bytes, body: bytes) -> Appended:
+        try:
+            asked = json.loads(head)
+            stream, table, deadline_s = str(asked["stream"]), str(asked["table"]), float(asked["deadline_s"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidValue(f"a request can't be read: {error}") from error
+        if self._draining:
+            raise WriterClosed("the writer's process ends; nothing of it was appended")
+        appender = self._appender_of(stream)
+        rows = _rows_of(body)
+        if len(body) <= _SMALL_BYTES and appender.knows(table, rows):
+            operation = appender.operation(table, rows)
+        else:
+            operation = await asyncio.to_thread(appender.operation, table, rows)
+        return await appender.append_async(operation, deadline_s=deadline_s)
+
+
+class _Room:
+    """So many bytes at once; one larger request may stretch it."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._free = self._all = size_bytes
+        self._changed = asyncio.Condition()
+
+    @contextlib.asynccontextmanager
+    async def of(self, size_bytes: int) -> Any:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._free >= min(size_bytes, self._all))
+            self._free -= size_bytes
+        try:
+            yield
+        finally:
+            self._free += size_bytes
+            async with self._changed:
+                self._changed.notify_all()
+
+
+def _rows_of(body: bytes) -> pa.Table:
+    try:
+        with pa.ipc.open_stream(pa.py_buffer(body)) as stream:
+            rows: pa.Table = stream.read_all()
+            rows.validate(full=True)
+            return rows
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise InvalidValue(f"a request's rows can't be read: {error}") from error
+
+
+async def _send(writer: asyncio.StreamWriter, answer: Mapping[str, Any]) -> None:
+    encoded = json.dumps(answer).encode()
+    writer.write(_LENGTHS.pack(len(encoded), 0) + encoded)
+    await writer.drain()
+
+
+def _oversized(size: int) -> RowsTooLarge:
+    return RowsTooLarge(
+        f"a request of {size} bytes is too large", hint="Append it in several calls.", what="request", size=size
+    )
+
+
+class AppendClient:
+    """Appends through a writer's socket. Any number of threads: each request has a connection to itself while it lasts."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._idle: list[socket.socket] = []
+        self._lock = threading.Lock()
+
+    def append(self, stream: str, table: str, rows: pa.Table, *, deadline_s: float) -> Appended:
+        """As `Appender.append`, in the process that writes.
+
+        Raises:
+            WriterClosed: nobody listens, or who did has gone before the request was whole: nothing was appended.
+            AppendOutcomeUnknown: it went, or hangs, without an answer.
+            MillstreamError: what the writer's process raised.
+        """
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, rows.schema) as out:
+            out.write_table(rows)
+        body = sink.getvalue()
+        head = json.dumps({"stream": stream, "table": table, "deadline_s": deadline_s}).encode()
+        connection = self._take()
+        try:
+            connection.settimeout(deadline_s + _ANSWER_PATIENCE_S)
+            try:
+                connection.sendall(_LENGTHS.pack(len(head), body.size) + head)
+                connection.sendall(body)
+            except OSError as error:
+                answer = _said_before(connection)
+                if answer is None:
+                    raise WriterClosed("the writer's process went away; nothing of it was appended") from error
+            else:
+                answer = _answer_of(connection)
+        except BaseException:
+            connection.close()
+            raise
+        with self._lock:
+            self._idle.append(connection)
+        if "error" in answer:
+            raise error_of(answer["error"])
+        return Appended.from_dict(answer["appended"])
+
+    def close(self) -> None:
+        """Let go of connections that nobody uses."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def _take(self) -> socket.socket:
+        while True:
+            with self._lock:
+                connection = self._idle.pop() if self._idle else None
+            if connection is None:
+                return self._connect()
+            # Something to read before anything was asked is the other side's end.
+            if not select.select([connection], [], [], 0)[0]:
+                return connection
+            connection.close()
+
+    def _connect(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(str(self._path))
+        except OSError as error:
+            connection.close()
+            raise WriterClosed("no writer listens") from error
+        return connection
+
+
+def _answer_of(connection: socket.socket) -> dict[str, Any]:
+    try:
+        length, _ = _LENGTHS.unpack(_exactly(connection, _LENGTHS.size))
+        answer: dict[str, Any] = json.loads(_exactly(connection, length))
+    except (OSError, EOFError, ValueError) as error:
+        _unknown(error)
+    return answer
+
+
+def _said_before(connection: socket.socket) -> dict[str, Any] | None:
+    """The answer of one who refused the request while it was being sent."""
+    with contextlib.suppress(MillstreamError):
+        return _answer_of(connection)
+    return None
+
+
+def _unknown(error: Exception) -> NoReturn:
+    raise AppendOutcomeUnknown(
+        f"the writer's process gave no answer ({str(error) or type(error).__name__}): the rows may or may not be durable",
+        hint="Look whether they are there (`millstream wal cat --table …`) before you send them again.",
+    ) from error
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    found = bytearray()
+    while len(found) < size:
+        piece = connection.recv(min(size - len(found), 1 << 20))
+        if not piece:
+            raise EOFError("it ended")
+        found += piece
+    return bytes(found)
+
+
+def _leave_all_to_parent() -> None:
+    for listening in list(_LISTENING):
+        listening.close()
+    _LISTENING.clear()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)

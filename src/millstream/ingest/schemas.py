@@ -1,0 +1,169 @@
+"""Schema on write: how a table's schema grows by the rows that come, and how rows are fitted to it. Exactly, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.errors import InvalidValue, KeyChanged, UnknownColumn, UnknownTable
+from millstream.model.schema import Column, TableSchema
+
+
+class SchemaOnWrite(StrEnum):
+    """What rows may change of a stream's tables."""
+
+    STRICT = "strict"
+    """Nothing: tables and columns have to be there."""
+    ADD_COLUMNS = "add_columns"
+    """A table that is there gets the columns that it lacks."""
+    CREATE = "create"
+    """So does one that isn't: it is made."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRules:
+    """What is configured for a table that applications write."""
+
+    mode: SchemaOnWrite
+    key: tuple[str, ...] = ()
+    """Names of the columns that tell rows of `current` apart; none: the table has history alone."""
+
+
+def grown(known: TableSchema, columns: pa.Schema, rules: WriteRules) -> TableSchema:
+    """The schema that holds rows of these columns: `known` itself where it does already.
+
+    Args:
+        known: the newest; without columns where the table isn't there yet.
+        columns: of the rows, in the log's types; a column of Arrow's null type says nothing.
+        rules: of the table.
+
+    Raises:
+        UnknownTable: it isn't there, and may not be made.
+        UnknownColumn: it lacks columns, and may not get them.
+        KeyChanged: it was written with another key.
+        InvalidValue: it can't have these columns: a name that differs from another's by its case, a key that isn't among them.
+    """
+    is_new = not known.columns
+    if is_new and rules.mode is not SchemaOnWrite.CREATE:
+        raise UnknownTable(
+            f"the stream has no table {known.full_name}, and applications may not make one",
+            hint='Allow it: `schema_on_write = "create"` in [streams.S.ingest].',
+            table=known.full_name,
+        )
+    if not is_new and known.key != rules.key:
+        raise KeyChanged(
+            f"{known.full_name} is written with {_spoken(known.key)}, and the configuration gives it {_spoken(rules.key)}",
+            hint="Give it back its key in [streams.S.keys], or write to a table of another name.",
+            table=known.full_name,
+            key=list(known.key),
+            configured=list(rules.key),
+        )
+    have = {column.name: column for column in known.columns}
+    lacking = [field for field in columns if field.name not in have and not pa.types.is_null(field.type)]
+    if not lacking and not is_new:
+        return known
+    names = [field.name for field in lacking]
+    if not is_new and rules.mode is SchemaOnWrite.STRICT:
+        raise UnknownColumn(f"{known.full_name} has no column {', '.join(names)}", table=known.full_name, columns=names)
+    cases = {name.lower(): name for name in have}
+    for name in names:
+        if name.lower() in cases:
+            raise InvalidValue(
+                f"column {name} of {known.full_name} differs from {cases[name.lower()]} by its case alone: they would be one in the lake",
+                table=known.full_name,
+                column=name,
+            )
+    if is_new:
+        _check_key(known.full_name, {field.name: field.type for field in lacking}, rules.key)
+    added = (Column(field.name, field.type) for field in lacking)
+    return replace(known, columns=(*known.columns, *added), key=rules.key, identity=rules.key)
+
+
+def _check_key(table: str, types: dict[str, pa.DataType], key: Sequence[str]) -> None:
+    missing = [name for name in key if name not in types]
+    if not types or missing:
+        what = f"its key's {', '.join(missing)}" if missing else "a column with a value"
+        raise InvalidValue(f"{table} can't be made of rows that have no {what}", table=table)
+    for name in key:
+        if pa.types.is_nested(types[name]):
+            raise InvalidValue(
+                f"column {name} of {table} is a list, which can't tell rows apart", table=table, column=name
+            )
+
+
+def _spoken(key: tuple[str, ...]) -> str:
+    return f"the key ({', '.join(key)})" if key else "no key"
+
+
+def fitted(schema: TableSchema, rows: pa.Table) -> list[pa.Array]:
+    """The rows' columns as the schema has them: in its order and types, null where the rows lack one.
+
+    Args:
+        schema: of `grown`: it has all columns of the rows that say anything.
+        rows: in the log's types.
+
+    Raises:
+        InvalidValue: a value isn't exactly one of its column's type, or a key is null; details: table, column.
+    """
+    fitted = []
+    for column in schema.columns:
+        place = rows.schema.get_field_index(column.name)
+        values = None if place < 0 else rows.column(place)
+        if column.name in schema.key and (values is None or values.null_count):
+            raise InvalidValue(
+                f"column {column.name} of {schema.full_name} is of its key, and a row has none",
+                table=schema.full_name,
+                column=column.name,
+            )
+        if values is None or pa.types.is_null(values.type):
+            fitted.append(pa.nulls(rows.num_rows, column.arrow))
+            continue
+        if values.type != column.arrow:
+            values = _cast(schema, column, values)
+        fitted.append(values.combine_chunks() if values.num_chunks != 1 else values.chunk(0))
+    return fitted
+
+
+def _cast(schema: TableSchema, column: Column, values: pa.ChunkedArray) -> pa.ChunkedArray:
+    why = "it is another kind of value"
+    if _is_kin(values.type, column.arrow):
+        try:
+            cast = values.cast(column.arrow)
+        except pa.ArrowException as error:
+            why = str(error)
+        else:
+            if cast.type != pa.float32() or pc.all(_same(cast.cast(values.type), values)).as_py() is not False:
+                return cast
+            why = "a value has more digits"
+    raise InvalidValue(
+        f"{schema.full_name}, column {column.name} ({column.arrow}) can't take {values.type}: {why}",
+        hint="Send values of the column's type, or under another column's name.",
+        table=schema.full_name,
+        column=column.name,
+        type=str(column.arrow),
+    )
+
+
+def _same(one: pa.ChunkedArray, other: pa.ChunkedArray) -> pa.ChunkedArray:
+    if not pa.types.is_floating(one.type):
+        return pc.equal(one, other)
+    return pc.or_(pc.equal(one, other), pc.and_(pc.is_nan(one), pc.is_nan(other)))
+
+
+def _is_kin(one: pa.DataType, other: pa.DataType) -> bool:
+    """Whether values of one type may be values of another: numbers of numbers' types, where a safe cast says so for each."""
+    if pa.types.is_list(one) and pa.types.is_list(other):
+        return bool(one.value_type == other.value_type) or _is_kin(one.value_type, other.value_type)
+    if pa.types.is_decimal(one) or pa.types.is_decimal(other):
+        return (
+            not pa.types.is_floating(one) and not pa.types.is_floating(other) and _is_number(one) and _is_number(other)
+        )
+    return _is_number(one) and _is_number(other)
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind))
