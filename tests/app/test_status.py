@@ -8,6 +8,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from millstream.app.metrics import prometheus_text
 from millstream.app.owner import OwnedStream
 from millstream.app.retention import sweep
 from millstream.app.status import collect_status, held_scope
+from millstream.app.stream_writer import stream_writer
 from millstream.app.tables import copy_table, list_tables, retry_table
 from millstream.app.wiring import place_compiled_code
 from millstream.catalog import TableState
@@ -233,13 +235,13 @@ def test_retention_drops_nothing_that_the_pipeline_lacks(home: Home) -> None:
         CONFIG + "[streams.shop.log]\nretention_age = '0s'\nretention_bytes = '0B'\n"
     )
     home = Home(home.path)
-    with home.open_catalog() as catalog:
+    with home.open_catalog() as catalog, ExitStack() as stack:
         owned = OwnedStream(home, catalog, "shop", home.config.streams["shop"])
         stream = catalog.stream("shop").id
         segments = home.wal_folder("shop") / "00000"
         for _ in range(2):
             _write(home, catalog.register_writer(stream)[1], stream, catalog.reservations(stream))
-        owned.writer = owned.open_writer()
+        owned.writer = stack.enter_context(stream_writer(home, catalog, "shop", owned.config))
         before = len(list(segments.glob("*.wal")))
         owned.drop_old_segments()
         assert len(list(segments.glob("*.wal"))) == before
@@ -249,7 +251,6 @@ def test_retention_drops_nothing_that_the_pipeline_lacks(home: Home) -> None:
         catalog.set_landed(stream, "lake", Seq(4))
         owned.drop_old_segments()
         assert len(list(segments.glob("*.wal"))) == before - 1
-        owned.writer.close()
 
 
 def test_the_oldest_segment_is_told_with_who_needs_it_and_a_consumer_that_falls_behind_is_cut_off(home: Home) -> None:
@@ -334,9 +335,8 @@ def test_a_lost_catalog_takes_the_stream_and_a_higher_epoch_over_from_the_log(ho
     for file in home.data.glob("catalog.db*"):
         file.unlink()
     with home.open_catalog() as catalog:
-        owned = OwnedStream(home, catalog, "shop", home.config.streams["shop"])
-        owned.open_writer().close()
-        assert catalog.stream("shop").id == stream
+        with stream_writer(home, catalog, "shop", home.config.streams["shop"]) as writer:
+            assert writer.stream == catalog.stream("shop").id == stream
         assert catalog.writers(stream)[0].epoch == 2
 
 

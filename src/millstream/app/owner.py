@@ -67,7 +67,6 @@ class OwnedStream:
         """A broken invariant: our bug, which ends the process."""
         self.since_s = time.time()
         self._attempt = 0
-        self._stream_id: StreamId | None = None
 
     def run(
         self, stop: threading.Event, *, until_caught_up: bool, tell: Callable[[], None], supervised: bool = False
@@ -85,7 +84,7 @@ class OwnedStream:
                 with stream_writer(
                     self.home, self.catalog, self.name, self.config, check=self._check_captures
                 ) as writer:
-                    self._stream_id, self.writer = writer.stream, writer
+                    self.writer = writer
                     self._run_with(writer, stop, until_caught_up=until_caught_up, tell=tell, supervised=supervised)
                 return
             except MillstreamError as error:
@@ -175,9 +174,9 @@ class OwnedStream:
 
     def drop_old_segments(self) -> None:
         """Let go of segments that nobody needs and that are too old or too many."""
-        if self._stream_id is None or self.writer is None:
-            return
-        sweep(self.catalog, self.name, self._stream_id, self.home.wal_folder(self.name), self.config.log)
+        writer = self.writer
+        if writer is not None:
+            sweep(self.catalog, self.name, writer.stream, self.home.wal_folder(self.name), self.config.log)
 
     def _capture(
         self, writer: StreamWriter, stop: threading.Event, *, until_caught_up: bool, tell: Callable[[], None]

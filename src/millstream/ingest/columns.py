@@ -64,7 +64,7 @@ def table_of(rows: Rows) -> pa.Table:
     table = _arrow(rows)
     _check_names(table.column_names)
     if table.nbytes > ROWS_BYTES_MAX:
-        raise _too_large("its rows' bytes", table.nbytes, ROWS_BYTES_MAX)
+        raise too_large("its rows' bytes", table.nbytes, ROWS_BYTES_MAX)
     columns = [_stored(name, column) for name, column in zip(table.column_names, table.columns, strict=True)]
     return pa.table(columns, names=table.column_names)
 
@@ -99,6 +99,7 @@ def _of_dicts(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
             raise InvalidValue(f"a column's name is a string, not {type(name).__name__}")
     if rows and not names:
         raise InvalidValue("the rows have no columns")
+    _check_names(list(names))
     return pa.table({name: _of_values(name, [row.get(name) for row in rows]) for name in names})
 
 
@@ -155,7 +156,7 @@ def _json_scalar(value: object) -> str:
 
 def _check_names(names: Sequence[str]) -> None:
     if len(names) > COLUMNS_MAX:
-        raise _too_large("its columns", len(names), COLUMNS_MAX)
+        raise too_large("its columns", len(names), COLUMNS_MAX)
     seen: dict[str, str] = {}
     for name in names:
         if not name or "\0" in name:
@@ -171,7 +172,7 @@ def _check_names(names: Sequence[str]) -> None:
         except UnicodeEncodeError as error:
             raise InvalidValue(f"{name!r} isn't text", column=ascii(name)) from error
         if size > NAME_BYTES_MAX:
-            raise _too_large(f"the bytes of the name {name[:20]}…", size, NAME_BYTES_MAX)
+            raise too_large(f"the bytes of the name {name[:20]}…", size, NAME_BYTES_MAX)
         other = seen.setdefault(name.lower(), name)
         if other is not name:
             raise InvalidValue(f"columns {other} and {name} have one name in a lake table", column=name)
@@ -248,7 +249,7 @@ def log_type(kind: pa.DataType) -> pa.DataType | None:
         inner = log_type(kind.value_type)
         if inner is None or pa.types.is_nested(kind.value_type):
             return None if inner is None else pa.string()
-        return pa.null() if pa.types.is_null(inner) else pa.list_(inner)
+        return pa.list_(inner)
     return None
 
 
@@ -277,7 +278,8 @@ def _no_value(name: str, why: str) -> InvalidValue:
     return InvalidValue(f"column {name} can't be taken: {why}", column=name)
 
 
-def _too_large(what: str, size: int, size_max: int) -> RowsTooLarge:
+def too_large(what: str, size: int, size_max: int) -> RowsTooLarge:
+    """The error of what is over its bound."""
     return RowsTooLarge(
         f"an append is too large: {what} are {size}, of at most {size_max}",
         hint="Append it in several calls." if size_max == ROWS_BYTES_MAX else "",

@@ -1,8 +1,9 @@
 """Appends from other processes of the machine: a socket beside the writer, and who calls it.
 
-A request is a line of JSON's length, an Arrow stream's length, and both: `{"stream", "table", "deadline_s"}` and the rows. An answer
-is the same without rows: `{"appended": …}` or `{"error": …}`. A connection takes one request after the other; any number of connections
-share commit groups. Who may open the socket's folder may append.
+Both sides say frames: the length of a JSON text, the length of an Arrow stream (0 for none), and both. The writer begins with
+`{"hello": 1}`; a request is `{"stream", "table", "deadline_s"}` and the rows, its answer `{"appended": …}` or `{"error": …}`. A writer that
+ends says `{"closed": true}` on each connection: what it hasn't answered before that was never appended. A connection takes one request
+after the other; any number of them share commit groups. Who may open the socket's folder may append.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import pyarrow as pa
 
@@ -38,7 +39,10 @@ _SMALL_BYTES: Final = 64 << 10
 """Rows up to here are looked at on the loop's own thread: handing them to another takes longer."""
 _ANSWER_PATIENCE_S: Final = 60.0
 """How much longer than its deadline an append may take before its caller gives up: an fsync that hangs."""
+_HELLO_PATIENCE_S: Final = 5.0
 _DRAIN_S: Final = 10.0
+_HELLO: Final = {"hello": 1}
+_CLOSED: Final = {"closed": True}
 
 
 _LISTENING: Final[weakref.WeakSet[socket.socket]] = weakref.WeakSet()
@@ -89,7 +93,7 @@ class AppendServer:
         self._server.close()
         if self._busy:
             await asyncio.wait(self._busy, timeout=_DRAIN_S)
-        for task in self._connections:
+        for task in self._connections - self._busy:
             task.cancel()
         if self._connections:
             await asyncio.wait(self._connections)
@@ -100,7 +104,11 @@ class AppendServer:
         self._connections.add(task)
         # Its end, also in the midst of a request: nothing of that was taken.
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            await _send(writer, _HELLO)
             await self._serve(reader, writer, task)
+        if self._draining:
+            with contextlib.suppress(ConnectionError):
+                await _send(writer, _CLOSED)
         self._connections.discard(task)
         writer.close()
 
@@ -249,8 +257,12 @@ class AppendClient:
     def _connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
         try:
+            connection.settimeout(_HELLO_PATIENCE_S)
             connection.connect(str(self._path))
-        except OSError as error:
+            if _heard(connection) != _HELLO:
+                raise EOFError("it just ends")
+        except (OSError, EOFError, ValueError) as error:
+            # Before the first word nobody reads what is sent.
             connection.close()
             raise WriterClosed("no writer listens") from error
         return connection
@@ -258,10 +270,14 @@ class AppendClient:
 
 def _answer_of(connection: socket.socket) -> dict[str, Any]:
     try:
-        length, _ = _LENGTHS.unpack(_exactly(connection, _LENGTHS.size))
-        answer: dict[str, Any] = json.loads(_exactly(connection, length))
+        answer = _heard(connection)
     except (OSError, EOFError, ValueError) as error:
-        _unknown(error)
+        raise AppendOutcomeUnknown(
+            f"the writer's process gave no answer ({str(error) or type(error).__name__}): the rows may or may not be durable",
+            hint="Look whether they are there (`millstream wal cat --table …`) before you send them again.",
+        ) from error
+    if answer == _CLOSED:
+        raise WriterClosed("the writer's process has ended; nothing of it was appended")
     return answer
 
 
@@ -272,11 +288,10 @@ def _said_before(connection: socket.socket) -> dict[str, Any] | None:
     return None
 
 
-def _unknown(error: Exception) -> NoReturn:
-    raise AppendOutcomeUnknown(
-        f"the writer's process gave no answer ({str(error) or type(error).__name__}): the rows may or may not be durable",
-        hint="Look whether they are there (`millstream wal cat --table …`) before you send them again.",
-    ) from error
+def _heard(connection: socket.socket) -> dict[str, Any]:
+    length, _ = _LENGTHS.unpack(_exactly(connection, _LENGTHS.size))
+    said: dict[str, Any] = json.loads(_exactly(connection, length))
+    return said
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:

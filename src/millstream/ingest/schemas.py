@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.errors import InvalidValue, KeyChanged, UnknownColumn, UnknownTable
+from millstream.ingest.columns import COLUMNS_MAX, too_large
 from millstream.model.schema import Column, TableSchema
 
 
@@ -45,6 +46,7 @@ def grown(known: TableSchema, columns: pa.Schema, rules: WriteRules) -> TableSch
         UnknownTable: it isn't there, and may not be made.
         UnknownColumn: it lacks columns, and may not get them.
         KeyChanged: it was written with another key.
+        RowsTooLarge: it would have more than `COLUMNS_MAX` columns.
         InvalidValue: it can't have these columns: a name that differs from another's by its case, a key that isn't among them.
     """
     is_new = not known.columns
@@ -67,6 +69,14 @@ def grown(known: TableSchema, columns: pa.Schema, rules: WriteRules) -> TableSch
     if not lacking and not is_new:
         return known
     names = [field.name for field in lacking]
+    for field in lacking:
+        if pa.types.is_list(field.type) and pa.types.is_null(field.type.value_type):
+            raise InvalidValue(
+                f"column {field.name} of {known.full_name} is new, and its lists are all empty: they don't say what they are lists of",
+                hint="Send a list with an item first, or an Arrow column of its type.",
+                table=known.full_name,
+                column=field.name,
+            )
     if not is_new and rules.mode is SchemaOnWrite.STRICT:
         raise UnknownColumn(f"{known.full_name} has no column {', '.join(names)}", table=known.full_name, columns=names)
     cases = {name.lower(): name for name in have}
@@ -77,6 +87,8 @@ def grown(known: TableSchema, columns: pa.Schema, rules: WriteRules) -> TableSch
                 table=known.full_name,
                 column=name,
             )
+    if len(have) + len(lacking) > COLUMNS_MAX:
+        raise too_large(f"the columns of {known.full_name}", len(have) + len(lacking), COLUMNS_MAX)
     if is_new:
         _check_key(known.full_name, {field.name: field.type for field in lacking}, rules.key)
     added = (Column(field.name, field.type) for field in lacking)
@@ -157,7 +169,11 @@ def _same(one: pa.ChunkedArray, other: pa.ChunkedArray) -> pa.ChunkedArray:
 def _is_kin(one: pa.DataType, other: pa.DataType) -> bool:
     """Whether values of one type may be values of another: numbers of numbers' types, where a safe cast says so for each."""
     if pa.types.is_list(one) and pa.types.is_list(other):
-        return bool(one.value_type == other.value_type) or _is_kin(one.value_type, other.value_type)
+        return (
+            pa.types.is_null(one.value_type)
+            or bool(one.value_type == other.value_type)
+            or _is_kin(one.value_type, other.value_type)
+        )
     if pa.types.is_decimal(one) or pa.types.is_decimal(other):
         return (
             not pa.types.is_floating(one) and not pa.types.is_floating(other) and _is_number(one) and _is_number(other)
