@@ -23,13 +23,13 @@ from millstream.errors import LakeConflict, LakeError, LakeSchemaConflict, LakeT
 from millstream.lake.commits import commit_cut
 from millstream.lake.current import FoldSizes, fold_table
 from millstream.lake.delta import open_table
-from millstream.lake.eras import era_at, newest_schema
+from millstream.lake.eras import Eras, era_at, newest_schema
 from millstream.lake.history import append_history, open_history
 from millstream.lake.layout import LakeLayout
 from millstream.lake.scan import fold_step
 from millstream.lake.upkeep import tend_table
 from millstream.lake.versions import fold_into_versions
-from millstream.model.ids import SchemaVersion, StreamId, TableId
+from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import Column, PgType, ReplicaIdentity, TableKind, TableSchema
 
@@ -72,6 +72,28 @@ def test_tasks_that_append_the_same_batch_at_once_leave_it_there_once(
         outcomes = list(pool.map(attempt, range(8)))
     assert "done" in outcomes
     assert seqs(layout, orders) == list(range(1, 50))
+
+
+def test_versions_of_what_applications_write_go_to_and_fro_and_the_table_keeps_the_newest(
+    layout: LakeLayout, orders: TableSchema, records: Records, evolved: Evolved
+):
+    """Each of several writers learns of a new column when it needs one itself."""
+    old, new = replace(orders, source=SourceId(0)), replace(evolved(more=pa.int64()), source=SourceId(0))
+    append_history(layout, old, [records(old, ("c", 1, {"id": 1}))], Seq(1))
+    mixed = [
+        records(old, ("c", 2, {"id": 2})),
+        records(new, ("c", 3, {"id": 3, "more": 3})),
+        records(old, ("c", 4, {"id": 4})),
+    ]
+    append_history(layout, old, mixed, Seq(4))
+    append_history(layout, old, [records(old, ("c", 5, {"id": 5}), ("c", 6, {"id": 3}))], Seq(6))
+    assert stored(layout, new).column("more").to_pylist() == [None, None, 3, None, None, None]
+    eras = Eras.of(open_history(layout, new)).told
+    assert [(start, schema.version) for start, schema in eras] == [(1, 1), (2, 2)]
+    fold_table(layout, new, Seq(6), sizes=FoldSizes())
+    assert stored(layout, new, "current").select(["id", "more"]).to_pylist() == [
+        {"id": n, "more": None} for n in range(1, 6)
+    ]
 
 
 def test_an_empty_batch_makes_the_table_and_nothing_else(layout: LakeLayout, orders: TableSchema):

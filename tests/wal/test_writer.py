@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from millstream.errors import (
     AppendOutcomeUnknown,
     DiskFull,
     InvalidValue,
+    OutOfOrder,
     Overloaded,
     ShardLocked,
     StaleEpoch,
@@ -24,6 +26,9 @@ from millstream.errors import (
     WriterClosed,
 )
 from millstream.model.appends import AppendOp
+from millstream.model.ids import SourceId
+from millstream.model.operations import WriteOps
+from millstream.model.positions import Lsn
 from millstream.testing.files import FaultPlan, MemoryFiles
 from millstream.testing.log import MemoryReservations, plain_ops, plain_spilled, plain_table
 from millstream.wal.files import RealFiles
@@ -345,6 +350,45 @@ def test_a_full_disk_is_an_answer_and_not_the_end():
             log.append(one(1))
         files.capacity_bytes = 1 << 40
         assert log.append(one(2)).offsets == {0: (0, 1)}
+
+
+def test_what_follows_an_append_that_failed_is_refused_however_it_comes():
+    """Space comes back between two groups. The second alone would have the log say that it has reached what it lacks."""
+    source, files = SourceId(1), HeldSyncs()
+
+    def transaction(number: int) -> WriteOps:
+        behind = {source: Lsn(number - 1)} if number > 1 else {}
+        return replace(one(number), reached={source: Lsn(number)}, behind=behind)
+
+    def other(number: int) -> WriteOps:
+        return replace(one(number), reached={})
+
+    with opened("/wal/s", files=files, disk_used_max=0.5) as log:
+        log.append(transaction(1))
+        files.may_sync.clear()
+        running = log.submit(other(100))
+        assert files.waiting.wait(20)
+        files.capacity_bytes = files.used_bytes()
+        waiting = [log.submit(transaction(2)), log.submit(transaction(3))]
+        files.may_sync.set()
+        running.result()
+        assert [type(future.exception()) for future in waiting] == [DiskFull, DiskFull]
+        files.capacity_bytes = 1 << 40
+        for ops in (transaction(3), transaction(4)):
+            with pytest.raises(OutOfOrder):
+                log.append(ops)
+            assert isinstance(log.submit(ops).exception(), OutOfOrder)
+        assert log.reached() == {source: Lsn(1)}
+        files.may_sync.clear()
+        files.waiting.clear()
+        running = log.submit(other(101))
+        assert files.waiting.wait(20)
+        mixed = [log.submit(ops) for ops in (transaction(4), transaction(2), transaction(3), other(102))]
+        files.may_sync.set()
+        assert isinstance(mixed[0].exception(), OutOfOrder)
+        assert [future.result().seqs.count for future in mixed[1:]] == [1, 1, 1]
+        assert log.reached() == {source: Lsn(3)}
+    assert xids(StreamReader("/wal/s", files=files)) == [1, 100, 101, 2, 3, 102]
 
 
 def test_a_spilled_operation_is_a_group_of_its_own_and_visible_whole(tmp_path: Path):
