@@ -23,6 +23,7 @@ from millstream.ingest.local import AppendClient, AppendServer
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from millstream.app.config.model import StreamConfig
     from millstream.app.home import Home
     from millstream.app.stream_writer import StreamWriter
     from millstream.model.operations import Appended
@@ -56,19 +57,14 @@ class HomeAppender:
     def _begin(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        """Held to change the two below."""
+        """Held to change what is below."""
+        self._closed = False
         self._client: AppendClient | None = None
         self._own: _OwnWriter | None = None
 
     def append(self, stream: str, table: str, rows: Rows, *, deadline_s: float) -> Appended:
         """See `OpenHome.append`."""
-        if stream not in self._home.config.streams:
-            known = ", ".join(sorted(self._home.config.streams))
-            raise UnknownStream(
-                f"no stream {stream} in {self._home.config_file}",
-                hint=f"Add [streams.{stream}] to it: a stream that only applications write needs nothing else. Streams here: {known or 'none'}.",
-                stream=stream,
-            )
+        _configured(self._home, stream)
         columns = table_of(rows)
         if self._pid != os.getpid():
             self._begin()
@@ -81,7 +77,7 @@ class HomeAppender:
             except (WriterClosed, HomeBusy):
                 # Nothing of it was appended: who wrote is gone, has failed or just begins.
                 self._forget(way)
-                if time.monotonic() > give_up_s:
+                if self._closed or time.monotonic() > give_up_s:
                     raise
                 time.sleep(_TRY_EVERY_S)
 
@@ -90,6 +86,7 @@ class HomeAppender:
         if self._pid != os.getpid():
             return
         with self._lock:
+            self._closed = True
             client, own, self._client, self._own = self._client, self._own, None, None
         if client is not None:
             client.close()
@@ -98,6 +95,8 @@ class HomeAppender:
 
     def _way(self) -> AppendClient | _OwnWriter:
         with self._lock:
+            if self._closed:
+                raise WriterClosed("the home was closed meanwhile; nothing of it was appended")
             if self._own is not None and self._own.has_ended:
                 self._own = None
             if self._own is not None:
@@ -121,6 +120,18 @@ class HomeAppender:
             if way is not None and way is self._client:
                 self._client.close()
                 self._client = None
+
+
+def _configured(home: Home, stream: str) -> StreamConfig:
+    found = home.config.streams.get(stream)
+    if found is None:
+        known = ", ".join(sorted(home.config.streams))
+        raise UnknownStream(
+            f"no stream {stream} in {home.config_file}",
+            hint=f"Add [streams.{stream}] to it: a stream that only applications write needs nothing else. Streams here: {known or 'none'}.",
+            stream=stream,
+        )
+    return found
 
 
 def will_write(home: Home, writer: str | None) -> bool:
@@ -149,7 +160,10 @@ class _OwnWriter:
         with contextlib.ExitStack() as opened:
             opened.enter_context(
                 RoleLock.take(
-                    home.run_folder, writer_role(writer), what="an application that appends (`millstream.open`)"
+                    home.run_folder,
+                    writer_role(writer),
+                    what="an application that appends (`millstream.open`)",
+                    writer=writer,
                 )
             )
             self._catalog = opened.enter_context(home.open_catalog())
@@ -180,7 +194,7 @@ class _OwnWriter:
                 found = None
             if found is None:
                 with contextlib.ExitStack() as stack:
-                    config = self._home.config.streams[stream]
+                    config = _configured(self._home, stream)
                     writer = stack.enter_context(stream_writer(self._home, self._catalog, stream, config))
                     found = self._streams[stream] = (stack.pop_all(), writer)
             return found[1].appender

@@ -23,7 +23,16 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from millstream.errors import AppendOutcomeUnknown, InvalidValue, MillstreamError, RowsTooLarge, WriterClosed, error_of
+from millstream.errors import (
+    AppendOutcomeUnknown,
+    InvalidValue,
+    MillstreamError,
+    Retry,
+    RowsTooLarge,
+    StaleEpoch,
+    WriterClosed,
+    error_of,
+)
 from millstream.ingest.appender import Appender
 from millstream.ingest.columns import ROWS_BYTES_MAX
 from millstream.model.operations import Appended
@@ -62,6 +71,8 @@ class AppendServer:
         self._appender_of = appender_of
         self._loop = asyncio.new_event_loop()
         self._room = _Room(_ROOM_BYTES)
+        self._known: dict[str, Appender] = {}
+        """By stream, as long as its log's writer takes appends."""
         self._connections: set[asyncio.Task[None]] = set()
         self._busy: set[asyncio.Task[None]] = set()
         """Of these, the ones that have read a request and haven't answered it."""
@@ -143,13 +154,22 @@ class AppendServer:
             raise InvalidValue(f"a request can't be read: {error}") from error
         if self._draining:
             raise WriterClosed("the writer's process ends; nothing of it was appended")
-        appender = self._appender_of(stream)
         rows = _rows_of(body)
-        if len(body) <= _SMALL_BYTES and appender.knows(table, rows):
-            operation = appender.operation(table, rows)
-        else:
-            operation = await asyncio.to_thread(appender.operation, table, rows)
-        return await appender.append_async(operation, deadline_s=deadline_s)
+        appender = self._known.get(stream)
+        if appender is None:
+            # It may have a log to open first.
+            appender = self._known[stream] = await asyncio.to_thread(self._appender_of, stream)
+        try:
+            if len(body) <= _SMALL_BYTES and appender.knows(table, rows):
+                operation = appender.operation(table, rows)
+            else:
+                operation = await asyncio.to_thread(appender.operation, table, rows)
+            return await appender.append_async(operation, deadline_s=deadline_s)
+        except MillstreamError as error:
+            if error.retry is Retry.REOPEN or isinstance(error, StaleEpoch):
+                # That log's writer is done for: another one is asked for.
+                self._known.pop(stream, None)
+            raise
 
 
 class _Room:
