@@ -32,14 +32,14 @@ def make_home(folder: Path, text: str) -> Path:
     return folder
 
 
-def run(home: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def run(home: Path, *words: str, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "millstream.cli", "--home", str(home), *words],
         capture_output=True,
         text=True,
         timeout=600,
         env={**os.environ, "HOME": "/nonexistent", **environ},
-        stdin=subprocess.DEVNULL,
+        input=stdin,
     )
 
 

@@ -10,13 +10,15 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from tests.app.homes import config, done, make_home, run, wait_for
 
@@ -35,8 +37,10 @@ from millstream.errors import (
     UnknownStream,
     UnknownTable,
     UsageError,
+    WriterClosed,
 )
 from millstream.ingest.columns import ROWS_BYTES_MAX
+from millstream.ingest.local import AppendClient
 from millstream.testing.pytest_plugin import Database
 
 WEB = '[streams.web]\n[streams.web.keys]\n"public.users" = ["id"]\n'
@@ -320,6 +324,103 @@ def test_a_socket_takes_what_is_no_request_without_harm(home: Path) -> None:
     assert [row["number"] for row in rows_of(home)] == [0, *[1] * 6, 2]
 
 
+def test_a_caller_that_does_not_read_or_sends_by_halves_holds_nobody_up(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millstream.ingest.local._DRAIN_S", 1.0)
+    monkeypatch.setattr("millstream.ingest.local._SENDING_S", 2.0)
+    head = json.dumps({"stream": "web", "table": "x" * 900_000, "deadline_s": 1}).encode()
+    with millstream.open(home) as opened, ExitStack() as connections:
+        opened.append("web", "clicks", {"number": 0})
+        path = str(append_socket(Home(home), None))
+        for _ in range(6):
+            half = connections.enter_context(socket.socket(socket.AF_UNIX))
+            half.connect(path)
+            half.sendall(struct.pack("<II", 10, 100 << 20) + b"half")
+        mute = connections.enter_context(socket.socket(socket.AF_UNIX))
+        mute.connect(path)
+        mute.settimeout(0.5)
+        with suppress(TimeoutError):
+            for _ in range(1000):
+                mute.sendall(struct.pack("<II", len(head), 0) + head)  # each answer is as long, and nobody reads it
+        b = appenders(home, "b", count=20)[0]
+        b.communicate(timeout=60)
+        assert b.returncode == 0
+        other = pa.table({"who": ["large"], "number": [1], "bytes": [b"x" * 200_000]})
+        client = AppendClient(Path(path))
+        client.append("web", "clicks", other, deadline_s=10)  # once those who send by halves are given up
+        client.close()
+    assert not writes(home, os.getpid())
+
+
+def test_a_close_that_is_broken_off_is_finished_all_the_same(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = millstream.open(home)
+    opened.append("web", "clicks", {"number": 0})
+
+    def broken_off(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("millstream.app.appending.undisturbed", broken_off)
+        with pytest.raises(KeyboardInterrupt):
+            opened.close()
+    opened.close()
+    assert not writes(home, os.getpid())
+    with pytest.raises(WriterClosed):
+        opened.append("web", "clicks", {"number": 1})
+    with millstream.open(home) as again:
+        again.append("web", "clicks", {"number": 2})
+    assert [row["number"] for row in rows_of(home)] == [0, 2]
+
+
+def test_a_stream_that_the_writers_configuration_lacks_is_told_by_name(home: Path) -> None:
+    with millstream.open(home) as opened:
+        opened.append("web", "clicks", {"number": 0})
+        make_home(home, WEB + "[streams.later]\n")
+        failed = run(home, "append", "--stream", "later", "clicks", "/dev/stdin", stdin='{"a": 1}\n')
+        assert "error[unknown_stream]" in failed.stderr
+        opened.append("web", "clicks", {"number": 1})
+
+
+def test_applications_append_while_a_job_lands_what_there_is(home: Path) -> None:
+    """`run --until-caught-up` holds the home for its pipeline's sake long after its capture is done."""
+    with millstream.open(home) as opened:
+        opened.append("web", "clicks", {"number": 0})
+        with process(home, "run", "--until-caught-up") as job:
+            slowest, number = 0.0, 0
+            while job.poll() is None:
+                number += 1
+                began = time.monotonic()
+                opened.append("web", "clicks", {"number": number})
+                slowest = max(slowest, time.monotonic() - began)
+        assert job.returncode == 0
+    assert [row["number"] for row in rows_of(home)] == list(range(number + 1))
+    assert slowest < 25, "none had to wait until the job was done"
+
+
+def test_names_that_differ_by_case_alone_are_one_table_too_many(home: Path) -> None:
+    with millstream.open(home) as opened:
+        opened.append("web", "users", {"id": 1})
+        for name in ('"Users"', 'public."USERS"', '"Public".users'):
+            with pytest.raises(InvalidValue):
+                opened.append("web", name, {"id": 2})
+
+
+def test_a_writer_with_a_name_needs_a_catalog_that_can_be_asked_and_makes_none_that_cannot_be_shared(
+    home: Path,
+) -> None:
+    make_home(home, '[writer]\nname = "a"\n' + WEB)
+    with millstream.open(home) as opened, pytest.raises(ConfigError, match="embedded"):
+        opened.append("web", "clicks", {"a": 1})
+    assert not (home / "data" / "catalog.db").exists()
+    make_home(home, WEB)
+    with millstream.open(home) as opened:
+        opened.append("web", "clicks", {"a": 1})
+    make_home(home, '[catalog]\nurl = "postgresql://u:${NOT_SET_ANYWHERE}@127.0.0.1:1/x"\n' + WEB)
+    with millstream.open(home) as opened, pytest.raises(ConfigError, match="NOT_SET_ANYWHERE"):
+        opened.append("web", "clicks", {"a": 1})
+
+
 def test_an_answer_that_never_comes_is_told_as_unknown(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millstream.ingest.local._ANSWER_PATIENCE_S", 0.5)
     with process(home, "capture", "run") as owner, millstream.open(home) as opened:
@@ -349,7 +450,7 @@ def test_rows_from_a_pipe(home: Path, tmp_path: Path) -> None:
         failed = run(home, "append", "users", str(file), "--rows", "1")
         assert failed.returncode in {1, 2}
         assert said in failed.stderr
-        assert "1 rows were appended before this" in failed.stderr
+        assert "appended before this, and durable: 1 rows" in failed.stderr
     assert [row["id"] for row in rows_of(home, "users")] == [1, 2, 3, 4, 5, 6]
 
 
@@ -375,10 +476,12 @@ def test_captured_tables_are_nobody_elses_and_a_written_name_sets_the_captured_o
         wait_for(lambda: any(t["state"] == "set_aside" for t in opened.status()["streams"][0]["tables"]))
     tables = {(t["name"], t["state"]) for t in json.loads(done(home, "tables", "--json"))}
     assert tables == {("public.orders", "streaming"), ("public.clicks", "streaming"), ("public.clicks", "set_aside")}
+    with millstream.open(home) as fresh:
+        fresh.append("shop", "clicks", {"id": 3})
     refused = run(home, "tables", "retry", "public.clicks")
     assert "Rename the one at the source" in refused.stderr
     assert run(home, "tables", "copy", "public.clicks").returncode == 2
-    assert [row["id"] for row in rows_of(home, "clicks", "shop") if row["__source"] == 0] == [1, 2]
+    assert [row["id"] for row in rows_of(home, "clicks", "shop") if row["__source"] == 0] == [1, 2, 3]
 
 
 def test_appends_go_on_while_the_source_is_away(tmp_path: Path) -> None:

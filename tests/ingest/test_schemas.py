@@ -78,6 +78,14 @@ def test_a_key_is_never_null() -> None:
             fitted(keyed, table_of(rows))
 
 
+def test_rows_that_would_fill_the_memory_with_what_they_lack_are_too_many() -> None:
+    wide = table(**{f"c{n}": pa.string() for n in range(1000)}, id=pa.int64())
+    rows = pa.table({"id": pa.nulls(20_000, pa.int64())})
+    assert len(fitted(wide, rows)) == 1001
+    with pytest.raises(RowsTooLarge):
+        fitted(wide, pa.table({"id": pa.nulls(40_000, pa.int64())}))
+
+
 TYPES = (
     pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64(), pa.decimal128(38, 9), pa.decimal128(20, 0), pa.string(), pa.bool_(),
     pa.binary(), pa.date32(), pa.timestamp("us"), pa.timestamp("us", "UTC"), pa.list_(pa.int64()), pa.list_(pa.string()),

@@ -15,10 +15,12 @@ from millstream.app.locks import RoleLock, holder, writer_role
 from millstream.app.logs import leave_logs_to_application
 from millstream.app.stream_writer import stream_writer
 from millstream.app.wiring import place_compiled_code
+from millstream.app.writer_facts import refuse_embedded_catalog
 from millstream.errors import HomeBusy, UnknownStream, WriterClosed
 from millstream.ingest.appender import Appender
 from millstream.ingest.columns import Rows, table_of
 from millstream.ingest.local import AppendClient, AppendServer
+from millstream.ingest.undisturbed import undisturbed
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -55,12 +57,12 @@ class HomeAppender:
         self._begin()
 
     def _begin(self) -> None:
-        self._pid = os.getpid()
         self._lock = threading.Lock()
         """Held to change what is below."""
         self._closed = False
         self._client: AppendClient | None = None
         self._own: _OwnWriter | None = None
+        self._pid = os.getpid()
 
     def append(self, stream: str, table: str, rows: Rows, *, deadline_s: float) -> Appended:
         """See `OpenHome.append`."""
@@ -85,9 +87,13 @@ class HomeAppender:
         """Where this process writes the home's streams, it is done with that."""
         if self._pid != os.getpid():
             return
+        # Broken off in its midst, it can be called again.
+        self._closed = True
+        undisturbed(self._close)
+
+    def _close(self) -> None:
         with self._lock:
-            self._closed = True
-            client, own, self._client, self._own = self._client, self._own, None, None
+            client, own = self._client, self._own
         if client is not None:
             client.close()
         if own is not None:
@@ -106,7 +112,7 @@ class HomeAppender:
                 if self._is_written():
                     self._client = AppendClient(append_socket(self._home, self._writer))
                 else:
-                    self._own = _OwnWriter(self._home, self._writer)
+                    self._own = undisturbed(lambda: _OwnWriter(self._home, self._writer))
                     return self._own
             return self._client
 
@@ -135,9 +141,12 @@ def _configured(home: Home, stream: str) -> StreamConfig:
 
 
 def will_write(home: Home, writer: str | None) -> bool:
-    """Whether `millstream run` or `millstream capture run` of this writer's name is there: it writes, or is about to."""
-    found = (holder(home.run_folder, role) for role in ("owner", "run"))
-    return any(facts and facts.get("writer") == writer for facts in found)
+    """Whether `millstream run` or `millstream capture run` of this writer's name is there: it writes, or is about to.
+
+    Not a job (`run --until-caught-up`) whose capture hasn't begun or is done: its pipeline goes on alone.
+    """
+    owner, run = (holder(home.run_folder, role) for role in ("owner", "run"))
+    return any(facts and facts.get("writer") == writer for facts in (owner, {} if run.get("job") else run))
 
 
 class _OwnWriter:
@@ -151,6 +160,8 @@ class _OwnWriter:
 
     def __init__(self, home: Home, writer: str | None) -> None:
         place_compiled_code(home)
+        if writer is not None:
+            refuse_embedded_catalog(home)
         self._home = home
         self._writer = writer
         self._ended = threading.Event()
@@ -193,11 +204,15 @@ class _OwnWriter:
                 found[0].close()
                 found = None
             if found is None:
-                with contextlib.ExitStack() as stack:
-                    config = _configured(self._home, stream)
-                    writer = stack.enter_context(stream_writer(self._home, self._catalog, stream, config))
-                    found = self._streams[stream] = (stack.pop_all(), writer)
+                found = self._streams[stream] = undisturbed(lambda: self._open(stream))
             return found[1].appender
+
+    def _open(self, stream: str) -> tuple[contextlib.ExitStack, StreamWriter]:
+        with contextlib.ExitStack() as stack:
+            writer = stack.enter_context(
+                stream_writer(self._home, self._catalog, stream, _configured(self._home, stream))
+            )
+            return stack.pop_all(), writer
 
     def close(self) -> None:
         """Answer those who wait, and give the role back."""
@@ -208,11 +223,14 @@ class _OwnWriter:
     def _let_go(self) -> None:
         with self._lock:
             streams, self._streams = self._streams, {}
-        for stack, _ in streams.values():
-            stack.close()
+        with contextlib.ExitStack() as all_of_them:
+            for stack, _ in streams.values():
+                all_of_them.callback(stack.close)
 
     def _step_aside(self) -> None:
         while not self._ended.wait(_LOOK_EVERY_S):
             if will_write(self._home, self._writer):
                 logger.info("another process writes the home from here on", home=str(self._home.path))
-                self.close()
+                break
+        # Also what a broken-off `close` has begun.
+        self.close()

@@ -286,9 +286,10 @@ class Home:
             return None
         try:
             return self.loaded_config.catalog_address()
-        except ConfigError:
+        except ConfigError as error:
             # A mistake elsewhere in it doesn't hide a catalog that is seen to be here.
-            if self.catalog_file.exists() and "catalog" not in self._facts():
+            elsewhere = not str(error.details.get("key", "")).startswith("catalog")
+            if elsewhere and self.catalog_file.exists() and "catalog" not in self._facts():
                 return None
             raise
 

@@ -46,7 +46,7 @@ class RoleLock:
 
     @classmethod
     def take(
-        cls, run_folder: Path, role: Role | WriterRole, *, patience_s: float = 0.5, **facts: str | None
+        cls, run_folder: Path, role: Role | WriterRole, *, patience_s: float = 0.5, **facts: str | bool | None
     ) -> RoleLock:
         """Take a role and write down who has it.
 

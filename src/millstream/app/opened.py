@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from millstream.app.home import Home
 from millstream.app.moments import parse_as_of
-from millstream.errors import LogError, MissingExtra, UnknownTable
+from millstream.errors import LogError, MissingExtra, UnknownTable, WriterClosed
 from millstream.model.ids import StreamId, TableId
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq, StreamToken
@@ -41,6 +41,7 @@ class OpenHome:
         self._readers: dict[str, StreamReader] = {}
         self._appending = threading.Lock()
         self._appender: HomeAppender | None = None
+        self._closed = False
 
     def __repr__(self) -> str:
         return f"OpenHome({str(self.path)!r})"
@@ -62,7 +63,7 @@ class OpenHome:
         """Let go of what was opened. Where this process writes the home's streams, others may from here on."""
         self._readers.clear()
         with self._appending:
-            appender, self._appender = self._appender, None
+            self._closed, appender = True, self._appender
         if appender is not None:
             appender.close()
 
@@ -151,6 +152,8 @@ class OpenHome:
 
     def _home_appender(self) -> HomeAppender:
         with self._appending:
+            if self._closed:
+                raise WriterClosed("this home was closed", hint="Open it again: millstream.open(…).")
             if self._appender is None:
                 try:
                     from millstream.app.appending import HomeAppender

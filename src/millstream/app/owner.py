@@ -23,7 +23,7 @@ from millstream.app.part import Lifeline
 from millstream.app.retention import sweep
 from millstream.app.stream_writer import StreamWriter, stream_writer
 from millstream.app.wiring import capture_config, place_compiled_code
-from millstream.app.writer_facts import note_capturing_writer, refuse_to_capture
+from millstream.app.writer_facts import note_capturing_writer, refuse_embedded_catalog, refuse_to_capture
 from millstream.errors import DiskFull, MillstreamError, Retry, UnknownStream, WriterClosed
 from millstream.ingest.local import AppendServer
 from millstream.model.ids import StreamId
@@ -45,6 +45,7 @@ _NOTHING_CAPTURED: Final[dict[str, Any]] = {
     "slot": "",
     "slot_holds_bytes": None,
 }
+_LOOK_EVERY_S: Final = 0.1
 _ATTEMPTS_OF_A_JOB: Final = 5
 """How often `--until-caught-up` tries before it fails: some seconds, for a server that is just starting."""
 
@@ -65,6 +66,8 @@ class OwnedStream:
         self.gave_up = False
         self.crash: Exception | None = None
         """A broken invariant: our bug, which ends the process."""
+        self.others_done: Final = threading.Event()
+        """Set when no stream captures any more."""
         self.since_s = time.time()
         self._attempt = 0
 
@@ -114,8 +117,9 @@ class OwnedStream:
         """Capture, and let applications append meanwhile, also while the source is away. Raises where the writer has failed."""
         if self.config.source is None:
             tell()
-            if not until_caught_up:
-                stop.wait()
+            # Of a job: for as long as the others take, so that applications can append meanwhile.
+            while not stop.wait(_LOOK_EVERY_S) and not (until_caught_up and self.others_done.is_set()):
+                continue
             self.facts_at_end = _NOTHING_CAPTURED | {"caught_up": until_caught_up}
             return
         if writer.name is not None:
@@ -217,6 +221,8 @@ def run_owner(
     """
     home.prepare()
     place_compiled_code(home)
+    if home.config.writer.name is not None:
+        refuse_embedded_catalog(home)
     with (
         RoleLock.take(
             home.run_folder,
@@ -295,7 +301,11 @@ def _appender_of(streams: dict[str, OwnedStream], name: str) -> Appender:
 
 def _wait_for(threads: list[threading.Thread], streams: list[OwnedStream], lifeline: Lifeline) -> None:
     reported: set[str] = set()
+    capturing = [thread for thread, stream in zip(threads, streams, strict=True) if stream.config.source is not None]
     while any(thread.is_alive() for thread in threads):
+        if not any(thread.is_alive() for thread in capturing):
+            for stream in streams:
+                stream.others_done.set()
         for thread in threads:
             thread.join(0.2)
         for stream in streams:

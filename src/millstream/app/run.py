@@ -59,7 +59,7 @@ def run_home(home: Home, *, until_caught_up: bool = False, on_event: Callable[[E
             "the pipeline needs pyspark, which isn't installed", hint="pip install 'millstream[spark]'", extra="spark"
         )
     home.prepare()
-    with RoleLock.take(home.run_folder, "run", writer=home.config.writer.name):
+    with RoleLock.take(home.run_folder, "run", writer=home.config.writer.name, job=until_caught_up):
         conductor = _Conductor(home, on_event, until_caught_up=until_caught_up)
         conductor.supervisor.run()
         return conductor.outcome()

@@ -91,18 +91,19 @@ def _stream(
     writers = catalog.writers(stream)
     writer = next((one for one in writers if one.name == _own_name(home)), writers[-1] if writers else None)
     shared = writer_facts(home, catalog, stream)
+    is_written = capture is not None or bool(holder(home.run_folder, writer_role(_own_name(home))))
     sources = catalog.sources(stream)
     return {
         "name": name,
         "id": str(stream),
-        "state": "running" if capture is not None else "stopped",
+        "state": "running" if is_written else "stopped",
         "writer": None
         if writer is None
         else {
             "name": writer.name,
             "epoch": int(writer.epoch),
             "pid": writer.pid or None,
-            "alive": capture is not None or bool(holder(home.run_folder, writer_role(_own_name(home)))),
+            "alive": is_written,
         },
         "writers": shared["writers"],
         "source": {

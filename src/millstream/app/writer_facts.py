@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from millstream.app.writers import WriterPlace, check_round_trip, inherit, refuse_embedded, store_of
+from millstream.app.writers import (
+    EMBEDDED,
+    EMBEDDED_HINT,
+    WriterPlace,
+    check_round_trip,
+    inherit,
+    refuse_embedded,
+    store_of,
+)
 from millstream.errors import ConfigError, UnknownWriter
 from millstream.protocol.sequencer import WriterPhase
 
@@ -174,3 +182,9 @@ def _examine_stream(home: Home, catalog: Catalog, stream: StreamId, name: str, o
         if one["state"] == "expired" and one["behind"]
     ]
     return f"; readers wait for {', '.join(waits)}, until a writer there recovers it" if waits else ""
+
+
+def refuse_embedded_catalog(home: Home) -> None:
+    """As `refuse_embedded`, before there is a catalog: one that nobody can use isn't made."""
+    if home.catalog_address() is None:
+        raise ConfigError(EMBEDDED, hint=EMBEDDED_HINT)

@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 
 logger = structlog.get_logger("millstream.writers")
 
+EMBEDDED: Final = "`[writer] name` is set, and the catalog is embedded: several writers need one that they share"
+EMBEDDED_HINT: Final = (
+    "Name a PostgreSQL database in `[catalog] url`, and `millstream catalog move`; or take `[writer]` away."
+)
 FOLLOW_EVERY_S: Final = 0.5
 """How often an idle writer that hears nothing lets readers pass what others were given: half of the second that is promised."""
 _TELL_EVERY_S: Final = 0.05
@@ -463,7 +467,4 @@ def store_of(catalog: Catalog, stream: StreamId, lease_s: float) -> PostgresSequ
 def refuse_embedded(catalog: Catalog) -> None:
     """`ConfigError` where the catalog can't be shared by writers."""
     if catalog.database.address is None:
-        raise ConfigError(
-            "`[writer] name` is set, and the catalog is embedded: several writers need one that they share",
-            hint="Name a PostgreSQL database in `[catalog] url`, and `millstream catalog move`; or take `[writer]` away.",
-        )
+        raise ConfigError(EMBEDDED, hint=EMBEDDED_HINT)

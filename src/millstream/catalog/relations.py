@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Row, Select, func, select, update
 from millstream.catalog import tables as t
 from millstream.catalog.part import CatalogPart, lock_stream, now_us
 from millstream.catalog.values import TableRow, TableState
-from millstream.errors import CatalogError, TableCaptured, UnknownTable
+from millstream.errors import CatalogError, InvalidValue, TableCaptured, UnknownTable
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, TableId
 from millstream.model.names import qualified_name
 from millstream.model.schema import TableKind, TableSchema
@@ -183,24 +183,21 @@ class Relations(CatalogPart):
 
         Raises:
             TableCaptured: the name is a captured table's.
+            InvalidValue: it differs from another's by its case alone.
         """
         with self._database.write() as connection:
             lock_stream(connection, stream)
-            found = connection.execute(
+            rows = connection.execute(
                 select(t.tables).where(
                     t.tables.c.stream == str(stream),
-                    t.tables.c.namespace == namespace,
-                    t.tables.c.name == name,
                     t.tables.c.kind == TableKind.TABLE.value,
                     t.tables.c.state != TableState.GONE.value,
                 )
             ).all()
-            captured = [row for row in found if row.source != 0]
-            if captured:
-                raise TableCaptured(
-                    f"{qualified_name(namespace, name)} is captured from PostgreSQL",
-                    table=qualified_name(namespace, name),
-                )
+            # One that applications write stays theirs, though the source has got one of its name since.
+            found = [row for row in rows if (row.namespace, row.name, row.source) == (namespace, name, 0)]
+            if not found:
+                _check_free(rows, namespace, name)
             if found:
                 row = found[0]
             else:
@@ -267,6 +264,21 @@ class Relations(CatalogPart):
 
 def _schema_of(blob: bytes) -> TableSchema:
     return TableSchema.from_arrow(pa.ipc.read_schema(pa.py_buffer(blob)))
+
+
+def _check_free(rows: Iterable[Row[Any]], namespace: str, name: str) -> None:
+    """Whether applications may make a table of that name."""
+    mine = qualified_name(namespace, name)
+    for row in rows:
+        if (row.namespace, row.name) == (namespace, name):
+            raise TableCaptured(f"{mine} is captured from PostgreSQL", table=mine)
+        other = qualified_name(row.namespace, row.name)
+        if other.lower().replace('"', "") == mine.lower().replace('"', ""):
+            raise InvalidValue(
+                f"tables {other} and {mine} would have one name in a query",
+                hint="Write to the one that is there, or give the other another name.",
+                table=mine,
+            )
 
 
 def _table_row(row: Row[Any]) -> TableRow:

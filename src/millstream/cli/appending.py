@@ -43,10 +43,13 @@ def append(
                 if as_json:
                     click.echo(json.dumps(appended.as_dict()))
         except millstream.MillstreamError:
-            note(f"{done:,} rows were appended before this, up to line {done} of those that hold a row")
+            if done:
+                note(
+                    f"appended before this, and durable: {done:,} rows, those of the first {done:,} lines that hold one"
+                )
             raise
         if not as_json:
-            note(f"{done:,} rows are durable")
+            note(f"{done:,} row{' is' if done == 1 else 's are'} durable")
 
 
 def _objects(file: IO[str]) -> Iterator[dict[str, Any]]:

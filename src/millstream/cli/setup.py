@@ -43,7 +43,8 @@ def init(session: Session, folder: str | None, stream: str, source: str | None, 
         _list_text_columns(home, dict(made.environ))
     shown = home.name if home.parent == Path.cwd() else home
     option = "" if home == Path.cwd() else f"--home {shown} "
-    note(f"Next:  millstream {option}doctor   then:  millstream {option}run")
+    then = "run" if source is not None else "append TABLE rows.ndjson"
+    note(f"Next:  millstream {option}doctor   then:  millstream {option}{then}")
 
 
 def _list_text_columns(home: Path, environ: dict[str, str]) -> None:

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from millstream.errors import InvalidValue
 from millstream.ingest.schemas import WriteRules, fitted, grown
+from millstream.ingest.undisturbed import undisturbed
 from millstream.model.ids import ShardId, SourceId, StreamId, WriterId
 from millstream.model.names import parse_qualified_name
 from millstream.model.operations import OPERATION_SCHEMA, Ack, Appended, OperationKind, TableRows, WriteOps
@@ -85,7 +86,7 @@ class Appender:
     def operation(self, table: str, rows: pa.Table) -> WriteOps:
         """The operation of an append; tables and columns that are new are durable in the catalog when it returns. Raises as `append`."""
         if not rows.num_rows:
-            raise InvalidValue("an append needs at least one row")
+            raise InvalidValue("an append needs at least one row", hint="Don't call it where there is none.")
         namespace, name = parse_qualified_name(table)
         rules = self._rules_of(namespace, name)
         shard = self._shard_of(f"{namespace}.{name}")
@@ -97,7 +98,9 @@ class Appender:
                 fitted(wanted, rows)  # what doesn't fit makes no table and no column
                 return wanted
 
-            known = self._catalog.application_table(self._stream, namespace, name, shard=shard, grow=grow)
+            known = undisturbed(
+                lambda: self._catalog.application_table(self._stream, namespace, name, shard=shard, grow=grow)
+            )
             self._schemas[namespace, name] = known
         count = rows.num_rows
         facts: dict[str, pa.Array] = {

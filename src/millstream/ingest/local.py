@@ -46,6 +46,11 @@ _ROOM_BYTES: Final = 4 * ROWS_BYTES_MAX
 """Of requests that are being read or written, all connections together; others wait in their senders."""
 _SMALL_BYTES: Final = 64 << 10
 """Rows up to here are looked at on the loop's own thread: handing them to another takes longer."""
+_SMALL_ROWS: Final = 10_000
+_LARGE_AT_ONCE: Final = 2
+"""How many others are made operations at a time: each may take some hundred megabytes meanwhile."""
+_SENDING_S: Final = 30.0
+"""How long a request may take to be sent, once it has begun."""
 _ANSWER_PATIENCE_S: Final = 60.0
 """How much longer than its deadline an append may take before its caller gives up: an fsync that hangs."""
 _HELLO_PATIENCE_S: Final = 5.0
@@ -56,6 +61,8 @@ _CLOSED: Final = {"closed": True}
 
 _LISTENING: Final[weakref.WeakSet[socket.socket]] = weakref.WeakSet()
 """This process's: callers of a socket that a fork's child has, and doesn't serve, would wait for ever."""
+_CONNECTED: Final[set[int]] = set()
+"""Descriptors of its connections, likewise."""
 
 
 class AppendServer:
@@ -71,9 +78,10 @@ class AppendServer:
         self._appender_of = appender_of
         self._loop = asyncio.new_event_loop()
         self._room = _Room(_ROOM_BYTES)
+        self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
         self._known: dict[str, Appender] = {}
         """By stream, as long as its log's writer takes appends."""
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._busy: set[asyncio.Task[None]] = set()
         """Of these, the ones that have read a request and haven't answered it."""
         self._draining = False
@@ -102,9 +110,14 @@ class AppendServer:
     async def _drain(self) -> None:
         self._draining = True
         self._server.close()
-        if self._busy:
-            await asyncio.wait(self._busy, timeout=_DRAIN_S)
-        for task in self._connections - self._busy:
+        for task in self._connections.keys() - self._busy:
+            task.cancel()
+        if self._connections:
+            await asyncio.wait(self._connections, timeout=_DRAIN_S)
+        # Who doesn't read what it is told holds nobody up.
+        for writer in self._connections.values():
+            writer.transport.abort()
+        for task in self._connections:
             task.cancel()
         if self._connections:
             await asyncio.wait(self._connections)
@@ -112,15 +125,18 @@ class AppendServer:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None, "it is one"
-        self._connections.add(task)
+        self._connections[task] = writer
+        descriptor = writer.get_extra_info("socket").fileno()
+        _CONNECTED.add(descriptor)
         # Its end, also in the midst of a request: nothing of that was taken.
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError, TimeoutError):
             await _send(writer, _HELLO)
             await self._serve(reader, writer, task)
-        if self._draining:
-            with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ConnectionError, asyncio.CancelledError):
+            if self._draining:
                 await _send(writer, _CLOSED)
-        self._connections.discard(task)
+        del self._connections[task]
+        _CONNECTED.discard(descriptor)
         writer.close()
 
     async def _serve(
@@ -131,9 +147,12 @@ class AppendServer:
             if head_length > _HEAD_BYTES_MAX or body_length > _BODY_BYTES_MAX:
                 await _send(writer, {"error": _oversized(body_length).as_dict()})
                 return
-            async with self._room.of(head_length + body_length):
-                head = await reader.readexactly(head_length)
-                body = await reader.readexactly(body_length)
+            size = head_length + body_length
+            # A small one waits for nobody who sends slowly.
+            async with self._room.of(size) if size > _SMALL_BYTES else contextlib.nullcontext():
+                async with asyncio.timeout(_SENDING_S):
+                    head = await reader.readexactly(head_length)
+                    body = await reader.readexactly(body_length)
                 self._busy.add(task)
                 try:
                     await _send(writer, await self._answer(head, body))
@@ -160,10 +179,11 @@ class AppendServer:
             # It may have a log to open first.
             appender = self._known[stream] = await asyncio.to_thread(self._appender_of, stream)
         try:
-            if len(body) <= _SMALL_BYTES and appender.knows(table, rows):
+            if len(body) <= _SMALL_BYTES and rows.num_rows <= _SMALL_ROWS and appender.knows(table, rows):
                 operation = appender.operation(table, rows)
             else:
-                operation = await asyncio.to_thread(appender.operation, table, rows)
+                async with self._large:
+                    operation = await asyncio.to_thread(appender.operation, table, rows)
             return await appender.append_async(operation, deadline_s=deadline_s)
         except MillstreamError as error:
             if error.retry is Retry.REOPEN or isinstance(error, StaleEpoch):
@@ -328,6 +348,9 @@ def _leave_all_to_parent() -> None:
     for listening in list(_LISTENING):
         listening.close()
     _LISTENING.clear()
+    for descriptor in _CONNECTED:
+        os.close(descriptor)
+    _CONNECTED.clear()
 
 
 os.register_at_fork(after_in_child=_leave_all_to_parent)

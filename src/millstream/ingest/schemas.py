@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.errors import InvalidValue, KeyChanged, UnknownColumn, UnknownTable
-from millstream.ingest.columns import COLUMNS_MAX, too_large
+from millstream.ingest.columns import COLUMNS_MAX, ROWS_BYTES_MAX, too_large
 from millstream.model.schema import Column, TableSchema
+
+FITTED_BYTES_MAX: Final = 2 * ROWS_BYTES_MAX
+"""Of a call's rows with all columns of their table: a table may have a thousand that the call doesn't name."""
+_ROW_BYTES: Final = 32
+"""What the log adds to a row, about."""
+_VALUE_BYTES: Final = 5
+"""What a null takes at the least, of text for example."""
 
 
 class SchemaOnWrite(StrEnum):
@@ -98,8 +106,12 @@ def grown(known: TableSchema, columns: pa.Schema, rules: WriteRules) -> TableSch
 def _check_key(table: str, types: dict[str, pa.DataType], key: Sequence[str]) -> None:
     missing = [name for name in key if name not in types]
     if not types or missing:
-        what = f"its key's {', '.join(missing)}" if missing else "a column with a value"
-        raise InvalidValue(f"{table} can't be made of rows that have no {what}", table=table)
+        what = f"no {', '.join(missing)}, which is of its key" if missing else "nulls alone"
+        raise InvalidValue(
+            f"{table} can't be made of rows that have {what}",
+            hint="A column comes with its first value.",
+            table=table,
+        )
     for name in key:
         if pa.types.is_nested(types[name]):
             raise InvalidValue(
@@ -119,8 +131,12 @@ def fitted(schema: TableSchema, rows: pa.Table) -> list[pa.Array]:
         rows: in the log's types.
 
     Raises:
+        RowsTooLarge: with the columns that they lack they take more than `FITTED_BYTES_MAX`.
         InvalidValue: a value isn't exactly one of its column's type, or a key is null; details: table, column.
     """
+    size = rows.nbytes + rows.num_rows * (_ROW_BYTES + _VALUE_BYTES * len(schema.columns))
+    if size > FITTED_BYTES_MAX:
+        raise too_large(f"{rows.num_rows} rows of {schema.full_name}, in bytes,", size, FITTED_BYTES_MAX)
     fitted = []
     for column in schema.columns:
         place = rows.schema.get_field_index(column.name)
@@ -128,6 +144,7 @@ def fitted(schema: TableSchema, rows: pa.Table) -> list[pa.Array]:
         if column.name in schema.key and (values is None or values.null_count):
             raise InvalidValue(
                 f"column {column.name} of {schema.full_name} is of its key, and a row has none",
+                hint="Give every row its key; a table without one is for rows that are never told apart.",
                 table=schema.full_name,
                 column=column.name,
             )

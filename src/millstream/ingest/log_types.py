@@ -1,0 +1,173 @@
+"""Arrow's types as the log has them: each holds every value of the one that it stands for, to the last digit."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Final
+from uuid import UUID
+
+import pyarrow as pa
+
+from millstream.errors import InvalidValue
+from millstream.model.pgtypes import DECIMAL_DIGITS_MAX
+from millstream.model.records import INSTANT, TIME_MAX_US, TIME_MIN_US
+
+NOT_A_VALUE: Final = (pa.ArrowException, TypeError, ValueError, OverflowError)
+"""What conversions raise."""
+_DAY_US: Final = 86_400_000_000
+_UUID: Final = "arrow.uuid"
+_EXTENSIONS: Final[Mapping[str, pa.DataType]] = {
+    _UUID: pa.string(),
+    "arrow.json": pa.string(),
+    "arrow.bool8": pa.bool_(),
+}
+_SAME: Final[Mapping[pa.DataType, pa.DataType]] = {
+    **{
+        kind: kind
+        for kind in (
+            pa.null(), pa.bool_(), pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64(), pa.string(), pa.binary(), pa.date32(),
+        )
+    },
+    pa.int8(): pa.int16(),
+    pa.uint8(): pa.int16(),
+    pa.uint16(): pa.int32(),
+    pa.uint32(): pa.int64(),
+    pa.uint64(): pa.decimal128(20, 0),
+    pa.float16(): pa.float32(),
+    pa.large_string(): pa.string(),
+    pa.string_view(): pa.string(),
+    pa.large_binary(): pa.binary(),
+    pa.binary_view(): pa.binary(),
+    pa.date64(): pa.date32(),
+}  # fmt: skip
+
+
+def stored(name: str, column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """A column in the type that the log has for it."""
+    wanted = log_type(column.type)
+    try:
+        if wanted is None:
+            raise no_value(name, f"the log has no type for {column.type}")
+        if isinstance(column.type, pa.BaseExtensionType) and column.type.extension_name != _UUID:
+            column = pa.chunked_array([chunk.storage for chunk in column.chunks], column.type.storage_type)
+        if pa.types.is_dictionary(column.type):
+            kind = column.type.value_type
+            column = pa.chunked_array(
+                [chunk.dictionary_decode() for chunk in _plain_dictionaries(column)], _plain(kind)
+            )
+        if _is_spelled(column.type):
+            texts = [None if value is None else text_of(value) for value in column.to_pylist()]
+            stored = pa.chunked_array([pa.array(texts, pa.string())])
+        elif pa.types.is_list(wanted) and _is_spelled(column.type.value_type):
+            lists = [
+                value and [None if item is None else text_of(item) for item in value] for value in column.to_pylist()
+            ]
+            stored = pa.chunked_array([pa.array(lists, wanted)])
+        else:
+            stored = column if column.type == wanted else column.cast(wanted)
+    except NOT_A_VALUE as error:
+        raise no_value(name, str(error)) from error
+    _check_years(name, stored)
+    return stored
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    return pa.large_string() if pa.types.is_string_view(kind) else kind
+
+
+def _plain_dictionaries(column: pa.ChunkedArray) -> list[pa.DictionaryArray]:
+    """Without views, which Arrow can't look values up in."""
+    kind = _plain(column.type.value_type)
+    return [pa.DictionaryArray.from_arrays(chunk.indices, chunk.dictionary.cast(kind)) for chunk in column.chunks]
+
+
+def _is_spelled(kind: pa.DataType) -> bool:
+    """Whether values of a type go into text by their own spelling, and not by a cast of Arrow's."""
+    return log_type(kind) == pa.string() and kind not in _SAME and not pa.types.is_dictionary(kind)
+
+
+def text_of(value: object) -> str:
+    """A value that has no type of its own in the log."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dt.time):
+        return value.isoformat()
+    return str(value) if isinstance(value, Decimal | UUID) else json_of(value)
+
+
+def _check_years(name: str, column: pa.ChunkedArray) -> None:
+    kind = column.type
+    if pa.types.is_timestamp(kind):
+        low, high, whole = TIME_MIN_US, TIME_MAX_US, pa.int64()
+    elif pa.types.is_date32(kind):
+        low, high, whole = TIME_MIN_US // _DAY_US, TIME_MAX_US // _DAY_US, pa.int32()
+    else:
+        return
+    found = pa.compute.min_max(column.cast(whole)).as_py()
+    if found["min"] is not None and not (low <= found["min"] and found["max"] <= high):
+        raise no_value(name, "it has a time beyond the years 1 to 9999")
+
+
+def log_type(kind: pa.DataType) -> pa.DataType | None:
+    """The type that a column of some Arrow type has in the log: one that holds each of its values; None where there is none."""
+    if kind in _SAME:
+        return _SAME[kind]
+    if isinstance(kind, pa.BaseExtensionType):
+        return _EXTENSIONS.get(kind.extension_name)
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        return log_type(kind.value_type)
+    if pa.types.is_timestamp(kind):
+        return pa.timestamp("us") if kind.tz is None else INSTANT
+    if pa.types.is_decimal(kind):
+        return (
+            pa.decimal128(kind.precision, kind.scale)
+            if kind.precision <= DECIMAL_DIGITS_MAX and kind.scale >= 0
+            else pa.string()
+        )
+    if pa.types.is_fixed_size_binary(kind):
+        return pa.binary()
+    if pa.types.is_time(kind) or pa.types.is_struct(kind) or pa.types.is_map(kind):
+        return pa.string()
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return _list_type(kind.value_type)
+    return None
+
+
+def _list_type(items: pa.DataType) -> pa.DataType | None:
+    inner = log_type(items)
+    if inner is None:
+        return None
+    return pa.string() if pa.types.is_nested(items) else pa.list_(inner)
+
+
+def json_of(value: object) -> str:
+    """A nested value as JSON; `TypeError`, `ValueError` where that would change it."""
+    _check_keys(value)
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_json_scalar)
+
+
+def _check_keys(value: object) -> None:
+    """`TypeError` where a name isn't text: JSON would make it text, and perhaps one with another."""
+    if isinstance(value, Mapping):
+        for name in value:
+            if not isinstance(name, str):
+                raise TypeError(f"a name inside of it is {type(name).__name__}, not text")
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    for item in inner:
+        _check_keys(item)
+
+
+def _json_scalar(value: object) -> str:
+    if isinstance(value, dt.date | dt.time):
+        return value.isoformat()
+    if isinstance(value, Decimal | UUID):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} has no place in JSON")
+
+
+def no_value(name: str, why: str) -> InvalidValue:
+    """The error of a column whose values can't be taken."""
+    return InvalidValue(f"column {name} can't be taken: {why}", column=name)
