@@ -128,16 +128,21 @@ class AppendServer:
         self._connections[task] = writer
         descriptor = writer.get_extra_info("socket").fileno()
         _CONNECTED.add(descriptor)
-        # Its end, also in the midst of a request: nothing of that was taken.
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError, TimeoutError):
-            await _send(writer, _HELLO)
-            await self._serve(reader, writer, task)
-        with contextlib.suppress(ConnectionError, asyncio.CancelledError):
-            if self._draining:
-                await _send(writer, _CLOSED)
-        del self._connections[task]
-        _CONNECTED.discard(descriptor)
-        writer.close()
+        try:
+            # Its end, also in the midst of a request: nothing of that was taken.
+            with contextlib.suppress(
+                asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError, TimeoutError
+            ):
+                await _send(writer, _HELLO)
+                await self._serve(reader, writer, task)
+            with contextlib.suppress(ConnectionError, asyncio.CancelledError):
+                if self._draining:
+                    await _send(writer, _CLOSED)
+        finally:
+            # A bug of ours ends the connection, and is told by the loop; its caller learns that there is no answer.
+            del self._connections[task]
+            _CONNECTED.discard(descriptor)
+            writer.close()
 
     async def _serve(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, task: asyncio.Task[None]
@@ -179,11 +184,14 @@ class AppendServer:
             # It may have a log to open first.
             appender = self._known[stream] = await asyncio.to_thread(self._appender_of, stream)
         try:
-            if len(body) <= _SMALL_BYTES and rows.num_rows <= _SMALL_ROWS and appender.knows(table, rows):
-                operation = appender.operation(table, rows)
-            else:
-                async with self._large:
-                    operation = await asyncio.to_thread(appender.operation, table, rows)
+            try:
+                if len(body) <= _SMALL_BYTES and rows.num_rows <= _SMALL_ROWS and appender.knows(table, rows):
+                    operation = appender.operation(table, rows)
+                else:
+                    async with self._large:
+                        operation = await asyncio.to_thread(appender.operation, table, rows)
+            except MemoryError as error:
+                raise _oversized(len(body)) from error
             return await appender.append_async(operation, deadline_s=deadline_s)
         except MillstreamError as error:
             if error.retry is Retry.REOPEN or isinstance(error, StaleEpoch):
