@@ -1,0 +1,65 @@
+"""Values of many megabytes arrive whole, and take memory by their size alone, not by their number."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.app.homes import config, make_home
+
+import millstream
+from millstream.testing.pytest_plugin import Database
+
+MIB = 1 << 20
+BASE_BYTES = 512 * MIB
+"""What capture may take beside three times the largest value."""
+
+
+def capture(home: Path) -> int:
+    """`capture run --until-caught-up`; the most memory that it held, in bytes."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "millstream.cli", "--home", str(home), "capture", "run", "--until-caught-up"],
+        stderr=subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    said = process.stderr.read().decode()
+    process.stderr.close()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0, said
+    return usage.ru_maxrss * 1024
+
+
+@pytest.mark.parametrize("size", [40 * MIB, pytest.param(200 * MIB, marks=pytest.mark.soak)])
+def test_values_of_many_megabytes_are_captured_whole_in_bounded_memory(
+    size: int, tmp_path: Path, postgres: Database
+) -> None:
+    home = make_home(tmp_path / "shop", config(postgres.dsn, None))
+    with postgres.connect() as connection:
+        connection.execute("CREATE TABLE large (id int PRIMARY KEY, words text, bytes bytea)")
+        capture(home)
+        connection.execute("INSERT INTO large SELECT 1, repeat('é', %s), NULL", [size // 2])
+        connection.execute("INSERT INTO large SELECT 2, NULL, decode(repeat('ab', %s), 'hex')", [size // 2])
+        connection.execute(
+            "INSERT INTO large SELECT i, repeat('y', %s), NULL FROM generate_series(10, 14) i", [size // 4]
+        )
+        connection.execute("UPDATE large SET id = id + 100 WHERE id < 3")  # what is unchanged isn't sent again
+    assert capture(home) < BASE_BYTES + 3 * size
+    found = {}
+    with millstream.open(home) as opened:
+        for batch in opened.read("shop", table="large"):
+            for row in batch.to_pylist():
+                value = row["words"].encode() if row["bytes"] is None and row["words"] is not None else row["bytes"]
+                facts = None if value is None else (len(value), hashlib.sha256(value).hexdigest())
+                found[row["__op"], row["id"]] = facts
+    letters = {1: "é".encode() * (size // 2), 2: b"\xab" * (size // 2)} | dict.fromkeys(
+        range(10, 15), b"y" * (size // 4)
+    )
+    assert found == {("c", key): (len(text), hashlib.sha256(text).hexdigest()) for key, text in letters.items()} | {
+        ("u", 101): None,
+        ("u", 102): None,
+    }
