@@ -373,6 +373,64 @@ def test_a_close_that_is_broken_off_is_finished_all_the_same(home: Path, monkeyp
     assert [row["number"] for row in rows_of(home)] == [0, 2]
 
 
+MAIN_ENDS = """
+import sys, threading, time, millstream
+home = millstream.open(sys.argv[1])
+home.append("web", "clicks", {"who": "main", "number": 0})
+def go():
+    number = 0
+    while sys.stdin.read(1):
+        number += 1
+        home.append("web", "clicks", {"who": "thread", "number": number})
+        print(number, flush=True)
+threading.Thread(target=go).start()
+print("begun", flush=True)
+"""
+
+
+def test_an_application_whose_main_thread_has_ended_goes_on_writing_for_others(home: Path) -> None:
+    """And one that just ends answers those who wait for it: nobody is told that an outcome is unknown."""
+    writer = subprocess.Popen(
+        [sys.executable, "-c", MAIN_ENDS, str(home)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert writer.stdin is not None
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == "begun\n"
+    with millstream.open(home) as opened:
+        for number in range(1, 6):
+            opened.append("web", "clicks", {"who": "other", "number": number})
+            opened.append("web", f"new_{number}", [{"number": n} for n in range(20_000)])
+            writer.stdin.write("x")
+            writer.stdin.flush()
+            assert writer.stdout.readline() == f"{number}\n"
+            assert writes(home, writer.pid)
+        writer.stdin.close()
+        for number in range(6, 300):
+            opened.append("web", "clicks", {"who": "other", "number": number})
+            if writer.poll() is not None and number > 50:
+                break
+        assert writer.wait() == 0
+        assert writes(home, os.getpid())
+    assert [row["number"] for row in rows_of(home) if row["who"] == "other"] == list(range(1, number + 1))
+    assert len(rows_of(home, "new_5")) == 20_000
+
+
+@pytest.mark.parametrize("after_s", [0.001, 0.003, 0.01, 0.03, 0.1, 0.3])
+def test_an_interrupt_in_the_first_append_leaves_nothing_behind(home: Path, after_s: float) -> None:
+    opened = millstream.open(home)
+    timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with suppress(KeyboardInterrupt):
+        opened.append("web", "clicks", {"number": 1})
+        timer.join()
+        time.sleep(0.2)  # it comes in here, where the append was quicker
+    opened.close()
+    assert not writes(home, os.getpid())
+    with millstream.open(home) as again:
+        again.append("web", "clicks", {"number": 2})
+    assert [row["number"] for row in rows_of(home)] in ([1, 2], [2])
+
+
 def test_a_stream_that_the_writers_configuration_lacks_is_told_by_name(home: Path) -> None:
     with millstream.open(home) as opened:
         opened.append("web", "clicks", {"number": 0})

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -16,7 +18,7 @@ from millstream.app.logs import leave_logs_to_application
 from millstream.app.stream_writer import stream_writer
 from millstream.app.wiring import place_compiled_code
 from millstream.app.writer_facts import refuse_embedded_catalog
-from millstream.errors import HomeBusy, UnknownStream, WriterClosed
+from millstream.errors import HomeBusy, MillstreamError, UnknownStream, WriterClosed
 from millstream.ingest.appender import Appender
 from millstream.ingest.columns import Rows, table_of
 from millstream.ingest.local import AppendClient, AppendServer
@@ -44,6 +46,9 @@ def append_socket(home: Home, writer: str | None) -> Path:
     return home.make_socket_folder() / f"{writer_role(writer)}.sock"
 
 
+_OPEN_HERE: Final[weakref.WeakSet[HomeAppender]] = weakref.WeakSet()
+
+
 class HomeAppender:
     """Appends to a home's streams, in whatever process that has to be done. Made by the first append of an `OpenHome`.
 
@@ -52,6 +57,7 @@ class HomeAppender:
 
     def __init__(self, home: Home) -> None:
         leave_logs_to_application()
+        _OPEN_HERE.add(self)
         self._home = home
         self._writer = home.config.writer.name
         self._begin()
@@ -112,9 +118,12 @@ class HomeAppender:
                 if self._is_written():
                     self._client = AppendClient(append_socket(self._home, self._writer))
                 else:
-                    self._own = undisturbed(lambda: _OwnWriter(self._home, self._writer))
-                    return self._own
+                    return undisturbed(self._become)
             return self._client
+
+    def _become(self) -> _OwnWriter:
+        self._own = _OwnWriter(self._home, self._writer)
+        return self._own
 
     def _is_written(self) -> bool:
         """Whether another process is the writer, or begins to be it."""
@@ -204,15 +213,15 @@ class _OwnWriter:
                 found[0].close()
                 found = None
             if found is None:
-                found = self._streams[stream] = undisturbed(lambda: self._open(stream))
+                found = undisturbed(lambda: self._open(stream))
             return found[1].appender
 
     def _open(self, stream: str) -> tuple[contextlib.ExitStack, StreamWriter]:
         with contextlib.ExitStack() as stack:
-            writer = stack.enter_context(
-                stream_writer(self._home, self._catalog, stream, _configured(self._home, stream))
-            )
-            return stack.pop_all(), writer
+            config = _configured(self._home, stream)
+            writer = stack.enter_context(stream_writer(self._home, self._catalog, stream, config))
+            self._streams[stream] = stack.pop_all(), writer
+        return self._streams[stream]
 
     def close(self) -> None:
         """Answer those who wait, and give the role back."""
@@ -234,3 +243,11 @@ class _OwnWriter:
                 break
         # Also what a broken-off `close` has begun.
         self.close()
+
+
+@atexit.register
+def _close_all() -> None:
+    """An application that ends without a word: who waits for it is answered, and the role is free at once."""
+    for appender in list(_OPEN_HERE):
+        with contextlib.suppress(MillstreamError):
+            appender.close()

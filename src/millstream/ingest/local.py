@@ -17,6 +17,7 @@ import socket
 import struct
 import threading
 import weakref
+from asyncio import wrap_future
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -35,6 +36,7 @@ from millstream.errors import (
 )
 from millstream.ingest.appender import Appender
 from millstream.ingest.columns import ROWS_BYTES_MAX
+from millstream.ingest.undisturbed import made_elsewhere
 from millstream.model.operations import Appended
 
 _LENGTHS: Final = struct.Struct("<II")
@@ -102,7 +104,6 @@ class AppendServer:
         asyncio.run_coroutine_threadsafe(self._drain(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
         with contextlib.suppress(OSError):
             self._path.unlink()
@@ -182,14 +183,14 @@ class AppendServer:
         appender = self._known.get(stream)
         if appender is None:
             # It may have a log to open first.
-            appender = self._known[stream] = await asyncio.to_thread(self._appender_of, stream)
+            appender = self._known[stream] = await wrap_future(made_elsewhere(lambda: self._appender_of(stream)))
         try:
             try:
                 if len(body) <= _SMALL_BYTES and rows.num_rows <= _SMALL_ROWS and appender.knows(table, rows):
                     operation = appender.operation(table, rows)
                 else:
                     async with self._large:
-                        operation = await asyncio.to_thread(appender.operation, table, rows)
+                        operation = await wrap_future(made_elsewhere(lambda: appender.operation(table, rows)))
             except MemoryError as error:
                 raise _oversized(len(body)) from error
             return await appender.append_async(operation, deadline_s=deadline_s)
