@@ -419,8 +419,8 @@ def test_an_application_whose_main_thread_has_ended_goes_on_writing_for_others(h
 def test_an_interrupt_in_the_first_append_leaves_nothing_behind(home: Path, after_s: float) -> None:
     opened = millstream.open(home)
     timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
     with suppress(KeyboardInterrupt):
+        timer.start()
         opened.append("web", "clicks", {"number": 1})
         timer.join()
         time.sleep(0.2)  # it comes in here, where the append was quicker

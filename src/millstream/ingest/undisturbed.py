@@ -18,7 +18,14 @@ def undisturbed(call: Callable[[], _Made]) -> _Made:
     """
     if threading.current_thread() is not threading.main_thread():
         return call()
-    made, interrupted = made_elsewhere(call), None
+    made: Future[_Made] = Future()
+    interrupted: KeyboardInterrupt | None = None
+    try:
+        _begin(call, made)
+    except KeyboardInterrupt as error:
+        if made.cancel():
+            raise  # it hasn't begun, and won't
+        interrupted = error
     while not made.done():
         try:
             made.exception()
@@ -32,8 +39,14 @@ def undisturbed(call: Callable[[], _Made]) -> _Made:
 def made_elsewhere(call: Callable[[], _Made]) -> Future[_Made]:
     """What a call will give, made on a thread of its own. Executors give out none once the main thread has ended, though others go on."""
     made: Future[_Made] = Future()
+    _begin(call, made)
+    return made
 
+
+def _begin(call: Callable[[], _Made], made: Future[_Made]) -> None:
     def make() -> None:
+        if not made.set_running_or_notify_cancel():
+            return
         try:
             result = call()
         except BaseException as error:  # noqa: BLE001 - whoever waits gets it, whatever it is
@@ -42,4 +55,3 @@ def made_elsewhere(call: Callable[[], _Made]) -> Future[_Made]:
             made.set_result(result)
 
     threading.Thread(target=make, name="undisturbed", daemon=True).start()
-    return made
