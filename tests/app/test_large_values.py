@@ -16,8 +16,7 @@ from millstream.testing.pytest_plugin import Database
 
 MIB = 1 << 20
 BASE_BYTES = 512 * MIB
-LARGE = 128 * MIB
-"""What capture may take is the first, and three times the largest value; smaller ones wait for the log side by side."""
+"""What capture may take beside three times the largest value."""
 
 
 def capture(home: Path) -> int:
@@ -25,6 +24,8 @@ def capture(home: Path) -> int:
     process = subprocess.Popen(
         [sys.executable, "-m", "millstream.cli", "--home", str(home), "capture", "run", "--until-caught-up"],
         stderr=subprocess.PIPE,
+        # Of its own: other tests' processes may write the shared one meanwhile, and compiling takes 200 MiB.
+        env={**os.environ, "NUMBA_CACHE_DIR": str(home / "compiled")},
     )
     assert process.stderr is not None
     said = process.stderr.read().decode()
@@ -49,7 +50,7 @@ def test_values_of_many_megabytes_are_captured_whole_in_bounded_memory(
             "INSERT INTO large SELECT i, repeat('y', %s), NULL FROM generate_series(10, 14) i", [size // 4]
         )
         connection.execute("UPDATE large SET id = id + 100 WHERE id < 3")  # what is unchanged isn't sent again
-    assert capture(home) < BASE_BYTES + 3 * max(size, LARGE)
+    assert capture(home) < BASE_BYTES + 3 * size
     found = {}
     with millstream.open(home) as opened:
         for batch in opened.read("shop", table="large"):

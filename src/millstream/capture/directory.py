@@ -26,8 +26,6 @@ NO_IDENTITY: Final = (
     "its replica identity gives updates and deletes no key; inserts and truncates alone are captured, into history"
 )
 
-NAME_TAKEN: Final = "applications write a table of this name into the stream: rename the one at the source"
-
 logger = structlog.get_logger("millstream.capture")
 
 
@@ -145,11 +143,6 @@ class CatalogDirectory:
     def _captured(self) -> list[TableRow]:
         return [row for row in self._catalog.tables(self._stream) if row.is_captured]
 
-    def _is_written(self, namespace: str, name: str) -> bool:
-        """Whether applications write a table of this name: two in one place of the lake would be one."""
-        rows = self._catalog.tables(self._stream)
-        return any((row.namespace, row.name, row.source) == (namespace, name, 0) for row in rows)
-
     def _row(self, oid: int, namespace: str, name: str, *, has_identity: bool) -> TableRow:
         row = self._catalog.table_for(
             self._stream,
@@ -161,9 +154,6 @@ class CatalogDirectory:
             state=TableState.COPY_REQUESTED if has_identity else TableState.HISTORY_ONLY,
             reason="" if has_identity else NO_IDENTITY,
         )
-        if self._is_written(namespace, name) and row.state is not TableState.SET_ASIDE:
-            self._catalog.set_state(row.id, TableState.SET_ASIDE, NAME_TAKEN)
-            row = self._catalog.table(row.id)
         with self._lock:
             self._rows[oid] = row
         return row

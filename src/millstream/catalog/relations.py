@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 from uuid import UUID
 
 import pyarrow as pa
@@ -19,6 +19,8 @@ from millstream.errors import CatalogError, InvalidValue, TableCaptured, Unknown
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, TableId
 from millstream.model.names import qualified_name
 from millstream.model.schema import TableKind, TableSchema
+
+_NAME_TAKEN: Final = "applications write a table of this name into the stream: rename the one at the source"
 
 
 class Relations(CatalogPart):
@@ -41,7 +43,8 @@ class Relations(CatalogPart):
 
         The relation is told by its OID within the same system and database, whatever the timeline, and by `kind`. A
         table that is there keeps id, shard and state; its name follows a rename. One that is `GONE` is never found: a
-        relation that comes back is a new table.
+        relation that comes back is a new table. One whose name, new or taken since, is that of a table that applications write is
+        set aside: two in one place of the lake would be one.
         """
         with self._database.write() as connection:
             lock_stream(connection, stream)
@@ -64,22 +67,20 @@ class Relations(CatalogPart):
                 )
                 query = query.where(t.tables.c.source.in_(branches))
             row = connection.execute(query).first()
+            if row is not None and (row.namespace, row.name) == (namespace, name):
+                return _table_row(row)
+            taken = (
+                source != 0 and kind is TableKind.TABLE and _written(connection, stream, namespace, name) is not None
+            )
+            if taken:
+                state, reason = TableState.SET_ASIDE, _NAME_TAKEN
+            stands = {"state": state.value, "reason": reason, "changed_us": now_us()}
+            named = {"namespace": namespace, "name": name}
             if row is None:
-                values = {
-                    "stream": str(stream),
-                    "source": source,
-                    "relation_oid": relation_oid,
-                    "namespace": namespace,
-                    "name": name,
-                    "kind": kind.value,
-                    "shard": shard,
-                    "state": state.value,
-                    "reason": reason,
-                    "changed_us": now_us(),
-                }
-                row = connection.execute(self._database.insert(t.tables).values(values).returning(t.tables)).one()
-            elif (row.namespace, row.name) != (namespace, name):
-                renamed = update(t.tables).where(t.tables.c.id == row.id).values(namespace=namespace, name=name)
+                of = {"source": source, "relation_oid": relation_oid, "kind": kind.value, "shard": shard}
+                row = self._insert_table(connection, stream, {**of, **named, **stands})
+            else:
+                renamed = update(t.tables).where(t.tables.c.id == row.id).values({**named, **(stands if taken else {})})
                 row = connection.execute(renamed.returning(t.tables)).one()
         return _table_row(row)
 
@@ -187,32 +188,24 @@ class Relations(CatalogPart):
         """
         with self._database.write() as connection:
             lock_stream(connection, stream)
-            rows = connection.execute(
-                select(t.tables).where(
-                    t.tables.c.stream == str(stream),
-                    t.tables.c.kind == TableKind.TABLE.value,
-                    t.tables.c.state != TableState.GONE.value,
-                )
-            ).all()
             # One that applications write stays theirs, though the source has got one of its name since.
-            found = [row for row in rows if (row.namespace, row.name, row.source) == (namespace, name, 0)]
-            if not found:
-                _check_free(rows, namespace, name)
-            if found:
-                row = found[0]
-            else:
-                values = {
-                    "stream": str(stream),
-                    "source": 0,
-                    "relation_oid": 0,
-                    "namespace": namespace,
-                    "name": name,
-                    "kind": TableKind.TABLE.value,
-                    "shard": shard,
-                    "state": TableState.STREAMING.value,
-                    "changed_us": now_us(),
-                }
-                row = connection.execute(self._database.insert(t.tables).values(values).returning(t.tables)).one()
+            row = _written(connection, stream, namespace, name)
+            if row is None:
+                _check_free(connection, stream, namespace, name)
+                row = self._insert_table(
+                    connection,
+                    stream,
+                    {
+                        "source": 0,
+                        "relation_oid": 0,
+                        "namespace": namespace,
+                        "name": name,
+                        "kind": TableKind.TABLE.value,
+                        "shard": shard,
+                        "state": TableState.STREAMING.value,
+                        "changed_us": now_us(),
+                    },
+                )
             known = TableSchema(TableId(row.id), SchemaVersion(0), SourceId(0), namespace, name, ())
             newest = select(t.schema_versions.c.arrow).where(
                 t.schema_versions.c.table_id == row.id, t.schema_versions.c.version == row.schema_version
@@ -221,6 +214,10 @@ class Relations(CatalogPart):
                 known = _schema_of(blob)
             wanted = grow(known)
             return known if wanted == known else self._number(connection, wanted)
+
+    def _insert_table(self, connection: Connection, stream: StreamId, values: Mapping[str, Any]) -> Row[Any]:
+        made = self._database.insert(t.tables).values({"stream": str(stream), **values})
+        return connection.execute(made.returning(t.tables)).one()
 
     def _number(self, connection: Connection, schema: TableSchema) -> TableSchema:
         """Number a schema and make it the table's newest; nobody else changes the table meanwhile."""
@@ -266,10 +263,25 @@ def _schema_of(blob: bytes) -> TableSchema:
     return TableSchema.from_arrow(pa.ipc.read_schema(pa.py_buffer(blob)))
 
 
-def _check_free(rows: Iterable[Row[Any]], namespace: str, name: str) -> None:
-    """Whether applications may make a table of that name."""
+def _present(stream: StreamId) -> Select[Any]:
+    """The stream's tables that aren't gone."""
+    return select(t.tables).where(
+        t.tables.c.stream == str(stream),
+        t.tables.c.kind == TableKind.TABLE.value,
+        t.tables.c.state != TableState.GONE.value,
+    )
+
+
+def _written(connection: Connection, stream: StreamId, namespace: str, name: str) -> Row[Any] | None:
+    """The table of that name that applications write; None where there is none."""
+    named = (t.tables.c.source == 0, t.tables.c.namespace == namespace, t.tables.c.name == name)
+    return connection.execute(_present(stream).where(*named)).first()
+
+
+def _check_free(connection: Connection, stream: StreamId, namespace: str, name: str) -> None:
+    """Whether applications may make a table of that name; `TableCaptured`, `InvalidValue` where not."""
     mine = qualified_name(namespace, name)
-    for row in rows:
+    for row in connection.execute(_present(stream)):
         if (row.namespace, row.name) == (namespace, name):
             raise TableCaptured(f"{mine} is captured from PostgreSQL", table=mine)
         other = qualified_name(row.namespace, row.name)

@@ -57,8 +57,8 @@ def table_of(rows: Rows) -> pa.Table:
     """Rows as columns in the log's types; a column of nothing but nulls has Arrow's null type.
 
     Args:
-        rows: a dict or an iterable of them, where a column that a row lacks is null; a pyarrow table or batch; a frame of pandas (whose
-            index is left out) or polars; anything else with `__arrow_c_stream__`.
+        rows: a dict or an iterable of them, where a column that a row lacks is null; a pyarrow table or batch; a frame of pandas (of whose
+            index the named levels are columns, and NaN is null) or polars; anything else with `__arrow_c_stream__`.
 
     Raises:
         InvalidValue: a value has no place in the log, or a column has values of several kinds; details: column.

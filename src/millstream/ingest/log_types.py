@@ -60,18 +60,18 @@ def stored(name: str, column: pa.ChunkedArray) -> pa.ChunkedArray:
             )
         if _is_spelled(column.type):
             texts = [None if value is None else text_of(value) for value in column.to_pylist()]
-            stored = pa.chunked_array([pa.array(texts, pa.string())])
+            found = pa.chunked_array([pa.array(texts, pa.string())])
         elif pa.types.is_list(wanted) and _is_spelled(column.type.value_type):
             lists = [
                 value and [None if item is None else text_of(item) for item in value] for value in column.to_pylist()
             ]
-            stored = pa.chunked_array([pa.array(lists, wanted)])
+            found = pa.chunked_array([pa.array(lists, wanted)])
         else:
-            stored = column if column.type == wanted else column.cast(wanted)
+            found = column if column.type == wanted else column.cast(wanted)
     except NOT_A_VALUE as error:
         raise no_value(name, str(error)) from error
-    _check_years(name, stored)
-    return stored
+    _check_years(name, found)
+    return found
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:

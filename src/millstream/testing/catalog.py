@@ -13,6 +13,7 @@ Subclass it in a test module of yours and say where a new, empty catalog may be 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 from uuid import uuid4
@@ -29,11 +30,13 @@ from millstream.errors import (
     CatalogTooNew,
     CursorExpired,
     FollowerBehindRetention,
+    InvalidValue,
     StaleEpoch,
+    TableCaptured,
     UnknownStream,
     UnknownTable,
 )
-from millstream.model.ids import Epoch, SchemaVersion, SourceId, StreamId, TableId, WriterId
+from millstream.model.ids import Epoch, SchemaVersion, ShardId, SourceId, StreamId, TableId, WriterId
 from millstream.model.positions import Lsn, Seq
 from millstream.model.schema import Column, PgType, TableSchema
 from millstream.protocol.retention import CutOff, HolderKind
@@ -49,6 +52,12 @@ def example_schema(table: TableId, source: SourceId, *names: str) -> TableSchema
     """A schema with columns of these names, the first of them its key."""
     columns = tuple(Column(name, pa.int64(), PgType(20, -1, "bigint")) for name in names)
     return TableSchema(table, SchemaVersion(0), source, "public", "orders", columns, names[:1], names[:1])
+
+
+def _with_columns(newest: TableSchema, *names: str) -> TableSchema:
+    have = {column.name for column in newest.columns}
+    added = tuple(Column(name, pa.int64()) for name in names if name not in have)
+    return replace(newest, columns=(*newest.columns, *added)) if added else newest
 
 
 class WithCatalog:
@@ -200,6 +209,58 @@ class CatalogConformance(WithCatalog):
         assert again.id not in {first.id, renamed.id}
         assert first.id not in {t.id for t in catalog.tables(stream)}
         assert first.id in {t.id for t in catalog.tables(stream, gone=True)}
+
+    def test_a_table_that_applications_write_is_made_with_its_first_columns_and_grows(
+        self, catalog: Catalog, stream: StreamId
+    ) -> None:
+        """What fails in the midst of it makes nothing; what changes nothing is no new version."""
+
+        def put(name: str, *columns: str) -> TableSchema:
+            return catalog.application_table(
+                stream, "public", name, shard=ShardId(1), grow=lambda newest: _with_columns(newest, *columns)
+            )
+
+        first = put("clicks", "id")
+        assert (first.version, first.source, first.full_name) == (1, 0, "public.clicks")
+        assert put("clicks", "id") == first
+        second = put("clicks", "page")
+        assert ([c.name for c in second.columns], second.version) == (["id", "page"], 2)
+        row = catalog.find_table(stream, "public", "clicks")
+        assert (row.is_captured, row.state, row.shard) == (False, TableState.STREAMING, 1)
+
+        def fail(_: TableSchema) -> TableSchema:
+            raise InvalidValue("nothing fits")
+
+        with pytest.raises(InvalidValue):
+            catalog.application_table(stream, "public", "others", shard=ShardId(0), grow=fail)
+        assert [t.name for t in catalog.tables(stream)] == ["clicks"]
+        with pytest.raises(InvalidValue, match="one name"):
+            put("Clicks", "id")
+
+    def test_a_name_is_an_applications_or_a_captured_tables(
+        self, catalog: Catalog, stream: StreamId, source: SourceId
+    ) -> None:
+        """Whoever comes first has it: the other is refused, or set aside with the reason."""
+
+        def write(name: str) -> TableSchema:
+            return catalog.application_table(
+                stream, "public", name, shard=ShardId(0), grow=lambda newest: _with_columns(newest, "id")
+            )
+
+        orders = catalog.table_for(stream, source, 1, "public", "orders")
+        with pytest.raises(TableCaptured):
+            write("orders")
+        clicks = write("clicks")
+        later = catalog.table_for(stream, source, 2, "public", "clicks", state=TableState.COPY_REQUESTED)
+        assert (later.state, "applications write" in later.reason) == (TableState.SET_ASIDE, True)
+        catalog.set_state(orders.id, TableState.STREAMING)
+        assert catalog.table_for(stream, source, 1, "public", "sales").state is TableState.STREAMING
+        renamed = catalog.table_for(stream, source, 1, "public", "clicks")
+        assert (renamed.id, renamed.state) == (orders.id, TableState.SET_ASIDE)
+        assert write("clicks") == clicks
+        catalog.set_state(later.id, TableState.COPY_REQUESTED, "retried")
+        known = catalog.table_for(stream, source, 2, "public", "clicks")
+        assert known.state is TableState.COPY_REQUESTED, "a table that is there keeps its state"
 
     def test_names_of_any_kind_come_back_sorted_by_code_point(
         self, catalog: Catalog, stream: StreamId, source: SourceId

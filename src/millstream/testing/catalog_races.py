@@ -10,17 +10,20 @@ import itertools
 import multiprocessing
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection as Pipe
 from multiprocessing.synchronize import Barrier
 from typing import Any, Final
 from uuid import UUID
 
+import pyarrow as pa
 import pytest
 
 from millstream.catalog import Catalog, CopyChunk, TableState
 from millstream.errors import CatalogError, CursorExpired, StaleEpoch
-from millstream.model.ids import StreamId
+from millstream.model.ids import ShardId, StreamId
 from millstream.model.positions import Lsn, Seq
+from millstream.model.schema import Column, TableSchema
 from millstream.protocol.retention import CutOff, HolderKind
 from millstream.testing.catalog import Place, WithCatalog, example_schema
 
@@ -185,6 +188,21 @@ def _same_and_other_schemas(catalog: Catalog, racer: int, wait: Callable[[], obj
     return told
 
 
+def _grow_a_table(catalog: Catalog, racer: int, wait: Callable[[], object]) -> list[int]:
+    stream = catalog.resolve_stream("shop")
+    versions: list[int] = []
+
+    def with_mine(newest: TableSchema) -> TableSchema:
+        mine = Column(f"of{racer}_{len(versions)}", pa.int64())
+        return replace(newest, columns=(*newest.columns, mine))
+
+    for _ in range(_ROUNDS):
+        wait()
+        grown = catalog.application_table(stream, "public", "clicks", shard=ShardId(0), grow=with_mine)
+        versions.append(int(grown.version))
+    return versions
+
+
 def _move_up(catalog: Catalog, racer: int, wait: Callable[[], object]) -> list[int]:
     stream = catalog.resolve_stream("shop")
     source = catalog.resolve_source(stream, 7, "shop", 1)
@@ -303,6 +321,19 @@ class CatalogRaces(WithCatalog):
         mine = [versions[1] for told in found for versions in told]
         assert len(same) == _ROUNDS
         assert sorted([*same, *mine]) == list(range(1, _ROUNDS * (_RACERS + 1) + 1))
+
+    def test_a_table_that_applications_write_gets_every_column_that_any_of_them_brings(
+        self, place: Place, racers: _Racers
+    ) -> None:
+        """And is made once: a version holds all columns of those before it."""
+        versions = [version for told in racers.run(place, _grow_a_table) for version in told]
+        assert sorted(versions) == list(range(1, _RACERS * _ROUNDS + 1))
+        with Catalog(place) as catalog:
+            stream = catalog.stream("shop").id
+            (newest,) = catalog.latest_schemas(stream).values()
+            by_version = {schema.version: len(schema.columns) for schema in catalog.schemas(stream).values()}
+        assert len({column.name for column in newest.columns}) == _RACERS * _ROUNDS
+        assert all(count == version for version, count in by_version.items())
 
     def test_positions_only_grow(self, place: Place, racers: _Racers) -> None:
         """Whoever moves them, and in whatever order."""
