@@ -14,6 +14,25 @@ ADDRESS_HINT: Final = (
     "An address reads like postgresql://user@host:5432/database; special characters in it are %-encoded."
 )
 
+# A session in which the text of a value never depends on what a role or a database sets, and in which nothing cuts a long
+# COPY short or filters its rows unsaid (with row_security off, a policy that would hide rows raises an error).
+_PINNED: Final = {
+    "client_encoding": "'UTF8'",
+    "datestyle": "'ISO, MDY'",
+    "timezone": "'UTC'",
+    "intervalstyle": "'postgres'",
+    "extra_float_digits": "3",
+    "bytea_output": "'hex'",
+    "lc_monetary": "'C'",
+    "search_path": "pg_catalog",
+    "standard_conforming_strings": "on",
+    "quote_all_identifiers": "off",
+    "row_security": "off",
+    "statement_timeout": "0",
+    "lock_timeout": "0",
+    "idle_in_transaction_session_timeout": "0",
+}
+
 _URL: Final = re.compile(r"postgres(ql)?://")
 _KEYWORDS: Final = re.compile(r"\s*[a-z_]+\s*=")
 
@@ -62,6 +81,15 @@ def with_patience(parameters: dict[str, Any], name: str) -> dict[str, Any]:
         "keepalives_count": 4,
     }
     return bounds | parameters | {"application_name": name}
+
+
+def pinned_session(**more: str) -> str:
+    """The statements, in one text, that pin a session: values' texts are the same whatever a role or a database sets.
+
+    Args:
+        more: settings that the caller adds or changes, as they stand in SQL.
+    """
+    return "; ".join(f"SET {name} = {value}" for name, value in (_PINNED | more).items())
 
 
 def one_line(error: BaseException) -> str:

@@ -146,13 +146,40 @@ def test_a_mistake_never_shows_the_value_of_a_variable(tmp_path: Path) -> None:
     assert "s3cret" not in str(error.as_dict())
 
 
-@pytest.mark.parametrize("kind", ["iceberg", "parquet", "postgres"])
+@pytest.mark.parametrize("kind", ["iceberg", "parquet"])
 def test_a_lake_format_that_is_not_built_is_an_error_of_its_own(tmp_path: Path, kind: str) -> None:
     text = f"[streams.shop.source]\ndsn = 'x'\n[streams.shop.lake]\nformat = '{kind}'\n"
     with pytest.raises(LakeFormatUnsupported) as caught:
         load(tmp_path, text)
     assert caught.value.details["line"] == 4
     assert "delta" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("lake", "said"),
+    [
+        ("format = 'postgres'", "lake.location: must be a PostgreSQL address"),
+        ("location = 'postgresql://u@h/d'", 'lake.location: is a PostgreSQL address: set format = "postgres"'),
+        ("format = 'postgres'\nlocation = 'postgresql://u@h/d'\nviews = ['scd2']", "'scd2' isn't a view of 'postgres'"),
+        ("views = ['changes']", "'changes' isn't a view of 'delta'"),
+        ("schema_prefix = 'a_'", 'schema_prefix: is for format = "postgres" alone'),
+    ],
+)
+def test_a_lake_has_what_its_format_has(tmp_path: Path, lake: str, said: str) -> None:
+    error = mistake(tmp_path, f"[streams.shop.source]\ndsn = 'x'\n[streams.shop.lake]\n{lake}\n")
+    assert said in error.message
+
+
+def test_a_password_of_a_destination_is_put_in_and_never_shown(tmp_path: Path) -> None:
+    text = (
+        "[streams.shop.source]\ndsn = 'x'\n[streams.shop.lake]\nformat = 'postgres'\n"
+        "location = 'postgresql://u:${SHOP_PASSWORD}@h/d'\n"
+    )
+    loaded = load(tmp_path, text, ENVIRON | {"SHOP_PASSWORD": "p@ss/w"})
+    assert loaded.config.streams["shop"].lake.location == "postgresql://u:p%40ss%2Fw@h/d"
+    shown = {path[-1]: value for path, value, _ in loaded.effective() if path[-2:-1] == ("lake",)}
+    assert "ss%2Fw" not in str(shown["location"])
+    assert shown["views"] == ["current", "changes"]
 
 
 def test_a_file_that_is_no_text_or_no_file_is_a_mistake(tmp_path: Path) -> None:

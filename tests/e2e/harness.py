@@ -43,6 +43,13 @@ class Home:
             text = text.replace("[streams.shop.source]\n", f'[streams.shop.source]\nslot = "{self.slot}"\n', 1)
         config.write_text(text + "\n" + self.extra_config)
 
+    def set_lake(self, settings: str) -> None:
+        """Have the stream's lake configured by these lines alone."""
+        config = self.path / "millstream.toml"
+        head, _, rest = config.read_text().partition("[streams.shop.lake]\n")
+        _, bracket, tail = rest.partition("\n[")
+        config.write_text(f"{head}[streams.shop.lake]\n{settings}{bracket}{tail}")
+
     def command(self, *arguments: str, home: bool = True, check: bool = True, timeout_s: float = 120) -> str:
         """A command's stdout; the test fails with its stderr where it doesn't end with 0."""
         done = subprocess.run(

@@ -12,7 +12,7 @@ import random
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,9 +112,17 @@ class Siege:
 
 
 @contextmanager
-def siege(tmp_path: Path, server: EmbeddedPostgres, seed: int) -> Iterator[tuple[Siege, psycopg.Connection[Any]]]:
-    """A database with tables of every kind, and a home that captures it."""
-    database = f"kills_{seed}"
+def siege(
+    tmp_path: Path,
+    server: EmbeddedPostgres,
+    seed: int,
+    *,
+    database: str = "kills",
+    points: Collection[str] = tuple(POINTS),
+    lake: str = "",
+) -> Iterator[tuple[Siege, psycopg.Connection[Any]]]:
+    """A database with tables of every kind, and a home that captures it; `lake` is the lake's configuration, where it isn't files."""
+    database = f"{database}_{seed}"
     dsn = server.create_database(database)
     with server.connect(database, autocommit=True) as connection:
         # Defaults of added columns are values that were never sent: this test compares what was.
@@ -133,18 +141,25 @@ def siege(tmp_path: Path, server: EmbeddedPostgres, seed: int) -> Iterator[tuple
                 "[streams.shop.source]", "[streams.shop.source]\ncopy_chunk_rows = 200\ncopy_workers = 1", 1
             )
         )
+        if lake:
+            home.set_lake(lake)
         witnesses = tmp_path / "witnesses"
         witnesses.mkdir()
-        for point in POINTS:
+        for point in points:
             (witnesses / point).touch()
         yield Siege(home, server, database, workload, random.Random(seed), witnesses), connection
 
 
 def kill_everything_everywhere(
-    under: Siege, connection: psycopg.Connection[Any], *, times: int, at_random: int
+    under: Siege,
+    connection: psycopg.Connection[Any],
+    *,
+    times: int,
+    at_random: int,
+    points: Collection[str] = tuple(POINTS),
 ) -> None:
     """All named points, each so many times, in random order after the copy's, then random moments."""
-    failpoints = ",".join(POINTS)
+    failpoints = ",".join(points)
     with under.home.running(failpoints=failpoints, witnesses=under.witnesses) as run:
         # The slot first: transactions before it are rows to copy.
         wait_for(
@@ -158,7 +173,7 @@ def kill_everything_everywhere(
         with under.working():
             for _ in range(times):
                 under.strike("capture.copy_chunk_read")
-            others = [point for point in POINTS if point != "capture.copy_chunk_read"] * times
+            others = [point for point in points if point != "capture.copy_chunk_read"] * times
             under.rng.shuffle(others)
             for point in others:
                 under.strike(point)

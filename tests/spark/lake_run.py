@@ -22,6 +22,7 @@ from millstream.model.ids import StreamId
 from millstream.spark.driver import run_pipeline
 from millstream.spark.pipeline import PipelineConfig, PipelineOutcome, PipelineProgress
 from millstream.spark.session import SparkOptions
+from millstream.spark.sinks import LakeOfFiles
 
 
 def config_of(home: Path, stream: StreamId, spark: SparkOptions, **changes: Any) -> PipelineConfig:
@@ -29,7 +30,7 @@ def config_of(home: Path, stream: StreamId, spark: SparkOptions, **changes: Any)
         "stream": "shop",
         "stream_id": stream,
         "wal_folder": home / "data" / "wal" / "shop",
-        "layout": LakeLayout(str(home / "lake"), "shop", stream),
+        "sink": LakeOfFiles(LakeLayout(str(home / "lake"), "shop", stream)),
         "checkpoint_dir": home / "data" / "spark" / "lake",
         "spark": spark,
         "trigger_interval_ms": 100,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -10,12 +11,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+from uuid import UUID
 
 from millstream.app.home import Home
 from millstream.app.wiring import capture_config, place_compiled_code
 from millstream.app.writer_facts import examine_writers
-from millstream.errors import MillstreamError
+from millstream.errors import MillstreamError, UnknownStream
+from millstream.model.ids import StreamId
+
+if TYPE_CHECKING:
+    from millstream.app.config.model import StreamConfig
 
 _FREE_BYTES_MIN: Final = 2 << 30
 """Some segments, Spark's scratch space and a first load of tables of a usual size."""
@@ -60,7 +66,7 @@ def examine(home: Home, say: Callable[[str], None]) -> Iterator[Diagnosis]:
     except MillstreamError:
         return
     for name, stream in streams.items():
-        yield from _one(f"lake of {name}", partial(_lake, home.lake_location(stream)))
+        yield from _one(f"lake of {name}", partial(_lake, home, name, stream))
         yield from _one(f"writers of {name}", partial(examine_writers, home, name))
         if stream.source is None:
             yield Diagnosis(f"source of {name}", "ok", "none: it has what applications append")
@@ -154,13 +160,29 @@ def _compiled(home: Home, say: Callable[[str], None]) -> str:
     return f"decoders are compiled, kept in {os.environ['NUMBA_CACHE_DIR']}"
 
 
-def _lake(location: str) -> str:
+def _lake(home: Home, name: str, stream: StreamConfig) -> str:
+    if stream.lake.format == "postgres":
+        return _destination(home, name, stream)
+    location = home.lake_location(stream)
     if "://" in location:
         return f"{location} is looked at when something is written"
     folder = Path(location)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
         return f"{folder} can be written"
+
+
+def _destination(home: Home, name: str, stream: StreamConfig) -> str:
+    from millstream.app.wiring import postgres_target
+    from millstream.lake.postgres.land import look
+
+    sources: set[tuple[int, str]] = set()
+    stream_id = StreamId(UUID(int=0))  # before the first run
+    if home.has_catalog():
+        with home.open_catalog() as catalog, contextlib.suppress(UnknownStream):
+            stream_id = catalog.stream(name).id
+            sources = {(source.system_identifier, source.database) for source in catalog.sources(stream_id)}
+    return look(postgres_target(name, stream, stream_id), sources)
 
 
 def _source(home: Home, name: str) -> Iterator[Diagnosis]:

@@ -66,7 +66,8 @@ class StreamPipeline:
             if stream is None:
                 return
             config = pipeline_config(self._home, self.name, self._config, stream)
-            _make_folder(config.layout.location)
+            if self._config.lake.format != "postgres":
+                _make_folder(config.layout.location)
             self.outcome = run_pipeline(
                 config, self._catalog, stop=lifeline.stop, drain=lifeline.drain, on_progress=on_progress
             )

@@ -186,7 +186,7 @@ def _views(place: _Place, config: StreamConfig, asked: Sequence[str]) -> tuple[s
     from millstream.lake.versions import has_versions
 
     has = {"current": has_current(place.schema), "scd2": has_versions(place.schema)}
-    named = [view for view in ("current", "scd2") if view in config.lake.views and has[view]]
+    named = [view for view in ("current", "scd2") if view in config.lake.shown and has[view]]
     for view in asked:
         if view not in named:
             name = f"{place.schema.namespace}.{place.schema.name}"

@@ -7,28 +7,20 @@ by their index. Memory is bounded by one frame a shard.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
-
-import pyarrow as pa
+from typing import Any, Final
 
 from millstream.errors import CorruptWal
 from millstream.model.ids import ShardId, TableId
 from millstream.model.names import qualified_name
-from millstream.model.pgcolumns import JSON_INTEGER_MAX, json_column, render_column
 from millstream.model.positions import Lsn, Offset, Seq, format_lsn
-from millstream.model.records import RECORD_OFFSET, RECORD_PREFIX, Op
+from millstream.model.records import RECORD_OFFSET, RECORD_PREFIX
+from millstream.model.row_values import Values, row_values
 from millstream.model.schema import TableKind, TableSchema
 from millstream.wal.reader import StreamReader, TableRecords
 
-Values = Literal["json", "text"]
-"""How values stand: numbers that JSON holds exactly as numbers and all else as text, or all as PostgreSQL's text."""
-
 _PREFIX_LENGTH: Final = len((RECORD_OFFSET, *RECORD_PREFIX))
-_DELETE: Final = Op.DELETE.letter
-_TRUNCATE: Final = Op.TRUNCATE.letter
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,22 +135,12 @@ def table_lines(found: TableRecords, *, stream: str, values: Values = "json") ->
         for name in ("__offset", "__op", "__seq", "__source", "__commit_lsn", "__commit_index", "__xid", "__unchanged")
     }
     times = batch.column("__commit_ts").to_pylist()
-    exact, before = _maps(batch.column("__exact")), _maps(batch.column("__before"))
+    exact = [None if pairs is None else dict(pairs) for pairs in batch.column("__exact").to_pylist()]
     table = None if schema.kind is TableKind.MESSAGES else qualified_name(schema.namespace, schema.name)
-    columns = _columns(schema, batch, values)
-    read = {column.name: _reads_as(column.arrow) for column in schema.columns} if values == "json" else {}
+    told = row_values(schema, batch, values)
     operations = found.operation_seq.to_pylist()
-    identity = frozenset(schema.identity)
     for i in range(batch.num_rows):
         op = "raw" if schema.kind is TableKind.RAW else facts["__op"][i]
-        whole, unchanged = exact[i], facts["__unchanged"][i] or []
-        row: dict[str, Any] | None = None
-        if op != _TRUNCATE:
-            row = {
-                name: whole.get(name, column[i]) if whole else column[i]
-                for name, column in columns.items()
-                if name not in unchanged and (op != _DELETE or name in identity)
-            }
         lsn, xid, time = facts["__commit_lsn"][i], facts["__xid"][i], times[i]
         line = {
             "stream": stream,
@@ -172,10 +154,10 @@ def table_lines(found: TableRecords, *, stream: str, values: Values = "json") ->
             "commit_index": facts["__commit_index"][i],
             "commit_ts": None if time is None else time.isoformat(),
             "xid": xid,
-            "row": row,
-            "before": None if before[i] is None else _typed(before[i] or {}, read),
-            "unchanged": unchanged,
-            "exact": whole or {},
+            "row": told.rows[i],
+            "before": told.befores[i],
+            "unchanged": facts["__unchanged"][i] or [],
+            "exact": exact[i] or {},
         }
         index = facts["__commit_index"][i]
         operation = (facts["__source"][i], lsn, xid) if xid is not None else (found.shard, operations[i])
@@ -215,44 +197,3 @@ def _merged(shards: list[Iterator[Line]]) -> Iterator[Line]:
             del heads[chosen]
         else:
             heads[chosen] = following
-
-
-def _columns(schema: TableSchema, batch: pa.RecordBatch, values: Values) -> dict[str, list[Any]]:
-    """The table's own columns by name, each value as it will stand."""
-    columns: dict[str, list[Any]] = {}
-    for number, column in enumerate(schema.columns):
-        array = batch.column(batch.num_columns - len(schema.columns) + number)
-        if schema.kind is TableKind.RAW:
-            columns[column.name] = [None if v is None else "\\x" + v.hex() for v in array.to_pylist()]
-        else:
-            columns[column.name] = (json_column if values == "json" else render_column)(array, column)
-    return columns
-
-
-def _maps(array: pa.Array) -> list[dict[str, Any] | None]:
-    return [None if pairs is None else dict(pairs) for pairs in array.to_pylist()]
-
-
-def _reads_as(kind: pa.DataType) -> type | None:
-    if pa.types.is_integer(kind):
-        return int
-    return float if pa.types.is_floating(kind) else None
-
-
-def _typed(texts: dict[str, Any], read: Mapping[str, type | None]) -> dict[str, Any]:
-    """Old values, which the log keeps as text, as new ones stand: numbers where JSON holds them exactly."""
-    if not read:
-        return texts
-    return {name: _number(text, read.get(name)) for name, text in texts.items()}
-
-
-def _number(text: str | None, kind: type | None) -> Any:
-    if text is None or kind is None:
-        return text
-    try:
-        number = kind(text)
-    except (ValueError, OverflowError):
-        return text
-    if kind is int:
-        return number if abs(number) <= JSON_INTEGER_MAX else text
-    return number if math.isfinite(number) else text

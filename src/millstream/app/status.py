@@ -162,12 +162,11 @@ def _durable(home: Home, name: str, problems: list[str]) -> Seq | None:
 
 def _lake_n(home: Home, name: str, stream: StreamId, problems: list[str]) -> Seq:
     """What the lake's own last cut says: it may be ahead of the catalog by one crash."""
-    from millstream.app.wiring import lake_layout
-    from millstream.lake.commits import last_cut
+    from millstream.app.wiring import last_cut_of
 
     try:
         config = home.config.streams.get(name)
-        cut = None if config is None else last_cut(lake_layout(home, name, config, stream))
+        cut = None if config is None else last_cut_of(home, name, config, stream)
     except ConfigError:
         return Seq(0)  # said already
     except (MillstreamError, OSError) as error:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from millstream.app.config.quantities import duration_s, size_bytes
 from millstream.app.home import PIPELINE, Home
-from millstream.errors import ConfigError
+from millstream.errors import ConfigError, LakeInDatabase
+from millstream.libpq import describe_parameters, parse_address
 from millstream.model.ids import ShardId, StreamId
 from millstream.model.names import parse_qualified_name
 from millstream.model.operations import FIRST_SHARD
@@ -19,9 +20,12 @@ if TYPE_CHECKING:
     from millstream.app.config.model import StreamConfig
     from millstream.capture import CaptureConfig
     from millstream.ingest.schemas import WriteRules
-    from millstream.lake.layout import LakeLayout
+    from millstream.lake.commits import Cut
+    from millstream.lake.layout import LakeLayout, View
+    from millstream.lake.postgres.target import PostgresTarget, TargetView
     from millstream.spark.pipeline import PipelineConfig
     from millstream.spark.session import SparkOptions
+    from millstream.spark.sinks import Sink
     from millstream.wal.writer import LogOptions
 
 
@@ -81,10 +85,51 @@ def log_options(stream: StreamConfig) -> LogOptions:
     )
 
 
+def postgres_target(name: str, stream: StreamConfig, stream_id: StreamId) -> PostgresTarget:
+    """The database that a stream's tables lie in, where its format is `postgres`."""
+    from millstream.lake.postgres.target import PostgresTarget
+
+    return PostgresTarget(
+        dsn=stream.lake.location,
+        stream_name=name,
+        stream_id=stream_id,
+        pipeline=PIPELINE,
+        views=tuple(cast("TargetView", view) for view in stream.lake.shown),
+        schema_prefix=stream.lake.schema_prefix,
+    )
+
+
+def sink_of(home: Home, name: str, stream: StreamConfig, stream_id: StreamId) -> Sink:
+    """Where the pipeline of a stream lands."""
+    from millstream.spark.sinks import Database, LakeOfFiles
+
+    if stream.lake.format == "postgres":
+        return Database(postgres_target(name, stream, stream_id))
+    return LakeOfFiles(lake_layout(home, name, stream, stream_id))
+
+
+def last_cut_of(home: Home, name: str, stream: StreamConfig, stream_id: StreamId) -> Cut | None:
+    """How far a stream's tables have got, wherever they lie; None before the first batch."""
+    from millstream.lake import commits
+    from millstream.lake.postgres import cuts
+
+    if stream.lake.format == "postgres":
+        return cuts.last_cut(postgres_target(name, stream, stream_id))
+    return commits.last_cut(lake_layout(home, name, stream, stream_id))
+
+
 def lake_layout(home: Home, name: str, stream: StreamConfig, stream_id: StreamId) -> LakeLayout:
-    """Where a stream's lake tables lie."""
+    """Where a stream's lake of files lies.
+
+    Raises:
+        LakeInDatabase: its tables lie in PostgreSQL.
+    """
     from millstream.lake.layout import LakeLayout
 
+    if stream.lake.format == "postgres":
+        raise LakeInDatabase(
+            f"the tables of stream {name} lie in {describe_parameters(parse_address(stream.lake.location))}, not in files",
+        )
     return LakeLayout(
         location=home.lake_location(stream),
         stream_name=name,
@@ -113,10 +158,10 @@ def pipeline_config(home: Home, name: str, stream: StreamConfig, stream_id: Stre
         stream=name,
         stream_id=stream_id,
         wal_folder=home.wal_folder(name),
-        layout=lake_layout(home, name, stream, stream_id),
+        sink=sink_of(home, name, stream, stream_id),
         checkpoint_dir=home.pipeline_folder / name,
         spark=spark_options(home),
-        views=tuple(stream.lake.views),
+        views=() if stream.lake.format == "postgres" else tuple(cast("View", view) for view in stream.lake.shown),
         trigger_interval_ms=max(1, round(duration_s(spark.trigger_interval) * 1000)),
         batch_bytes_max=size_bytes(spark.batch_bytes),
         disk_factor=stream.lake.disk_factor,

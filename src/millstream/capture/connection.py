@@ -27,33 +27,19 @@ from millstream.errors import (
     SourceVersionUnsupported,
     WalLevelNotLogical,
 )
-from millstream.libpq import ADDRESS_HINT, describe_parameters, one_line, parse_address, with_patience
+from millstream.libpq import (
+    ADDRESS_HINT,
+    describe_parameters,
+    one_line,
+    parse_address,
+    pinned_session,
+    with_patience,
+)
 
 VERSION_MIN: Final = 140000
 
-# A session's settings: the text that values have in Millstream, and nothing that could cut a long COPY short or filter
-# its rows unsaid (with row_security off, a policy that would hide rows raises an error). What little capture writes
-# (publications) waits for no standby.
-_SESSION: Final = "; ".join(
-    f"SET {name} = {value}"
-    for name, value in {
-        "client_encoding": "'UTF8'",
-        "datestyle": "'ISO, MDY'",
-        "timezone": "'UTC'",
-        "intervalstyle": "'postgres'",
-        "extra_float_digits": "3",
-        "bytea_output": "'hex'",
-        "lc_monetary": "'C'",
-        "search_path": "pg_catalog",
-        "standard_conforming_strings": "on",
-        "quote_all_identifiers": "off",
-        "row_security": "off",
-        "synchronous_commit": "local",
-        "statement_timeout": "0",
-        "lock_timeout": "0",
-        "idle_in_transaction_session_timeout": "0",
-    }.items()
-)
+# What little capture writes (publications) waits for no standby.
+_SESSION: Final = pinned_session(synchronous_commit="local")
 
 
 def parse_dsn(dsn: str) -> dict[str, Any]:

@@ -12,6 +12,20 @@ from millstream.errors._ingest import KeyChanged as KeyChanged
 from millstream.errors._ingest import RowsTooLarge as RowsTooLarge
 from millstream.errors._ingest import TableCaptured as TableCaptured
 from millstream.errors._ingest import UnknownColumn as UnknownColumn
+from millstream.errors._lake import DestinationError as DestinationError
+from millstream.errors._lake import DestinationRefused as DestinationRefused
+from millstream.errors._lake import DestinationUnavailable as DestinationUnavailable
+from millstream.errors._lake import LakeBehind as LakeBehind
+from millstream.errors._lake import LakeConflict as LakeConflict
+from millstream.errors._lake import LakeError as LakeError
+from millstream.errors._lake import LakeFilesGone as LakeFilesGone
+from millstream.errors._lake import LakeFormatUnsupported as LakeFormatUnsupported
+from millstream.errors._lake import LakeHistoryLost as LakeHistoryLost
+from millstream.errors._lake import LakeInDatabase as LakeInDatabase
+from millstream.errors._lake import LakeSchemaConflict as LakeSchemaConflict
+from millstream.errors._lake import LakeTableExists as LakeTableExists
+from millstream.errors._lake import LakeTableForeign as LakeTableForeign
+from millstream.errors._lake import LakeUnavailable as LakeUnavailable
 from millstream.errors._root import MillstreamError as MillstreamError
 from millstream.errors._root import Retry as Retry
 from millstream.errors._root import error_of as error_of
@@ -498,80 +512,7 @@ class NoTablesMatch(SourceError):
     code = "no_tables_match"
 
 
-# --- lake and engine -----------------------------------------------------------------------------------------------
-
-
-class LakeError(MillstreamError):
-    """Something about the lake's tables."""
-
-    code = "lake"
-
-
-class LakeFormatUnsupported(LakeError):
-    """The lake format is known but isn't built into this Millstream."""
-
-    code = "lake_format_unsupported"
-    exit_code = 2
-    retry = Retry.OPERATOR
-
-
-class LakeTableForeign(LakeError):
-    """A lake table holds what Millstream didn't write; it is set aside. Details: table, path, version."""
-
-    code = "lake_table_foreign"
-    retry = Retry.OPERATOR
-
-
-class LakeHistoryLost(LakeError):
-    """A table can't be built from its history, which is damaged or doesn't reach back; details: table."""
-
-    code = "lake_history_lost"
-    retry = Retry.OPERATOR
-
-
-class LakeFilesGone(LakeError):
-    """Files that a lake table names aren't there: deleted by somebody, or vacuumed; details: path."""
-
-    code = "lake_files_gone"
-    retry = Retry.OPERATOR
-    default_hint = "`millstream pipeline rebuild T` builds the table anew, from its history or `--from source`."
-
-
-class LakeTableExists(LakeError):
-    """A table or other files lie where a new table was to be written; nothing is overwritten. Details: path."""
-
-    code = "lake_table_exists"
-    default_hint = "Choose another name, or delete that folder."
-
-
-class LakeSchemaConflict(LakeError):
-    """A schema change can't be followed by the lake table; details: table, column."""
-
-    code = "lake_schema_conflict"
-    retry = Retry.OPERATOR
-
-
-class LakeConflict(LakeError):
-    """Another writer committed first; nothing was written."""
-
-    code = "lake_conflict"
-    retry = Retry.BACKOFF
-
-
-class LakeUnavailable(LakeError):
-    """The lake can't be read or written just now: a full disk, a lost mount, an object store that doesn't answer."""
-
-    code = "lake_unavailable"
-    retry = Retry.BACKOFF
-    default_hint = "Look at the lake's disk or object store; what failed is tried again."
-
-
-class LakeBehind(LakeError):
-    """The lake hasn't got as far as the source, and doesn't get there in time; details: needs."""
-
-    code = "lake_behind"
-    retry = Retry.BACKOFF
-    default_hint = "Start `millstream run`, or wait for it to catch up; `millstream status` shows how far it is."
+# --- engine ---------------------------------------------------------------------------------------------------------
 
 
 class EngineError(MillstreamError):

@@ -118,7 +118,7 @@ def commit_cut(
         "n": [int(n)],
         "committed_at": [cut.committed_at],
         "commit_ts_max": [cut.commit_ts_max],
-        "tables": [_encode(cut.tables)],
+        "tables": [encode_tables(cut.tables)],
     }
     with lake_errors(layout.commits_path):
         write_deltalake(
@@ -290,7 +290,8 @@ def _read_last(layout: LakeLayout, opened: OpenTable) -> Cut | None:
     return _decode(max(rows, key=lambda row: int(row["number"])))
 
 
-def _encode(tables: Mapping[str, CutTable]) -> str:
+def encode_tables(tables: Mapping[str, CutTable]) -> str:
+    """A cut's tables as text."""
     facts = {}
     for folder, t in sorted(tables.items()):
         numbers = (t.history, t.current, t.current_n, t.scd2, t.scd2_n, t.history_n, t.since)
@@ -298,10 +299,14 @@ def _encode(tables: Mapping[str, CutTable]) -> str:
     return json.dumps(facts, separators=(",", ":"), ensure_ascii=False)
 
 
-def _decode(row: Mapping[str, Any]) -> Cut:
-    # In cuts of before, the last four, or the last two, are missing.
-    tables = {
+def decode_tables(text: str) -> dict[str, CutTable]:
+    """The tables of such a text. In cuts of before, the last four numbers, or the last two, are missing."""
+    return {
         folder: CutTable(TableId(table_id), name, history, current, Seq(current_n), *more)
-        for folder, (table_id, name, history, current, current_n, *more) in json.loads(row["tables"]).items()
+        for folder, (table_id, name, history, current, current_n, *more) in json.loads(text).items()
     }
+
+
+def _decode(row: Mapping[str, Any]) -> Cut:
+    tables = decode_tables(row["tables"])
     return Cut(row["number"], Seq(row["n"]), row["committed_at"], row["commit_ts_max"], tables)

@@ -27,14 +27,15 @@ from millstream import failpoints
 from millstream.catalog import Catalog
 from millstream.errors import EngineError, Retry
 from millstream.lake.layout import TableCommit
-from millstream.lake.moves import places_of
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
+from millstream.spark.copies import Copies
 from millstream.spark.frames import MARKER
-from millstream.spark.landing import ANSWER_COLUMNS, TableError, table_writer
+from millstream.spark.landing import TableError
 from millstream.spark.ledger import HeldTable, Ledger
 from millstream.spark.pipeline import OnProgress, PipelineConfig, PipelineProgress
 from millstream.spark.replaying import ReplayWatch
+from millstream.spark.sinks import Around
 from millstream.wal.reader import StreamReader
 
 ATTEMPTS_MAX: Final = 4
@@ -65,6 +66,7 @@ class BatchLander:
     log: StreamReader
     """Of its own: used under `lock` alone."""
     ledger: Ledger
+    copies: Copies
     replay: ReplayWatch
     """Looked at while reporting alone."""
     on_progress: OnProgress
@@ -181,8 +183,10 @@ class BatchLander:
         return landed
 
     def _run(self, batch: DataFrame, held: frozenset[TableId]) -> Landed | None:
-        writer = table_writer(self.config.layout, held, places_of(self.ledger.cut))
-        answers = batch.groupBy("table_id").applyInArrow(writer, ANSWER_COLUMNS).collect()
+        cut = self.ledger.cut
+        self.copies.observe(self.log.persisted_upto)
+        unfinished = self.copies.unfinished(Seq(0) if cut is None else cut.n)
+        answers = self.config.sink.land(batch, Around(cut, held, unfinished, self.copies.live))
         if not answers:
             return None
         commits: dict[TableId, TableCommit] = {}

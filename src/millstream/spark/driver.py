@@ -25,11 +25,13 @@ from millstream.errors import EngineError, MillstreamError, OffsetExpired
 from millstream.model.positions import Seq
 from millstream.spark.batches import BatchLander
 from millstream.spark.checkpoint import goes_on_from, prepare_checkpoint
+from millstream.spark.copies import Copies
 from millstream.spark.folding import Folder
 from millstream.spark.ledger import Ledger
 from millstream.spark.pipeline import OnProgress, PipelineConfig, PipelineOutcome
 from millstream.spark.replaying import ReplayWatch
 from millstream.spark.session import open_session
+from millstream.spark.sinks import LakeOfFiles
 from millstream.wal.reader import StreamReader
 
 _POLL_S: Final = 0.1
@@ -69,6 +71,8 @@ def run_pipeline(
     """
     log = StreamReader(str(config.wal_folder))
     assert log.stream_id == config.stream_id, "the configuration names this log's stream"
+    sources = {(source.system_identifier, source.database) for source in catalog.sources(config.stream_id)}
+    config.sink.begin(catalog.latest_schemas(config.stream_id).values(), sources)
     ledger = Ledger(config, catalog)
     take_up(config, log, ledger)
     spark = open_session(config.spark)
@@ -108,12 +112,19 @@ class _Run:
         self.spark = spark
         self.news = threading.Event()
         batches = threading.Lock()
-        self.folder = Folder(config, catalog, ledger, spark, self.news.set, batches)
+        self.copies = Copies(catalog, config.stream_id)
+        self.folder = (
+            Folder(config, catalog, ledger, spark, self.news.set, batches, self.copies)
+            if isinstance(config.sink, LakeOfFiles)
+            else None
+        )
         # A reader of the log is one thread's: each part has its own.
         lander_log = StreamReader(str(config.wal_folder))
         start = Seq(0) if ledger.cut is None else ledger.cut.n
         replay = ReplayWatch(str(config.wal_folder), start, log.persisted_upto(), bytes_max=config.batch_bytes_max)
-        self.lander = BatchLander(config, catalog, lander_log, ledger, replay, on_progress, self._landed, lock=batches)
+        self.lander = BatchLander(
+            config, catalog, lander_log, ledger, self.copies, replay, on_progress, self._landed, lock=batches
+        )
 
     def until(self, stop: threading.Event, drain: threading.Event) -> PipelineOutcome:
         """Run the query; see `run_pipeline`."""
@@ -122,13 +133,14 @@ class _Run:
         try:
             self.lander.retry_held(self.spark)
             query = self._start()
-            self.folder.start()
+            if self.folder is not None:
+                self.folder.start()
             # The query begins meanwhile: what there is to replay takes a moment to count.
             self.lander.report(self.log.persisted_upto())
             rounds = 0
             while not stop.is_set():
                 if drain.is_set() and target is None:
-                    target = self.folder.observe_copies(self.log.persisted_upto)
+                    target = self.copies.observe(self.log.persisted_upto)
                 if target is not None and self._has(target):
                     break
                 self._check(query)
@@ -142,16 +154,19 @@ class _Run:
             self.lander.close()
             self._let_note(query)
             query.stop()
-            self.folder.stop()
+            if self.folder is not None:
+                self.folder.stop()
             caught_up = target is not None and not stop.is_set()
             if caught_up:
                 self.lander.retry_held(self.spark)
-                self.folder.fold_all()
+                if self.folder is not None:
+                    self.folder.fold_all()
             return self._outcome(caught_up=caught_up)
         except (PySparkException, Py4JError, OSError) as error:
             raise self._translated(error) from error
         finally:
-            self.folder.abandon()
+            if self.folder is not None:
+                self.folder.abandon()
             if query is not None:
                 with contextlib.suppress(PySparkException, Py4JError, OSError):
                     query.stop()
@@ -187,7 +202,8 @@ class _Run:
             self.news.wait(_POLL_S / 4)
 
     def _landed(self) -> None:
-        self.folder.wake()
+        if self.folder is not None:
+            self.folder.wake()
         self.news.set()
 
     def _check(self, query: StreamingQuery) -> None:
@@ -199,7 +215,7 @@ class _Run:
                 f"Spark's Java process ended ({process.returncode})",
                 hint=f"{self.config.spark.work_dir / 'spark.out'} may say why; out of memory is the usual reason.",
             )
-        if self.folder.failure is not None:
+        if self.folder is not None and self.folder.failure is not None:
             raise self._translated(self.folder.failure) from self.folder.failure
         if not query.isActive:
             failure = self.lander.failure or query.exception()

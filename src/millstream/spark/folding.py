@@ -20,7 +20,7 @@ from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from millstream.catalog import Catalog, TableState
+from millstream.catalog import Catalog
 from millstream.catalog.rebuilds import Rebuilds
 from millstream.errors import EngineError, LakeSchemaConflict, MillstreamError, Retry
 from millstream.lake.current import FoldPlan
@@ -33,6 +33,7 @@ from millstream.lake.versions import has_versions
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
+from millstream.spark.copies import Copies
 from millstream.spark.landing import (
     CommitTask,
     FoldAnswer,
@@ -54,7 +55,6 @@ _ROUND_S: Final = 1.0
 """How long the thread waits for news at most: tables become due by time too."""
 _FAILED_JOBS_MAX: Final = 5
 """In a row: then it isn't a killed worker but something that a new process may mend."""
-_COPYING: Final = frozenset({TableState.COPY_REQUESTED, TableState.COPYING})
 _Task = TypeVar("_Task")
 _Answer = TypeVar("_Answer")
 
@@ -70,6 +70,7 @@ class Folder:
         spark: SparkSession,
         folded: Callable[[], None],
         batches: threading.Lock,
+        copies: Copies,
     ) -> None:
         self._config = config
         self._catalog = catalog
@@ -80,8 +81,7 @@ class Folder:
         self._batches = batches
         """Held while a batch lands."""
         self._rebuilds = Rebuilds(catalog, config.stream_id, config.pipeline)
-        self._whole_at: dict[TableId, Seq] = {}
-        """By table whose copy is whole in the log: a position by which it is."""
+        self._copies = copies
         self._schemas: dict[tuple[TableId, SchemaVersion], TableSchema] = {}
         self._tended_s = time.monotonic()
         self._news = threading.Event()
@@ -137,24 +137,6 @@ class Folder:
     def _reached(self) -> dict[TableId, tuple[Seq | None, Seq | None]]:
         return {entry.table_id: (entry.current_n, entry.scd2_n) for entry in self._ledger.tables.values()}
 
-    def observe_copies(self, position: Callable[[], Seq]) -> Seq:
-        """Note which copies are whole in the log by now: their tables are folded once the lake has got as far.
-
-        Args:
-            position: how far the log is; asked *after* the tables' states are read. Any thread, with a reader of its own.
-
-        Returns:
-            The position.
-        """
-        rows = self._catalog.tables(self._config.stream_id)
-        upto = position()
-        for row in rows:
-            if row.state in _COPYING:
-                self._whole_at.pop(row.id, None)
-            else:
-                self._whole_at.setdefault(row.id, upto)
-        return upto
-
     def _loop(self) -> None:
         failures = 0
         try:
@@ -189,7 +171,7 @@ class Folder:
     def _tasks(self, wanted: Callable[[TableEntry], bool]) -> list[FoldTask]:
         """What to fold now, each table to the last cut."""
         cut = self._ledger.cut
-        if cut is None or not {"current", "scd2"} & set(self._config.views):
+        if cut is None or not self._config.folds:
             return []
         asked = {request.table_id: request.views for request in self._rebuilds.waiting() if not request.before_copy}
         entries = list(self._ledger.tables.values())
@@ -202,8 +184,9 @@ class Folder:
         ]
         if not waiting:
             return []
-        self.observe_copies(self._log.persisted_upto)
-        copying = {row.id for row in self._catalog.tables(self._config.stream_id) if row.state in _COPYING}
+        # The cut is of before: a copy that begins from here on has nothing in it.
+        self._copies.observe(self._log.persisted_upto)
+        unfinished = self._copies.unfinished(cut.n)
         tasks = []
         for entry in waiting:
             schema = self._schema(entry)
@@ -211,7 +194,7 @@ class Folder:
             if schema is None or not views:
                 entry.waiting_since_s = None
                 continue
-            if entry.table_id in copying or self._whole_at.get(entry.table_id, 0) > cut.n:
+            if entry.table_id in unfinished:
                 continue
             encoded = schema.to_arrow().serialize().to_pybytes()
             anew = asked.get(entry.table_id, ())

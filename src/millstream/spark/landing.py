@@ -1,4 +1,4 @@
-"""What executors do for a pipeline: append a table's records to its history, and fold a table.
+"""What executors do for a pipeline: append a table's records to its history, land a batch in a database, and fold a table.
 
 Every function here runs in a Python worker of Spark, perhaps twice (retries, speculation, a driver that came back while the old
 one's task still ran): the lake's transactions make all but one of them harmless. An error belongs to one table: it comes
@@ -25,6 +25,8 @@ from millstream.lake.data_files import NewFile
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout, TableCommit, View
 from millstream.lake.moves import Places
+from millstream.lake.postgres.land import LandedTable, Loaded, land
+from millstream.lake.postgres.target import PostgresTarget
 from millstream.lake.rebuild import prepare_rebuild
 from millstream.lake.retain import HistoryBound, drop_history
 from millstream.lake.upkeep import Upkeep, UpkeepRules, delete_unneeded, tend_table
@@ -88,30 +90,96 @@ def table_writer(layout: LakeLayout, held: frozenset[TableId], places: Places) -
     """
 
     def write(rows: pa.Table) -> pa.Table:
-        rows = rows.sort_by("first_seq")
-        table_id = TableId(rows.column("table_id")[0].as_py())
-        after, upto = Seq(rows.column("batch_after")[0].as_py()), Seq(rows.column("batch_upto")[0].as_py())
-        commit: str | None = None
-        commit_us: int | None = None
-        error: str | None = None
-        version = pc.max(rows.column("schema_version")).as_py()
-        if table_id != MARKER:
+        group = _Group.of(rows)
+        commit: TableCommit | None = None
+        error: Exception | None = None
+        if group.table_id != MARKER:
             try:
                 # Of a table that is passed over too: a cut's time is of all that was committed up to it.
-                schema, batches, commit_us = _records(table_id, rows)
-                version = int(schema.version)
-                if table_id not in held:
-                    commit = json.dumps(append_history(layout, schema, batches, upto, places=places).as_dict())
+                schema, batches = group.load()
+                if group.table_id not in held:
+                    commit = append_history(layout, schema, batches, group.upto, places=places)
             except Exception as failure:  # noqa: BLE001 - whatever it is, it is this table's alone
-                error = None if table_id in held else TableError.of(failure).to_json()
+                error = None if group.table_id in held else failure
         spare_the_collector("append")
-        answer = [[table_id], [version], [after], [upto], [commit], [commit_us], [error]]
-        return pa.Table.from_arrays(
-            [pa.array(value, field.type) for value, field in zip(answer, _ANSWER_SCHEMA, strict=True)],
-            schema=_ANSWER_SCHEMA,
+        return _answers([group.answer(commit, error)])
+
+    return write
+
+
+def database_writer(
+    target: PostgresTarget, held: frozenset[TableId], unfinished: frozenset[TableId], live: frozenset[TableId]
+) -> Callable[[pa.Table], pa.Table]:
+    """The function that Spark applies to all rows of a batch: one transaction of a database. Arguments as of `land`."""
+
+    def write(rows: pa.Table) -> pa.Table:
+        ids = [TableId(found) for found in pc.unique(rows.column("table_id")).to_pylist()]
+        groups = {found: _Group.of(rows.filter(pc.equal(rows.column("table_id"), int(found)))) for found in ids}
+        asked = {found: _loader(group) for found, group in groups.items() if found != MARKER and found not in held}
+        upto = next(iter(groups.values())).upto
+        landed = land(target, asked, upto, copying=unfinished, live=live) if asked else {}
+        for found in held & groups.keys():
+            with contextlib.suppress(MillstreamError):
+                groups[found].load()
+        spare_the_collector("append")
+        nothing = LandedTable(None)
+        return _answers(
+            [
+                group.answer(landed.get(found, nothing).commit, landed.get(found, nothing).error)
+                for found, group in groups.items()
+            ]
         )
 
     return write
+
+
+def _loader(group: _Group) -> Callable[[], Loaded]:
+    def load() -> Loaded:
+        schema, batches = group.load()
+        return Loaded(schema, [(TableSchema.from_arrow(batch.schema), batch) for batch in batches])
+
+    return load
+
+
+@dataclass(slots=True)
+class _Group:
+    """One table's rows of a batch; or a marker's."""
+
+    table_id: TableId
+    rows: pa.Table
+    after: Seq
+    upto: Seq
+    version: int
+    """Of the schema of the last record, once they are loaded."""
+    newest_us: int | None = None
+    """The newest commit time among the records, µs since 1970, once they are loaded."""
+
+    @classmethod
+    def of(cls, rows: pa.Table) -> _Group:
+        rows = rows.sort_by("first_seq")
+        first = [rows.column(name)[0].as_py() for name in ("table_id", "batch_after", "batch_upto")]
+        version = int(pc.max(rows.column("schema_version")).as_py())
+        return cls(TableId(first[0]), rows, Seq(first[1]), Seq(first[2]), version)
+
+    def load(self) -> tuple[TableSchema, list[pa.RecordBatch]]:
+        """The records and the schema of the last one."""
+        schema, batches, self.newest_us = _records(self.table_id, self.rows)
+        self.version = int(schema.version)
+        return schema, batches
+
+    def answer(self, commit: TableCommit | None, error: Exception | None) -> list[Any]:
+        """A row of `ANSWER_COLUMNS`."""
+        told = None if commit is None else json.dumps(commit.as_dict())
+        failed = None if error is None else TableError.of(error).to_json()
+        return [self.table_id, self.version, self.after, self.upto, told, self.newest_us, failed]
+
+
+def _answers(answers: list[list[Any]]) -> pa.Table:
+    columns = zip(*answers, strict=True)
+    return pa.Table.from_arrays(
+        [pa.array(values, field.type) for values, field in zip(columns, _ANSWER_SCHEMA, strict=True)],
+        schema=_ANSWER_SCHEMA,
+    )
 
 
 def _records(table_id: TableId, rows: pa.Table) -> tuple[TableSchema, list[pa.RecordBatch], int | None]:

@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 from millstream.catalog import Catalog
-from millstream.lake.commits import Cut, commit_cut, last_cut
+from millstream.lake.commits import Cut
 from millstream.lake.layout import TableCommit
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
@@ -107,7 +107,7 @@ class Ledger:
         self.tables: dict[TableId, TableEntry] = {}
         self.held: dict[TableId, HeldTable] = {}
         self.rows = 0
-        self.cut = last_cut(config.layout)
+        self.cut = config.sink.last_cut()
         """The last cut; None before the lake's first."""
         self._again_s: dict[TableId, float] = {}
         """By table set aside, when to try it again; at once where this run hasn't yet."""
@@ -122,7 +122,7 @@ class Ledger:
                     history_n=self.cut.n,
                     current_n=table.current_n,
                     scd2_n=table.scd2_n,
-                    waiting_since_s=now,
+                    waiting_since_s=now if config.folds else None,
                 )
         for fact in catalog.facts(self._scope).values():
             held = HeldTable.from_fact(fact)
@@ -147,7 +147,7 @@ class Ledger:
                 entry.waiting.append((commit.n, commit.rows))
                 self.rows += commit.rows
                 entry.history_n = max(entry.history_n, commit.n)
-                if entry.waiting_since_s is None:
+                if entry.waiting_since_s is None and self._config.folds:
                     entry.waiting_since_s = now
 
     def folded(
@@ -213,8 +213,7 @@ class Ledger:
             at = self.cut.n if n is None and self.cut is not None else n
             if at is None:
                 return None  # a fold before the first cut: impossible, for folds need one
-            self.cut = commit_cut(
-                self._config.layout,
+            self.cut = self._config.sink.commit_cut(
                 at,
                 commits,
                 committed_at=datetime.now(UTC),

@@ -14,6 +14,7 @@ from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq, StreamToken
 from millstream.spark.schedule import DISK_FACTOR
 from millstream.spark.session import SparkOptions
+from millstream.spark.sinks import LakeOfFiles, Sink
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +24,13 @@ class PipelineConfig:
     stream: str
     stream_id: StreamId
     wal_folder: Path
-    layout: LakeLayout
-    """Where the lake is, and the pipeline's name."""
+    sink: Sink
+    """Where its tables are, and the pipeline's name."""
     checkpoint_dir: Path
     """Spark's own notes. Without them, or with those of an older run, the lake's last cut says where to go on."""
     spark: SparkOptions
     views: tuple[View, ...] = ("current", "history")
+    """Of a lake of files: what is folded from history, beside it."""
     trigger_interval_ms: int = 500
     """Spark asks for new records this often; by default it would do so some 90 times a second."""
     batch_bytes_max: int = 64 << 20
@@ -43,7 +45,18 @@ class PipelineConfig:
     @property
     def pipeline(self) -> str:
         """Its name."""
-        return self.layout.pipeline
+        return self.sink.pipeline
+
+    @property
+    def layout(self) -> LakeLayout:
+        """The lake's, for a lake of files; nothing that is asked of another needs it."""
+        assert isinstance(self.sink, LakeOfFiles), "a database has no folders"
+        return self.sink.layout
+
+    @property
+    def folds(self) -> bool:
+        """Whether there are views that are folded from history."""
+        return bool({"current", "scd2"} & set(self.views))
 
     def token(self, n: Seq) -> str:
         """The stream's token at `n`."""

@@ -21,7 +21,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 from pydantic_settings.exceptions import SettingsError
 
 from millstream.app.config.interpolation import MissingVariable, interpolate, interpolate_dsn, is_database, mask
-from millstream.app.config.model import EMBEDDED_CATALOG, Config, SourceConfig
+from millstream.app.config.model import EMBEDDED_CATALOG, Config, LakeConfig, SourceConfig
 from millstream.app.config.quantities import disk_bytes
 from millstream.app.config.toml_lines import KeyPath, key_lines
 from millstream.errors import ConfigError, LakeFormatUnsupported, MillstreamError, UsageError
@@ -67,10 +67,12 @@ class LoadedConfig:
             yield path, mask(path, value), self.origin(path)
 
     def effective(self) -> Iterator[tuple[KeyPath, Any, str]]:
-        """Yield what `items` does, with the names that a stream's source has where none is set."""
+        """Yield what `items` does, with the names that a stream's source has and the views of its lake where none are set."""
         for path, value, origin in self.items():
             if value is None and path[-2:] in {("source", "publication"), ("source", "slot")}:
                 yield path, f"millstream_{path[1]}", origin
+            elif value is None and path[-2:] == ("lake", "views"):
+                yield path, list(self.config.streams[str(path[1])].lake.shown), origin
             else:
                 yield path, value, origin
 
@@ -196,9 +198,9 @@ class _Loader:
         if not isinstance(value, str):
             return value
         try:
-            return (interpolate_dsn if is_database(path) else interpolate)(value, self._environ)
+            return (interpolate_dsn if is_database(path, value) else interpolate)(value, self._environ)
         except MissingVariable as error:
-            if self._needs_source or not is_database(path) or error.name is None:
+            if self._needs_source or not is_database(path, value) or error.name is None:
                 self._note(path, str(error), variable=error.name)
             else:
                 self._unset[path] = _Mistake(
@@ -245,7 +247,7 @@ class _Loader:
     def _refuse_what_is_not_built(self, config: Config) -> None:
         for name, stream in config.streams.items():
             for key, value, built in (
-                ("format", stream.lake.format, ("delta",)),
+                ("format", stream.lake.format, ("delta", "postgres")),
                 ("engine", stream.lake.engine, ("auto", "delta-rs")),
             ):
                 if value not in built:
@@ -383,6 +385,7 @@ def _clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
                 yield (*at, "types", column), f"{error.message}. {error.hint}"
             if column.count(".") < 2 and '"' not in column:
                 yield (*at, "types", column), "must name a column as schema.table.column"
+        yield from _clashes_of_lake(at, stream.lake)
         for table, key in stream.keys.items():
             try:
                 parse_qualified_name(table)
@@ -390,6 +393,23 @@ def _clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
                 yield (*at, "keys", table), f"{error.message}. {error.hint}"
             if not key or len(set(key)) < len(key):
                 yield (*at, "keys", table), "must name one column or more, each once"
+
+
+def _clashes_of_lake(at: KeyPath, lake: LakeConfig) -> Iterator[tuple[KeyPath, str]]:
+    """Likewise, of a stream's lake: what its format has and doesn't have."""
+    in_database = lake.format == "postgres"
+    if in_database and not is_address(lake.location) and not lake.location.startswith("${"):
+        yield (*at, "lake", "location"), "must be a PostgreSQL address such as postgresql://user@host/database"
+    if not in_database and is_address(lake.location):
+        yield (*at, "lake", "location"), 'is a PostgreSQL address: set format = "postgres", or name a folder'
+    possible = {"changes", "current"} if in_database else {"current", "history", "scd2"}
+    for view in sorted(set(lake.shown) - possible):
+        yield (
+            (*at, "lake", "views"),
+            f"{view!r} isn't a view of {lake.format!r}, which has {', '.join(sorted(possible))}",
+        )
+    if not in_database and lake.schema_prefix:
+        yield (*at, "lake", "schema_prefix"), 'is for format = "postgres" alone'
 
 
 def _clashes_of_source(

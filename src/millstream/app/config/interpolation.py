@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 from urllib.parse import quote
 
+from millstream.libpq import is_address
+
 _VARIABLE: Final = re.compile(r"\$\$\{|\$\{([^}]*)\}|\$\{")
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _URL_USERINFO: Final = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?P<userinfo>[^/?#]*)@")
@@ -89,11 +91,13 @@ def mask(path: tuple[str | int, ...], value: Any) -> Any:
     key = str(path[-1]) if path else ""
     if _SECRET_KEY.search(key):
         return MASK
-    return mask_dsn(value) if is_database(path) or "://" in value else value
+    return mask_dsn(value) if is_database(path, value) or "://" in value else value
 
 
-def is_database(path: tuple[str | int, ...]) -> bool:
+def is_database(path: tuple[str | int, ...], value: str) -> bool:
     """Whether the key at a path holds a database's address: in those, parts have rules of their own."""
+    if path[-2:] == ("lake", "location"):
+        return is_address(value)
     return path[-1:] == ("dsn",) or path[-2:] == ("catalog", "url")
 
 

@@ -71,19 +71,29 @@ class LakeConfig(_Section):
     """Where a stream's tables land."""
 
     format: Literal["delta", "iceberg", "parquet", "postgres"] = Field(
-        default="delta", description="The tables' format. This version writes `delta`."
+        default="delta",
+        description="The tables' format. This version writes `delta`, files in a folder or an object store, and `postgres`, tables of a database.",
     )
     location: str = Field(
         default="lake",
         min_length=1,
         description="A folder (from the home, where it isn't absolute) or the URL of an object store's prefix. The stream's tables lie in a "
-        "folder of its name in it.",
+        "folder of its name in it. For `postgres` the address of a database (14 or newer; `current` takes 15), as libpq takes it; "
+        "a variable where user or password stands is put in as it is.",
     )
-    views: list[Literal["current", "history", "scd2"]] = Field(
-        default=["current", "history"],
+    views: list[Literal["current", "history", "scd2", "changes"]] | None = Field(
+        default=None,
         min_length=1,
-        description="What readers get: `current` has one row a key, `history` every record, `scd2` every version of each row with "
-        "the time at which it began and ended. History is written in any case: the others are folded from it.",
+        description="What readers get. Of `delta`: `current` has one row a key, `history` every record, `scd2` every version of each row with "
+        "the time at which it began and ended; history is written in any case: the others are folded from it. Of `postgres`: `changes` has "
+        "an event table a table, `current` its rows. Unset: `current`, with `history` or `changes`.",
+    )
+    schema_prefix: str = Field(
+        default="",
+        pattern=r"^[a-z0-9_]*$",
+        max_length=30,
+        description="Of `postgres`: stands before the names of the schemas that tables lie in. `public.orders` has its rows in `<prefix>public.orders` "
+        "and its events in `<prefix>public_changes.orders`: two streams in one database need different prefixes.",
     )
     engine: Literal["auto", "delta-rs", "spark"] = Field(
         default="auto", description="Who writes the files. `auto` takes `delta-rs`, the one that this version has."
@@ -111,6 +121,13 @@ class LakeConfig(_Section):
     storage_options: dict[str, str] = Field(
         default={}, description="Keys, region, endpoint … of the object store, as delta-rs names them."
     )
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """`views`, or those of the format where none are set."""
+        if self.views is not None:
+            return tuple(self.views)
+        return ("current", "changes") if self.format == "postgres" else ("current", "history")
 
     @property
     def history_retention_s(self) -> float | None:

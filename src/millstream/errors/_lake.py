@@ -1,0 +1,108 @@
+"""Errors of the lake's tables, in files and in a database: which can't be read or written, and why."""
+
+from __future__ import annotations
+
+from millstream.errors._root import MillstreamError, Retry
+
+
+class LakeError(MillstreamError):
+    """Something about the lake's tables."""
+
+    code = "lake"
+
+
+class LakeFormatUnsupported(LakeError):
+    """The lake format is known but isn't built into this Millstream."""
+
+    code = "lake_format_unsupported"
+    exit_code = 2
+    retry = Retry.OPERATOR
+
+
+class LakeTableForeign(LakeError):
+    """A lake table holds what Millstream didn't write; it is set aside. Details: table, path, version."""
+
+    code = "lake_table_foreign"
+    retry = Retry.OPERATOR
+
+
+class LakeHistoryLost(LakeError):
+    """A table can't be built from its history, which is damaged or doesn't reach back; details: table."""
+
+    code = "lake_history_lost"
+    retry = Retry.OPERATOR
+
+
+class LakeFilesGone(LakeError):
+    """Files that a lake table names aren't there: deleted by somebody, or vacuumed; details: path."""
+
+    code = "lake_files_gone"
+    retry = Retry.OPERATOR
+    default_hint = "`millstream pipeline rebuild T` builds the table anew, from its history or `--from source`."
+
+
+class LakeTableExists(LakeError):
+    """A table or other files lie where a new table was to be written; nothing is overwritten. Details: path."""
+
+    code = "lake_table_exists"
+    default_hint = "Choose another name, or delete that folder."
+
+
+class LakeSchemaConflict(LakeError):
+    """A schema change can't be followed by the lake table; details: table, column."""
+
+    code = "lake_schema_conflict"
+    retry = Retry.OPERATOR
+
+
+class LakeConflict(LakeError):
+    """Another writer committed first; nothing was written."""
+
+    code = "lake_conflict"
+    retry = Retry.BACKOFF
+
+
+class LakeUnavailable(LakeError):
+    """The lake can't be read or written just now: a full disk, a lost mount, an object store that doesn't answer."""
+
+    code = "lake_unavailable"
+    retry = Retry.BACKOFF
+    default_hint = "Look at the lake's disk or object store; what failed is tried again."
+
+
+class LakeBehind(LakeError):
+    """The lake hasn't got as far as the source, and doesn't get there in time; details: needs."""
+
+    code = "lake_behind"
+    retry = Retry.BACKOFF
+    default_hint = "Start `millstream run`, or wait for it to catch up; `millstream status` shows how far it is."
+
+
+class DestinationError(LakeError):
+    """The PostgreSQL database that a stream's tables land in can't be used as it is; nothing of the batch was written."""
+
+    code = "destination"
+    retry = Retry.OPERATOR
+
+
+class DestinationUnavailable(DestinationError):
+    """The destination doesn't answer, is read-only or full just now; what failed is tried again."""
+
+    code = "destination_unavailable"
+    retry = Retry.BACKOFF
+    default_hint = "Look at the destination's server; what failed is tried again."
+
+
+class DestinationRefused(DestinationError):
+    """The destination refuses a value or a definition; nothing of the table's batch was written. Details: table, sqlstate."""
+
+    code = "destination_refused"
+
+
+class LakeInDatabase(LakeError):
+    """This is for lakes of files, and the stream's tables lie in PostgreSQL."""
+
+    code = "lake_in_database"
+    exit_code = 2
+    retry = Retry.OPERATOR
+    default_hint = "Ask that database itself, with psql or any other client."

@@ -1,0 +1,380 @@
+"""`current` in PostgreSQL: the source's rows under the source's names and types, brought up to each batch by one MERGE.
+
+The records of a batch are folded to one a key first, as every `current` is; what they leave unchanged comes from the table.
+Values go in and out as PostgreSQL's text, which its own types hold exactly. A type that means something in its own database
+only (an enum, a domain, a composite, an extension's, names of catalog objects) is text here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
+
+from millstream.errors import DestinationError, DestinationRefused, LakeError, LakeSchemaConflict
+from millstream.lake.fold import EXACT, Folded, fold_records
+from millstream.lake.keys import Keys
+from millstream.lake.postgres.layout import (
+    Place,
+    Registered,
+    check_owner,
+    make_schema,
+    place_of,
+    register,
+    registered_at,
+    registered_of,
+    relation_at,
+    short,
+)
+from millstream.lake.postgres.target import PostgresTarget
+from millstream.lake.postgres.texts import Versioned, text_records
+from millstream.model.ids import TableId
+from millstream.model.names import quote_ident
+from millstream.model.pgtypes import builtin_name, element_oid
+from millstream.model.schema import Column, TableSchema
+
+if TYPE_CHECKING:
+    from millstream.lake.postgres.target import Connection
+
+MERGE_VERSION_MIN: Final = 150000
+_LAYOUT: Final = 1
+
+# Built-in, and yet text: they name objects of their own database, can't be put in, or need a library that servers may lack.
+_TEXT: Final = frozenset(
+    {
+        *("regproc", "regprocedure", "regoper", "regoperator", "regclass", "regtype", "regconfig", "regdictionary"),
+        *("regnamespace", "regrole", "regcollation", "aclitem", "gtsvector", "xml", "name", '"char"'),
+        *("pg_node_tree", "pg_ndistinct", "pg_dependencies", "pg_mcv_list"),
+        *("pg_brin_bloom_summary", "pg_brin_minmax_multi_summary"),
+    }
+)
+_OF_ARROW: Final = (
+    (pa.types.is_boolean, "boolean"),
+    (pa.types.is_int16, "smallint"),
+    (pa.types.is_int32, "integer"),
+    (pa.types.is_int64, "bigint"),
+    (pa.types.is_float32, "real"),
+    (pa.types.is_float64, "double precision"),
+    (pa.types.is_date32, "date"),
+    (pa.types.is_binary, "bytea"),
+)
+"""Of columns that applications wrote."""
+
+
+def check_can_merge(connection: Connection, target: PostgresTarget) -> None:
+    """`DestinationError` where `current` is asked of a server that is too old for it."""
+    if "current" in target.views and connection.info.server_version < MERGE_VERSION_MIN:
+        raise DestinationError(
+            f"{target.place} is PostgreSQL {connection.info.server_version // 10000}: `current` tables take 15 or newer",
+            hint=f'Set views = ["changes"] in [streams.{target.stream_name}.lake], or upgrade the server.',
+        )
+
+
+def merge_current(
+    connection: Connection,
+    target: PostgresTarget,
+    schema: TableSchema,
+    batches: Sequence[Versioned],
+    *,
+    copying: bool,
+    live: Collection[TableId],
+) -> None:
+    """Bring a table's rows up to a batch. Within a transaction.
+
+    Args:
+        connection: to the destination.
+        target: what it is.
+        schema: the newest of the records.
+        batches: the records, none of which was merged before.
+        copying: whether the table's copy isn't whole yet: a record may then leave a column unchanged of a row that hasn't come; it is
+            null until the row comes.
+        live: tables that the source still has: another table that stood under this one's name is kept if it is among them.
+
+    Raises:
+        LakeTableForeign, LakeHistoryLost: see `check_owner`.
+        LakeSchemaConflict: the values that are there don't fit a column's new type.
+    """
+    place = place_of(target, "current", schema)
+    owner = _take_name(connection, target, place, schema.table_id, live)
+    relation = relation_at(connection, place)
+    check_owner(target, place, owner, relation)
+    have: dict[str, str] = {} if relation is None else relation.columns
+    wanted = column_types(connection, schema.columns)
+    if schema.source == 0 and owner is not None:
+        # Another writer's records have had more columns: in these they are null.
+        more = [name for name in owner.columns if name in have and name not in wanted]
+        schema = replace(schema, columns=(*schema.columns, *(Column(name, pa.string()) for name in more)))
+        wanted |= {name: have[name] for name in more}
+    columns = pa.schema([pa.field(column.name, pa.string()) for column in schema.columns])
+    key_stands = relation is not None and relation.key == schema.key
+    emptied = relation is not None and not key_stands
+
+    def lookup(keys: Keys) -> pa.Table:
+        there = [name for name in columns.names if name in have]
+        found = _rows_of(connection, place, keys, there, wanted) if relation is not None and not emptied else None
+        return _completed(found, keys, columns, missing_allowed=copying or emptied)
+
+    folded = fold_records(text_records(schema, batches), schema, columns, lookup)
+    if relation is None:
+        make_schema(connection, place)
+        _create(connection, place, wanted, schema.key)
+    else:
+        if folded.truncated or emptied:
+            # A copy follows a change of the key. Not TRUNCATE: who reads meanwhile goes on seeing the rows.
+            connection.execute(f"DELETE FROM {place.quoted}".encode())
+        assert owner is not None, "its owner was checked"
+        _evolve(connection, place, owner, have, wanted, schema.key, key_stands=key_stands)
+    ours = tuple(wanted)
+    if owner is None or (owner.columns, owner.complete) != (ours, not copying):
+        register(connection, target, place, int(schema.table_id), layout=_LAYOUT, columns=ours, complete=not copying)
+    (_put_keyed if schema.key else _put_bag)(connection, place, folded, wanted, schema.key)
+
+
+def column_types(connection: Connection, columns: Sequence[Column]) -> dict[str, str]:
+    """The destination's type for each column."""
+    asked = [column for column in columns if column.pg is not None and _same_everywhere(column.pg.oid)]
+    found = connection.execute(
+        "SELECT format_type(o, m) FROM unnest(%s::oid[], %s::int[]) WITH ORDINALITY AS a (o, m, at) ORDER BY at",
+        [[c.pg.oid for c in asked if c.pg], [c.pg.modifier for c in asked if c.pg]],
+    ).fetchall()
+    told = {column.name: str(row[0]) for column, row in zip(asked, found, strict=True)}
+    types = {}
+    for column in columns:
+        kind = told.get(column.name, "text" if column.pg is not None else _of_arrow(column.arrow))
+        types[column.name] = "text" if "?" in kind else kind
+    return types
+
+
+def _same_everywhere(oid: int) -> bool:
+    name = builtin_name(element_oid(oid) or oid)
+    return name is not None and name not in _TEXT
+
+
+def _of_arrow(kind: pa.DataType) -> str:
+    if pa.types.is_list(kind):
+        return f"{_of_arrow(kind.value_type)}[]"
+    if pa.types.is_decimal(kind):
+        return f"numeric({kind.precision},{kind.scale})"
+    if pa.types.is_timestamp(kind):
+        return "timestamp without time zone" if kind.tz is None else "timestamp with time zone"
+    return next((name for fits, name in _OF_ARROW if fits(kind)), "text")
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def _take_name(
+    connection: Connection, target: PostgresTarget, place: Place, table_id: TableId, live: Collection[TableId]
+) -> Registered | None:
+    """Have the table stand under its name of now, where it was renamed; who stands there under `place` steps aside."""
+    there = registered_at(connection, place)
+    ours = [r for r in registered_of(connection, target, "current") if r.table_id == table_id]
+    if there is not None and (there.stream, there.pipeline) != target.owner:
+        return there
+    if there is not None and there.table_id == table_id:
+        return there
+    if there is not None:
+        if TableId(there.table_id) in live:
+            # It was renamed too, and takes its own new name with its next record.
+            _rename(
+                connection, there.place, Place("current", place.namespace, short(f"{place.name}__{there.table_id}"))
+            )
+        else:
+            connection.execute(f"DROP TABLE {place.quoted}".encode())
+            connection.execute(
+                "DELETE FROM millstream_lake.tables WHERE (view, namespace, name) = (%s, %s, %s)",
+                [place.view, place.namespace, place.name],
+            )
+    if not ours:
+        return None
+    if relation_at(connection, place) is None:
+        _rename(connection, ours[0].place, place)
+    return registered_at(connection, place)
+
+
+def _rename(connection: Connection, old: Place, new: Place) -> None:
+    make_schema(connection, new)
+    if old.namespace != new.namespace:
+        connection.execute(f"ALTER TABLE {old.quoted} SET SCHEMA {quote_ident(new.namespace)}".encode())
+        old, moved = Place(old.view, new.namespace, old.name), old
+    else:
+        moved = old
+    if old.name != new.name:
+        connection.execute(f"ALTER TABLE {old.quoted} RENAME TO {quote_ident(new.name)}".encode())
+    connection.execute(
+        "UPDATE millstream_lake.tables SET namespace = %s, name = %s WHERE (view, namespace, name) = (%s, %s, %s)",
+        [new.namespace, new.name, moved.view, moved.namespace, moved.name],
+    )
+
+
+# --- definitions ---------------------------------------------------------------------------------------------------
+
+
+def _create(connection: Connection, place: Place, types: dict[str, str], key: Sequence[str]) -> None:
+    columns = [f"{quote_ident(name)} {kind}" for name, kind in types.items()]
+    primary = [f"PRIMARY KEY ({_names(key)})"] if key else []
+    connection.execute(f"CREATE TABLE {place.quoted} ({', '.join(columns + primary)})".encode())
+
+
+def _evolve(
+    connection: Connection,
+    place: Place,
+    owner: Registered,
+    have: dict[str, str],
+    wanted: dict[str, str],
+    key: Sequence[str],
+    *,
+    key_stands: bool,
+) -> None:
+    """Give the table the columns, the types and the key that its source has."""
+    changes = []
+    if not key_stands:
+        relation = relation_at(connection, place)
+        assert relation is not None, "it is there"
+        changes += [
+            f"DROP CONSTRAINT {quote_ident(name)}"
+            for name, names in relation.uniques.items()
+            if relation.key and names == relation.key
+        ]
+        changes += [f"ALTER {quote_ident(name)} DROP NOT NULL" for name in relation.key]
+    changes += [f"DROP {quote_ident(name)}" for name in owner.columns if name not in wanted and name in have]
+    changes += [f"ADD {quote_ident(name)} {kind}" for name, kind in wanted.items() if name not in have]
+    retyped = [name for name, kind in wanted.items() if name in have and have[name] != kind]
+    changes += [
+        f"ALTER {quote_ident(name)} TYPE {wanted[name]} USING {quote_ident(name)}::text::{wanted[name]}"
+        for name in retyped
+    ]
+    if not key_stands and key:
+        changes.append(f"ADD PRIMARY KEY ({_names(key)})")
+    if not changes:
+        return
+    import psycopg
+
+    try:
+        connection.execute(f"ALTER TABLE {place.quoted} {', '.join(changes)}".encode())
+    except (psycopg.DataError, psycopg.errors.DependentObjectsStillExist) as error:
+        raise LakeSchemaConflict(
+            f"{place.quoted} can't follow its source: {' '.join(str(error).split())}",
+            hint=f"Drop {place.quoted} and its row in millstream_lake.tables at the destination, then `millstream tables copy` of it."
+            if isinstance(error, psycopg.DataError)
+            else f"Drop what depends on {place.quoted} at the destination; it is tried again.",
+            table=place.quoted,
+            column=", ".join(retyped),
+        ) from error
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+def _names(names: Iterable[str], table: str = "") -> str:
+    return ", ".join(f"{table}{quote_ident(name)}" for name in names)
+
+
+def _same(names: Iterable[str], one: str, other: str) -> str:
+    return " AND ".join(f"{one}.{quote_ident(name)} = {other}.{quote_ident(name)}" for name in names)
+
+
+def _rows_of(connection: Connection, place: Place, keys: Keys, there: Sequence[str], types: dict[str, str]) -> pa.Table:
+    """Rows of the table by their keys, every value as its text."""
+    _stage(connection, "asked", {name: types[name] for name in keys.names})
+    with connection.cursor().copy(f"COPY pg_temp.asked ({_names(keys.names)}) FROM STDIN".encode()) as copy:
+        for key in zip(*(column.to_pylist() for column in keys.columns), strict=True):
+            copy.write_row(key)
+    # Past psycopg's own reading of types: what the server prints is what is wanted.
+    result = connection.pgconn.exec_(
+        f"SELECT {_names(there, 'c.')} FROM {place.quoted} c JOIN pg_temp.asked a ON {_same(keys.names, 'c', 'a')}".encode()
+    )
+    if result.error_message:
+        raise DestinationRefused(f"{place.quoted}: {result.error_message.decode('utf-8', 'replace')}")
+    columns: list[list[str | None]] = [[] for _ in there]
+    for row in range(result.ntuples):
+        for at, values in enumerate(columns):
+            value = result.get_value(row, at)
+            values.append(None if value is None else value.decode())
+    connection.execute(b"DROP TABLE pg_temp.asked")
+    return pa.table([pa.array(values, pa.string()) for values in columns], names=list(there))
+
+
+def _completed(found: pa.Table | None, keys: Keys, columns: pa.Schema, *, missing_allowed: bool) -> pa.Table:
+    """What was found, with all columns; and rows of nothing but their keys for those that weren't, while they may yet come."""
+    length = 0 if found is None else found.num_rows
+    parts = []
+    if found is not None:
+        arrays = [
+            found.column(name) if name in found.column_names else pa.nulls(length, pa.string())
+            for name in columns.names
+        ]
+        parts.append(pa.table([*arrays, pa.nulls(length, EXACT.type)], schema=pa.schema([*columns, EXACT])))
+    if missing_allowed:
+        known = set() if found is None else set(zip(*(found.column(n).to_pylist() for n in keys.names), strict=True))
+        texts = [column.to_pylist() for column in keys.columns]
+        lost = [key for key in zip(*texts, strict=True) if key not in known]
+        values = dict(zip(keys.names, zip(*lost, strict=True), strict=True)) if lost else {}
+        arrays = [pa.array(values.get(name, [None] * len(lost)), pa.string()) for name in columns.names]
+        parts.append(pa.table([*arrays, pa.nulls(len(lost), EXACT.type)], schema=pa.schema([*columns, EXACT])))
+    return pa.concat_tables(parts) if parts else pa.schema([*columns, EXACT]).empty_table()
+
+
+def _stage(connection: Connection, name: str, types: dict[str, str], more: str = "") -> None:
+    columns = ", ".join(f"{quote_ident(column)} {kind}" for column, kind in types.items())
+    connection.execute(f"CREATE TEMP TABLE {name} ({columns}{more}) ON COMMIT DROP".encode())
+
+
+def _put_keyed(connection: Connection, place: Place, folded: Folded, types: dict[str, str], key: Sequence[str]) -> None:
+    """Take out and put in, by one MERGE. `__gone` can't be a column of a source: names of records' own are reserved."""
+    if not len(folded.gone):
+        return
+    rows = folded.rows.select(list(types))
+    _stage(connection, "staged", types, ", __gone boolean")
+    put = set(zip(*(rows.column(name).to_pylist() for name in key), strict=True))
+    _write(connection, f"COPY pg_temp.staged ({_names(types)}) FROM STDIN", _lines(rows))
+    gone = [k for k in zip(*(column.to_pylist() for column in folded.gone.columns), strict=True) if k not in put]
+    if gone:
+        _write(
+            connection,
+            f"COPY pg_temp.staged ({_names(folded.gone.names)}, __gone) FROM STDIN",
+            ((*values, "t") for values in gone),
+        )
+        # Keys of other texts may be equal, as 1.0 and 1.00 are.
+        connection.execute(
+            f"DELETE FROM pg_temp.staged g USING pg_temp.staged p WHERE g.__gone AND p.__gone IS NULL AND {_same(key, 'g', 'p')}".encode()
+        )
+    updates = ", ".join(f"{quote_ident(name)} = s.{quote_ident(name)}" for name in types)
+    connection.execute(
+        f"MERGE INTO {place.quoted} c USING pg_temp.staged s ON {_same(key, 'c', 's')} "
+        "WHEN MATCHED AND s.__gone THEN DELETE "
+        f"WHEN MATCHED THEN UPDATE SET {updates} "
+        f"WHEN NOT MATCHED AND s.__gone IS NULL THEN INSERT ({_names(types)}) VALUES ({_names(types, 's.')})".encode()
+    )
+    connection.execute(b"DROP TABLE pg_temp.staged")
+
+
+def _put_bag(connection: Connection, place: Place, folded: Folded, types: dict[str, str], _key: Sequence[str]) -> None:
+    """Rows without a key: each that goes takes out one that is equal, to the last character."""
+    if len(folded.gone):
+        _stage(connection, "staged", types)
+        gone = folded.gone.to_table().select(list(types))
+        _write(connection, f"COPY pg_temp.staged ({_names(types)}) FROM STDIN", _lines(gone))
+        whole = f"ROW({_names(types, 't.')})::text"
+        numbered = f"SELECT {whole} AS line, row_number() OVER (PARTITION BY {whole}) AS at"
+        found = connection.execute(
+            f"DELETE FROM {place.quoted} WHERE ctid IN (SELECT c.ctid FROM "
+            f"({numbered}, t.ctid FROM {place.quoted} t) c JOIN ({numbered} FROM pg_temp.staged t) g USING (line, at))".encode()
+        ).rowcount
+        connection.execute(b"DROP TABLE pg_temp.staged")
+        if found != gone.num_rows:
+            raise LakeError(f"{place.quoted} lacks {gone.num_rows - found} of the rows that its source deleted")
+    rows = folded.rows.select(list(types))
+    _write(connection, f"COPY {place.quoted} ({_names(types)}) FROM STDIN", _lines(rows))
+
+
+def _lines(rows: pa.Table) -> Iterable[tuple[Any, ...]]:
+    return zip(*(rows.column(name).to_pylist() for name in rows.column_names), strict=True)
+
+
+def _write(connection: Connection, statement: str, rows: Iterable[tuple[Any, ...]]) -> None:
+    with connection.cursor().copy(statement.encode()) as copy:
+        for row in rows:
+            copy.write_row(row)

@@ -1,0 +1,280 @@
+"""Event tables: one row a record, read in order of `seq`.
+
+One transaction at a time writes to a stream's tables, so that numbers become visible in their order: a reader that asks for
+`seq > the last one it saw` misses nothing. `row` and `before` are JSON by column, numbers where JSON holds them exactly, all
+else PostgreSQL's text: `jsonb_populate_record` makes a typed row of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.errors import LakeTableForeign
+from millstream.lake.postgres.layout import (
+    Place,
+    Registered,
+    Relation,
+    check_owner,
+    make_schema,
+    place_of,
+    register,
+    registered_at,
+    registered_of,
+    relation_at,
+    short,
+)
+from millstream.lake.postgres.target import PostgresTarget, literal
+from millstream.lake.postgres.texts import column_texts
+from millstream.model.names import quote_ident
+from millstream.model.positions import Lsn, format_lsn
+from millstream.model.records import Op
+from millstream.model.row_values import row_values
+from millstream.model.schema import TableSchema
+
+if TYPE_CHECKING:
+    from millstream.lake.postgres.target import Connection
+
+LAYOUT: Final = 2
+"""Of event tables. In layout 1, `seq` held the commit's LSN and `(seq, record_pk)` was unique, so that several changes of one row in
+one transaction were one event; there were neither `commit_lsn` nor `commit_index`."""
+
+_OWN: Final = {
+    "op": "text NOT NULL",
+    "record_pk": "text",
+    "source": "integer",
+    "commit_lsn": "pg_lsn",
+    "commit_index": "bigint",
+    "commit_ts": "timestamptz",
+    "xid": "bigint",
+    "row": "jsonb",
+    "before": "jsonb",
+    "unchanged": "text[]",
+    "log_seq": "bigint",
+}
+_NAMES: Final = ", ".join(quote_ident(name) for name in _OWN)
+_TYPES: Final = {name: kind.removesuffix(" NOT NULL") for name, kind in _OWN.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class EventTable:
+    """An event table that is ready to be appended to."""
+
+    place: Place
+    old_upto: int | None
+    """The greatest commit LSN among events of an older layout; None where there are none."""
+
+
+def ensure_events(connection: Connection, target: PostgresTarget, schema: TableSchema) -> EventTable:
+    """The table's events, made or brought to this layout where they have to be. Within a transaction.
+
+    Raises:
+        LakeTableForeign: something else has the name.
+        LakeHistoryLost: the table was ours, and somebody dropped it.
+    """
+    place = place_of(target, "changes", schema)
+    owner, relation = registered_at(connection, place), relation_at(connection, place)
+    if owner is None and relation is not None and _is_first_layout(relation):
+        return _bring_up(connection, target, place, int(schema.table_id), relation)
+    check_owner(target, place, owner, relation)
+    if owner is None:
+        _create(connection, place)
+        register(connection, target, place, int(schema.table_id), layout=LAYOUT)
+        return EventTable(place, None)
+    if owner.table_id != schema.table_id:
+        # Events lie by name: another table bears it now, and its events follow those of the one before.
+        register(connection, target, place, int(schema.table_id), layout=owner.layout, old_upto=owner.old_upto)
+    _check_shape(place, owner, relation)
+    return EventTable(place, owner.old_upto)
+
+
+def bring_up_all(connection: Connection, target: PostgresTarget, schemas: Sequence[TableSchema]) -> list[Place]:
+    """Bring event tables of an older layout to this one, each in a transaction of its own; returns which were."""
+    done = []
+    known = {registered.place for registered in registered_of(connection, target, "changes")}
+    for schema in schemas:
+        place = place_of(target, "changes", schema)
+        if place in known:
+            continue
+        with connection.transaction():
+            relation = relation_at(connection, place)
+            if relation is not None and registered_at(connection, place) is None and _is_first_layout(relation):
+                _bring_up(connection, target, place, int(schema.table_id), relation)
+                done.append(place)
+    return done
+
+
+def _is_first_layout(relation: Relation) -> bool:
+    has = relation.columns
+    keyed = ("seq", "record_pk") in relation.uniques.values()
+    return relation.kind == "r" and keyed and has["seq"] == "bigint" and not {"commit_lsn", "commit_index"} & has.keys()
+
+
+def _bring_up(
+    connection: Connection, target: PostgresTarget, place: Place, table_id: int, relation: Relation
+) -> EventTable:
+    """Give a table of layout 1 what it lacks. Its events stay as they are, and new ones are numbered above them.
+
+    Nothing is rewritten, and the unique index stays where it isn't the primary key: `seq` is unique from here on, and readers page by it.
+    """
+    quoted = place.quoted
+    connection.execute(f"LOCK TABLE {quoted} IN ACCESS EXCLUSIVE MODE".encode())
+    changes = [f"ADD {quote_ident(name)} {_TYPES[name]}" for name in _OWN if name not in relation.columns]
+    if relation.key == ("seq", "record_pk"):
+        constraint = next(name for name, columns in relation.uniques.items() if columns == relation.key)
+        changes.append(f"DROP CONSTRAINT {quote_ident(constraint)}")
+    # What it has and events of today don't: nobody fills it any more.
+    changes += [f"ALTER {quote_ident(name)} DROP NOT NULL" for name in relation.columns if name not in {"seq", "op"}]
+    connection.execute(f"ALTER TABLE {quoted} {', '.join(changes)}".encode())
+    if relation.key == ("seq", "record_pk"):
+        connection.execute(f"CREATE INDEX ON {quoted} (seq)".encode())
+    found = connection.execute(f"SELECT max(seq) FROM {quoted}".encode()).fetchone()
+    last = None if found is None else found[0]
+    sequence = Place("changes", place.namespace, short(f"{place.name}_seq_seq")).quoted
+    connection.execute(f"CREATE SEQUENCE {sequence} AS bigint OWNED BY {quoted}.seq".encode())
+    connection.execute(
+        f"ALTER TABLE {quoted} ALTER seq SET DEFAULT nextval({literal(sequence)}), ALTER seq SET NOT NULL".encode()
+    )
+    if last is not None:
+        connection.execute("SELECT setval(%s, %s)", [sequence, max(int(last), 1)])
+    _index(connection, quoted)
+    register(connection, target, place, table_id, layout=LAYOUT, old_upto=last)
+    return EventTable(place, last)
+
+
+def _create(connection: Connection, place: Place) -> None:
+    make_schema(connection, place)
+    own = ", ".join(f"{quote_ident(name)} {kind}" for name, kind in _OWN.items())
+    connection.execute(f"CREATE TABLE {place.quoted} (seq bigserial PRIMARY KEY, {own})".encode())
+    _index(connection, place.quoted)
+
+
+def _index(connection: Connection, quoted: str) -> None:
+    connection.execute(
+        f"CREATE UNIQUE INDEX ON {quoted} (source, commit_lsn, commit_index) WHERE commit_index IS NOT NULL".encode()
+    )
+
+
+def _check_shape(place: Place, owner: Registered, relation: Relation | None) -> None:
+    """Refuse a table whose columns somebody changed."""
+    assert relation is not None, "its owner was checked"
+    has = relation.columns | {
+        name: "jsonb" for name in ("row", "before") if relation.columns.get(name) in {"json", "jsonb"}
+    }
+    wanted = {name: "timestamp with time zone" if kind == "timestamptz" else kind for name, kind in _TYPES.items()}
+    wrong = [name for name, kind in ({"seq": "bigint"} | wanted).items() if has.get(name) != kind]
+    if wrong:
+        raise LakeTableForeign(
+            f"{place.quoted} has another shape than event tables of layout {owner.layout}: {', '.join(wrong)}",
+            hint="Give these columns back the types that the documentation of event tables names.",
+            table=place.quoted,
+        )
+
+
+def append_events(
+    connection: Connection, table: EventTable, batches: Sequence[tuple[TableSchema, pa.RecordBatch]]
+) -> int:
+    """Append records, in order of their numbers; those that are there already, by `(source, commit_lsn, commit_index)`, add nothing.
+
+    Returns:
+        How many events were added.
+    """
+    rows = [row for schema, batch in batches for row in _rows(schema, batch)]
+    rows.sort(key=lambda row: row[-1])
+    if not rows:
+        return 0
+    quoted = table.place.quoted
+    if not _may_be_there(connection, table, batches):
+        _copy(connection, quoted, rows)
+        return len(rows)
+    connection.execute(f"CREATE TEMP TABLE arriving (LIKE {quoted}) ON COMMIT DROP".encode())
+    connection.execute(b"ALTER TABLE pg_temp.arriving ALTER seq DROP NOT NULL")
+    _copy(connection, "pg_temp.arriving", rows)
+    known = "e.source = a.source AND e.commit_lsn = a.commit_lsn AND e.commit_index = a.commit_index AND a.commit_index IS NOT NULL"
+    connection.execute(f"DELETE FROM pg_temp.arriving a USING {quoted} e WHERE {known}".encode())
+    if table.old_upto is not None:
+        # Events of the older layout are known by their commit and the row alone.
+        same = "e.seq = (a.commit_lsn - '0/0')::bigint AND e.record_pk IS NOT DISTINCT FROM a.record_pk AND e.log_seq IS NULL"
+        connection.execute(
+            f"DELETE FROM pg_temp.arriving a USING {quoted} e WHERE a.commit_index IS NOT NULL AND {same}".encode()
+        )
+    added = connection.execute(
+        # Numbers are given in the order of the subquery: the sort is beneath what calls nextval.
+        f"INSERT INTO {quoted} ({_NAMES}) SELECT * FROM (SELECT {_NAMES} FROM pg_temp.arriving ORDER BY log_seq) s".encode()
+    ).rowcount
+    connection.execute(b"DROP TABLE pg_temp.arriving")
+    return added
+
+
+def _may_be_there(
+    connection: Connection, table: EventTable, batches: Sequence[tuple[TableSchema, pa.RecordBatch]]
+) -> bool:
+    """Whether some of the records may be there: the table has events of their sources at or above the first of them."""
+    first: dict[int, int] = {}
+    for _, batch in batches:
+        indexed = batch.filter(pc.is_valid(batch.column("__commit_index")))
+        for source in pc.unique(indexed.column("__source")).to_pylist():
+            of_source = indexed.filter(pc.equal(indexed.column("__source"), source))
+            least = pc.min(of_source.column("__commit_lsn")).as_py()
+            first[source] = min(least, first.get(source, least))
+    for source, least in first.items():
+        if table.old_upto is not None and least <= table.old_upto:
+            return True
+        found = connection.execute(
+            f"SELECT EXISTS (SELECT FROM {table.place.quoted} "
+            "WHERE source = %s AND commit_lsn >= %s::pg_lsn AND commit_index IS NOT NULL)".encode(),
+            [source, format_lsn(Lsn(least))],
+        ).fetchone()
+        if found is not None and found[0]:
+            return True
+    return False
+
+
+def _copy(connection: Connection, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
+    with connection.cursor().copy(f"COPY {table} ({_NAMES}) FROM STDIN".encode()) as copy:
+        for row in rows:
+            copy.write_row(row)
+
+
+def _rows(schema: TableSchema, batch: pa.RecordBatch) -> Iterator[tuple[Any, ...]]:
+    """Records as rows of an event table, in the order of `_OWN`."""
+    told = row_values(schema, batch)
+    keys = _keys(schema, batch)
+    ops, seqs = batch.column("__op").to_pylist(), batch.column("__seq").to_pylist()
+    sources, lsns = batch.column("__source").to_pylist(), batch.column("__commit_lsn").to_pylist()
+    indexes, times = batch.column("__commit_index").to_pylist(), batch.column("__commit_ts").to_pylist()
+    xids, unchanged = batch.column("__xid").to_pylist(), batch.column("__unchanged").to_pylist()
+    for i in range(batch.num_rows):
+        yield (
+            ops[i],
+            keys[i] if ops[i] != Op.TRUNCATE.letter else None,
+            sources[i],
+            None if lsns[i] is None else format_lsn(Lsn(lsns[i])),
+            indexes[i],
+            times[i],
+            xids[i],
+            _json(told.rows[i]),
+            _json(told.befores[i]),
+            unchanged[i] or None,
+            seqs[i],
+        )
+
+
+def _keys(schema: TableSchema, batch: pa.RecordBatch) -> list[str | None]:
+    """The text of each row's key; of several columns a JSON array of texts. None for rows without one."""
+    if not schema.key:
+        return [None] * batch.num_rows
+    columns = [column_texts(schema, batch, name).to_pylist() for name in schema.key]
+    if len(columns) == 1:
+        only: list[str | None] = columns[0]
+        return only
+    return [json.dumps(key, ensure_ascii=False, separators=(",", ":")) for key in zip(*columns, strict=True)]
+
+
+def _json(values: dict[str, Any] | None) -> str | None:
+    return None if values is None else json.dumps(values, ensure_ascii=False, separators=(",", ":"))

@@ -1,0 +1,211 @@
+"""Landing a batch in PostgreSQL: one transaction for all of its tables, with their positions.
+
+A table that fails is taken back alone, to a savepoint: the others land. Writers of one stream wait for each other, so that `seq`
+becomes visible in its order, and a task that was thought dead finds that the batch is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pyarrow.compute as pc
+
+from millstream import failpoints
+from millstream.errors import DestinationError, DestinationUnavailable, MillstreamError
+from millstream.lake.layout import TableCommit, folder_of, has_current
+from millstream.lake.postgres.current import check_can_merge, merge_current
+from millstream.lake.postgres.events import append_events, bring_up_all, ensure_events
+from millstream.lake.postgres.layout import prepare
+from millstream.lake.postgres.target import PostgresTarget, translate, translated
+from millstream.lake.postgres.texts import Versioned
+from millstream.model.ids import TableId
+from millstream.model.positions import Seq
+from millstream.model.schema import TableKind, TableSchema
+
+if TYPE_CHECKING:
+    from millstream.lake.postgres.target import Connection
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """One table's records of a batch."""
+
+    schema: TableSchema
+    """Of the last of them."""
+    batches: list[Versioned]
+
+
+@dataclass(frozen=True, slots=True)
+class LandedTable:
+    """What became of one table: a commit, or why there is none."""
+
+    commit: TableCommit | None
+    error: Exception | None = None
+
+
+def land(
+    target: PostgresTarget,
+    tables: Mapping[TableId, Callable[[], Loaded]],
+    upto: Seq,
+    *,
+    copying: Collection[TableId] = (),
+    live: Collection[TableId] = (),
+) -> dict[TableId, LandedTable]:
+    """Land records up to `upto`, exactly once, in one transaction.
+
+    Records at or below what a table has already are dropped, so that other batch bounds, a second call and a call by a task that was
+    thought dead do no harm.
+
+    Args:
+        target: where to.
+        tables: by table, what loads its records: one table's at a time are in memory.
+        upto: the cut that the batch ends at.
+        copying: tables whose copy isn't whole yet (see `merge_current`).
+        live: tables that the source still has.
+
+    Returns:
+        For each table a commit or its own error; the same error for all where the transaction came to nothing.
+    """
+    import psycopg
+
+    landed: dict[TableId, LandedTable] = {}
+    try:
+        with target.connect("landing") as connection, connection.transaction():
+            _wait_for_others(connection, target)
+            for table_id, load in sorted(tables.items()):
+                try:
+                    with connection.transaction():
+                        commit = _land_one(connection, target, load(), upto, copying=copying, live=live)
+                    landed[table_id] = LandedTable(commit)
+                except psycopg.Error as error:
+                    if connection.broken:
+                        raise
+                    landed[table_id] = LandedTable(None, translate(error, target.place))
+                except Exception as error:  # noqa: BLE001 - whatever it is, it is this table's alone
+                    landed[table_id] = LandedTable(None, error)
+            failpoints.hit("lake.before_postgres_commit")
+        failpoints.hit("lake.after_postgres_commit")
+    except psycopg.Error as error:
+        return _all_failed(tables, translate(error, target.place))
+    except MillstreamError as error:
+        return _all_failed(tables, error)
+    return landed
+
+
+def begin(target: PostgresTarget, schemas: Iterable[TableSchema], sources: Collection[tuple[int, str]] = ()) -> None:
+    """What has to be so before a pipeline lands anything: its own tables are there, and event tables have this version's layout.
+
+    Args:
+        target: where to land.
+        schemas: of the stream's tables, as they are now.
+        sources: system identifier and database of what the stream captures.
+
+    Raises:
+        DestinationError: the database can't be used, or is the one that the stream captures.
+    """
+    with target.connect("landing") as connection:
+        check_is_another(connection, target, sources)
+        check_can_merge(connection, target)
+        prepare(connection, target.place)
+        with translated(target.place):
+            bring_up_all(connection, target, [schema for schema in schemas if schema.kind is not TableKind.RAW])
+
+
+def look(target: PostgresTarget, sources: Collection[tuple[int, str]]) -> str:
+    """Look whether a pipeline could land there, and say so; makes nothing. Arguments as of `begin`.
+
+    Raises:
+        DestinationError: it couldn't; the hint says what to run.
+    """
+    with target.connect("look") as connection:
+        check_is_another(connection, target, sources)
+        with translated(target.place):
+            row = connection.execute(
+                "SELECT current_setting('transaction_read_only') = 'on', to_regclass('millstream_lake.layout') IS NOT NULL, "
+                "has_database_privilege(current_database(), 'CREATE'), quote_ident(current_database()), quote_ident(current_user)"
+            ).fetchone()
+    assert row is not None, "a SELECT of values has a row"
+    is_read_only, is_made, may_create, database, user = row
+    if is_read_only:
+        raise DestinationUnavailable(
+            f"{target.place} takes no writes", hint="Name the primary, or end its read-only mode."
+        )
+    if not may_create:
+        raise DestinationError(
+            f"{target.place}: {user} may not make schemas", hint=f"GRANT CREATE ON DATABASE {database} TO {user};"
+        )
+    check_can_merge(connection, target)
+    return f"{target.place} can be written" + ("" if is_made else "; the first run makes what it needs")
+
+
+def check_is_another(connection: Connection, target: PostgresTarget, sources: Collection[tuple[int, str]]) -> None:
+    """Refuse the database that is captured: what lands would be captured, and land."""
+    with translated(target.place):
+        row = connection.execute("SELECT system_identifier, current_database() FROM pg_control_system()").fetchone()
+    if row is not None and (int(row[0]), str(row[1])) in sources:
+        raise DestinationError(
+            f"{target.place} is the database that stream {target.stream_name} captures",
+            hint="Have its tables land in another database, of the same server if you like.",
+        )
+
+
+def _wait_for_others(connection: Connection, target: PostgresTarget) -> None:
+    connection.execute(
+        "INSERT INTO millstream_lake.positions VALUES (%s, %s, 0, 0) ON CONFLICT DO NOTHING", list(target.owner)
+    )
+    connection.execute(
+        "SELECT n FROM millstream_lake.positions WHERE (stream, pipeline, table_id) = (%s, %s, 0) FOR UPDATE",
+        list(target.owner),
+    )
+
+
+def _land_one(
+    connection: Connection,
+    target: PostgresTarget,
+    loaded: Loaded,
+    upto: Seq,
+    *,
+    copying: Collection[TableId],
+    live: Collection[TableId],
+) -> TableCommit:
+    schema = loaded.schema
+    if schema.source == 0:
+        # Writers learn of a new column when they need one, so that versions go to and fro among an application's records.
+        schema = max([schema, *(version for version, _ in loaded.batches)], key=lambda version: version.version)
+    table_id = schema.table_id
+    row = connection.execute(
+        "SELECT n FROM millstream_lake.positions WHERE (stream, pipeline, table_id) = (%s, %s, %s)",
+        [*target.owner, int(table_id)],
+    ).fetchone()
+    stands = Seq(0 if row is None else row[0])
+    batches = [
+        (version, batch.filter(pc.greater(batch.column("__seq"), int(stands)))) for version, batch in loaded.batches
+    ]
+    batches = [(version, batch) for version, batch in batches if batch.num_rows]
+    rows = sum(batch.num_rows for _, batch in batches)
+    if batches:
+        if "changes" in target.views:
+            append_events(connection, ensure_events(connection, target, schema), batches)
+        if "current" in target.views and has_current(schema):
+            merge_current(connection, target, schema, batches, copying=table_id in copying, live=live)
+    if upto > stands:
+        connection.execute(
+            "INSERT INTO millstream_lake.positions VALUES (%s, %s, %s, %s) ON CONFLICT (stream, pipeline, table_id) "
+            "DO UPDATE SET n = excluded.n",
+            [*target.owner, int(table_id), int(upto)],
+        )
+    return TableCommit(
+        table_id=table_id,
+        name=schema.full_name,
+        folder=folder_of(schema),
+        view="history",
+        version=0,
+        rows=rows,
+        n=max(upto, stands),
+    )
+
+
+def _all_failed(tables: Iterable[TableId], error: Exception) -> dict[TableId, LandedTable]:
+    return {table_id: LandedTable(None, error) for table_id in tables}

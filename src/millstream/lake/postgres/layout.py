@@ -1,0 +1,248 @@
+"""What Millstream keeps of its own in a destination, and under which names tables lie there.
+
+The schema `millstream_lake` holds who owns which table (`tables`), how far each stands (`positions`) and the last cut (`cuts`).
+A table that isn't in `tables` is somebody else's, whatever it is called: it is never written to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from millstream.errors import DestinationError, LakeHistoryLost, LakeTableForeign
+from millstream.lake.postgres.target import PostgresTarget, TargetView, translated
+from millstream.model.names import qualified_name
+from millstream.model.schema import TableKind, TableSchema
+
+if TYPE_CHECKING:
+    from millstream.lake.postgres.target import Connection
+
+VERSION: Final = 1
+"""Of the tables here; event tables have layouts of their own (`events`)."""
+_LOCK: Final = 0x6D73_6C61_6B65
+"""An advisory lock's key, of those who make or migrate what is here."""
+_NAME_BYTES_MAX: Final = 63
+
+_FIRST: Final = """
+CREATE SCHEMA IF NOT EXISTS millstream_lake;
+CREATE TABLE millstream_lake.layout (version integer NOT NULL);
+CREATE TABLE millstream_lake.tables (
+  view text NOT NULL, namespace text NOT NULL, name text NOT NULL,
+  stream uuid NOT NULL, pipeline text NOT NULL, table_id bigint NOT NULL,
+  layout integer NOT NULL, columns text[] NOT NULL, complete boolean NOT NULL, old_upto bigint,
+  PRIMARY KEY (view, namespace, name));
+CREATE TABLE millstream_lake.positions (
+  stream uuid NOT NULL, pipeline text NOT NULL, table_id bigint NOT NULL, n bigint NOT NULL,
+  PRIMARY KEY (stream, pipeline, table_id));
+CREATE TABLE millstream_lake.cuts (
+  stream uuid NOT NULL, pipeline text NOT NULL, number bigint NOT NULL, n bigint NOT NULL,
+  committed_at timestamptz NOT NULL, commit_ts_max timestamptz, tables json NOT NULL,
+  PRIMARY KEY (stream, pipeline));
+INSERT INTO millstream_lake.layout VALUES (1);
+"""
+
+
+def prepare(connection: Connection, place: str) -> None:
+    """Make `millstream_lake`, or bring it up to this version. Harmless beside others that do the same.
+
+    Raises:
+        DestinationError: a newer Millstream made it, or this user may not.
+    """
+    with translated(place), connection.transaction():
+        connection.execute("SELECT pg_advisory_xact_lock(%s)", [_LOCK])
+        made = connection.execute("SELECT to_regclass('millstream_lake.layout') IS NOT NULL").fetchone()
+        if made is None or not made[0]:
+            connection.execute(_FIRST.encode())
+            return
+        found = connection.execute("SELECT version FROM millstream_lake.layout").fetchone()
+    if found is None or found[0] != VERSION:
+        raise DestinationError(
+            f"{place}: millstream_lake has layout {None if found is None else found[0]}, and this version knows {VERSION}",
+            hint="Run the newer Millstream that made it.",
+        )
+
+
+def short(name: str) -> str:
+    """A name that PostgreSQL doesn't cut: what is too long ends in a hash of the whole."""
+    encoded = name.encode()
+    if len(encoded) <= _NAME_BYTES_MAX:
+        return name
+    digest = hashlib.sha256(encoded).hexdigest()[:8]
+    return f"{encoded[: _NAME_BYTES_MAX - 9].decode(errors='ignore')}~{digest}"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one view of one table lies."""
+
+    view: TargetView
+    namespace: str
+    name: str
+
+    @property
+    def quoted(self) -> str:
+        """`schema.name`, as SQL takes it."""
+        return qualified_name(self.namespace, self.name)
+
+
+def place_of(target: PostgresTarget, view: TargetView, schema: TableSchema) -> Place:
+    """`orders` of `public` has its rows in `public.orders` and its events in `public_changes.orders`, behind the prefix."""
+    namespace = "millstream" if schema.kind is TableKind.MESSAGES else schema.namespace
+    name = "messages" if schema.kind is TableKind.MESSAGES else schema.name
+    return Place(view, short(target.schema_prefix + namespace + ("_changes" if view == "changes" else "")), name)
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """What `tables` says of one."""
+
+    place: Place
+    stream: str
+    pipeline: str
+    table_id: int
+    layout: int
+    columns: tuple[str, ...]
+    """Those that Millstream made; a column that somebody added is left alone."""
+    complete: bool
+    """Of `current`: whether its copy is whole."""
+    old_upto: int | None
+    """Of events taken over from an older layout: the greatest commit LSN among them."""
+
+
+_COLUMNS: Final = "view, namespace, name, stream::text, pipeline, table_id, layout, columns, complete, old_upto"
+
+
+def registered_at(connection: Connection, place: Place) -> Registered | None:
+    """Who owns a name; None: nobody of ours."""
+    row = connection.execute(
+        f"SELECT {_COLUMNS} FROM millstream_lake.tables WHERE (view, namespace, name) = (%s, %s, %s)",
+        [place.view, place.namespace, place.name],
+    ).fetchone()
+    return None if row is None else _registered(row)
+
+
+def registered_of(connection: Connection, target: PostgresTarget, view: TargetView) -> list[Registered]:
+    """All of a view's tables of this stream and pipeline."""
+    rows = connection.execute(
+        f"SELECT {_COLUMNS} FROM millstream_lake.tables WHERE (view, stream, pipeline) = (%s, %s, %s) ORDER BY table_id",
+        [view, *target.owner],
+    ).fetchall()
+    return [_registered(row) for row in rows]
+
+
+def _registered(row: Sequence[Any]) -> Registered:
+    view, namespace, name, stream, pipeline, table_id, layout, columns, complete, old_upto = row
+    place = Place(view, namespace, name)
+    return Registered(place, stream, pipeline, table_id, layout, tuple(columns), complete, old_upto)
+
+
+def register(
+    connection: Connection,
+    target: PostgresTarget,
+    place: Place,
+    table_id: int,
+    *,
+    layout: int,
+    columns: Sequence[str] = (),
+    complete: bool = True,
+    old_upto: int | None = None,
+) -> None:
+    """Note a table as ours, or what is new about it."""
+    stream, pipeline = target.owner
+    connection.execute(
+        "INSERT INTO millstream_lake.tables VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s) ON CONFLICT (view, namespace, name) "
+        "DO UPDATE SET stream = excluded.stream, pipeline = excluded.pipeline, table_id = excluded.table_id, layout = excluded.layout, "
+        "columns = excluded.columns, complete = excluded.complete, old_upto = excluded.old_upto",
+        [
+            place.view,
+            place.namespace,
+            place.name,
+            stream,
+            pipeline,
+            table_id,
+            layout,
+            list(columns),
+            complete,
+            old_upto,
+        ],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """A relation as the destination has it."""
+
+    kind: str
+    """`r` of an ordinary table."""
+    columns: dict[str, str]
+    """By name, the type as `format_type` prints it."""
+    key: tuple[str, ...]
+    """Of its primary key."""
+    uniques: dict[str, tuple[str, ...]]
+    """By name of a unique index, its columns; the primary key's too."""
+
+
+def relation_at(connection: Connection, place: Place) -> Relation | None:
+    """What stands under a name; None where nothing does."""
+    found = connection.execute(
+        "SELECT c.oid, c.relkind FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
+        "WHERE n.nspname = %s AND c.relname = %s",
+        [place.namespace, place.name],
+    ).fetchone()
+    if found is None:
+        return None
+    oid, kind = found
+    columns = connection.execute(
+        "SELECT attname, format_type(atttypid, atttypmod) FROM pg_attribute "
+        "WHERE attrelid = %s AND attnum > 0 AND NOT attisdropped ORDER BY attnum",
+        [oid],
+    ).fetchall()
+    indexes = connection.execute(
+        "SELECT i.relname, x.indisprimary, array_agg(a.attname ORDER BY k.at) FROM pg_index x JOIN pg_class i ON i.oid = x.indexrelid "
+        "CROSS JOIN LATERAL unnest(x.indkey) WITH ORDINALITY AS k (attnum, at) "
+        "JOIN pg_attribute a ON a.attrelid = x.indrelid AND a.attnum = k.attnum "
+        "WHERE x.indrelid = %s AND x.indisunique AND x.indpred IS NULL GROUP BY i.relname, x.indisprimary",
+        [oid],
+    ).fetchall()
+    uniques = {name: tuple(names) for name, _, names in indexes}
+    key = next((tuple(names) for _, primary, names in indexes if primary), ())
+    return Relation(kind if isinstance(kind, str) else kind.decode(), dict(columns), key, uniques)
+
+
+def check_owner(target: PostgresTarget, place: Place, owner: Registered | None, relation: Relation | None) -> None:
+    """Refuse what isn't this stream's, and what was and is gone.
+
+    Raises:
+        LakeTableForeign: something else has the name.
+        LakeHistoryLost: the table was ours, and somebody dropped it.
+    """
+    where = f"{place.quoted} of {target.place}"
+    if owner is None and relation is not None:
+        raise LakeTableForeign(
+            f"{where} is there already, and Millstream didn't make it",
+            hint=f"Rename or drop it there, or set `schema_prefix` in [streams.{target.stream_name}.lake].",
+            table=place.quoted,
+        )
+    if owner is not None and (owner.stream, owner.pipeline) != target.owner:
+        raise LakeTableForeign(
+            f"{where} is another stream's",
+            hint=f"Set `schema_prefix` in [streams.{target.stream_name}.lake], or drop the table and its row in millstream_lake.tables.",
+            table=place.quoted,
+        )
+    if owner is not None and relation is None:
+        raise LakeHistoryLost(
+            f"{where} was made by Millstream and isn't there any more",
+            hint=f"To begin it anew: DELETE FROM millstream_lake.tables WHERE (view, namespace, name) = "
+            f"('{place.view}', '{place.namespace}', '{place.name}'), then `millstream tables copy` of it.",
+            table=place.quoted,
+        )
+
+
+def make_schema(connection: Connection, place: Place) -> None:
+    """Have the schema of a table there, where the user may make it."""
+    found = connection.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", [place.namespace]).fetchone()
+    if found is None:
+        quoted = '"' + place.namespace.replace('"', '""') + '"'
+        connection.execute(f"CREATE SCHEMA IF NOT EXISTS {quoted}".encode())

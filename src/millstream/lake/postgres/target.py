@@ -1,0 +1,140 @@
+"""The database that a stream's tables land in: its address, a session in it, and its errors as ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from millstream.errors import (
+    DestinationError,
+    DestinationRefused,
+    DestinationUnavailable,
+    MillstreamError,
+    MissingExtra,
+)
+from millstream.libpq import ADDRESS_HINT, describe_parameters, one_line, parse_address, pinned_session, with_patience
+from millstream.model.ids import StreamId
+
+if TYPE_CHECKING:
+    import psycopg
+
+    Connection = psycopg.Connection[tuple[Any, ...]]
+
+TargetView = Literal["changes", "current"]
+"""What readers get: `changes` has an event a record, `current` the source's rows."""
+
+VERSION_MIN: Final = 140000
+_LOCK_PATIENCE: Final = "'30s'"
+"""How long a change of a table's definition waits for its readers before it is tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class PostgresTarget:
+    """One stream's part of a database. A value: picklable, sent to executors."""
+
+    dsn: str = field(repr=False)
+    stream_name: str
+    stream_id: StreamId
+    pipeline: str = "lake"
+    views: tuple[TargetView, ...] = ("changes",)
+    schema_prefix: str = ""
+    """Before the names of all schemas that tables lie in."""
+
+    @property
+    def place(self) -> str:
+        """Where it is, for people: without secrets."""
+        return describe_parameters(_parameters(self.dsn))
+
+    @property
+    def owner(self) -> tuple[str, str]:
+        """Whose positions and tables: the stream's id and the pipeline's name."""
+        return str(self.stream_id), self.pipeline
+
+    def connect(self, purpose: str) -> Connection:
+        """Open a connection with a pinned session, in autocommit; the caller closes it.
+
+        Raises:
+            DestinationUnavailable: nobody answers.
+            DestinationError: the address is none, or this user isn't let in.
+        """
+        try:
+            import psycopg
+        except ImportError as error:
+            raise MissingExtra(
+                "tables in PostgreSQL need psycopg, which isn't installed",
+                hint="pip install 'millstream[run]'",
+                extra="run",
+            ) from error
+        parameters: Mapping[str, Any] = with_patience(_parameters(self.dsn), f"millstream {purpose}")
+        try:
+            connection = psycopg.connect(autocommit=True, prepare_threshold=None, **parameters)
+        except psycopg.Error as error:
+            raise _refused(error, self.place) from error
+        try:
+            with translated(self.place):
+                connection.execute(pinned_session(lock_timeout=_LOCK_PATIENCE).encode())
+            if connection.info.server_version < VERSION_MIN:
+                raise DestinationError(
+                    f"{self.place} is PostgreSQL {connection.info.server_version // 10000}; 14 is the oldest that tables can land in"
+                )
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+def _parameters(dsn: str) -> dict[str, Any]:
+    try:
+        return parse_address(dsn)
+    except ValueError as error:
+        raise DestinationError(f"the lake's location {error}", hint=ADDRESS_HINT) from error
+
+
+def _refused(error: Exception, place: str) -> DestinationError:
+    """The error of a connection that wasn't had: libpq gives no SQLSTATE, only words."""
+    text = one_line(error)
+    known = ("authentication failed", "no password supplied", "pg_hba.conf", "does not exist", "permission denied")
+    if any(part in text for part in known):
+        return DestinationError(
+            f"{place}: {text}", hint="Correct the address in [streams.S.lake] location, or what the server lets in."
+        )
+    return DestinationUnavailable(f"{place}: {text}")
+
+
+_PASSES: Final = ("08", "57", "58", "53", "40", "55P03", "25006")
+"""Classes of SQLSTATE after which the same may succeed: connections, shutdowns, resources (a full disk), serialization, locks, a
+database that takes no writes."""
+_HINTS: Final = {
+    "25006": "The destination takes no writes: it is a standby, or default_transaction_read_only is on. It is tried again.",
+    "53100": "The destination's disk is full. It is tried again.",
+    "42501": "Grant what the message names.",
+}
+
+
+def translate(error: psycopg.Error, place: str) -> MillstreamError:
+    """Our error for one of psycopg's on an open connection."""
+    import psycopg
+
+    state, text = error.sqlstate or "", one_line(error)
+    hint = _HINTS.get(state)
+    if state.startswith(_PASSES) or (not state and isinstance(error, psycopg.OperationalError)):
+        return DestinationUnavailable(f"{place}: {text}", hint=hint, sqlstate=state)
+    return DestinationRefused(f"{place}: {text}", hint=hint or "The message is PostgreSQL's own.", sqlstate=state)
+
+
+@contextmanager
+def translated(place: str) -> Iterator[None]:
+    """Within it, psycopg's errors become ours."""
+    import psycopg
+
+    try:
+        yield
+    except psycopg.Error as error:
+        raise translate(error, place) from error
+
+
+def literal(text: str) -> str:
+    """An SQL string, in a session whose strings are standard."""
+    return "'" + text.replace("'", "''") + "'"

@@ -1,0 +1,57 @@
+"""Records with every value as PostgreSQL's text: exact whatever the type, and what PostgreSQL takes in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.lake.types import texts_of
+from millstream.model.pgcolumns import render_column
+from millstream.model.records import RECORD_PREFIX, TEXT_BY_COLUMN
+from millstream.model.schema import Column, PgType, TableSchema
+
+_BYTEA: Final = PgType(17, -1, "bytea")
+_KEPT: Final = ("__op", "__seq", "__unchanged", "__before")
+
+Versioned = tuple[TableSchema, pa.RecordBatch]
+"""Records in `record_schema` of the version that stands beside them."""
+
+
+def column_texts(schema: TableSchema, batch: pa.RecordBatch, name: str) -> pa.Array:
+    """PostgreSQL's text of a column's values; null for NULL, and where a record doesn't have the value."""
+    column, array = schema.column(name), batch.column(name)
+    if column.pg is None and pa.types.is_binary(column.arrow):
+        column = Column(name, column.arrow, _BYTEA)
+    texts = pa.array(render_column(array, column), pa.string())
+    exact = batch.column("__exact")
+    return texts if exact.null_count == len(exact) else pc.coalesce(texts_of(exact, name), texts)
+
+
+def text_records(schema: TableSchema, batches: Sequence[Versioned]) -> pa.Table:
+    """Records as a fold takes them, with the columns of `schema` as text; one that a version lacked is null.
+
+    Args:
+        schema: the newest.
+        batches: of any versions of the table.
+    """
+    shape = text_schema(schema)
+    tables = []
+    for version, batch in batches:
+        has = {column.name for column in version.columns}
+        own = [
+            column_texts(version, batch, name) if name in has else pa.nulls(batch.num_rows, pa.string())
+            for name in shape.names[len(_KEPT) + 1 :]
+        ]
+        kept = [batch.column(name) for name in _KEPT]
+        tables.append(pa.table([*kept, pa.nulls(batch.num_rows, TEXT_BY_COLUMN), *own], schema=shape))
+    return pa.concat_tables(tables) if tables else shape.empty_table()
+
+
+def text_schema(schema: TableSchema) -> pa.Schema:
+    """The columns of `text_records`: what a fold needs of a record, `__exact` (null: texts are exact), and the table's own."""
+    kept = [field for field in RECORD_PREFIX if field.name in _KEPT]
+    exact = pa.field("__exact", TEXT_BY_COLUMN)
+    return pa.schema([*kept, exact, *(pa.field(column.name, pa.string()) for column in schema.columns)])

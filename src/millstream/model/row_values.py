@@ -1,0 +1,105 @@
+"""What a record says of its row, by columns' names: the new values, or the old key, and what was before.
+
+The same for everyone who shows records as JSON: lines of the log, and event tables.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import pyarrow as pa
+
+from millstream.model.pgcolumns import JSON_INTEGER_MAX, json_column, render_column
+from millstream.model.records import Op
+from millstream.model.schema import TableKind, TableSchema
+
+Values = Literal["json", "text"]
+"""How values stand: numbers that JSON holds exactly as numbers and all else as text, or all as PostgreSQL's text."""
+
+_DELETE: Final = Op.DELETE.letter
+_TRUNCATE: Final = Op.TRUNCATE.letter
+
+
+@dataclass(frozen=True, slots=True)
+class RowValues:
+    """A batch's rows, each JSON-able."""
+
+    rows: list[dict[str, Any] | None]
+    """New values; of a `d` the old key, or the old row under FULL; None for a `t`. Unchanged TOAST columns aren't in it."""
+    befores: list[dict[str, Any] | None]
+    """Old key or row of a `u`, where the source sent one."""
+
+
+def row_values(schema: TableSchema, batch: pa.RecordBatch, values: Values = "json") -> RowValues:
+    """The rows of records (with or without their offsets), in their order.
+
+    Args:
+        schema: the table's, as it was when the records were made.
+        batch: records in `record_schema(schema)`.
+        values: how values stand.
+    """
+    ops, unchanged = batch.column("__op").to_pylist(), batch.column("__unchanged").to_pylist()
+    exact, before = _maps(batch.column("__exact")), _maps(batch.column("__before"))
+    columns = _columns(schema, batch, values)
+    read = {column.name: _reads_as(column.arrow) for column in schema.columns} if values == "json" else {}
+    identity = frozenset(schema.identity)
+    is_raw = schema.kind is TableKind.RAW
+    rows: list[dict[str, Any] | None] = []
+    for i in range(batch.num_rows):
+        op = None if is_raw else ops[i]
+        if op == _TRUNCATE:
+            rows.append(None)
+            continue
+        whole, left_out = exact[i], unchanged[i] or ()
+        rows.append(
+            {
+                name: whole.get(name, column[i]) if whole else column[i]
+                for name, column in columns.items()
+                if name not in left_out and (op != _DELETE or name in identity)
+            }
+        )
+    return RowValues(rows, [None if old is None else _typed(old, read) for old in before])
+
+
+def _columns(schema: TableSchema, batch: pa.RecordBatch, values: Values) -> dict[str, list[Any]]:
+    """The table's own columns by name, each value as it will stand."""
+    columns: dict[str, list[Any]] = {}
+    for number, column in enumerate(schema.columns):
+        array = batch.column(batch.num_columns - len(schema.columns) + number)
+        if schema.kind is TableKind.RAW:
+            columns[column.name] = [None if v is None else "\\x" + v.hex() for v in array.to_pylist()]
+        else:
+            columns[column.name] = (json_column if values == "json" else render_column)(array, column)
+    return columns
+
+
+def _maps(array: pa.Array) -> list[dict[str, Any] | None]:
+    return [None if pairs is None else dict(pairs) for pairs in array.to_pylist()]
+
+
+def _reads_as(kind: pa.DataType) -> type | None:
+    if pa.types.is_integer(kind):
+        return int
+    return float if pa.types.is_floating(kind) else None
+
+
+def _typed(texts: dict[str, Any], read: Mapping[str, type | None]) -> dict[str, Any]:
+    """Old values, which the log keeps as text, as new ones stand: numbers where JSON holds them exactly."""
+    if not read:
+        return texts
+    return {name: _number(text, read.get(name)) for name, text in texts.items()}
+
+
+def _number(text: str | None, kind: type | None) -> Any:
+    if text is None or kind is None:
+        return text
+    try:
+        number = kind(text)
+    except (ValueError, OverflowError):
+        return text
+    if kind is int:
+        return number if abs(number) <= JSON_INTEGER_MAX else text
+    return number if math.isfinite(number) else text

@@ -1,0 +1,183 @@
+"""Tables in another PostgreSQL: rows and events end as the source has them and as the log tells them, whatever is killed when."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+from tests.e2e.harness import Home, wait_for
+from tests.e2e.test_kills import Siege, kill_everything_everywhere, siege
+
+from millstream.testing.oracle import TableRows, difference, source_rows
+from millstream.testing.postgres import EmbeddedPostgres
+from millstream.testing.pytest_plugin import Database
+
+POINTS = {
+    "wal.before_fsync": "before the fsync",
+    "capture.copy_chunk_read": "in a chunk of the table copy",
+    "lake.before_postgres_commit": "all tables written, nothing committed",
+    "lake.after_postgres_commit": "committed, nobody told",
+    "pipeline.after_lake_commit": "the cut committed, spark checkpoint not",
+}
+SEED = 31
+
+
+@pytest.fixture
+def destination(postgres_server: EmbeddedPostgres) -> Iterator[Database]:
+    name = "destination"
+    yield Database(postgres_server, name, postgres_server.create_database(name))
+    postgres_server.drop_database(name)
+
+
+def lake_in(destination: Database, more: str = "") -> str:
+    return f'format = "postgres"\nlocation = "{destination.dsn}"\n{more}'
+
+
+@pytest.mark.timeout(2400)
+def test_rows_and_events_are_whole_whatever_is_killed_when(
+    tmp_path: Path, postgres_server: EmbeddedPostgres, destination: Database
+) -> None:
+    with siege(tmp_path, postgres_server, SEED, database="events", points=POINTS, lake=lake_in(destination)) as (
+        under,
+        connection,
+    ):
+        kill_everything_everywhere(under, connection, times=2, at_random=3, points=POINTS)
+        under.home.caught_up()
+        with destination.connect() as there:
+            problems = [*rows_that_differ(under, connection, there), *events_that_differ(under.home, there)]
+        assert not problems, "\n".join(problems)
+        assert all(under.kills[point] >= 2 for point in POINTS)
+
+
+def rows_that_differ(under: Siege, source: psycopg.Connection[Any], there: psycopg.Connection[Any]) -> Iterator[str]:
+    """Every table that has rows to be told apart, in the source and there, as text."""
+    tables = [table["name"] for table in json.loads(under.home.command("tables", "ls", "--json"))]
+    compared = 0
+    for name in tables:
+        made = there.execute(
+            "SELECT 1 FROM millstream_lake.tables WHERE view = 'current' AND to_regclass(%s)::oid = "
+            "to_regclass(quote_ident(namespace) || '.' || quote_ident(name))::oid",
+            [name],
+        ).fetchone()
+        if made is None:
+            continue
+        was, found = source_rows(source, name), source_rows(there, name)
+        ordered = [found.columns.index(column) for column in was.columns]
+        again = TableRows(was.columns, was.key)
+        for row in found.rows.values() if found.key else found.bag.elements():
+            again.add(tuple(row[at] for at in ordered))
+        yield from (f"{name}: {line}" for line in difference(again, was))
+        compared += 1
+    if compared < 10:
+        yield f"only {compared} tables have rows there"
+
+
+def events_that_differ(home: Home, there: psycopg.Connection[Any]) -> Iterator[str]:
+    """The events of each table, in order of `seq`, are the log's records of it in their order: none twice, none left out."""
+    log: dict[str, list[tuple[Any, ...]]] = {}
+    for record in home.records():
+        if record["op"] == "raw":
+            continue
+        log.setdefault(record["table"] or "messages", []).append(
+            (record["op"], record["commit_lsn"], record["commit_index"], record["row"], record["before"], record["seq"])
+        )
+    places = there.execute("SELECT namespace, name FROM millstream_lake.tables WHERE view = 'changes'").fetchall()
+    seen: set[tuple[Any, ...]] = set()
+    for namespace, name in places:
+        rows = there.execute(
+            sql.SQL("SELECT op, commit_lsn::text, commit_index, row, before, log_seq FROM {} ORDER BY seq").format(
+                sql.Identifier(namespace, name)
+            )
+        ).fetchall()
+        (plain,) = there.execute(
+            "SELECT quote_ident(%s) || '.' || quote_ident(%s)", [namespace.removesuffix("_changes"), name]
+        ).fetchone() or ("",)
+        told = log.pop("messages" if plain == "millstream.messages" else plain, [])
+        if rows != told:
+            at = next(
+                (n for n, (a, b) in enumerate(zip(rows, told, strict=False)) if a != b), min(len(rows), len(told))
+            )
+            yield f"{plain}: {len(rows)} events, {len(told)} records; the first that differs: {rows[at : at + 1]} {told[at : at + 1]}"
+        numbered = [(plain, lsn, index) for _, lsn, index, *_ in rows if index is not None]
+        if len(set(numbered)) != len(numbered) or seen & set(numbered):
+            yield f"{plain}: an event twice"
+        seen |= set(numbered)
+    if log:
+        yield f"no events of {', '.join(log)}"
+
+
+def test_two_updates_of_a_row_in_one_transaction_are_two_events_and_one_row(
+    tmp_path: Path, postgres: Database, destination: Database
+) -> None:
+    source = postgres.connect()
+    source.execute("CREATE TABLE orders (id bigint PRIMARY KEY, note text)")
+    source.execute("INSERT INTO orders VALUES (1, 'copied'), (2, 'copied')")
+    home = Home(tmp_path / "shop", postgres.dsn, slot="twice")
+    home.init()
+    home.set_lake(lake_in(destination))
+    home.caught_up()
+    with source.transaction():
+        source.execute("UPDATE orders SET note = 'first' WHERE id = 1")
+        source.execute("UPDATE orders SET note = 'second' WHERE id = 1")
+        source.execute("UPDATE orders SET note = 'last words' WHERE id = 2")
+        source.execute("DELETE FROM orders WHERE id = 2")
+    home.caught_up()
+    with destination.connect() as there:
+        assert there.execute("SELECT * FROM public.orders").fetchall() == [(1, "second")]
+        events = there.execute(
+            "SELECT op, record_pk, row->>'note', commit_index, commit_lsn = max(commit_lsn) OVER () FROM public_changes.orders ORDER BY seq"
+        ).fetchall()
+    assert events == [
+        ("r", "1", "copied", None, False),
+        ("r", "2", "copied", None, False),
+        ("u", "1", "first", 0, True),
+        ("u", "1", "second", 1, True),
+        ("u", "2", "last words", 2, True),
+        ("d", "2", None, 3, True),
+    ]
+    refused = home.command("query", "SELECT 1", check=False)
+    assert refused == ""
+    facts = home.status()["streams"][0]
+    assert facts["lag"]["lake"]["records"] == 0
+    assert [(t["state"], t["reason"]) for t in facts["tables"]] == [("streaming", "")]
+
+
+def test_a_table_that_cannot_land_there_waits_for_its_retry_and_the_others_go_on(
+    tmp_path: Path, postgres: Database, destination: Database
+) -> None:
+    source = postgres.connect()
+    source.execute("CREATE TABLE blocked (id int PRIMARY KEY); CREATE TABLE free (id int PRIMARY KEY)")
+    source.execute("INSERT INTO blocked VALUES (1); INSERT INTO free VALUES (1)")
+    with destination.connect() as there:
+        there.execute("CREATE TABLE public.blocked (anything text)")
+        home = Home(tmp_path / "shop", postgres.dsn, slot="blocked")
+        home.init()
+        home.set_lake(lake_in(destination))
+        with home.running():
+            wait_for(lambda: to_number(there, "public.free") == 1, "the other table lands", timeout_s=240)
+            source.execute("INSERT INTO blocked VALUES (2); INSERT INTO free VALUES (2)")
+            wait_for(lambda: to_number(there, "public.free") == 2, "the other table goes on", timeout_s=60)
+            (state,) = [t for t in home.status()["streams"][0]["tables"] if t["name"] == "public.blocked"]
+            assert state["state"] == "set_aside"
+            assert "public.blocked" in state["reason"]
+            there.execute("DROP TABLE public.blocked")
+            home.command("tables", "retry", "public.blocked")
+            wait_for(lambda: to_number(there, "public.blocked") == 2, "what waited is there", timeout_s=60)
+        assert there.execute("SELECT record_pk FROM public_changes.blocked ORDER BY seq").fetchall() == [("1",), ("2",)]
+
+
+def to_number(there: psycopg.Connection[Any], table: str) -> int:
+    """How many rows a table of a column `id` has; -1 where it isn't there."""
+    found = there.execute(
+        "SELECT count(*) FROM information_schema.columns WHERE column_name = 'id' AND table_schema || '.' || table_name = %s",
+        [table],
+    ).fetchone()
+    if found is None or not found[0]:
+        return -1
+    row = there.execute(f"SELECT count(*) FROM {table}").fetchone()
+    return -1 if row is None else int(row[0])

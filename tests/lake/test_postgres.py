@@ -1,0 +1,597 @@
+"""A lake in PostgreSQL: events in order, rows as the source's, once each, whatever is replayed, killed or refused."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import count
+from typing import Any
+from uuid import UUID
+
+import psycopg
+import pyarrow as pa
+import pytest
+
+from millstream.errors import (
+    DestinationUnavailable,
+    LakeError,
+    LakeHistoryLost,
+    LakeSchemaConflict,
+    LakeTableForeign,
+)
+from millstream.lake.postgres.land import LandedTable, Loaded, begin, land
+from millstream.lake.postgres.target import PostgresTarget
+from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId
+from millstream.model.positions import Seq
+from millstream.model.schema import Column, PgType, ReplicaIdentity, TableSchema
+from millstream.testing.pytest_plugin import Database
+
+Records = Callable[..., pa.RecordBatch]
+INT8, NUMERIC, TEXT = PgType(20, -1, "bigint"), PgType(1700, -1, "numeric"), PgType(25, -1, "text")
+
+
+@pytest.fixture
+def target(postgres: Database) -> PostgresTarget:
+    made = PostgresTarget(postgres.dsn, "shop", StreamId(UUID(int=42)), views=("current", "changes"))
+    begin(made, [])
+    return made
+
+
+@pytest.fixture
+def table() -> TableSchema:
+    return TableSchema(
+        table_id=TableId(3),
+        version=SchemaVersion(1),
+        source=SourceId(1),
+        namespace="sales",
+        name="Orders",
+        columns=(
+            Column("id", pa.int64(), INT8),
+            Column("total", pa.string(), NUMERIC),
+            Column("note", pa.string(), TEXT),
+        ),
+        identity=("id",),
+        key=("id",),
+    )
+
+
+@pytest.fixture
+def asked(postgres: Database) -> Iterator[Callable[..., list[tuple[Any, ...]]]]:
+    with postgres.connect() as connection:
+
+        def ask(sql: str, *values: Any) -> list[tuple[Any, ...]]:
+            cursor = connection.execute(sql, values or None)
+            return [] if cursor.description is None else cursor.fetchall()
+
+        yield ask
+
+
+def landing(
+    target: PostgresTarget, schema: TableSchema, upto: int, *batches: pa.RecordBatch, copying: bool = False
+) -> LandedTable:
+    loaded = Loaded(schema, [(TableSchema.from_arrow(batch.schema), batch) for batch in batches])
+    ids = [schema.table_id] if copying else []
+    return land(target, {schema.table_id: lambda: loaded}, Seq(upto), copying=ids, live=[schema.table_id])[
+        schema.table_id
+    ]
+
+
+def landed(target: PostgresTarget, schema: TableSchema, upto: int, *batches: pa.RecordBatch, **more: Any) -> int:
+    done = landing(target, schema, upto, *batches, **more)
+    if done.error is not None:
+        raise done.error
+    assert done.commit is not None
+    return done.commit.rows
+
+
+EVENTS = 'sales_changes."Orders"'
+ROWS = 'sales."Orders"'
+
+
+def test_events_and_rows_are_there_once_whatever_is_landed_again(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
+) -> None:
+    first = records(
+        table,
+        ("c", 1, {"id": 1, "total": "1.50", "__commit_lsn": 100, "__commit_index": 0, "__xid": 7}),
+        ("c", 2, {"id": 2, "total": "NaN", "note": "a\tb\\\n", "__commit_lsn": 100, "__commit_index": 1, "__xid": 7}),
+    )
+    second = records(
+        table,
+        ("u", 3, {"id": 1, "total": "2", "note": None, "__commit_lsn": 200, "__commit_index": 0, "__xid": 8}),
+        ("u", 4, {"id": 1, "total": "3", "note": "x", "__commit_lsn": 200, "__commit_index": 1, "__xid": 8}),
+        ("d", 5, {"id": 2, "__commit_lsn": 200, "__commit_index": 2, "__xid": 8}),
+    )
+    assert landed(target, table, 2, first) == 2
+    assert landed(target, table, 2, first) == 0
+    assert landed(target, table, 5, first, second) == 3
+    assert landed(target, table, 5, second) == 0
+    rows = asked(
+        f"SELECT seq, op, record_pk, commit_lsn::text, commit_index, row->>'total', row->>'note', log_seq FROM {EVENTS} ORDER BY seq"
+    )
+    assert rows == [
+        (1, "c", "1", "0/64", 0, "1.50", None, 1),
+        (2, "c", "2", "0/64", 1, "NaN", "a\tb\\\n", 2),
+        (3, "u", "1", "0/C8", 0, "2", None, 3),
+        (4, "u", "1", "0/C8", 1, "3", "x", 4),
+        (5, "d", "2", "0/C8", 2, None, None, 5),
+    ]
+    assert asked(f"SELECT id, total::text, note FROM {ROWS}") == [(1, "3", "x")]
+
+
+def test_a_row_of_json_is_a_row_of_the_table(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
+) -> None:
+    landed(target, table, 1, records(table, ("c", 1, {"id": 9, "total": "1.50", "note": '{"a": "b"}'})))
+    typed = asked(f"SELECT (jsonb_populate_record(NULL::{ROWS}, row)).* FROM {EVENTS}")
+    assert typed == asked(f"SELECT * FROM {ROWS}")
+
+
+# --- lives: random records in random batches, replayed and broken off ----------------------------------------------
+
+
+class Source:
+    """A table that makes records as a source would, and remembers what it was after each."""
+
+    def __init__(self, seed: int, *, keyed: bool) -> None:
+        self.chance = random.Random(seed)
+        self.keyed = keyed
+        self.rows: list[dict[str, Any]] = []
+        self.records: list[tuple[str, int, dict[str, Any]]] = []
+        self.after: list[list[dict[str, Any]]] = [[]]
+
+    def live(self, count: int) -> None:
+        lsn = 100
+        while len(self.records) < count:
+            lsn += self.chance.randrange(1, 500)
+            for index in range(self.chance.choice([1, 1, 2, 5])):
+                op, facts = self.change()
+                facts |= {"__commit_lsn": lsn, "__commit_index": index, "__xid": lsn}
+                self.records.append((op, len(self.records) + 1, facts))
+                self.after.append([dict(row) for row in self.rows])
+
+    def change(self) -> tuple[str, dict[str, Any]]:
+        what = self.chance.choices("cudkt", [6, 8, 3, 2, 0.3])[0]
+        if what == "t":
+            self.rows.clear()
+            return "t", {}
+        if what == "c" or not self.rows:
+            row = self.row(self.free())
+            self.rows.append(row)
+            return "c", dict(row)
+        row = self.chance.choice(self.rows)
+        old = dict(row)
+        before = {"__before": list(old.items())} if not self.keyed else {}
+        if what == "d":
+            self.rows.remove(row)
+            return "d", {"id": old["id"]} if self.keyed else old
+        new = self.row(self.free() if what == "k" else old["id"])
+        if what == "k" and self.keyed:
+            before = {"__before": [("id", old["id"])]}
+        unchanged = self.chance.random() < 0.4
+        if unchanged:
+            new["note"] = old["note"]
+        row.update(new)
+        said = dict(new)
+        if unchanged:
+            said |= {"note": None, "__unchanged": ["note"]}
+        return "u", said | before
+
+    def free(self) -> str:
+        taken = {row["id"] for row in self.rows} if self.keyed else set()
+        few = [str(key) for key in range(12 if self.keyed else 3) if str(key) not in taken]
+        return self.chance.choice(few or [next(str(key) for key in count(12) if str(key) not in taken)])
+
+    def row(self, key: str) -> dict[str, Any]:
+        return {
+            "id": key,
+            "total": self.chance.choice([None, "1.0", "1.00", "NaN", "-0.10"]),
+            "note": self.chance.choice([None, "", "a", "\\N", "tab\there", "Ä\n", '"'] if self.keyed else ["a", None]),
+        }
+
+
+class Broken(Exception):
+    """A process that died."""
+
+
+@pytest.mark.parametrize("keyed", [True, False], ids=["keyed", "bag"])
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_and_events_are_the_sources_after_every_batch(
+    target: PostgresTarget,
+    table: TableSchema,
+    records: Records,
+    asked: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    keyed: bool,
+) -> None:
+    columns = (Column("id", pa.string(), NUMERIC), *table.columns[1:])
+    schema = replace(table, columns=columns)
+    if not keyed:
+        schema = replace(schema, key=(), identity=schema_names(schema), replica_identity=ReplicaIdentity.FULL)
+    source = Source(seed, keyed=keyed)
+    source.live(120)
+    chance = random.Random(-seed)
+    names = [record[:2] for record in source.records]
+    reached = 0
+    while reached < len(source.records):
+        begin_at = max(0, reached - chance.choice([0, 0, 1, 20]))
+        upto = min(len(source.records), max(begin_at, reached) + chance.choice([1, 3, 10, 40]))
+        batches = [records(schema, *some) for some in pieces(source.records[begin_at:upto], chance)]
+        if chance.random() < 0.3:
+            with monkeypatch.context() as patch:
+                patch.setattr("millstream.failpoints.hit", dies_at(chance.choice(["before", "after"])))
+                with pytest.raises(Broken):
+                    landing(target, schema, upto, *batches)
+        landed(target, schema, upto, *batches)
+        reached = upto
+        there = asked(f"SELECT id::text, total::text, note FROM {ROWS}")
+        was = [(row["id"], row["total"], row["note"]) for row in source.after[reached]]
+        assert sorted(there, key=str) == sorted(was, key=str), f"seed {seed}, after {reached}"
+        events = asked(f"SELECT op, log_seq FROM {EVENTS} ORDER BY seq")
+        assert [(op, int(seq)) for op, seq in events] == names[:reached]
+
+
+def schema_names(schema: TableSchema) -> tuple[str, ...]:
+    return tuple(column.name for column in schema.columns)
+
+
+def pieces(found: list[Any], chance: random.Random) -> list[list[Any]]:
+    at = chance.randrange(len(found) + 1)
+    return [some for some in (found[:at], found[at:]) if some]
+
+
+def dies_at(moment: str) -> Callable[[str], None]:
+    def hit(name: str) -> None:
+        if name == f"lake.{moment}_postgres_commit":
+            raise Broken(name)
+
+    return hit
+
+
+# --- what the source can do to a table -----------------------------------------------------------------------------
+
+
+def test_a_row_that_has_not_been_copied_yet_is_completed_by_its_copy(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
+) -> None:
+    early = records(table, ("u", 1, {"id": 1, "total": "2", "__unchanged": ["note"]}))
+    assert isinstance(landing(target, table, 1, early).error, LakeError)
+    landed(target, table, 1, early, copying=True)
+    complete = "SELECT complete FROM millstream_lake.tables WHERE view = 'current'"
+    assert (asked(f"SELECT * FROM {ROWS}"), asked(complete)) == ([(1, 2, None)], [(False,)])
+    landed(target, table, 2, records(table, ("r", 2, {"id": 1, "total": "2", "note": "whole"})))
+    assert (asked(f"SELECT * FROM {ROWS}"), asked(complete)) == ([(1, 2, "whole")], [(True,)])
+
+
+def test_columns_come_go_and_change_their_types(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
+) -> None:
+    landed(target, table, 1, records(table, ("c", 1, {"id": 1, "total": "12", "note": "n"})))
+    asked(f"ALTER TABLE {ROWS} ADD mine text DEFAULT 'of somebody'")
+    columns = (
+        table.columns[0],
+        Column("total", pa.int32(), PgType(23, -1, "integer")),
+        Column("more", pa.string(), TEXT),
+    )
+    newer = replace(table, version=SchemaVersion(2), columns=columns)
+    landed(target, newer, 2, records(newer, ("c", 2, {"id": 2, "total": 5, "more": "m"})))
+    types = "SELECT attname, format_type(atttypid, atttypmod) FROM pg_attribute WHERE attrelid = %s::regclass AND attnum > 0 AND NOT attisdropped ORDER BY 1"
+    assert asked(types, ROWS) == [("id", "bigint"), ("mine", "text"), ("more", "text"), ("total", "integer")]
+    assert asked(f"SELECT id, total, more, mine FROM {ROWS} ORDER BY 1") == [
+        (1, 12, None, "of somebody"),
+        (2, 5, "m", "of somebody"),
+    ]
+
+
+def test_a_type_that_old_values_do_not_fit_sets_the_table_aside_with_what_to_do(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
+) -> None:
+    landed(target, table, 1, records(table, ("c", 1, {"id": 1, "note": "no number"})))
+    columns = (*table.columns[:2], Column("note", pa.int32(), PgType(23, -1, "integer")))
+    newer = replace(table, version=SchemaVersion(2), columns=columns)
+    batch = records(newer, ("c", 2, {"id": 2, "note": 5}))
+    error = landing(target, newer, 2, batch).error
+    assert isinstance(error, LakeSchemaConflict)
+    assert "tables copy" in error.hint
+    assert asked(f"SELECT count(*) FROM {EVENTS}") == [(1,)], "nothing of the batch is there by halves"
+    asked(f"DROP TABLE {ROWS}; DELETE FROM millstream_lake.tables WHERE view = 'current'")
+    landed(target, newer, 2, batch)
+    assert asked(f"SELECT id, note FROM {ROWS}") == [(2, 5)]
+
+
+def test_another_key_begins_the_rows_anew(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
+) -> None:
+    """Capture copies such a table again."""
+    landed(target, table, 2, records(table, ("c", 1, {"id": 1, "note": "a"}), ("c", 2, {"id": 2, "note": "a"})))
+    newer = replace(table, version=SchemaVersion(2), key=("note",), identity=("note",))
+    landed(target, newer, 3, records(newer, ("u", 3, {"id": 1, "note": "b"})), copying=True)
+    landed(target, newer, 5, records(newer, ("r", 4, {"id": 1, "note": "b"}), ("r", 5, {"id": 2, "note": "a"})))
+    assert asked(f"SELECT note, id FROM {ROWS} ORDER BY 1") == [("a", 2), ("b", 1)]
+    with pytest.raises(psycopg.errors.UniqueViolation):
+        asked(f"INSERT INTO {ROWS} (id, note) VALUES (7, 'a')")
+
+
+def test_tables_that_trade_names_keep_their_rows_and_events_go_by_name(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
+) -> None:
+    a, b = replace(table, name="a"), replace(table, name="b", table_id=TableId(4))
+    tables = [a.table_id, b.table_id]
+
+    def put(schema: TableSchema, seq: int, **row: Any) -> None:
+        loaded = Loaded(schema, [(schema, records(schema, ("c", seq, {"id": seq, **row})))])
+        done = land(target, {schema.table_id: lambda: loaded}, Seq(seq), live=tables)[schema.table_id]
+        assert done.error is None
+
+    put(a, 1, note="of the first")
+    put(b, 2, note="of the second")
+    put(replace(a, name="b", version=SchemaVersion(2)), 3, note="of the first")
+    put(replace(b, name="a", version=SchemaVersion(2)), 4, note="of the second")
+    assert asked("SELECT id, note FROM sales.b ORDER BY 1") == [(1, "of the first"), (3, "of the first")]
+    assert asked("SELECT id, note FROM sales.a ORDER BY 1") == [(2, "of the second"), (4, "of the second")]
+    assert asked("SELECT row->>'id' FROM sales_changes.b ORDER BY seq") == [("2",), ("3",)]
+    assert asked("SELECT count(*) FROM pg_class WHERE relnamespace = 'sales'::regnamespace AND relkind = 'r'") == [(2,)]
+
+
+def test_a_table_that_was_dropped_and_made_again_begins_anew_and_its_events_go_on(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
+) -> None:
+    landed(target, table, 1, records(table, ("c", 1, {"id": 1})))
+    again = replace(table, table_id=TableId(9))
+    landed(target, again, 2, records(again, ("c", 2, {"id": 5})))
+    assert asked(f"SELECT id FROM {ROWS}") == [(5,)]
+    assert asked(f"SELECT seq, record_pk FROM {EVENTS} ORDER BY seq") == [(1, "1"), (2, "5")]
+
+
+def test_keys_of_other_texts_that_are_equal_are_one_row(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
+) -> None:
+    keyed = replace(table, columns=(Column("id", pa.string(), NUMERIC), *table.columns[1:]))
+    landed(target, keyed, 1, records(keyed, ("c", 1, {"id": "1.0", "note": "a"})))
+    landed(target, keyed, 2, records(keyed, ("u", 2, {"id": "1.00", "note": "b", "__before": [("id", "1.0")]})))
+    assert asked(f"SELECT id::text, note FROM {ROWS}") == [("1.00", "b")]
+    landed(target, keyed, 3, records(keyed, ("d", 3, {"id": "1.00"})))
+    assert asked(f"SELECT * FROM {ROWS}") == []
+
+
+def test_a_writer_that_knows_fewer_columns_takes_none_away(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
+) -> None:
+    old = replace(table, source=SourceId(0), columns=tuple(Column(c.name, c.arrow) for c in table.columns))
+    new = replace(old, version=SchemaVersion(2), columns=(*old.columns, Column("raw", pa.binary())))
+    landed(target, new, 1, records(new, ("c", 1, {"id": 1, "raw": b"\x00\xff"})))
+    landed(target, old, 3, records(old, ("c", 2, {"id": 2, "note": "b"}), ("c", 3, {"id": 1, "note": "a"})))
+    assert asked(f"SELECT id, note, raw FROM {ROWS} ORDER BY 1") == [(1, "a", None), (2, "b", None)]
+    landed(target, new, 4, records(new, ("c", 4, {"id": 2, "raw": b"x"})))
+    assert asked(f"SELECT id, note, raw FROM {ROWS} ORDER BY 1") == [(1, "a", None), (2, None, b"x")]
+
+
+# --- what the destination can be -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [EVENTS, ROWS])
+def test_a_table_of_somebody_elses_is_named_and_not_touched(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any], name: str
+) -> None:
+    schema = name.split(".", maxsplit=1)[0]
+    asked(f"CREATE SCHEMA {schema}; CREATE TABLE {name} (id bigint, other text); INSERT INTO {name} VALUES (1, 'x')")
+    other = replace(table, table_id=TableId(8), name="fine")
+    batch = Loaded(table, [(table, records(table, ("c", 1, {"id": 1})))])
+    fine = Loaded(other, [(other, records(other, ("c", 2, {"id": 1})))])
+    done = land(target, {table.table_id: lambda: batch, other.table_id: lambda: fine}, Seq(2))
+    error = done[table.table_id].error
+    assert isinstance(error, LakeTableForeign)
+    assert name in error.message
+    assert "schema_prefix" in error.hint
+    assert done[other.table_id].error is None, "one bad table never blocks another"
+    assert asked(f"SELECT * FROM {name}") == [(1, "x")]
+    assert asked("SELECT count(*) FROM sales.fine") == [(1,)]
+    asked(f"DROP TABLE {name}")
+    landed(target, table, 2, *[batch for _, batch in batch.batches])
+    assert asked(f"SELECT id FROM {ROWS}") == [(1,)]
+
+
+def test_a_table_that_somebody_dropped_is_not_begun_anew_unsaid(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
+) -> None:
+    landed(target, table, 1, records(table, ("c", 1, {"id": 1})))
+    asked(f"DROP TABLE {EVENTS}")
+    error = landing(target, table, 2, records(table, ("c", 2, {"id": 2}))).error
+    assert isinstance(error, LakeHistoryLost)
+    asked(f"{error.hint.split(': ')[1].split(', then')[0]}")
+    landed(target, table, 2, records(table, ("c", 2, {"id": 2})))
+    assert asked(f"SELECT record_pk FROM {EVENTS}") == [("2",)]
+
+
+def test_an_event_table_whose_columns_somebody_changed_is_named(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
+) -> None:
+    landed(target, table, 1, records(table, ("c", 1, {"id": 1})))
+    asked(f"ALTER TABLE {EVENTS} ALTER commit_index TYPE text")
+    error = landing(target, table, 2, records(table, ("c", 2, {"id": 2}))).error
+    assert isinstance(error, LakeTableForeign)
+    assert "commit_index" in error.message
+
+
+def test_two_streams_in_one_database_need_prefixes(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
+) -> None:
+    landed(target, table, 1, records(table, ("c", 1, {"id": 1})))
+    other = replace(target, stream_id=StreamId(UUID(int=43)))
+    assert isinstance(landing(other, table, 1, records(table, ("c", 1, {"id": 2}))).error, LakeTableForeign)
+    landed(replace(other, schema_prefix="b_"), table, 1, records(table, ("c", 1, {"id": 2})))
+    assert asked('SELECT id FROM b_sales."Orders" UNION ALL SELECT id FROM sales."Orders"') == [(2,), (1,)]
+
+
+def test_a_destination_that_takes_no_writes_is_tried_again(
+    target: PostgresTarget, postgres: Database, table: TableSchema, records: Records, asked: Callable[..., Any]
+) -> None:
+    batch = records(table, ("c", 1, {"id": 1}))
+    asked(f"ALTER DATABASE {postgres.name} SET default_transaction_read_only = on")
+    error = landing(target, table, 1, batch).error
+    assert isinstance(error, DestinationUnavailable)
+    assert "read-only" in error.message
+    asked(f"ALTER DATABASE {postgres.name} RESET default_transaction_read_only")
+    landed(target, table, 1, batch)
+
+
+def test_an_address_that_leads_nowhere_says_so_without_its_secret(table: TableSchema, records: Records) -> None:
+    target = PostgresTarget("postgresql://u:hush@127.0.0.1:1/nowhere", "shop", StreamId(UUID(int=1)))
+    error = landing(target, table, 1, records(table, ("c", 1, {"id": 1}))).error
+    assert isinstance(error, DestinationUnavailable)
+    assert "hush" not in f"{error!r} {error.hint} {target!r}"
+
+
+def test_a_value_that_the_destination_refuses_sets_its_table_aside_alone(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
+) -> None:
+    written = replace(table, source=SourceId(0))
+    error = landing(target, written, 1, records(written, ("c", 1, {"id": 1, "note": "nul\x00inside"}))).error
+    assert error is not None
+    assert asked("SELECT count(*) FROM pg_namespace WHERE nspname LIKE 'sales%'") == [(0,)]
+
+
+# --- event tables of an older layout ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["UNIQUE", "PRIMARY KEY"])
+def test_events_of_the_first_layout_stay_and_new_ones_are_numbered_above_them(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any], key: str
+) -> None:
+    """There, seq was the commit's LSN, and several changes of a row in one transaction were one event."""
+    target = replace(target, views=("changes",))
+    asked(
+        "CREATE SCHEMA sales_changes; "
+        f"CREATE TABLE {EVENTS} (seq bigint NOT NULL, record_pk text NOT NULL, op text NOT NULL, data text NOT NULL DEFAULT '', "
+        f"stamp timestamptz NOT NULL, {key} (seq, record_pk)); "
+        f"INSERT INTO {EVENTS} VALUES (100, '1', 'c', '', now()), (100, '2', 'c', '', now()), (300, '1', 'u', '', now())"
+    )
+    last, seen = 0, list[tuple[Any, ...]]()
+    stop = threading.Event()
+
+    def page() -> None:
+        nonlocal last
+        with psycopg.connect(target.dsn) as connection:
+            while True:
+                ending = stop.is_set()
+                for row in connection.execute(
+                    f"SELECT seq, op, record_pk FROM {EVENTS} WHERE seq > %s ORDER BY seq", [last]
+                ):
+                    seen.append(row)
+                    last = row[0]
+                connection.commit()
+                if ending:
+                    return
+
+    reader = threading.Thread(target=page)
+    reader.start()
+    try:
+        begin(target, [table])
+        told = [
+            ("c", 1, {"id": 1, "__commit_lsn": 100, "__commit_index": 0}),
+            ("c", 2, {"id": 2, "__commit_lsn": 100, "__commit_index": 1}),
+            ("u", 3, {"id": 1, "__commit_lsn": 300, "__commit_index": 0}),
+            ("u", 4, {"id": 1, "note": "again", "__commit_lsn": 300, "__commit_index": 1}),
+            ("u", 5, {"id": 2, "__commit_lsn": 400, "__commit_index": 0}),
+            ("u", 6, {"id": 2, "__commit_lsn": 400, "__commit_index": 1}),
+            ("t", 7, {"__commit_lsn": 500, "__commit_index": 0}),
+        ]
+        batch = records(table, *told)
+        landed(target, table, 5, records(table, *told[:5]))
+        landed(target, table, 7, batch)
+        asked("DELETE FROM millstream_lake.positions")
+        landed(target, table, 7, batch)
+    finally:
+        stop.set()
+        reader.join()
+    rows = asked(f"SELECT seq, op, record_pk, commit_index, commit_lsn::text FROM {EVENTS} ORDER BY seq, record_pk")
+    assert rows == [
+        (100, "c", "1", None, None),
+        (100, "c", "2", None, None),
+        (300, "u", "1", None, None),
+        (301, "u", "2", 0, "0/190"),
+        (302, "u", "2", 1, "0/190"),
+        (303, "t", None, 0, "0/1F4"),
+    ]
+    assert sorted(seen, key=str) == sorted([(s, op, pk) for s, op, pk, *_ in rows], key=str)
+
+
+def test_positions_that_were_lost_double_no_event(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
+) -> None:
+    told = [("c", n, {"id": n, "__commit_lsn": 100 * n, "__commit_index": 0}) for n in range(1, 6)]
+    landed(target, table, 5, records(table, *told))
+    asked("DELETE FROM millstream_lake.positions")
+    told.append(("c", 6, {"id": 6, "__commit_lsn": 600, "__commit_index": 0}))
+    landed(target, table, 6, records(table, *told[2:]))
+    assert asked(f"SELECT array_agg(log_seq ORDER BY seq) FROM {EVENTS}") == [([1, 2, 3, 4, 5, 6],)]
+
+
+def test_numbers_become_visible_in_their_order_whoever_writes(
+    target: PostgresTarget, table: TableSchema, records: Records
+) -> None:
+    """A reader that asks for what lies above the last number it saw misses nothing, beside tasks that land the same batches at once."""
+    target = replace(target, views=("changes",))
+    landed(target, table, 1, records(table, ("c", 1, {"id": 1})))
+    batches = [
+        (n * 10 + 11, records(table, *(("c", s, {"id": s}) for s in range(n * 10 + 2, n * 10 + 12)))) for n in range(20)
+    ]
+    seen: list[int] = []
+    stop = threading.Event()
+
+    def read() -> None:
+        with psycopg.connect(target.dsn, autocommit=True) as connection:
+            last = 0
+            while True:
+                ending = stop.is_set()
+                for seq, log_seq in connection.execute(
+                    f"SELECT seq, log_seq FROM {EVENTS} WHERE seq > %s ORDER BY seq", [last]
+                ):
+                    last = seq
+                    seen.append(log_seq)
+                if ending:
+                    return
+
+    def write() -> None:
+        for upto, batch in batches:
+            landed(target, table, upto, batch)
+
+    threads = [threading.Thread(target=read), *(threading.Thread(target=write) for _ in range(3))]
+    for thread in threads:
+        thread.start()
+    for thread in threads[1:]:
+        thread.join()
+    stop.set()
+    threads[0].join()
+    assert seen == list(range(1, 202))
+
+
+def test_the_database_that_is_captured_is_no_destination(target: PostgresTarget, asked: Callable[..., Any]) -> None:
+    here = asked("SELECT system_identifier, current_database() FROM pg_control_system()")
+    with pytest.raises(LakeError, match="captures"):
+        begin(target, [], here)
+
+
+def test_what_a_newer_version_made_is_refused(target: PostgresTarget, asked: Callable[..., Any]) -> None:
+    asked("UPDATE millstream_lake.layout SET version = 99")
+    with pytest.raises(LakeError, match="99"):
+        begin(target, [])
+
+
+def test_a_cut_is_the_last_one(target: PostgresTarget, table: TableSchema, records: Records) -> None:
+    from millstream.lake.postgres.cuts import commit_cut, last_cut
+
+    now = datetime.now(UTC)
+    assert last_cut(target) is None
+    done = landing(target, table, 1, records(table, ("c", 1, {"id": 1}))).commit
+    assert done is not None
+    assert commit_cut(target, Seq(1), [done], committed_at=now).number == 1
+    assert commit_cut(target, Seq(5), [], committed_at=now).number == 2
+    assert commit_cut(target, Seq(3), [], committed_at=now).n == 5
+    found = last_cut(target)
+    assert found is not None
+    assert (found.n, [t.name for t in found.tables.values()]) == (5, ['sales."Orders"'])
