@@ -267,6 +267,29 @@ def test_a_row_that_has_not_been_copied_yet_is_completed_by_its_copy(
     assert (asked(f"SELECT * FROM {ROWS}"), asked(complete)) == ([(1, 2, "whole")], [(True,)])
 
 
+def test_rows_of_a_bag_may_go_before_its_copy_brings_any(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
+) -> None:
+    """Its copy begins by emptying it."""
+    bag = replace(table, key=(), identity=schema_names(table), replica_identity=ReplicaIdentity.FULL)
+    gone = records(bag, ("d", 1, {"id": 1, "note": "a"}))
+    assert isinstance(landing(target, bag, 1, gone).error, LakeError)
+    landed(target, bag, 1, gone, copying=True)
+    landed(target, bag, 3, records(bag, ("t", 2, {}), ("r", 3, {"id": 2, "note": "b"})))
+    assert asked(f"SELECT id, note FROM {ROWS}") == [(2, "b")]
+
+
+def test_columns_may_have_names_like_those_that_we_use_ourselves(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
+) -> None:
+    names = ("gone", "gone_", "number", "seq", "op", "row", "c", "s", "old")
+    odd = replace(table, columns=(table.columns[0], *(Column(name, pa.string(), TEXT) for name in names)))
+    landed(target, odd, 1, records(odd, ("c", 1, {"id": 1} | dict.fromkeys(names, "x"))))
+    landed(target, odd, 2, records(odd, ("u", 2, {"id": 1, "seq": "y", "__unchanged": ["gone", "op"]})))
+    landed(target, odd, 4, records(odd, ("c", 3, {"id": 2}), ("d", 4, {"id": 2})))
+    assert asked(f"SELECT gone, op, seq, row FROM {ROWS}") == [("x", "x", "y", None)]
+
+
 def test_columns_come_go_and_change_their_types(
     target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
 ) -> None:
@@ -356,6 +379,44 @@ def test_keys_of_other_texts_that_are_equal_are_one_row(
     assert asked(f"SELECT id::text, note FROM {ROWS}") == [("1.00", "b")]
     landed(target, keyed, 3, records(keyed, ("d", 3, {"id": "1.00"})))
     assert asked(f"SELECT * FROM {ROWS}") == []
+
+
+def test_a_value_that_the_destination_does_not_take_back_is_kept_as_its_text(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
+) -> None:
+    """A source may hold a timestamp that rounding to its precision put beyond the last that can be written."""
+    stamp = Column("at", pa.string(), PgType(1114, 3, "timestamp without time zone"))
+    timed = replace(table, columns=(*table.columns, stamp))
+    landed(target, timed, 1, records(timed, ("c", 1, {"id": 1, "at": "2026-01-01 00:00:00"})))
+    last = "294277-01-01 00:00:00"
+    landed(
+        target, timed, 3, records(timed, ("c", 2, {"id": 2, "at": last}), ("u", 3, {"id": 1, "at": last, "note": "n"}))
+    )
+    assert asked(f"SELECT id, at, __exact FROM {ROWS} ORDER BY 1") == [(1, None, {"at": last}), (2, None, {"at": last})]
+    sparse = records(
+        timed,
+        ("u", 4, {"id": 1, "at": "2026-01-02 00:00:00", "__unchanged": ["note"]}),
+        ("u", 5, {"id": 2, "note": "m", "__unchanged": ["at"]}),
+    )
+    landed(target, timed, 5, sparse)
+    assert asked(f"SELECT id, at::text, note, __exact FROM {ROWS} ORDER BY 1") == [
+        (1, "2026-01-02 00:00:00", "n", None),
+        (2, None, "m", {"at": last}),
+    ]
+
+
+def test_a_bag_keeps_such_values_too(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
+) -> None:
+    stamp = Column("at", pa.string(), PgType(1114, 3, "timestamp without time zone"))
+    columns = (*table.columns, stamp)
+    names = tuple(column.name for column in columns)
+    bag = replace(table, columns=columns, key=(), identity=names, replica_identity=ReplicaIdentity.FULL)
+    odd, even = {"id": 1, "at": "294277-01-01 00:00:00"}, {"id": 1, "at": "2026-01-01 00:00:00"}
+    landed(target, bag, 3, records(bag, ("c", 1, dict(odd)), ("c", 2, dict(even)), ("c", 3, dict(odd))))
+    landed(target, bag, 4, records(bag, ("d", 4, dict(odd))))
+    landed(target, bag, 5, records(bag, ("d", 5, dict(even))))
+    assert asked(f"SELECT id, at, __exact FROM {ROWS}") == [(1, None, {"at": odd["at"]})]
 
 
 def test_a_writer_that_knows_fewer_columns_takes_none_away(

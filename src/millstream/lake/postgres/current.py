@@ -7,8 +7,9 @@ only (an enum, a domain, a composite, an extension's, names of catalog objects) 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from millstream.lake.postgres.target import Connection
 
 MERGE_VERSION_MIN: Final = 150000
+_TELLS_VERSION_MIN: Final = 160000
+"""From here on a server tells whether a type takes a text."""
 _LAYOUT: Final = 1
 
 # Built-in, and yet text: they name objects of their own database, can't be put in, or need a library that servers may lack.
@@ -112,7 +115,7 @@ def merge_current(
     emptied = relation is not None and not key_stands
 
     def lookup(keys: Keys) -> pa.Table:
-        there = [name for name in columns.names if name in have]
+        there = [name for name in (*columns.names, EXACT.name) if name in have]
         found = _rows_of(connection, place, keys, there, wanted) if relation is not None and not emptied else None
         return _completed(found, keys, columns, missing_allowed=copying or emptied)
 
@@ -129,7 +132,7 @@ def merge_current(
     ours = tuple(wanted)
     if owner is None or (owner.columns, owner.complete) != (ours, not copying):
         register(connection, target, place, int(schema.table_id), layout=_LAYOUT, columns=ours, complete=not copying)
-    (_put_keyed if schema.key else _put_bag)(connection, place, folded, wanted, schema.key)
+    _Rows(connection, place, wanted, schema.key, EXACT.name in have, copying).put(folded)
 
 
 def column_types(connection: Connection, columns: Sequence[Column]) -> dict[str, str]:
@@ -278,23 +281,24 @@ def _same(names: Iterable[str], one: str, other: str) -> str:
 
 def _rows_of(connection: Connection, place: Place, keys: Keys, there: Sequence[str], types: dict[str, str]) -> pa.Table:
     """Rows of the table by their keys, every value as its text."""
-    _stage(connection, "asked", {name: types[name] for name in keys.names})
-    with connection.cursor().copy(f"COPY pg_temp.asked ({_names(keys.names)}) FROM STDIN".encode()) as copy:
-        for key in zip(*(column.to_pylist() for column in keys.columns), strict=True):
-            copy.write_row(key)
+    _make_temporary(connection, "asked", {name: types[name] for name in keys.names})
+    _write(connection, f"COPY pg_temp.asked ({_names(keys.names)}) FROM STDIN", _lines(keys.to_table()))
     # Past psycopg's own reading of types: what the server prints is what is wanted.
     result = connection.pgconn.exec_(
         f"SELECT {_names(there, 'c.')} FROM {place.quoted} c JOIN pg_temp.asked a ON {_same(keys.names, 'c', 'a')}".encode()
     )
     if result.error_message:
         raise DestinationRefused(f"{place.quoted}: {result.error_message.decode('utf-8', 'replace')}")
-    columns: list[list[str | None]] = [[] for _ in there]
-    for row in range(result.ntuples):
-        for at, values in enumerate(columns):
-            value = result.get_value(row, at)
-            values.append(None if value is None else value.decode())
+    columns: dict[str, list[str | None]] = {}
+    for at, name in enumerate(there):
+        found = [result.get_value(row, at) for row in range(result.ntuples)]
+        columns[name] = [None if value is None else value.decode() for value in found]
     connection.execute(b"DROP TABLE pg_temp.asked")
-    return pa.table([pa.array(values, pa.string()) for values in columns], names=list(there))
+    for row, exact in enumerate(columns.pop(EXACT.name, ())):
+        for name, text in json.loads(exact or "{}").items():
+            if name in columns:
+                columns[name][row] = text
+    return pa.table([pa.array(values, pa.string()) for values in columns.values()], names=list(columns))
 
 
 def _completed(found: pa.Table | None, keys: Keys, columns: pa.Schema, *, missing_allowed: bool) -> pa.Table:
@@ -308,66 +312,151 @@ def _completed(found: pa.Table | None, keys: Keys, columns: pa.Schema, *, missin
         ]
         parts.append(pa.table([*arrays, pa.nulls(length, EXACT.type)], schema=pa.schema([*columns, EXACT])))
     if missing_allowed:
-        known = set() if found is None else set(zip(*(found.column(n).to_pylist() for n in keys.names), strict=True))
-        texts = [column.to_pylist() for column in keys.columns]
-        lost = [key for key in zip(*texts, strict=True) if key not in known]
+        known = set() if found is None else set(_lines(found.select(list(keys.names))))
+        lost = [key for key in _lines(keys.to_table()) if key not in known]
         values = dict(zip(keys.names, zip(*lost, strict=True), strict=True)) if lost else {}
         arrays = [pa.array(values.get(name, [None] * len(lost)), pa.string()) for name in columns.names]
         parts.append(pa.table([*arrays, pa.nulls(len(lost), EXACT.type)], schema=pa.schema([*columns, EXACT])))
     return pa.concat_tables(parts) if parts else pa.schema([*columns, EXACT]).empty_table()
 
 
-def _stage(connection: Connection, name: str, types: dict[str, str], more: str = "") -> None:
+@dataclass(slots=True)
+class _Rows:
+    """The table whose rows are changed."""
+
+    connection: Connection
+    place: Place
+    types: dict[str, str]
+    """Of the source's columns."""
+    key: tuple[str, ...]
+    has_exact: bool
+    """Whether the table has `__exact`: once a row has needed it."""
+    copying: bool
+    """Whether its copy isn't whole: that of a table without a key begins by emptying it, so that rows may go that never came."""
+
+    @property
+    def gone(self) -> str:
+        """The column of `staged` that is true of rows to take out, as SQL takes it."""
+        return quote_ident(_free("gone", self.types))
+
+    @property
+    def names(self) -> list[str]:
+        """The columns that are written."""
+        return [*self.types, EXACT.name] if self.has_exact else [*self.types]
+
+    def put(self, folded: Folded) -> None:
+        """Take out and put in what a fold says."""
+        if self.key:
+            self._merge(folded)
+        else:
+            self._swap(folded)
+
+    def _merge(self, folded: Folded) -> None:
+        if not len(folded.gone):
+            return
+        rows = folded.rows.select(list(self.types))
+        put = set(_lines(rows.select(list(self.key))))
+        self._stage(rows)
+        gone = [key for key in _lines(folded.gone.to_table()) if key not in put]
+        run = self.connection.execute
+        if gone:
+            into = f"COPY pg_temp.staged ({_names(folded.gone.names)}, {self.gone}) FROM STDIN"
+            _write(self.connection, into, ((*key, "t") for key in gone))
+            # Keys of other texts may be equal, as 1.0 and 1.00 are.
+            equal = _same(self.key, "g", "p")
+            run(
+                f"DELETE FROM pg_temp.staged g USING pg_temp.staged p WHERE g.{self.gone} AND p.{self.gone} IS NULL AND {equal}".encode()
+            )
+        updates = ", ".join(f"{quote_ident(name)} = s.{quote_ident(name)}" for name in self.names)
+        run(
+            f"MERGE INTO {self.place.quoted} c USING pg_temp.staged s ON {_same(self.key, 'c', 's')} "
+            f"WHEN MATCHED AND s.{self.gone} THEN DELETE "
+            f"WHEN MATCHED THEN UPDATE SET {updates} "
+            f"WHEN NOT MATCHED AND s.{self.gone} IS NULL THEN "
+            f"INSERT ({_names(self.names)}) VALUES ({_names(self.names, 's.')})".encode()
+        )
+        run(b"DROP TABLE pg_temp.staged")
+
+    def _swap(self, folded: Folded) -> None:
+        """Rows without a key: each that goes takes out one that is equal, to the last character."""
+        run, quoted = self.connection.execute, self.place.quoted
+        if len(folded.gone):
+            gone = folded.gone.to_table().select(list(self.types))
+            self._stage(gone)
+            whole = f"ROW({_names(self.names, 't.')})::text"
+            numbered = f"SELECT {whole} AS line, row_number() OVER (PARTITION BY {whole}) AS at"
+            found = run(
+                f"DELETE FROM {quoted} WHERE ctid IN (SELECT c.ctid FROM ({numbered}, t.ctid FROM {quoted} t) c "
+                f"JOIN ({numbered} FROM pg_temp.staged t) g USING (line, at))".encode()
+            ).rowcount
+            run(b"DROP TABLE pg_temp.staged")
+            if found != gone.num_rows and not self.copying:
+                raise LakeError(f"{quoted} lacks {gone.num_rows - found} of the rows that its source deleted")
+        self._stage(folded.rows.select(list(self.types)))
+        run(f"INSERT INTO {quoted} ({_names(self.names)}) SELECT {_names(self.names)} FROM pg_temp.staged".encode())
+        run(b"DROP TABLE pg_temp.staged")
+
+    def _stage(self, rows: pa.Table) -> None:
+        """Rows in a temporary table of the same columns, `__exact`, and one that says which are gone."""
+        import psycopg
+
+        _make_temporary(
+            self.connection, "staged", self.types | {EXACT.name: "jsonb", _free("gone", self.types): "boolean"}
+        )
+        lines = list(_lines(rows))
+        try:
+            with self.connection.transaction():
+                _write(self.connection, f"COPY pg_temp.staged ({_names(self.types)}) FROM STDIN", lines)
+        except psycopg.DataError:
+            whole = self._set_apart(lines)
+            if whole is None:
+                raise
+            _write(self.connection, f"COPY pg_temp.staged ({_names([*self.types, EXACT.name])}) FROM STDIN", whole)
+            if not self.has_exact:
+                self.connection.execute(f"ALTER TABLE {self.place.quoted} ADD {quote_ident(EXACT.name)} jsonb".encode())
+                self.has_exact = True
+
+    def _set_apart(self, lines: list[tuple[Any, ...]]) -> list[tuple[Any, ...]] | None:
+        """The rows with their `__exact`: values that the destination doesn't take, of which there may be some that the source has.
+
+        Returns:
+            None where no value can be set apart: the server can't tell which (it is older than 16), or it is a key's.
+        """
+        if self.connection.info.server_version < _TELLS_VERSION_MIN:
+            return None
+        names = list(self.types)
+        number = _free("number", names)
+        _make_temporary(self.connection, "texts", {number: "bigint"} | dict.fromkeys(names, "text"))
+        into = f"COPY pg_temp.texts ({_names([number, *names])}) FROM STDIN"
+        _write(self.connection, into, ((at, *line) for at, line in enumerate(lines)))
+        rows = [list(line) for line in lines]
+        exact: dict[int, dict[str, str]] = {}
+        for place, name in enumerate(names):
+            refused = self.connection.execute(
+                f"SELECT {quote_ident(number)} FROM pg_temp.texts WHERE NOT pg_input_is_valid({quote_ident(name)}, %s)".encode(),
+                [self.types[name]],
+            ).fetchall()
+            if refused and name in self.key:
+                return None
+            for (at,) in refused:
+                exact.setdefault(at, {})[name] = rows[at][place]
+                rows[at][place] = None
+        self.connection.execute(b"DROP TABLE pg_temp.texts")
+        return (
+            [(*row, json.dumps(exact[at]) if at in exact else None) for at, row in enumerate(rows)] if exact else None
+        )
+
+
+def _make_temporary(connection: Connection, name: str, types: dict[str, str]) -> None:
     columns = ", ".join(f"{quote_ident(column)} {kind}" for column, kind in types.items())
-    connection.execute(f"CREATE TEMP TABLE {name} ({columns}{more}) ON COMMIT DROP".encode())
+    connection.execute(f"CREATE TEMP TABLE {name} ({columns}) ON COMMIT DROP".encode())
 
 
-def _put_keyed(connection: Connection, place: Place, folded: Folded, types: dict[str, str], key: Sequence[str]) -> None:
-    """Take out and put in, by one MERGE. `__gone` can't be a column of a source: names of records' own are reserved."""
-    if not len(folded.gone):
-        return
-    rows = folded.rows.select(list(types))
-    _stage(connection, "staged", types, ", __gone boolean")
-    put = set(zip(*(rows.column(name).to_pylist() for name in key), strict=True))
-    _write(connection, f"COPY pg_temp.staged ({_names(types)}) FROM STDIN", _lines(rows))
-    gone = [k for k in zip(*(column.to_pylist() for column in folded.gone.columns), strict=True) if k not in put]
-    if gone:
-        _write(
-            connection,
-            f"COPY pg_temp.staged ({_names(folded.gone.names)}, __gone) FROM STDIN",
-            ((*values, "t") for values in gone),
-        )
-        # Keys of other texts may be equal, as 1.0 and 1.00 are.
-        connection.execute(
-            f"DELETE FROM pg_temp.staged g USING pg_temp.staged p WHERE g.__gone AND p.__gone IS NULL AND {_same(key, 'g', 'p')}".encode()
-        )
-    updates = ", ".join(f"{quote_ident(name)} = s.{quote_ident(name)}" for name in types)
-    connection.execute(
-        f"MERGE INTO {place.quoted} c USING pg_temp.staged s ON {_same(key, 'c', 's')} "
-        "WHEN MATCHED AND s.__gone THEN DELETE "
-        f"WHEN MATCHED THEN UPDATE SET {updates} "
-        f"WHEN NOT MATCHED AND s.__gone IS NULL THEN INSERT ({_names(types)}) VALUES ({_names(types, 's.')})".encode()
-    )
-    connection.execute(b"DROP TABLE pg_temp.staged")
-
-
-def _put_bag(connection: Connection, place: Place, folded: Folded, types: dict[str, str], _key: Sequence[str]) -> None:
-    """Rows without a key: each that goes takes out one that is equal, to the last character."""
-    if len(folded.gone):
-        _stage(connection, "staged", types)
-        gone = folded.gone.to_table().select(list(types))
-        _write(connection, f"COPY pg_temp.staged ({_names(types)}) FROM STDIN", _lines(gone))
-        whole = f"ROW({_names(types, 't.')})::text"
-        numbered = f"SELECT {whole} AS line, row_number() OVER (PARTITION BY {whole}) AS at"
-        found = connection.execute(
-            f"DELETE FROM {place.quoted} WHERE ctid IN (SELECT c.ctid FROM "
-            f"({numbered}, t.ctid FROM {place.quoted} t) c JOIN ({numbered} FROM pg_temp.staged t) g USING (line, at))".encode()
-        ).rowcount
-        connection.execute(b"DROP TABLE pg_temp.staged")
-        if found != gone.num_rows:
-            raise LakeError(f"{place.quoted} lacks {gone.num_rows - found} of the rows that its source deleted")
-    rows = folded.rows.select(list(types))
-    _write(connection, f"COPY {place.quoted} ({_names(types)}) FROM STDIN", _lines(rows))
+def _free(name: str, types: Collection[str]) -> str:
+    """A name of our own that no column bears."""
+    while name in types:
+        name += "_"
+    return name
 
 
 def _lines(rows: pa.Table) -> Iterable[tuple[Any, ...]]:
