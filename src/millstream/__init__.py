@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from millstream import errors as errors
+    from millstream.app.opened import Latest as Latest
     from millstream.app.opened import OpenHome as OpenHome
     from millstream.app.opened import open as open  # noqa: A004 - `millstream.open` is the name of the thing
     from millstream.errors import MillstreamError as MillstreamError
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "Appended": ("millstream.model.operations", "Appended"),
+    "Latest": ("millstream.app.opened", "Latest"),
     "MillstreamError": ("millstream.errors", "MillstreamError"),
     "OpenHome": ("millstream.app.opened", "OpenHome"),
     "StreamToken": ("millstream.model.positions", "StreamToken"),

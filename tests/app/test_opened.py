@@ -66,6 +66,26 @@ def test_a_home_gives_records_between_tokens(home: Path) -> None:
             list(opened.read("shop", after="00000000.s1"))
 
 
+def test_a_home_gives_the_latest_of_rows_a_stretch_after_the_other(tmp_path: Path) -> None:
+    Home(tmp_path).path.joinpath("millstream.toml").write_text('[streams.clicks.keys]\n"public.clicks" = ["id"]\n')
+    with millstream.open(tmp_path) as opened:
+        for n in range(6):
+            opened.append("clicks", "clicks", [{"id": n % 2, "n": n}, {"id": 10 + n, "n": n}])
+        (whole,) = opened.read_latest("clicks", "public.clicks")
+        assert {row["id"]: row["n"] for row in whole.rows.to_pylist()} == {0: 4, 1: 5} | {10 + n: n for n in range(6)}
+        copy: dict[int, int] = {}
+        stretches = 0
+        for stretch in opened.read_latest("clicks", "public.clicks", rows_max=4):
+            copy |= {row["id"]: row["n"] for row in stretch.rows.to_pylist()}
+            stretches += 1
+        assert copy == {row["id"]: row["n"] for row in whole.rows.to_pylist()}
+        assert stretches == 3
+        assert list(opened.read_latest("clicks", "public.clicks", after=stretch.token)) == []
+        opened.append("clicks", "clicks", [{"id": 1, "n": 99}])
+        (more,) = opened.read_latest("clicks", "public.clicks", after=str(stretch.token))
+        assert [(row["__op"], row["id"], row["n"]) for row in more.rows.to_pylist()] == [("u", 1, 99)]
+
+
 def test_a_folder_that_is_no_home_or_a_newer_one_is_not_opened(home: Path, tmp_path: Path) -> None:
     with pytest.raises(HomeNotFound):
         millstream.open(tmp_path / "nowhere")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +32,22 @@ if TYPE_CHECKING:
 
 APPEND_DEADLINE_S: Final = 30.0
 """How long an append waits for room in the writer's queue, where its caller doesn't say."""
+
+
+LATEST_ROWS_MAX: Final = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Latest:
+    """What became of a table's rows in a stretch of the log. Done as one to a copy of the table, it is as the stretch left it."""
+
+    emptied: bool
+    """Whether all rows of before are gone: forget them first."""
+    rows: pa.Table
+    """One line a key: `__op` (`d`: the row is gone, `u`: it is there), `__unchanged`, `__exact`, `__before`, then the table's columns.
+    Columns named in `__unchanged` are as they were in the row of this key, or of the key in `__before` where the row has moved."""
+    token: StreamToken
+    """Where to go on."""
 
 
 class OpenHome:
@@ -120,6 +137,49 @@ class OpenHome:
         for found in reader.read_between(low, high, table=one):
             if wanted is None or found.schema.table_id in wanted:
                 yield found.batch
+
+    def read_latest(
+        self,
+        stream: str,
+        table: str,
+        *,
+        after: StreamToken | str | None = None,
+        upto: StreamToken | str | None = None,
+        rows_max: int = LATEST_ROWS_MAX,
+    ) -> Iterator[Latest]:
+        """What became of a table's rows between two tokens, a stretch after the other: one line a key, whatever happened to it.
+
+        Args:
+            stream: the stream's name.
+            table: `schema.table`, one with a key.
+            after: a token that was given out before; None for the first record that is still there.
+            upto: None for everything that is durable now.
+            rows_max: records of the stream, of all its tables, in one stretch: what is in memory at once.
+
+        Returns:
+            For each stretch in which the table has records, what to do to a copy of it, and the token to go on from once that is done.
+
+        Raises:
+            UnknownStream, UnknownTable, InvalidToken, OffsetExpired, TokenFromFuture: as `read`.
+            UsageError: the table has no key, or a token is a vector token.
+        """
+        from millstream.lake.latest import latest_rows
+
+        reader = self._reader(stream)
+        start, end = self._parse(reader.stream_id, after), self._parse(reader.stream_id, upto)
+        low = Seq(reader.first_seq() - 1) if start is None else reader.whole_upto(start.linear())
+        high = reader.persisted_upto() if end is None else reader.whole_upto(end.linear())
+        wanted = table_ids(reader, table)
+        one = wanted[0] if len(wanted) == 1 else None
+        while low < high:
+            reach = min(high, reader.cut(low, rows_max=rows_max))
+            if reach <= low:
+                return
+            found = [part for part in reader.read_between(low, reach, table=one) if part.schema.table_id in wanted]
+            if found:
+                rows = latest_rows(found[-1].schema, [part.batch for part in found])
+                yield Latest(rows.emptied, rows.rows, StreamToken.scalar(reader.stream_id, reach))
+            low = reach
 
     def append(self, stream: str, table: str, rows: Rows, *, deadline_s: float = APPEND_DEADLINE_S) -> Appended:
         """Append rows to a table of a stream: one operation, which readers see whole or not at all. Returns once it is durable.

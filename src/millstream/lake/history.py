@@ -76,7 +76,7 @@ def append_history(
         places = places_of(last_cut(layout)) if places is None else places
         source = records_elsewhere(layout, schema, opened, places)
     if schema.source == 0:
-        schema, batches = _under_the_newest(schema, batches, opened)
+        schema, batches = under_the_newest(schema, batches, opened)
     opened = opened or _create(layout, schema, path, app, batches, n)
     if source is not None:
         opened = bring_records(layout, schema, opened, source)
@@ -97,7 +97,7 @@ def append_history(
     return _commit(schema, path, ready, rows.num_rows, n)
 
 
-def _under_the_newest(
+def under_the_newest(
     schema: TableSchema, batches: Sequence[pa.RecordBatch], opened: OpenTable | None
 ) -> tuple[TableSchema, Sequence[pa.RecordBatch]]:
     """Records that applications wrote, as of the newest version that there has been of their table.

@@ -1,0 +1,130 @@
+"""What became of rows between two positions: one line a key, for consumers of the latest state.
+
+Several touches of a row are one: the last record wins, and a delete wins over what came before it and loses to what came after.
+It is the fold of `current`, without a `current`: what a run of records doesn't tell stays named as unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.errors import UsageError
+from millstream.lake.fold import EXACT, Plan, materialize, plan_keyed, run_of
+from millstream.lake.history import under_the_newest
+from millstream.lake.keys import Keys, key_codes
+from millstream.lake.types import conform, lake_columns, to_lake, to_text, union_schema
+from millstream.model.records import RECORD_PREFIX, TEXT_BY_COLUMN, Op
+from millstream.model.schema import TableSchema
+
+LATEST_PREFIX: Final = (
+    pa.field("__op", pa.string(), nullable=False),
+    pa.field("__unchanged", pa.list_(pa.string())),
+    EXACT,
+    pa.field("__before", TEXT_BY_COLUMN),
+)
+"""`__op` is `u` (the row is there, with these values) or `d` (it isn't). Columns named in `__unchanged` are as they were in the row of
+this key, or of the key in `__before` where the row has moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatestRows:
+    """What became of a table's rows in a stretch of the log."""
+
+    schema: TableSchema
+    """The table's newest in the stretch."""
+    emptied: bool
+    """Whether all rows of before are gone: forget them first."""
+    rows: pa.Table
+    """`LATEST_PREFIX`, then the table's columns: first those that went, then those that are there; each key once."""
+
+
+def latest_rows(schema: TableSchema, batches: Sequence[pa.RecordBatch]) -> LatestRows:
+    """Fold the records of one table, in `record_schema`, of any of its versions.
+
+    Args:
+        schema: of the last of them.
+        batches: in order.
+
+    Raises:
+        UsageError: the table has no key to tell rows by.
+    """
+    if schema.source == 0:
+        schema, batches = under_the_newest(schema, batches, None)
+    if not schema.key:
+        raise UsageError(
+            f"the rows of {schema.full_name} have no key",
+            hint="Read its records: each is told, and what they do to equal rows is in the documentation.",
+        )
+    columns = lake_columns(schema)
+    tables = [to_lake(TableSchema.from_arrow(batch.schema), batch) for batch in batches]
+    union = pa.schema([*RECORD_PREFIX, *columns])
+    for table in tables:
+        union = union_schema(schema.full_name, union, table.schema)
+    run = run_of(pa.concat_tables([conform(table, union) for table in tables]), schema, columns)
+    plan = plan_keyed(run)
+    past = None if plan.asked is None else _unknown(plan.asked, run.values.schema)
+    there = materialize(run.values, plan, past)
+    put, gone = key_codes([Keys.of(there, schema.key), plan.gone])
+    went = plan.gone.take(np.flatnonzero(~np.isin(gone, put)))
+    return LatestRows(schema, run.truncated, pa.concat_tables([_went(went, columns), _there(there, plan, columns)]))
+
+
+def _unknown(asked: Keys, schema: pa.Schema) -> pa.Table:
+    """Rows of nothing but their keys, in place of those that a `current` would have."""
+    keys = asked.with_texts()
+    columns = [
+        keys.column(field.name) if field.name in keys.column_names else pa.nulls(len(asked), field.type)
+        for field in schema
+    ]
+    return pa.table(columns, schema=schema)
+
+
+def _went(keys: Keys, columns: pa.Schema) -> pa.Table:
+    told = keys.with_texts()
+    own = [
+        told.column(field.name) if field.name in keys.names else pa.nulls(len(keys), field.type) for field in columns
+    ]
+    nothing = pa.nulls(len(keys), pa.list_(pa.string()))
+    prefix = [_ops(Op.DELETE, len(keys)), nothing, told.column(EXACT.name), pa.nulls(len(keys), TEXT_BY_COLUMN)]
+    return pa.table([*prefix, *own], schema=pa.schema([*LATEST_PREFIX, *columns]))
+
+
+def _there(rows: pa.Table, plan: Plan, columns: pa.Schema) -> pa.Table:
+    """The rows that are there, with what none of the records told."""
+    unchanged: list[list[str] | None] = [None] * len(plan.winners)
+    before: list[dict[str, Any] | None] = [None] * len(plan.winners)
+    asked = [] if plan.asked is None else _key_texts(plan.asked)
+    own = [] if plan.asked is None else _key_texts(Keys.of(rows, plan.asked.names))
+    for place, state in enumerate(plan.states, len(plan.winners)):
+        lacking = {name: -1 - at for name, at in state.filled.items() if at < 0}
+        origin = asked[next(iter(lacking.values()))] if lacking else None
+        unchanged.append(sorted(lacking) or None)
+        before.append(None if origin is None or origin == own[place] else origin)
+    prefix = [
+        _ops(Op.UPDATE, rows.num_rows),
+        pa.array(unchanged, pa.list_(pa.string())),
+        rows.column(EXACT.name),
+        pa.array([None if key is None else list(key.items()) for key in before], TEXT_BY_COLUMN),
+    ]
+    return pa.table(
+        [*prefix, *(rows.column(name) for name in columns.names)], schema=pa.schema([*LATEST_PREFIX, *columns])
+    )
+
+
+def _key_texts(keys: Keys) -> list[dict[str, str | None]]:
+    """Each key as PostgreSQL's texts by column."""
+    texts = [to_text(column) for column in keys.columns]
+    told = [text if exact is None else pc.coalesce(exact, text) for text, exact in zip(texts, keys.exact, strict=True)]
+    return [
+        dict(zip(keys.names, key, strict=True)) for key in zip(*(column.to_pylist() for column in told), strict=True)
+    ]
+
+
+def _ops(op: Op, count: int) -> pa.Array:
+    return pa.array([op.letter] * count, pa.string())

@@ -1,0 +1,129 @@
+"""The life of a row between two positions as one line: whoever applies it stretch by stretch has the table."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from millstream.errors import UsageError
+from millstream.lake.latest import latest_rows
+from millstream.model.schema import Column, TableSchema
+
+Records = Callable[..., pa.RecordBatch]
+
+
+def told(schema: TableSchema, *batches: pa.RecordBatch) -> list[dict[str, Any]]:
+    return latest_rows(schema, batches).rows.to_pylist()
+
+
+def test_several_touches_are_one_and_a_delete_wins_over_what_came_before_and_loses_to_what_came_after(
+    orders: TableSchema, records: Records
+) -> None:
+    batch = records(
+        orders,
+        ("c", 1, {"id": 1, "note": "a"}), ("u", 2, {"id": 1, "note": "b"}),
+        ("u", 3, {"id": 2, "note": "c"}), ("d", 4, {"id": 2}),
+        ("d", 5, {"id": 3}), ("c", 6, {"id": 3, "note": "d"}),
+        ("c", 7, {"id": 4}), ("d", 8, {"id": 4}), ("c", 9, {"id": 4, "note": "e"}), ("d", 10, {"id": 4}),
+    )  # fmt: skip
+    found = {row["id"]: (row["__op"], row["note"]) for row in told(orders, batch)}
+    assert found == {1: ("u", "b"), 2: ("d", None), 3: ("u", "d"), 4: ("d", None)}
+    assert len(told(orders, batch)) == 4
+
+
+def test_what_no_record_tells_stays_named_and_where_the_row_was_is_told(orders: TableSchema, records: Records) -> None:
+    batch = records(
+        orders,
+        ("u", 1, {"id": 1, "total": None, "__unchanged": ["note"]}),
+        ("u", 2, {"id": 2, "__unchanged": ["note", "total"], "__before": [("id", "7")]}),
+        ("u", 3, {"id": 3, "note": "known"}),
+        ("u", 4, {"id": 4, "__unchanged": ["note"], "__before": [("id", "3")]}),
+    )
+    found = {row["id"]: row for row in told(orders, batch)}
+    assert {key: row["__op"] for key, row in found.items()} == {1: "u", 2: "u", 3: "d", 4: "u", 7: "d"}
+    assert (found[1]["__unchanged"], found[1]["__before"]) == (["note"], None)
+    assert (found[2]["__unchanged"], found[2]["__before"]) == (["note", "total"], [("id", "7")])
+    assert (found[4]["__unchanged"], found[4]["note"]) == (None, "known")
+
+
+def test_a_truncate_is_told_and_what_was_before_it_isnt(orders: TableSchema, records: Records) -> None:
+    found = latest_rows(orders, [records(orders, ("c", 1, {"id": 1}), ("t", 2, {}), ("c", 3, {"id": 2}))])
+    assert (found.emptied, found.rows.column("id").to_pylist()) == (True, [2])
+
+
+def test_rows_without_a_key_cannot_be_told_apart(orders: TableSchema, records: Records) -> None:
+    bag = replace(orders, key=())
+    with pytest.raises(UsageError, match="no key"):
+        latest_rows(bag, [records(bag, ("c", 1, {"id": 1}))])
+
+
+def test_records_of_several_versions_are_of_the_newest(
+    orders: TableSchema, records: Records, evolved: Callable[..., TableSchema]
+) -> None:
+    newer = evolved(more=pa.int64(), note=None)
+    found = told(
+        newer, records(orders, ("c", 1, {"id": 1, "note": "x"})), records(newer, ("c", 2, {"id": 2, "more": 5}))
+    )
+    assert [(row["id"], row["more"]) for row in found] == [(1, None), (2, 5)]
+    assert "note" not in found[0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whoever_applies_it_stretch_by_stretch_has_the_table(orders: TableSchema, records: Records, seed: int) -> None:
+    """Rows that move, leave columns out, go and come back; stretches of any length."""
+    chance = random.Random(seed)
+    schema = replace(orders, columns=(Column("id", pa.int64()), Column("a", pa.string()), Column("b", pa.string())))
+    source: dict[int, dict[str, Any]] = {}
+    copy: dict[int, dict[str, Any]] = {}
+    for start in range(0, 300, 30):
+        length = chance.randrange(1, 30)
+        some = [change(source, chance, start + at + 1) for at in range(length)]
+        latest = latest_rows(schema, [records(schema, *some)])
+        apply(latest.rows.to_pylist(), copy, emptied=latest.emptied)
+        assert copy == source, f"seed {seed}, from {start}: {some}"
+
+
+def change(source: dict[int, dict[str, Any]], chance: random.Random, seq: int) -> tuple[str, int, dict[str, Any]]:
+    free = [key for key in range(8) if key not in source]
+    what = chance.choices("cudkt", [5, 6, 3, 4, 0.3])[0]
+    if what == "t":
+        source.clear()
+        return "t", seq, {}
+    if (what == "c" and free) or not source:
+        row = {"id": chance.choice(free), "a": f"a{seq}", "b": f"b{seq}"}
+        source[row["id"]] = row
+        return "c", seq, dict(row)
+    key = chance.choice(list(source))
+    if what == "d":
+        del source[key]
+        return "d", seq, {"id": key}
+    old = source.pop(key)
+    moves = what == "k" and free
+    new = {"id": chance.choice(free) if moves else key, "a": f"a{seq}", "b": f"b{seq}"}
+    unchanged = chance.choice([[], [], ["a"], ["a", "b"]])
+    new |= {name: old[name] for name in unchanged}
+    source[new["id"]] = new
+    facts: dict[str, Any] = {name: None if name in unchanged else value for name, value in new.items()}
+    facts |= {"__unchanged": unchanged or None}
+    return "u", seq, facts | ({"__before": [("id", str(key))]} if moves else {})
+
+
+def apply(lines: list[dict[str, Any]], copy: dict[int, dict[str, Any]], *, emptied: bool) -> None:
+    """As the documentation says: what is unchanged is looked up first."""
+    if emptied:
+        copy.clear()
+    rows = []
+    for line in lines:
+        if line["__op"] != "u":
+            continue
+        row = {name: value for name, value in line.items() if not name.startswith("__")}
+        origin = int(dict(line["__before"])["id"]) if line["__before"] else line["id"]
+        rows.append(row | {name: copy[origin][name] for name in line["__unchanged"] or ()})
+    for line in lines:
+        copy.pop(line["id"], None)
+    copy.update({row["id"]: row for row in rows})
