@@ -42,7 +42,7 @@ class Capture:
     copied: threading.Event = field(default_factory=threading.Event)
     copied_at: float = 0.0
 
-    def wait_until_durable(self, end: str, *, poll_s: float = 0.001) -> float:
+    def wait_until_durable(self, end: str, *, poll_s: float = 0.005) -> float:
         """The moment at which everything that committed below `end` was durable in the log."""
         target = parse_lsn(end)
         deadline = time.monotonic() + _GIVE_UP_S

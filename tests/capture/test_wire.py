@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import queue
+import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 
+import numpy as np
+import numpy.typing as npt
 import psycopg
 import pytest
 
 from millstream.capture import wire as wires
+from millstream.capture._drain import drain
 from millstream.capture.connection import connect_replication
 from millstream.capture.wire import LibpqWire, SocketWire, Wire, start_replication
 from millstream.errors import SlotActive, SlotLost, SourceUnreachable
@@ -31,13 +37,13 @@ def start(database: Database, slot: str) -> Wire:
     return start_replication(connect_replication(database.dsn), COMMAND.format(slot=slot).encode())
 
 
-def read_until(wire: Wire, done: Callable[[list[bytes]], bool]) -> list[bytes]:
+def read_until(wire: Wire, done: Callable[[list[bytes]], bool], *, gather_s: float = 0.0) -> list[bytes]:
     """The messages, keepalives left out, until there are enough of them."""
     found: list[bytes] = []
     deadline = time.monotonic() + DEADLINE_S
     while not done(found):
         assert time.monotonic() < deadline
-        block = wire.read()
+        block = wire.read(gather_s)
         if block is not None:
             assert [message[0] for message in block.messages] == block.kinds.tolist()
             found += [message for message in block.messages if message[0] != wires.KEEPALIVE]
@@ -57,7 +63,8 @@ def commits(messages: list[bytes]) -> int:
     return sum(message[:1] == b"C" for message in messages)
 
 
-def test_messages_are_those_of_libpq_whatever_their_size(source: Database):
+@pytest.mark.parametrize("gather_s", [0.0, 0.01])
+def test_messages_are_those_of_libpq_whatever_their_size(source: Database, gather_s: float):
     with source.connect() as connection:
         connection.execute("SELECT pg_copy_logical_replication_slot('s', 's2')")
         connection.execute("INSERT INTO t SELECT n, repeat('x', n % 50) FROM generate_series(1, 5000) n")
@@ -65,12 +72,12 @@ def test_messages_are_those_of_libpq_whatever_their_size(source: Database):
         connection.execute("UPDATE t SET note = 'z' WHERE id = 7")
     with closing(start(source, "s")) as direct:
         assert isinstance(direct, SocketWire)
-        found = read_until(direct, lambda messages: commits(messages) == 3)
+        found = read_until(direct, lambda messages: commits(messages) == 3, gather_s=gather_s)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wires, "_has_machine_code", lambda: False)
         with closing(start(source, "s2")) as through_libpq:
             assert isinstance(through_libpq, LibpqWire)
-            assert read_until(through_libpq, lambda messages: commits(messages) == 3) == found
+            assert read_until(through_libpq, lambda messages: commits(messages) == 3, gather_s=gather_s) == found
     assert len(found) > 5000
 
 
@@ -83,12 +90,13 @@ def test_a_refusal_is_the_servers_own(source: Database, way: type):
             start_replication(connection, COMMAND.format(slot="s").encode())
 
 
-def test_a_server_process_that_is_ended_ends_the_stream(source: Database, way: type):
+@pytest.mark.parametrize("gather_s", [0.0, 0.01])
+def test_a_server_process_that_is_ended_ends_the_stream(source: Database, way: type, gather_s: float):
     with closing(start(source, "s")) as wire, source.connect() as connection:
         assert isinstance(wire, way)
         connection.execute("SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE slot_name = 's'")
         with pytest.raises(SourceUnreachable):
-            read_until(wire, lambda _: False)
+            read_until(wire, lambda _: False, gather_s=gather_s)
 
 
 def test_what_is_sent_reaches_the_server_and_a_goodbye_frees_the_slot(source: Database, way: type):
@@ -112,3 +120,55 @@ def _wait_until_free(connection: psycopg.Connection) -> None:
     query = "SELECT active FROM pg_replication_slots WHERE slot_name = 's'"
     while connection.execute(query).fetchone() != (False,):
         assert time.monotonic() < deadline
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        yield ours, theirs
+
+
+def drained(ours: socket.socket, memory: npt.NDArray[np.uint8], filled: int, limit: int, *, turns: int = 100) -> int:
+    return int(drain(ours.fileno(), memory, filled, limit, 1000, 200, turns))
+
+
+def test_a_drain_takes_what_is_there_behind_what_was_and_no_more_than_fits(pair: tuple[socket.socket, socket.socket]):
+    ours, theirs = pair
+    data = bytes(range(256)) * 8
+    theirs.sendall(data)
+    memory = np.zeros(4096, np.uint8)
+    assert drained(ours, memory, 100, 1100) == 1100
+    assert memory[:100].tobytes() == bytes(100)
+    assert drained(ours, memory, 1100, 4096) == 100 + len(data)
+    assert memory[100 : 100 + len(data)].tobytes() == data
+    assert not memory[100 + len(data) :].any()
+
+
+def test_a_drain_goes_on_while_something_comes_without_holding_the_interpreter(
+    pair: tuple[socket.socket, socket.socket],
+):
+    ours, theirs = pair
+    memory = np.zeros(1 << 20, np.uint8)
+    answers: queue.SimpleQueue[int] = queue.SimpleQueue()
+    # A turn finds less than it needs to stop napping, and more than nothing, for as long as we send; each send takes the interpreter.
+    thread = threading.Thread(target=lambda: answers.put(drained(ours, memory, 0, 50_000, turns=1 << 30)))
+    theirs.sendall(b"x")
+    thread.start()
+    sent = 1
+    deadline = time.monotonic() + DEADLINE_S
+    while sent < 50_000 and thread.is_alive():
+        assert time.monotonic() < deadline
+        theirs.sendall(b"x" * min(100, 50_000 - sent))
+        sent += min(100, 50_000 - sent)
+    thread.join(DEADLINE_S)
+    assert answers.get(timeout=DEADLINE_S) > 1
+
+
+def test_a_drain_of_a_socket_that_gives_nothing_ends_with_what_was(pair: tuple[socket.socket, socket.socket]):
+    ours, theirs = pair
+    memory = np.zeros(16, np.uint8)
+    assert drained(ours, memory, 3, 16, turns=1 << 30) == 3
+    theirs.close()
+    assert drained(ours, memory, 3, 16, turns=1 << 30) == 3

@@ -39,14 +39,12 @@ _RUN_SMALL_BYTES: Final = 32 << 10
 _RUN_LARGE_BYTES: Final = 4 << 20
 _RUN_EVERY_S: Final = 0.04
 """Between small and large a run waits for more to come, for this long after the one before."""
-_SILENCE_S: Final = 0.002
+_SILENCE_S: Final = 0.004  # of two busy cores the source's process may be without one for 3 ms
 """… unless no more has come for so long."""
 _SMALL_RUN_EVERY_S: Final = 0.003
 """The same for a small one: a transaction that comes alone doesn't wait, a thousand a second don't take a whole core."""
-_READ_SMALL_BYTES: Final = 16 << 10
-_NAP_S: Final = 0.0001
-"""After a small read with nothing to hand on: some seventy rows come in that time. The source sends each row by itself, and
-waking for each costs it as much as us; it waits for nobody, as its socket holds some three hundred."""
+_GATHER_S: Final = 0.01
+"""How long to read on without a look at anything else: what is confirmed, and that somebody waits, is told later by as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,8 +266,9 @@ class Receiver:
         poll.register(socket, select.POLLIN)
         poll.register(self._wake_read, select.POLLIN)
         self._send_status()
+        gather_s = 0.0
         while True:
-            block = self._wire.read()
+            block = self._wire.read(gather_s)
             now = time.monotonic()
             if block is not None:
                 self._came_at = now
@@ -278,15 +277,14 @@ class Receiver:
             if due:
                 self._hand_over()
             self._send_due_status()
-            if block is not None:
-                if not due and block.messages.span_bytes < _READ_SMALL_BYTES:
-                    time.sleep(_NAP_S)
-                continue
             if self._stop:
                 self._hand_over()
                 self._send_status()
                 self._wire.say_goodbye()
                 return
+            gather_s = 0.0 if block is None or due else self._gather_s(now)
+            if block is not None:
+                continue
             for descriptor, _ in poll.poll(self._quiet_s(now) * 1000):
                 if descriptor == self._wake_read:
                     os.read(self._wake_read, 4096)
@@ -306,6 +304,12 @@ class Receiver:
         if self._whole_bytes < _RUN_SMALL_BYTES:
             return self._handed_at + _SMALL_RUN_EVERY_S
         return min(self._handed_at + _RUN_EVERY_S, self._came_at + _SILENCE_S)
+
+    def _gather_s(self, now: float) -> float:
+        """How long to do nothing but read: never beyond the moment at which a run is due."""
+        if self._whole and self._hungry:
+            return min(_GATHER_S, max(0.0, self._due_at() - now))
+        return _GATHER_S
 
     def _quiet_s(self, now: float) -> float:
         """How long to wait for bytes at most."""

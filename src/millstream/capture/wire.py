@@ -1,8 +1,8 @@
 """The replication connection's bytes, in blocks of whole messages.
 
 libpq hands messages out one by one, and each then costs several times what decoding it does (2.4 µs against 0.3). So where
-the connection isn't encrypted, its socket is read directly from the answer to START_REPLICATION on: what has come is split
-by machine code, and no Python runs for a message. libpq never sees a byte of it; it was asked nothing else and knows of no
+the connection isn't encrypted, its socket is read directly from the answer to START_REPLICATION on: what has come is read and
+split by machine code, and no Python runs for a message. libpq never sees a byte of it; it was asked nothing else and knows of no
 answer. Encrypted connections, whose bytes only libpq can read, and processes without numba go through libpq.
 """
 
@@ -32,6 +32,10 @@ KEEPALIVE: Final = ord("k")
 
 _BUFFER_BYTES: Final = 1 << 20
 _READ_BYTES: Final = 256 << 10
+_READ_SMALL_BYTES: Final = 16 << 10
+_MESSAGES_FEW: Final = 100
+_NAP_US: Final = 200
+"""After a small read: some seventy rows come in that time. A Unix socket holds some three hundred, which take the source 0.8 ms."""
 _ROOM_MIN: Final = 16 << 10
 _SMALLEST_FRAME: Final = 1 + 4 + 18
 _SEND_S: Final = 30.0
@@ -64,8 +68,11 @@ class Wire(Protocol):
     def fileno(self) -> int:
         """What to poll for bytes to read."""
 
-    def read(self) -> Block | None:
-        """The messages that have come; None where none has come whole. Never waits.
+    def read(self, gather_s: float = 0.0) -> Block | None:
+        """The messages that have come; None where none has come whole.
+
+        Args:
+            gather_s: for how long it may go on reading, as long as more comes. With 0 it never waits.
 
         Raises:
             MillstreamError: the server ended the stream, the connection broke, or bytes make no sense.
@@ -89,8 +96,9 @@ def start_replication(connection: Connection, command: bytes) -> Wire:
     """
     pgconn = connection.pgconn
     try:
+        is_plain = not (pgconn.ssl_in_use or pgconn.used_gssapi) and _has_machine_code()
         pgconn.send_query(command)
-        if not (pgconn.ssl_in_use or pgconn.used_gssapi) and _has_machine_code() and _takes_over(pgconn.socket):
+        if is_plain and _takes_over(pgconn.socket):
             return SocketWire(connection)
         result = pgconn.get_result()
     except psycopg.Error as error:
@@ -103,10 +111,12 @@ def start_replication(connection: Connection, command: bytes) -> Wire:
 
 
 def _has_machine_code() -> bool:
+    """Whether there is any; it is ready then."""
     try:
-        import numba  # noqa: F401
+        from millstream.capture._drain import compile_drain
     except ImportError:
         return False
+    compile_drain()
     return True
 
 
@@ -151,8 +161,10 @@ class SocketWire:
     """Reads the socket itself; see the module."""
 
     def __init__(self, connection: Connection) -> None:
+        from millstream.capture import _drain
         from millstream.codec.pgoutput import _framing
 
+        self._drain = _drain.drain
         self._split = _framing.split_copy_data
         self._connection = connection
         self._socket = socket.socket(fileno=_duplicate(connection.pgconn.socket))
@@ -161,15 +173,15 @@ class SocketWire:
         """Bytes received into the buffer."""
         self._split_upto = 0
         """… and of them, those that were split into messages."""
-        self._memory, self._view = _new_buffer(_BUFFER_BYTES)
+        self._memory, self._writable, self._view = _new_buffer(_BUFFER_BYTES)
 
     def fileno(self) -> int:
         """The socket."""
         return self._socket.fileno()
 
-    def read(self) -> Block | None:
+    def read(self, gather_s: float = 0.0) -> Block | None:
         """See `Wire`. Messages of a block lie where they were received; what comes later goes behind them."""
-        self._receive()
+        self._receive(int(gather_s * 1e6) // _NAP_US)
         capacity = (self._filled - self._split_upto) // _SMALLEST_FRAME + 1
         starts = np.empty(capacity, dtype=np.int64)
         ends = np.empty(capacity, dtype=np.int64)
@@ -202,11 +214,17 @@ class SocketWire:
         self._socket.close()
         self._connection.close()
 
-    def _receive(self) -> None:
-        """Take what has come, up to a bound."""
+    def _receive(self, turns: int) -> None:
+        """Take what has come, up to a bound; with turns, what comes in so many naps too."""
         if len(self._memory) - self._filled < self._room_needed():
             self._renew(self._memory[self._split_upto : self._filled], self._size_needed())
         limit = min(len(self._memory), self._filled + _READ_BYTES)
+        if turns:
+            descriptor, before = self._socket.fileno(), self._filled
+            filled = self._drain(descriptor, self._writable, before, limit, _READ_SMALL_BYTES, _NAP_US, turns)
+            self._filled = int(filled)
+            if filled > before:
+                return
         try:
             count = self._socket.recv_into(self._memory[self._filled : limit])
         except (BlockingIOError, InterruptedError):
@@ -230,7 +248,7 @@ class SocketWire:
 
     def _renew(self, left: bytes | memoryview, size: int) -> None:
         """Begin a new buffer, with what is left of the old one; blocks keep the old one for as long as they need it."""
-        self._memory, self._view = _new_buffer(size)
+        self._memory, self._writable, self._view = _new_buffer(size)
         self._memory[: len(left)] = left
         self._filled, self._split_upto = len(left), 0
 
@@ -268,11 +286,12 @@ class SocketWire:
                 raise SourceUnreachable(f"the replication connection broke: {error}") from error
 
 
-def _new_buffer(size: int) -> tuple[memoryview, Bytes8]:
-    """Memory to receive into, and what readers see of it."""
+def _new_buffer(size: int) -> tuple[memoryview, Bytes8, Bytes8]:
+    """Memory to receive into, the same for machine code, and what readers see of it."""
     memory = memoryview(bytearray(size))
+    writable: Bytes8 = np.frombuffer(memory, dtype=np.uint8)
     view: Bytes8 = np.frombuffer(memory.toreadonly(), dtype=np.uint8)
-    return memory, view
+    return memory, writable, view
 
 
 class LibpqWire:
@@ -283,13 +302,16 @@ class LibpqWire:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._pg = connection.pgconn
+        self._got_few = False
 
     def fileno(self) -> int:
         """libpq's socket."""
         return self._pg.socket
 
-    def read(self) -> Block | None:
-        """See `Wire`."""
+    def read(self, gather_s: float = 0.0) -> Block | None:
+        """See `Wire`. It naps once: it is slower than what fills a socket."""
+        if gather_s > 0 and self._got_few:
+            time.sleep(min(gather_s, _NAP_US / 1e6))
         found: list[bytes | memoryview] = []
         try:
             while len(found) < self._MESSAGES_MAX:
@@ -308,6 +330,7 @@ class LibpqWire:
                 break
         except psycopg.Error as error:
             raise translate(error) from error
+        self._got_few = len(found) < _MESSAGES_FEW
         return _block(found) if found else None
 
     def send(self, message: bytes) -> None:
