@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import statistics
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.figures import RUNS, Figure, compared, measures, say
+from bench.debezium import VERSION, Rates, engine
+from bench.figures import RUNS, Figure, asked, compared, measures, say
 from bench.homes import make_home
 from bench.ours import PGOUTPUT, captured
 from bench.places import folder
@@ -30,6 +32,10 @@ from millstream.codec.pgoutput import warm
 from millstream.testing.postgres import EmbeddedPostgres
 
 COPY_ROWS = 2_000_000
+ENGINE_TRANSACTIONS = 2000
+"""Of 1000 rows: a Java's code is compiled while the first half of them passes."""
+ENGINE_RUNS = 3
+LARGE_TRANSACTION_ROWS = 10_000_000
 
 _LIKE_WITH_LIKE = (
     "both read copies of one slot over the Unix socket with the same pgoutput options (proto_version 2, streaming on, messages"
@@ -38,11 +44,11 @@ _LIKE_WITH_LIKE = (
 )
 
 
-def _captured_rows_s(backlog: Backlog) -> float:
+def _captured_rows_s(backlog: Backlog, *, tcp: bool = False) -> float:
     with (
         backlog.copied_slot() as slot,
         folder("capture") as path,
-        captured(backlog.server, path, table=backlog.name, slot=slot) as capture,
+        captured(backlog.server, path, table=backlog.name, slot=slot, tcp=tcp) as capture,
     ):
         ended_at = capture.wait_until_durable(backlog.end)
     found = capture.writer.stats().records
@@ -82,6 +88,89 @@ def small_transactions() -> Iterator[Figure]:
     yield _beside_recvlogical(
         "capture_small_tx_vs_pg_recvlogical", "small", transactions=100_000, rows_each=1, goal=">= 0.9"
     )
+
+
+@measures("capture_client_cpu_us_per_row")
+def client_cpu() -> Iterator[Figure]:
+    """What a row costs of the CPU on our side."""
+    say("capture_client_cpu_us_per_row: 500 transactions of 1,000 rows")
+    warm()
+    with postgres() as server:
+        backlog = make_backlog(server, "mid", transactions=500, rows_each=1000)
+        yield compared(
+            "capture_client_cpu_us_per_row",
+            lambda: _captured_cpu_us(backlog),
+            lambda: _recvlogical_cpu_us(backlog),
+            unit="us/row",
+            goal="<= 1.5",
+            rows=backlog.rows,
+            size_bytes=backlog.size_bytes,
+            note=f"user and system time of the process that captures (all threads; the source's processes aren't in it), from the answer to"
+            f" START_REPLICATION until all is durable; the peer's is pg_recvlogical's, its start included; {SHAPE}",
+        )
+
+
+def _captured_cpu_us(backlog: Backlog) -> float:
+    with (
+        backlog.copied_slot() as slot,
+        folder("capture") as path,
+        captured(backlog.server, path, table=backlog.name, slot=slot) as capture,
+    ):
+        capture.wait_until_durable(backlog.end)
+        return (time.process_time() - capture.began_cpu_s) / backlog.rows * 1e6
+
+
+def _recvlogical_cpu_us(backlog: Backlog) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    recvlogical_rows_s(backlog, options=PGOUTPUT)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return used_s / backlog.rows * 1e6
+
+
+@measures("capture_vs_debezium_engine", "capture_vs_debezium_engine_second_half")
+def debezium() -> Iterator[Figure]:
+    """Debezium's embedded engine on the same backlog."""
+    transactions = ENGINE_TRANSACTIONS if asked.rows is None else asked.rows // 1000
+    say(f"capture_vs_debezium_engine: {transactions:,} transactions of 1,000 rows")
+    warm()
+    ours: list[float] = []
+    theirs: list[Rates] = []
+    with engine() as peer, postgres(tcp=True) as server:
+        backlog = make_backlog(server, "mid", transactions=transactions, rows_each=1000)
+        for number in range(ENGINE_RUNS):
+            ours.append(_captured_rows_s(backlog, tcp=True))
+            with folder("debezium") as path:
+                theirs.append(peer.run(backlog, path))
+            last = theirs[-1]
+            say(
+                f"  run {number + 1}: ours {ours[-1]:,.4g}, peer {last.whole:,.4g}, its second half {last.second_half:,.4g}"
+            )
+    mine = statistics.median(ours)
+    for figure, goal, peers, of_what in (
+        ("capture_vs_debezium_engine", ">= 5", [rates.whole for rates in theirs], "all of its run"),
+        (
+            "capture_vs_debezium_engine_second_half",
+            ">= 4",
+            [rates.second_half for rates in theirs],
+            "the second half of its rows, when its code is compiled",
+        ),
+    ):
+        rows_s = statistics.median(peers)
+        yield Figure(
+            figure=figure,
+            ratio=round(mine / rows_s, 3),
+            ours=round(mine, 1),
+            peer=round(rows_s, 1),
+            unit="rows/s",
+            runs=ENGINE_RUNS,
+            goal=goal,
+            rows=backlog.rows,
+            bytes=backlog.size_bytes,
+            note=f"{transactions} transactions of 1000 rows; {SHAPE}; both read copies of one slot over the loopback; ours as in"
+            f" capture_stream_vs_pg_recvlogical; the peer is Debezium {VERSION}, embedded, its records as JSON without their schemas in a file,"
+            f" fdatasynced a batch of at most 8192, from when its slot is taken until the last row is on disk: {of_what}",
+        )
 
 
 @measures("table_copy_vs_copy_to_null")
@@ -140,32 +229,45 @@ def _copy_to_null_rows_s(server: EmbeddedPostgres) -> float:
 @measures("capture_rss_mib")
 def resident_memory() -> Iterator[Figure]:
     """The most that `millstream capture run` ever held, streaming many transactions and a large streamed one."""
-    mid, large = 500, 2_000_000
-    say(f"capture_rss_mib: {mid} transactions of 1,000 rows and one of {large:,}")
+    yield _resident_memory("capture_rss_mib", mid=500, large=2_000_000, runs=RUNS)
+
+
+@measures("capture_rss_10m_tx_mib")
+def resident_memory_of_one() -> Iterator[Figure]:
+    """The same with one transaction of 10 M rows; once, since it takes minutes and 6 GB of disk."""
+    rows = LARGE_TRANSACTION_ROWS if asked.rows is None else asked.rows
+    yield _resident_memory("capture_rss_10m_tx_mib", mid=0, large=rows, runs=1)
+
+
+def _resident_memory(name: str, *, mid: int, large: int, runs: int) -> Figure:
+    say(f"{name}: {mid} transactions of 1,000 rows and one of {large:,}")
+    rows = mid * 1000 + large
     with postgres() as server, folder("rss") as path:
         with server.connect(DATABASE) as connection:
             connection.execute(f"CREATE TABLE big ({COLUMNS})")
         home = make_home(server, path / "home", ["public.big"])
         home.run("capture", "run", "--until-caught-up")
         peaks = []
-        for number in range(RUNS):
+        for number in range(runs):
             with server.connect(DATABASE) as connection:
-                first = number * (mid * 1000 + large)
-                insert_transactions(connection, "big", transactions=mid, rows_each=1000, after=first)
+                first = number * rows
+                if mid:
+                    insert_transactions(connection, "big", transactions=mid, rows_each=1000, after=first)
                 insert_transactions(connection, "big", transactions=1, rows_each=large, after=first + mid * 1000)
             peaks.append(_peak_mib(home.command("capture", "run", "--until-caught-up")))
             say(f"  run {number + 1}: {peaks[-1]:.0f} MiB")
-    yield Figure(
-        figure="capture_rss_mib",
+    before = f"{mid} transactions of 1000 rows, then " if mid else ""
+    return Figure(
+        figure=name,
         ratio=None,
         ours=round(statistics.median(peaks), 1),
         peer=None,
         unit="MiB",
-        runs=RUNS,
+        runs=runs,
         goal="< 512",
-        rows=mid * 1000 + large,
-        bytes=(mid * 1000 + large) * ROW_BYTES,
-        note=f"VmHWM of the process `millstream capture run --until-caught-up`; {SHAPE}; {mid} transactions of 1000 rows, then one of"
+        rows=rows,
+        bytes=rows * ROW_BYTES,
+        note=f"VmHWM of the process `millstream capture run --until-caught-up`; {SHAPE}; {before}one transaction of"
         f" {large} rows, which the source streams before its commit (logical_decoding_work_mem 64MB)",
     )
 

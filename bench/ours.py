@@ -38,6 +38,8 @@ class Capture:
     stream: StreamId
     stop: threading.Event = field(default_factory=threading.Event)
     began_at: float = 0.0
+    began_cpu_s: float = 0.0
+    """What the process had used of the CPU by then."""
     error: BaseException | None = None
     copied: threading.Event = field(default_factory=threading.Event)
     copied_at: float = 0.0
@@ -74,6 +76,7 @@ def captured(
     slot: str,
     copy: bool = False,
     copy_workers: int = 1,
+    tcp: bool = False,
 ) -> Iterator[Capture]:
     """Capture one table over a slot into a new log under `path`.
 
@@ -84,6 +87,7 @@ def captured(
         slot: the slot to read.
         copy: copy existing rows too; else the table counts as copied.
         copy_workers: connections that copy.
+        tcp: over the loopback, where the server listens there.
     """
     with closing(Catalog(path / "catalog.db")) as catalog:
         stream = catalog.resolve_stream(STREAM)
@@ -100,7 +104,7 @@ def captured(
         )
         config = CaptureConfig(
             stream=STREAM,
-            dsn=server.dsn(DATABASE),
+            dsn=server.dsn(DATABASE, tcp=tcp),
             tables=(f"public.{table}",),
             publication=table,
             slot=slot,
@@ -121,6 +125,7 @@ def captured(
 def _run(capture: Capture, config: CaptureConfig) -> None:
     def note(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         if event.get("event") == "streaming":
+            capture.began_cpu_s = time.process_time()
             capture.began_at = time.perf_counter()
         elif event.get("event") == "table copied":
             capture.copied_at = time.perf_counter()

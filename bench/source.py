@@ -42,14 +42,15 @@ _copies = itertools.count(1)
 
 
 @contextmanager
-def postgres(*, load_unsynced: bool = True) -> Iterator[EmbeddedPostgres]:
+def postgres(*, load_unsynced: bool = True, tcp: bool = False) -> Iterator[EmbeddedPostgres]:
     """A server with the database of the figures.
 
     Args:
         load_unsynced: commits that fill backlogs and tables don't wait for the disk (`synchronous_commit=off`); fsync is on.
+        tcp: it listens on the loopback too.
     """
     settings = SETTINGS | ({"synchronous_commit": "off"} if load_unsynced else {})
-    with EmbeddedPostgres(18, settings=settings) as server:
+    with EmbeddedPostgres(18, settings=settings, tcp=tcp) as server:
         server.create_database(DATABASE)
         yield server
 
