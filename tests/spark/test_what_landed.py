@@ -131,7 +131,7 @@ class Lander(BatchLander):
     histories: Histories
     numbers: Callable[[Seq, Seq], dict[int, list[int]]]
 
-    def _run(self, batch: Any, held: frozenset[TableId]) -> Landed | None:
+    def _run(self, batch: Any, held: frozenset[TableId], start: Seq) -> Landed | None:  # noqa: ARG002 - as Spark's
         stretch = cast("Stretch", batch)
         commits: dict[TableId, TableCommit] = {}
         errors: dict[TableId, TableError] = {}

@@ -130,7 +130,7 @@ class BatchLander:
                 starting=self.config.token(after),
                 ending=self.config.token(end),
             )
-            landed = self._run(reader.load(), frozenset())
+            landed = self._run(reader.load(), frozenset(), after)
             if landed is not None and landed.errors:
                 self._hold(held.table_id, after, landed.errors[held.table_id])
                 return
@@ -163,7 +163,8 @@ class BatchLander:
 
     def _write(self, batch: DataFrame, held: frozenset[TableId]) -> Landed | None:
         """Run the job; repeat it for tables whose error may pass. None where the batch has no row, not even a marker."""
-        landed = self._run(batch, held)
+        start = Seq(0) if self.ledger.cut is None else self.ledger.cut.n
+        landed = self._run(batch, held, start)
         for attempt in range(1, ATTEMPTS_MAX):
             failing = [table_id for table_id, error in (landed.errors if landed else {}).items() if _may_pass(error)]
             if landed is None or not failing:
@@ -171,7 +172,7 @@ class BatchLander:
             # Said at once: what may pass, as a full disk, may also last.
             self._try_again({self._name(table_id): landed.errors[table_id].message for table_id in failing})
             self.wait(0.2 * 4**attempt)
-            again = self._run(batch.where(batch["table_id"].isin([int(table_id) for table_id in failing])), held)
+            again = self._run(batch.where(batch["table_id"].isin([int(table_id) for table_id in failing])), held, start)
             assert again is not None, "a table that failed has rows"
             landed = _joined(landed, again)
         if self._trying:
@@ -182,11 +183,11 @@ class BatchLander:
             raise EngineError(f"no table of the lake can be written: {error.message}", hint=error.hint, code=error.code)
         return landed
 
-    def _run(self, batch: DataFrame, held: frozenset[TableId]) -> Landed | None:
-        cut = self.ledger.cut
+    def _run(self, batch: DataFrame, held: frozenset[TableId], start: Seq) -> Landed | None:
+        """Run the job; `start` is where its records begin, or before."""
         self.copies.observe(self.log.persisted_upto)
-        unfinished = self.copies.unfinished(Seq(0) if cut is None else cut.n)
-        answers = self.config.sink.land(batch, Around(cut, held, unfinished, self.copies.live))
+        around = Around(self.ledger.cut, held, self.copies.unfinished(start), self.copies.live)
+        answers = self.config.sink.land(batch, around)
         if not answers:
             return None
         commits: dict[TableId, TableCommit] = {}

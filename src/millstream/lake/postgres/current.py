@@ -8,15 +8,16 @@ only (an enum, a domain, a composite, an extension's, names of catalog objects) 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import pyarrow as pa
 
 from millstream.errors import DestinationError, DestinationRefused, LakeError, LakeSchemaConflict
 from millstream.lake.fold import EXACT, Folded, fold_records
-from millstream.lake.keys import Keys
+from millstream.lake.keys import Keys, key_codes
 from millstream.lake.postgres.layout import (
     Place,
     Registered,
@@ -43,6 +44,7 @@ MERGE_VERSION_MIN: Final = 150000
 _TELLS_VERSION_MIN: Final = 160000
 """From here on a server tells whether a type takes a text."""
 _LAYOUT: Final = 1
+_LINES: Final = 8192
 
 # Built-in, and yet text: they name objects of their own database, can't be put in, or need a library that servers may lack.
 _TEXT: Final = frozenset(
@@ -130,8 +132,8 @@ def merge_current(
         assert owner is not None, "its owner was checked"
         _evolve(connection, place, owner, have, wanted, schema.key, key_stands=key_stands)
     ours = tuple(wanted)
-    if owner is None or (owner.columns, owner.complete) != (ours, not copying):
-        register(connection, target, place, int(schema.table_id), layout=_LAYOUT, columns=ours, complete=not copying)
+    if owner is None or owner.columns != ours:
+        register(connection, target, place, int(schema.table_id), layout=_LAYOUT, columns=ours)
     _Rows(connection, place, wanted, schema.key, EXACT.name in have, copying).put(folded)
 
 
@@ -355,13 +357,13 @@ class _Rows:
         if not len(folded.gone):
             return
         rows = folded.rows.select(list(self.types))
-        put = set(_lines(rows.select(list(self.key))))
         self._stage(rows)
-        gone = [key for key in _lines(folded.gone.to_table()) if key not in put]
+        put, met = key_codes([Keys.of(rows, self.key), folded.gone])
+        gone = folded.gone.take(np.flatnonzero(~np.isin(met, put)))
         run = self.connection.execute
-        if gone:
+        if len(gone):
             into = f"COPY pg_temp.staged ({_names(folded.gone.names)}, {self.gone}) FROM STDIN"
-            _write(self.connection, into, ((*key, "t") for key in gone))
+            _write(self.connection, into, ((*key, "t") for key in _lines(gone.to_table())))
             # Keys of other texts may be equal, as 1.0 and 1.00 are.
             equal = _same(self.key, "g", "p")
             run(
@@ -403,12 +405,11 @@ class _Rows:
         _make_temporary(
             self.connection, "staged", self.types | {EXACT.name: "jsonb", _free("gone", self.types): "boolean"}
         )
-        lines = list(_lines(rows))
         try:
             with self.connection.transaction():
-                _write(self.connection, f"COPY pg_temp.staged ({_names(self.types)}) FROM STDIN", lines)
+                _write(self.connection, f"COPY pg_temp.staged ({_names(self.types)}) FROM STDIN", _lines(rows))
         except psycopg.DataError:
-            whole = self._set_apart(lines)
+            whole = self._set_apart(rows)
             if whole is None:
                 raise
             _write(self.connection, f"COPY pg_temp.staged ({_names([*self.types, EXACT.name])}) FROM STDIN", whole)
@@ -416,7 +417,7 @@ class _Rows:
                 self.connection.execute(f"ALTER TABLE {self.place.quoted} ADD {quote_ident(EXACT.name)} jsonb".encode())
                 self.has_exact = True
 
-    def _set_apart(self, lines: list[tuple[Any, ...]]) -> list[tuple[Any, ...]] | None:
+    def _set_apart(self, rows: pa.Table) -> Iterator[tuple[Any, ...]] | None:
         """The rows with their `__exact`: values that the destination doesn't take, of which there may be some that the source has.
 
         Returns:
@@ -424,27 +425,29 @@ class _Rows:
         """
         if self.connection.info.server_version < _TELLS_VERSION_MIN:
             return None
-        names = list(self.types)
-        number = _free("number", names)
-        _make_temporary(self.connection, "texts", {number: "bigint"} | dict.fromkeys(names, "text"))
-        into = f"COPY pg_temp.texts ({_names([number, *names])}) FROM STDIN"
-        _write(self.connection, into, ((at, *line) for at, line in enumerate(lines)))
-        rows = [list(line) for line in lines]
-        exact: dict[int, dict[str, str]] = {}
-        for place, name in enumerate(names):
-            refused = self.connection.execute(
+        number = _free("number", self.types)
+        _make_temporary(self.connection, "texts", {number: "bigint"} | dict.fromkeys(self.types, "text"))
+        into = f"COPY pg_temp.texts ({_names([number, *self.types])}) FROM STDIN"
+        _write(self.connection, into, ((at, *line) for at, line in enumerate(_lines(rows))))
+        refused: dict[int, list[int]] = {}
+        for place, (name, kind) in enumerate(self.types.items()):
+            found = self.connection.execute(
                 f"SELECT {quote_ident(number)} FROM pg_temp.texts WHERE NOT pg_input_is_valid({quote_ident(name)}, %s)".encode(),
-                [self.types[name]],
+                [kind],
             ).fetchall()
-            if refused and name in self.key:
+            if found and name in self.key:
                 return None
-            for (at,) in refused:
-                exact.setdefault(at, {})[name] = rows[at][place]
-                rows[at][place] = None
+            for (at,) in found:
+                refused.setdefault(at, []).append(place)
         self.connection.execute(b"DROP TABLE pg_temp.texts")
-        return (
-            [(*row, json.dumps(exact[at]) if at in exact else None) for at, row in enumerate(rows)] if exact else None
-        )
+        return self._apart(rows, refused) if refused else None
+
+    def _apart(self, rows: pa.Table, refused: Mapping[int, Sequence[int]]) -> Iterator[tuple[Any, ...]]:
+        names = list(self.types)
+        for at, line in enumerate(_lines(rows)):
+            places = refused.get(at, ())
+            exact = json.dumps({names[place]: line[place] for place in places}) if places else None
+            yield (*(None if place in places else value for place, value in enumerate(line)), exact)
 
 
 def _make_temporary(connection: Connection, name: str, types: dict[str, str]) -> None:
@@ -459,8 +462,10 @@ def _free(name: str, types: Collection[str]) -> str:
     return name
 
 
-def _lines(rows: pa.Table) -> Iterable[tuple[Any, ...]]:
-    return zip(*(rows.column(name).to_pylist() for name in rows.column_names), strict=True)
+def _lines(rows: pa.Table) -> Iterator[tuple[Any, ...]]:
+    """Rows as tuples, some thousand of them in memory at once."""
+    for batch in rows.to_batches(max_chunksize=_LINES):
+        yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
 
 
 def _write(connection: Connection, statement: str, rows: Iterable[tuple[Any, ...]]) -> None:

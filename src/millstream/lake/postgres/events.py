@@ -8,10 +8,11 @@ else PostgreSQL's text: `jsonb_populate_record` makes a typed row of them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -30,7 +31,7 @@ from millstream.lake.postgres.layout import (
     short,
 )
 from millstream.lake.postgres.target import PostgresTarget, literal
-from millstream.lake.postgres.texts import column_texts
+from millstream.lake.postgres.texts import Versioned, column_texts
 from millstream.model.names import quote_ident
 from millstream.model.positions import Lsn, format_lsn
 from millstream.model.records import Op
@@ -176,22 +177,16 @@ def _check_shape(place: Place, owner: Registered, relation: Relation | None) -> 
         )
 
 
-def append_events(
-    connection: Connection, table: EventTable, batches: Sequence[tuple[TableSchema, pa.RecordBatch]]
-) -> int:
+def append_events(connection: Connection, table: EventTable, batches: Sequence[Versioned]) -> int:
     """Append records, in order of their numbers; those that are there already, by `(source, commit_lsn, commit_index)`, add nothing.
 
     Returns:
         How many events were added.
     """
-    rows = [row for schema, batch in batches for row in _rows(schema, batch)]
-    rows.sort(key=lambda row: row[-1])
-    if not rows:
-        return 0
     quoted = table.place.quoted
+    rows = (row for schema, batch in in_order(batches) for row in _rows(schema, batch))
     if not _may_be_there(connection, table, batches):
-        _copy(connection, quoted, rows)
-        return len(rows)
+        return _copy(connection, quoted, rows)
     connection.execute(f"CREATE TEMP TABLE arriving (LIKE {quoted}) ON COMMIT DROP".encode())
     connection.execute(b"ALTER TABLE pg_temp.arriving ALTER seq DROP NOT NULL")
     _copy(connection, "pg_temp.arriving", rows)
@@ -211,9 +206,7 @@ def append_events(
     return added
 
 
-def _may_be_there(
-    connection: Connection, table: EventTable, batches: Sequence[tuple[TableSchema, pa.RecordBatch]]
-) -> bool:
+def _may_be_there(connection: Connection, table: EventTable, batches: Sequence[Versioned]) -> bool:
     """Whether some of the records may be there: the table has events of their sources at or above the first of them."""
     first: dict[int, int] = {}
     for _, batch in batches:
@@ -235,10 +228,31 @@ def _may_be_there(
     return False
 
 
-def _copy(connection: Connection, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
+def in_order(batches: Sequence[Versioned], rows_max: int = 8192) -> Iterator[Versioned]:
+    """The records by their numbers, in slices of a few thousand: what is made of them needn't be in memory all at once.
+
+    Those of a captured table come in order; an application's may lie in several shards.
+    """
+    if not batches:
+        return
+    seqs = np.concatenate([batch.column("__seq").to_numpy() for _, batch in batches])
+    which = np.concatenate([np.full(batch.num_rows, place) for place, (_, batch) in enumerate(batches)])
+    row = np.concatenate([np.arange(batch.num_rows) for _, batch in batches])
+    order = np.argsort(seqs, kind="stable")
+    which, row = which[order], row[order]
+    starts = np.flatnonzero(np.append(True, (np.diff(which) != 0) | (np.diff(row) != 1)))
+    for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(order)], strict=True):
+        schema, batch = batches[int(which[start])]
+        for at in range(start, end, rows_max):
+            yield schema, batch.slice(int(row[at]), min(rows_max, end - at))
+
+
+def _copy(connection: Connection, table: str, rows: Iterable[tuple[Any, ...]]) -> int:
+    count = 0
     with connection.cursor().copy(f"COPY {table} ({_NAMES}) FROM STDIN".encode()) as copy:
-        for row in rows:
+        for count, row in enumerate(rows, 1):  # noqa: B007 - how many there were
             copy.write_row(row)
+    return count
 
 
 def _rows(schema: TableSchema, batch: pa.RecordBatch) -> Iterator[tuple[Any, ...]]:

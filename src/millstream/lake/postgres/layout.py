@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.errors import DestinationError, LakeHistoryLost, LakeTableForeign
-from millstream.lake.postgres.target import PostgresTarget, TargetView, translated
+from millstream.lake.postgres.target import PostgresTarget, TargetView, literal, translated
 from millstream.model.names import qualified_name
 from millstream.model.schema import TableKind, TableSchema
 
@@ -31,7 +31,7 @@ CREATE TABLE millstream_lake.layout (version integer NOT NULL);
 CREATE TABLE millstream_lake.tables (
   view text NOT NULL, namespace text NOT NULL, name text NOT NULL,
   stream uuid NOT NULL, pipeline text NOT NULL, table_id bigint NOT NULL,
-  layout integer NOT NULL, columns text[] NOT NULL, complete boolean NOT NULL, old_upto bigint,
+  layout integer NOT NULL, columns text[] NOT NULL, old_upto bigint,
   PRIMARY KEY (view, namespace, name));
 CREATE TABLE millstream_lake.positions (
   stream uuid NOT NULL, pipeline text NOT NULL, table_id bigint NOT NULL, n bigint NOT NULL,
@@ -105,13 +105,11 @@ class Registered:
     layout: int
     columns: tuple[str, ...]
     """Those that Millstream made; a column that somebody added is left alone."""
-    complete: bool
-    """Of `current`: whether its copy is whole."""
     old_upto: int | None
     """Of events taken over from an older layout: the greatest commit LSN among them."""
 
 
-_COLUMNS: Final = "view, namespace, name, stream::text, pipeline, table_id, layout, columns, complete, old_upto"
+_COLUMNS: Final = "view, namespace, name, stream::text, pipeline, table_id, layout, columns, old_upto"
 
 
 def registered_at(connection: Connection, place: Place) -> Registered | None:
@@ -133,9 +131,9 @@ def registered_of(connection: Connection, target: PostgresTarget, view: TargetVi
 
 
 def _registered(row: Sequence[Any]) -> Registered:
-    view, namespace, name, stream, pipeline, table_id, layout, columns, complete, old_upto = row
+    view, namespace, name, stream, pipeline, table_id, layout, columns, old_upto = row
     place = Place(view, namespace, name)
-    return Registered(place, stream, pipeline, table_id, layout, tuple(columns), complete, old_upto)
+    return Registered(place, stream, pipeline, table_id, layout, tuple(columns), old_upto)
 
 
 def register(
@@ -146,15 +144,14 @@ def register(
     *,
     layout: int,
     columns: Sequence[str] = (),
-    complete: bool = True,
     old_upto: int | None = None,
 ) -> None:
     """Note a table as ours, or what is new about it."""
     stream, pipeline = target.owner
     connection.execute(
-        "INSERT INTO millstream_lake.tables VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s) ON CONFLICT (view, namespace, name) "
+        "INSERT INTO millstream_lake.tables VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s) ON CONFLICT (view, namespace, name) "
         "DO UPDATE SET stream = excluded.stream, pipeline = excluded.pipeline, table_id = excluded.table_id, layout = excluded.layout, "
-        "columns = excluded.columns, complete = excluded.complete, old_upto = excluded.old_upto",
+        "columns = excluded.columns, old_upto = excluded.old_upto",
         [
             place.view,
             place.namespace,
@@ -164,7 +161,6 @@ def register(
             table_id,
             layout,
             list(columns),
-            complete,
             old_upto,
         ],
     )
@@ -235,7 +231,7 @@ def check_owner(target: PostgresTarget, place: Place, owner: Registered | None, 
         raise LakeHistoryLost(
             f"{where} was made by Millstream and isn't there any more",
             hint=f"To begin it anew: DELETE FROM millstream_lake.tables WHERE (view, namespace, name) = "
-            f"('{place.view}', '{place.namespace}', '{place.name}'), then `millstream tables copy` of it.",
+            f"({', '.join(map(literal, (place.view, place.namespace, place.name)))}), then `millstream tables copy` of it.",
             table=place.quoted,
         )
 

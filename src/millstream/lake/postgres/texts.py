@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import pyarrow as pa
@@ -14,6 +14,7 @@ from millstream.model.records import RECORD_PREFIX, TEXT_BY_COLUMN
 from millstream.model.schema import Column, PgType, TableSchema
 
 _BYTEA: Final = PgType(17, -1, "bytea")
+_SLICE_ROWS: Final = 1 << 15
 _KEPT: Final = ("__op", "__seq", "__unchanged", "__before")
 
 Versioned = tuple[TableSchema, pa.RecordBatch]
@@ -39,7 +40,7 @@ def text_records(schema: TableSchema, batches: Sequence[Versioned]) -> pa.Table:
     """
     shape = text_schema(schema)
     tables = []
-    for version, batch in batches:
+    for version, batch in _slices(batches):
         has = {column.name for column in version.columns}
         own = [
             column_texts(version, batch, name) if name in has else pa.nulls(batch.num_rows, pa.string())
@@ -48,6 +49,13 @@ def text_records(schema: TableSchema, batches: Sequence[Versioned]) -> pa.Table:
         kept = [batch.column(name) for name in _KEPT]
         tables.append(pa.table([*kept, pa.nulls(batch.num_rows, TEXT_BY_COLUMN), *own], schema=shape))
     return pa.concat_tables(tables) if tables else shape.empty_table()
+
+
+def _slices(batches: Sequence[Versioned]) -> Iterator[Versioned]:
+    """Some ten thousand records at a time: their texts are Python's for a moment."""
+    for version, batch in batches:
+        for start in range(0, batch.num_rows, _SLICE_ROWS):
+            yield version, batch.slice(start, _SLICE_ROWS)
 
 
 def text_schema(schema: TableSchema) -> pa.Schema:
