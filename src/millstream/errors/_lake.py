@@ -105,4 +105,4 @@ class LakeInDatabase(LakeError):
     code = "lake_in_database"
     exit_code = 2
     retry = Retry.OPERATOR
-    default_hint = "Ask that database itself, with psql or any other client."
+    default_hint = "Ask that database itself, with psql or any other client; `millstream tables copy T` writes a table's rows anew."
