@@ -15,7 +15,7 @@ import psycopg
 from millstream.capture import CaptureConfig, CaptureOutcome, run_capture
 from millstream.catalog import Catalog, TableRow, TableState
 from millstream.errors import OutOfOrder, UnknownTable
-from millstream.model.ids import SourceId
+from millstream.model.ids import SourceId, TableId
 from millstream.model.operations import Ack, SpilledOp, TableRows, WriteOps
 from millstream.model.pgtext import render_value, storage_values
 from millstream.model.positions import Lsn, Seq, SeqRange
@@ -112,17 +112,22 @@ class MemoryLog:
                 for operation, _, table, row in sorted(found, key=lambda f: f[:2]):
                     yield table, operations[operation], row
 
-    def replay(self) -> dict[str, dict[Any, dict[str, str | None]]]:
-        """The tables that the log makes, by name and key (tables without one: a list under the key None)."""
+    def replay(self, table: TableId | None = None) -> dict[str, dict[Any, dict[str, str | None]]]:
+        """The tables that the log makes, by name and key (tables without one: a list under the key None).
+
+        Given a table, its rows alone, whatever it was called: by the name "".
+        """
         state: dict[str, dict[Any, Any]] = {}
         found = list(self.records())
         # As a fold does it: what stands before a table's last `t` may be keyed otherwise, and counts for nothing.
         emptied = {t.schema.table_id: at for at, (t, _, row) in enumerate(found) if chr(row["__op"]) == "t"}
-        for at, (table, _, row) in enumerate(found):
-            schema = table.schema
+        for at, (piece, _, row) in enumerate(found):
+            schema = piece.schema
             if schema.kind is not TableKind.TABLE or at < emptied.get(schema.table_id, 0):
                 continue
-            rows = state.setdefault(f"{schema.namespace}.{schema.name}", {})
+            if table is not None and schema.table_id != table:
+                continue
+            rows = state.setdefault("" if table is not None else f"{schema.namespace}.{schema.name}", {})
             names = [c.name for c in schema.columns]
             new = {name: row[name] for name in names}
             op = chr(row["__op"])

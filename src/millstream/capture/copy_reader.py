@@ -7,7 +7,7 @@ the two: those show an empty table to older snapshots), then the end of WAL, the
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -16,7 +16,7 @@ from psycopg import pq, sql
 from millstream.capture.connection import translate_result, translated
 from millstream.capture.copy_text import CopiedRows, read_copied
 from millstream.capture.copy_wire import copy_out
-from millstream.capture.publication import restrictions
+from millstream.capture.publication import restriction
 from millstream.capture.source import Connection, SourceTable, as_record_end, read_table
 from millstream.codec.pgoutput import table_schema
 from millstream.errors import SourceError
@@ -31,6 +31,8 @@ CHUNK_BYTES_MAX: Final = 64 << 20
 """Reading stops here: what was read until then is a chunk as well."""
 _SAMPLE_PAGES: Final = 300
 _LOCK_TIMEOUT: Final = "5s"
+_PINNED_PATH: Final = "pg_catalog"
+"""The search path under which values are printed, here and in the stream."""
 
 
 class TableGone(SourceError):
@@ -194,15 +196,15 @@ class ChunkReader:
 
     def _as_published(self, table: SourceTable) -> tuple[SourceTable, str]:
         """The table with the columns that are sent, and the condition under which its rows are."""
-        names, condition = restrictions(self._connection, self._publications, table)
-        if names is None:
-            return table, condition
-        sent = tuple(column for column in table.relation.columns if column.name in names)
-        return replace(table, relation=replace(table.relation, columns=sent)), condition
+        found = restriction(self._connection, self._publications, table)
+        if found.columns is None:
+            return table, found.condition
+        sent = tuple(column for column in table.relation.columns if column.name in found.columns)
+        return replace(table, relation=replace(table.relation, columns=sent)), found.condition
 
     def _widen_search_path(self, table: SourceTable) -> None:
-        """Comparison operators of an extension's type are found by the search path alone."""
-        spaces = ["pg_catalog", *sorted({k.operator_namespace for k in table.key} - {"pg_catalog"})]
+        """Comparison operators of an extension's type are found by the search path alone. The text of a value may depend on it too."""
+        spaces = [_PINNED_PATH, *sorted({k.operator_namespace for k in table.key} - {_PINNED_PATH})]
         with translated():
             path = sql.SQL(", ").join(map(sql.Identifier, spaces))
             self._connection.execute(sql.SQL("SET search_path = {}").format(path))
@@ -223,16 +225,21 @@ def _copy_query(
     only = sql.SQL("") if table.partitioned else sql.SQL("ONLY ")
     query = sql.SQL("SELECT {} FROM {}{}").format(columns, only, sql.Identifier(table.namespace, table.name))
     conditions: list[sql.Composable] = [sql.SQL("({})").format(sql.SQL(condition))] if condition else []
-    key = _row([sql.Identifier(c.name) for c in table.key]) if table.key else None
+    types = {c.name: sql.SQL(c.type) for c in table.key}
+    names = [c.name for c in table.key]
+    key = _row([sql.Identifier(name) for name in names]) if table.key else None
     if key is not None:
         if bounds.keys:
-            wanted = sql.SQL(", ").join(_row([sql.Literal(text) for text in one]) for one in bounds.keys)
+            wanted = sql.SQL(", ").join(_literals(one, key_names, types) for one in bounds.keys)
             asked = _row([sql.Identifier(name) for name in key_names])
             conditions.append(sql.SQL("{} IN ({})").format(asked, wanted))
         if bounds.after is not None:
-            conditions.append(sql.SQL("{} > {}").format(key, _row([sql.Literal(t) for t in bounds.after])))
+            conditions.append(sql.SQL("{} > {}").format(key, _literals(bounds.after, names, types)))
         if bounds.upto is not None:
-            conditions.append(sql.SQL("{} <= {}").format(key, _row([sql.Literal(t) for t in bounds.upto])))
+            conditions.append(sql.SQL("{} <= {}").format(key, _literals(bounds.upto, names, types)))
+    if any(column.operator_namespace != _PINNED_PATH for column in table.key):
+        # By now the statement is parsed; what names of objects look like is decided when they are printed.
+        conditions.insert(0, sql.SQL(f"(SELECT set_config('search_path', '{_PINNED_PATH}', true)) IS NOT NULL"))
     if conditions:
         query += sql.SQL(" WHERE {}").format(sql.SQL(" AND ").join(conditions))
     if key is not None and not bounds.keys:
@@ -240,6 +247,11 @@ def _copy_query(
     if rows_max is not None:
         query += sql.SQL(" LIMIT {}").format(sql.Literal(rows_max))
     return sql.SQL("COPY ({}) TO STDOUT").format(query)
+
+
+def _literals(key: Key, names: Sequence[str], types: Mapping[str, sql.SQL]) -> sql.Composed:
+    """A key's texts as values of their types: left to itself PostgreSQL reads a `regclass` as a number, and no row type at all."""
+    return _row([sql.SQL("{}::{}").format(sql.Literal(t), types[n]) for t, n in zip(key, names, strict=True)])
 
 
 def _row(parts: Sequence[sql.Composable]) -> sql.Composed:

@@ -3,7 +3,8 @@
 `ADD COLUMN … DEFAULT` gives every row a value, `RENAME COLUMN` every row another column's, and a change of type may write
 every row anew: PostgreSQL sends none of it. Nor that a column added under the name of one that was dropped has nothing of its values,
 which the log's records still hold under that name. Nor the rows of a partition that is attached, detached, dropped or truncated by
-itself. Another key has the table copied again too: what the log's records say was deleted, they say by the old one.
+itself. Nor that an enum's value is called otherwise, that a row type has got a field or lost one (rows hold numbers, and are printed by
+the names and fields of today), or that a publication's list has a column more, its filter another condition. Another key has the table copied again too: what the log's records say was deleted, they say by the old one.
 
 The columns and partitions by their numbers, as last seen, are kept in the catalog; what has happened since is told by
 them, also where no capture ran meanwhile. What a version of Millstream didn't keep yet is learnt, and taken for unchanged.
@@ -23,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from millstream.capture.publication import Restriction
 from millstream.capture.source import AttributeFacts, PartitionFacts, SourceTable
 from millstream.catalog import Catalog
 from millstream.model.ids import StreamId, TableId
@@ -37,28 +39,32 @@ class KnownLayouts:
         self._scope = f"capture/{stream}/layout"
         self._known: dict[str, Any] = catalog.facts(self._scope)
 
-    def news(self, table: SourceTable, id_: TableId) -> str | None:
-        """What happened to the table that its rows in the log don't show; None: nothing."""
+    def news(self, table: SourceTable, id_: TableId, sent: Restriction) -> str | None:
+        """What happened to the table, or to what is sent of it, that its rows in the log don't show; None: nothing."""
         known = self._known.get(str(id_))
         if known is None:
             return None
         columns = list(_news_of_columns(known, table))
         told = [*columns, *_news_of_key(known, table), *_news_of_partitions(known, table)]
+        told += [*_news_of_types(known, table), *_news_of_restriction(known, table, sent)]
         # A column's new type writes partitions anew as well.
         told += [] if columns else _news_of_files(known, table)
         return "; ".join(told) or None
 
-    def remember(self, table: SourceTable, id_: TableId) -> None:
+    def remember(self, table: SourceTable, id_: TableId, sent: Restriction) -> None:
         """From now on the log's rows, or those that are about to be copied, are as the table is now."""
         known = self._known.get(str(id_))
         # A copy brings what rows have now; without one, a name that is gone may come back.
-        gone = [] if known is None or self.news(table, id_) is not None else sorted(_gone(known, table))
+        gone = [] if known is None or self.news(table, id_, sent) is not None else sorted(_gone(known, table))
         value = {
             "relfilenode": table.relfilenode,
             "columns": [[c.number, c.name, c.type_oid, c.type_modifier] for c in _sent(table)],
             "gone": gone,
             "written_by": {str(c.number): c.written_by for c in _sent(table)},
             "generated": [c.number for c in table.layout if c.generated],
+            "parts": {str(c.number): dict(c.parts) for c in _sent(table) if c.parts},
+            "listed": _listed(table, sent),
+            "condition": sent.condition,
             "key": _key(table),
             "key_constraint": table.key_constraint,
             "partitions": {str(p.oid): [p.name, p.attached_by, p.relfilenode] for p in table.partitions},
@@ -102,6 +108,32 @@ def _news_of_columns(known: dict[str, Any], table: SourceTable) -> Iterator[str]
                 yield f"column {name} got another type"
             elif rewritten and written_by.get(str(column.number), column.written_by) != column.written_by:
                 yield f"column {name} was given its type anew"
+
+
+def _news_of_types(known: dict[str, Any], table: SourceTable) -> Iterator[str]:
+    for column in _sent(table):
+        now = dict(column.parts)
+        for part, text in known.get("parts", {}).get(str(column.number), {}).items():
+            if now.get(part, text) != text:
+                if part.startswith("value"):
+                    yield f"value {text} of column {column.name} was renamed to {now[part]}"
+                else:
+                    yield f"the row type of column {column.name} has other fields"
+
+
+def _listed(table: SourceTable, sent: Restriction) -> list[int]:
+    """The numbers of the columns that are sent."""
+    return [c.number for c in _sent(table) if sent.columns is None or c.name in sent.columns]
+
+
+def _news_of_restriction(known: dict[str, Any], table: SourceTable, sent: Restriction) -> Iterator[str]:
+    had, listed = {number for number, *_ in known["columns"]}, known.get("listed")
+    for number in _listed(table, sent):
+        if listed is not None and number in had and number not in listed:
+            name = next(c.name for c in table.layout if c.number == number)
+            yield f"column {name} is sent by the publication now"
+    if known.get("condition", sent.condition) != sent.condition:
+        yield "the publication's row filter is another one"
 
 
 def _key(table: SourceTable) -> list[int]:

@@ -95,19 +95,40 @@ def covered_tables(connection: Connection, publication: str, tables: Iterable[So
     return _covered(_sent(connection, (publication, inserts_name(publication))), tables)
 
 
-def restrictions(
-    connection: Connection, publications: Sequence[str], table: SourceTable
-) -> tuple[list[str] | None, str]:
-    """The columns (None: all) and the condition (empty: none) that a publication's lists and filters let through (15+)."""
+@dataclass(frozen=True, slots=True)
+class Restriction:
+    """What a publication's column list and row filter let through of a table."""
+
+    columns: tuple[str, ...] | None = None
+    """None: all."""
+    condition: str = ""
+    """An expression of SQL; empty: every row."""
+
+
+def restrictions(connection: Connection, publications: Sequence[str]) -> dict[tuple[str, str], Restriction]:
+    """The restrictions of all that the publications send, by schema and name (15+; before there are none)."""
     if connection.info.server_version < 150000:
-        return None, ""
+        return {}
+    with translated():
+        rows = connection.execute(
+            "SELECT DISTINCT ON (schemaname, tablename) schemaname, tablename, attnames::text[], rowfilter"
+            " FROM pg_publication_tables WHERE pubname = ANY(%s) ORDER BY schemaname, tablename, pubname",
+            [list(publications)],
+        ).fetchall()
+    return {(row[0], row[1]): Restriction(None if row[2] is None else tuple(row[2]), row[3] or "") for row in rows}
+
+
+def restriction(connection: Connection, publications: Sequence[str], table: SourceTable) -> Restriction:
+    """One table's restriction, as the connection's transaction sees it."""
+    if connection.info.server_version < 150000:
+        return Restriction()
     with translated():
         row = connection.execute(
             "SELECT attnames::text[], rowfilter FROM pg_publication_tables WHERE pubname = ANY(%s) AND schemaname = %s"
             " AND tablename = %s ORDER BY pubname LIMIT 1",
             [list(publications), table.namespace, table.name],
         ).fetchone()
-    return (None, "") if row is None else (row[0], row[1] or "")
+    return Restriction() if row is None else Restriction(None if row[0] is None else tuple(row[0]), row[1] or "")
 
 
 def find_lacks(connection: Connection, publication: str, tables: Sequence[SourceTable]) -> list[Lack]:

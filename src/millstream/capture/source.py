@@ -42,7 +42,10 @@ class KeyColumn:
 
     name: str
     type: str
-    """`format_type` with the modifier: what a literal of it is cast to."""
+    """What a literal of it is cast to: the type's own name with its schema, of a domain its base's, without a modifier.
+
+    Cast to a domain a value would have to pass its checks, those too that are `NOT VALID`; said without its schema a name
+    would depend on the search path."""
     operator_namespace: str
     """Where the ordering operators of the index live; not `pg_catalog` for types of extensions."""
 
@@ -61,6 +64,8 @@ class AttributeFacts:
     """Whether its values are made from others'; they aren't sent."""
     written_by: int
     """The transaction that last wrote what the catalog says of it; every `ALTER COLUMN … TYPE` is one."""
+    parts: tuple[tuple[str, str], ...] = ()
+    """Of what its type is made that decides the text of values which nobody writes again: enum values by their oids, the fields of row types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +148,12 @@ SELECT c.oid, n.nspname, c.relname, c.relkind = 'p', c.relreplident::text,
                                        WHEN 'i' THEN i.indisreplident ELSE false END)) ORDER BY a.attnum)
           FROM pg_attribute a JOIN pg_type t ON t.oid = a.atttypid JOIN pg_namespace y ON y.oid = t.typnamespace
          WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated = ''),
-       (SELECT json_agg(json_build_array(a.attname, format_type(a.atttypid, a.atttypmod),
+       (SELECT json_agg(json_build_array(a.attname,
+                                         (WITH RECURSIVE base AS (
+                                            SELECT t.* FROM pg_type t WHERE t.oid = a.atttypid
+                                            UNION ALL SELECT t.* FROM base JOIN pg_type t ON t.oid = base.typbasetype)
+                                          SELECT quote_ident(y.nspname) || '.' || quote_ident(b.typname)
+                                            FROM base b JOIN pg_namespace y ON y.oid = b.typnamespace WHERE b.typbasetype = 0),
                                          (SELECT n2.nspname FROM pg_opclass oc JOIN pg_namespace n2 ON n2.oid = oc.opcnamespace
                                            WHERE oc.oid = i.indclass[k.n - 1]))
                         ORDER BY k.n)
@@ -165,7 +175,22 @@ SELECT c.oid, n.nspname, c.relname, c.relkind = 'p', c.relreplident::text,
                         a.atthasmissing OR a.atthasdef OR a.attnotnull OR a.attidentity <> ''
                         OR (c.relkind = 'p' AND EXISTS (SELECT FROM pg_attribute l WHERE l.attname = a.attname AND l.atthasmissing
                             AND l.attrelid IN (SELECT p.relid FROM pg_partition_tree(c.oid) p WHERE p.isleaf))),
-                        a.attgenerated <> '', a.xmin::text::bigint) ORDER BY a.attnum)
+                        a.attgenerated <> '', a.xmin::text::bigint, CASE WHEN a.atttypid >= 16384 THEN
+                          (WITH RECURSIVE part (oid) AS (
+                             SELECT a.atttypid UNION
+                             SELECT x.oid FROM part JOIN pg_type t ON t.oid = part.oid CROSS JOIN LATERAL (
+                                 SELECT t.typelem UNION ALL SELECT t.typbasetype
+                                 UNION ALL SELECT rngsubtype FROM pg_range WHERE rngtypid = t.oid
+                                 UNION ALL SELECT rngtypid FROM pg_range WHERE rngmultitypid = t.oid
+                                 UNION ALL SELECT f.atttypid FROM pg_attribute f
+                                  WHERE f.attrelid = t.typrelid AND f.attnum > 0 AND NOT f.attisdropped) x (oid)
+                              WHERE x.oid >= 16384)
+                           SELECT json_agg(json_build_array(p.key, p.value) ORDER BY p.key) FROM
+                             (SELECT 'value ' || e.oid, e.enumlabel::text FROM part JOIN pg_enum e ON e.enumtypid = part.oid
+                              UNION ALL SELECT 'fields ' || t.typrelid, array_to_string(ARRAY(SELECT f.attnum FROM pg_attribute f
+                                 WHERE f.attrelid = t.typrelid AND f.attnum > 0 AND NOT f.attisdropped ORDER BY f.attnum), ',')
+                                FROM part JOIN pg_type t ON t.oid = part.oid WHERE t.typrelid <> 0) p (key, value)) END)
+                        ORDER BY a.attnum)
           FROM pg_attribute a
          WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped),
        (SELECT k.oid::bigint FROM pg_constraint k WHERE k.conrelid = c.oid AND k.contype = 'p'),
@@ -272,10 +297,14 @@ def _table(row: tuple[Any, ...]) -> SourceTable:
         row_estimate=int(row[8]),
         size_bytes=int(row[9]),
         relfilenode=int(row[10]),
-        layout=tuple(AttributeFacts(*column) for column in row[12] or ()),
+        layout=tuple(AttributeFacts(*[*facts, _parts(parts)]) for *facts, parts in row[12] or ()),
         key_constraint=int(row[13] or 0),
         partitions=tuple(PartitionFacts(*partition) for partition in row[14] or ()),
     )
+
+
+def _parts(found: list[list[str]] | None) -> tuple[tuple[str, str], ...]:
+    return tuple((part, text) for part, text in found or ())
 
 
 def insert_lsn(connection: Connection) -> Lsn:

@@ -19,7 +19,7 @@ from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import connect, translated
 from millstream.capture.directory import NO_IDENTITY, CatalogDirectory
 from millstream.capture.layouts import KnownLayouts
-from millstream.capture.publication import Coverage, covered_tables, sync_publications
+from millstream.capture.publication import Coverage, Restriction, covered_tables, restrictions, sync_publications
 from millstream.capture.source import Connection, SourceTable, insert_lsn, list_tables, on_standby
 from millstream.catalog import Catalog, TableRow, TableState
 from millstream.codec.pgoutput import HEARTBEAT_PREFIX
@@ -81,9 +81,10 @@ class Tables:
         self._streamed = self._streamed or self.coverage.publications
         if self.renew_at is None and not set(self.coverage.publications) <= set(self._streamed):
             self.renew_at = insert_lsn(connection)
+        sent = restrictions(connection, self.coverage.publications)
         for table in tables:
             row = self._directory.table_row(table)
-            self._settle_layout(table, row)
+            self._settle_layout(table, row, sent.get((table.namespace, table.name)))
             self._settle(table, row)
         self._notice_leaving(connection, known.values(), passed)
         self._directory.refresh()
@@ -109,15 +110,16 @@ class Tables:
         elif row.state is TableState.STREAMING:
             self._settle_truncates(table, row)
 
-    def _settle_layout(self, table: SourceTable, row: TableRow) -> None:
-        """Have a table copied again whose existing rows changed with its definition."""
-        news = self._layouts.news(table, row.id)
+    def _settle_layout(self, table: SourceTable, row: TableRow, sent: Restriction | None) -> None:
+        """Have a table copied again whose existing rows changed with its definition, or with what is sent of them."""
+        sent = sent or Restriction()
+        news = self._layouts.news(table, row.id, sent)
         if news is not None:
             reason = f"{news}: its rows are copied again"
             copied = [TableState.STREAMING, TableState.COPYING]
             if self._catalog.set_state(row.id, TableState.COPY_REQUESTED, reason, only_from=copied):
                 logger.warning("table is copied again", table=table.full_name, reason=reason)
-        self._layouts.remember(table, row.id)
+        self._layouts.remember(table, row.id, sent)
 
     def _settle_truncates(self, table: SourceTable, row: TableRow) -> None:
         """Say that truncates aren't sent; copy the table again once they are: some may have been missed."""

@@ -16,7 +16,7 @@ from psycopg import sql
 
 from millstream.app.diff.columns import HASH, RANGE, HashName, RowTexts
 from millstream.capture.connection import translated
-from millstream.capture.publication import inserts_name, restrictions
+from millstream.capture.publication import inserts_name, restriction
 from millstream.capture.source import Connection, SourceTable, list_tables, read_table
 from millstream.errors import SourceError
 from millstream.model.names import TablePatterns
@@ -49,11 +49,11 @@ def published_tables(connection: Connection, patterns: TablePatterns, publicatio
     """The tables that a stream takes in, with the columns and rows of them that it is sent."""
     found = []
     for table in list_tables(connection, patterns):
-        names, condition = restrictions(connection, (publication, inserts_name(publication)), table)
-        if names is not None:
-            sent = tuple(column for column in table.relation.columns if column.name in names)
+        let_through = restriction(connection, (publication, inserts_name(publication)), table)
+        if let_through.columns is not None:
+            sent = tuple(column for column in table.relation.columns if column.name in let_through.columns)
             table = replace(table, relation=replace(table.relation, columns=sent))  # noqa: PLW2901
-        found.append(PublishedTable(table, condition))
+        found.append(PublishedTable(table, let_through.condition))
     return found
 
 
