@@ -24,6 +24,11 @@ CREATE TABLE retyped (id int PRIMARY KEY, v int);
 INSERT INTO retyped SELECT i, i FROM generate_series(1, 10) i;
 CREATE TABLE plain (id int PRIMARY KEY, g int GENERATED ALWAYS AS (id * 2) STORED);
 INSERT INTO plain SELECT generate_series(1, 10);
+CREATE TYPE mood AS ENUM ('sad', 'ok'); CREATE TYPE spot AS (x int, y int);
+CREATE TABLE felt (id int PRIMARY KEY, m mood, s spot);
+INSERT INTO felt SELECT i, 'sad', ROW(i, i)::spot FROM generate_series(1, 5) i;
+CREATE TABLE named (id int PRIMARY KEY, a text, b text, c text);
+INSERT INTO named SELECT i, 'a' || i, 'b' || i, 'c' || i FROM generate_series(1, 5) i;
 CREATE TABLE parts (id int PRIMARY KEY, v int) PARTITION BY RANGE (id);
 CREATE TABLE parts_low PARTITION OF parts FOR VALUES FROM (0) TO (100);
 CREATE TABLE parts_mid PARTITION OF parts FOR VALUES FROM (100) TO (200);
@@ -41,6 +46,13 @@ CHANGE = (
     "UPDATE swaps SET id = id + 1",
     "ALTER TABLE retyped ALTER v TYPE int USING v * 2; UPDATE retyped SET v = 7 WHERE id = 1",
     "ALTER TABLE plain ALTER g DROP EXPRESSION; INSERT INTO plain VALUES (11, 11)",
+    "INSERT INTO felt VALUES (6, 'ok', '(6,6)'); ALTER TYPE mood RENAME VALUE 'sad' TO 'blue'",
+    "ALTER TYPE mood ADD VALUE 'new'; ALTER TYPE spot DROP ATTRIBUTE x",
+    "INSERT INTO felt VALUES (7, 'new', '(7)')",
+    "BEGIN; INSERT INTO named VALUES (6, 'a6', 'b6', 'c6')",
+    "ALTER TABLE named RENAME a TO t; ALTER TABLE named RENAME b TO a; ALTER TABLE named RENAME t TO b",
+    "INSERT INTO named VALUES (7, 'b7', 'a7', 'c7'); ALTER TABLE named DROP c",
+    "INSERT INTO named VALUES (8, 'b8', 'a8'); ALTER TABLE named ADD c text, ADD d int DEFAULT 4; COMMIT",
     "ALTER TABLE parts ATTACH PARTITION parts_high FOR VALUES FROM (200) TO (300)",
     "ALTER TABLE parts DETACH PARTITION parts_mid; INSERT INTO parts VALUES (1, 1)",
 )
@@ -50,9 +62,11 @@ COLUMNS = {
     "swaps": "id, md5(big)",
     "retyped": "id, v",
     "plain": "id, g",
+    "felt": "id, m, s",
+    "named": "id, a, b, coalesce(c, '-'), d",
     "parts": "id, v",
 }
-VERSIONED = ("other_key", "retyped", "plain", "parts")
+VERSIONED = ("other_key", "retyped", "plain", "felt", "named", "parts")
 
 
 def test_the_lake_ends_as_the_source(tmp_path: Path, postgres_server: EmbeddedPostgres) -> None:
