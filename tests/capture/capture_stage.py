@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -284,3 +285,16 @@ def make_config(dsn: str, folder: Path, slot: str, **more: Any) -> CaptureConfig
         "chunk_rows": 50,
     }
     return CaptureConfig(**facts | more)
+
+
+@contextmanager
+def staged(dsn: str, folder: Path, slot: str) -> Iterator[Stage]:
+    """A stage for one test, on a database of its own."""
+    catalog = Catalog(folder / "catalog.db")
+    catalog.resolve_stream("shop")
+    made = Stage(dsn, folder, catalog, make_config(dsn, folder, slot))
+    yield made
+    for running in made.running:
+        running.end()
+    made.log.close()
+    catalog.close()

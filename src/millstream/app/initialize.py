@@ -27,6 +27,7 @@ tables = {tables}    # "!" in front leaves out: "!public.audit_*"
 # publication = "millstream_{stream}"    # made if missing, where the role may
 # slot = "millstream_{stream}"
 # copy_workers = 2    # connections that copy existing rows side by side
+# copy_rate = "20MiB" # bytes a second that they may read together; taken while capture runs
 """
 
 _TEMPLATE: Final = """\

@@ -161,13 +161,39 @@ _OF_A_TABLE: Final = {
 }
 
 
+_OF_A_COPY: Final = {
+    "rows": ("millstream_table_copy_rows", "Rows of a table's running copy that are in the log."),
+    "rows_estimate": (
+        "millstream_table_copy_rows_estimate",
+        "Rows that the table has, as the source's statistics say, while it is copied.",
+    ),
+    "bytes": ("millstream_table_copy_bytes", "Bytes of those rows, as text."),
+    "rows_per_s": ("millstream_table_copy_rows_per_second", "Rows copied a second, over half a minute."),
+    "bytes_per_s": ("millstream_table_copy_bytes_per_second", "Bytes copied a second, over half a minute."),
+    "eta_s": ("millstream_table_copy_eta_seconds", "How long the rest of a copy takes at its rate so far."),
+}
+
+
 def _each_table(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
+    yield from _copies(streams)
     for key, (name, text) in _OF_A_TABLE.items():
         family = GaugeMetricFamily(name, text, labels=["stream", "table"])
         for stream in streams:
             for table in stream["tables"]:
                 if table.get(key) is not None:
                     family.add_metric([stream["name"], table["name"]], float(table[key]))
+        yield family
+
+
+def _copies(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
+    """Of tables that are being copied, and of no others."""
+    for key, (name, text) in _OF_A_COPY.items():
+        family = GaugeMetricFamily(name, text, labels=["stream", "table"])
+        for stream in streams:
+            for table in stream["tables"]:
+                value = (table.get("copy") or {}).get(key)
+                if value is not None:
+                    family.add_metric([stream["name"], table["name"]], float(value))
         yield family
 
 

@@ -42,6 +42,7 @@ _NOTHING_CAPTURED: Final[dict[str, Any]] = {
     "reached": 0,
     "tables": [],
     "set_aside": {},
+    "paused": [],
     "slot": "",
     "slot_holds_bytes": None,
 }
@@ -213,7 +214,7 @@ def run_owner(
         on_progress: called about once a second a stream, from their threads.
 
     Returns:
-        By stream: `caught_up`, `set_aside`, `slot`, `slot_holds_bytes`, `tables`.
+        By stream: `caught_up`, `set_aside`, `paused`, `slot`, `slot_holds_bytes`, `tables`.
 
     Raises:
         HomeBusy: another process owns the home.
@@ -333,6 +334,7 @@ def _outcome_facts(outcome: CaptureOutcome) -> dict[str, Any]:
         "reached": int(outcome.reached),
         "tables": list(outcome.tables),
         "set_aside": dict(outcome.set_aside),
+        "paused": list(outcome.paused),
         "slot": outcome.slot,
         "slot_holds_bytes": outcome.slot_holds_bytes,
     }

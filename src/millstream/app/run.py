@@ -25,6 +25,8 @@ class RunOutcome:
     interrupted: bool
     set_aside: dict[str, str] = field(default_factory=dict)
     """Tables that were set aside (`stream: schema.table`), each with its reason."""
+    paused: list[str] = field(default_factory=list)
+    """Tables whose copies are paused (`stream: schema.table`): nobody waited for them."""
     errors: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By part, the error for which it was given up."""
     slots: dict[str, int | None] = field(default_factory=dict)
@@ -126,4 +128,5 @@ class _Conductor:
             and all(bool(told) and all(facts.get("caught_up") for _, facts in told) for told in streams.values())
         )
         slots = {facts["slot"]: facts.get("slot_holds_bytes") for _, facts in streams["capture"] if facts.get("slot")}
-        return RunOutcome(caught_up, self.supervisor.interruptions > 0, set_aside, errors, slots)
+        paused = [f"{stream}: {table}" for stream, facts in streams["capture"] for table in facts.get("paused", ())]
+        return RunOutcome(caught_up, self.supervisor.interruptions > 0, set_aside, paused, errors, slots)

@@ -319,8 +319,11 @@ def tables_of(
     landed = {facts["table_id"]: facts for facts in landing.get("tables", ())}
     # A fold that fails sets a table aside too; only the running pipeline knows.
     failed, trying = dict(landing.get("set_aside", {})), dict(landing.get("trying", {}))
+    paused = catalog.paused_copies(stream)
     return [
-        table_facts(row, captured, landed.get(int(row.id)), held.get(str(int(row.id))), failed, trying)
+        table_facts(
+            row, captured, landed.get(int(row.id)), held.get(str(int(row.id))), failed, trying, paused=row.id in paused
+        )
         for row in shown_tables(catalog, stream, held)
         if row.kind is TableKind.TABLE
     ]
@@ -333,13 +336,17 @@ def table_facts(
     held: dict[str, Any] | None,
     failed: dict[str, str],
     trying: dict[str, str] | None = None,
+    *,
+    paused: bool = False,
 ) -> dict[str, Any]:
-    """One table: its state is `set_aside` where capture or the lake has it so, and the reason says by whom.
+    """One table: its state is `set_aside` where capture or the lake has it so, and the reason says by whom; `paused` where its copy is.
 
     A table that the lake is tried again for keeps its state, with the reason.
     """
     name = qualified_name(row.namespace, row.name)
     state, reason = row.state.value, row.reason
+    if paused and state in {"copy_requested", "copying"}:
+        state, reason = "paused", "its copy waits for `millstream tables resume`"
     again = (trying or {}).get(name) or (trying or {}).get(f"{row.namespace}.{row.name}")
     reason = f"lake: tried again: {again}" if again else reason
     lake_reason = (held or {}).get("reason") or failed.get(name) or failed.get(f"{row.namespace}.{row.name}")

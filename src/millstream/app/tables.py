@@ -1,4 +1,4 @@
-"""What a person may ask for a table: try it again, copy it again. The running parts see it within seconds."""
+"""What a person may ask for a table: try it again, copy it again, let its copy wait. The running parts see it within seconds."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ def retry_table(catalog: Catalog, stream: StreamId, table: str) -> str:
         if row.state is TableState.SET_ASIDE and catalog.set_state(
             row.id, TableState.COPY_REQUESTED, "asked for by `tables retry`", only_from=[TableState.SET_ASIDE]
         ):
+            catalog.resume_copy(stream, row.id)
             done.append("capture takes it up again, beginning with a copy")
     if not done:
         raise UsageError(
@@ -55,7 +56,7 @@ def retry_table(catalog: Catalog, stream: StreamId, table: str) -> str:
 
 
 def copy_table(catalog: Catalog, stream: StreamId, table: str) -> None:
-    """Ask for a table's rows to be copied anew.
+    """Ask for a table's rows to be copied anew. A pause is over with that.
 
     Raises:
         UnknownTable: the stream has none of that name.
@@ -70,3 +71,34 @@ def copy_table(catalog: Catalog, stream: StreamId, table: str) -> None:
             f"{table} is {row.state.value} and can't be copied: {row.reason}",
             hint="A table is copied by its key: give it a primary key or a replica identity.",
         )
+    catalog.resume_copy(stream, row.id)
+
+
+def pause_table(catalog: Catalog, stream: StreamId, table: str) -> str:
+    """Have a table's copy wait, in every run to come, until `resume_table`; returns what will happen.
+
+    Its changes go on entering the log. What was read already enters too: the pause is in force a moment later.
+
+    Raises:
+        UnknownTable: the stream has none of that name.
+        UsageError: nothing of it is being copied.
+    """
+    row = catalog.find_table(stream, *parse_qualified_name(table))
+    if not catalog.pause_copy(stream, row.id):
+        raise UsageError(
+            f"{table} is {row.state.value}: there is no copy to pause", hint="`millstream tables` shows states."
+        )
+    return "its copy is paused; its changes go on entering the log"
+
+
+def resume_table(catalog: Catalog, stream: StreamId, table: str) -> str:
+    """Have a table's copy go on where it stopped; returns what will happen.
+
+    Raises:
+        UnknownTable: the stream has none of that name.
+        UsageError: it isn't paused.
+    """
+    row = catalog.find_table(stream, *parse_qualified_name(table))
+    if not catalog.resume_copy(stream, row.id):
+        raise UsageError(f"the copy of {table} is not paused", hint="`millstream tables` shows states.")
+    return "its copy goes on by the running capture, or when it runs next"

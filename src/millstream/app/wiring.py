@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from typing import TYPE_CHECKING, cast
 
 from millstream.app.config.quantities import duration_s, size_bytes
 from millstream.app.home import PIPELINE, Home
-from millstream.errors import ConfigError, LakeInDatabase
+from millstream.errors import ConfigError, LakeInDatabase, MillstreamError
 from millstream.libpq import describe_parameters, parse_address
 from millstream.model.ids import ShardId, StreamId
 from millstream.model.names import parse_qualified_name
@@ -49,9 +50,18 @@ def capture_config(home: Home, name: str, stream: StreamConfig, *, first_shard: 
         shard_of=shard_of(stream, first_shard),
         copy_workers=source.copy_workers,
         chunk_rows=source.copy_chunk_rows,
+        copy_rate=copy_rate(home, name, source.copy_rate),
         buffer_bytes_max=size_bytes(source.memory),
         heartbeat_s=duration_s(source.heartbeat_interval),
     )
+
+
+def copy_rate(home: Home, name: str, at_first: str | None) -> Callable[[], int | None]:
+    """Tells how many bytes a second a stream's copies may read, by the configuration's file as it is at each call.
+
+    A file that can't be read, or has a mistake in it, changes nothing: who starts the next run hears of it.
+    """
+    return _CopyRate(home, name, at_first).now
 
 
 def shard_of(stream: StreamConfig, first_shard: ShardId) -> Callable[[str], ShardId]:
@@ -188,6 +198,31 @@ def place_compiled_code(home: Home) -> None:
             os.environ["NUMBA_CACHE_DIR"] = str(folder)
     except OSError:
         os.environ["NUMBA_CACHE_DIR"] = tempfile.mkdtemp(prefix="millstream-numba-")
+
+
+class _CopyRate:
+    def __init__(self, home: Home, name: str, at_first: str | None) -> None:
+        self._home, self._name = home, name
+        self._rate = None if at_first is None else size_bytes(at_first)
+        self._stamp = self._look()
+
+    def now(self) -> int | None:
+        stamp = self._look()
+        if stamp is not None and stamp != self._stamp:
+            from millstream.app.config.file import load_config
+
+            self._stamp = stamp
+            with contextlib.suppress(MillstreamError, KeyError):
+                source = load_config(self._home.config_file).config.streams[self._name].source
+                text = None if source is None else source.copy_rate
+                self._rate = None if text is None else size_bytes(text)
+        return self._rate
+
+    def _look(self) -> tuple[int, int] | None:
+        with contextlib.suppress(OSError):
+            found = self._home.config_file.stat()
+            return found.st_mtime_ns, found.st_size
+        return None
 
 
 class _Shards:

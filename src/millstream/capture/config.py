@@ -18,6 +18,11 @@ def one_shard(table: str) -> ShardId:
     return FIRST_SHARD
 
 
+def no_limit() -> int | None:
+    """Copy as fast as it goes."""
+    return None
+
+
 CHUNK_ROWS: Final = 50_000  # some 5 MiB of common rows: small beside memory, large beside a round trip
 BUFFER_BYTES_MAX: Final = 32 << 20
 
@@ -36,6 +41,7 @@ class CaptureConfig:
         shard_of: the shard of a table, by `schema.name`; asked once, when the table is new.
         copy_workers: connections that read existing rows side by side.
         chunk_rows: rows of a chunk of a table copy, at most.
+        copy_rate: bytes a second that all copies together may read; None: as fast as it goes. Asked every second.
         buffer_bytes_max: undecoded bytes held in memory; the source waits beyond it.
         heartbeat_s: how often an idle source gets a heartbeat message.
         look_s: how often the source's catalogs and the states of tables are looked at.
@@ -51,6 +57,7 @@ class CaptureConfig:
     shard_of: Callable[[str], ShardId] = one_shard
     copy_workers: int = 2
     chunk_rows: int = CHUNK_ROWS
+    copy_rate: Callable[[], int | None] = no_limit
     buffer_bytes_max: int = BUFFER_BYTES_MAX
     heartbeat_s: float = 10.0
     look_s: float = 3.0
@@ -75,7 +82,8 @@ class CaptureProgress:
     records: int
     """Records made durable by this run."""
     copies: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """By table being copied: `rows`, `rows_estimate`, `state`."""
+    """By table being copied: `state` (`waiting`, `preparing`, `reading`, `paused`), `rows`, `rows_estimate`, `bytes`, `rows_per_s`,
+    `bytes_per_s`, `eta_s`, `ranges`, `ranges_done`; None for what isn't known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +96,8 @@ class CaptureOutcome:
     """Whether the target of `until_caught_up` was met."""
     tables: tuple[str, ...]
     """Tables captured, `schema.name`."""
+    paused: tuple[str, ...] = ()
+    """Tables whose copies are paused: not waited for."""
     set_aside: Mapping[str, str] = field(default_factory=dict)
     """Tables set aside, each with its reason."""
     slot: str = ""

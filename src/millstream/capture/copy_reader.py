@@ -17,7 +17,7 @@ from millstream.capture.connection import translate_result, translated
 from millstream.capture.copy_text import CopiedRows, read_copied
 from millstream.capture.copy_wire import copy_out
 from millstream.capture.publication import restriction
-from millstream.capture.source import Connection, SourceTable, as_record_end, read_table
+from millstream.capture.source import Connection, KeyColumn, SourceTable, as_record_end, read_table
 from millstream.codec.pgoutput import table_schema
 from millstream.errors import SourceError
 from millstream.model.ids import SourceId, TableId
@@ -25,10 +25,8 @@ from millstream.model.positions import Lsn, parse_lsn
 from millstream.model.schema import ReplicaIdentity, TableSchema
 from millstream.protocol.table_copy import Key, Snapshot, extend_xid
 
-CHUNK_BYTES: Final = 16 << 20
-"""A chunk's aim; its columns and its text take some three times as much."""
 CHUNK_BYTES_MAX: Final = 64 << 20
-"""Reading stops here: what was read until then is a chunk as well."""
+"""Reading stops here, where the caller gives no other bound: what was read until then is a chunk as well."""
 _SAMPLE_PAGES: Final = 300
 _LOCK_TIMEOUT: Final = "5s"
 _PINNED_PATH: Final = "pg_catalog"
@@ -119,7 +117,15 @@ class ChunkReader:
         assert row is not None
         return Snapshot.parse(row[0])
 
-    def read(self, table: SourceTable, table_id: TableId, bounds: Bounds, *, rows_max: int | None) -> Chunk:
+    def read(
+        self,
+        table: SourceTable,
+        table_id: TableId,
+        bounds: Bounds,
+        *,
+        rows_max: int | None,
+        bytes_max: int = CHUNK_BYTES_MAX,
+    ) -> Chunk:
         """Read the rows in the bounds, from the lowest key on.
 
         Args:
@@ -127,6 +133,7 @@ class ChunkReader:
             table_id: the catalog's number.
             bounds: what to read.
             rows_max: stop after so many; None: read all.
+            bytes_max: stop once there is so much text, with the row that goes beyond it.
 
         Raises:
             TableGone, TableChanged: as they say.
@@ -158,7 +165,7 @@ class ChunkReader:
                 connection.execute(
                     "SET LOCAL client_encoding = 'SQL_ASCII'"
                 )  # any bytes; the transaction's last answer
-            copied = copy_out(connection, query.as_bytes(connection), bytes_max=CHUNK_BYTES_MAX)
+            copied = copy_out(connection, query.as_bytes(connection), bytes_max=bytes_max)
         rows = read_copied(copied.text, copied.row_count, found.relation, schema)
         return Chunk(
             rows=rows,
@@ -175,9 +182,10 @@ class ChunkReader:
         pages = max(1, table.size_bytes // 8192)
         percent = min(100.0, 100.0 * _SAMPLE_PAGES / pages)
         keys = sql.SQL(", ").join(sql.Identifier(column.name) for column in table.key)
+        order = sql.SQL(", ").join(_as_compared(column) for column in table.key)
         only = sql.SQL("") if table.partitioned else sql.SQL("ONLY ")
         query = sql.SQL("SELECT {} FROM {}{} TABLESAMPLE SYSTEM ({}) ORDER BY {}").format(
-            keys, only, sql.Identifier(table.namespace, table.name), sql.Literal(percent), keys
+            keys, only, sql.Identifier(table.namespace, table.name), sql.Literal(percent), order
         )
         self._widen_search_path(table)
         with translated():
@@ -226,12 +234,13 @@ def _copy_query(
     query = sql.SQL("SELECT {} FROM {}{}").format(columns, only, sql.Identifier(table.namespace, table.name))
     conditions: list[sql.Composable] = [sql.SQL("({})").format(sql.SQL(condition))] if condition else []
     types = {c.name: sql.SQL(c.type) for c in table.key}
+    compared = {c.name: _as_compared(c) for c in table.key}
     names = [c.name for c in table.key]
-    key = _row([sql.Identifier(name) for name in names]) if table.key else None
+    key = _row(list(compared.values())) if table.key else None
     if key is not None:
         if bounds.keys:
             wanted = sql.SQL(", ").join(_literals(one, key_names, types) for one in bounds.keys)
-            asked = _row([sql.Identifier(name) for name in key_names])
+            asked = _row([compared[name] for name in key_names])
             conditions.append(sql.SQL("{} IN ({})").format(asked, wanted))
         if bounds.after is not None:
             conditions.append(sql.SQL("{} > {}").format(key, _literals(bounds.after, names, types)))
@@ -243,7 +252,7 @@ def _copy_query(
     if conditions:
         query += sql.SQL(" WHERE {}").format(sql.SQL(" AND ").join(conditions))
     if key is not None and not bounds.keys:
-        query += sql.SQL(" ORDER BY {}").format(sql.SQL(", ").join(sql.Identifier(c.name) for c in table.key))
+        query += sql.SQL(" ORDER BY {}").format(sql.SQL(", ").join(compared.values()))
     if rows_max is not None:
         query += sql.SQL(" LIMIT {}").format(sql.Literal(rows_max))
     return sql.SQL("COPY ({}) TO STDOUT").format(query)
@@ -252,6 +261,14 @@ def _copy_query(
 def _literals(key: Key, names: Sequence[str], types: Mapping[str, sql.SQL]) -> sql.Composed:
     """A key's texts as values of their types: left to itself PostgreSQL reads a `regclass` as a number, and no row type at all."""
     return _row([sql.SQL("{}::{}").format(sql.Literal(t), types[n]) for t, n in zip(key, names, strict=True)])
+
+
+def _as_compared(column: KeyColumn) -> sql.Composed:
+    """A key's column as its index compares it."""
+    named = sql.Identifier(column.name)
+    return sql.Composed(
+        [named] if column.collation is None else [named, sql.SQL(" COLLATE "), sql.Identifier(*column.collation)]
+    )
 
 
 def _row(parts: Sequence[sql.Composable]) -> sql.Composed:

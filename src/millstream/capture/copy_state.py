@@ -12,18 +12,24 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Final
 
+from millstream.capture.config import CHUNK_ROWS
+from millstream.capture.copy_pace import ChunkSizes
 from millstream.capture.copy_reader import Bounds, Chunk, decode_key, encode_key
 from millstream.capture.source import SourceTable
 from millstream.catalog import ChunkState, CopyChunk, TableRow
 from millstream.model.ids import TableId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Lsn
+from millstream.model.rates import Rate
 from millstream.protocol.table_copy import CopyTracker, Key
 
 OPEN_CHUNKS_MAX: Final = 2
 """Chunks of a range in memory: one waits for the stream or for the disk while the next is read."""
 FIRST_KEYS_RANGE: Final = 1_000_000
 """Numbers from here on are ranges of keys asked for by name."""
+KEYS_MAX: Final = 1000
+"""Keys of such a range: they stand in one query, and in one row of the catalog."""
+_ROW_HEADER_BYTES: Final = 28
 
 
 class Stage(Enum):
@@ -68,6 +74,11 @@ class Range:
     open: deque[OpenChunk] = field(default_factory=deque)
     finished: bool = False
 
+    @property
+    def untouched(self) -> bool:
+        """Whether nobody reads it, has read of it or is about to."""
+        return not (self.reading or self.all_read or self.open or self.finished)
+
     def bounds(self) -> Bounds:
         """What the next chunk may take."""
         return Bounds(keys=self.keys) if self.keys else Bounds(after=self.read_after, upto=self.upto)
@@ -90,12 +101,6 @@ class Range:
         if self.all_read and not self.open:
             self.finished = moved = True
         return moved
-
-    def forget_unfinished(self) -> None:
-        """Go back to what is durable: another session begins."""
-        self.open.clear()
-        self.read_after = self.after
-        self.all_read = self.reading = False
 
     def saved(self, table: TableId, copy_id: str) -> CopyChunk:
         """The catalog's row."""
@@ -142,7 +147,12 @@ class Copy:
     """It begins with a record that voids what the log had of the table before."""
     begins_at: Lsn = Lsn(0)
     """… once the stream has come this far: what is void under another key or other columns lies all before that record."""
+    paused: bool = False
+    """No more of it is read. What was read enters; then it waits as one does that a session found begun."""
     stage: Stage = Stage.WAITING
+    sizes: ChunkSizes = field(default_factory=lambda: ChunkSizes(CHUNK_ROWS))
+    rows_rate: Rate = field(default_factory=Rate)
+    bytes_rate: Rate = field(default_factory=Rate)
     tracker: CopyTracker = field(default_factory=CopyTracker)
     ranges: dict[int, Range] = field(default_factory=dict)
     bound: int = 0
@@ -163,23 +173,73 @@ class Copy:
         """Whether every range is finished."""
         return self.stage is Stage.READING and all(r.finished for r in self.ranges.values())
 
-    def ask_keys(self, keys: Iterable[Key]) -> Range:
-        """A new range of keys to be read by name."""
-        number = max([FIRST_KEYS_RANGE - 1, *self.ranges]) + 1
-        found = self.ranges[number] = Range(number, keys=tuple(sorted(keys)))
+    def ask_keys(self, keys: Iterable[Key]) -> list[Range]:
+        """Ranges of keys to be read by name: one that nobody has begun to read takes some in, new ones the rest."""
+        asked = set(keys)
+        found: list[Range] = []
+        last = self.ranges[max(self.ranges)] if self.ranges else None
+        if last is not None and last.keys and last.untouched and len(last.keys) < KEYS_MAX:
+            asked |= set(last.keys)
+            found.append(last)
+        ordered = sorted(asked)
+        for first in range(0, len(ordered), KEYS_MAX):
+            some = tuple(ordered[first : first + KEYS_MAX])
+            if found and first == 0:
+                found[0].keys = some
+            else:
+                found.append(self._new_keys(some))
         return found
+
+    def halve(self, part: Range) -> Range:
+        """Half of a range's keys become a range of their own, which is returned: its rows were too much at once."""
+        half = len(part.keys) // 2
+        rest = self._new_keys(part.keys[half:])
+        part.keys = part.keys[:half]
+        return rest
+
+    def _new_keys(self, keys: tuple[Key, ...]) -> Range:
+        number = max([FIRST_KEYS_RANGE - 1, *self.ranges]) + 1
+        made = self.ranges[number] = Range(number, keys=keys)
+        return made
 
     def open_chunks(self) -> list[OpenChunk]:
         """Chunks that wait to enter or to be durable."""
         return [chunk for r in self.ranges.values() for chunk in r.open]
 
-    def progress(self) -> dict[str, Any]:
-        """For people: rows so far, and how many there may be."""
+    @property
+    def drained(self) -> bool:
+        """Whether nothing of it is being read, or waits to enter or to be durable."""
+        return self.stage is Stage.READING and not any(r.open or r.reading for r in self.ranges.values())
+
+    def note_durable(self, rows: int, size_bytes: int, now_s: float) -> None:
+        """So much of it became durable."""
+        self.rows_rate.add(rows, now_s)
+        self.bytes_rate.add(size_bytes, now_s)
+
+    def progress(self, now_s: float) -> dict[str, Any]:
+        """For people: how much is durable, how much there may be, how fast it goes, how long it may take.
+
+        Bytes are of the rows as text, which is what the network and a rate see. What isn't known is None.
+        """
+        rows = sum(r.row_count for r in self.ranges.values())
+        size = sum(r.size_bytes for r in self.ranges.values())
+        estimate = self._row_estimate(rows, size)
+        rate = 0.0 if self.paused else self.rows_rate.per_s(now_s)
         return {
-            "state": self.stage.name.lower(),
-            "rows": sum(r.row_count for r in self.ranges.values()),
-            "rows_estimate": self.table.row_estimate,
-            "bytes": sum(r.size_bytes for r in self.ranges.values()),
+            "state": "paused" if self.paused else self.stage.name.lower(),
+            "rows": rows,
+            "rows_estimate": estimate,
+            "bytes": size,
+            "rows_per_s": round(rate, 1),
+            "bytes_per_s": 0 if self.paused else round(self.bytes_rate.per_s(now_s)),
+            "eta_s": None if estimate is None or not rate else round((estimate - rows) / rate, 1),
             "ranges": len(self.ranges),
             "ranges_done": sum(r.finished for r in self.ranges.values()),
         }
+
+    def _row_estimate(self, rows: int, size_bytes: int) -> int | None:
+        """As the source's statistics say; of a table never analysed by its size. None where it has more already."""
+        estimate = self.table.row_estimate
+        if not estimate and rows:
+            estimate = int(self.table.size_bytes / (size_bytes / rows + _ROW_HEADER_BYTES))
+        return estimate if estimate >= rows and estimate else None

@@ -23,8 +23,8 @@ import structlog
 
 from millstream.capture.chunk_workers import ChunkWorkers, Work
 from millstream.capture.config import CaptureConfig
+from millstream.capture.copy_pace import ChunkSizes, CopyRate
 from millstream.capture.copy_reader import (
-    CHUNK_BYTES,
     CHUNK_BYTES_MAX,
     Bounds,
     ChunkReader,
@@ -48,11 +48,19 @@ from millstream.model.positions import Lsn
 from millstream.model.schema import TableSchema
 from millstream.protocol.table_copy import kept
 
+UNFINISHED: Final = frozenset({TableState.COPY_REQUESTED, TableState.COPYING})
+"""States of tables that have rows to be copied."""
+
 logger = structlog.get_logger("millstream.capture")
 
 _SPLIT_CHUNKS: Final = 4
 """A table of more than so many chunks is split between the workers."""
 _WAIT_S: Final = 0.1
+_RATE_LOOK_S: Final = 1.0
+_CUT_AT: Final = 4
+"""A chunk's text is cut off at so many times its aim: rows that are wider than those before."""
+_OPEN_BYTES_MAX: Final = 48 << 20
+"""Text of all chunks between their reading and their being durable, beyond which none is read; it takes three times as much."""
 
 Entry = tuple[WriteOps | SpilledOp, Callable[[], None]]
 
@@ -80,6 +88,7 @@ class TableCopies:
         self._nudge = nudge
         self._lock = threading.RLock()
         self._copies: dict[TableId, Copy] = {}
+        self._rate = CopyRate()
         self._schemas: dict[TableSchema, TableSchema] = {}
         self._passed = Lsn(0)
         self._seen = False
@@ -110,16 +119,23 @@ class TableCopies:
 
     @property
     def all_done(self) -> bool:
-        """Whether no table has to be copied."""
-        unfinished = {TableState.COPY_REQUESTED, TableState.COPYING}
+        """Whether no table has to be copied but those that are paused."""
+        paused = self._catalog.paused_copies(self._stream)
         with self._lock:
-            return self._seen and not self._copies and not any(r.state in unfinished for r in self._directory.rows())
+            # A pause that was lifted after the last look counts for nothing yet, and one that wasn't seen yet neither.
+            left = (row for row in self._directory.rows() if row.state in UNFINISHED)
+            return (
+                self._seen
+                and all(copy.paused and copy.stage is Stage.WAITING for copy in self._copies.values())
+                and all(row.id in paused for row in left)
+            )
 
     @property
     def waits_for_stream(self) -> bool:
         """Whether a chunk waits for the stream to come as far as its snapshot, or a copy as far as it begins."""
         with self._lock:
-            if any(c.stage is Stage.WAITING and c.begins_at > self._passed for c in self._copies.values()):
+            waiting = (c for c in self._copies.values() if c.stage is Stage.WAITING and not c.paused)
+            if any(copy.begins_at > self._passed for copy in waiting):
                 return True
             return any(
                 chunk.read.lsn > self._passed and not chunk.durable
@@ -129,12 +145,15 @@ class TableCopies:
 
     def progress(self) -> dict[str, dict[str, Any]]:
         """By table being copied, how far it is."""
+        now_s = time.monotonic()
         with self._lock:
-            return {c.name: c.progress() for c in self._copies.values()}
+            return {c.name: c.progress(now_s) for c in self._copies.values()}
 
     def see(self, rows: list[TableRow]) -> None:
-        """Begin what the tables' states ask for."""
+        """Begin what the tables' states ask for, pause and resume what people ask for, at the rate that is allowed now."""
+        paused, rate = self._catalog.paused_copies(self._stream), self._config.copy_rate()
         with self._lock:
+            self._rate.allow(rate, time.monotonic())
             for row in rows:
                 table = self._tables.facts.get(row.relation_oid)
                 if row.state is TableState.COPY_REQUESTED and row.id in self._copies:
@@ -143,16 +162,46 @@ class TableCopies:
                     del self._copies[row.id]
                 if row.id in self._copies or table is None or row.relation_oid not in self._tables.coverage.oids:
                     continue
-                if row.state is TableState.COPYING and row.copy_id:
-                    self._resume(Copy(row, table, row.copy_id, fresh=False, marked=False))
-                elif row.state in {TableState.COPYING, TableState.COPY_REQUESTED}:
-                    copy_id = f"{time.time_ns() // 1000:x}"
-                    # Before its first copy the log may have inserts alone: it was in history only.
-                    marked = bool(row.copy_id) or bool(row.schema_version) or not table.key
-                    begins_at = self._tables.seen_at if marked else Lsn(0)
-                    self._copies[row.id] = Copy(row, table, copy_id, fresh=True, marked=marked, begins_at=begins_at)
+                self._take(row, table)
+            turned = [copy for copy in self._copies.values() if copy.paused is not (copy.row.id in paused)]
+            for copy in turned:
+                copy.paused = not copy.paused
+                logger.info("copy paused" if copy.paused else "copy resumed", table=copy.name)
+                if not copy.paused and copy.stage is Stage.READING:
+                    self._queue_ranges(copy)
             self._seen = True
+        for copy in turned:
+            self._rest(copy)
         self._nudge()
+
+    def _take(self, row: TableRow, table: SourceTable) -> None:
+        """Begin with a table, or go on, where its state asks for it."""
+        if row.state is TableState.COPYING and row.copy_id:
+            self._resume(Copy(row, table, row.copy_id, fresh=False, marked=False))
+        elif row.state in UNFINISHED:
+            copy_id = f"{time.time_ns() // 1000:x}"
+            # Before its first copy the log may have inserts alone: it was in history only.
+            marked = bool(row.copy_id) or bool(row.schema_version) or not table.key
+            begins_at = self._tables.seen_at if marked else Lsn(0)
+            self._copies[row.id] = Copy(row, table, copy_id, fresh=True, marked=marked, begins_at=begins_at)
+        if (copy := self._copies.get(row.id)) is not None:
+            width = table.size_bytes / table.row_estimate if table.row_estimate else 0.0
+            copy.sizes = ChunkSizes(self._config.chunk_rows, width)
+
+    def _rest(self, copy: Copy) -> None:
+        """Where a paused copy has nothing on its way, have it wait untracked: the changes of days aren't remembered for it.
+
+        It goes on from what the catalog has of it, as after a restart.
+        """
+        with self._save_lock, self._lock:
+            if not copy.paused or self._copies.get(copy.row.id) is not copy:
+                return
+            if copy.stage is Stage.WAITING or (copy.stage is Stage.READING and not copy.drained):
+                return
+            del self._copies[copy.row.id]
+            self._take(self._catalog.table(copy.row.id), copy.table)
+            if copy.row.id in self._copies:
+                self._copies[copy.row.id].paused = True
 
     @staticmethod
     def _serves(copy: Copy, row: TableRow, table: SourceTable | None) -> bool:
@@ -164,8 +213,10 @@ class TableCopies:
     def _resume(self, copy: Copy) -> None:
         saved = self._catalog.chunks(copy.row.id, copy.copy_id)
         copy.ranges = {row.number: Range.loaded(row) for row in saved}
-        if not copy.ranges or not copy.keyed:
-            copy.fresh, copy.marked, copy.begins_at = True, bool(copy.copy_id), self._tables.seen_at
+        if not any(number < FIRST_KEYS_RANGE for number in copy.ranges) or not copy.keyed:
+            copy.copy_id = f"{time.time_ns() // 1000:x}"  # what a thread of the one before may still write is another's
+            copy.ranges = {}
+            copy.fresh, copy.marked, copy.begins_at = True, True, self._tables.seen_at
         self._copies[copy.row.id] = copy
 
     # --- on the applier's thread -------------------------------------------------------------------------------
@@ -173,13 +224,15 @@ class TableCopies:
     def note(self, ops: WriteOps | SpilledOp) -> None:
         """These operations are about to be submitted: remember what they touch."""
         with self._lock:
-            tracked = {id_ for id_, copy in self._copies.items() if copy.stage is not Stage.WAITING}
+            # Of a copy that was begun and waits: rows that move incomplete into what is read already are never met again.
+            tracked = {id_ for id_, c in self._copies.items() if c.stage is not Stage.WAITING or c.ranges}
             if not tracked:
                 return
             found = touches_of(ops, tracked) if isinstance(ops, WriteOps) else touches_of_spilled(ops, tracked)
             for table, touch, moved in found:
                 copy = self._copies[table]
-                copy.tracker.touch(touch)
+                if copy.stage is not Stage.WAITING:
+                    copy.tracker.touch(touch)
                 if moved and copy.keyed:
                     self._ask_keys(copy, moved)
 
@@ -205,7 +258,7 @@ class TableCopies:
 
     def _ready_of(self, copy: Copy) -> Iterator[Entry]:
         if copy.stage is Stage.WAITING:
-            if copy.begins_at > self._passed:
+            if copy.paused or copy.begins_at > self._passed:
                 return
             if sum(other.stage is not Stage.WAITING for other in self._copies.values()) >= self._copies_max:
                 return
@@ -280,9 +333,10 @@ class TableCopies:
     def _ask_keys(self, copy: Copy, keys: Iterable[Any]) -> None:
         """Have rows read again by key. Kept in the catalog first: what made it necessary is about to be durable."""
         asked = copy.ask_keys(keys)
-        self._catalog.put_chunks([asked.saved(copy.row.id, copy.copy_id)])
+        self._catalog.put_chunks([part.saved(copy.row.id, copy.copy_id) for part in asked])
         if copy.stage is Stage.READING:
-            self._queue_range(copy, asked)
+            for part in asked:
+                self._queue_range(copy, part)
 
     def _chunk_durable(self, copy: Copy, chunk: OpenChunk) -> None:
         """The chunk is in the log: let a worker note it down."""
@@ -296,9 +350,16 @@ class TableCopies:
         self._workers.queue(copy, work, after_s=after_s)
 
     def _queue_range(self, copy: Copy, part: Range) -> None:
+        if copy.paused:
+            return
         if not part.reading and not part.all_read and len(part.open) < OPEN_CHUNKS_MAX:
             part.reading = True
             self._queue(copy, lambda reader: self._read_next(copy, part, reader))
+
+    def _queue_ranges(self, copy: Copy) -> None:
+        for part in list(copy.ranges.values()):
+            if not part.finished:
+                self._queue_range(copy, part)
 
     def _failed(self, copy: Copy, error: MillstreamError) -> None:
         self.discard(copy.row.relation_oid)
@@ -337,20 +398,24 @@ class TableCopies:
                 copy.ranges |= {part.number: part for part in planned}
         with self._lock:
             copy.stage = Stage.READING
-            for part in list(copy.ranges.values()):
-                if not part.finished:
-                    self._queue_range(copy, part)
+            self._queue_ranges(copy)
+        self._rest(copy)
         self._finish_where_whole(copy)
 
     def _read_next(self, copy: Copy, part: Range, reader: ChunkReader) -> None:
         """Read a range's next chunk; it enters when the stream has passed it."""
+        if self._put_off(copy, part):
+            self._rest(copy)
+            return
         with self._lock:
             ticket, bounds = copy.tracker.begin(), part.bounds()
             # A rename is seen by the next look at the source's tables. By another key the bounds mean nothing.
             seen = self._tables.facts.get(copy.row.relation_oid, copy.table)
             copy.table = seen if seen.key == copy.table.key else copy.table
+            rows_max, bytes_max = self._most(copy, bounds)
+        began_s = time.monotonic()
         try:
-            read = reader.read(copy.table, copy.row.id, bounds, rows_max=self._rows_max(copy))
+            read = reader.read(copy.table, copy.row.id, bounds, rows_max=rows_max, bytes_max=bytes_max)
         except BaseException:
             with self._lock:
                 copy.tracker.end(ticket)
@@ -362,29 +427,56 @@ class TableCopies:
             )
         read.rows.schema = self._numbered(read.rows.schema)
         hit("capture.copy_chunk_read")
+        ended_s = time.monotonic()
         with self._lock:
+            self._rate.note(read.rows.size_bytes, ended_s)
             copy.tracker.take(ticket, read.snapshot)
             part.reading = False
-            upto = (
-                part.upto
-                if read.last or bounds.keys
-                else read.rows.last_key([column.name for column in read.table.key])
-            )
-            covered = Bounds(after=bounds.after, upto=upto, keys=bounds.keys)
-            part.note_read(OpenChunk(part, ticket, covered, read))
+            if not read.last and len(bounds.keys) > 1:
+                # No row may be taken for missing that was cut off.
+                copy.tracker.end(ticket)
+                rest = copy.halve(part)
+                self._catalog.put_chunks([one.saved(copy.row.id, copy.copy_id) for one in (part, rest)])
+                self._queue_range(copy, rest)
+            else:
+                upto = (
+                    part.upto
+                    if read.last or bounds.keys
+                    else read.rows.last_key([column.name for column in read.table.key])
+                )
+                if not bounds.keys:
+                    copy.sizes.note(read.rows.row_count, read.rows.size_bytes, ended_s - began_s)
+                covered = Bounds(after=bounds.after, upto=upto, keys=bounds.keys)
+                part.note_read(OpenChunk(part, ticket, covered, read))
             self._queue_range(copy, part)
+        self._rest(copy)
         self._nudge()
 
-    def _rows_max(self, copy: Copy) -> int | None:
-        """Rows of a chunk: as many as are configured, fewer where they are wide."""
-        if not copy.keyed:
-            return None
-        seen = [part for part in copy.ranges.values() if part.row_count]
-        rows = sum(part.row_count for part in seen)
-        width = sum(part.size_bytes for part in seen) // rows if rows else 0
-        if not rows and copy.table.row_estimate > 0:
-            width = copy.table.size_bytes // copy.table.row_estimate
-        return max(1, min(self._config.chunk_rows, CHUNK_BYTES // max(1, width)))
+    def _put_off(self, copy: Copy, part: Range) -> bool:
+        """Whether nothing may be read now: of a copy that is paused, or of any for a while."""
+        with self._lock:
+            if copy.paused:
+                part.reading = False
+                return True
+            wait_s = self._wait_s()
+            if wait_s:
+                self._queue(copy, lambda again: self._read_next(copy, part, again), after_s=wait_s)
+            return wait_s > 0
+
+    def _wait_s(self) -> float:
+        """How long no chunk may be read: too much is open, or the rate is used up. Short, for the rate may be changed."""
+        owed_s = self._rate.wait_s(time.monotonic())
+        if owed_s:
+            return min(owed_s, _RATE_LOOK_S)
+        held = sum(chunk.read.rows.size_bytes for copy in self._copies.values() for chunk in copy.open_chunks())
+        return _WAIT_S if held >= _OPEN_BYTES_MAX else 0.0
+
+    def _most(self, copy: Copy, bounds: Bounds) -> tuple[int | None, int]:
+        """Rows and bytes at which a chunk ends."""
+        if not copy.keyed or bounds.keys:
+            return None, CHUNK_BYTES_MAX
+        aim_bytes = self._rate.aim_bytes(max(1, self._config.copy_workers))
+        return copy.sizes.rows(aim_bytes), _CUT_AT * aim_bytes
 
     def _numbered(self, schema: TableSchema) -> TableSchema:
         with self._lock:
@@ -399,7 +491,9 @@ class TableCopies:
         """Note down how far a range is durable; the next chunk may come."""
         with self._save_lock:
             with self._lock:
+                rows, size_bytes = part.row_count, part.size_bytes
                 moved = part.advance()
+                copy.note_durable(part.row_count - rows, part.size_bytes - size_bytes, time.monotonic())
                 row = part.saved(copy.row.id, copy.copy_id)
                 if not part.finished:
                     self._queue_range(copy, part)
@@ -407,6 +501,7 @@ class TableCopies:
                 hit("capture.copy_chunk_durable")
                 self._catalog.put_chunks([row])
         self._finish_where_whole(copy)
+        self._rest(copy)
 
     def _finish_where_whole(self, copy: Copy) -> None:
         with self._lock:
@@ -414,7 +509,7 @@ class TableCopies:
                 return
             del self._copies[copy.row.id]
             self._catalog.set_state(copy.row.id, TableState.STREAMING, only_from=[TableState.COPYING])
+            self._catalog.resume_copy(self._stream, copy.row.id)  # a pause that was asked for too late
             self._directory.refresh()
-        rows = copy.progress()["rows"]
-        logger.info("table copied", table=copy.name, rows=rows)
+        logger.info("table copied", table=copy.name, rows=sum(part.row_count for part in copy.ranges.values()))
         self._nudge()

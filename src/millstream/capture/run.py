@@ -19,7 +19,7 @@ from psycopg import sql
 from millstream.capture.applier import Applier
 from millstream.capture.config import CaptureConfig, CaptureOutcome, CaptureProgress
 from millstream.capture.connection import connect, connect_replication, take_bytes_as_they_are
-from millstream.capture.copying import TableCopies
+from millstream.capture.copying import UNFINISHED, TableCopies
 from millstream.capture.directory import CatalogDirectory
 from millstream.capture.receiver import Receiver
 from millstream.capture.repair import CopiesAndRepairs, Repairs
@@ -206,6 +206,7 @@ class _Capture:
             copies = CopiesAndRepairs(TableCopies(*shared), Repairs(*shared))
             applier = Applier(receiver, self._log, directory, self._catalog, reached=reached, copies=copies)
             watcher = Watcher(config, tables, directory, passed=lambda: applier.passed, on_look=copies.see)
+            copies.see(directory.rows())  # before the first change: a copy that was begun hears of every one
             self._connected = self._ever = True
             logger.info("streaming", slot=config.slot, source=source, after=format_lsn(reached))
             return self._stream_until_done(_Session(applier, receiver, watcher, tables, copies), control)
@@ -341,6 +342,7 @@ class _Capture:
         except MillstreamError as error:
             logger.info("the slot couldn't be asked at the end", code=error.code, error=error.message)
         rows = [row for row in self._catalog.tables(self._stream) if row.is_captured]
+        paused = self._catalog.paused_copies(self._stream)
         self._tell(session)
         self._records += session.applier.records
         return CaptureOutcome(
@@ -349,6 +351,9 @@ class _Capture:
             and session.applier.confirmed >= self._target
             and not self._stop.is_set(),
             tables=tuple(qualified_name(row.namespace, row.name) for row in rows),
+            paused=tuple(
+                qualified_name(row.namespace, row.name) for row in rows if row.state in UNFINISHED and row.id in paused
+            ),
             set_aside={
                 qualified_name(row.namespace, row.name): row.reason for row in rows if row.state is TableState.SET_ASIDE
             },

@@ -48,6 +48,8 @@ class KeyColumn:
     would depend on the search path."""
     operator_namespace: str
     """Where the ordering operators of the index live; not `pg_catalog` for types of extensions."""
+    collation: tuple[str, str] | None = None
+    """Schema and name of the index's collation, where it isn't the column's: what the index tells apart, the column's may not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,10 @@ SELECT c.oid, n.nspname, c.relname, c.relkind = 'p', c.relreplident::text,
                                           SELECT quote_ident(y.nspname) || '.' || quote_ident(b.typname)
                                             FROM base b JOIN pg_namespace y ON y.oid = b.typnamespace WHERE b.typbasetype = 0),
                                          (SELECT n2.nspname FROM pg_opclass oc JOIN pg_namespace n2 ON n2.oid = oc.opcnamespace
-                                           WHERE oc.oid = i.indclass[k.n - 1]))
+                                           WHERE oc.oid = i.indclass[k.n - 1]),
+                                         (SELECT json_build_array(n3.nspname, co.collname) FROM pg_collation co
+                                            JOIN pg_namespace n3 ON n3.oid = co.collnamespace
+                                           WHERE co.oid = i.indcollation[k.n - 1] AND co.oid <> a.attcollation))
                         ORDER BY k.n)
           FROM pg_index i
           CROSS JOIN LATERAL unnest(i.indkey::int2[]) WITH ORDINALITY AS k(attnum, n)
@@ -293,7 +298,10 @@ def _table(row: tuple[Any, ...]) -> SourceTable:
         replica_identity=identity,
         usable=bool(row[5]),
         relation=Relation(int(row[0]), row[1], row[2], identity, columns, b""),
-        key=tuple(KeyColumn(*column) for column in row[7] or ()),
+        key=tuple(
+            KeyColumn(name, type_name, namespace, None if collation is None else (collation[0], collation[1]))
+            for name, type_name, namespace, collation in row[7] or ()
+        ),
         row_estimate=int(row[8]),
         size_bytes=int(row[9]),
         relfilenode=int(row[10]),

@@ -1,21 +1,46 @@
-"""The catalog's chunks of table copies: what a copy that was cut short goes on from."""
+"""The catalog's table copies: the chunks that one which was cut short goes on from, and which copies wait for a person's word."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
 
-from sqlalchemy import delete, select
+from sqlalchemy import Delete, delete, insert, select
 
 from millstream.catalog import tables as t
 from millstream.catalog.part import CatalogPart
-from millstream.catalog.values import ChunkState, CopyChunk
-from millstream.model.ids import TableId
+from millstream.catalog.values import ChunkState, CopyChunk, TableState
+from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Lsn
+
+_UNFINISHED = (TableState.COPY_REQUESTED.value, TableState.COPYING.value)
 
 
 class Copies(CatalogPart):
-    """Chunks of table copies."""
+    """Chunks of table copies, and pauses."""
+
+    def pause_copy(self, stream: StreamId, table: TableId) -> bool:
+        """Have a table's copy wait until `resume_copy`; whether there is one to be waited with. A table's state is none of it."""
+        pause = insert(t.facts).values(scope=_pauses(stream), name=str(int(table)), value="true")
+        with self._database.write() as connection:
+            # Locked: a copy that ends at this moment either is seen to have ended, or takes the pause away.
+            row = select(t.tables.c.state).where(t.tables.c.id == table).with_for_update()
+            if connection.execute(row).scalar() not in _UNFINISHED:
+                return False
+            connection.execute(_no_pause(stream, table))
+            connection.execute(pause)
+        return True
+
+    def resume_copy(self, stream: StreamId, table: TableId) -> bool:
+        """Let a table's copy go on; whether it had been paused."""
+        with self._database.write() as connection:
+            return connection.execute(_no_pause(stream, table)).rowcount > 0
+
+    def paused_copies(self, stream: StreamId) -> frozenset[TableId]:
+        """The tables whose copies are paused."""
+        query = select(t.facts.c.name).where(t.facts.c.scope == _pauses(stream))
+        with self._database.read() as connection:
+            return frozenset(TableId(int(name)) for name in connection.execute(query).scalars())
 
     def put_chunks(self, chunks: Iterable[CopyChunk]) -> None:
         """Write chunks as they are now, new ones and those there were, all or none."""
@@ -72,3 +97,11 @@ class Copies(CatalogPart):
         old = delete(t.copy_chunks).where(t.copy_chunks.c.table_id == table, t.copy_chunks.c.copy_id != but)
         with self._database.write() as connection:
             connection.execute(old)
+
+
+def _pauses(stream: StreamId) -> str:
+    return f"copy pauses/{stream}"
+
+
+def _no_pause(stream: StreamId, table: TableId) -> Delete:
+    return delete(t.facts).where(t.facts.c.scope == _pauses(stream), t.facts.c.name == str(int(table)))

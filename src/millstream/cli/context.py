@@ -107,3 +107,14 @@ def human_seconds(seconds: float | None) -> str:
 def on_terminal() -> bool:
     """Whether a person sees stderr."""
     return sys.stderr.isatty()
+
+
+def copy_words(copy: dict[str, Any]) -> str:
+    """How far a table's copy is, of `CaptureProgress.copies`."""
+    rows, estimate = copy.get("rows") or 0, copy.get("rows_estimate") or 0
+    words = f"{rows:,}" + (f" of about {estimate:,}" if estimate > rows else "") + " rows"
+    if copy.get("bytes"):
+        words += f", {human_bytes(copy['bytes'])}"
+    if copy.get("bytes_per_s"):
+        words += f", {human_bytes(copy['bytes_per_s'])}/s"
+    return words if copy.get("eta_s") is None else f"{words}, about {human_seconds(copy['eta_s'])} left"

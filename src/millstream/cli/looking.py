@@ -9,6 +9,7 @@ import click
 from millstream.cli.context import (
     Session,
     SuggestingGroup,
+    copy_words,
     human_bytes,
     human_seconds,
     json_option,
@@ -147,10 +148,6 @@ def _print_hints(tables: list[dict[str, Any]]) -> None:
 
 
 def _table_row(table: dict[str, Any]) -> list[str]:
-    copy = table.get("copy") or {}
-    reason = table["reason"]
-    if table["state"] == "copying" and copy.get("rows") is not None:
-        reason = f"{copy['rows']:,} rows so far"
     rate, lag, factor = table["rows_per_s"], table["fold_lag_s"], table["disk_factor"]
     return [
         "  " + table["name"],
@@ -158,8 +155,18 @@ def _table_row(table: dict[str, Any]) -> list[str]:
         "" if rate is None else f"{rate:,.0f}",
         "" if lag is None else "none" if lag == 0 else f"{human_seconds(lag)}, {table['fold_lag_records']:,} records",
         "" if factor is None else f"{factor:.1f}",
-        reason,
+        _reason(table),
     ]
+
+
+def _reason(table: dict[str, Any]) -> str:
+    """Why a table stands where it stands; of one that is being copied, how far that is."""
+    copy = table.get("copy") or {}
+    if table["state"] == "copying" and copy.get("rows") is not None:
+        return copy_words(copy)
+    if table["state"] == "paused" and copy.get("rows"):
+        return f"{table['reason']}; {copy_words(copy)}"
+    return str(table["reason"])
 
 
 @click.group(cls=SuggestingGroup, invoke_without_command=True)
@@ -167,7 +174,7 @@ def _table_row(table: dict[str, Any]) -> list[str]:
 @json_option
 @click.pass_context
 def tables(context: click.Context, stream: str | None, as_json: bool) -> None:
-    """List tables, or have one tried or copied again."""
+    """List tables, have one tried or copied again, pause its copy."""
     if context.invoked_subcommand is None:
         context.invoke(tables_ls, stream=stream, as_json=as_json)
 
@@ -197,7 +204,7 @@ def tables_ls(session: Session, stream: str | None = None, as_json: bool = False
         return
     print_table(
         ["stream", "table", "state", "shard", "reason"],
-        [[t["stream"], t["name"], t["state"], t["shard"], t["reason"]] for t in found],
+        [[t["stream"], t["name"], t["state"], t["shard"], _reason(t)] for t in found],
     )
     _print_hints(found)
 
@@ -229,3 +236,31 @@ def tables_copy(session: Session, table: str, stream: str | None) -> None:
         name = home.pick_stream(stream, of=sorted(row.name for row in catalog.streams()))
         copy_table(catalog, catalog.stream(name).id, table)
         note(f"{table}: it will be copied by the running capture, or when it runs next")
+
+
+@tables.command("pause")
+@click.argument("table", metavar="T")
+@stream_option
+@pass_session
+def tables_pause(session: Session, table: str, stream: str | None) -> None:
+    """Have a table's copy wait, in every run to come, while its changes are captured."""
+    from millstream.app.tables import pause_table
+
+    home = session.home(needs_source=False)
+    with home.open_catalog() as catalog:
+        name = home.pick_stream(stream, of=sorted(row.name for row in catalog.streams()))
+        note(f"{table}: {pause_table(catalog, catalog.stream(name).id, table)}")
+
+
+@tables.command("resume")
+@click.argument("table", metavar="T")
+@stream_option
+@pass_session
+def tables_resume(session: Session, table: str, stream: str | None) -> None:
+    """Have a paused copy go on where it stopped."""
+    from millstream.app.tables import resume_table
+
+    home = session.home(needs_source=False)
+    with home.open_catalog() as catalog:
+        name = home.pick_stream(stream, of=sorted(row.name for row in catalog.streams()))
+        note(f"{table}: {resume_table(catalog, catalog.stream(name).id, table)}")

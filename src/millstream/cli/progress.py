@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import click
 
-from millstream.cli.context import human_bytes, human_seconds, note
+from millstream.cli.context import copy_words, human_bytes, human_seconds, note
 from millstream.cli.main import say_error
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from millstream.app.run import RunOutcome
     from millstream.app.supervise import Event
 
@@ -119,6 +121,7 @@ class RunReport:
                     "hint": "`millstream tables` shows it; `millstream tables retry T` tries it again.",
                 }
             )
+        _say_paused(outcome.paused)
         if outcome.caught_up:
             note(f"caught up in {human_seconds(time.monotonic() - self._since_s)}")
         for slot, held in outcome.slots.items():
@@ -184,10 +187,23 @@ class PartReport:
         }
         for table, reason in sorted(set_aside.items()):
             say_error({"code": "table_set_aside", "message": f"{table}: {reason}", "hint": ""})
+        paused = [f"{stream}: {table}" for stream, facts in outcome.items() for table in facts.get("paused", ())]
+        _say_paused(paused)
         if not must_catch_up:
             return 0
         caught_up = bool(outcome) and all(facts.get("caught_up") for facts in outcome.values())
-        return 0 if caught_up and not set_aside else 1
+        return 0 if caught_up and not set_aside and not paused else 1
+
+
+def _say_paused(tables: Sequence[str]) -> None:
+    for table in sorted(tables):
+        say_error(
+            {
+                "code": "copy_paused",
+                "message": f"{table}: its copy is paused, and wasn't waited for",
+                "hint": "`millstream tables resume T` lets it go on.",
+            }
+        )
 
 
 def describe(part: str, facts: dict[str, Any]) -> str:
@@ -220,8 +236,6 @@ def _describe_replay(replay: dict[str, Any], rows_per_s: float | None) -> str:
 
 
 def _describe_copy(table: str, copy: dict[str, Any]) -> str:
-    rows, estimate = copy.get("rows") or 0, copy.get("rows_estimate") or 0
-    if copy.get("state") in {"done", "streaming"}:
-        return ""
-    share = f" of about {estimate:,}" if estimate > rows else ""
-    return f"; copying {table}: {rows:,}{share} rows"
+    if copy.get("state") == "paused":
+        return f"; the copy of {table} is paused"
+    return f"; copying {table}: {copy_words(copy)}"

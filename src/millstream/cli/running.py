@@ -38,7 +38,7 @@ def run(session: Session, until_caught_up: bool, log_format: LogFormat) -> None:
 
     A part that dies is started again; one that can't be is reported, and the rest goes on. With --until-caught-up it
     ends when everything is durable in the log, landed in the lake and folded; HTTP isn't served then. It fails (1) when a
-    table had to be set aside, the others being done.
+    table had to be set aside or its copy is paused, the others being done.
     """
     from millstream.app.run import run_home
     from millstream.cli.progress import JsonReport, RunReport
@@ -53,7 +53,7 @@ def run(session: Session, until_caught_up: bool, log_format: LogFormat) -> None:
     if until_caught_up:
         if outcome.interrupted:
             sys.exit(130)
-        sys.exit(0 if outcome.caught_up and not outcome.set_aside else 1)
+        sys.exit(0 if outcome.caught_up and not outcome.set_aside and not outcome.paused else 1)
     sys.exit(1 if outcome.errors.keys() & {"capture", "pipeline"} else 0)
 
 

@@ -19,10 +19,10 @@ from millstream.lake.commits import Cut
 from millstream.lake.layout import TableCommit
 from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
+from millstream.model.rates import Rate
 from millstream.protocol.retention import HolderKind
 from millstream.spark.landing import TableError, TendAnswer
 from millstream.spark.pipeline import PipelineConfig, TableProgress
-from millstream.spark.rates import Rate
 from millstream.spark.schedule import FoldHistory
 
 RETRY_HELD_S_MIN: Final = 30.0

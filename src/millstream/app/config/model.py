@@ -10,7 +10,14 @@ from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
-from millstream.app.config.quantities import check_duration, check_size, check_size_or_share, duration_s, size_bytes
+from millstream.app.config.quantities import (
+    check_duration,
+    check_size,
+    check_size_above_zero,
+    check_size_or_share,
+    duration_s,
+    size_bytes,
+)
 from millstream.libpq import is_address
 
 EMBEDDED_CATALOG: Final = "data/catalog.db"
@@ -22,6 +29,8 @@ Duration = Annotated[str, AfterValidator(check_duration)]
 """`500ms`, `10s`, `7d`."""
 Size = Annotated[str, AfterValidator(check_size)]
 """`64MiB`."""
+SizeAboveZero = Annotated[str, AfterValidator(check_size_above_zero)]
+"""A size that is more than nothing."""
 SizeOrShare = Annotated[str, AfterValidator(check_size_or_share)]
 """`64MiB`, or a share of the disk such as `20%`."""
 
@@ -56,7 +65,15 @@ class SourceConfig(_Section):
     )
     copy_workers: int = Field(default=2, ge=1, le=64, description="Connections that copy existing rows side by side.")
     copy_chunk_rows: int = Field(
-        default=50_000, ge=1, description="Rows of a chunk of the table copy, at most: what a restart repeats."
+        default=50_000,
+        ge=1,
+        description="Rows of a chunk of the table copy, at most: what a restart repeats. Chunks are smaller where rows are wide, or the "
+        "source takes more than a second for one.",
+    )
+    copy_rate: SizeAboveZero | None = Field(
+        default=None,
+        description="Bytes a second of rows (as text) that all copies of the stream together may read, such as `20MiB`; unset: as fast as "
+        "it goes. A running capture takes another value within seconds.",
     )
     heartbeat_interval: Duration = Field(
         default="10s", description="How often an idle source gets a heartbeat message, so that its slot moves on."

@@ -50,6 +50,13 @@ def check_size(text: str) -> str:
     return text
 
 
+def check_size_above_zero(text: str) -> str:
+    """The text itself, where it is a size of a byte or more."""
+    if size_bytes(text) < 1:
+        raise ValueError(f"{text!r} is nothing; leave it out for no bound")
+    return text
+
+
 def check_size_or_share(text: str) -> str:
     """The text itself, where it is a size in bytes or a percentage."""
     size_bytes(text, whole=100)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from millstream.spark.rates import WINDOW_S, Rate
+from millstream.model.rates import WINDOW_S, Rate
 
 
 def test_a_steady_stream_has_its_rate_from_the_first_seconds_on() -> None:
