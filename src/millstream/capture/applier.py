@@ -137,8 +137,7 @@ class Applier:
             oldest = next(entry.future for entry in self._in_flight if entry.future is not None)
             wait([oldest], timeout=timeout_s)
             return
-        for ops, done in self._copies.ready():
-            self._submit(ops, Lsn(0), done)
+        self._submit_copies()
         item = self._receiver.take(timeout_s)
         if item is not None:
             self._apply(item)
@@ -200,6 +199,10 @@ class Applier:
             self._wait_for_position(facts.commit_end_lsn)
         else:
             op = self._spilled_on_shards(op)
+            # It touches its tables as a whole. What was read before it committed enters in front of it: read again and again, a chunk
+            # would never enter where one such transaction follows the other.
+            self._pass(facts.commit_lsn)
+            self._submit_copies()
             self._copies.note(op)
             self._submit(op, facts.commit_end_lsn, item.file.remove)
         self._pass(facts.commit_end_lsn)
@@ -235,6 +238,10 @@ class Applier:
         self._submitted = max(self._submitted, end)
         self._in_flight.append(_InFlight(future, end, ops.row_count, done))
         future.add_done_callback(lambda _: self._receiver.nudge())
+
+    def _submit_copies(self) -> None:
+        for ops, done in self._copies.ready():
+            self._submit(ops, Lsn(0), done)
 
     def _pass(self, lsn: Lsn) -> None:
         if lsn > self.passed:
