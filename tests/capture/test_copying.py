@@ -272,3 +272,35 @@ def test_truncate_during_a_copy_voids_the_chunks_that_do_not_see_it(stage: Stage
     running.stop()
     stage.catch_up()
     assert stage.log.replay()["public.docs"] == stage.source_rows("docs", ["id"])
+
+
+def test_a_table_without_a_key_that_is_written_to_all_the_time_is_copied(stage: Stage) -> None:
+    """What its snapshot doesn't see touches it as a whole: its rows enter in front of that, or have to be read again."""
+    stage.sql(
+        "CREATE TABLE bag (x text, n int); ALTER TABLE bag REPLICA IDENTITY FULL",
+        "INSERT INTO bag SELECT 'old', i % 50 FROM generate_series(1, 500) i",
+    )
+    stop = threading.Event()
+
+    def write() -> None:
+        with stage.connect() as connection:
+            while not stop.is_set():
+                connection.execute("UPDATE bag SET n = n + 1 WHERE ctid IN (SELECT ctid FROM bag WHERE n = 7 LIMIT 3)")
+                connection.execute("INSERT INTO bag VALUES ('new', 7)")
+                connection.execute("DELETE FROM bag WHERE ctid IN (SELECT ctid FROM bag WHERE n = 8 LIMIT 1)")
+
+    writers = [threading.Thread(target=write) for _ in range(4)]
+    for writer in writers:
+        writer.start()
+    try:
+        running = stage.start()
+        wait_until(lambda: stage.state("public.bag") is TableState.STREAMING, "the copy is whole")
+    finally:
+        stop.set()
+        for writer in writers:
+            writer.join()
+    running.stop()
+    stage.catch_up()
+    with stage.connect() as connection:
+        rows = sorted(connection.execute("SELECT x, n::text FROM bag").fetchall())
+    assert sorted((r["x"], r["n"]) for r in stage.log.replay()["public.bag"][None]) == rows

@@ -183,6 +183,7 @@ class Applier:
         end = ops.reached.get(self.source, Lsn(0))
         if ops.operations.num_rows and ops.tables:
             ops = replace(ops, tables=self._on_shards(ops.tables))
+            self._let_copies_in(Lsn(ops.operations.column("commit_lsn")[0].as_py()))
             self._copies.note(ops)
             self._submit(ops, end, None)
         else:
@@ -199,10 +200,7 @@ class Applier:
             self._wait_for_position(facts.commit_end_lsn)
         else:
             op = self._spilled_on_shards(op)
-            # It touches its tables as a whole. What was read before it committed enters in front of it: read again and again, a chunk
-            # would never enter where one such transaction follows the other.
-            self._pass(facts.commit_lsn)
-            self._submit_copies()
+            self._let_copies_in(facts.commit_lsn)
             self._copies.note(op)
             self._submit(op, facts.commit_end_lsn, item.file.remove)
         self._pass(facts.commit_end_lsn)
@@ -238,6 +236,14 @@ class Applier:
         self._submitted = max(self._submitted, end)
         self._in_flight.append(_InFlight(future, end, ops.row_count, done))
         future.add_done_callback(lambda _: self._receiver.nudge())
+
+    def _let_copies_in(self, commit_lsn: Lsn) -> None:
+        """Have chunks enter in front of what commits at that place, where they don't see it and all that they see is in the log.
+
+        Behind it they would have to be read again, where it touches their table as a whole: for ever, where one such follows the other.
+        """
+        self._pass(commit_lsn)
+        self._submit_copies()
 
     def _submit_copies(self) -> None:
         for ops, done in self._copies.ready():

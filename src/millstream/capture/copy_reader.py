@@ -14,8 +14,8 @@ from typing import Final
 from psycopg import pq, sql
 
 from millstream.capture.connection import translate_result, translated
-from millstream.capture.copy_text import CopiedRows, read_copied
-from millstream.capture.copy_wire import copy_out
+from millstream.capture.copy_text import CopiedRows, last_key, read_copied
+from millstream.capture.copy_wire import Text, copy_out
 from millstream.capture.publication import restriction
 from millstream.capture.source import Connection, KeyColumn, SourceTable, as_record_end, read_table
 from millstream.codec.pgoutput import table_schema
@@ -60,16 +60,41 @@ class Bounds:
     keys: tuple[Key, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """What was read."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Fetched:
+    """What was read, as text yet. It is decoded once, by any thread."""
 
-    rows: CopiedRows
+    text: Text
+    row_count: int
+    schema: TableSchema
     snapshot: Snapshot
-    snapshot_text: str
     lsn: Lsn
     at_us: int
     table: SourceTable
+    last: bool
+    """Nothing is left in the bounds behind it."""
+
+    def last_key(self) -> Key:
+        """The key of the last row, of which there has to be one, its columns in the order of the index. Before `decoded`."""
+        return last_key(self.text, self.table.relation, [column.name for column in self.table.key])
+
+    def decoded(self, schema: TableSchema) -> CopiedRows:
+        """The rows, under the schema, which is this one's with its version.
+
+        Raises:
+            TableUndecodable: a value isn't UTF-8.
+        """
+        return read_copied(self.text, self.row_count, self.table.relation, schema)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What was read, decoded."""
+
+    rows: CopiedRows
+    snapshot: Snapshot
+    lsn: Lsn
+    at_us: int
     last: bool
     """Nothing is left in the bounds behind it."""
 
@@ -117,15 +142,20 @@ class ChunkReader:
         assert row is not None
         return Snapshot.parse(row[0])
 
-    def read(
+    def read(self, table: SourceTable, table_id: TableId, bounds: Bounds) -> Chunk:
+        """All rows in the bounds, decoded. Raises as `fetch`, and `TableUndecodable`."""
+        found = self.fetch(table, table_id, bounds)
+        return Chunk(found.decoded(found.schema), found.snapshot, found.lsn, found.at_us, found.last)
+
+    def fetch(
         self,
         table: SourceTable,
         table_id: TableId,
         bounds: Bounds,
         *,
-        rows_max: int | None,
+        rows_max: int | None = None,
         bytes_max: int = CHUNK_BYTES_MAX,
-    ) -> Chunk:
+    ) -> Fetched:
         """Read the rows in the bounds, from the lowest key on.
 
         Args:
@@ -166,11 +196,11 @@ class ChunkReader:
                     "SET LOCAL client_encoding = 'SQL_ASCII'"
                 )  # any bytes; the transaction's last answer
             copied = copy_out(connection, query.as_bytes(connection), bytes_max=bytes_max)
-        rows = read_copied(copied.text, copied.row_count, found.relation, schema)
-        return Chunk(
-            rows=rows,
+        return Fetched(
+            text=copied.text,
+            row_count=copied.row_count,
+            schema=schema,
             snapshot=Snapshot.parse(row[0]),
-            snapshot_text=row[0],
             lsn=as_record_end(parse_lsn(place[0])),
             at_us=int(place[1]),
             table=found,

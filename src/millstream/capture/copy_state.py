@@ -14,7 +14,8 @@ from typing import Any, Final
 
 from millstream.capture.config import CHUNK_ROWS
 from millstream.capture.copy_pace import ChunkSizes
-from millstream.capture.copy_reader import Bounds, Chunk, decode_key, encode_key
+from millstream.capture.copy_reader import Bounds, Fetched, decode_key, encode_key
+from millstream.capture.copy_text import CopiedRows
 from millstream.capture.source import SourceTable
 from millstream.catalog import ChunkState, CopyChunk, TableRow
 from millstream.model.ids import TableId
@@ -23,8 +24,8 @@ from millstream.model.positions import Lsn
 from millstream.model.rates import Rate
 from millstream.protocol.table_copy import CopyTracker, Key
 
-OPEN_CHUNKS_MAX: Final = 2
-"""Chunks of a range in memory: one waits for the stream or for the disk while the next is read."""
+OPEN_CHUNKS_MAX: Final = 4
+"""Chunks of a range in memory: some wait to be decoded, for the stream or for the disk while the next is read."""
 FIRST_KEYS_RANGE: Final = 1_000_000
 """Numbers from here on are ranges of keys asked for by name."""
 KEYS_MAX: Final = 1000
@@ -51,7 +52,9 @@ class OpenChunk:
     ticket: int
     bounds: Bounds
     """What it covers; read again, it covers the same."""
-    read: Chunk
+    read: Fetched
+    rows: CopiedRows | None = None
+    """None: not decoded yet."""
     durable: bool = False
     rows_entered: int = 0
 
@@ -96,7 +99,7 @@ class Range:
             chunk = self.open.popleft()
             self.after = chunk.bounds.upto if chunk.bounds.upto is not None else self.after
             self.row_count += chunk.rows_entered
-            self.size_bytes += chunk.read.rows.size_bytes
+            self.size_bytes += len(chunk.read.text)
             moved = True
         if self.all_read and not self.open:
             self.finished = moved = True

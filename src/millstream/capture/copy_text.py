@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ from millstream.model.positions import Lsn
 from millstream.model.records import INSTANT, TEXT_BY_COLUMN, Op, append_row_schema
 from millstream.model.schema import TableSchema
 from millstream.protocol.table_copy import Key
+
+_TAIL_BYTES: Final = 64 << 10
+"""What is searched for the beginning of the last row first."""
 
 
 @dataclass(slots=True)
@@ -38,13 +41,6 @@ class CopiedRows:
         """Every row's key, in order."""
         columns = [texts.strings().to_pylist() for texts in self.keys]
         return list(zip(*columns, strict=True)) if columns else []
-
-    def last_key(self, order: Sequence[str]) -> Key:
-        """The key of the last row, of which there has to be one, its columns in the order given."""
-        columns = dict(zip(self.schema.key, self.keys, strict=True))
-        texts = [columns[name].text(self.row_count - 1) for name in order]
-        assert all(text is not None for text in texts)
-        return tuple(text for text in texts if text is not None)
 
     def rows(self, mask: Sequence[bool] | None = None) -> pa.RecordBatch:
         """The rows (those that the mask says) as one operation's, in `append_row_schema`."""
@@ -66,6 +62,31 @@ class CopiedRows:
             ],
             schema=append_row_schema(self.schema),
         )
+
+
+def last_key(data: npt.NDArray[np.uint8], relation: Relation, order: Sequence[str]) -> Key:
+    """The key of the last of some rows, its columns in the order given. The text stays as it is.
+
+    Raises:
+        TableUndecodable: a value isn't UTF-8.
+    """
+    span = _TAIL_BYTES
+    while True:
+        tail = data[max(0, len(data) - span) : -1].tobytes()
+        begin = tail.rfind(b"\n") + 1  # within a row it is escaped
+        if begin or span >= len(data):
+            break
+        span *= 16
+    line = np.frombuffer(bytearray(tail[begin:] + b"\n"), np.uint8)
+    width = len(relation.columns)
+    value_at, size = np.empty((width, 1), np.int32), np.empty((width, 1), np.int32)
+    fault, found = machine.scan_rows(line, width, value_at, size)
+    if fault != machine.FINE or found != 1:
+        raise ProtocolViolation(f"COPY of {relation.qualified_name}: its last row isn't one of {width} columns")
+    places = {column.name: number for number, column in enumerate(relation.columns)}
+    texts = [Texts(line, value_at[places[name]], size[places[name]], relation).text(0) for name in order]
+    assert all(text is not None for text in texts), "a key has no nulls"
+    return tuple(text for text in texts if text is not None)
 
 
 def read_copied(data: npt.NDArray[np.uint8], row_count: int, relation: Relation, schema: TableSchema) -> CopiedRows:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import structlog
@@ -34,7 +35,7 @@ from millstream.capture.copy_reader import (
     table_of,
 )
 from millstream.capture.copy_state import FIRST_KEYS_RANGE, OPEN_CHUNKS_MAX, Copy, OpenChunk, Range, Stage
-from millstream.capture.copy_text import behind_truncate, chunk_operation, truncate_rows
+from millstream.capture.copy_text import CopiedRows, behind_truncate, chunk_operation, truncate_rows
 from millstream.capture.directory import CatalogDirectory
 from millstream.capture.source import SourceTable
 from millstream.capture.touches import touches_of, touches_of_spilled
@@ -57,9 +58,9 @@ _SPLIT_CHUNKS: Final = 4
 """A table of more than so many chunks is split between the workers."""
 _WAIT_S: Final = 0.1
 _RATE_LOOK_S: Final = 1.0
-_CUT_AT: Final = 4
+_CUT_AT: Final = 2
 """A chunk's text is cut off at so many times its aim: rows that are wider than those before."""
-_OPEN_BYTES_MAX: Final = 48 << 20
+_OPEN_BYTES_MAX: Final = 32 << 20
 """Text of all chunks between their reading and their being durable, beyond which none is read; it takes three times as much."""
 
 Entry = tuple[WriteOps | SpilledOp, Callable[[], None]]
@@ -93,6 +94,7 @@ class TableCopies:
         self._passed = Lsn(0)
         self._seen = False
         self._save_lock = threading.Lock()
+        self._decoders = ThreadPoolExecutor(max(1, config.copy_workers), "millstream-copy-decode")
         # Each copy that runs may hold chunks in memory; the others wait untracked.
         self._copies_max = 2 * max(1, config.copy_workers)
         self._workers = ChunkWorkers[Copy](
@@ -116,6 +118,7 @@ class TableCopies:
     def stop(self) -> None:
         """End the workers; chunks that haven't entered are read again another time."""
         self._workers.stop()
+        self._decoders.shutdown(cancel_futures=True)
 
     @property
     def all_done(self) -> bool:
@@ -272,8 +275,8 @@ class TableCopies:
             else:
                 self._queue(copy, lambda reader: self._prepare(copy, reader))
         for chunk in copy.open_chunks():
-            if chunk.ticket and chunk.read.lsn <= self._passed:
-                yield from self._enter(copy, chunk)
+            if chunk.ticket and chunk.rows is not None and chunk.read.lsn <= self._passed:
+                yield from self._enter(copy, chunk, chunk.rows)
 
     def _void_what_was(self, copy: Copy) -> WriteOps:
         """The record that voids what the log had of the table. Changes are tracked from here on."""
@@ -285,14 +288,13 @@ class TableCopies:
         rows = TableRows(schema, truncate_rows(schema), self._directory.shard_of(copy.row.id))
         return WriteOps(operation, (rows,))
 
-    def _enter(self, copy: Copy, chunk: OpenChunk) -> Iterator[Entry]:
+    def _enter(self, copy: Copy, chunk: OpenChunk, rows: CopiedRows) -> Iterator[Entry]:
         verdict = copy.tracker.judge(chunk.ticket, chunk.bounds.keys)
         if verdict.again:
             self._go_back(copy, chunk)
             return
         copy.tracker.end(chunk.ticket)
         chunk.ticket = 0
-        rows = chunk.read.rows
         mask: list[bool] | None = None
         again = verdict.reread if chunk.bounds.keys else frozenset()
         if verdict.drop:
@@ -415,7 +417,7 @@ class TableCopies:
             rows_max, bytes_max = self._most(copy, bounds)
         began_s = time.monotonic()
         try:
-            read = reader.read(copy.table, copy.row.id, bounds, rows_max=rows_max, bytes_max=bytes_max)
+            read = reader.fetch(copy.table, copy.row.id, bounds, rows_max=rows_max, bytes_max=bytes_max)
         except BaseException:
             with self._lock:
                 copy.tracker.end(ticket)
@@ -425,11 +427,12 @@ class TableCopies:
                 f"it has no key and more than {CHUNK_BYTES_MAX >> 20} MiB of rows, which can't be copied at once",
                 hint="Give it a primary key, then run `millstream tables copy`.",
             )
-        read.rows.schema = self._numbered(read.rows.schema)
+        schema = self._numbered(read.schema)
+        upto = part.upto if read.last or bounds.keys else read.last_key()
         hit("capture.copy_chunk_read")
         ended_s = time.monotonic()
         with self._lock:
-            self._rate.note(read.rows.size_bytes, ended_s)
+            self._rate.note(len(read.text), ended_s)
             copy.tracker.take(ticket, read.snapshot)
             part.reading = False
             if not read.last and len(bounds.keys) > 1:
@@ -439,18 +442,33 @@ class TableCopies:
                 self._catalog.put_chunks([one.saved(copy.row.id, copy.copy_id) for one in (part, rest)])
                 self._queue_range(copy, rest)
             else:
-                upto = (
-                    part.upto
-                    if read.last or bounds.keys
-                    else read.rows.last_key([column.name for column in read.table.key])
-                )
                 if not bounds.keys:
-                    copy.sizes.note(read.rows.row_count, read.rows.size_bytes, ended_s - began_s)
+                    copy.sizes.note(read.row_count, len(read.text), ended_s - began_s)
                 covered = Bounds(after=bounds.after, upto=upto, keys=bounds.keys)
-                part.note_read(OpenChunk(part, ticket, covered, read))
+                chunk = OpenChunk(part, ticket, covered, read)
+                part.note_read(chunk)
+                # The source sends the next one meanwhile.
+                self._decoders.submit(self._decode, copy, chunk, schema)
             self._queue_range(copy, part)
         self._rest(copy)
         self._nudge()
+
+    def _decode(self, copy: Copy, chunk: OpenChunk, schema: TableSchema) -> None:
+        """On a thread of its own: from text to columns."""
+        if self._copies.get(copy.row.id) is not copy:
+            return
+        try:
+            rows = chunk.read.decoded(schema)
+        except MillstreamError as error:
+            if self._copies.get(copy.row.id) is copy:
+                self._failed(copy, error)
+        except BaseException as error:
+            self._workers.error = error
+            raise
+        else:
+            chunk.rows = rows
+        finally:
+            self._nudge()
 
     def _put_off(self, copy: Copy, part: Range) -> bool:
         """Whether nothing may be read now: of a copy that is paused, or of any for a while."""
@@ -468,7 +486,7 @@ class TableCopies:
         owed_s = self._rate.wait_s(time.monotonic())
         if owed_s:
             return min(owed_s, _RATE_LOOK_S)
-        held = sum(chunk.read.rows.size_bytes for copy in self._copies.values() for chunk in copy.open_chunks())
+        held = sum(len(chunk.read.text) for copy in self._copies.values() for chunk in copy.open_chunks())
         return _WAIT_S if held >= _OPEN_BYTES_MAX else 0.0
 
     def _most(self, copy: Copy, bounds: Bounds) -> tuple[int | None, int]:

@@ -326,7 +326,7 @@ class Repairs:
         try:
             if self._key(table, repair.row.id) != found.chunk.columns:
                 raise TableChanged(f"the key of {table.full_name} changed: run `millstream diff` again")
-            read = reader.read(table, repair.row.id, Bounds(keys=found.chunk.keys), rows_max=None)
+            read = reader.read(table, repair.row.id, Bounds(keys=found.chunk.keys))
             read.rows.schema = self._catalog.put_schema(self._stream, read.rows.schema)
         except BaseException:
             with self._lock:

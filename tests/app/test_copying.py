@@ -1,0 +1,161 @@
+"""Copies as a person sees them: how far they are, slower on request, paused, killed, and never more than memory has."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.app.homes import config, done, make_home, run, wait_for
+from tests.app.test_large_values import BASE_BYTES, MIB, capture
+from tests.capture.serial_history import History
+
+import millstream
+from millstream.app.home import Home
+from millstream.app.metrics import prometheus_text
+from millstream.app.status import collect_status
+from millstream.testing.pytest_plugin import Database
+
+ROWS = 4000
+FILL = f"""CREATE TABLE slow (id int PRIMARY KEY, body text);
+    INSERT INTO slow SELECT i, repeat(md5(i::text), 32) FROM generate_series(1, {ROWS}) i; ANALYZE slow"""
+
+
+@contextmanager
+def capturing(home: Path) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "millstream.cli", "--home", str(home), "capture", "run"]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, env={**os.environ, "HOME": "/nonexistent"}) as process:
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+
+
+def table(home: Path, name: str) -> dict[str, Any]:
+    found = collect_status(Home(home))["streams"][0].get("tables", ())
+    return next((one for one in found if one["name"] == name), {"state": None, "copy": None})
+
+
+def copied(home: Path, name: str) -> int:
+    return int((table(home, name)["copy"] or {"rows": 0})["rows"])
+
+
+def test_a_copy_is_told_held_back_paused_and_let_go_while_it_runs(tmp_path: Path, postgres: Database) -> None:
+    with postgres.connect() as connection:
+        connection.execute(FILL)
+    home = make_home(tmp_path / "shop", config(postgres.dsn, None) + 'copy_rate = "256KiB"\n')
+    with capturing(home):
+        wait_for(lambda: copied(home, "public.slow") > 300, what=lambda: table(home, "public.slow"))
+        first = table(home, "public.slow")
+        copy = first["copy"]
+        assert first["state"] == "copying"
+        assert (copy["state"], copy["rows_estimate"]) == ("reading", ROWS)
+        assert copy["bytes"] == pytest.approx(copy["rows"] * 1030, rel=0.02)
+        assert copy["bytes_per_s"] < 600_000, "about as fast as it is allowed to"
+        assert copy["eta_s"] == pytest.approx((ROWS - copy["rows"]) / copy["rows_per_s"], rel=0.1)
+        shown = done(home, "tables")
+        assert re.search(
+            r"public\.slow +copying +0 +[\d,]+ of about 4,000 rows, [\d.]+ [KM]iB, [\d.]+ KiB/s, about .+ left", shown
+        )
+        text = prometheus_text(lambda: collect_status(Home(home))).decode()
+        for metric in ("rows", "rows_estimate", "bytes", "rows_per_second", "bytes_per_second", "eta_seconds"):
+            assert re.search(rf'millstream_table_copy_{metric}{{stream="shop",table="public.slow"}} [1-9]', text), (
+                metric
+            )
+
+        done(home, "tables", "pause", "public.slow")
+        wait_for(lambda: (table(home, "public.slow")["copy"] or {}).get("state") == "paused")
+        assert table(home, "public.slow")["state"] == "paused"
+        assert "no copy to pause" not in run(home, "tables", "pause", "public.slow").stderr, (
+            "said again it's no mistake"
+        )
+        done(home, "tables", "resume", "public.slow")
+        assert run(home, "tables", "resume", "public.slow").returncode == 2
+        stood = copied(home, "public.slow")
+        wait_for(lambda: copied(home, "public.slow") > stood)
+        # At the old rate the rest takes ten seconds and more.
+        (home / "millstream.toml").write_text(config(postgres.dsn, None) + 'copy_rate = "1TiB"\n')
+        wait_for(lambda: table(home, "public.slow")["state"] == "streaming", seconds=8)
+    assert "millstream_table_copy_rows{" not in prometheus_text(lambda: collect_status(Home(home))).decode()
+
+
+def test_a_job_does_not_wait_for_a_paused_copy_and_says_so(tmp_path: Path, postgres: Database) -> None:
+    with postgres.connect() as connection:
+        connection.execute(FILL)
+        connection.execute("CREATE TABLE other (id int PRIMARY KEY); INSERT INTO other VALUES (1)")
+    home = make_home(tmp_path / "shop", config(postgres.dsn, None))
+    done(home, "capture", "run", "--until-caught-up")
+    done(home, "tables", "copy", "public.slow")
+    done(home, "tables", "pause", "public.slow")
+    ended = run(home, "capture", "run", "--until-caught-up")
+    assert ended.returncode == 1
+    assert "copy_paused" in ended.stderr
+    assert "shop: public.slow: its copy is paused" in ended.stderr
+    done(home, "tables", "resume", "public.slow")
+    done(home, "capture", "run", "--until-caught-up")
+    assert table(home, "public.slow")["state"] == "streaming"
+
+
+def test_wide_rows_are_copied_in_bounded_memory(tmp_path: Path, postgres: Database) -> None:
+    """Fifty thousand of them would be a chunk, if chunks were counted in rows."""
+    with postgres.connect() as connection:
+        connection.execute(
+            "CREATE TABLE wide (id int PRIMARY KEY, body text); ALTER TABLE wide ALTER body SET STORAGE EXTERNAL"
+        )
+        connection.execute(
+            "INSERT INTO wide SELECT i, repeat(chr(65 + i %% 26), %s) FROM generate_series(1, 500) i", [MIB]
+        )
+        connection.execute("ANALYZE wide")
+    home = make_home(tmp_path / "shop", config(postgres.dsn, None))
+    assert capture(home) < BASE_BYTES + 3 * MIB
+    with millstream.open(home) as opened:
+        sizes = [len(text) for batch in opened.read("shop", table="wide") for text in batch.column("body").to_pylist()]
+    assert sizes == [MIB] * 500
+
+
+def test_a_copy_that_is_killed_at_any_chunk_ends_exact(tmp_path: Path, postgres: Database) -> None:
+    chance = random.Random(3)
+    history = History(chance, keys=700)
+    with postgres.connect() as connection:
+        history.begin(connection, 600)
+        home = make_home(tmp_path / "shop", config(postgres.dsn, None) + "copy_chunk_rows = 25\n")
+        kills = 0
+        while True:
+            point = chance.choice(["copy_chunk_read", "copy_chunk_durable", "before_confirm"])
+            for _ in range(20):
+                history.step(connection)
+            failpoint = f"capture.{point}:{chance.randrange(2, 5)}"
+            ended = run(home, "capture", "run", "--until-caught-up", MILLSTREAM_FAILPOINTS=failpoint)
+            if ended.returncode == 0:
+                break
+            assert ended.returncode == -signal.SIGKILL, ended.stderr
+            kills += 1
+    assert kills > 3
+    shown: dict[tuple[str, str], str] = {}
+    newest: dict[tuple[str, str], int] = {}
+    gone: dict[tuple[str, str], int] = {}
+    with millstream.open(home) as opened:
+        for row in (row for batch in opened.read("shop", table="rows_") for row in batch.to_pylist()):
+            key, before = (row["b"], str(row["a"])), dict(row["__before"] or ())
+            old = (before.get("b", key[0]), before.get("a", key[1]))
+            if row["__op"] == "t":
+                shown.clear()
+                continue
+            if row["__op"] == "d" or old != key:
+                gone[old] = newest.get(old, -1)
+                shown.pop(old, None)
+            if row["__op"] != "d":
+                assert row["version"] > gone.get(key, -1), f"{key} came back as it was"
+                assert row["version"] >= newest.get(key, -1), f"{key} went back"
+                shown[key] = str(row["version"])
+                newest[key] = row["version"]
+    assert shown == history.states[-1]
