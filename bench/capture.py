@@ -179,28 +179,55 @@ def table_copy() -> Iterator[Figure]:
     say(f"table_copy_vs_copy_to_null: {COPY_ROWS:,} rows")
     warm()
     with postgres() as server:
-        with server.connect(DATABASE) as connection:
-            connection.execute(f"CREATE TABLE whole ({COLUMNS})")
-            connection.execute(f"INSERT INTO whole SELECT {VALUES} FROM generate_series(1, {COPY_ROWS}) AS n")
-            connection.execute("CREATE PUBLICATION whole FOR TABLE whole")
-            connection.execute("VACUUM (FREEZE, ANALYZE) whole")
-            row = connection.execute("SELECT sum(length(w::text)) FROM whole w").fetchone()
-        assert row is not None
         yield compared(
             "table_copy_vs_copy_to_null",
-            lambda: _copied_rows_s(server),
-            lambda: _copy_to_null_rows_s(server),
+            lambda: _copied_rows_s(server, workers=1),
+            lambda: _copy_to_null_rows_s(server, ["whole"]),
             unit="rows/s",
             goal=">= 0.8",
             rows=COPY_ROWS,
-            size_bytes=int(row[0]),
+            size_bytes=_make_whole(server),
             note=f"{SHAPE}; ours with one worker, from the answer to START_REPLICATION until the table counts as copied, all of its"
             " rows durable in the log (typed Arrow, LZ4, CRC32C, fdatasync a commit group); the peer is a client too:"
             " psql's \\copy whole TO '/dev/null' (text) over the same socket, its start included",
         )
 
 
-def _copied_rows_s(server: EmbeddedPostgres) -> float:
+@measures("table_copy_4_workers")
+def table_copy_by_four() -> Iterator[Figure]:
+    """The same rows by four workers, beside four clients that take a quarter each."""
+    say(f"table_copy_4_workers: {COPY_ROWS:,} rows")
+    warm()
+    quarters = [
+        f"(SELECT * FROM whole WHERE id > {COPY_ROWS * n // 4} AND id <= {COPY_ROWS * (n + 1) // 4})" for n in range(4)
+    ]
+    with postgres() as server:
+        yield compared(
+            "table_copy_4_workers",
+            lambda: _copied_rows_s(server, workers=4),
+            lambda: _copy_to_null_rows_s(server, quarters),
+            unit="rows/s",
+            goal=">= 0.8",
+            rows=COPY_ROWS,
+            size_bytes=_make_whole(server),
+            note=f"{SHAPE}; ours with four workers, as table_copy_vs_copy_to_null has it with one; the peers are four psql side by side, each"
+            " with \\copy (SELECT … of a quarter of the keys) TO '/dev/null', from their start until the last has ended",
+        )
+
+
+def _make_whole(server: EmbeddedPostgres) -> int:
+    """The table, settled; the bytes of its rows as text."""
+    with server.connect(DATABASE) as connection:
+        connection.execute(f"CREATE TABLE whole ({COLUMNS})")
+        connection.execute(f"INSERT INTO whole SELECT {VALUES} FROM generate_series(1, {COPY_ROWS}) AS n")
+        connection.execute("CREATE PUBLICATION whole FOR TABLE whole")
+        connection.execute("VACUUM (FREEZE, ANALYZE) whole")
+        row = connection.execute("SELECT sum(length(w::text)) FROM whole w").fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def _copied_rows_s(server: EmbeddedPostgres, *, workers: int) -> float:
     slot = "whole_run"
     with server.connect(DATABASE) as connection:
         connection.execute("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", [slot])
@@ -208,7 +235,7 @@ def _copied_rows_s(server: EmbeddedPostgres) -> float:
     try:
         with (
             folder("copy") as path,
-            captured(server, path, table="whole", slot=slot, copy=True, copy_workers=1) as capture,
+            captured(server, path, table="whole", slot=slot, copy=True, copy_workers=workers) as capture,
         ):
             copied_at = capture.wait_until_copied()
         found = capture.writer.stats().records
@@ -219,10 +246,15 @@ def _copied_rows_s(server: EmbeddedPostgres) -> float:
         drop_slot(server, slot)
 
 
-def _copy_to_null_rows_s(server: EmbeddedPostgres) -> float:
-    command = [str(server.program("psql")), "--no-psqlrc", "--quiet", "--command", "\\copy whole TO '/dev/null'"]
+def _copy_to_null_rows_s(server: EmbeddedPostgres, parts: list[str]) -> float:
+    """Clients that copy a part each, side by side."""
+    command = [str(server.program("psql")), "--no-psqlrc", "--quiet", server.dsn(DATABASE), "--command"]
     began_at = time.perf_counter()
-    subprocess.run([*command, server.dsn(DATABASE)], check=True)
+    with contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(subprocess.Popen([*command, f"\\copy {part} TO '/dev/null'"])) for part in parts]
+        codes = [peer.wait() for peer in peers]
+    if any(codes):
+        raise RuntimeError(f"psql ended with {codes}")
     return COPY_ROWS / (time.perf_counter() - began_at)
 
 

@@ -304,3 +304,68 @@ def test_a_table_without_a_key_that_is_written_to_all_the_time_is_copied(stage: 
     with stage.connect() as connection:
         rows = sorted(connection.execute("SELECT x, n::text FROM bag").fetchall())
     assert sorted((r["x"], r["n"]) for r in stage.log.replay()["public.bag"][None]) == rows
+
+
+@pytest.mark.parametrize("chunk_rows", [7, 1000])
+def test_partitions_whose_columns_stand_in_another_order_are_copied_as_one_table(stage: Stage, chunk_rows: int) -> None:
+    stage.sql(
+        "CREATE TABLE events (id int, day date, words text, PRIMARY KEY (day, id)) PARTITION BY RANGE (day)",
+        "CREATE TABLE events_1 PARTITION OF events FOR VALUES FROM ('2024-01-01') TO ('2024-02-01')",
+        "CREATE TABLE events_2 (gone int, words text, day date NOT NULL, also_gone int, id int NOT NULL)",
+        "ALTER TABLE events_2 DROP COLUMN gone, DROP COLUMN also_gone",
+        "ALTER TABLE events ATTACH PARTITION events_2 FOR VALUES FROM ('2024-02-01') TO ('2024-03-01')",
+        "CREATE TABLE events_3 PARTITION OF events FOR VALUES FROM ('2024-03-01') TO ('2024-04-01') PARTITION BY HASH (id)",
+        "CREATE TABLE events_3a PARTITION OF events_3 FOR VALUES WITH (MODULUS 2, REMAINDER 0)",
+        "CREATE TABLE events_3b (words text, id int NOT NULL, day date NOT NULL)",
+        "ALTER TABLE events_3 ATTACH PARTITION events_3b FOR VALUES WITH (MODULUS 2, REMAINDER 1)",
+        "INSERT INTO events SELECT i, DATE '2024-01-01' + i % 90, 'event ' || i FROM generate_series(1, 400) i",
+        "ANALYZE events",
+    )
+    stage.config = replace(stage.config, copy_workers=2, chunk_rows=chunk_rows)
+    running = stage.start()
+    stage.sql(
+        "UPDATE events SET words = 'new' WHERE id % 5 = 0", "UPDATE events SET day = '2024-02-15' WHERE id % 31 = 0"
+    )
+    wait_until(lambda: stage.state("public.events") is TableState.STREAMING, "the copy is whole")
+    running.stop()
+    stage.catch_up()
+    assert stage.log.replay()["public.events"] == stage.source_rows("events", ["id", "day"])
+
+
+def test_tables_made_while_another_is_copied_join_and_end_exact(stage: Stage) -> None:
+    stage.sql(DOCS, "INSERT INTO docs SELECT i, repeat('old', 900), 0 FROM generate_series(0, 799) i", "ANALYZE docs")
+    stage.config = replace(stage.config, copy_workers=2, chunk_rows=20)
+    names = [f"late_{n}" for n in range(6)]
+    with workload(stage, 1000):
+        running = stage.start()
+        wait_until(lambda: copied_rows(stage, "docs") > 40, "the copy runs")
+        for name in names:
+            stage.sql(
+                f"CREATE TABLE {name} (id int PRIMARY KEY, n int)",
+                f"INSERT INTO {name} SELECT i, 0 FROM generate_series(1, 100) i",
+                f"UPDATE {name} SET n = 1 WHERE id % 3 = 0",
+                f"DELETE FROM {name} WHERE id % 7 = 0",
+            )
+        for name in (*names, "docs"):
+            wait_until(lambda name=name: stage.state(f"public.{name}") is TableState.STREAMING, f"{name} is whole")
+    running.stop()
+    stage.catch_up()
+    for name in (*names, "docs"):
+        assert stage.log.replay()[f"public.{name}"] == stage.source_rows(name, ["id"]), name
+
+
+def test_more_keys_than_a_chunk_has_rows_are_read_again_by_name(stage: Stage) -> None:
+    """Rows that move incomplete into what was read already, all in one transaction."""
+    stage.sql(
+        DOCS, "INSERT INTO docs SELECT i, repeat(i || ' ', 900), 0 FROM generate_series(1, 1500) i", "ANALYZE docs"
+    )
+    stage.config = replace(stage.config, copy_workers=1, chunk_rows=20)
+    stage.log.delay_s = 0.02
+    running = stage.start()
+    wait_until(lambda: copied_rows(stage, "docs") > 60, "the copy runs")
+    stage.sql("UPDATE docs SET id = -id WHERE id > 300")
+    stage.log.delay_s = 0.0
+    wait_until(lambda: stage.state("public.docs") is TableState.STREAMING, "the copy is whole")
+    running.stop()
+    stage.catch_up()
+    assert stage.log.replay()["public.docs"] == stage.source_rows("docs", ["id"])

@@ -299,6 +299,21 @@ class CatalogConformance(WithCatalog):
         with pytest.raises(UnknownTable):
             catalog.find_table(stream, "public", "nothing")
 
+    def test_a_copy_is_paused_while_there_is_one_whatever_state_it_passes_through(
+        self, catalog: Catalog, stream: StreamId, source: SourceId
+    ) -> None:
+        """And a pause is lifted once."""
+        table = catalog.table_for(stream, source, 16400, "public", "orders").id
+        assert catalog.pause_copy(stream, table)
+        assert catalog.pause_copy(stream, table), "said twice it's no mistake"
+        catalog.set_state(table, TableState.COPYING, copy_id="c1")
+        assert catalog.paused_copies(stream) == {table}
+        assert (catalog.resume_copy(stream, table), catalog.resume_copy(stream, table)) == (True, False)
+        assert catalog.paused_copies(stream) == frozenset()
+        catalog.set_state(table, TableState.STREAMING)
+        assert not catalog.pause_copy(stream, table)
+        assert catalog.paused_copies(stream) == frozenset()
+
     def test_the_same_facts_are_the_same_schema_version(
         self, catalog: Catalog, stream: StreamId, source: SourceId
     ) -> None:
