@@ -206,7 +206,7 @@ class _Capture:
             copies = CopiesAndRepairs(TableCopies(*shared), Repairs(*shared))
             applier = Applier(receiver, self._log, directory, self._catalog, reached=reached, copies=copies)
             watcher = Watcher(config, tables, directory, passed=lambda: applier.passed, on_look=copies.see)
-            copies.see(directory.rows())  # before the first change: a copy that was begun hears of every one
+            copies.see(directory.refresh())  # before the first change: a copy that was begun hears of every one
             self._connected = self._ever = True
             logger.info("streaming", slot=config.slot, source=source, after=format_lsn(reached))
             return self._stream_until_done(_Session(applier, receiver, watcher, tables, copies), control)
