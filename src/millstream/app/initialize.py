@@ -27,6 +27,7 @@ tables = {tables}    # "!" in front leaves out: "!public.audit_*"
 # publication = "millstream_{stream}"    # made if missing, where the role may
 # slot = "millstream_{stream}"
 # copy_workers = 2    # connections that copy existing rows side by side
+# catch_up = "auto"    # a large backlog is read in chunks where that is faster; "never", "always"
 """
 
 _TEMPLATE: Final = """\
