@@ -342,7 +342,10 @@ class _LibpqRows:
         self._has_ended = True
 
     def ask(self, command: bytes) -> None:
-        self._pg.send_query(command)
+        try:
+            self._pg.send_query(command)
+        except psycopg.Error as error:
+            raise translate(error) from error
         self._is_asked = True
         self._in_copy = self._has_ended = False
 

@@ -277,7 +277,7 @@ class Receiver:
             if due:
                 self._hand_over()
             self._send_due_status()
-            if block is not None:
+            if block is not None and not self._stop:
                 if not due and block.messages.span_bytes < _READ_SMALL_BYTES:
                     time.sleep(_NAP_S)
                 continue

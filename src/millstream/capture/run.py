@@ -36,6 +36,7 @@ from millstream.errors import (
     DiskFull,
     MillstreamError,
     NoTablesMatch,
+    ProtocolViolation,
     Retry,
     SlotActive,
     SourceError,
@@ -178,7 +179,8 @@ class _Capture:
         """Whether the source refuses to give chunks: any error of its own may be one, even if the stream meets it too."""
         if not self._reads_chunks or self._stop.is_set():
             return False
-        return isinstance(error, SourceError) and not isinstance(error, SlotActive | SourceUnreachable)
+        refused = isinstance(error, SourceError | ProtocolViolation)
+        return refused and not isinstance(error, SlotActive | SourceUnreachable)
 
     def _worth_another_try(self, error: MillstreamError, failing_s: float) -> bool:
         if isinstance(error, DiskFull):

@@ -1,0 +1,104 @@
+"""The reader of a connection, over one that a test plays."""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from millstream.capture.frames import Block
+from millstream.capture.receiver import Receiver, Run, Spilled, StreamedAbort
+from millstream.capture.spill import SpillFolder
+from millstream.codec.pgoutput import MessageRun
+from millstream.model.positions import Lsn
+
+DEADLINE_S = 30.0
+
+
+def stream_start(xid: int) -> bytes:
+    return b"S" + struct.pack(">IB", xid, 1)
+
+
+def stream_commit(xid: int, end: int) -> bytes:
+    return b"c" + struct.pack(">IBQQq", xid, 0, end - 8, end, 0)
+
+
+def transaction(end: int) -> list[bytes]:
+    return [b"B" + struct.pack(">QqI", end - 8, 0, 1), b"C" + struct.pack(">BQQq", 0, end - 8, end, 0)]
+
+
+def block(messages: list[bytes], *, anew: bool = False) -> Block:
+    run = MessageRun.of(messages)
+    return Block(run, np.frombuffer(bytes(message[0] for message in messages), np.uint8), begins_anew=anew)
+
+
+class PlayedWire:
+    """Gives blocks, one a read; over and over where it is endless."""
+
+    def __init__(self, blocks: list[Block], *, endless: bool = False) -> None:
+        self._blocks = blocks
+        self._endless = endless
+        self._at = 0
+        self._silence, self._other_end = os.pipe()
+
+    def fileno(self) -> int:
+        return self._silence
+
+    def read(self) -> Block | None:
+        self._at += 1
+        if self._endless:
+            return self._blocks[self._at % len(self._blocks)]
+        return self._blocks[self._at - 1] if self._at <= len(self._blocks) else None
+
+    def tell(self, received: Lsn, confirmed: Lsn, *, ask: bool) -> None:
+        pass
+
+    def say_goodbye(self) -> None:
+        pass
+
+    def close(self) -> None:
+        os.close(self._silence)
+        os.close(self._other_end)
+
+
+def reader(wire: PlayedWire, folder: Path) -> Receiver:
+    made = Receiver(wire, SpillFolder(str(folder)), confirmed=Lsn(0), buffer_bytes_max=1 << 20, status_s=10.0)
+    made.start()
+    return made
+
+
+def test_it_stops_however_much_there_is_to_read(tmp_path: Path):
+    receiver = reader(PlayedWire([block(transaction(100))], endless=True), tmp_path / "spill")
+    assert receiver.take(DEADLINE_S) is not None
+    stopping = threading.Thread(target=receiver.stop, daemon=True)
+    stopping.start()
+    stopping.join(DEADLINE_S)
+    assert not stopping.is_alive()
+
+
+def test_what_is_sent_anew_takes_the_place_of_what_was_open(tmp_path: Path):
+    """Transaction 7 comes again and commits, 8 is never heard of again."""
+    folder = tmp_path / "spill"
+    wire = PlayedWire(
+        [
+            block([stream_start(7), b"Iaaaa", b"E", stream_start(8), b"Ibbbb", b"E", *transaction(100)]),
+            block([stream_start(7), b"Icccc", b"Idddd", b"E"], anew=True),
+            block([stream_start(7), b"Ieeee", b"E", stream_commit(7, 200)]),
+        ]
+    )
+    receiver = reader(wire, folder)
+    found = []
+    while not found or not isinstance(found[-1], Spilled):
+        item = receiver.take(DEADLINE_S)
+        assert item is not None
+        found.append(item)
+    kinds = [type(item) for item in found if isinstance(item, Run | StreamedAbort | Spilled)]
+    assert kinds == [Run, StreamedAbort, StreamedAbort, Spilled]
+    spilled = found[-1]
+    assert isinstance(spilled, Spilled)
+    assert [message for run in spilled.file.runs() for message in run] == [b"Icccc", b"Idddd", b"Ieeee"]
+    assert len(list(folder.glob("*.messages"))) == 1, "what was open still lies there"
+    receiver.stop()
