@@ -26,7 +26,7 @@ from millstream.capture import CaptureProgress, chunks, receiver
 from millstream.catalog import Catalog, TableState
 from millstream.errors import SlotAhead
 from millstream.model.operations import OperationKind, SpilledOp
-from millstream.model.positions import Seq
+from millstream.model.positions import Lsn, Seq
 from millstream.protocol.catching_up import CatchUp, Mode
 from millstream.testing.workload import Workload
 from millstream.wal.reader import StreamReader
@@ -60,6 +60,8 @@ def whole_once(stage: Stage, *tables: str) -> None:
         assert stage.log.replay().get(f"public.{table}", {}) == stage.source_rows(table, ["id"])
     positions = stream_positions(stage)
     assert positions == sorted(set(positions))
+    made = [(t.schema.name, row["id"]) for t, _, row in stage.log.records() if chr(row["__op"]) == "c" and "id" in row]
+    assert len(made) == len(set(made)), "a transaction has records twice"
 
 
 @contextmanager
@@ -194,14 +196,21 @@ def test_the_slot_is_advanced_to_what_is_durable_and_no_further(stage: Stage, mo
     stage.catch_up()
     begin = stage.slot_confirmed()
     stage.sql(*(orders(n * 100 + 1, n * 100 + 100) for n in range(30)))
-    in_chunks(stage)
+    in_chunks(stage, status_s=0.05)
+    wanted: list[int] = []
+    want = chunks.SlotAdvance.want
+
+    def noted(advance: chunks.SlotAdvance, lsn: Lsn) -> None:
+        want(advance, lsn)
+        wanted.append(lsn)
+
+    monkeypatch.setattr(chunks.SlotAdvance, "want", noted)
     stage.log.gate.clear()
     with capture_logs() as said:
         running = stage.start()
         wait_until(lambda: chunks_read(said) >= 5 and stage.log.waiting(), "it reads on")
-        with stage.connect() as connection:
-            # A second of the receiver's: it says what it may at least so often.
-            connection.execute("SELECT pg_sleep(1.5)")
+        said_before = len(wanted)
+        wait_until(lambda: len(wanted) > said_before + 5, "it says what is durable, several times")
         assert stage.slot_confirmed() == begin
         stage.log.gate.set()
         wait_until(lambda: stage.slot_confirmed() > begin, "the slot moves")
@@ -331,7 +340,7 @@ def test_a_transaction_that_is_open_when_a_chunk_ends_comes_once(stage: Stage) -
         kept.execute("ROLLBACK TO a")
         gone.execute("ROLLBACK")
         stage.sql(*(orders(20_000 + n * 100, 20_099 + n * 100) for n in range(20)))
-        kept.execute(orders(801, 900))
+        kept.execute(orders(3001, 4200))  # so that all of it is streamed anew
         kept.execute("COMMIT")
     stage.sql(*(orders(30_000 + n * 100, 30_099 + n * 100) for n in range(5)))
     in_chunks(stage, catch_up_changes=3000, catch_up_chunk_bytes=1 << 20)

@@ -43,6 +43,8 @@ class PlayedWire:
         self._endless = endless
         self._at = 0
         self._silence, self._other_end = os.pipe()
+        self.told = Lsn(0), Lsn(0), False
+        self.said_goodbye = False
 
     def fileno(self) -> int:
         return self._silence
@@ -54,10 +56,10 @@ class PlayedWire:
         return self._blocks[self._at - 1] if self._at <= len(self._blocks) else None
 
     def tell(self, received: Lsn, confirmed: Lsn, *, ask: bool) -> None:
-        pass
+        self.told = received, confirmed, ask
 
     def say_goodbye(self) -> None:
-        pass
+        self.said_goodbye = True
 
     def close(self) -> None:
         os.close(self._silence)
@@ -71,12 +73,15 @@ def reader(wire: PlayedWire, folder: Path) -> Receiver:
 
 
 def test_it_stops_however_much_there_is_to_read(tmp_path: Path):
-    receiver = reader(PlayedWire([block(transaction(100))], endless=True), tmp_path / "spill")
+    wire = PlayedWire([block(transaction(100))], endless=True)
+    receiver = reader(wire, tmp_path / "spill")
     assert receiver.take(DEADLINE_S) is not None
     stopping = threading.Thread(target=receiver.stop, daemon=True)
     stopping.start()
     stopping.join(DEADLINE_S)
     assert not stopping.is_alive()
+    assert wire.told == (100, 0, False)
+    assert wire.said_goodbye
 
 
 def test_what_is_sent_anew_takes_the_place_of_what_was_open(tmp_path: Path):

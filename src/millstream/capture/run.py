@@ -157,7 +157,7 @@ class _Capture:
                     self._choice.give_up(error.message)
                     logger.warning("no chunks any more: the stream is read", code=error.code, error=error.message)
                     continue
-                if self._reads_chunks and self._connected:
+                if self._reads_chunks and self._connected and isinstance(error, SourceUnreachable):
                     self._choice.broke()
                 # On a full disk a session connects, and ends with the first record: that is no progress.
                 if self._connected and not (isinstance(error, DiskFull) and time.monotonic() - began < _BACKOFF_MAX_S):
