@@ -29,6 +29,7 @@ from bench.source import (
     recvlogical_rows_s,
 )
 from millstream.codec.pgoutput import warm
+from millstream.protocol.catching_up import CatchUp
 from millstream.testing.postgres import EmbeddedPostgres
 
 COPY_ROWS = 2_000_000
@@ -44,11 +45,11 @@ _LIKE_WITH_LIKE = (
 )
 
 
-def _captured_rows_s(backlog: Backlog, *, tcp: bool = False) -> float:
+def _captured_rows_s(backlog: Backlog, *, tcp: bool = False, catch_up: CatchUp = CatchUp.NEVER) -> float:
     with (
         backlog.copied_slot() as slot,
         folder("capture") as path,
-        captured(backlog.server, path, table=backlog.name, slot=slot, tcp=tcp) as capture,
+        captured(backlog.server, path, table=backlog.name, slot=slot, tcp=tcp, catch_up=catch_up) as capture,
     ):
         ended_at = capture.wait_until_durable(backlog.end)
     found = capture.writer.stats().records
@@ -170,6 +171,48 @@ def debezium() -> Iterator[Figure]:
             note=f"{transactions} transactions of 1000 rows; {SHAPE}; both read copies of one slot over the loopback; ours as in"
             f" capture_stream_vs_pg_recvlogical; the peer is Debezium {VERSION}, embedded, its records as JSON without their schemas in a file,"
             f" fdatasynced a batch of at most 8192, from when its slot is taken until the last row is on disk: {of_what}",
+        )
+
+
+@measures("capture_catchup_vs_pg_recvlogical")
+def catch_up() -> Iterator[Figure]:
+    """A backlog that is large enough to be read in chunks, by capture's own choice."""
+    name, transactions, rows_each = "capture_catchup_vs_pg_recvlogical", 1000, 1000
+    say(f"{name}: {transactions:,} transactions of {rows_each:,} rows")
+    warm()
+    with postgres() as server:
+        backlog = make_backlog(server, "backlog", transactions=transactions, rows_each=rows_each)
+        yield compared(
+            name,
+            lambda: _captured_rows_s(backlog, catch_up=CatchUp.AUTO),
+            lambda: recvlogical_rows_s(backlog, options=PGOUTPUT),
+            unit="rows/s",
+            goal=">= 2",
+            rows=backlog.rows,
+            size_bytes=backlog.size_bytes,
+            note=f"{transactions} transactions of {rows_each} rows; {SHAPE}; catch_up = auto; {_LIKE_WITH_LIKE}, but that ours is timed"
+            " from where the first chunk is asked for, what is left for the stream included",
+        )
+
+
+@measures("capture_one_1m_row_tx_vs_proto1")
+def one_large_transaction() -> Iterator[Figure]:
+    """A transaction that the source streams before its commit; the peer asks for protocol 1, which sends it at its commit."""
+    name, rows = "capture_one_1m_row_tx_vs_proto1", 1_000_000
+    say(f"{name}: one transaction of {rows:,} rows")
+    warm()
+    with postgres() as server:
+        backlog = make_backlog(server, "large", transactions=1, rows_each=rows)
+        yield compared(
+            name,
+            lambda: _captured_rows_s(backlog),
+            lambda: recvlogical_rows_s(backlog, options={"proto_version": "1", "messages": "true"}),
+            unit="rows/s",
+            goal=">= 1.3",
+            rows=backlog.rows,
+            size_bytes=backlog.size_bytes,
+            note=f"one transaction of {rows} rows; {SHAPE}; {_LIKE_WITH_LIKE}, but that the peer's is proto_version 1 without streaming,"
+            " and ours streams and spills (catch_up = never)",
         )
 
 

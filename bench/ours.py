@@ -20,6 +20,7 @@ from millstream.errors import MillstreamError
 from millstream.model.ids import SourceId, StreamId
 from millstream.model.operations import FIRST_SHARD
 from millstream.model.positions import Lsn, parse_lsn
+from millstream.protocol.catching_up import CatchUp
 from millstream.testing.postgres import EmbeddedPostgres
 from millstream.wal.writer import LogWriter
 
@@ -31,7 +32,7 @@ _GIVE_UP_S = 300.0
 
 @dataclass(slots=True)
 class Capture:
-    """A capture that runs in a thread; `began_at` is when START_REPLICATION was answered (`time.perf_counter`)."""
+    """A capture that runs in a thread; `began_at` is when it was connected, and the stream or the first chunk asked for (`time.perf_counter`)."""
 
     writer: LogWriter
     catalog: Catalog
@@ -77,6 +78,7 @@ def captured(
     copy: bool = False,
     copy_workers: int = 1,
     tcp: bool = False,
+    catch_up: CatchUp = CatchUp.NEVER,
 ) -> Iterator[Capture]:
     """Capture one table over a slot into a new log under `path`.
 
@@ -88,6 +90,7 @@ def captured(
         copy: copy existing rows too; else the table counts as copied.
         copy_workers: connections that copy.
         tcp: over the loopback, where the server listens there.
+        catch_up: whether the backlog is read in chunks; by default it's the stream that is measured.
     """
     with closing(Catalog(path / "catalog.db")) as catalog:
         stream = catalog.resolve_stream(STREAM)
@@ -110,6 +113,7 @@ def captured(
             slot=slot,
             spill_dir=str(path / "spill"),
             copy_workers=copy_workers,
+            catch_up=catch_up,
         )
         with closing(writer):
             capture = Capture(writer, catalog, stream)
@@ -124,7 +128,7 @@ def captured(
 
 def _run(capture: Capture, config: CaptureConfig) -> None:
     def note(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-        if event.get("event") == "streaming":
+        if event.get("event") in {"streaming", "catching up"} and not capture.began_at:
             capture.began_cpu_s = time.process_time()
             capture.began_at = time.perf_counter()
         elif event.get("event") == "table copied":

@@ -164,15 +164,20 @@ def test_the_dashboard_asks_for_metrics_that_there_are(home: Home) -> None:
 
 
 def test_a_running_part_tells_what_only_it_knows(home: Home) -> None:
-    live = {
-        "streams": {"shop": {"progress": {"source_end": 900, "durable": 400, "copies": {"public.log": {"rows": 9}}}}}
-    }
+    progress = {"source_end": 900, "durable": 400, "copies": {"public.log": {"rows": 9}}}
+    progress |= {"mode": "catching up", "slot_holds_bytes": 7000, "source_spilled_bytes": 30}
+    live = {"streams": {"shop": {"progress": progress}}}
     with ControlServer(home, "owner", {"status": lambda: live}):
         assert ask(home, "owner", "status") == live
         assert ask(home, "owner", "nothing") == {"error": "no such call"}
         (stream,) = collect_status(home)["streams"]
         assert stream["state"] == "running"
         assert stream["lag"]["capture"]["bytes"] == 500
+        assert (stream["source"]["mode"], stream["source"]["slot_holds_bytes"]) == ("catching up", 7000)
+        text = prometheus_text(lambda: collect_status(home)).decode()
+        assert 'millstream_catching_up{stream="shop"} 1.0' in text
+        assert 'millstream_slot_held_bytes{stream="shop"} 7000.0' in text
+        assert 'millstream_slot_spilled_bytes{stream="shop"} 30.0' in text
         assert {t["name"]: t["copy"] for t in stream["tables"]}["public.log"] == {"rows": 9}
     assert ask(home, "owner", "status") is None
     folder = home.socket_folder()

@@ -139,7 +139,8 @@ def test_a_copy_that_was_stopped_goes_on_with_the_next_chunk(stage: Stage) -> No
     stage.catch_up()
 
     assert stage.log.replay()["public.docs"] == stage.source_rows("docs", ["id"])
-    assert copied_rows(stage, "docs") <= 2000 + 2 * 20, "chunks that were durable were not read again"
+    # What was read ahead and not yet durable is read again.
+    assert copied_rows(stage, "docs") <= 2000 + 4 * 20, "chunks that were durable were not read again"
 
 
 def test_a_transaction_that_no_snapshot_sees_yet_is_newer_than_any_chunk(stage: Stage) -> None:

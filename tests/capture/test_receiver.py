@@ -1,4 +1,4 @@
-"""The reader of the replication connection over a wire of its own making."""
+"""The reader of a connection, over one that a test plays."""
 
 from __future__ import annotations
 
@@ -9,73 +9,112 @@ import time
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-from millstream.capture.receiver import Receiver, Run
+from millstream.capture.frames import Block
+from millstream.capture.receiver import Receiver, Run, Spilled, StreamedAbort
 from millstream.capture.spill import SpillFolder
-from millstream.capture.wire import Block
 from millstream.codec.pgoutput import MessageRun
 from millstream.model.positions import Lsn
 
 DEADLINE_S = 30.0
 
 
-class EndlessWire:
-    """A source that always has one more transaction."""
+def stream_start(xid: int) -> bytes:
+    return b"S" + struct.pack(">IB", xid, 1)
 
-    def __init__(self) -> None:
-        self._descriptors = os.pipe()
-        self.sent: list[bytes] = []
+
+def stream_commit(xid: int, end: int) -> bytes:
+    return b"c" + struct.pack(">IBQQq", xid, 0, end - 8, end, 0)
+
+
+def transaction(end: int) -> list[bytes]:
+    return [b"B" + struct.pack(">QqI", end - 8, 0, 1), b"C" + struct.pack(">BQQq", 0, end - 8, end, 0)]
+
+
+def block(messages: list[bytes], *, anew: bool = False) -> Block:
+    run = MessageRun.of(messages)
+    return Block(run, np.frombuffer(bytes(message[0] for message in messages), np.uint8), begins_anew=anew)
+
+
+class PlayedWire:
+    """Gives blocks, one a read; over and over where it is endless."""
+
+    def __init__(self, blocks: list[Block], *, endless: bool = False) -> None:
+        self._blocks = blocks
+        self._endless = endless
+        self._at = 0
+        self._silence, self._other_end = os.pipe()
+        self.told = Lsn(0), Lsn(0), False
+        self.said_goodbye = False
         self.gathered: list[float] = []
-        self._end = 0
 
     def fileno(self) -> int:
-        return self._descriptors[0]
+        return self._silence
 
-    def read(self, gather_s: float = 0.0) -> Block:
+    def read(self, gather_s: float = 0.0) -> Block | None:
         self.gathered.append(gather_s)
-        self._end += 8
-        messages = [
-            b"B" + struct.pack(">QqI", self._end, 0, 1),
-            b"C" + struct.pack(">BQQq", 0, self._end, self._end, 0),
-        ]
-        time.sleep(0.0001)  # what a read takes
-        return Block(MessageRun.of(messages), np.frombuffer(b"BC", np.uint8))
+        self._at += 1
+        if self._endless:
+            return self._blocks[self._at % len(self._blocks)]
+        return self._blocks[self._at - 1] if self._at <= len(self._blocks) else None
 
-    def send(self, message: bytes) -> None:
-        self.sent.append(message)
+    def tell(self, received: Lsn, confirmed: Lsn, *, ask: bool) -> None:
+        self.told = received, confirmed, ask
 
     def say_goodbye(self) -> None:
-        self.sent.append(b"goodbye")
+        self.said_goodbye = True
 
     def close(self) -> None:
-        for descriptor in self._descriptors:
-            os.close(descriptor)
+        os.close(self._silence)
+        os.close(self._other_end)
 
 
-@pytest.fixture
-def endless(tmp_path: Path) -> tuple[EndlessWire, Receiver]:
-    wire = EndlessWire()
-    receiver = Receiver(
-        wire, SpillFolder(str(tmp_path / "spill")), confirmed=Lsn(0), buffer_bytes_max=1 << 20, status_s=10
-    )
-    receiver.start()
-    return wire, receiver
+def reader(wire: PlayedWire, folder: Path) -> Receiver:
+    made = Receiver(wire, SpillFolder(str(folder)), confirmed=Lsn(0), buffer_bytes_max=1 << 20, status_s=10.0)
+    made.start()
+    return made
 
 
-def test_a_stop_is_heard_while_the_source_sends_without_a_pause(endless: tuple[EndlessWire, Receiver]) -> None:
-    wire, receiver = endless
-    assert isinstance(receiver.take(DEADLINE_S), Run)
-    stopping = threading.Thread(target=lambda: receiver.stop(final=Lsn(8)), daemon=True)
+def test_it_stops_however_much_there_is_to_read(tmp_path: Path):
+    wire = PlayedWire([block(transaction(100))], endless=True)
+    receiver = reader(wire, tmp_path / "spill")
+    assert receiver.take(DEADLINE_S) is not None
+    stopping = threading.Thread(target=receiver.stop, daemon=True)
     stopping.start()
     stopping.join(DEADLINE_S)
     assert not stopping.is_alive()
-    assert wire.sent[-1] == b"goodbye"
-    assert wire.sent[-2][9:17] == (8).to_bytes(8, "big")
+    assert wire.told == (100, 0, False)
+    assert wire.said_goodbye
 
 
-def test_reading_on_ends_where_a_run_that_is_waited_for_is_due(endless: tuple[EndlessWire, Receiver]) -> None:
-    wire, receiver = endless
+def test_what_is_sent_anew_takes_the_place_of_what_was_open(tmp_path: Path):
+    """Transaction 7 comes again and commits, 8 is never heard of again."""
+    folder = tmp_path / "spill"
+    wire = PlayedWire(
+        [
+            block([stream_start(7), b"Iaaaa", b"E", stream_start(8), b"Ibbbb", b"E", *transaction(100)]),
+            block([stream_start(7), b"Icccc", b"Idddd", b"E"], anew=True),
+            block([stream_start(7), b"Ieeee", b"E", stream_commit(7, 200)]),
+        ]
+    )
+    receiver = reader(wire, folder)
+    found = []
+    while not found or not isinstance(found[-1], Spilled):
+        item = receiver.take(DEADLINE_S)
+        assert item is not None
+        found.append(item)
+    kinds = [type(item) for item in found if isinstance(item, Run | StreamedAbort | Spilled)]
+    assert kinds == [Run, StreamedAbort, StreamedAbort, Spilled]
+    spilled = found[-1]
+    assert isinstance(spilled, Spilled)
+    assert [message for run in spilled.file.runs() for message in run] == [b"Icccc", b"Idddd", b"Ieeee"]
+    assert len(list(folder.glob("*.messages"))) == 1, "what was open still lies there"
+    receiver.stop()
+
+
+def test_reading_on_ends_where_a_run_that_is_waited_for_is_due(tmp_path: Path):
+    wire = PlayedWire([block(transaction(100))], endless=True)
+    receiver = reader(wire, tmp_path / "spill")
     began = time.monotonic()
     runs = 0
     while runs < 20:

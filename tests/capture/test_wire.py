@@ -17,8 +17,10 @@ import pytest
 from millstream.capture import wire as wires
 from millstream.capture._drain import drain
 from millstream.capture.connection import connect_replication
+from millstream.capture.frames import KEEPALIVE
 from millstream.capture.wire import LibpqWire, SocketWire, Wire, start_replication
 from millstream.errors import SlotActive, SlotLost, SourceUnreachable
+from millstream.model.positions import Lsn
 from millstream.testing.pytest_plugin import Database
 
 DEADLINE_S = 30.0
@@ -29,7 +31,7 @@ COMMAND = "START_REPLICATION SLOT {slot} LOGICAL 0/0 (proto_version '2', publica
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type:
     """The way of reading; libpq's is what a process without numba takes."""
     if request.param is LibpqWire:
-        monkeypatch.setattr(wires, "_has_machine_code", lambda: False)
+        monkeypatch.setattr(wires, "has_machine_code", lambda: False)
     return request.param
 
 
@@ -46,7 +48,7 @@ def read_until(wire: Wire, done: Callable[[list[bytes]], bool], *, gather_s: flo
         block = wire.read(gather_s)
         if block is not None:
             assert [message[0] for message in block.messages] == block.kinds.tolist()
-            found += [message for message in block.messages if message[0] != wires.KEEPALIVE]
+            found += [message for message in block.messages if message[0] != KEEPALIVE]
     return found
 
 
@@ -74,7 +76,7 @@ def test_messages_are_those_of_libpq_whatever_their_size(source: Database, gathe
         assert isinstance(direct, SocketWire)
         found = read_until(direct, lambda messages: commits(messages) == 3, gather_s=gather_s)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wires, "_has_machine_code", lambda: False)
+        patch.setattr(wires, "has_machine_code", lambda: False)
         with closing(start(source, "s2")) as through_libpq:
             assert isinstance(through_libpq, LibpqWire)
             assert read_until(through_libpq, lambda messages: commits(messages) == 3, gather_s=gather_s) == found
@@ -105,7 +107,7 @@ def test_what_is_sent_reaches_the_server_and_a_goodbye_frees_the_slot(source: Da
         connection.execute("INSERT INTO t VALUES (1, 'a')")
         found = read_until(wire, lambda messages: commits(messages) == 1)
         end = int.from_bytes(found[-1][10:18], "big")
-        wire.send(b"r" + end.to_bytes(8, "big") * 3 + bytes(9))
+        wire.tell(Lsn(end), Lsn(end), ask=False)
         wire.say_goodbye()
         wire.close()
         _wait_until_free(connection)

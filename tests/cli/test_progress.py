@@ -13,6 +13,8 @@ def lake(**progress: Any) -> str:
 
 def test_the_line_never_sets_two_counts_of_different_things_side_by_side() -> None:
     """It said "124,838 records durable → lake: 124,848 landed", since the lake counted what an earlier run had left, too."""
+    behind = {"records": 1, "source_end": 9, "durable": 9, "mode": "catching up"}
+    assert describe("capture", {"stream": "shop", "progress": behind}).endswith("0 B behind, catching up in chunks")
     captured = describe("capture", {"stream": "shop", "progress": {"records": 124_838, "source_end": 9, "durable": 9}})
     assert captured == "shop: 124,838 records captured, 0 B behind"
     of_run = {"rows": 124_848, "rows_per_s": 0.0, "lag_s": 0.4}

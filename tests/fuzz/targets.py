@@ -50,7 +50,7 @@ from millstream.codec.pgoutput import (
     parse_message,
     table_schema,
 )
-from millstream.codec.pgoutput._framing import split_copy_data
+from millstream.codec.pgoutput._framing import split_copy_data, split_copy_rows
 from millstream.codec.pgoutput.messages import UNCHANGED, Relation
 from millstream.errors import (
     CorruptFrame,
@@ -370,7 +370,12 @@ def _decode_streamed(data: bytes) -> None:
 
 def _wire_seeds() -> list[bytes]:
     payloads = [b"w" + bytes(24) + message for message in _messages()] + [b"k" + bytes(17)]
-    return [b"".join(b"d" + struct.pack(">I", len(p) + 4) + p for p in payloads), _copy_wire(_COPY_TEXT.encode())]
+    rows = [b"\0\1" + struct.pack(">I", len(message)) + message for message in _messages()]
+    chunk = [b"PGCOPY\n\xff\r\n\0" + bytes(8) + rows[0], *rows[1:], b"\xff\xff"]
+    return [
+        *(b"".join(b"d" + struct.pack(">I", len(p) + 4) + p for p in some) for some in (payloads, chunk)),
+        _copy_wire(_COPY_TEXT.encode()),
+    ]
 
 
 def _copy_wire(text: bytes) -> bytes:
@@ -384,10 +389,11 @@ def _decode_wire(data: bytes) -> None:
     buffer = np.frombuffer(data, np.uint8)
     room = len(data) // 5 + 1
     starts, ends, kinds = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.uint8)
-    found, at, _ = split_copy_data(buffer, 0, len(data), starts, ends, kinds)
-    assert 0 <= at <= len(data)
-    for start, end in zip(starts[:found].tolist(), ends[:found].tolist(), strict=True):
-        assert 0 <= start < end <= len(data)
+    for split in (split_copy_data, split_copy_rows):
+        found, at, _ = split(buffer, 0, len(data), starts, ends, kinds)
+        assert 0 <= at <= len(data)
+        for start, end in zip(starts[:found].tolist(), ends[:found].tolist(), strict=True):
+            assert 0 <= start < end <= len(data)
     for size in (0, 40, len(data)):
         text = np.empty(size, np.uint8)
         at, _, to, rows = _copy_scan.take_rows(np.frombuffer(bytearray(data), np.uint8), len(data), text, 0)

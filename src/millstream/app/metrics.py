@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -47,6 +48,7 @@ class _Status(Collector):
             "The oldest number that the log still has.",
             lambda s: s["log"]["first_seq"],
         )
+        yield from _sources(streams)
         yield from _held(streams)
         yield from _retention(streams)
         yield _tables(streams)
@@ -61,6 +63,29 @@ def _lags(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
                 if lag.get(unit) is not None:
                     family.add_metric([stream["name"], stage], float(lag[unit]))
         yield family
+
+
+def _sources(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
+    """Of streams that are captured now."""
+    for name, text, key in (
+        ("millstream_slot_held_bytes", "WAL that the slot keeps at the source.", "slot_holds_bytes"),
+        (
+            "millstream_slot_spilled_bytes",
+            "What decoding has put on the source's disk for want of memory.",
+            "spilled_bytes",
+        ),
+    ):
+        yield _gauge(streams, name, text, partial(_of_source, key))
+    yield _gauge(
+        streams,
+        "millstream_catching_up",
+        "1 while a backlog is read in chunks, 0 while the stream is read.",
+        lambda s: None if s["source"]["mode"] is None else s["source"]["mode"] == "catching up",
+    )
+
+
+def _of_source(key: str, stream: dict[str, Any]) -> Any:
+    return stream["source"][key]
 
 
 def _replays(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:

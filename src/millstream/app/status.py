@@ -112,6 +112,9 @@ def _stream(
             "timeline": sources[-1].timeline if sources else None,
             "slot_dropped": bool(catalog.fact(f"capture/{stream}", "slot_dropped")),
             "configured": _has_source(home, name),
+            "mode": captured.get("mode"),
+            "slot_holds_bytes": captured.get("slot_holds_bytes"),
+            "spilled_bytes": captured.get("source_spilled_bytes"),
         },
         "tokens": {
             "durable": None if durable is None else str(StreamToken.scalar(stream, durable)),

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 def capture_config(home: Home, name: str, stream: StreamConfig, *, first_shard: ShardId = FIRST_SHARD) -> CaptureConfig:
     """What capture of a stream is told; `first_shard` is the writer's. `ConfigError` of a stream that has no source."""
     from millstream.capture import CaptureConfig
+    from millstream.protocol.catching_up import CatchUp
 
     source = stream.source
     if source is None:
@@ -53,6 +54,7 @@ def capture_config(home: Home, name: str, stream: StreamConfig, *, first_shard: 
         copy_rate=copy_rate(home, name, source.copy_rate),
         buffer_bytes_max=size_bytes(source.memory),
         heartbeat_s=duration_s(source.heartbeat_interval),
+        catch_up=CatchUp(source.catch_up),
     )
 
 

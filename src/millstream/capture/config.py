@@ -10,6 +10,7 @@ from millstream.errors import MillstreamError
 from millstream.model.ids import ShardId
 from millstream.model.operations import FIRST_SHARD
 from millstream.model.positions import Lsn
+from millstream.protocol.catching_up import CHUNK_CHANGES, CHUNK_WAL_BYTES, START_BYTES, CatchUp, Mode
 
 
 def one_shard(table: str) -> ShardId:
@@ -46,6 +47,10 @@ class CaptureConfig:
         heartbeat_s: how often an idle source gets a heartbeat message.
         look_s: how often the source's catalogs and the states of tables are looked at.
         status_s: how often the source hears how far the log is, at least.
+        catch_up: whether a large backlog may be read in chunks.
+        catch_up_bytes: how much WAL makes a backlog large.
+        catch_up_changes: changes of a chunk of it, about.
+        catch_up_chunk_bytes: WAL of a chunk of it, about.
     """
 
     stream: str
@@ -62,6 +67,10 @@ class CaptureConfig:
     heartbeat_s: float = 10.0
     look_s: float = 3.0
     status_s: float = 10.0
+    catch_up: CatchUp = CatchUp.AUTO
+    catch_up_bytes: int = START_BYTES
+    catch_up_changes: int = CHUNK_CHANGES
+    catch_up_chunk_bytes: int = CHUNK_WAL_BYTES
 
     @property
     def publication_inserts(self) -> str:
@@ -84,6 +93,12 @@ class CaptureProgress:
     copies: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """By table being copied: `state` (`waiting`, `preparing`, `reading`, `paused`), `rows`, `rows_estimate`, `bytes`, `rows_per_s`,
     `bytes_per_s`, `eta_s`, `ranges`, `ranges_done`; None for what isn't known."""
+    mode: Mode = Mode.STREAMING
+    """How the source is read."""
+    slot_holds_bytes: int | None = None
+    """WAL that the slot keeps at the source, when it was last asked."""
+    source_spilled_bytes: int | None = None
+    """What decoding for the slot has put on the source's disk, for want of memory, since its statistics began."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,6 +184,8 @@ def _of_sqlstate(state: str | None, text: str, *, lost: bool) -> MillstreamError
         return SlotLost(f"the slot's WAL is gone: {text}", hint=RECOPY_HINT)
     if state == "42704" and "replication slot" in lower:
         return SlotLost(f"the slot is gone: {text}", hint=RECOPY_HINT)
+    if state == "53400" and "temporary file" in lower:
+        return SourceError(text, hint="Raise temp_file_limit at the source.", sqlstate=state)
     if state in _BY_SQLSTATE:
         kind, hint = _BY_SQLSTATE[state]
         return kind(text, hint=hint, sqlstate=state)

@@ -1,4 +1,4 @@
-"""The reader of the replication connection: one thread that takes messages as they come and says how far the log is.
+"""The reader of what the source sends: one thread that takes messages as they come and says how far the log is.
 
 It looks at each message's kind, no more, and that in whole blocks: whole transactions are handed on in runs, blocks of
 large streamed transactions go to spill files. It owns the connection, so all that is sent to the source goes through it
@@ -22,15 +22,14 @@ import numpy as np
 import numpy.typing as npt
 
 from millstream.capture._turns import ask_for_short_turns
+from millstream.capture.frames import KEEPALIVE, Block
 from millstream.capture.spill import SpillFile, SpillFolder
-from millstream.capture.wire import KEEPALIVE, Block, Wire
+from millstream.capture.wire import POSTGRES_EPOCH_US, Wire
 from millstream.codec.pgoutput import MessageRun, Relation, StreamCommit, Type, parse_message
 from millstream.errors import ProtocolViolation
 from millstream.model.positions import Lsn
 
 RUN_BYTES_MAX: Final = 8 << 20
-_POSTGRES_EPOCH_US: Final = 946_684_800_000_000
-_STATUS: Final = struct.Struct(">cQQQqB")
 _COMMIT: Final = struct.Struct(">BQQq")
 _PAIR: Final = struct.Struct(">II")
 
@@ -77,7 +76,7 @@ class StreamedRelation:
 
 @dataclass(frozen=True, slots=True)
 class StreamedAbort:
-    """The streamed transaction `xid`, or a subtransaction of it, rolled back."""
+    """The streamed transaction `xid`, or a subtransaction of it, rolled back, or is sent again from its beginning."""
 
     xid: int
 
@@ -108,10 +107,10 @@ class _Streamed:
 
 
 class Receiver:
-    """Reads one replication connection until it's stopped or broken.
+    """Reads one connection until it's stopped or broken.
 
     Args:
-        wire: a replication connection on which START_REPLICATION was answered; owned from here on.
+        wire: the connection: a replication stream, or chunks of a backlog; owned from here on.
         spill: where large transactions go.
         confirmed: the position that the source may be told at once.
         buffer_bytes_max: undecoded bytes in memory beyond which the source has to wait.
@@ -321,6 +320,8 @@ class Receiver:
     # --- messages -----------------------------------------------------------------------------------------------
 
     def _on_block(self, block: Block) -> None:
+        if block.begins_anew:
+            self._forget_streamed()
         marks = _MARKS[block.kinds]
         at = 0
         while at < len(block):
@@ -438,6 +439,13 @@ class Receiver:
         else:
             raise ProtocolViolation(f"a message {chr(kind)!r} came outside of a streamed block")
 
+    def _forget_streamed(self) -> None:
+        """Let go of streamed transactions that are open: they come again from their beginning, where they go on at all."""
+        for xid, streamed in self._streamed.items():
+            streamed.file.remove()
+            self._put(StreamedAbort(xid))
+        self._streamed.clear()
+
     def _begin_own(self) -> None:
         """Move the transaction that is being received from memory to a file."""
         self._hand_over()
@@ -456,7 +464,7 @@ class Receiver:
         assert self._own is not None
         flags, lsn, end, time_us = _COMMIT.unpack_from(message, 1)
         self._own.flush()
-        commit = StreamCommit(self._own_xid, flags, Lsn(lsn), Lsn(end), time_us + _POSTGRES_EPOCH_US)
+        commit = StreamCommit(self._own_xid, flags, Lsn(lsn), Lsn(end), time_us + POSTGRES_EPOCH_US)
         self._put(Spilled(commit, self._own, frozenset(), streamed=False))
         self._received = max(self._received, Lsn(end))
         self._own = None
@@ -505,10 +513,8 @@ class Receiver:
 
     def _send_status(self) -> None:
         confirmed = self._confirmed
-        written = max(self._received, confirmed)
-        now_us = time.time_ns() // 1000 - _POSTGRES_EPOCH_US
         ask, self._ask = self._ask, False
-        self._wire.send(_STATUS.pack(b"r", written, confirmed, confirmed, now_us, int(ask)))
+        self._wire.tell(self._received, confirmed, ask=ask)
         self._told, self._told_at = confirmed, time.monotonic()
 
     def _wake(self) -> None:

@@ -1,7 +1,8 @@
 """Capture of one stream: connects, compares slot and log, streams, copies tables, and begins again when a connection breaks.
 
 A *session* is what lies between two connections: it starts at X, the position up to which the log (or, where only
-keepalives moved it, the catalog) has everything, and drops whatever ends at or below it.
+keepalives moved it, the catalog) has everything, and drops whatever ends at or below it. A session reads the stream or, where the
+backlog is large, chunks (`capture.chunks`); to change from one to the other is to begin another session.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import structlog
 from psycopg import sql
 
 from millstream.capture.applier import Applier
+from millstream.capture.chunks import ChunkWire, open_chunks
 from millstream.capture.config import CaptureConfig, CaptureOutcome, CaptureProgress
 from millstream.capture.connection import connect, connect_replication, take_bytes_as_they_are
 from millstream.capture.copying import UNFINISHED, TableCopies
@@ -30,11 +32,22 @@ from millstream.capture.watcher import Tables, Watcher
 from millstream.capture.wire import Wire, start_replication
 from millstream.catalog import Catalog, TableState
 from millstream.codec.pgoutput import warm
-from millstream.errors import DiskFull, MillstreamError, NoTablesMatch, Retry, SlotActive, SourceReplaced
+from millstream.errors import (
+    DiskFull,
+    MillstreamError,
+    NoTablesMatch,
+    ProtocolViolation,
+    Retry,
+    SlotActive,
+    SourceError,
+    SourceReplaced,
+    SourceUnreachable,
+)
 from millstream.model.ids import SourceId, StreamId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Lsn, format_lsn
 from millstream.ports import Clock, LogAppender
+from millstream.protocol.catching_up import Chunk, Mode, ModeChoice
 
 logger = structlog.get_logger("millstream.capture")
 
@@ -88,6 +101,8 @@ class _Session:
     watcher: Watcher
     tables: Tables
     copies: CopiesAndRepairs
+    chunks: ChunkWire | None
+    """What the receiver reads, where that are chunks."""
 
 
 class _Capture:
@@ -114,6 +129,13 @@ class _Capture:
         self._target: Lsn | None = None
         self._records = 0
         self._connected = False
+        self._reads_chunks = False
+        self._choice = ModeChoice(
+            config.catch_up,
+            start_bytes=config.catch_up_bytes,
+            chunk_changes=config.catch_up_changes,
+            chunk_wal_bytes=config.catch_up_chunk_bytes,
+        )
 
     # --- sessions ----------------------------------------------------------------------------------------------
 
@@ -123,15 +145,20 @@ class _Capture:
         attempt = 0
         failing_since: float | None = None
         while True:
-            self._connected = False
+            self._connected = self._reads_chunks = False
             began = time.monotonic()
             try:
                 self._spill.clear()
                 outcome = self._run_session()
                 if outcome is not None:
                     return outcome
-                logger.info("capture begins again: there is another publication to stream")
             except MillstreamError as error:
+                if self._is_refusal(error):
+                    self._choice.give_up(error.message)
+                    logger.warning("no chunks any more: the stream is read", code=error.code, error=error.message)
+                    continue
+                if self._reads_chunks and self._connected and isinstance(error, SourceUnreachable):
+                    self._choice.broke()
                 # On a full disk a session connects, and ends with the first record: that is no progress.
                 if self._connected and not (isinstance(error, DiskFull) and time.monotonic() - began < _BACKOFF_MAX_S):
                     attempt, failing_since = 0, None
@@ -147,6 +174,13 @@ class _Capture:
                 self._wait(wait_s)
                 if self._stop.is_set():
                     return CaptureOutcome(Lsn(0), caught_up=False, tables=(), slot=self._config.slot, error=error)
+
+    def _is_refusal(self, error: MillstreamError) -> bool:
+        """Whether the source refuses to give chunks: any error of its own may be one, even if the stream meets it too."""
+        if not self._reads_chunks or self._stop.is_set():
+            return False
+        refused = isinstance(error, SourceError | ProtocolViolation)
+        return refused and not isinstance(error, SlotActive | SourceUnreachable)
 
     def _worth_another_try(self, error: MillstreamError, failing_s: float) -> bool:
         if isinstance(error, DiskFull):
@@ -192,7 +226,11 @@ class _Capture:
                 reached = self._catalog.move_reached(source, slot.confirmed)
             if self._until_caught_up and self._target is None:
                 self._target = insert_lsn(control)
-            wire = self._start_streaming(replication, reached, tables)
+            mode = self._choice.begin(reached=reached, source_end=insert_lsn(control), now=time.monotonic())
+            chunks = None
+            if mode is Mode.CATCHING_UP:
+                chunks = self._open_chunks(reached, reached if slot is None else slot.confirmed, tables)
+            wire: Wire = chunks or self._start_streaming(replication, reached, tables)
             timeout_ms = setting_ms(control, "wal_sender_timeout")
             status_s = config.status_s if timeout_ms == 0 else min(config.status_s, timeout_ms / 4000)
             receiver = Receiver(
@@ -208,8 +246,8 @@ class _Capture:
             watcher = Watcher(config, tables, directory, passed=lambda: applier.passed, on_look=copies.see)
             copies.see(directory.refresh())  # before the first change: a copy that was begun hears of every one
             self._connected = self._ever = True
-            logger.info("streaming", slot=config.slot, source=source, after=format_lsn(reached))
-            return self._stream_until_done(_Session(applier, receiver, watcher, tables, copies), control)
+            logger.info(str(self._choice.mode), slot=config.slot, source=source, after=format_lsn(reached))
+            return self._stream_until_done(_Session(applier, receiver, watcher, tables, copies, chunks), control)
 
     def _stream_until_done(self, session: _Session, control: Connection) -> CaptureOutcome | None:
         applier, receiver = session.applier, session.receiver
@@ -219,14 +257,17 @@ class _Capture:
         session.copies.start()
         told_at = asked_at = 0.0
         failed = True
-        renew = False
+        again = ""
         try:
             while not self._stop.is_set():
                 applier.step(0.2)
                 now = time.monotonic()
                 renew_at = session.tables.renew_at
-                renew = renew_at is not None and applier.passed >= renew_at and applier.idle
-                if renew:
+                if renew_at is not None and applier.passed >= renew_at and applier.idle:
+                    again = "there is another publication to stream"
+                    break
+                if self._changes_mode(session, now):
+                    again = self._choice.reason
                     break
                 if now - told_at >= 1.0:
                     told_at = now
@@ -254,7 +295,18 @@ class _Capture:
             receiver.stop(final=final)
             assert applier.durable >= begun
         outcome = self._outcome(session, control)
-        return None if renew and not self._stop.is_set() else outcome
+        if not again or self._stop.is_set():
+            return outcome
+        logger.info("capture begins again", why=again, after=format_lsn(outcome.reached))
+        return None
+
+    def _changes_mode(self, session: _Session, now: float) -> bool:
+        """Whether to end the session for one that reads otherwise."""
+        applier, chunks = session.applier, session.chunks
+        if chunks is not None:
+            return chunks.ended and applier.passed >= chunks.end and applier.idle
+        source_end = session.watcher.source_end
+        return self._choice.while_streaming(passed=applier.passed, source_end=source_end, now=now)
 
     def _hurry(self, session: _Session) -> None:
         """Have the source say how far it has sent, and write WAL that makes it flush what it holds."""
@@ -305,11 +357,42 @@ class _Capture:
             )
         return reached
 
+    def _open_chunks(self, reached: Lsn, confirmed: Lsn, tables: Tables) -> ChunkWire | None:
+        """Begin to read chunks; None where the source refuses, which is then not asked again."""
+        config, choice = self._config, self._choice
+
+        def go_on(chunk: Chunk) -> bool:
+            goes_on = choice.after_chunk(chunk, time.monotonic())
+            logger.debug("chunk read", end=format_lsn(chunk.end), messages=chunk.messages, goes_on=goes_on)
+            return goes_on
+
+        self._reads_chunks = True
+        try:
+            return open_chunks(
+                config.dsn,
+                slot=config.slot,
+                options=_pgoutput_options(tables),
+                reached=reached,
+                confirmed=confirmed,
+                changes_max=config.catch_up_changes,
+                wal_bytes_max=config.catch_up_chunk_bytes,
+                go_on=go_on,
+            )
+        except SourceError as error:
+            if not self._is_refusal(error):
+                raise
+            choice.give_up(error.message)
+            logger.warning("the backlog isn't read in chunks", code=error.code, error=error.message)
+            self._reads_chunks = False
+            return None
+
     def _start_streaming(self, replication: Connection, reached: Lsn, tables: Tables) -> Wire:
-        names = ",".join('"' + name.replace('"', '""') + '"' for name in tables.coverage.publications)
-        command = sql.SQL(
-            "START_REPLICATION SLOT {} LOGICAL {} (proto_version '2', publication_names {}, streaming 'on', messages 'true')"
-        ).format(sql.Identifier(self._config.slot), sql.SQL(format_lsn(reached)), sql.Literal(names))
+        options = sql.SQL(", ").join(
+            sql.SQL(f"{name} ") + sql.Literal(value) for name, value in _pgoutput_options(tables).items()
+        )
+        command = sql.SQL("START_REPLICATION SLOT {} LOGICAL {} ({})").format(
+            sql.Identifier(self._config.slot), sql.SQL(format_lsn(reached)), options
+        )
         encoded = command.as_bytes(replication)
         take_bytes_as_they_are(replication)
         return start_replication(replication, encoded)
@@ -323,9 +406,16 @@ class _Capture:
             CaptureProgress(
                 received=session.receiver.received,
                 durable=session.applier.durable,
-                source_end=max(session.receiver.source_end, session.receiver.received),
+                source_end=max(
+                    session.receiver.source_end,
+                    session.receiver.received,
+                    Lsn(0) if session.chunks is None else session.chunks.source_end,
+                ),
                 records=self._records + session.applier.records,
                 copies=session.copies.progress(),
+                mode=self._choice.mode,
+                slot_holds_bytes=session.watcher.slot_holds_bytes,
+                source_spilled_bytes=session.watcher.spilled_bytes,
             )
         )
 
@@ -360,3 +450,9 @@ class _Capture:
             slot=self._config.slot,
             slot_holds_bytes=held,
         )
+
+
+def _pgoutput_options(tables: Tables) -> dict[str, str]:
+    """What pgoutput is asked for, however it is read: both ways give the same messages."""
+    names = ",".join('"' + name.replace('"', '""') + '"' for name in tables.coverage.publications)
+    return {"proto_version": "2", "publication_names": names, "streaming": "on", "messages": "true"}

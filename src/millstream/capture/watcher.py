@@ -3,7 +3,7 @@
 Every few seconds: tables that appeared join the publications and the catalog, tables that left are noticed, identities
 that came or went change a table's state, columns, keys and partitions that changed have a table copied again. Every second: states that commands wrote (`tables retry`, `tables copy`) are
 taken in. On an idle source a logical message moves the WAL on, so that a busy neighbour database can't make the slot
-hold its WAL. What fails here is tried again at the next look; nothing here stops the stream.
+hold its WAL; what the slot holds all the same is looked at too. What fails here is tried again at the next look; nothing here stops the stream.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from millstream.capture.connection import connect, translated
 from millstream.capture.directory import NO_IDENTITY, CatalogDirectory
 from millstream.capture.layouts import KnownLayouts
 from millstream.capture.publication import Coverage, Restriction, covered_tables, restrictions, sync_publications
+from millstream.capture.slot import read_slot
 from millstream.capture.source import Connection, SourceTable, insert_lsn, list_tables, on_standby
 from millstream.catalog import Catalog, TableRow, TableState
 from millstream.codec.pgoutput import HEARTBEAT_PREFIX
@@ -177,6 +178,13 @@ class Watcher:
         self._last_end = Lsn(0)
         self._last_beat = time.monotonic()
         self._can_beat = True
+        self._wal_status = ""
+        self.source_end = Lsn(0)
+        """The end of the source's WAL, at the last look."""
+        self.slot_holds_bytes: int | None = None
+        """WAL that the slot keeps at the source, at the last look."""
+        self.spilled_bytes: int | None = None
+        """What decoding for the slot has put on the source's disk since its statistics began."""
         self._thread = threading.Thread(target=self._main, name="millstream-watcher", daemon=True)
 
     def start(self) -> None:
@@ -210,6 +218,7 @@ class Watcher:
             if time.monotonic() - looked_at >= self._config.look_s or self._directory.look_wanted.is_set():
                 self._directory.look_wanted.clear()
                 try:
+                    self._look_at_slot(connection)
                     self._tables.look(connection, self._passed())
                 except MillstreamError as error:
                     logger.warning("the source's tables couldn't be looked at", code=error.code, error=error.message)
@@ -221,6 +230,20 @@ class Watcher:
                 self._beat_where_idle(connection, asked=asked)
             asked = self._beat.wait(min(_STATES_EVERY_S, self._config.look_s))
             self._beat.clear()
+
+    def _look_at_slot(self, connection: Connection) -> None:
+        self.source_end = insert_lsn(connection)
+        slot = read_slot(connection, self._config.slot)
+        self.slot_holds_bytes = None if slot is None else slot.held_bytes
+        status = "" if slot is None else slot.wal_status
+        if status != self._wal_status and status in {"unreserved", "lost"}:
+            logger.warning("the source is about to drop WAL that the slot needs", slot=self._config.slot, status=status)
+        self._wal_status = status
+        with translated():
+            row = connection.execute(
+                "SELECT spill_bytes FROM pg_stat_replication_slots WHERE slot_name = %s", [self._config.slot]
+            ).fetchone()
+        self.spilled_bytes = None if row is None else int(row[0])
 
     def _beat_where_idle(self, connection: Connection, *, asked: bool) -> None:
         if not asked and time.monotonic() - self._last_beat < self._config.heartbeat_s:

@@ -1,69 +1,44 @@
 """The replication connection's bytes, in blocks of whole messages.
 
 libpq hands messages out one by one, and each then costs several times what decoding it does (2.4 µs against 0.3). So where
-the connection isn't encrypted, its socket is read directly from the answer to START_REPLICATION on: what has come is read and
-split by machine code, and no Python runs for a message. libpq never sees a byte of it; it was asked nothing else and knows of no
+the connection isn't encrypted, its socket is read directly from the answer to START_REPLICATION on: what has come is split
+by machine code, and no Python runs for a message. libpq never sees a byte of it; it was asked nothing else and knows of no
 answer. Encrypted connections, whose bytes only libpq can read, and processes without numba go through libpq.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import struct
 import time
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import psycopg
 from psycopg import pq
 
-from millstream.capture.connection import translate, translate_fields, translate_result
+from millstream.capture.connection import translate, translate_result
+from millstream.capture.frames import KEEPALIVE, NAP_US, Block, Connection, Frames, pass_over
 from millstream.codec.pgoutput import MessageRun
 from millstream.errors import MillstreamError, ProtocolViolation, SourceUnreachable
+from millstream.model.positions import Lsn
 
 HEADER_BYTES: Final = 25
 """Of XLogData, before each message: 'w', its LSN, the server's end of WAL, the server's clock."""
-KEEPALIVE: Final = ord("k")
-"""The kind of a keepalive in a block; pgoutput has no message of that kind."""
+POSTGRES_EPOCH_US: Final = 946_684_800_000_000
 
-_BUFFER_BYTES: Final = 1 << 20
-_READ_BYTES: Final = 256 << 10
-_READ_SMALL_BYTES: Final = 16 << 10
+_STATUS: Final = struct.Struct(">cQQQqB")
 _MESSAGES_FEW: Final = 100
-_NAP_US: Final = 200
-"""After a small read: some seventy rows come in that time. A Unix socket holds some three hundred, which take the source 0.8 ms."""
-_ROOM_MIN: Final = 16 << 10
 _SMALLEST_FRAME: Final = 1 + 4 + 18
-_SEND_S: Final = 30.0
 _ANSWER_S: Final = 60.0
 _GOODBYE_S: Final = 2.0
 
-Bytes8 = npt.NDArray[np.uint8]
-Connection = psycopg.Connection[tuple[Any, ...]]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Block:
-    """Whole messages, in order; `kinds` has the first byte of each, `k` for a keepalive."""
-
-    messages: MessageRun
-    kinds: Bytes8
-
-    def __len__(self) -> int:
-        return len(self.kinds)
-
-    def between(self, first: int, end: int) -> MessageRun:
-        """Messages `[first, end)`."""
-        run = self.messages
-        return MessageRun(run.buffer, run.starts[first:end], run.ends[first:end])
-
 
 class Wire(Protocol):
-    """A connection in COPY BOTH. For one thread."""
+    """A connection that sends pgoutput's messages and hears how far the log is. For one thread."""
 
     def fileno(self) -> int:
         """What to poll for bytes to read."""
@@ -78,11 +53,15 @@ class Wire(Protocol):
             MillstreamError: the server ended the stream, the connection broke, or bytes make no sense.
         """
 
-    def send(self, message: bytes) -> None:
-        """Send one message; `SourceUnreachable` where that can't be done."""
+    def tell(self, received: Lsn, confirmed: Lsn, *, ask: bool) -> None:
+        """Tell the source what was received, and what is durable; `ask` for an answer that says where it stands.
+
+        Raises:
+            SourceUnreachable: that can't be done.
+        """
 
     def say_goodbye(self) -> None:
-        """End COPY from this side and wait a moment for the server to take it in."""
+        """End it from this side and wait a moment for the server to take it in, with what it was told last."""
 
     def close(self) -> None:
         """Close the connection."""
@@ -96,7 +75,7 @@ def start_replication(connection: Connection, command: bytes) -> Wire:
     """
     pgconn = connection.pgconn
     try:
-        is_plain = not (pgconn.ssl_in_use or pgconn.used_gssapi) and _has_machine_code()
+        is_plain = not (pgconn.ssl_in_use or pgconn.used_gssapi) and has_machine_code()
         pgconn.send_query(command)
         if is_plain and _takes_over(pgconn.socket):
             return SocketWire(connection)
@@ -110,7 +89,7 @@ def start_replication(connection: Connection, command: bytes) -> Wire:
     return LibpqWire(connection)
 
 
-def _has_machine_code() -> bool:
+def has_machine_code() -> bool:
     """Whether there is any; it is ready then."""
     try:
         from millstream.capture._drain import compile_drain
@@ -122,7 +101,7 @@ def _has_machine_code() -> bool:
 
 def _takes_over(descriptor: int) -> bool:
     """Wait for the answer; take it off the socket where it opens the stream, leave it to libpq where it doesn't."""
-    with socket.socket(fileno=_duplicate(descriptor)) as peer:
+    with socket.socket(fileno=os.dup(descriptor)) as peer:
         poll = select.poll()
         poll.register(peer, select.POLLIN)
         deadline = time.monotonic() + _ANSWER_S
@@ -151,147 +130,57 @@ def _takes_over(descriptor: int) -> bool:
     return False
 
 
-def _duplicate(descriptor: int) -> int:
-    import os
-
-    return os.dup(descriptor)
-
-
 class SocketWire:
     """Reads the socket itself; see the module."""
 
     def __init__(self, connection: Connection) -> None:
-        from millstream.capture import _drain
         from millstream.codec.pgoutput import _framing
 
-        self._drain = _drain.drain
-        self._split = _framing.split_copy_data
         self._connection = connection
-        self._socket = socket.socket(fileno=_duplicate(connection.pgconn.socket))
-        self._socket.setblocking(False)
-        self._filled = 0
-        """Bytes received into the buffer."""
-        self._split_upto = 0
-        """… and of them, those that were split into messages."""
-        self._memory, self._writable, self._view = _new_buffer(_BUFFER_BYTES)
+        self._frames = Frames(
+            connection, _framing.split_copy_data, frame_bytes_min=_SMALLEST_FRAME, on_other=_on_other_frame
+        )
 
     def fileno(self) -> int:
         """The socket."""
-        return self._socket.fileno()
+        return self._frames.fileno()
 
     def read(self, gather_s: float = 0.0) -> Block | None:
         """See `Wire`. Messages of a block lie where they were received; what comes later goes behind them."""
-        self._receive(int(gather_s * 1e6) // _NAP_US)
-        capacity = (self._filled - self._split_upto) // _SMALLEST_FRAME + 1
-        starts = np.empty(capacity, dtype=np.int64)
-        ends = np.empty(capacity, dtype=np.int64)
-        kinds = np.empty(capacity, dtype=np.uint8)
-        found, at, why = self._split(self._view, self._split_upto, self._filled, starts, ends, kinds)
-        self._split_upto = int(at)
-        if why:
-            self._on_other(int(at), malformed=why == 2)
-        if not found:
-            return None
-        return Block(MessageRun(self._view, starts[:found], ends[:found]), kinds[:found])
+        return self._frames.read(gather_s)
 
-    def send(self, message: bytes) -> None:
-        """As CopyData."""
-        self._send_raw(b"d" + struct.pack(">I", len(message) + 4) + message)
+    def tell(self, received: Lsn, confirmed: Lsn, *, ask: bool) -> None:
+        """See `Wire`: a standby status, as CopyData."""
+        message = standby_status(received, confirmed, ask=ask)
+        self._frames.send(b"d" + struct.pack(">I", len(message) + 4) + message)
 
     def say_goodbye(self) -> None:
         """CopyDone; then read until the server has said so too."""
         with contextlib.suppress(MillstreamError, OSError):
-            self._send_raw(b"c\0\0\0\4")
+            self._frames.send(b"c\0\0\0\4")
             deadline = time.monotonic() + _GOODBYE_S
             poll = select.poll()
-            poll.register(self._socket, select.POLLIN)
+            poll.register(self._frames.fileno(), select.POLLIN)
             while time.monotonic() < deadline:
                 if poll.poll(100):
                     self.read()
 
     def close(self) -> None:
         """Close it, and libpq's side."""
-        self._socket.close()
+        self._frames.close()
         self._connection.close()
 
-    def _receive(self, turns: int) -> None:
-        """Take what has come, up to a bound; with turns, what comes in so many naps too."""
-        if len(self._memory) - self._filled < self._room_needed():
-            self._renew(self._memory[self._split_upto : self._filled], self._size_needed())
-        limit = min(len(self._memory), self._filled + _READ_BYTES)
-        if turns:
-            descriptor, before = self._socket.fileno(), self._filled
-            filled = self._drain(descriptor, self._writable, before, limit, _READ_SMALL_BYTES, _NAP_US, turns)
-            self._filled = int(filled)
-            if filled > before:
-                return
-        try:
-            count = self._socket.recv_into(self._memory[self._filled : limit])
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError as error:
-            raise SourceUnreachable(f"the replication connection broke: {error}") from error
-        if not count:
-            raise SourceUnreachable("the replication connection was closed by the server")
-        self._filled += count
 
-    def _room_needed(self) -> int:
-        """Bytes that should be free before reading: for the rest of a message that has come in part."""
-        pending = self._filled - self._split_upto
-        if pending < 5:
-            return _ROOM_MIN
-        (length,) = struct.unpack_from(">I", self._memory, self._split_upto + 1)
-        return int(max(_ROOM_MIN, 1 + length - pending))
-
-    def _size_needed(self) -> int:
-        return max(_BUFFER_BYTES, self._filled - self._split_upto + self._room_needed())
-
-    def _renew(self, left: bytes | memoryview, size: int) -> None:
-        """Begin a new buffer, with what is left of the old one; blocks keep the old one for as long as they need it."""
-        self._memory, self._writable, self._view = _new_buffer(size)
-        self._memory[: len(left)] = left
-        self._filled, self._split_upto = len(left), 0
-
-    def _on_other(self, at: int, *, malformed: bool) -> None:
-        """A frame that isn't CopyData: notices are skipped, an error or the end is raised."""
-        if malformed:
-            raise ProtocolViolation("a replication message of an unknown kind or length came")
-        kind = chr(self._view[at])
-        (length,) = struct.unpack_from(">I", self._memory, at + 1)
-        if at + 1 + length > self._filled:
-            return  # the rest is still to come
-        body = bytes(self._memory[at + 5 : at + 1 + length])
-        if kind == "E":
-            fields = {part[:1]: part[1:].decode("utf-8", "replace") for part in body.split(b"\0") if part}
-            raise translate_fields(fields.get(b"C"), fields.get(b"M", "the server ended the stream"))
-        if kind in "cCZ":
-            raise SourceUnreachable("the server ended the stream")
-        if kind not in "NSA":
-            raise ProtocolViolation(f"a message {kind!r} came in the stream")
-        self._split_upto = at + 1 + length
-
-    def _send_raw(self, data: bytes) -> None:
-        deadline = time.monotonic() + _SEND_S
-        poll = select.poll()
-        poll.register(self._socket, select.POLLOUT)
-        left = memoryview(data)
-        while left:
-            try:
-                left = left[self._socket.send(left) :]
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise SourceUnreachable("the source takes nothing any more") from None
-                poll.poll(1000)
-            except OSError as error:
-                raise SourceUnreachable(f"the replication connection broke: {error}") from error
+def _on_other_frame(kind: str, body: bytes) -> None:
+    if kind in "cCZ":
+        raise SourceUnreachable("the server ended the stream")
+    pass_over(kind, body, what="the stream")
 
 
-def _new_buffer(size: int) -> tuple[memoryview, Bytes8, Bytes8]:
-    """Memory to receive into, the same for machine code, and what readers see of it."""
-    memory = memoryview(bytearray(size))
-    writable: Bytes8 = np.frombuffer(memory, dtype=np.uint8)
-    view: Bytes8 = np.frombuffer(memory.toreadonly(), dtype=np.uint8)
-    return memory, writable, view
+def standby_status(received: Lsn, confirmed: Lsn, *, ask: bool) -> bytes:
+    """The message by which the source learns what it may forget."""
+    now_us = time.time_ns() // 1000 - POSTGRES_EPOCH_US
+    return _STATUS.pack(b"r", max(received, confirmed), confirmed, confirmed, now_us, int(ask))
 
 
 class LibpqWire:
@@ -311,7 +200,7 @@ class LibpqWire:
     def read(self, gather_s: float = 0.0) -> Block | None:
         """See `Wire`. It naps once: it is slower than what fills a socket."""
         if gather_s > 0 and self._got_few:
-            time.sleep(min(gather_s, _NAP_US / 1e6))
+            time.sleep(min(gather_s, NAP_US / 1e6))
         found: list[bytes | memoryview] = []
         try:
             while len(found) < self._MESSAGES_MAX:
@@ -333,10 +222,10 @@ class LibpqWire:
         self._got_few = len(found) < _MESSAGES_FEW
         return _block(found) if found else None
 
-    def send(self, message: bytes) -> None:
-        """As CopyData."""
+    def tell(self, received: Lsn, confirmed: Lsn, *, ask: bool) -> None:
+        """See `Wire`: a standby status, as CopyData."""
         try:
-            self._pg.put_copy_data(message)
+            self._pg.put_copy_data(standby_status(received, confirmed, ask=ask))
             self._pg.flush()
         except psycopg.Error as error:
             raise translate(error) from error

@@ -82,7 +82,8 @@ def _print_stream(stream: dict[str, Any]) -> None:
             continue
         records = "-" if lag[stage]["records"] is None else f"{lag[stage]['records']:,}"
         size, age = human_bytes(lag[stage]["bytes"]), human_seconds(lag[stage]["seconds"])
-        click.echo(f"  {words}: {records} records, {size}, {age} behind")
+        more = _source_words(stream["source"]) if stage == "capture" else ""
+        click.echo(f"  {words}: {records} records, {size}, {age} behind{more}")
     if stream["replay"] is not None:
         click.echo(f"  replay: {_replay_words(stream['replay'])}")
     if lag["fold"]["seconds"] is not None:
@@ -98,6 +99,13 @@ def _print_stream(stream: dict[str, Any]) -> None:
         titles = ["  table", "state", "rows/s", "fold lag", "disk factor", "reason"]
         print_table(titles, [_table_row(t) for t in stream["tables"]], right=titles[2:5])
         _print_hints(stream["tables"])
+
+
+def _source_words(source: dict[str, Any]) -> str:
+    """How a source is read, and what that keeps there; nothing while it isn't."""
+    words = ", catching up in chunks" if source["mode"] == "catching up" else ""
+    holds = source["slot_holds_bytes"]
+    return words if holds is None else f"{words}, its slot holds {human_bytes(holds)}"
 
 
 def _replay_words(replay: dict[str, Any]) -> str:

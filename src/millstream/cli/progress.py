@@ -213,6 +213,8 @@ def describe(part: str, facts: dict[str, Any]) -> str:
     if part == "capture":
         behind = max(0, progress.get("source_end", 0) - progress.get("durable", 0))
         words = f"{name}: {progress.get('records', 0):,} records captured, {human_bytes(behind)} behind"
+        if progress.get("mode") == "catching up":
+            words += ", catching up in chunks"
         return words + "".join(_describe_copy(table, copy) for table, copy in (progress.get("copies") or {}).items())
     if not progress:
         return "→ lake: nothing landed yet"

@@ -78,6 +78,12 @@ class SourceConfig(_Section):
     heartbeat_interval: Duration = Field(
         default="10s", description="How often an idle source gets a heartbeat message, so that its slot moves on."
     )
+    catch_up: Literal["auto", "never", "always"] = Field(
+        default="auto",
+        description="Whether a large backlog is read in chunks instead of as a stream. `auto` does it from 64 MiB of WAL on, measures both ways and "
+        "keeps to the faster; `always` does it at each start, however small the backlog; `never` streams. Chunks need a free replication slot "
+        "at the source, and space for temporary files there: commonly up to 400 MiB.",
+    )
     memory: Size = Field(
         default="32MiB",
         description="Undecoded bytes held in memory; larger transactions spill to disk, and the source waits.",

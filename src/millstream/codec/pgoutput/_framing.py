@@ -1,4 +1,4 @@
-"""Machine code that finds messages in what a replication connection sent: CopyData frames, one after the other."""
+"""Machine code that finds messages in what a connection sent, CopyData frames one after the other: replication's, or a binary COPY's."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ _XLOG_DATA: Final = ord("w")
 _KEEPALIVE: Final = ord("k")
 _HEADER: Final = 25  # of XLogData: 'w', its LSN, the server's end of WAL, the server's clock
 _KEEPALIVE_BYTES: Final = 18
+_COPY_HEADER: Final = 19  # of a binary COPY, in front of its first row: signature, flags, length of an extension
+_COPY_SIGNATURE: Final = ord("P")  # which no row begins with: its number of columns does, as two bytes
 _LENGTH_MAX: Final = 1 << 30  # what PostgreSQL sends was put together in memory, of which it takes less (MaxAllocSize)
 
 
@@ -55,6 +57,50 @@ def split_copy_data(buffer: Array, begin: Any, end: int, starts: Array, ends: Ar
         else:
             return count, at, MALFORMED
         ends[count] = stop
+        count += 1
+        at = stop
+    return count, at, WHOLE
+
+
+@compiled
+def split_copy_rows(buffer: Array, begin: Any, end: int, starts: Array, ends: Array, kinds: Array) -> Any:
+    """Find the whole messages in `buffer[begin:end]`, each the one column of a row of a binary COPY.
+
+    Its header and its trailer are passed over. A message's kind is its first byte; one of kind `k` is as long as a keepalive.
+
+    Returns:
+        As `split_copy_data`.
+    """
+    at = begin
+    count = 0
+    while at + 5 <= end and count < len(starts):
+        if buffer[at] != _COPY_DATA:
+            return count, at, OTHER
+        length = np.int64(0)
+        for i in range(1, 5):
+            length = (length << 8) | np.int64(buffer[at + i])
+        stop = at + 1 + length
+        if length < 6 or length > _LENGTH_MAX:
+            return count, at, MALFORMED
+        if stop > end:
+            break
+        row = at + 5
+        if buffer[row] == _COPY_SIGNATURE:
+            row += _COPY_HEADER
+        if row + 2 == stop and buffer[row] == 255 and buffer[row + 1] == 255:
+            at = stop  # the trailer
+            continue
+        if row + 6 >= stop or buffer[row] != 0 or buffer[row + 1] != 1:
+            return count, at, MALFORMED
+        size = np.int64(0)
+        for i in range(2, 6):
+            size = (size << 8) | np.int64(buffer[row + i])
+        kind = buffer[row + 6]
+        if size != stop - row - 6 or (kind == _KEEPALIVE and size != _KEEPALIVE_BYTES):
+            return count, at, MALFORMED
+        starts[count] = row + 6
+        ends[count] = stop
+        kinds[count] = kind
         count += 1
         at = stop
     return count, at, WHOLE

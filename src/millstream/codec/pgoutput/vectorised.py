@@ -421,10 +421,11 @@ def warm() -> None:
     ]
     decode_transactions(MessageRun.of(messages), _WarmDirectory(), RelationCache())
     with suppress(ImportError):
-        from millstream.codec.pgoutput._framing import split_copy_data
+        from millstream.codec.pgoutput._framing import split_copy_data, split_copy_rows
 
         places = np.empty(1, np.int64)
-        split_copy_data(MessageRun.of([b"d"]).buffer, 0, 1, places, places.copy(), np.empty(1, np.uint8))
+        for split in (split_copy_data, split_copy_rows):
+            split(MessageRun.of([b"d"]).buffer, 0, 1, places, places.copy(), np.empty(1, np.uint8))
 
 
 class _WarmDirectory:
