@@ -441,6 +441,7 @@ class Receiver:
 
     def _forget_streamed(self) -> None:
         """Let go of streamed transactions that are open: they come again from their beginning, where they go on at all."""
+        self._hand_over()
         for xid, streamed in self._streamed.items():
             streamed.file.remove()
             self._put(StreamedAbort(xid))
