@@ -47,6 +47,7 @@ def capture_config(home: Home, name: str, stream: StreamConfig, *, first_shard: 
         chunk_rows=source.copy_chunk_rows,
         buffer_bytes_max=size_bytes(source.memory),
         heartbeat_s=duration_s(source.heartbeat_interval),
+        failover=source.failover,
     )
 
 
