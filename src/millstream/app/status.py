@@ -92,7 +92,7 @@ def _stream(
     writer = next((one for one in writers if one.name == _own_name(home)), writers[-1] if writers else None)
     shared = writer_facts(home, catalog, stream)
     is_written = capture is not None or bool(holder(home.run_folder, writer_role(_own_name(home))))
-    sources = catalog.sources(stream)
+    source = catalog.current_source(stream)
     return {
         "name": name,
         "id": str(stream),
@@ -107,9 +107,10 @@ def _stream(
         },
         "writers": shared["writers"],
         "source": {
-            "reached": format_lsn(sources[-1].reached) if sources else None,
-            "database": sources[-1].database if sources else None,
-            "timeline": sources[-1].timeline if sources else None,
+            "number": int(source.id) if source else None,
+            "reached": format_lsn(source.reached) if source else None,
+            "database": source.database if source else None,
+            "timeline": source.timeline if source else None,
             "slot_dropped": bool(catalog.fact(f"capture/{stream}", "slot_dropped")),
             "configured": _has_source(home, name),
             "mode": captured.get("mode"),

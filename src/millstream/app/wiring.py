@@ -55,6 +55,7 @@ def capture_config(home: Home, name: str, stream: StreamConfig, *, first_shard: 
         buffer_bytes_max=size_bytes(source.memory),
         heartbeat_s=duration_s(source.heartbeat_interval),
         catch_up=CatchUp(source.catch_up),
+        failover=source.failover,
     )
 
 

@@ -72,6 +72,7 @@ class Applier:
         catalog: remembers positions that only keepalives moved, before they are confirmed.
         reached: X; transactions that end at or below it are dropped whole.
         copies: the table copy.
+        before_each: called before an item is looked at; what it raises leaves the item out, and ends the session.
 
     Not for several threads.
     """
@@ -85,12 +86,14 @@ class Applier:
         *,
         reached: Lsn,
         copies: CopySink,
+        before_each: Callable[[], None] = lambda: None,
     ) -> None:
         self._receiver = receiver
         self._log = log
         self._directory = directory
         self._catalog = catalog
         self._copies = copies
+        self._before_each = before_each
         self._relations = RelationCache()
         self._in_flight: deque[_InFlight] = deque()
         self._after = reached
@@ -139,7 +142,8 @@ class Applier:
             return
         self._submit_copies()
         item = self._receiver.take(timeout_s)
-        if item is not None:
+        if item is not None and not (isinstance(item, Position) and item.lsn <= self.passed):
+            self._before_each()
             self._apply(item)
 
     def drain(self, timeout_s: float) -> bool:
@@ -247,7 +251,8 @@ class Applier:
 
     def _submit_copies(self) -> None:
         for ops, done in self._copies.ready():
-            self._submit(ops, Lsn(0), done)
+            # All that a chunk's snapshot sees is in the log with it: a history that lacks some of that is never gone on with.
+            self._submit(replace(ops, reached={self.source: self.passed}), self.passed, done)
 
     def _pass(self, lsn: Lsn) -> None:
         if lsn > self.passed:

@@ -11,7 +11,6 @@ from typing import Final, Generic, TypeVar
 
 import structlog
 
-from millstream.capture.connection import connect
 from millstream.capture.copy_reader import ChunkReader
 from millstream.capture.source import Connection
 from millstream.errors import MillstreamError, Retry
@@ -39,7 +38,7 @@ class ChunkWorkers(Generic[S]):
         purpose: str,
         count: int,
         *,
-        dsn: str,
+        connect: Callable[[str], Connection],
         reader: Callable[[Connection], ChunkReader],
         wanted: Callable[[S], bool],
         gone: Callable[[S], bool],
@@ -52,7 +51,7 @@ class ChunkWorkers(Generic[S]):
         Args:
             purpose: in the names of threads and connections.
             count: how many threads.
-            dsn: of the source.
+            connect: opens a connection to the source, given the purpose.
             reader: makes a thread's reader on its connection.
             wanted: whether a subject's tasks are still to be run.
             gone: whether a subject's table has gone, so that no failure passes.
@@ -61,7 +60,7 @@ class ChunkWorkers(Generic[S]):
             broken: tells that a task raised what isn't ours: `error` has it, and its thread is gone.
         """
         self.error: BaseException | None = None
-        self._purpose, self._dsn, self._reader = purpose, dsn, reader
+        self._purpose, self._connect, self._reader = purpose, connect, reader
         self._wanted, self._gone, self._failed = wanted, gone, failed
         self._name_of, self._broken = name_of, broken
         self._tasks: list[tuple[float, int, S, Work, int]] = []
@@ -112,7 +111,7 @@ class ChunkWorkers(Generic[S]):
                 continue
             try:
                 if connection is None or reader is None or connection.closed:
-                    connection = connect(self._dsn, purpose=self._purpose)
+                    connection = self._connect(self._purpose)
                     reader = self._reader(connection)
                 work(reader)
             except MillstreamError as error:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import psycopg
 from psycopg import pq
+from psycopg.conninfo import make_conninfo
 
 from millstream.errors import (
     MillstreamError,
@@ -23,6 +24,7 @@ from millstream.errors import (
     SourceDsnInvalid,
     SourceError,
     SourcePrivilegeMissing,
+    SourceTlsFailed,
     SourceUnreachable,
     SourceVersionUnsupported,
     WalLevelNotLogical,
@@ -73,6 +75,16 @@ def connect_replication(dsn: str) -> psycopg.Connection[tuple[Any, ...]]:
     return _connect(dsn, "millstream stream", replication="database")
 
 
+def pinned(dsn: str, connection: psycopg.Connection[tuple[Any, ...]]) -> str:
+    """The address of the very server that a connection was made to, where the DSN names several; with all secrets in it."""
+    parameters = parse_dsn(dsn)
+    info = connection.info
+    for name in ("host", "hostaddr", "port", "target_session_attrs", "load_balance_hosts"):
+        parameters.pop(name, None)
+    where = {"host": info.host, "hostaddr": info.hostaddr, "port": str(info.port)}
+    return make_conninfo("", **parameters, **{name: value for name, value in where.items() if value})
+
+
 def take_bytes_as_they_are(connection: psycopg.Connection[tuple[Any, ...]]) -> None:
     """Have a database of the encoding SQL_ASCII, which may hold any bytes, send them.
 
@@ -115,6 +127,11 @@ def _translate_refusal(error: psycopg.Error, dsn: str) -> SourceError:
             ("password authentication failed", "no password supplied", "pg_hba.conf", "authentication failed"),
             SourceAuthenticationFailed,
             "Check user and password in the DSN (or the environment, or ~/.pgpass) and pg_hba.conf on the server.",
+        ),
+        (
+            ("certificate", "private key file", "does not match host name", "does not support ssl"),
+            SourceTlsFailed,
+            SourceTlsFailed.default_hint,
         ),
         (
             ("permission denied", "must be superuser or replication role", "permission to start wal sender"),
@@ -195,8 +212,8 @@ def _of_sqlstate(state: str | None, text: str, *, lost: bool) -> MillstreamError
 
 
 RECOPY_HINT: Final = (
-    "The changes between can't be had any more. To go on, run `millstream slot drop`, then `millstream tables copy` for "
-    "every table: capture then begins anew, with a new slot, and copies the tables again."
+    "The changes between can't be had any more. To go on, run `millstream slot drop`: the next `millstream run` begins anew, with "
+    "a new slot, and copies every table again."
 )
 
 

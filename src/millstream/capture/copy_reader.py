@@ -60,6 +60,18 @@ class Bounds:
     keys: tuple[Key, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """When a chunk is read."""
+
+    snapshot_text: str
+    """`pg_current_snapshot()`."""
+    lsn: Lsn
+    """All that it sees has its commit at or below."""
+    at_us: int
+    """By the server's clock, since 1970."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Fetched:
     """What was read, as text yet. It is decoded once, by any thread."""
@@ -174,13 +186,7 @@ class ChunkReader:
         self._widen_search_path(table)
         with translated(), connection.transaction():
             connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
-            connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE").format(name))
-            row = connection.execute("SELECT pg_current_snapshot()::text").fetchone()
-            assert row is not None
-            place = connection.execute(
-                "SELECT pg_current_wal_insert_lsn()::text, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
-            ).fetchone()
-            assert place is not None
+            moment = self._begin(name)
             found = read_table(connection, table.oid)
             if found is None:
                 raise TableGone(f"the table {table.full_name} is gone")
@@ -188,6 +194,7 @@ class ChunkReader:
                 raise TableChanged(f"the table {table.full_name} has got another key", table=table.full_name)
             if (found.namespace, found.name) != (table.namespace, table.name):
                 raise SourceError(f"the table {table.full_name} was renamed", sqlstate="42P01")
+            self._check_files(found)
             found, condition = self._as_published(found)
             schema = table_of(found, self._source, table_id)
             query = _copy_query(found, schema.key, bounds, condition, rows_max)
@@ -200,12 +207,27 @@ class ChunkReader:
             text=copied.text,
             row_count=copied.row_count,
             schema=schema,
-            snapshot=Snapshot.parse(row[0]),
-            lsn=as_record_end(parse_lsn(place[0])),
-            at_us=int(place[1]),
+            snapshot=Snapshot.parse(moment.snapshot_text),
+            lsn=moment.lsn,
+            at_us=moment.at_us,
             table=found,
             last=copied.whole and (rows_max is None or copied.row_count < rows_max),
         )
+
+    def _begin(self, name: sql.Composable) -> Moment:
+        """Lock the table, then take the transaction's snapshot."""
+        connection = self._connection
+        connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE").format(name))
+        row = connection.execute("SELECT pg_current_snapshot()::text").fetchone()
+        assert row is not None
+        place = connection.execute(
+            "SELECT pg_current_wal_insert_lsn()::text, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
+        ).fetchone()
+        assert place is not None
+        return Moment(row[0], as_record_end(parse_lsn(place[0])), int(place[1]))
+
+    def _check_files(self, table: SourceTable) -> None:
+        """The lock was there before the snapshot: nothing can have been rewritten between the two."""
 
     def split(self, table: SourceTable, parts: int) -> list[Key]:
         """Keys that cut the table into about `parts` pieces of like size, by a sample; may be fewer, or none."""

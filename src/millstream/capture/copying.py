@@ -37,7 +37,8 @@ from millstream.capture.copy_reader import (
 from millstream.capture.copy_state import FIRST_KEYS_RANGE, OPEN_CHUNKS_MAX, Copy, OpenChunk, Range, Stage
 from millstream.capture.copy_text import CopiedRows, behind_truncate, chunk_operation, truncate_rows
 from millstream.capture.directory import CatalogDirectory
-from millstream.capture.source import SourceTable
+from millstream.capture.source import Connection, Identity, SourceTable, connect_same
+from millstream.capture.standby import StandbyChunkReader, StandbySnapshots
 from millstream.capture.touches import touches_of, touches_of_spilled
 from millstream.capture.watcher import Tables
 from millstream.catalog import Catalog, TableRow, TableState
@@ -75,6 +76,7 @@ class TableCopies:
     def __init__(
         self,
         config: CaptureConfig,
+        identity: Identity,
         catalog: Catalog,
         directory: CatalogDirectory,
         tables: Tables,
@@ -87,6 +89,7 @@ class TableCopies:
         self._tables = tables
         self._stream = stream
         self._nudge = nudge
+        self._snapshots = StandbySnapshots(config.dsn) if identity.on_standby else None
         self._lock = threading.RLock()
         self._copies: dict[TableId, Copy] = {}
         self._rate = CopyRate()
@@ -100,8 +103,8 @@ class TableCopies:
         self._workers = ChunkWorkers[Copy](
             "copy",
             max(1, config.copy_workers),
-            dsn=config.dsn,
-            reader=lambda connection: ChunkReader(connection, directory.source, tables.coverage.publications),
+            connect=lambda purpose: connect_same(config.dsn, identity, purpose=purpose),
+            reader=self._reader_on,
             wanted=lambda copy: self._copies.get(copy.row.id) is copy,
             gone=lambda copy: copy.row.relation_oid not in tables.facts,
             failed=self._failed,
@@ -117,6 +120,8 @@ class TableCopies:
 
     def stop(self) -> None:
         """End the workers; chunks that haven't entered are read again another time."""
+        if self._snapshots is not None:
+            self._snapshots.close()
         self._workers.stop()
         self._decoders.shutdown(cancel_futures=True)
 
@@ -318,6 +323,8 @@ class TableCopies:
 
     def _go_back(self, copy: Copy, chunk: OpenChunk) -> None:
         """Read a range again from a chunk on: something touched the table as a whole that the chunk doesn't see."""
+        if self._snapshots is not None:
+            self._snapshots.renew()
         part = chunk.range
         while part.open:
             last = part.open.pop()
@@ -347,6 +354,10 @@ class TableCopies:
             self._queue(copy, lambda _: self._save(copy, chunk.range))
 
     # --- on the workers ----------------------------------------------------------------------------------------
+
+    def _reader_on(self, connection: Connection) -> ChunkReader:
+        on = (connection, self._directory.source, self._tables.coverage.publications)
+        return ChunkReader(*on) if self._snapshots is None else StandbyChunkReader(*on, self._snapshots)
 
     def _queue(self, copy: Copy, work: Work, *, after_s: float = 0.0) -> None:
         self._workers.queue(copy, work, after_s=after_s)

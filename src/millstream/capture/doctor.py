@@ -5,46 +5,23 @@ Nothing is changed here but by `drop_slot`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 from psycopg import sql
 
 from millstream.capture.config import CaptureConfig
 from millstream.capture.connection import connect, connect_replication, parse_dsn, translated
+from millstream.capture.doctor_server import Finding, check_server
 from millstream.capture.publication import find_lacks
-from millstream.capture.slot import drop_slot_of, read_slot
-from millstream.capture.source import Connection, SourceTable, list_tables
+from millstream.capture.slot import drop_slot_of
+from millstream.capture.source import Connection, SourceTable, list_tables, on_standby
 from millstream.catalog import Catalog
 from millstream.codec.pgoutput import relation_columns
 from millstream.errors import MillstreamError
 from millstream.model.names import TablePatterns
 from millstream.model.pgtypes import NUMERIC_OID, is_text_for_want_of_better
 
-_HELD_WARN_BYTES: Final = 4 << 30
 _SETTING: Final = "ALTER SYSTEM "
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that isn't as it should be.
-
-    Attributes:
-        code: stable, as the error's that it would end in where there is one.
-        message: what is found.
-        blocks: `source` (nothing can be captured), `table` (one table can't), `current` (one table can, into history only),
-            or `nothing` (a warning).
-        table: `schema.name` where it concerns one.
-        fix: what to do, one sentence.
-        sql: what a DBA runs; empty where SQL doesn't mend it.
-    """
-
-    code: str
-    message: str
-    blocks: str
-    table: str = ""
-    fix: str = ""
-    sql: str = ""
 
 
 def check_source(config: CaptureConfig) -> list[Finding]:
@@ -52,7 +29,7 @@ def check_source(config: CaptureConfig) -> list[Finding]:
     try:
         with connect(config.dsn, purpose="doctor") as connection:
             return [
-                *_check_server(connection, config),
+                *check_server(connection, config),
                 *_check_replication(config),
                 *_check_tables(connection, config),
             ]
@@ -101,81 +78,6 @@ def _of_error(error: MillstreamError) -> Finding:
     return Finding(error.code, error.message, "source", fix=error.hint)
 
 
-def _check_server(connection: Connection, config: CaptureConfig) -> list[Finding]:
-    findings: list[Finding] = []
-    names = ["wal_level", "max_replication_slots", "max_wal_senders", "max_slot_wal_keep_size"]
-    with translated():
-        rows = connection.execute("SELECT name, setting FROM pg_settings WHERE name = ANY(%s)", [names]).fetchall()
-        used = connection.execute(
-            "SELECT (SELECT count(*) FROM pg_replication_slots), (SELECT count(*) FROM pg_stat_replication)"
-        ).fetchone()
-    settings = {str(name): str(value) for name, value in rows}
-    assert used is not None
-    slot = read_slot(connection, config.slot)
-    if settings.get("wal_level") != "logical":
-        findings.append(
-            Finding(
-                "wal_level_not_logical",
-                f"wal_level is {settings.get('wal_level')}",
-                "source",
-                fix="Set wal_level to logical and restart the server.",
-                sql="ALTER SYSTEM SET wal_level = 'logical'; -- then restart the server",
-            )
-        )
-    if slot is None and int(used[0]) >= int(settings["max_replication_slots"]):
-        more = int(settings["max_replication_slots"]) + 4
-        findings.append(
-            Finding(
-                "no_free_slot",
-                f"all {settings['max_replication_slots']} replication slots are in use",
-                "source",
-                fix="Raise max_replication_slots and restart the server, or drop a slot that nobody uses.",
-                sql=f"ALTER SYSTEM SET max_replication_slots = {more}; -- then restart the server",
-            )
-        )
-    if int(used[1]) >= int(settings["max_wal_senders"]):
-        more = int(settings["max_wal_senders"]) + 4
-        findings.append(
-            Finding(
-                "no_free_slot",
-                f"all {settings['max_wal_senders']} WAL senders are in use",
-                "source",
-                fix="Raise max_wal_senders and restart the server.",
-                sql=f"ALTER SYSTEM SET max_wal_senders = {more}; -- then restart the server",
-            )
-        )
-    if slot is not None and (slot.wal_status == "lost" or slot.invalidation):
-        findings.append(
-            Finding(
-                "slot_lost",
-                f"the slot {slot.name} was invalidated",
-                "source",
-                fix="Run `millstream slot drop`; capture then begins anew and copies the tables again.",
-            )
-        )
-    if slot is not None and (slot.held_bytes or 0) > _HELD_WARN_BYTES:
-        findings.append(
-            Finding(
-                "slot_holds_disk",
-                f"the slot {slot.name} holds {(slot.held_bytes or 0) >> 20} MiB of WAL",
-                "nothing",
-                fix="Let `millstream run` catch up, or drop the slot with `millstream slot drop`.",
-            )
-        )
-    if settings.get("max_slot_wal_keep_size") == "-1":
-        findings.append(
-            Finding(
-                "slot_unbounded",
-                "max_slot_wal_keep_size is -1: a slot that nobody reads may fill the server's disk",
-                "nothing",
-                fix="Bound it to what the disk can spare; a slot that falls further behind is lost, and tables are copied"
-                " again.",
-                sql="ALTER SYSTEM SET max_slot_wal_keep_size = '50GB'; SELECT pg_reload_conf();",
-            )
-        )
-    return findings
-
-
 def _check_replication(config: CaptureConfig) -> list[Finding]:
     try:
         connect_replication(config.dsn).close()
@@ -199,12 +101,11 @@ def _check_tables(connection: Connection, config: CaptureConfig) -> list[Finding
             )
         ]
     findings = [finding for table in tables for finding in _check_table(connection, table)]
+    where = " at the primary" if on_standby(connection) else ""
     for lack in find_lacks(connection, config.publication, tables):
         blocks = "source" if lack.table is None else "table" if lack.stops else "nothing"
         name = lack.table.full_name if lack.table else ""
-        fix = (
-            "Have the tables' owner (or a superuser) run the SQL, once every table of the publication has an identity."
-        )
+        fix = f"Have the tables' owner (or a superuser) run the SQL{where}, once every table of the publication has an identity."
         findings.append(Finding("publication_missing", lack.message, blocks, name, fix, lack.sql))
     return findings
 

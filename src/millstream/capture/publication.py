@@ -139,8 +139,8 @@ def find_lacks(connection: Connection, publication: str, tables: Sequence[Source
     found = _find(connection, publication)
     with translated():
         row = connection.execute(
-            "SELECT has_database_privilege(current_database(), 'CREATE'),"
-            " ARRAY(SELECT c.oid::bigint FROM pg_class c WHERE c.oid = ANY(%s) AND pg_has_role(c.relowner, 'USAGE'))",
+            "SELECT has_database_privilege(current_database(), 'CREATE') AND NOT pg_is_in_recovery(), ARRAY(SELECT c.oid::bigint"
+            " FROM pg_class c WHERE c.oid = ANY(%s) AND pg_has_role(c.relowner, 'USAGE') AND NOT pg_is_in_recovery())",
             [[table.oid for table in tables]],
         ).fetchone()
     assert row is not None
@@ -259,7 +259,9 @@ def _sync_one(
     if found is None:
         try:
             _execute(connection, _create(name, wanted, inserts_only=inserts_only))
-        except SourcePrivilegeMissing as error:
+        except SourceError as error:
+            if not isinstance(error, SourcePrivilegeMissing) and not _on_standby(error):
+                raise
             script = _create(name, wanted, inserts_only=inserts_only).as_string(connection)
             if inserts_only:
                 return {
@@ -267,7 +269,7 @@ def _sync_one(
                 }
             raise PublicationMissing(
                 f"the publication {name} isn't there and may not be made: {error.message}",
-                hint=f"Run as the tables' owner: {script}; (`millstream doctor --sql` prints the whole script)",
+                hint=f"Run {'at the primary, ' if _on_standby(error) else ''}as the tables' owner: {script}; (`millstream doctor --sql` prints the whole script)",
                 sql=script,
             ) from error
         return {}
@@ -278,15 +280,25 @@ def _sync_one(
     # First out, then in: a table whose identity went must leave before the application's next UPDATE.
     leaving = [t for t in elsewhere if t.oid in members]
     if leaving and found.owned:
-        _execute(connection, _change(name, "DROP", leaving))
+        try:
+            _execute(connection, _change(name, "DROP", leaving))
+        except SourceError as error:
+            if not _on_standby(error):
+                raise
     sent = _members(connection, [name])
     for table in [t for t in wanted if t.oid not in sent]:
         try:
             _execute(connection, _change(name, "ADD", [table]))
         except SourceError as error:
             script = _change(name, "ADD", [table]).as_string(connection)
-            refused[table.oid] = f"it can't be added to the publication {name} ({error.message}); run: {script};"
+            where = " at the primary" if _on_standby(error) else ""
+            refused[table.oid] = f"it can't be added to the publication {name} ({error.message}); run{where}: {script};"
     return refused
+
+
+def _on_standby(error: SourceError) -> bool:
+    """Whether the server refused because nothing can be written there."""
+    return error.details.get("sqlstate") == "25006"
 
 
 def _create(name: str, tables: Sequence[SourceTable], *, inserts_only: bool) -> sql.Composed:

@@ -132,6 +132,8 @@ class Receiver:
         self._spill = spill
         self._buffer_bytes_max = buffer_bytes_max
         self._status_s = status_s
+        self._news_s = min(1.0, status_s)
+        """As `status_s`, where there is something to tell. A source of little patience takes a second for silence."""
         self._lock = threading.Condition()
         self._items: deque[Item] = deque()
         self._queued_bytes = 0
@@ -314,7 +316,7 @@ class Receiver:
         """How long to wait for bytes at most."""
         if self._whole and self._hungry:
             return max(0.0, self._due_at() - now)
-        due = self._told_at + (1.0 if self._confirmed > self._told else self._status_s)
+        due = self._told_at + (self._news_s if self._confirmed > self._told else self._status_s)
         return max(0.0, min(due - now, 1.0))
 
     # --- messages -----------------------------------------------------------------------------------------------
@@ -486,7 +488,7 @@ class Receiver:
             with self._lock:
                 if self._queued_bytes <= self._buffer_bytes_max or self._stop:
                     return
-                self._lock.wait(1.0)
+                self._lock.wait(self._news_s)
             # The sink stalls. The source would take silence for a dead peer, so it hears where we stand.
             self._send_due_status()
 
@@ -509,7 +511,7 @@ class Receiver:
 
     def _send_due_status(self) -> None:
         quiet_s = time.monotonic() - self._told_at
-        if self._ask or quiet_s >= (1.0 if self._confirmed > self._told else self._status_s):
+        if self._ask or quiet_s >= (self._news_s if self._confirmed > self._told else self._status_s):
             self._send_status()
 
     def _send_status(self) -> None:

@@ -27,7 +27,8 @@ from millstream.capture.copy_text import chunk_operation
 from millstream.capture.copying import TableCopies
 from millstream.capture.directory import CatalogDirectory
 from millstream.capture.repair_request import RepairChunk, repair_chunks, repair_scope
-from millstream.capture.source import SourceTable
+from millstream.capture.source import Connection, Identity, SourceTable, connect_same
+from millstream.capture.standby import StandbyChunkReader, StandbySnapshots
 from millstream.capture.touches import touches_of, touches_of_spilled
 from millstream.capture.watcher import Tables
 from millstream.catalog import Catalog, TableRow, TableState
@@ -105,6 +106,7 @@ class Repairs:
     def __init__(
         self,
         config: CaptureConfig,
+        identity: Identity,
         catalog: Catalog,
         directory: CatalogDirectory,
         tables: Tables,
@@ -116,6 +118,7 @@ class Repairs:
         self._tables = tables
         self._stream = stream
         self._nudge = nudge
+        self._snapshots = StandbySnapshots(config.dsn) if identity.on_standby else None
         self._lock = threading.RLock()
         self._repairs: dict[TableId, _Repair] = {}
         self._passed = Lsn(0)
@@ -123,8 +126,8 @@ class Repairs:
         self._workers = ChunkWorkers[_Repair](
             "repair",
             1,
-            dsn=config.dsn,
-            reader=lambda connection: ChunkReader(connection, directory.source, tables.coverage.publications),
+            connect=lambda purpose: connect_same(config.dsn, identity, purpose=purpose),
+            reader=self._reader_on,
             wanted=lambda repair: self._repairs.get(repair.row.id) is repair,
             gone=lambda repair: repair.row.relation_oid not in tables.facts,
             failed=self._failed,
@@ -140,6 +143,8 @@ class Repairs:
 
     def stop(self) -> None:
         """End the worker; chunks that haven't entered are read again another time."""
+        if self._snapshots is not None:
+            self._snapshots.close()
         self._workers.stop()
 
     @property
@@ -243,6 +248,8 @@ class Repairs:
         repair.tracker.end(found.ticket)
         found.ticket = 0
         if verdict.again:
+            if self._snapshots is not None:
+                self._snapshots.renew()
             self._back(repair, found)
             self._read_on(repair, after_s=_WAIT_S)
             return
@@ -286,6 +293,10 @@ class Repairs:
         self._queue(repair, lambda _: self._note_done(repair, found))
 
     # --- on the worker -----------------------------------------------------------------------------------------
+
+    def _reader_on(self, connection: Connection) -> ChunkReader:
+        on = (connection, self._directory.source, self._tables.coverage.publications)
+        return ChunkReader(*on) if self._snapshots is None else StandbyChunkReader(*on, self._snapshots)
 
     def _queue(self, repair: _Repair, work: Work, *, after_s: float = 0.0) -> None:
         self._workers.queue(repair, work, after_s=after_s)

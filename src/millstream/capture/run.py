@@ -11,7 +11,8 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from typing import Final
 
 import structlog
@@ -20,14 +21,31 @@ from psycopg import sql
 from millstream.capture.applier import Applier
 from millstream.capture.chunks import ChunkWire, open_chunks
 from millstream.capture.config import CaptureConfig, CaptureOutcome, CaptureProgress
-from millstream.capture.connection import connect, connect_replication, take_bytes_as_they_are
+from millstream.capture.connection import connect_replication, pinned, take_bytes_as_they_are
 from millstream.capture.copying import UNFINISHED, TableCopies
 from millstream.capture.directory import CatalogDirectory
 from millstream.capture.receiver import Receiver
 from millstream.capture.repair import CopiesAndRepairs, Repairs
-from millstream.capture.slot import check_slot, create_slot, read_slot, setting_ms
-from millstream.capture.source import Connection, Identity, check_same, identify_replication, insert_lsn
+from millstream.capture.slot import (
+    SlotState,
+    check_slot,
+    create_slot,
+    read_slot,
+    setting_ms,
+    who_is_waited_for,
+)
+from millstream.capture.source import (
+    Connection,
+    Identity,
+    check_end,
+    check_same,
+    check_standby,
+    connect_same,
+    identify_replication,
+    insert_lsn,
+)
 from millstream.capture.spill import SpillFolder
+from millstream.capture.timeline import TimelineWatch, follows, read_history
 from millstream.capture.watcher import Tables, Watcher
 from millstream.capture.wire import Wire, start_replication
 from millstream.catalog import Catalog, TableState
@@ -39,8 +57,10 @@ from millstream.errors import (
     ProtocolViolation,
     Retry,
     SlotActive,
+    SourceBehind,
     SourceError,
     SourceReplaced,
+    SourceSwitched,
     SourceUnreachable,
 )
 from millstream.model.ids import SourceId, StreamId
@@ -59,6 +79,16 @@ _GIVE_UP_S: Final = 120.0
 """How long `until_caught_up` goes on without a connection."""
 _DRAIN_S: Final = 60.0
 _CONFIRM_S: Final = 10.0
+_SLOT_PATIENCE_S: Final = 5.0
+"""A new slot that takes longer is told of."""
+
+
+class _Stopped(Exception):
+    """No error: capture was asked to end while it waited for its slot."""
+
+
+def _nothing() -> None:
+    """There is nothing to look at before each item."""
 
 
 def run_capture(
@@ -152,6 +182,8 @@ class _Capture:
                 outcome = self._run_session()
                 if outcome is not None:
                     return outcome
+            except _Stopped:
+                return CaptureOutcome(Lsn(0), caught_up=False, tables=(), slot=self._config.slot)
             except MillstreamError as error:
                 if self._is_refusal(error):
                     self._choice.give_up(error.message)
@@ -187,7 +219,7 @@ class _Capture:
             return not self._until_caught_up or failing_s < _GIVE_UP_S
         if error.retry is not Retry.BACKOFF or self._stop.is_set():
             return False
-        if isinstance(error, SlotActive) or self._was_connected():
+        if isinstance(error, SlotActive | SourceBehind | SourceSwitched) or self._was_connected():
             return not self._until_caught_up or failing_s < _GIVE_UP_S
         return False
 
@@ -204,14 +236,16 @@ class _Capture:
 
     def _run_session(self) -> CaptureOutcome | None:
         """How it ended; None: begin another, at once."""
-        config = self._config
-        with connect(config.dsn, purpose="control") as control, connect_replication(config.dsn) as replication:
+        with ExitStack() as stack:
+            replication = stack.enter_context(connect_replication(self._config.dsn))
             identity = identify_replication(replication)
-            source = self._resolve_source(identity)
-            reached = self._reached(source)
+            # Where the DSN names several servers, all of a session's connections go to one.
+            config = replace(self._config, dsn=pinned(self._config.dsn, replication))
+            control = stack.enter_context(connect_same(config.dsn, identity, purpose="control"))
+            check_standby(identity)
             slot = read_slot(control, config.slot)
-            renewed = slot is None and bool(self._catalog.fact(self._scope, "slot_dropped", default=False))
-            check_slot(slot, name=config.slot, database=identity.database, reached=Lsn(0) if renewed else reached)
+            source = self._source_to_follow(identity, replication, control, slot)
+            reached = self._reached(source)
             directory = CatalogDirectory(self._catalog, self._stream, source, config)
             tables = Tables(config, self._catalog, directory)
             tables.look(control, Lsn(0))
@@ -221,15 +255,21 @@ class _Capture:
                     hint="Correct `tables` in millstream.toml, or grant USAGE on the schema and SELECT on its tables.",
                 )
             if slot is None:
-                reached = self._begin_slot(replication, source)
+                reached = self._begin_slot(config.dsn, replication, identity, source)
             elif reached == 0:
                 reached = self._catalog.move_reached(source, slot.confirmed)
             if self._until_caught_up and self._target is None:
                 self._target = insert_lsn(control)
+            before_each = _nothing
+            if identity.on_standby:
+                watch = stack.enter_context(closing(TimelineWatch(config.dsn, identity)))
+                watch.check()
+                before_each = watch.check
+                self._choice.give_up("a standby is streamed: each item is let in by its timeline")
             mode = self._choice.begin(reached=reached, source_end=insert_lsn(control), now=time.monotonic())
             chunks = None
             if mode is Mode.CATCHING_UP:
-                chunks = self._open_chunks(reached, reached if slot is None else slot.confirmed, tables)
+                chunks = self._open_chunks(config.dsn, reached, reached if slot is None else slot.confirmed, tables)
             wire: Wire = chunks or self._start_streaming(replication, reached, tables)
             timeout_ms = setting_ms(control, "wal_sender_timeout")
             status_s = config.status_s if timeout_ms == 0 else min(config.status_s, timeout_ms / 4000)
@@ -240,10 +280,12 @@ class _Capture:
                 buffer_bytes_max=config.buffer_bytes_max,
                 status_s=status_s,
             )
-            shared = (config, self._catalog, directory, tables, self._stream, receiver.nudge)
+            shared = (config, identity, self._catalog, directory, tables, self._stream, receiver.nudge)
             copies = CopiesAndRepairs(TableCopies(*shared), Repairs(*shared))
-            applier = Applier(receiver, self._log, directory, self._catalog, reached=reached, copies=copies)
-            watcher = Watcher(config, tables, directory, passed=lambda: applier.passed, on_look=copies.see)
+            applier = Applier(
+                receiver, self._log, directory, self._catalog, reached=reached, copies=copies, before_each=before_each
+            )
+            watcher = Watcher(config, identity, tables, directory, passed=lambda: applier.passed, on_look=copies.see)
             copies.see(directory.refresh())  # before the first change: a copy that was begun hears of every one
             self._connected = self._ever = True
             logger.info(str(self._choice.mode), slot=config.slot, source=source, after=format_lsn(reached))
@@ -323,31 +365,75 @@ class _Capture:
 
     # --- before streaming --------------------------------------------------------------------------------------
 
-    def _resolve_source(self, identity: Identity) -> SourceId:
-        known = self._catalog.sources(self._stream)
-        if known:
-            last = known[-1]
-            check_same(
-                Identity(
-                    last.system_identifier, last.database, last.timeline, identity.on_standby, identity.server_version
-                ),
-                identity,
-            )
-            return last.id
-        return self._catalog.resolve_source(
-            self._stream, identity.system_identifier, identity.database, identity.timeline
+    def _source_to_follow(
+        self, identity: Identity, replication: Connection, control: Connection, slot: SlotState | None
+    ) -> SourceId:
+        """The source with which the log goes on without a gap, or begins anew where the slot was dropped by our own command.
+
+        Nothing is noted down before it is known that it can be followed: the old server may still be gone back to.
+        """
+        known = self._catalog.current_source(self._stream)
+        dropped = bool(self._catalog.fact(self._scope, "slot_dropped", default=False))
+        reached = Lsn(0) if known is None else self._reached(known.id)
+        theirs = read_history(replication, identity.timeline)
+        begins_anew = known is None or (slot is None and dropped)
+        fresh = True
+        if known is not None and begins_anew:
+            check_same(known, replace(identity, timeline=known.timeline))
+            self._request_copies()
+        elif known is not None:
+            ours = self._catalog.source_history(self._stream)
+            fresh = follows(known, ours, identity, theirs, reached=reached)
+        check_slot(
+            slot,
+            name=self._config.slot,
+            database=identity.database,
+            reached=Lsn(0) if begins_anew else reached,
+            on_standby=identity.on_standby,
         )
+        if known is not None and known.timeline == identity.timeline:
+            check_end(control, identity, reached)
+        if known is not None and not fresh and (theirs is None or theirs == self._catalog.source_history(self._stream)):
+            return known.id
+        source = self._catalog.follow_source(
+            self._stream,
+            identity.system_identifier,
+            identity.database,
+            identity.timeline,
+            reached=Lsn(0) if begins_anew else reached,
+            history=theirs,
+        )
+        if known is not None and source != known.id:
+            logger.warning(
+                "the source is on a new timeline", timeline=identity.timeline, source=source, after=format_lsn(reached)
+            )
+        return source
 
     def _reached(self, source: SourceId) -> Lsn:
         """X: up to here everything is in the log, whatever happens next."""
         return max(self._log.reached().get(source, Lsn(0)), self._catalog.reached(source))
 
-    def _begin_slot(self, replication: Connection, source: SourceId) -> Lsn:
-        """Make the slot. Where there was one before, what lay between is lost to the stream: all tables are copied anew."""
+    def _request_copies(self) -> None:
+        """What lies between an old slot and a new one is lost to the stream: all tables are copied anew."""
         for row in self._catalog.tables(self._stream):
             if row.is_captured and row.state in {TableState.STREAMING, TableState.COPYING}:
                 self._catalog.set_state(row.id, TableState.COPY_REQUESTED, "the slot was made anew")
-        start = create_slot(replication, self._config.slot)
+
+    def _begin_slot(self, dsn: str, replication: Connection, identity: Identity, source: SourceId) -> Lsn:
+        """Make the slot, and let the stream begin there."""
+        self._request_copies()
+        told = False
+
+        def meanwhile(seconds: float) -> None:
+            nonlocal told
+            if self._stop.is_set():
+                raise _Stopped
+            if seconds >= _SLOT_PATIENCE_S and not told:
+                told = True
+                logger.warning("the slot waits for transactions that run at the source", who=who_is_waited_for(dsn))
+
+        failover = self._config.failover and identity.server_version >= 170000 and not identity.on_standby
+        start = create_slot(replication, self._config.slot, failover=failover, meanwhile=meanwhile)
         reached = self._catalog.move_reached(source, start)
         self._catalog.drop_fact(self._scope, "slot_dropped")
         if reached != start:
@@ -357,7 +443,7 @@ class _Capture:
             )
         return reached
 
-    def _open_chunks(self, reached: Lsn, confirmed: Lsn, tables: Tables) -> ChunkWire | None:
+    def _open_chunks(self, dsn: str, reached: Lsn, confirmed: Lsn, tables: Tables) -> ChunkWire | None:
         """Begin to read chunks; None where the source refuses, which is then not asked again."""
         config, choice = self._config, self._choice
 
@@ -369,7 +455,7 @@ class _Capture:
         self._reads_chunks = True
         try:
             return open_chunks(
-                config.dsn,
+                dsn,
                 slot=config.slot,
                 options=_pgoutput_options(tables),
                 reached=reached,

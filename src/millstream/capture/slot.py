@@ -6,16 +6,22 @@ slot's own position; whoever doesn't look has a gap that nobody ever hears of.
 
 from __future__ import annotations
 
+import contextlib
+import select
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import psycopg
 from psycopg import pq, sql
 
 from millstream.capture.connection import RECOPY_HINT, connect, translate_result, translated
-from millstream.capture.source import Connection
-from millstream.errors import SlotActive, SlotAhead, SlotLost, SourceError
+from millstream.capture.source import Connection, on_standby
+from millstream.errors import SlotActive, SlotAhead, SlotLost, SourceError, SourceOnStandby, SourceUnreachable
 from millstream.model.positions import Lsn, format_lsn, parse_lsn
+
+_POLL_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +40,10 @@ class SlotState:
     """Why it was invalidated (16+); empty where it wasn't."""
     held_bytes: int | None
     """WAL that the server keeps for it."""
+    failover: bool = False
+    """Whether standbys keep a copy of it (17+)."""
+    synced: bool = False
+    """Whether it is such a copy."""
 
 
 def read_slot(connection: Connection, name: str) -> SlotState | None:
@@ -43,9 +53,10 @@ def read_slot(connection: Connection, name: str) -> SlotState | None:
     if version < 160000:
         invalidation = "NULL"
     end = "CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn() ELSE pg_current_wal_lsn() END"
+    copied = "failover, synced" if version >= 170000 else "false, false"
     query = (
         "SELECT plugin, database, active_pid, restart_lsn::text, confirmed_flush_lsn::text, wal_status,"
-        f" {invalidation}, ({end} - restart_lsn)::bigint FROM pg_replication_slots WHERE slot_name = %s"
+        f" {invalidation}, ({end} - restart_lsn)::bigint, {copied} FROM pg_replication_slots WHERE slot_name = %s"
     )
     with translated():
         row = connection.execute(query, [name]).fetchone()
@@ -61,10 +72,12 @@ def read_slot(connection: Connection, name: str) -> SlotState | None:
         wal_status=row[5] or "",
         invalidation=row[6] or "",
         held_bytes=None if row[7] is None else int(row[7]),
+        failover=bool(row[8]),
+        synced=bool(row[9]),
     )
 
 
-def check_slot(slot: SlotState | None, *, name: str, database: str, reached: Lsn) -> None:
+def check_slot(slot: SlotState | None, *, name: str, database: str, reached: Lsn, on_standby: bool = False) -> None:
     """Let a slot pass from which the log can go on without a gap.
 
     Args:
@@ -72,8 +85,10 @@ def check_slot(slot: SlotState | None, *, name: str, database: str, reached: Lsn
         name: the slot's name.
         database: ours.
         reached: X, up to which the log has everything; 0 where capture has never run.
+        on_standby: whether the server is one.
 
     Raises:
+        SourceOnStandby: it is a standby's copy of its primary's slot.
         SlotLost: it is gone though it was used, or the server has dropped WAL that it needed.
         SlotAhead: it stands above X.
         SlotActive: another connection reads it.
@@ -83,12 +98,20 @@ def check_slot(slot: SlotState | None, *, name: str, database: str, reached: Lsn
         if reached == 0:
             return
         raise SlotLost(
-            f"the slot {name} is gone; the log has everything up to {format_lsn(reached)}", hint=RECOPY_HINT, slot=name
+            f"this server has no slot {name}; the log has everything up to {format_lsn(reached)}",
+            hint=RECOPY_HINT,
+            slot=name,
         )
     if slot.plugin != "pgoutput" or slot.database != database:
         raise SourceError(
             f"the slot {name} is one of plugin {slot.plugin or 'none (physical)'} in database {slot.database or 'none'}",
             hint="Name another slot in millstream.toml: this one belongs to something else.",
+            slot=name,
+        )
+    if slot.synced and on_standby:
+        raise SourceOnStandby(
+            f"the slot {name} of this standby is the copy of its primary's, which nobody may read here",
+            hint="Point the DSN at the primary, or name another slot in millstream.toml: one of this standby's own.",
             slot=name,
         )
     if slot.wal_status == "lost" or slot.invalidation:
@@ -112,22 +135,79 @@ def check_slot(slot: SlotState | None, *, name: str, database: str, reached: Lsn
         )
 
 
-def create_slot(connection: Connection, name: str) -> Lsn:
+def create_slot(
+    connection: Connection, name: str, *, failover: bool, meanwhile: Callable[[float], None] = lambda _seconds: None
+) -> Lsn:
     """Make the slot over a replication connection; return where it begins: later commits are all sent.
 
     Waits for transactions that are running to end (PostgreSQL needs a moment at which it knows them all).
 
+    Args:
+        connection: for replication.
+        name: the slot's.
+        failover: have standbys that sync slots keep a copy of it (17+, on a primary).
+        meanwhile: told about once a second how many seconds it takes already; what it raises ends the wait, without a slot.
+
     Raises:
         NoFreeSlot, WalLevelNotLogical, SourcePrivilegeMissing: as they say.
     """
-    statement = sql.SQL("CREATE_REPLICATION_SLOT {} LOGICAL pgoutput NOEXPORT_SNAPSHOT").format(sql.Identifier(name))
+    options = "(SNAPSHOT 'nothing', FAILOVER true)" if failover else "NOEXPORT_SNAPSHOT"
+    statement = sql.SQL("CREATE_REPLICATION_SLOT {} LOGICAL pgoutput " + options).format(sql.Identifier(name))
+    return ask_for_slot(connection, statement.as_bytes(connection), meanwhile=meanwhile)[0]
+
+
+def ask_for_slot(
+    replication: Connection, command: bytes, *, meanwhile: Callable[[float], None]
+) -> tuple[Lsn, str | None]:
+    """Run a CREATE_REPLICATION_SLOT that may take long; its consistent point, and its snapshot's name if it exports one.
+
+    `meanwhile` is told about once a second how many seconds it takes already; when it raises, the command is cancelled.
+    """
+    pgconn = replication.pgconn
+    began = time.monotonic()
     with translated():
-        result = connection.pgconn.exec_(statement.as_bytes(connection))
-    if result.status != pq.ExecStatus.TUPLES_OK:
-        raise translate_result(result)
-    consistent_point = result.get_value(0, 1)
-    assert consistent_point is not None
-    return parse_lsn(consistent_point.decode())
+        pgconn.send_query(command)
+        try:
+            while True:
+                pgconn.consume_input()
+                if not pgconn.is_busy():
+                    break
+                meanwhile(time.monotonic() - began)
+                select.select([pgconn.socket], [], [], _POLL_S)
+        except BaseException:
+            with contextlib.suppress(psycopg.Error):
+                pgconn.get_cancel().cancel()
+            raise
+        result = pgconn.get_result()
+        while pgconn.get_result() is not None:
+            pass
+    if result is None or result.status != pq.ExecStatus.TUPLES_OK:
+        raise SourceUnreachable("the connection was lost") if result is None else translate_result(result)
+    point, snapshot = result.get_value(0, 1), result.get_value(0, 2)
+    if point is None:
+        raise SourceError("the source gave no position with its slot")
+    return parse_lsn(point.decode()), None if snapshot is None else snapshot.decode()
+
+
+STANDBY_WAITS: Final = (
+    "a standby has to hear from its primary which transactions run: `SELECT pg_log_standby_snapshot()` there (16 and newer), or any"
+    " busy quarter of a minute, does it"
+)
+
+
+def who_is_waited_for(dsn: str) -> str:
+    """What keeps a slot from being made, in words to put behind a sentence: the transaction that has run for longest."""
+    with connect(dsn, purpose="control") as control, translated():
+        if on_standby(control):
+            return f": {STANDBY_WAITS}"
+        row = control.execute(
+            "SELECT pid, usename, application_name, extract(epoch FROM clock_timestamp() - xact_start)::bigint"
+            " FROM pg_stat_activity WHERE backend_xid IS NOT NULL AND pid <> pg_backend_pid() ORDER BY xact_start LIMIT 1"
+        ).fetchone()
+        if row is not None:
+            return f" (process {row[0]}, role {row[1]}, application {row[2] or '-'}, for {row[3]} s)"
+        prepared = control.execute("SELECT gid, database FROM pg_prepared_xacts ORDER BY prepared LIMIT 1").fetchone()
+    return "" if prepared is None else f" (the prepared transaction {prepared[0]} in database {prepared[1]})"
 
 
 def drop_slot_of(dsn: str, name: str) -> int | None:

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import os
 import secrets
-import select
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, Self
 
-from psycopg import pq, sql
+from psycopg import sql
 
-from millstream.capture.connection import connect, connect_replication, translate_result, translated
+from millstream.capture.connection import connect, connect_replication, pinned, translated
+from millstream.capture.slot import ask_for_slot, who_is_waited_for
 from millstream.capture.source import Connection, Identity, identify_replication
 from millstream.errors import SnapshotWaits, SourceError
-from millstream.model.positions import Lsn, parse_lsn
-
-_POLL_S: Final = 1.0
+from millstream.model.positions import Lsn
 
 
 class SourceSnapshot:
@@ -39,7 +36,15 @@ class SourceSnapshot:
         """The consistent point: transactions whose commit record begins below it are seen, no others."""
 
     @classmethod
-    def take(cls, dsn: str, *, patience_s: float, check: Callable[[Identity], None] | None = None) -> Self:
+    def take(
+        cls,
+        dsn: str,
+        *,
+        patience_s: float,
+        check: Callable[[Identity], None] | None = None,
+        purpose: str = "diff",
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> Self:
         """Take a snapshot; the caller closes it.
 
         PostgreSQL gives it once the transactions that run at this moment have ended.
@@ -48,6 +53,8 @@ class SourceSnapshot:
             dsn: the source.
             patience_s: how long to wait for them.
             check: given whose WAL answers, before anything is made there; may raise.
+            purpose: in the names of slot and connections.
+            stopped: asked about once a second; the wait ends when it is true.
 
         Raises:
             SnapshotWaits: a transaction is still running after `patience_s`.
@@ -56,8 +63,9 @@ class SourceSnapshot:
         with connect_replication(dsn) as replication:
             if check is not None:
                 check(identify_replication(replication))
-            lsn, exported = _create_slot(replication, dsn, patience_s)
-            anchor = connect(dsn, purpose="diff")
+            dsn = pinned(dsn, replication)
+            lsn, exported = _create_slot(replication, dsn, patience_s, purpose, stopped)
+            anchor = connect(dsn, purpose=purpose)
             try:
                 _begin_under(anchor, exported)
                 with translated():
@@ -73,6 +81,10 @@ class SourceSnapshot:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def set_statement(self) -> sql.Composed:
+        """What sets it in a transaction of level REPEATABLE READ that has done nothing yet."""
+        return sql.SQL("SET TRANSACTION SNAPSHOT {}").format(sql.Literal(self._name))
 
     def close(self) -> None:
         """Let the snapshot go."""
@@ -92,47 +104,26 @@ def _begin_under(connection: Connection, snapshot: str) -> None:
         connection.execute(sql.SQL("SET TRANSACTION SNAPSHOT {}").format(sql.Literal(snapshot)))
 
 
-def _create_slot(replication: Connection, dsn: str, patience_s: float) -> tuple[Lsn, str]:
+def _create_slot(
+    replication: Connection, dsn: str, patience_s: float, purpose: str, stopped: Callable[[], bool]
+) -> tuple[Lsn, str]:
     """Make the temporary slot; its consistent point, and its snapshot's name, which is good until the next command."""
-    name = f"millstream_diff_{os.getpid()}_{secrets.token_hex(4)}"
+    name = f"millstream_{purpose}_{os.getpid()}_{secrets.token_hex(4)}"
     command = sql.SQL("CREATE_REPLICATION_SLOT {} TEMPORARY LOGICAL pgoutput EXPORT_SNAPSHOT").format(
         sql.Identifier(name)
     )
-    pgconn = replication.pgconn
-    deadline = time.monotonic() + patience_s
-    with translated():
-        pgconn.send_query(command.as_bytes(replication))
-        while True:
-            pgconn.consume_input()
-            if not pgconn.is_busy():
-                break
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise SnapshotWaits(
-                    f"after {patience_s:.0f} s the source still runs transactions that a snapshot has to wait for{_who(dsn)}",
-                    hint="Have that transaction ended, or give `diff` a longer --timeout.",
-                )
-            select.select([pgconn.socket], [], [], min(left, _POLL_S))
-        result = pgconn.get_result()
-        while pgconn.get_result() is not None:
-            pass
-    assert result is not None
-    if result.status != pq.ExecStatus.TUPLES_OK:
-        raise translate_result(result)
-    point, snapshot = result.get_value(0, 1), result.get_value(0, 2)
-    if point is None or snapshot is None:
+
+    def meanwhile(seconds: float) -> None:
+        if stopped():
+            raise SnapshotWaits("the snapshot isn't wanted any more")
+        if seconds >= patience_s:
+            raise SnapshotWaits(
+                f"after {patience_s:.0f} s the source still can't give a snapshot, which waits for running"
+                f" transactions{who_is_waited_for(dsn)}",
+                hint="Have that transaction ended; `diff` takes a longer --timeout.",
+            )
+
+    point, snapshot = ask_for_slot(replication, command.as_bytes(replication), meanwhile=meanwhile)
+    if snapshot is None:
         raise SourceError("the source gave no snapshot with its slot")
-    return parse_lsn(point.decode()), snapshot.decode()
-
-
-def _who(dsn: str) -> str:
-    """The transaction that has run for longest, in words; empty where none is seen."""
-    with connect(dsn, purpose="diff") as control, translated():
-        row = control.execute(
-            "SELECT pid, usename, application_name, extract(epoch FROM clock_timestamp() - xact_start)::bigint"
-            " FROM pg_stat_activity WHERE backend_xid IS NOT NULL AND pid <> pg_backend_pid() ORDER BY xact_start LIMIT 1"
-        ).fetchone()
-        if row is not None:
-            return f" (process {row[0]}, role {row[1]}, application {row[2] or '-'}, for {row[3]} s)"
-        prepared = control.execute("SELECT gid, database FROM pg_prepared_xacts ORDER BY prepared LIMIT 1").fetchone()
-    return "" if prepared is None else f" (the prepared transaction {prepared[0]} in database {prepared[1]})"
+    return point, snapshot

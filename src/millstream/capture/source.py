@@ -7,20 +7,21 @@ stream itself says (its relation messages).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import psycopg
 
-from millstream.capture.connection import translated
+from millstream.capture.connection import connect, translated
 from millstream.codec.pgoutput import Relation, RelationColumn
-from millstream.errors import SourceReplaced
+from millstream.errors import SourceBehind, SourceOnStandby, SourceReplaced, SourceSwitched
 from millstream.model.names import TablePatterns, qualified_name
 from millstream.model.pgtypes import builtin_name
-from millstream.model.positions import Lsn, parse_lsn
+from millstream.model.positions import Lsn, format_lsn, parse_lsn
 from millstream.model.schema import ReplicaIdentity
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
+STANDBY_VERSION_MIN: Final = 160000
 PAGE_BYTES: Final = 8192
 _PAGE_HEADER_BYTES_MAX: Final = 40
 
@@ -215,23 +216,17 @@ _ORDER: Final = " ORDER BY n.nspname, c.relname"
 _ONE: Final = " AND c.oid = %s"
 
 
-def identify(connection: Connection) -> Identity:
-    """Whose WAL this connection sees. Over an ordinary connection; needs no privilege."""
+def identify(connection: Connection) -> tuple[int, str, int | None]:
+    """System identifier, database and timeline that an ordinary connection sees; no timeline on a standby. Needs no privilege."""
     with translated():
+        # The last checkpoint's timeline is the old one for a while after a promotion; names of WAL files have the present one.
         row = connection.execute(
-            "SELECT system_identifier, current_database(), pg_is_in_recovery() FROM pg_control_system()"
+            "SELECT system_identifier, current_database(), CASE WHEN NOT pg_is_in_recovery()"
+            " THEN pg_walfile_name(pg_current_wal_insert_lsn()) END FROM pg_control_system()"
         ).fetchone()
-        assert row is not None
-        timeline = connection.execute("SELECT timeline_id FROM pg_control_checkpoint()").fetchone()
-        assert timeline is not None
+    assert row is not None
     # IDENTIFY_SYSTEM has the system identifier unsigned.
-    return Identity(
-        system_identifier=int(row[0]) & (2**64 - 1),
-        database=str(row[1]),
-        timeline=int(timeline[0]),
-        on_standby=bool(row[2]),
-        server_version=connection.info.server_version,
-    )
+    return int(row[0]) & (2**64 - 1), str(row[1]), None if row[2] is None else int(row[2][:8], 16)
 
 
 def identify_replication(connection: Connection) -> Identity:
@@ -250,7 +245,49 @@ def identify_replication(connection: Connection) -> Identity:
     )
 
 
-def check_same(known: Identity, found: Identity) -> None:
+def connect_same(dsn: str, identity: Identity, *, purpose: str) -> Connection:
+    """Open an ordinary connection to the server that a session streams from; the caller closes it.
+
+    An address may lead elsewhere by now, to a standby that lags or to a primary on a timeline of its own: what is read there
+    doesn't fit what is streamed here.
+
+    Raises:
+        SourceSwitched: another server, or another timeline, answers.
+        SourceError: it can't be had; which one says why.
+    """
+    connection = connect(dsn, purpose=purpose)
+    try:
+        found = identify(connection)
+        timeline = None if identity.on_standby else identity.timeline
+        if found != (identity.system_identifier, identity.database, timeline):
+            raise SourceSwitched(
+                f"system {found[0]}, database {found[1]}, {'a standby' if found[2] is None else f'timeline {found[2]}'}"
+                f" answers now; this session streams from system {identity.system_identifier}, database {identity.database},"
+                f" {'a standby' if timeline is None else f'timeline {timeline}'}"
+            )
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+class KnownSource(Protocol):
+    """The history of a database that somebody knows."""
+
+    @property
+    def system_identifier(self) -> int:
+        """Of the cluster."""
+
+    @property
+    def database(self) -> str:
+        """By name."""
+
+    @property
+    def timeline(self) -> int:
+        """On which its WAL is."""
+
+
+def check_same(known: KnownSource, found: KnownSource) -> None:
     """`SourceReplaced` unless both are the same history of the same database."""
     if (known.system_identifier, known.database, known.timeline) == (
         found.system_identifier,
@@ -259,13 +296,50 @@ def check_same(known: Identity, found: Identity) -> None:
     ):
         return
     what = "system" if known.system_identifier != found.system_identifier else "database"
+    hint = (
+        "Point the DSN back to the source that this stream follows. A database that was moved to another server is another "
+        "source: begin another stream for it (a home of its own)."
+    )
     if (known.system_identifier, known.database) == (found.system_identifier, found.database):
         what = "timeline"
+        hint = "Let `millstream run` follow it first: it says whether it can."
     raise SourceReplaced(
         f"another {what} answers under this DSN: system {found.system_identifier}, database {found.database}, timeline "
         f"{found.timeline}; the log follows system {known.system_identifier}, database {known.database}, timeline "
         f"{known.timeline}",
-        hint="Point the DSN back to the source that this stream follows, or begin another stream (a home of its own).",
+        hint=hint,
+    )
+
+
+def check_standby(identity: Identity) -> None:
+    """`SourceOnStandby` where the server is one that can't decode its WAL."""
+    if identity.on_standby and identity.server_version < STANDBY_VERSION_MIN:
+        raise SourceOnStandby(
+            f"the source is a standby of PostgreSQL {identity.server_version // 10000}, which can't decode its WAL (16 and newer can)",
+            hint="Point the DSN at the primary.",
+        )
+
+
+def check_end(connection: Connection, identity: Identity, reached: Lsn) -> None:
+    """Let a server pass whose WAL goes at least as far as the log has it.
+
+    Raises:
+        SourceReplaced: a primary's doesn't: it was set back without a timeline of its own (a copy of its disk was put back).
+        SourceBehind: a standby hasn't replayed it yet.
+    """
+    end = insert_lsn(connection)
+    if end >= as_record_end(reached):
+        return
+    if identity.on_standby:
+        raise SourceBehind(
+            f"the standby has replayed up to {format_lsn(end)}, the log has everything up to {format_lsn(reached)}"
+        )
+    raise SourceReplaced(
+        f"the source's WAL ends at {format_lsn(end)}, the log has everything up to {format_lsn(reached)}: it was set back to an"
+        " older state",
+        hint="Point the DSN back to the server that the log followed. If this one is to be followed, it needs a timeline of its own: "
+        "restart it once through recovery (the files recovery.signal and restore_command = 'false'), then run "
+        "`millstream slot drop`; the next `millstream run` copies every table again.",
     )
 
 

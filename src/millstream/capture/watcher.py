@@ -16,12 +16,12 @@ from typing import Final
 import structlog
 
 from millstream.capture.config import CaptureConfig
-from millstream.capture.connection import connect, translated
+from millstream.capture.connection import translated
 from millstream.capture.directory import NO_IDENTITY, CatalogDirectory
 from millstream.capture.layouts import KnownLayouts
 from millstream.capture.publication import Coverage, Restriction, covered_tables, restrictions, sync_publications
 from millstream.capture.slot import read_slot
-from millstream.capture.source import Connection, SourceTable, insert_lsn, list_tables, on_standby
+from millstream.capture.source import Connection, Identity, SourceTable, connect_same, insert_lsn, list_tables
 from millstream.catalog import Catalog, TableRow, TableState
 from millstream.codec.pgoutput import HEARTBEAT_PREFIX
 from millstream.errors import MillstreamError
@@ -153,6 +153,7 @@ class Watcher:
 
     Args:
         config: of the capture.
+        identity: whom its session streams from.
         tables: kept up to date.
         directory: whose states are refreshed every second.
         passed: how far the stream is.
@@ -162,6 +163,7 @@ class Watcher:
     def __init__(
         self,
         config: CaptureConfig,
+        identity: Identity,
         tables: Tables,
         directory: CatalogDirectory,
         *,
@@ -169,6 +171,7 @@ class Watcher:
         on_look: Callable[[list[TableRow]], None],
     ) -> None:
         self._config = config
+        self._identity = identity
         self._tables = tables
         self._directory = directory
         self._passed = passed
@@ -204,14 +207,13 @@ class Watcher:
     def _main(self) -> None:
         while not self._stop.is_set():
             try:
-                with connect(self._config.dsn, purpose="watch") as connection:
+                with connect_same(self._config.dsn, self._identity, purpose="watch") as connection:
                     self._watch(connection)
             except MillstreamError as error:
                 logger.warning("looking at the source failed", code=error.code, error=error.message)
                 self._stop.wait(self._config.look_s)
 
     def _watch(self, connection: Connection) -> None:
-        standby = on_standby(connection)
         looked_at = time.monotonic()
         asked = False
         while not self._stop.is_set():
@@ -226,7 +228,7 @@ class Watcher:
                         raise
                 looked_at = time.monotonic()
             self._on_look(self._directory.refresh())
-            if not standby and self._can_beat:
+            if not self._identity.on_standby and self._can_beat:
                 self._beat_where_idle(connection, asked=asked)
             asked = self._beat.wait(min(_STATES_EVERY_S, self._config.look_s))
             self._beat.clear()

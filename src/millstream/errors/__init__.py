@@ -37,6 +37,27 @@ from millstream.errors._sequencing import SequencingError as SequencingError
 from millstream.errors._sequencing import UnknownWriter as UnknownWriter
 from millstream.errors._sequencing import WriterAlive as WriterAlive
 from millstream.errors._sequencing import WriterNameTaken as WriterNameTaken
+from millstream.errors._source import NoFreeSlot as NoFreeSlot
+from millstream.errors._source import NoTablesMatch as NoTablesMatch
+from millstream.errors._source import PublicationMissing as PublicationMissing
+from millstream.errors._source import ReplicaIdentityUnusable as ReplicaIdentityUnusable
+from millstream.errors._source import SlotActive as SlotActive
+from millstream.errors._source import SlotAhead as SlotAhead
+from millstream.errors._source import SlotLost as SlotLost
+from millstream.errors._source import SnapshotWaits as SnapshotWaits
+from millstream.errors._source import SourceAuthenticationFailed as SourceAuthenticationFailed
+from millstream.errors._source import SourceBehind as SourceBehind
+from millstream.errors._source import SourceDatabaseMissing as SourceDatabaseMissing
+from millstream.errors._source import SourceDsnInvalid as SourceDsnInvalid
+from millstream.errors._source import SourceError as SourceError
+from millstream.errors._source import SourceOnStandby as SourceOnStandby
+from millstream.errors._source import SourcePrivilegeMissing as SourcePrivilegeMissing
+from millstream.errors._source import SourceReplaced as SourceReplaced
+from millstream.errors._source import SourceSwitched as SourceSwitched
+from millstream.errors._source import SourceTlsFailed as SourceTlsFailed
+from millstream.errors._source import SourceUnreachable as SourceUnreachable
+from millstream.errors._source import SourceVersionUnsupported as SourceVersionUnsupported
+from millstream.errors._source import WalLevelNotLogical as WalLevelNotLogical
 
 # --- usage and configuration -------------------------------------------------------------------------------------
 
@@ -396,120 +417,6 @@ class CatalogUnreachable(CatalogError):
     code = "catalog_unreachable"
     retry = Retry.BACKOFF
     default_hint = "Check host, port and that the server runs; it is tried again."
-
-
-# --- the source ----------------------------------------------------------------------------------------------------
-
-
-class SourceError(MillstreamError):
-    """Something about the PostgreSQL source; the stream's other parts go on."""
-
-    code = "source"
-    retry = Retry.OPERATOR
-
-
-class SourceUnreachable(SourceError):
-    """No connection: host, port, network, or the server is starting or stopping."""
-
-    code = "source_unreachable"
-    retry = Retry.BACKOFF
-    default_hint = "Check host, port and that the server runs."
-
-
-class SourceDsnInvalid(SourceError):
-    """The DSN can't be parsed, or names a service or file that isn't there."""
-
-    code = "source_dsn_invalid"
-    exit_code = 2
-
-
-class SourceAuthenticationFailed(SourceError):
-    """Wrong user or password, or pg_hba.conf refuses."""
-
-    code = "source_authentication_failed"
-
-
-class SourceDatabaseMissing(SourceError):
-    """The database named by the DSN doesn't exist."""
-
-    code = "source_database_missing"
-
-
-class SourcePrivilegeMissing(SourceError):
-    """The role may not do what capture needs; the hint holds the GRANT to run."""
-
-    code = "source_privilege_missing"
-
-
-class SourceVersionUnsupported(SourceError):
-    """The server is older than 14 (or isn't PostgreSQL)."""
-
-    code = "source_version_unsupported"
-    default_hint = "PostgreSQL 14 to 18 can be captured."
-
-
-class WalLevelNotLogical(SourceError):
-    """`wal_level` is not `logical`."""
-
-    code = "wal_level_not_logical"
-    default_hint = "Run `ALTER SYSTEM SET wal_level = 'logical'` and restart the server."
-
-
-class NoFreeSlot(SourceError):
-    """`max_replication_slots` or `max_wal_senders` is used up."""
-
-    code = "no_free_slot"
-    default_hint = "Raise max_replication_slots (or max_wal_senders), or drop a slot that nobody uses."
-
-
-class SnapshotWaits(SourceError):
-    """A snapshot of the source can't be had while older transactions run there."""
-
-    code = "snapshot_waits"
-    retry = Retry.BACKOFF
-
-
-class PublicationMissing(SourceError):
-    """The publication isn't there and may not be made."""
-
-    code = "publication_missing"
-
-
-class SlotActive(SourceError):
-    """Another connection uses the slot; details: pid."""
-
-    code = "slot_active"
-    retry = Retry.BACKOFF
-
-
-class SlotLost(SourceError):
-    """The slot that this stream followed is gone or invalidated: changes since then can't be had."""
-
-    code = "slot_lost"
-
-
-class SlotAhead(SourceError):
-    """The slot was confirmed (or recreated) above what the log holds: the changes between can't be had."""
-
-    code = "slot_ahead"
-
-
-class SourceReplaced(SourceError):
-    """Another system, database or an unrelated timeline answers under this DSN."""
-
-    code = "source_replaced"
-
-
-class ReplicaIdentityUnusable(SourceError):
-    """A table's replica identity gives updates and deletes no key; it is captured into history only."""
-
-    code = "replica_identity_unusable"
-
-
-class NoTablesMatch(SourceError):
-    """The configured patterns match no table."""
-
-    code = "no_tables_match"
 
 
 # --- engine ---------------------------------------------------------------------------------------------------------

@@ -193,6 +193,28 @@ class CatalogConformance(WithCatalog):
         with pytest.raises(CatalogError, match="no source"):
             catalog.move_reached(SourceId(999), Lsn(1))
 
+    def test_a_stream_follows_one_source_at_a_time_from_where_the_log_stands(
+        self, catalog: Catalog, stream: StreamId, source: SourceId
+    ) -> None:
+        """A new timeline never passes for a source of which nothing was captured, and an old one may be gone back to."""
+        current = catalog.current_source(stream)
+        assert current is not None
+        assert (current.id, catalog.source_history(stream)) == (source, None)
+        catalog.move_reached(source, Lsn(70))
+        history = ((1, Lsn(80)),)
+        second = catalog.follow_source(stream, 2**64 - 1, "shop", 2, reached=Lsn(70), history=history)
+        current = catalog.current_source(stream)
+        assert current is not None
+        assert (current.id, current.timeline, current.reached) == (second, 2, 70)
+        assert catalog.source_history(stream) == history
+        assert (catalog.reached(source), catalog.reached(second)) == (70, 70)
+        assert catalog.follow_source(stream, 2**64 - 1, "shop", 1, reached=Lsn(60), history=()) == source
+        current = catalog.current_source(stream)
+        assert current is not None
+        assert (current.id, current.reached, catalog.source_history(stream)) == (source, 70, ())
+        other = catalog.resolve_stream("clicks")
+        assert catalog.current_source(other) is None
+
     def test_a_table_survives_rename_and_a_new_timeline_but_not_drop_and_recreate(
         self, catalog: Catalog, stream: StreamId, source: SourceId
     ) -> None:

@@ -43,8 +43,9 @@ class SourceConfig(_Section):
     """The PostgreSQL database that a stream captures."""
 
     dsn: str = Field(
+        repr=False,
         description="Its address, as libpq takes it: a URL or keywords; services and pgpass files work too. A variable "
-        "where user or password stands is put in as it is: nobody has to escape it."
+        "where user or password stands is put in as it is: nobody has to escape it.",
     )
     tables: list[str] = Field(
         default=["public.*"],
@@ -62,6 +63,11 @@ class SourceConfig(_Section):
         default=None,
         pattern=r"^[a-z0-9_]{1,63}$",
         description="The replication slot; made at the first run. `millstream_<stream>` where it isn't set.",
+    )
+    failover: bool = Field(
+        default=True,
+        description="Whether standbys that sync slots (PostgreSQL 17 and newer) keep a copy of the slot when it is made, so that capture goes on after "
+        "one of them is promoted. A slot that is there already stays as it is; `doctor` says how to change it.",
     )
     copy_workers: int = Field(default=2, ge=1, le=64, description="Connections that copy existing rows side by side.")
     copy_chunk_rows: int = Field(

@@ -27,7 +27,7 @@ from millstream.app.home import Home
 from millstream.app.status import held_tables
 from millstream.app.wiring import capture_config, lake_layout
 from millstream.capture.snapshot import SourceSnapshot
-from millstream.capture.source import Identity, check_same
+from millstream.capture.source import check_same
 from millstream.catalog import TableState
 from millstream.errors import LakeBehind, LogError, MillstreamError
 from millstream.lake.query import LakeSession
@@ -197,14 +197,10 @@ def diff_stream(
     with home.open_catalog() as catalog:
         stream_id = catalog.stream(name).id
         asked = [catalog.find_table(stream_id, *parse_qualified_name(table)) for table in tables]
-        sources = catalog.sources(stream_id)
-        if not sources:
+        last = catalog.current_source(stream_id)
+        if last is None:
             raise LakeBehind(f"nothing has been captured of {name} yet")
-        last = sources[-1]
-
-        def check(found: Identity) -> None:
-            known = (last.system_identifier, last.database, last.timeline)
-            check_same(Identity(*known, found.on_standby, found.server_version), found)
+        followed = last
 
         try:
             before = StreamReader(str(home.wal_folder(name))).persisted_upto()
@@ -213,7 +209,9 @@ def diff_stream(
         first = _States.look(catalog, stream_id)
         deadline_s = time.monotonic() + timeout_s
         on_progress(Progress("waiting for the source's running transactions"))
-        with SourceSnapshot.take(capture.dsn, patience_s=timeout_s, check=check) as snapshot:
+        with SourceSnapshot.take(
+            capture.dsn, patience_s=timeout_s, check=lambda found: check_same(followed, found)
+        ) as snapshot:
             layout = lake_layout(home, name, config, stream_id)
             waiting = Waiting(
                 home, name, capture, catalog, layout, last.id, deadline_s, lambda doing: on_progress(Progress(doing))

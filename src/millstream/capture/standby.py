@@ -1,0 +1,116 @@
+"""Reading existing rows on a standby, where an ordinary snapshot doesn't say which transactions run at the primary.
+
+There `pg_current_snapshot()` omits running transactions, and a commit may be visible in another order than it is logged. So chunks are
+read under the snapshot of a temporary logical slot: it sees exactly the commits below one LSN, and names all others. Such a
+snapshot takes the primary's word on who runs, which comes every quarter of a minute where something is written: one serves
+many chunks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import psycopg
+from psycopg import sql
+
+from millstream.capture.connection import translated
+from millstream.capture.copy_reader import ChunkReader, Moment
+from millstream.capture.snapshot import SourceSnapshot
+from millstream.capture.source import Connection, SourceTable
+from millstream.errors import SnapshotWaits, SourceError
+from millstream.model.ids import SourceId
+
+_PATIENCE_S: Final = 120.0
+"""The primary tells three times, a quarter of a minute apart, until a slot knows all that runs."""
+_AGE_MAX_S: Final = 60.0
+"""Older snapshots have vacuum, or what the standby replays, wait for them."""
+_AGAIN: Final = "40001"
+
+
+class StandbySnapshots:
+    """The snapshot under which a standby's chunks are read: one at a time, taken anew when it has grown old. Safe for many threads."""
+
+    def __init__(self, dsn: str) -> None:
+        self._dsn = dsn
+        self._lock = threading.Lock()
+        self._snapshot: SourceSnapshot | None = None
+        self._taken_at = 0.0
+        self._closed = False
+
+    def close(self) -> None:
+        """Take no more; a wait for one ends."""
+        self._closed = True
+        with self._lock:
+            self._drop()
+
+    def renew(self) -> None:
+        """Have the next chunk read under a newer one."""
+        self._taken_at = 0.0
+
+    def begin(self, connection: Connection) -> SourceSnapshot:
+        """Set the snapshot of a transaction that has done nothing yet.
+
+        Raises:
+            SnapshotWaits: the primary hasn't said who runs.
+            SourceError: the snapshot was lost; another time there is another.
+        """
+        with self._lock:
+            if self._snapshot is None or time.monotonic() - self._taken_at > _AGE_MAX_S:
+                self._drop()
+                self._snapshot = SourceSnapshot.take(
+                    self._dsn, patience_s=_PATIENCE_S, purpose="copy", stopped=lambda: self._closed
+                )
+                self._taken_at = time.monotonic()
+            if self._closed:
+                self._drop()
+                raise SnapshotWaits("the copy was ended")
+            try:
+                connection.execute(self._snapshot.set_statement())
+            except psycopg.Error as error:
+                self._drop()
+                raise SourceError("the standby has given up the copy's snapshot", sqlstate=_AGAIN) from error
+            return self._snapshot
+
+    def _drop(self) -> None:
+        if self._snapshot is not None:
+            self._snapshot.close()
+            self._snapshot = None
+
+
+class StandbyChunkReader(ChunkReader):
+    """Reads chunks on a standby: as on a primary, under the snapshots of slots."""
+
+    def __init__(
+        self, connection: Connection, source: SourceId, publications: Sequence[str], snapshots: StandbySnapshots
+    ) -> None:
+        super().__init__(connection, source, publications)
+        self._snapshots = snapshots
+
+    def running_bound(self) -> int:
+        """None: whatever was logged before a copy began is below the LSN of every snapshot taken since, and seen by it."""
+        return 0
+
+    def _begin(self, name: sql.Composable) -> Moment:
+        connection = self._connection
+        snapshot = self._snapshots.begin(connection)
+        connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE").format(name))
+        row = connection.execute(
+            "SELECT pg_current_snapshot()::text, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
+        ).fetchone()
+        assert row is not None
+        return Moment(row[0], snapshot.lsn, int(row[1]))
+
+    def _check_files(self, table: SourceTable) -> None:
+        """The lock came after the snapshot, to which what was rewritten or truncated between shows no row."""
+        seen = {table.oid: table.relfilenode, **{part.oid: part.relfilenode for part in table.partitions}}
+        with translated():
+            rows = self._connection.execute(
+                "SELECT oid::bigint, coalesce(pg_relation_filenode(oid), 0)::bigint FROM unnest(%s::bigint[]) AS oid",
+                [list(seen)],
+            ).fetchall()
+        if any(seen[oid] != now for oid, now in rows if seen[oid]):
+            self._snapshots.renew()
+            raise SourceError(f"the table {table.full_name} was rewritten meanwhile", sqlstate=_AGAIN)

@@ -1,0 +1,149 @@
+"""What can be wrong with a source."""
+
+from __future__ import annotations
+
+from millstream.errors._root import MillstreamError, Retry
+
+
+class SourceError(MillstreamError):
+    """Something about the PostgreSQL source; the stream's other parts go on."""
+
+    code = "source"
+    retry = Retry.OPERATOR
+
+
+class SourceUnreachable(SourceError):
+    """No connection: host, port, network, or the server is starting or stopping."""
+
+    code = "source_unreachable"
+    retry = Retry.BACKOFF
+    default_hint = "Check host, port and that the server runs."
+
+
+class SourceDsnInvalid(SourceError):
+    """The DSN can't be parsed, or names a service or file that isn't there."""
+
+    code = "source_dsn_invalid"
+    exit_code = 2
+
+
+class SourceAuthenticationFailed(SourceError):
+    """Wrong user or password, or pg_hba.conf refuses."""
+
+    code = "source_authentication_failed"
+
+
+class SourceTlsFailed(SourceError):
+    """No encrypted connection as the DSN asks for it: a certificate that isn't trusted, isn't the host's, or isn't there."""
+
+    code = "source_tls_failed"
+    default_hint = (
+        "Check sslmode, sslrootcert, sslcert and sslkey in the DSN: verify-full takes the authority that signed the server's "
+        "certificate, and the host as it stands in there."
+    )
+
+
+class SourceDatabaseMissing(SourceError):
+    """The database named by the DSN doesn't exist."""
+
+    code = "source_database_missing"
+
+
+class SourcePrivilegeMissing(SourceError):
+    """The role may not do what capture needs; the hint holds the GRANT to run."""
+
+    code = "source_privilege_missing"
+
+
+class SourceVersionUnsupported(SourceError):
+    """The server is older than 14 (or isn't PostgreSQL)."""
+
+    code = "source_version_unsupported"
+    default_hint = "PostgreSQL 14 to 18 can be captured."
+
+
+class WalLevelNotLogical(SourceError):
+    """`wal_level` is not `logical`."""
+
+    code = "wal_level_not_logical"
+    default_hint = "Run `ALTER SYSTEM SET wal_level = 'logical'` and restart the server."
+
+
+class NoFreeSlot(SourceError):
+    """`max_replication_slots` or `max_wal_senders` is used up."""
+
+    code = "no_free_slot"
+    default_hint = "Raise max_replication_slots (or max_wal_senders), or drop a slot that nobody uses."
+
+
+class SnapshotWaits(SourceError):
+    """A snapshot of the source can't be had while older transactions run there."""
+
+    code = "snapshot_waits"
+    retry = Retry.BACKOFF
+
+
+class PublicationMissing(SourceError):
+    """The publication isn't there and may not be made."""
+
+    code = "publication_missing"
+
+
+class SlotActive(SourceError):
+    """Another connection uses the slot; details: pid."""
+
+    code = "slot_active"
+    retry = Retry.BACKOFF
+
+
+class SlotLost(SourceError):
+    """The slot that this stream followed is gone or invalidated: changes since then can't be had."""
+
+    code = "slot_lost"
+
+
+class SlotAhead(SourceError):
+    """The slot was confirmed (or recreated) above what the log holds: the changes between can't be had."""
+
+    code = "slot_ahead"
+
+
+class SourceReplaced(SourceError):
+    """Another system, database or an unrelated timeline answers under this DSN."""
+
+    code = "source_replaced"
+
+
+class SourceOnStandby(SourceError):
+    """The server is a standby that can't be captured from, or not with this slot."""
+
+    code = "source_on_standby"
+    default_hint = "Point the DSN at the primary, or at a standby of PostgreSQL 16 or newer with a slot of its own."
+
+
+class SourceBehind(SourceError):
+    """A standby hasn't replayed yet what the log has from its primary."""
+
+    code = "source_behind"
+    retry = Retry.BACKOFF
+    default_hint = "It is tried again; see that the standby follows its primary."
+
+
+class SourceSwitched(SourceError):
+    """Another server, or another timeline, answers than the one that this session began with."""
+
+    code = "source_switched"
+    retry = Retry.BACKOFF
+    default_hint = "Capture begins anew, and looks at whose history answers."
+
+
+class ReplicaIdentityUnusable(SourceError):
+    """A table's replica identity gives updates and deletes no key; it is captured into history only."""
+
+    code = "replica_identity_unusable"
+
+
+class NoTablesMatch(SourceError):
+    """The configured patterns match no table."""
+
+    code = "no_tables_match"

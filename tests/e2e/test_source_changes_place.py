@@ -1,0 +1,84 @@
+"""The way of docs/how-to/source-changes-place.md, walked by the commands that stand there, down to the lake."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.app.homes import config, done, make_home, run, wait_for
+
+from millstream.codec.pgoutput import HEARTBEAT_PREFIX
+from millstream.testing.postgres import EmbeddedPostgres
+from millstream.testing.standby import make_standby, promote, wait_for_replay
+
+
+def rows(home: Path) -> list[list[object]]:
+    text = done(home, "query", "--format", "json", "SELECT id, v FROM public.t ORDER BY id")
+    return [[row["id"], row["v"]] for row in json.loads(text)]
+
+
+@contextmanager
+def running(home: Path) -> Iterator[None]:
+    command = [sys.executable, "-m", "millstream.cli", "--home", str(home), "run"]
+    with (home / "run.log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+        try:
+            yield
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(120)
+
+
+def test_a_home_follows_a_promotion_and_begins_anew_after_a_lost_slot(tmp_path: Path) -> None:
+    with EmbeddedPostgres(18, fsync=False) as primary:
+        with primary.connect() as connection:
+            connection.execute("CREATE TABLE t (id int PRIMARY KEY, v text)")
+            connection.execute("INSERT INTO t SELECT n, 'before' FROM generate_series(1, 5) n")
+        home = make_home(tmp_path / "home", config(primary.dsn(), None, tables='["public.*"]'))
+        done(home, "run", "--until-caught-up")
+        standby = make_standby(primary)
+        try:
+            with primary.connect() as connection, standby.connect() as copy, running(home):
+
+                def copied() -> bool:
+                    # Word of who runs, and WAL that moves the slot: what a busy server has by itself.
+                    connection.execute(
+                        f"SELECT pg_log_standby_snapshot(), pg_logical_emit_message(false, '{HEARTBEAT_PREFIX}', '')"
+                    )
+                    copy.execute("SELECT pg_sync_replication_slots()")
+                    there = "SELECT count(*) FROM pg_replication_slots WHERE synced AND NOT temporary"
+                    return copy.execute(there).fetchone() == (1,)
+
+                wait_for(copied, seconds=120)
+            with primary.connect() as connection:
+                connection.execute("UPDATE t SET v = 'old primary' WHERE id = 1")
+            wait_for_replay(primary, standby)
+            primary.stop("immediate")
+            promote(standby)
+            with standby.connect() as connection:
+                connection.execute("DELETE FROM t WHERE id = 5")
+            make_home(home, config(standby.dsn(), None, tables='["public.*"]'))
+            done(home, "run", "--until-caught-up")
+            assert rows(home) == [[1, "old primary"], [2, "before"], [3, "before"], [4, "before"]]
+            (stream,) = json.loads(done(home, "status", "--json"))["streams"]
+            assert (stream["source"]["number"], stream["source"]["timeline"]) == (2, 2)
+            records = [json.loads(line) for line in done(home, "wal", "cat").splitlines()]
+            assert sorted({record["source"] for record in records}) == [1, 2]
+            assert "equal" in done(home, "diff")
+
+            with standby.connect() as connection:
+                connection.execute("SELECT pg_drop_replication_slot('millstream_shop')")
+                connection.execute("DELETE FROM t WHERE id = 4")
+            ended = run(home, "run", "--until-caught-up")
+            assert ended.returncode != 0
+            assert "millstream slot drop" in ended.stderr
+            done(home, "slot", "drop", "--yes")
+            done(home, "run", "--until-caught-up")
+            assert rows(home) == [[1, "old primary"], [2, "before"], [3, "before"]]
+            assert "equal" in done(home, "diff")
+        finally:
+            standby.close()
