@@ -256,7 +256,7 @@ def test_a_broken_connection_is_taken_up_again_in_chunks(stage: Stage) -> None:
     stage.sql(ORDERS)
     stage.catch_up()
     stage.sql(*(orders(n * 100 + 1, n * 100 + 100) for n in range(60)))
-    in_chunks(stage)
+    in_chunks(stage, buffer_bytes_max=16 << 10)  # so that reading waits for the log
     stage.log.delay_s = 0.05
     with capture_logs() as said:
         running = stage.start()
@@ -443,7 +443,7 @@ def test_progress_says_the_mode_and_what_the_slot_holds(stage: Stage) -> None:
 def run_process(stage: Stage, failpoints: str = "", **more: Any) -> tuple[int, str]:
     """Its exit code, and what it printed."""
     config = make_config(stage.dsn, stage.folder, stage.config.slot)
-    facts = {name: value for name, value in dataclasses.asdict(config).items() if name != "shard_of"} | more
+    facts = {name: value for name, value in dataclasses.asdict(config).items() if not callable(value)} | more
     command = [sys.executable, "-m", "tests.capture.catching_up_process", str(stage.folder / "home"), json.dumps(facts)]
     done = subprocess.run(
         command,
