@@ -87,7 +87,7 @@ def stream() -> Iterator[Figure]:
 def small_transactions() -> Iterator[Figure]:
     """One row a transaction."""
     yield _beside_recvlogical(
-        "capture_small_tx_vs_pg_recvlogical", "small", transactions=100_000, rows_each=1, goal=">= 0.9"
+        "capture_small_tx_vs_pg_recvlogical", "small", transactions=100_000, rows_each=1, goal=">= 0.95"
     )
 
 

@@ -283,14 +283,16 @@ def test_a_table_without_a_key_that_is_written_to_all_the_time_is_copied(stage: 
     )
     stop = threading.Event()
 
-    def write() -> None:
+    def write(own: int) -> None:
+        """Rows of its own: two that touch the same ones could wait for each other."""
         with stage.connect() as connection:
             while not stop.is_set():
-                connection.execute("UPDATE bag SET n = n + 1 WHERE ctid IN (SELECT ctid FROM bag WHERE n = 7 LIMIT 3)")
-                connection.execute("INSERT INTO bag VALUES ('new', 7)")
-                connection.execute("DELETE FROM bag WHERE ctid IN (SELECT ctid FROM bag WHERE n = 8 LIMIT 1)")
+                some = f"ctid IN (SELECT ctid FROM bag WHERE n = {own} LIMIT 3)"
+                connection.execute(f"UPDATE bag SET n = n + 1 WHERE {some}")
+                connection.execute(f"INSERT INTO bag VALUES ('new', {own})")
+                connection.execute(f"DELETE FROM bag WHERE ctid IN (SELECT ctid FROM bag WHERE n = {own + 1} LIMIT 1)")
 
-    writers = [threading.Thread(target=write) for _ in range(4)]
+    writers = [threading.Thread(target=write, args=[own]) for own in (7, 17, 27, 37)]
     for writer in writers:
         writer.start()
     try:
