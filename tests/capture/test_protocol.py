@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import ExitStack
+from dataclasses import replace
 
 import psycopg
 import pytest
@@ -11,6 +12,7 @@ from tests.capture.capture_stage import Stage, wait_until
 from tests.capture.test_streaming import ORDERS, stream_positions
 
 from millstream.catalog import TableState
+from millstream.errors import SourceVersionUnsupported
 from millstream.model.operations import SpilledOp
 
 
@@ -260,5 +262,19 @@ def test_what_another_system_wrote_here_is_captured_too(stage: Stage) -> None:
         stage.catch_up()
         assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])
         assert len(stage.log.replay()["public.orders"]) == 2
+        stage.config = replace(stage.config, origin="none")
+        with stage.connect() as connection:
+            version = connection.info.server_version
+        stage.sql(
+            f"SELECT pg_replication_origin_session_setup('{origin}'); "
+            "BEGIN; SELECT pg_replication_origin_xact_setup('0/1235', now()); INSERT INTO orders VALUES (3, 'theirs', 1, now()); COMMIT",
+            "INSERT INTO orders VALUES (4, 'ours', 1, now())",
+        )
+        if version < 160000:
+            with pytest.raises(SourceVersionUnsupported, match="16 and newer"):
+                stage.catch_up()
+            return
+        stage.catch_up()
+        assert sorted(row["item"] for row in stage.log.replay()["public.orders"].values()) == ["ours", "ours", "theirs"]
     finally:
         stage.sql(f"SELECT pg_replication_origin_drop('{origin}')")

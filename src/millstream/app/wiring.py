@@ -56,6 +56,7 @@ def capture_config(home: Home, name: str, stream: StreamConfig, *, first_shard: 
         heartbeat_s=duration_s(source.heartbeat_interval),
         catch_up=CatchUp(source.catch_up),
         failover=source.failover,
+        origin=source.origin,
     )
 
 

@@ -39,6 +39,7 @@ class CaptureConfig:
         publication: of tables with a usable identity; `<publication>_inserts` is that of the others.
         slot: the replication slot's name.
         failover: whether a slot that is made is one that standbys keep a copy of (PostgreSQL 17 and newer).
+        origin: `any`, or `none`: leave out what replication from another system wrote (PostgreSQL 16 and newer).
         spill_dir: a folder of this stream's own for transactions that are too large for memory; emptied at start.
         shard_of: the shard of a table, by `schema.name`; asked once, when the table is new.
         copy_workers: connections that read existing rows side by side.
@@ -73,6 +74,7 @@ class CaptureConfig:
     catch_up_changes: int = CHUNK_CHANGES
     catch_up_chunk_bytes: int = CHUNK_WAL_BYTES
     failover: bool = True
+    origin: str = "any"
 
     @property
     def publication_inserts(self) -> str:

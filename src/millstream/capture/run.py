@@ -38,6 +38,7 @@ from millstream.capture.source import (
     Connection,
     Identity,
     check_end,
+    check_origin,
     check_same,
     check_standby,
     connect_same,
@@ -243,6 +244,7 @@ class _Capture:
             config = replace(self._config, dsn=pinned(self._config.dsn, replication))
             control = stack.enter_context(connect_same(config.dsn, identity, purpose="control"))
             check_standby(identity)
+            check_origin(identity, config.origin)
             slot = read_slot(control, config.slot)
             source = self._source_to_follow(identity, replication, control, slot)
             reached = self._reached(source)
@@ -457,7 +459,7 @@ class _Capture:
             return open_chunks(
                 dsn,
                 slot=config.slot,
-                options=_pgoutput_options(tables),
+                options=_pgoutput_options(config, tables),
                 reached=reached,
                 confirmed=confirmed,
                 changes_max=config.catch_up_changes,
@@ -474,7 +476,7 @@ class _Capture:
 
     def _start_streaming(self, replication: Connection, reached: Lsn, tables: Tables) -> Wire:
         options = sql.SQL(", ").join(
-            sql.SQL(f"{name} ") + sql.Literal(value) for name, value in _pgoutput_options(tables).items()
+            sql.SQL(f"{name} ") + sql.Literal(value) for name, value in _pgoutput_options(self._config, tables).items()
         )
         command = sql.SQL("START_REPLICATION SLOT {} LOGICAL {} ({})").format(
             sql.Identifier(self._config.slot), sql.SQL(format_lsn(reached)), options
@@ -538,7 +540,8 @@ class _Capture:
         )
 
 
-def _pgoutput_options(tables: Tables) -> dict[str, str]:
+def _pgoutput_options(config: CaptureConfig, tables: Tables) -> dict[str, str]:
     """What pgoutput is asked for, however it is read: both ways give the same messages."""
     names = ",".join('"' + name.replace('"', '""') + '"' for name in tables.coverage.publications)
-    return {"proto_version": "2", "publication_names": names, "streaming": "on", "messages": "true"}
+    options = {"proto_version": "2", "publication_names": names, "streaming": "on", "messages": "true"}
+    return options if config.origin == "any" else options | {"origin": config.origin}

@@ -13,7 +13,13 @@ import psycopg
 
 from millstream.capture.connection import connect, translated
 from millstream.codec.pgoutput import Relation, RelationColumn
-from millstream.errors import SourceBehind, SourceOnStandby, SourceReplaced, SourceSwitched
+from millstream.errors import (
+    SourceBehind,
+    SourceOnStandby,
+    SourceReplaced,
+    SourceSwitched,
+    SourceVersionUnsupported,
+)
 from millstream.model.names import TablePatterns, qualified_name
 from millstream.model.pgtypes import builtin_name
 from millstream.model.positions import Lsn, format_lsn, parse_lsn
@@ -22,6 +28,7 @@ from millstream.model.schema import ReplicaIdentity
 Connection = psycopg.Connection[tuple[Any, ...]]
 
 STANDBY_VERSION_MIN: Final = 160000
+ORIGIN_VERSION_MIN: Final = 160000
 PAGE_BYTES: Final = 8192
 _PAGE_HEADER_BYTES_MAX: Final = 40
 
@@ -317,6 +324,15 @@ def check_standby(identity: Identity) -> None:
         raise SourceOnStandby(
             f"the source is a standby of PostgreSQL {identity.server_version // 10000}, which can't decode its WAL (16 and newer can)",
             hint="Point the DSN at the primary.",
+        )
+
+
+def check_origin(identity: Identity, origin: str) -> None:
+    """`SourceVersionUnsupported` where the server is too old to leave out what has an origin."""
+    if origin != "any" and identity.server_version < ORIGIN_VERSION_MIN:
+        raise SourceVersionUnsupported(
+            f"the source is PostgreSQL {identity.server_version // 10000}, which can't leave out what replication wrote (16 and newer can)",
+            hint='Set origin = "any" in [streams.S.source], or upgrade the server.',
         )
 
 

@@ -69,6 +69,12 @@ class SourceConfig(_Section):
         description="Whether standbys that sync slots (PostgreSQL 17 and newer) keep a copy of the slot when it is made, so that capture goes on after "
         "one of them is promoted. A slot that is there already stays as it is; `doctor` says how to change it.",
     )
+    origin: Literal["any", "none"] = Field(
+        default="any",
+        description="Whose changes are captured: `any`, or `none` but those made here, without what replication from another system wrote "
+        "(rows with a replication origin; PostgreSQL 16 and newer), so that two databases that follow each other make no loop. A table "
+        "copy reads rows whoever wrote them.",
+    )
     copy_workers: int = Field(default=2, ge=1, le=64, description="Connections that copy existing rows side by side.")
     copy_chunk_rows: int = Field(
         default=50_000,

@@ -30,7 +30,7 @@ from millstream.lake.postgres.layout import (
     relation_at,
     short,
 )
-from millstream.lake.postgres.target import PostgresTarget
+from millstream.lake.postgres.target import PostgresTarget, literal
 from millstream.lake.postgres.texts import Versioned, text_records
 from millstream.model.ids import TableId
 from millstream.model.names import quote_ident
@@ -432,8 +432,7 @@ class _Rows:
         refused: dict[int, list[int]] = {}
         for place, (name, kind) in enumerate(self.types.items()):
             found = self.connection.execute(
-                f"SELECT {quote_ident(number)} FROM pg_temp.texts WHERE NOT pg_input_is_valid({quote_ident(name)}, %s)".encode(),
-                [kind],
+                f"SELECT {quote_ident(number)} FROM pg_temp.texts WHERE NOT pg_input_is_valid({quote_ident(name)}, {literal(kind)})".encode()
             ).fetchall()
             if found and name in self.key:
                 return None

@@ -219,7 +219,7 @@ def _may_be_there(connection: Connection, table: EventTable, batches: Sequence[V
         if table.old_upto is not None and least <= table.old_upto:
             return True
         found = connection.execute(
-            f"SELECT EXISTS (SELECT FROM {table.place.quoted} "
+            f"SELECT EXISTS (SELECT FROM {table.place.quoted.replace('%', '%%')} "
             "WHERE source = %s AND commit_lsn >= %s::pg_lsn AND commit_index IS NOT NULL)".encode(),
             [source, format_lsn(Lsn(least))],
         ).fetchone()
