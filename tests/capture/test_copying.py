@@ -7,13 +7,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import psycopg
 import pytest
-from tests.capture.capture_stage import Stage, wait_until
+from tests.capture.capture_stage import DEADLINE_S, Stage, wait_until
 
+from millstream.capture.copy_reader import Bounds, ChunkReader, Fetched
+from millstream.capture.copying import TableCopies
 from millstream.catalog import TableState
-from millstream.model.operations import OperationKind
+from millstream.model.operations import OperationKind, SpilledOp
 
 ORDERS = "CREATE TABLE orders (id int PRIMARY KEY, item text, price numeric(10,2), at timestamptz)"
 
@@ -371,4 +374,42 @@ def test_more_keys_than_a_chunk_has_rows_are_read_again_by_name(stage: Stage) ->
     wait_until(lambda: stage.state("public.docs") is TableState.STREAMING, "the copy is whole")
     running.stop()
     stage.catch_up()
+    assert stage.log.replay()["public.docs"] == stage.source_rows("docs", ["id"])
+
+
+def test_a_chunk_that_is_given_up_while_the_next_is_read_leaves_no_hole(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A transaction too large to remember its keys is logged behind a chunk that doesn't see it, while the one behind that is read."""
+    stage.sql(
+        DOCS,
+        "INSERT INTO docs SELECT i, 'x', 0 FROM generate_series(1, 400) i",
+        f"ALTER DATABASE {stage.config.slot} SET logical_decoding_work_mem = '64kB'",
+    )
+    stage.config = replace(stage.config, copy_workers=1, chunk_rows=50)
+    given_up = threading.Event()
+    fetch, go_back, decode = ChunkReader.fetch, TableCopies._go_back, TableCopies._decode
+    fetched: list[Bounds] = []
+
+    def slow_fetch(reader: ChunkReader, table: Any, table_id: Any, bounds: Bounds, **more: Any) -> Fetched:
+        fetched.append(bounds)
+        if len(fetched) == 3:
+            stage.sql("UPDATE docs SET body = repeat('y', 3000) WHERE id > 300")
+            given_up.wait(DEADLINE_S)
+        return fetch(reader, table, table_id, bounds, **more)
+
+    def told_go_back(copies: TableCopies, copy: Any, chunk: Any) -> None:
+        go_back(copies, copy, chunk)
+        given_up.set()
+
+    def slow_decode(copies: TableCopies, copy: Any, chunk: Any, schema: Any) -> None:
+        if chunk.bounds.after == ("50",):
+            wait_until(lambda: any(isinstance(e, SpilledOp) for e in stage.log.entries), "the update is logged")
+        decode(copies, copy, chunk, schema)
+
+    monkeypatch.setattr(ChunkReader, "fetch", slow_fetch)
+    monkeypatch.setattr(TableCopies, "_go_back", told_go_back)
+    monkeypatch.setattr(TableCopies, "_decode", slow_decode)
+    stage.catch_up()
+    assert given_up.is_set(), "no chunk was given up"
     assert stage.log.replay()["public.docs"] == stage.source_rows("docs", ["id"])

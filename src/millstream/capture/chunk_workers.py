@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import threading
@@ -9,17 +10,19 @@ import time
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
+import psycopg
 import structlog
 
 from millstream.capture.copy_reader import ChunkReader
 from millstream.capture.source import Connection
-from millstream.errors import MillstreamError, Retry
+from millstream.errors import CodecError, MillstreamError, Retry, SourceError
 
 logger = structlog.get_logger("millstream.capture")
 
 S = TypeVar("S")
 
 _RETRY_S: Final = 1.0
+_CANCEL_S: Final = 2.0
 _RETRY_MAX_S: Final = 10.0
 _TRANSIENT: Final = frozenset({"55P03", "57014", "42P01", "3F000", "40001", "40P01"})
 """SQLSTATEs after which the same is tried again: locks not had in time, names on the move, conflicts."""
@@ -67,6 +70,7 @@ class ChunkWorkers(Generic[S]):
         self._counter = itertools.count()
         self._changed = threading.Condition()
         self._stopped = False
+        self._connections: set[Connection] = set()
         self._threads = [
             threading.Thread(target=self._main, name=f"millstream-{purpose}-{n}", daemon=True) for n in range(count)
         ]
@@ -77,10 +81,14 @@ class ChunkWorkers(Generic[S]):
             thread.start()
 
     def stop(self) -> None:
-        """End the threads, each after the task that it is at."""
+        """End the threads; what the source does for them is broken off."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
+            busy = list(self._connections)
+        for connection in busy:
+            with contextlib.suppress(psycopg.Error):
+                connection.cancel_safe(timeout=_CANCEL_S)
         for thread in self._threads:
             thread.join()
 
@@ -112,18 +120,29 @@ class ChunkWorkers(Generic[S]):
             try:
                 if connection is None or reader is None or connection.closed:
                     connection = self._connect(self._purpose)
+                    with self._changed:
+                        self._connections = {one for one in self._connections if not one.closed} | {connection}
                     reader = self._reader(connection)
                 work(reader)
-            except MillstreamError as error:
-                self._again_or_failed(subject, work, attempt + 1, error)
+            except BaseException as error:  # noqa: BLE001 - what isn't the table's own is raised again
+                self._on_error(subject, work, attempt + 1, error)
                 if connection is not None:
                     connection.close()  # whatever state it is in, the next task gets a fresh one
-            except BaseException as error:
-                self.error = error
-                self._broken()
-                raise
         if connection is not None:
             connection.close()
+
+    def _on_error(self, subject: S, work: Work, attempt: int, error: BaseException) -> None:
+        """What the source or a value refuses is the table's own; all else ends the session, by whoever asks for `error`."""
+        try:
+            if not isinstance(error, SourceError | CodecError) and not (
+                isinstance(error, MillstreamError) and error.retry is Retry.BACKOFF
+            ):
+                raise error
+            self._again_or_failed(subject, work, attempt, error)
+        except BaseException as escaped:
+            self.error = escaped
+            self._broken()
+            raise
 
     def _again_or_failed(self, subject: S, work: Work, attempt: int, error: MillstreamError) -> None:
         passes = error.retry is Retry.BACKOFF or error.details.get("sqlstate") in _TRANSIENT

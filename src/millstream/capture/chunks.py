@@ -22,8 +22,9 @@ from typing import Final
 import psycopg
 from psycopg import pq, sql
 
-from millstream.capture.connection import connect, take_bytes_as_they_are, translate, translate_result, translated
+from millstream.capture.connection import take_bytes_as_they_are, translate, translate_result, translated
 from millstream.capture.frames import KEEPALIVE, Block, Connection, Frames, pass_over
+from millstream.capture.source import Identity, connect_same
 from millstream.capture.wire import has_machine_code
 from millstream.codec.pgoutput import MessageRun
 from millstream.errors import MillstreamError, ProtocolViolation
@@ -233,6 +234,7 @@ class ChunkWire:
 
 def open_chunks(
     dsn: str,
+    identity: Identity,
     *,
     slot: str,
     options: dict[str, str],
@@ -246,6 +248,7 @@ def open_chunks(
 
     Args:
         dsn: the source's.
+        identity: which server has to answer there.
         slot: the slot; nobody reads it.
         options: pgoutput's, as the stream is asked for.
         reached: X.
@@ -259,8 +262,8 @@ def open_chunks(
     """
     name = f"{slot[:46]}_{secrets.token_hex(8)}"
     with contextlib.ExitStack() as stack:
-        side = stack.enter_context(contextlib.closing(connect(dsn, purpose="advance")))
-        connection = stack.enter_context(contextlib.closing(connect(dsn, purpose="catch-up")))
+        side = stack.enter_context(contextlib.closing(connect_same(dsn, identity, purpose="advance")))
+        connection = stack.enter_context(contextlib.closing(connect_same(dsn, identity, purpose="catch-up")))
         with translated():
             connection.execute("SELECT pg_copy_logical_replication_slot(%s, %s, true)", [slot, name])
             if reached > confirmed:

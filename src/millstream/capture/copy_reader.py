@@ -124,6 +124,8 @@ class ChunkReader:
         self._connection = connection
         self._source = source
         self._publications = tuple(publications)
+        self.not_before = Lsn(0)
+        """What commits below has to be seen by the next chunk. An ordinary snapshot sees all that has committed."""
         with translated():
             # Chunks follow the key's index; a plan that sorts the table anew for each would be quadratic.
             connection.execute(

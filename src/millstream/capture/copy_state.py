@@ -158,6 +158,8 @@ class Copy:
     bytes_rate: Rate = field(default_factory=Rate)
     tracker: CopyTracker = field(default_factory=CopyTracker)
     ranges: dict[int, Range] = field(default_factory=dict)
+    tracked_from: Lsn = Lsn(0)
+    """What commits below isn't remembered: a chunk's snapshot has to see it."""
     bound: int = 0
     """Snapshots count from the moment at which every transaction below has ended."""
 

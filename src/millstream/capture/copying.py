@@ -270,7 +270,7 @@ class TableCopies:
                 return
             if sum(other.stage is not Stage.WAITING for other in self._copies.values()) >= self._copies_max:
                 return
-            copy.stage = Stage.PREPARING
+            copy.stage, copy.tracked_from = Stage.PREPARING, self._passed
             if copy.fresh:
                 self._catalog.drop_chunks(copy.row.id)
             self._catalog.set_state(copy.row.id, TableState.COPYING, copy.row.reason, copy_id=copy.copy_id)
@@ -410,6 +410,7 @@ class TableCopies:
             with self._lock:
                 copy.ranges |= {part.number: part for part in planned}
         with self._lock:
+            copy.tracker.settle(copy.bound)
             copy.stage = Stage.READING
             self._queue_ranges(copy)
         self._rest(copy)
@@ -428,25 +429,29 @@ class TableCopies:
             rows_max, bytes_max = self._most(copy, bounds)
         began_s = time.monotonic()
         try:
+            reader.not_before = copy.tracked_from
             read = reader.fetch(copy.table, copy.row.id, bounds, rows_max=rows_max, bytes_max=bytes_max)
+            if not copy.keyed and not read.last:
+                raise TableTooLarge(
+                    f"it has no key and more than {CHUNK_BYTES_MAX >> 20} MiB of rows, which can't be copied at once",
+                    hint="Give it a primary key, then run `millstream tables copy`.",
+                )
+            schema = self._numbered(read.schema)
+            upto = part.upto if read.last or bounds.keys else read.last_key()
+            hit("capture.copy_chunk_read")
         except BaseException:
             with self._lock:
                 copy.tracker.end(ticket)
             raise
-        if not copy.keyed and not read.last:
-            raise TableTooLarge(
-                f"it has no key and more than {CHUNK_BYTES_MAX >> 20} MiB of rows, which can't be copied at once",
-                hint="Give it a primary key, then run `millstream tables copy`.",
-            )
-        schema = self._numbered(read.schema)
-        upto = part.upto if read.last or bounds.keys else read.last_key()
-        hit("capture.copy_chunk_read")
         ended_s = time.monotonic()
         with self._lock:
             self._rate.note(len(read.text), ended_s)
             copy.tracker.take(ticket, read.snapshot)
             part.reading = False
-            if not read.last and len(bounds.keys) > 1:
+            if not bounds.keys and bounds.after != part.read_after:
+                # Meanwhile the chunk in front of it was given up: what lies between is read first, and this anew behind it.
+                copy.tracker.end(ticket)
+            elif not read.last and len(bounds.keys) > 1:
                 # No row may be taken for missing that was cut off.
                 copy.tracker.end(ticket)
                 rest = copy.halve(part)

@@ -78,6 +78,8 @@ class _Repair:
     """Being read, or read."""
     tracker: CopyTracker = field(default_factory=CopyTracker)
     stage: Stage = Stage.WAITING
+    tracked_from: Lsn = Lsn(0)
+    """What commits below isn't remembered: a snapshot has to see it."""
     bound: int = 0
     rows: int = 0
 
@@ -237,7 +239,7 @@ class Repairs:
     def _ready_of(self, repair: _Repair) -> Iterator[Entry]:
         if repair.stage is Stage.WAITING:
             # Here, not where it was seen: changes are tracked from a known place of the stream on.
-            repair.stage = Stage.PREPARING
+            repair.stage, repair.tracked_from = Stage.PREPARING, self._passed
             self._queue(repair, lambda reader: self._prepare(repair, reader))
         for found in list(repair.open.values()):
             if found.ticket and found.read is not None and found.read.lsn <= self._passed:
@@ -322,6 +324,7 @@ class Repairs:
             self._queue(repair, lambda again: self._prepare(repair, again), after_s=_WAIT_S)
             return
         with self._lock:
+            repair.tracker.settle(repair.bound)
             repair.stage = Stage.READING
         self._read_on(repair)
 
@@ -337,6 +340,7 @@ class Repairs:
         try:
             if self._key(table, repair.row.id) != found.chunk.columns:
                 raise TableChanged(f"the key of {table.full_name} changed: run `millstream diff` again")
+            reader.not_before = repair.tracked_from
             read = reader.read(table, repair.row.id, Bounds(keys=found.chunk.keys))
             read.rows.schema = self._catalog.put_schema(self._stream, read.rows.schema)
         except BaseException:

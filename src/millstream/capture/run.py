@@ -32,6 +32,7 @@ from millstream.capture.slot import (
     create_slot,
     read_slot,
     setting_ms,
+    waits_for_standbys,
     who_is_waited_for,
 )
 from millstream.capture.source import (
@@ -267,12 +268,19 @@ class _Capture:
                 watch = stack.enter_context(closing(TimelineWatch(config.dsn, identity)))
                 watch.check()
                 before_each = watch.check
-                self._choice.give_up("a standby is streamed: each item is let in by its timeline")
-            mode = self._choice.begin(reached=reached, source_end=insert_lsn(control), now=time.monotonic())
+            mode = self._choice.begin(
+                reached=reached,
+                source_end=insert_lsn(control),
+                now=time.monotonic(),
+                possible=not identity.on_standby and not waits_for_standbys(control, slot),
+            )
             chunks = None
             if mode is Mode.CATCHING_UP:
-                chunks = self._open_chunks(config.dsn, reached, reached if slot is None else slot.confirmed, tables)
+                chunks = self._open_chunks(
+                    config.dsn, identity, reached, reached if slot is None else slot.confirmed, tables
+                )
             wire: Wire = chunks or self._start_streaming(replication, reached, tables)
+            stack.callback(wire.close)  # where nobody comes to own it
             timeout_ms = setting_ms(control, "wal_sender_timeout")
             status_s = config.status_s if timeout_ms == 0 else min(config.status_s, timeout_ms / 4000)
             receiver = Receiver(
@@ -445,7 +453,9 @@ class _Capture:
             )
         return reached
 
-    def _open_chunks(self, dsn: str, reached: Lsn, confirmed: Lsn, tables: Tables) -> ChunkWire | None:
+    def _open_chunks(
+        self, dsn: str, identity: Identity, reached: Lsn, confirmed: Lsn, tables: Tables
+    ) -> ChunkWire | None:
         """Begin to read chunks; None where the source refuses, which is then not asked again."""
         config, choice = self._config, self._choice
 
@@ -458,6 +468,7 @@ class _Capture:
         try:
             return open_chunks(
                 dsn,
+                identity,
                 slot=config.slot,
                 options=_pgoutput_options(config, tables),
                 reached=reached,

@@ -46,6 +46,15 @@ class SlotState:
     """Whether it is such a copy."""
 
 
+def waits_for_standbys(connection: Connection, slot: SlotState | None) -> bool:
+    """Whether the server holds what it sends from the slot until standbys have it (17+): of a copy of the slot it wouldn't."""
+    if slot is None or not slot.failover:
+        return False
+    with translated():
+        row = connection.execute("SELECT current_setting('synchronized_standby_slots', true)").fetchone()
+    return bool(row and row[0])
+
+
 def read_slot(connection: Connection, name: str) -> SlotState | None:
     """The slot's state; None where there is no slot of that name."""
     version = connection.info.server_version

@@ -22,6 +22,7 @@ from millstream.capture.snapshot import SourceSnapshot
 from millstream.capture.source import Connection, SourceTable
 from millstream.errors import SnapshotWaits, SourceError
 from millstream.model.ids import SourceId
+from millstream.model.positions import Lsn
 
 _PATIENCE_S: Final = 120.0
 """The primary tells three times, a quarter of a minute apart, until a slot knows all that runs."""
@@ -38,6 +39,8 @@ class StandbySnapshots:
         self._lock = threading.Lock()
         self._snapshot: SourceSnapshot | None = None
         self._taken_at = 0.0
+        self._asked = self._served = 0
+        """How often a newer one was asked for, and up to which time the one that there is was taken since."""
         self._closed = False
 
     def close(self) -> None:
@@ -48,31 +51,33 @@ class StandbySnapshots:
 
     def renew(self) -> None:
         """Have the next chunk read under a newer one."""
-        self._taken_at = 0.0
+        self._asked += 1
 
-    def begin(self, connection: Connection) -> SourceSnapshot:
-        """Set the snapshot of a transaction that has done nothing yet.
+    def begin(self, connection: Connection, not_before: Lsn) -> SourceSnapshot:
+        """Set the snapshot of a transaction that has done nothing yet; it sees all that commits below `not_before`.
 
         Raises:
             SnapshotWaits: the primary hasn't said who runs.
             SourceError: the snapshot was lost; another time there is another.
         """
         with self._lock:
-            if self._snapshot is None or time.monotonic() - self._taken_at > _AGE_MAX_S:
+            held, asked = self._snapshot, self._asked
+            is_old = time.monotonic() - self._taken_at > _AGE_MAX_S or self._served != asked
+            if held is None or is_old or held.lsn < not_before:
                 self._drop()
-                self._snapshot = SourceSnapshot.take(
+                held = self._snapshot = SourceSnapshot.take(
                     self._dsn, patience_s=_PATIENCE_S, purpose="copy", stopped=lambda: self._closed
                 )
-                self._taken_at = time.monotonic()
+                self._taken_at, self._served = time.monotonic(), asked
             if self._closed:
                 self._drop()
                 raise SnapshotWaits("the copy was ended")
             try:
-                connection.execute(self._snapshot.set_statement())
+                connection.execute(held.set_statement())
             except psycopg.Error as error:
                 self._drop()
                 raise SourceError("the standby has given up the copy's snapshot", sqlstate=_AGAIN) from error
-            return self._snapshot
+            return held
 
     def _drop(self) -> None:
         if self._snapshot is not None:
@@ -90,12 +95,12 @@ class StandbyChunkReader(ChunkReader):
         self._snapshots = snapshots
 
     def running_bound(self) -> int:
-        """None: whatever was logged before a copy began is below the LSN of every snapshot taken since, and seen by it."""
+        """None: whatever was logged before a copy began is below `not_before`, and seen by its snapshots."""
         return 0
 
     def _begin(self, name: sql.Composable) -> Moment:
         connection = self._connection
-        snapshot = self._snapshots.begin(connection)
+        snapshot = self._snapshots.begin(connection, self.not_before)
         connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE").format(name))
         row = connection.execute(
             "SELECT pg_current_snapshot()::text, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint"

@@ -109,14 +109,23 @@ class ModeChoice:
         self._began: tuple[float, Lsn] | None = None
         self._not_below = Lsn(0)
         self._broken = 0
+        self._possible = True
         self.mode = Mode.STREAMING
         self.given_up = ""
         """Why chunks aren't tried any more; empty where they are."""
         self.reason = ""
         """Why the mode was changed last."""
 
-    def begin(self, *, reached: Lsn, source_end: Lsn, now: float) -> Mode:
-        """A session begins at `reached`: how it reads. `now` is in seconds, of any clock that never goes back."""
+    def begin(self, *, reached: Lsn, source_end: Lsn, now: float, possible: bool = True) -> Mode:
+        """A session begins at `reached`: how it reads.
+
+        Args:
+            reached: X.
+            source_end: the end of the source's WAL.
+            now: seconds, of any clock that never goes back.
+            possible: whether this session may read chunks at all.
+        """
+        self._possible = possible
         asked, self._streams_next = self._streams_next, False
         backlog = source_end - reached
         if asked or not self._allowed(reached):
@@ -189,7 +198,8 @@ class ModeChoice:
             self.give_up("connections broke before a chunk had come")
 
     def _allowed(self, reached: Lsn) -> bool:
-        return self._setting is not CatchUp.NEVER and not self.given_up and reached >= self._not_below
+        wanted = self._setting is not CatchUp.NEVER and self._possible
+        return wanted and not self.given_up and reached >= self._not_below
 
     def _stream_next(self, reason: str) -> bool:
         self._streams_next = True

@@ -124,9 +124,16 @@ class CopyTracker:
         """Touches remembered."""
         return len(self._touches)
 
+    def settle(self, bound: int) -> None:
+        """Every transaction with an id below has ended: any snapshot from here on sees it."""
+        self._xmin = max(self._xmin, bound)
+        self._prune()
+
     def touch(self, touch: Touch) -> None:
-        """A transaction that touched the table is about to be logged."""
-        self._touches.append(touch)
+        """A transaction that touched the table is about to be logged. One that all snapshots see, the open and those to come, needn't be kept."""
+        bound = self._bound()
+        if not bound or extend_xid(touch.xid, bound) >= bound:
+            self._touches.append(touch)
 
     def begin(self) -> int:
         """A chunk is about to take its snapshot; gives its ticket."""
@@ -166,8 +173,11 @@ class CopyTracker:
         del self._open[ticket]
         self._prune()
 
+    def _bound(self) -> int:
+        return min((reading.floor for reading in self._open.values()), default=self._xmin)
+
     def _prune(self) -> None:
-        bound = min((reading.floor for reading in self._open.values()), default=self._xmin)
+        bound = self._bound()
         if bound:
             self._touches = [t for t in self._touches if extend_xid(t.xid, bound) >= bound]
 
