@@ -12,6 +12,7 @@ import pytest
 
 from millstream.errors import UsageError
 from millstream.lake.latest import latest_rows
+from millstream.model.ids import SchemaVersion
 from millstream.model.schema import Column, TableSchema
 
 Records = Callable[..., pa.RecordBatch]
@@ -71,6 +72,12 @@ def test_records_of_several_versions_are_of_the_newest(
     )
     assert [(row["id"], row["more"]) for row in found] == [(1, None), (2, 5)]
     assert "note" not in found[0]
+
+
+def test_another_key_begins_the_copy_anew(orders: TableSchema, records: Records) -> None:
+    newer = replace(orders, version=SchemaVersion(2), key=("note",), identity=("note",))
+    found = latest_rows(newer, [records(orders, ("c", 1, {"id": 1})), records(newer, ("c", 2, {"id": 2, "note": "x"}))])
+    assert (found.emptied, found.rows.column("id").to_pylist()) == (True, [2])
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -16,14 +16,17 @@ import pyarrow as pa
 import pytest
 
 from millstream.errors import (
+    DestinationError,
     DestinationUnavailable,
+    DestinationWentBack,
     LakeError,
     LakeHistoryLost,
     LakeSchemaConflict,
     LakeTableForeign,
 )
+from millstream.lake.postgres.cuts import commit_cut, last_cut
 from millstream.lake.postgres.events import in_order
-from millstream.lake.postgres.land import LandedTable, Loaded, begin, land
+from millstream.lake.postgres.land import LandedTable, Loaded, begin, land, look
 from millstream.lake.postgres.target import PostgresTarget
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId
 from millstream.model.positions import Seq
@@ -438,6 +441,76 @@ def test_a_writer_that_knows_fewer_columns_takes_none_away(
     assert asked(f"SELECT id, note, raw FROM {ROWS} ORDER BY 1") == [(1, "a", None), (2, None, b"x")]
 
 
+def test_equal_keys_that_all_go_in_one_batch_are_one_row(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
+) -> None:
+    keyed = replace(table, columns=(Column("id", pa.string(), NUMERIC), *table.columns[1:]))
+    landed(target, keyed, 1, records(keyed, ("c", 1, {"id": "1.0"})))
+    batch = [("d", 2, {"id": "1.0"}), ("c", 3, {"id": "1.00"}), ("d", 4, {"id": "1.00"}), ("c", 5, {"id": "1.000"})]
+    landed(target, keyed, 4, records(keyed, *batch[:3]))
+    assert asked(f"SELECT * FROM {ROWS}") == []
+    landed(target, keyed, 5, records(keyed, *batch))
+    assert asked(f"SELECT id::text FROM {ROWS}") == [("1.000",)]
+
+
+def test_a_key_that_changes_within_a_batch_begins_the_rows_anew(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
+) -> None:
+    newer = replace(
+        table,
+        version=SchemaVersion(2),
+        columns=(Column("number", pa.int64(), INT8), *table.columns[1:]),
+        key=("number",),
+        identity=("number",),
+    )
+    old, new = records(table, ("c", 1, {"id": 2})), records(newer, ("u", 2, {"number": 2, "__unchanged": ["note"]}))
+    landed(target, newer, 2, old, new, copying=True)
+    landed(target, newer, 4, records(newer, ("t", 3, {}), ("r", 4, {"number": 2, "note": "n"})))
+    assert asked(f"SELECT number, note FROM {ROWS}") == [(2, "n")]
+    assert asked(f"SELECT op FROM {EVENTS} ORDER BY seq") == [("c",), ("u",), ("t",), ("r",)]
+
+
+def test_a_late_record_of_a_table_that_is_gone_leaves_the_rows_of_the_one_that_has_its_name(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
+) -> None:
+    again = replace(table, table_id=TableId(9))
+    landed(target, again, 2, records(again, ("c", 2, {"id": 5})))
+    loaded = Loaded(table, [(table, records(table, ("c", 1, {"id": 1})))])
+    done = land(target, {table.table_id: lambda: loaded}, Seq(2), live=[again.table_id])[table.table_id]
+    assert done.error is None
+    assert asked(f"SELECT id FROM {ROWS}") == [(5,)]
+
+
+def test_a_table_whose_rows_were_not_copied_has_events_alone(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
+) -> None:
+    bag = replace(table, key=(), identity=schema_names(table), replica_identity=ReplicaIdentity.FULL)
+    loaded = Loaded(bag, [(bag, records(bag, ("d", 1, {"id": 1})))])
+    done = land(target, {bag.table_id: lambda: loaded}, Seq(1), history_only=[bag.table_id])[bag.table_id]
+    assert done.error is None
+    assert asked(f"SELECT op FROM {EVENTS}") == [("d",)]
+    assert asked("SELECT count(*) FROM millstream_lake.tables WHERE view = 'current'") == [(0,)]
+
+
+def test_a_negative_zero_is_one_in_events_too(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
+) -> None:
+    real = replace(table, columns=(*table.columns, Column("x", pa.float64(), PgType(701, -1, "double precision"))))
+    landed(target, real, 1, records(real, ("c", 1, {"id": 1, "x": -0.0})))
+    typed = f"SELECT (jsonb_populate_record(NULL::{ROWS}, row)).x::text FROM {EVENTS}"
+    assert asked(typed) == asked(f"SELECT x::text FROM {ROWS}") == [("-0",)]
+
+
+def test_a_table_of_as_many_columns_as_there_can_be(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
+) -> None:
+    columns = (table.columns[0], *(Column(f"c{n}", pa.int32(), PgType(23, -1, "integer")) for n in range(1599)))
+    wide = replace(table, columns=columns)
+    landed(target, wide, 2, records(wide, ("c", 1, {"id": 1, "c1598": 7}), ("c", 2, {"id": 2})))
+    landed(target, wide, 4, records(wide, ("u", 3, {"id": 1, "c1598": 8}), ("d", 4, {"id": 2})))
+    assert asked(f"SELECT id, c1598 FROM {ROWS}") == [(1, 8)]
+
+
 # --- what the destination can be -----------------------------------------------------------------------------------
 
 
@@ -483,6 +556,80 @@ def test_an_event_table_whose_columns_somebody_changed_is_named(
     error = landing(target, table, 2, records(table, ("c", 2, {"id": 2}))).error
     assert isinstance(error, LakeTableForeign)
     assert "commit_index" in error.message
+
+
+def test_a_key_that_somebody_adds_or_drops_deletes_no_row(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
+) -> None:
+    landed(target, table, 2, records(table, ("c", 1, {"id": 1}), ("c", 2, {"id": 2})))
+    asked(f'ALTER TABLE {ROWS} DROP CONSTRAINT "Orders_pkey"')
+    landed(target, table, 3, records(table, ("c", 3, {"id": 3})))
+    assert asked(f"SELECT count(*) FROM {ROWS}") == [(3,)]
+    with pytest.raises(psycopg.errors.UniqueViolation):
+        asked(f"INSERT INTO {ROWS} (id) VALUES (3)")
+    asked(f'ALTER TABLE {ROWS} DROP CONSTRAINT "Orders_pkey", ADD mine bigserial PRIMARY KEY')
+    error = landing(target, table, 4, records(table, ("c", 4, {"id": 4}))).error
+    assert isinstance(error, LakeTableForeign)
+    assert "Drop that key" in error.hint
+    bag = replace(
+        table,
+        name="bag",
+        table_id=TableId(7),
+        key=(),
+        identity=schema_names(table),
+        replica_identity=ReplicaIdentity.FULL,
+    )
+    landed(target, bag, 1, records(bag, ("c", 1, {"id": 1})))
+    asked("ALTER TABLE sales.bag ADD mine bigserial PRIMARY KEY")
+    landed(target, bag, 2, records(bag, ("c", 2, {"id": 2})))
+    landed(target, bag, 3, records(bag, ("d", 3, {"id": 1})))
+    assert asked("SELECT id FROM sales.bag") == [(2,)]
+
+
+def test_a_published_destination_takes_changes_of_a_bag(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
+) -> None:
+    asked("CREATE PUBLICATION everything FOR ALL TABLES")
+    bag = replace(table, key=(), identity=schema_names(table), replica_identity=ReplicaIdentity.FULL)
+    landed(target, bag, 1, records(bag, ("c", 1, {"id": 1})))
+    landed(target, bag, 2, records(bag, ("d", 2, {"id": 1})))
+    assert asked(f"SELECT * FROM {ROWS}") == []
+
+
+def test_a_destination_that_lost_its_last_commits_ends_the_run(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
+) -> None:
+    done = landing(target, table, 5, records(table, ("c", 5, {"id": 1}))).commit
+    assert done is not None
+    commit_cut(target, Seq(5), [done], committed_at=datetime.now(UTC))
+    land(target, {}, Seq(6), cut=Seq(5))
+    asked("UPDATE millstream_lake.cuts SET n = 3")
+    with pytest.raises(DestinationWentBack, match="up to 3 now"):
+        land(target, {}, Seq(6), cut=Seq(5))
+    asked("DELETE FROM millstream_lake.cuts")
+    with pytest.raises(DestinationWentBack, match="up to 0 now"):
+        land(target, {}, Seq(6), cut=Seq(5))
+
+
+def test_what_a_user_may_not_do_is_said_with_the_grant(
+    target: PostgresTarget, table: TableSchema, postgres: Database, asked: Callable[..., Any]
+) -> None:
+    public = replace(table, namespace="public")
+    assert "can be written" in look(target, [], [public])
+    asked(
+        f"REVOKE ALL ON DATABASE {postgres.name} FROM PUBLIC; REVOKE CREATE ON SCHEMA public FROM PUBLIC; CREATE ROLE loader_{postgres.name} LOGIN"
+    )
+    asked(f"GRANT CONNECT ON DATABASE {postgres.name} TO loader_{postgres.name}")
+    try:
+        other = replace(target, dsn=target.dsn.replace("postgres@", f"loader_{postgres.name}@"))
+        with pytest.raises(DestinationError) as caught:
+            look(other, [], [public])
+        for grant in ("CREATE, TEMP ON DATABASE", "USAGE, CREATE ON SCHEMA public", "CREATE ON SCHEMA millstream_lake"):
+            assert grant in caught.value.hint
+        asked(caught.value.hint)
+        assert "can be written" in look(other, [], [public])
+    finally:
+        asked(f"DROP OWNED BY loader_{postgres.name}; DROP ROLE loader_{postgres.name}")
 
 
 def test_two_streams_in_one_database_need_prefixes(
@@ -588,6 +735,20 @@ def test_events_of_the_first_layout_stay_and_new_ones_are_numbered_above_them(
     assert sorted(seen, key=str) == sorted([(s, op, pk) for s, op, pk, *_ in rows], key=str)
 
 
+def test_an_old_event_table_that_cannot_be_taken_over_stops_nobody(
+    target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
+) -> None:
+    asked(
+        f"CREATE SCHEMA sales_changes; CREATE TABLE {EVENTS} (seq bigserial, record_pk text, op text NOT NULL, UNIQUE (seq, record_pk))"
+    )
+    asked(f"INSERT INTO {EVENTS} VALUES (700, '1', 'c')")
+    begin(replace(target, views=("current",)), [table])
+    assert asked("SELECT count(*) FROM millstream_lake.tables") == [(0,)], "nobody asked for events"
+    begin(target, [table])
+    landed(target, table, 1, records(table, ("c", 1, {"id": 2, "__commit_lsn": 900, "__commit_index": 0})))
+    assert asked(f"SELECT seq, record_pk FROM {EVENTS} ORDER BY seq") == [(700, "1"), (701, "2")]
+
+
 def test_positions_that_were_lost_double_no_event(
     target: PostgresTarget, table: TableSchema, records: Records, asked: Callable[..., Any]
 ) -> None:
@@ -651,8 +812,6 @@ def test_what_a_newer_version_made_is_refused(target: PostgresTarget, asked: Cal
 
 
 def test_a_cut_is_the_last_one(target: PostgresTarget, table: TableSchema, records: Records) -> None:
-    from millstream.lake.postgres.cuts import commit_cut, last_cut
-
     now = datetime.now(UTC)
     assert last_cut(target) is None
     done = landing(target, table, 1, records(table, ("c", 1, {"id": 1}))).commit

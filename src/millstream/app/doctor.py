@@ -22,6 +22,7 @@ from millstream.model.ids import StreamId
 
 if TYPE_CHECKING:
     from millstream.app.config.model import StreamConfig
+    from millstream.model.schema import TableSchema
 
 _FREE_BYTES_MIN: Final = 2 << 30
 """Some segments, Spark's scratch space and a first load of tables of a usual size."""
@@ -178,11 +179,13 @@ def _destination(home: Home, name: str, stream: StreamConfig) -> str:
 
     sources: set[tuple[int, str]] = set()
     stream_id = StreamId(UUID(int=0))  # before the first run
+    schemas: list[TableSchema] = []
     if home.has_catalog():
         with home.open_catalog() as catalog, contextlib.suppress(UnknownStream):
             stream_id = catalog.stream(name).id
             sources = {(source.system_identifier, source.database) for source in catalog.sources(stream_id)}
-    return look(postgres_target(name, stream, stream_id), sources)
+            schemas = list(catalog.latest_schemas(stream_id).values())
+    return look(postgres_target(name, stream, stream_id), sources, schemas)
 
 
 def _source(home: Home, name: str) -> Iterator[Diagnosis]:

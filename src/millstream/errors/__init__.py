@@ -15,6 +15,7 @@ from millstream.errors._ingest import UnknownColumn as UnknownColumn
 from millstream.errors._lake import DestinationError as DestinationError
 from millstream.errors._lake import DestinationRefused as DestinationRefused
 from millstream.errors._lake import DestinationUnavailable as DestinationUnavailable
+from millstream.errors._lake import DestinationWentBack as DestinationWentBack
 from millstream.errors._lake import LakeBehind as LakeBehind
 from millstream.errors._lake import LakeConflict as LakeConflict
 from millstream.errors._lake import LakeError as LakeError

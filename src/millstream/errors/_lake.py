@@ -93,6 +93,14 @@ class DestinationUnavailable(DestinationError):
     default_hint = "Look at the destination's server; what failed is tried again."
 
 
+class DestinationWentBack(DestinationError):
+    """The destination lacks commits that it had told of: it was set back, or failed over to a server that lacked them. Details: has."""
+
+    code = "destination_went_back"
+    retry = Retry.REOPEN
+    default_hint = "The pipeline begins anew where the destination stands, if the log still has what it lacks."
+
+
 class DestinationRefused(DestinationError):
     """The destination refuses a value or a definition; nothing of the table's batch was written. Details: table, sqlstate."""
 

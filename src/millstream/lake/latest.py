@@ -61,6 +61,10 @@ def latest_rows(schema: TableSchema, batches: Sequence[pa.RecordBatch]) -> Lates
             f"the rows of {schema.full_name} have no key",
             hint="Read its records: each is told, and what they do to equal rows is in the documentation.",
         )
+    mixed = [at for at, batch in enumerate(batches) if TableSchema.from_arrow(batch.schema).key != schema.key]
+    if mixed:
+        # What came under another key is copied again behind it.
+        batches = batches[mixed[-1] + 1 :]
     columns = lake_columns(schema)
     tables = [to_lake(TableSchema.from_arrow(batch.schema), batch) for batch in batches]
     union = pa.schema([*RECORD_PREFIX, *columns])
@@ -72,7 +76,9 @@ def latest_rows(schema: TableSchema, batches: Sequence[pa.RecordBatch]) -> Lates
     there = materialize(run.values, plan, past)
     put, gone = key_codes([Keys.of(there, schema.key), plan.gone])
     went = plan.gone.take(np.flatnonzero(~np.isin(gone, put)))
-    return LatestRows(schema, run.truncated, pa.concat_tables([_went(went, columns), _there(there, plan, columns)]))
+    return LatestRows(
+        schema, run.truncated or bool(mixed), pa.concat_tables([_went(went, columns), _there(there, plan, columns)])
+    )
 
 
 def _unknown(asked: Keys, schema: pa.Schema) -> pa.Table:

@@ -31,11 +31,10 @@ from millstream.model.ids import SchemaVersion, TableId
 from millstream.model.positions import Seq
 from millstream.spark.copies import Copies
 from millstream.spark.frames import MARKER
-from millstream.spark.landing import TableError
+from millstream.spark.landing import Around, TableError
 from millstream.spark.ledger import HeldTable, Ledger
 from millstream.spark.pipeline import OnProgress, PipelineConfig, PipelineProgress
 from millstream.spark.replaying import ReplayWatch
-from millstream.spark.sinks import Around
 from millstream.wal.reader import StreamReader
 
 ATTEMPTS_MAX: Final = 4
@@ -186,7 +185,8 @@ class BatchLander:
     def _run(self, batch: DataFrame, held: frozenset[TableId], start: Seq) -> Landed | None:
         """Run the job; `start` is where its records begin, or before."""
         self.copies.observe(self.log.persisted_upto)
-        around = Around(self.ledger.cut, held, self.copies.unfinished(start), self.copies.live)
+        copies = self.copies
+        around = Around(self.ledger.cut, held, copies.unfinished(start), copies.live, copies.history_only)
         answers = self.config.sink.land(batch, around)
         if not answers:
             return None

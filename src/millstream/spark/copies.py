@@ -21,6 +21,8 @@ class Copies:
         self._whole_at: dict[TableId, Seq] = {}
         self.live: frozenset[TableId] = frozenset()
         """Tables that the source still has, at the last look."""
+        self.history_only: frozenset[TableId] = frozenset()
+        """… and those of them whose rows weren't copied."""
 
     def observe(self, position: Callable[[], Seq]) -> Seq:
         """Note which copies are whole in the log by now.
@@ -34,6 +36,7 @@ class Copies:
         rows = self._catalog.tables(self._stream)
         upto = position()
         self.live = frozenset(row.id for row in rows)
+        self.history_only = frozenset(row.id for row in rows if row.state is TableState.HISTORY_ONLY)
         for row in rows:
             if row.state in COPYING:
                 self._whole_at.pop(row.id, None)

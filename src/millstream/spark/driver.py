@@ -245,7 +245,7 @@ def _said(error: BaseException | None) -> str:
     return said or type(error).__name__
 
 
-_RAISED: Final = re.compile(r"millstream\.errors\.([A-Za-z]+): (.*)")
+_RAISED: Final = re.compile(r"millstream\.errors\.(?:_\w+\.)?([A-Za-z]+): (.*)")
 
 
 def _typed(text: str) -> MillstreamError | None:

@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 
 from millstream import failpoints
 from millstream.errors import MillstreamError, Retry
+from millstream.lake.commits import Cut
 from millstream.lake.current import DEFAULT_SIZES, Fold, FoldOutcome, FoldPlan, FoldSizes, begin_fold
 from millstream.lake.data_files import NewFile
 from millstream.lake.history import append_history
@@ -107,17 +108,41 @@ def table_writer(layout: LakeLayout, held: frozenset[TableId], places: Places) -
     return write
 
 
-def database_writer(
-    target: PostgresTarget, held: frozenset[TableId], unfinished: frozenset[TableId], live: frozenset[TableId]
-) -> Callable[[pa.Table], pa.Table]:
-    """The function that Spark applies to all rows of a batch: one transaction of a database. Arguments as of `land`."""
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What the driver knows when a batch lands."""
+
+    cut: Cut | None
+    """The last one."""
+    held: frozenset[TableId] = frozenset()
+    """Tables that are set aside."""
+    unfinished: frozenset[TableId] = frozenset()
+    """Tables whose copy isn't known to be whole where the batch begins."""
+    live: frozenset[TableId] = frozenset()
+    """Tables that the source still has."""
+    history_only: frozenset[TableId] = frozenset()
+    """Tables whose rows weren't copied."""
+
+
+def database_writer(target: PostgresTarget, around: Around) -> Callable[[pa.Table], pa.Table]:
+    """The function that Spark applies to all rows of a batch: one transaction of a database."""
+    held, cut = around.held, Seq(0) if around.cut is None else around.cut.n
 
     def write(rows: pa.Table) -> pa.Table:
         ids = [TableId(found) for found in pc.unique(rows.column("table_id")).to_pylist()]
         groups = {found: _Group.of(rows.filter(pc.equal(rows.column("table_id"), int(found)))) for found in ids}
         asked = {found: _loader(group) for found, group in groups.items() if found != MARKER and found not in held}
         upto = next(iter(groups.values())).upto
-        landed = land(target, asked, upto, copying=unfinished, live=live) if asked else {}
+        # Asked for nothing, it still looks whether the destination is where it was.
+        landed = land(
+            target,
+            asked,
+            upto,
+            cut=cut,
+            copying=around.unfinished,
+            live=around.live,
+            history_only=around.history_only,
+        )
         for found in held & groups.keys():
             with contextlib.suppress(MillstreamError):
                 groups[found].load()

@@ -20,24 +20,9 @@ from millstream.lake.moves import places_of
 from millstream.lake.postgres import cuts
 from millstream.lake.postgres.land import begin
 from millstream.lake.postgres.target import PostgresTarget
-from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
-from millstream.spark.landing import ANSWER_COLUMNS, database_writer, table_writer
-
-
-@dataclass(frozen=True, slots=True)
-class Around:
-    """What the driver knows when a batch lands."""
-
-    cut: Cut | None
-    """The last one."""
-    held: frozenset[TableId] = frozenset()
-    """Tables that are set aside."""
-    unfinished: frozenset[TableId] = frozenset()
-    """Tables whose copy isn't known to be whole where the batch begins."""
-    live: frozenset[TableId] = frozenset()
-    """Tables that the source still has."""
+from millstream.spark.landing import ANSWER_COLUMNS, Around, database_writer, table_writer
 
 
 class Sink(Protocol):
@@ -127,5 +112,5 @@ class Database:
 
     def land(self, batch: DataFrame, around: Around) -> list[Row]:
         """See `Sink`."""
-        writer = database_writer(self.target, around.held, around.unfinished, around.live)
+        writer = database_writer(self.target, around)
         return batch.withColumn("database", lit(0)).groupBy("database").applyInArrow(writer, ANSWER_COLUMNS).collect()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import pyarrow as pa
 
-from millstream.errors import DestinationError, DestinationRefused, LakeError, LakeSchemaConflict
+from millstream.errors import DestinationError, LakeError, LakeSchemaConflict, LakeTableForeign
 from millstream.lake.fold import EXACT, Folded, fold_records
 from millstream.lake.keys import Keys, key_codes
 from millstream.lake.postgres.layout import (
@@ -102,6 +102,18 @@ def merge_current(
         LakeSchemaConflict: the values that are there don't fit a column's new type.
     """
     place = place_of(target, "current", schema)
+    there = registered_at(connection, place)
+    if (
+        there is not None
+        and there.table_id in live
+        and schema.table_id not in live
+        and there.table_id != schema.table_id
+    ):
+        return  # a late record of a table that is gone, whose name another has
+    mixed = [at for at, (version, _) in enumerate(batches) if version.key != schema.key]
+    if mixed:
+        # What came under another key is copied again behind it.
+        batches = batches[mixed[-1] + 1 :]
     owner = _take_name(connection, target, place, schema.table_id, live)
     relation = relation_at(connection, place)
     check_owner(target, place, owner, relation)
@@ -113,8 +125,13 @@ def merge_current(
         schema = replace(schema, columns=(*schema.columns, *(Column(name, pa.string()) for name in more)))
         wanted |= {name: have[name] for name in more}
     columns = pa.schema([pa.field(column.name, pa.string()) for column in schema.columns])
-    key_stands = relation is not None and relation.key == schema.key
-    emptied = relation is not None and not key_stands
+    emptied = bool(mixed) or (owner is not None and owner.key != schema.key)
+    if relation is not None and not emptied and schema.key and relation.key and relation.key != schema.key:
+        raise LakeTableForeign(
+            f"{place.quoted} of {target.place} has got another primary key than its source's ({', '.join(schema.key)})",
+            hint="Drop that key there: Millstream makes its own.",
+            table=place.quoted,
+        )
 
     def lookup(keys: Keys) -> pa.Table:
         there = [name for name in (*columns.names, EXACT.name) if name in have]
@@ -130,10 +147,10 @@ def merge_current(
             # A copy follows a change of the key. Not TRUNCATE: who reads meanwhile goes on seeing the rows.
             connection.execute(f"DELETE FROM {place.quoted}".encode())
         assert owner is not None, "its owner was checked"
-        _evolve(connection, place, owner, have, wanted, schema.key, key_stands=key_stands)
+        _evolve(connection, place, owner, have, wanted, schema.key)
     ours = tuple(wanted)
-    if owner is None or owner.columns != ours:
-        register(connection, target, place, int(schema.table_id), layout=_LAYOUT, columns=ours)
+    if owner is None or (owner.columns, owner.key) != (ours, schema.key):
+        register(connection, target, place, int(schema.table_id), layout=_LAYOUT, columns=ours, key=schema.key)
     _Rows(connection, place, wanted, schema.key, EXACT.name in have, copying).put(folded)
 
 
@@ -187,7 +204,7 @@ def _take_name(
                 connection, there.place, Place("current", place.namespace, short(f"{place.name}__{there.table_id}"))
             )
         else:
-            connection.execute(f"DROP TABLE {place.quoted}".encode())
+            connection.execute(f"DROP TABLE IF EXISTS {place.quoted}".encode())
             connection.execute(
                 "DELETE FROM millstream_lake.tables WHERE (view, namespace, name) = (%s, %s, %s)",
                 [place.view, place.namespace, place.name],
@@ -195,6 +212,7 @@ def _take_name(
     if not ours:
         return None
     if relation_at(connection, place) is None:
+        check_owner(target, ours[0].place, ours[0], relation_at(connection, ours[0].place))
         _rename(connection, ours[0].place, place)
     return registered_at(connection, place)
 
@@ -221,6 +239,9 @@ def _create(connection: Connection, place: Place, types: dict[str, str], key: Se
     columns = [f"{quote_ident(name)} {kind}" for name, kind in types.items()]
     primary = [f"PRIMARY KEY ({_names(key)})"] if key else []
     connection.execute(f"CREATE TABLE {place.quoted} ({', '.join(columns + primary)})".encode())
+    if not key:
+        # Where somebody publishes the destination, its rows can still be taken out.
+        connection.execute(f"ALTER TABLE {place.quoted} REPLICA IDENTITY FULL".encode())
 
 
 def _evolve(
@@ -230,14 +251,13 @@ def _evolve(
     have: dict[str, str],
     wanted: dict[str, str],
     key: Sequence[str],
-    *,
-    key_stands: bool,
 ) -> None:
     """Give the table the columns, the types and the key that its source has."""
     changes = []
-    if not key_stands:
-        relation = relation_at(connection, place)
-        assert relation is not None, "it is there"
+    relation = relation_at(connection, place)
+    assert relation is not None, "it is there"
+    has_other = owner.key != key and relation.key == owner.key and bool(owner.key)
+    if has_other:
         changes += [
             f"DROP CONSTRAINT {quote_ident(name)}"
             for name, names in relation.uniques.items()
@@ -251,15 +271,17 @@ def _evolve(
         f"ALTER {quote_ident(name)} TYPE {wanted[name]} USING {quote_ident(name)}::text::{wanted[name]}"
         for name in retyped
     ]
-    if not key_stands and key:
+    if key and (has_other or not relation.key):
         changes.append(f"ADD PRIMARY KEY ({_names(key)})")
+    if bool(key) != bool(owner.key):
+        changes.append(f"REPLICA IDENTITY {'DEFAULT' if key else 'FULL'}")
     if not changes:
         return
     import psycopg
 
     try:
         connection.execute(f"ALTER TABLE {place.quoted} {', '.join(changes)}".encode())
-    except (psycopg.DataError, psycopg.errors.DependentObjectsStillExist) as error:
+    except (psycopg.DataError, psycopg.errors.DependentObjectsStillExist, psycopg.errors.FeatureNotSupported) as error:
         raise LakeSchemaConflict(
             f"{place.quoted} can't follow its source: {' '.join(str(error).split())}",
             hint=f"Drop {place.quoted} and its row in millstream_lake.tables at the destination, then `millstream tables copy` of it."
@@ -283,14 +305,17 @@ def _same(names: Iterable[str], one: str, other: str) -> str:
 
 def _rows_of(connection: Connection, place: Place, keys: Keys, there: Sequence[str], types: dict[str, str]) -> pa.Table:
     """Rows of the table by their keys, every value as its text."""
+    import psycopg
+    from psycopg import pq
+
     _make_temporary(connection, "asked", {name: types[name] for name in keys.names})
     _write(connection, f"COPY pg_temp.asked ({_names(keys.names)}) FROM STDIN", _lines(keys.to_table()))
     # Past psycopg's own reading of types: what the server prints is what is wanted.
     result = connection.pgconn.exec_(
         f"SELECT {_names(there, 'c.')} FROM {place.quoted} c JOIN pg_temp.asked a ON {_same(keys.names, 'c', 'a')}".encode()
     )
-    if result.error_message:
-        raise DestinationRefused(f"{place.quoted}: {result.error_message.decode('utf-8', 'replace')}")
+    if result.status != pq.ExecStatus.TUPLES_OK:
+        raise psycopg.errors.error_from_result(result)
     columns: dict[str, list[str | None]] = {}
     for at, name in enumerate(there):
         found = [result.get_value(row, at) for row in range(result.ntuples)]
@@ -337,11 +362,6 @@ class _Rows:
     """Whether its copy isn't whole: that of a table without a key begins by emptying it, so that rows may go that never came."""
 
     @property
-    def gone(self) -> str:
-        """The column of `staged` that is true of rows to take out, as SQL takes it."""
-        return quote_ident(_free("gone", self.types))
-
-    @property
     def names(self) -> list[str]:
         """The columns that are written."""
         return [*self.types, EXACT.name] if self.has_exact else [*self.types]
@@ -357,25 +377,23 @@ class _Rows:
         if not len(folded.gone):
             return
         rows = folded.rows.select(list(self.types))
-        self._stage(rows)
         put, met = key_codes([Keys.of(rows, self.key), folded.gone])
         gone = folded.gone.take(np.flatnonzero(~np.isin(met, put)))
         run = self.connection.execute
         if len(gone):
-            into = f"COPY pg_temp.staged ({_names(folded.gone.names)}, {self.gone}) FROM STDIN"
-            _write(self.connection, into, ((*key, "t") for key in _lines(gone.to_table())))
-            # Keys of other texts may be equal, as 1.0 and 1.00 are.
-            equal = _same(self.key, "g", "p")
-            run(
-                f"DELETE FROM pg_temp.staged g USING pg_temp.staged p WHERE g.{self.gone} AND p.{self.gone} IS NULL AND {equal}".encode()
-            )
+            # First: keys of other texts may be equal to one that is put in, as 1.0 and 1.00 are.
+            _make_temporary(self.connection, "leaving", {name: self.types[name] for name in self.key})
+            into = f"COPY pg_temp.leaving ({_names(gone.names)}) FROM STDIN"
+            _write(self.connection, into, _lines(gone.to_table()))
+            same = _same(self.key, "c", "g")
+            run(f"DELETE FROM {self.place.quoted} c USING pg_temp.leaving g WHERE {same}".encode())
+            run(b"DROP TABLE pg_temp.leaving")
+        self._stage(rows)
         updates = ", ".join(f"{quote_ident(name)} = s.{quote_ident(name)}" for name in self.names)
         run(
             f"MERGE INTO {self.place.quoted} c USING pg_temp.staged s ON {_same(self.key, 'c', 's')} "
-            f"WHEN MATCHED AND s.{self.gone} THEN DELETE "
             f"WHEN MATCHED THEN UPDATE SET {updates} "
-            f"WHEN NOT MATCHED AND s.{self.gone} IS NULL THEN "
-            f"INSERT ({_names(self.names)}) VALUES ({_names(self.names, 's.')})".encode()
+            f"WHEN NOT MATCHED THEN INSERT ({_names(self.names)}) VALUES ({_names(self.names, 's.')})".encode()
         )
         run(b"DROP TABLE pg_temp.staged")
 
@@ -388,7 +406,8 @@ class _Rows:
             whole = f"ROW({_names(self.names, 't.')})::text"
             numbered = f"SELECT {whole} AS line, row_number() OVER (PARTITION BY {whole}) AS at"
             found = run(
-                f"DELETE FROM {quoted} WHERE ctid IN (SELECT c.ctid FROM ({numbered}, t.ctid FROM {quoted} t) c "
+                f"DELETE FROM {quoted} WHERE ctid IN (SELECT c.ctid FROM ({numbered}, t.ctid FROM {quoted} t "
+                f"WHERE {whole} IN (SELECT {whole} FROM pg_temp.staged t)) c "
                 f"JOIN ({numbered} FROM pg_temp.staged t) g USING (line, at))".encode()
             ).rowcount
             run(b"DROP TABLE pg_temp.staged")
@@ -399,12 +418,11 @@ class _Rows:
         run(b"DROP TABLE pg_temp.staged")
 
     def _stage(self, rows: pa.Table) -> None:
-        """Rows in a temporary table of the same columns, `__exact`, and one that says which are gone."""
+        """Rows in a temporary table of the columns that are written; where the table has `__exact`, that too."""
         import psycopg
 
-        _make_temporary(
-            self.connection, "staged", self.types | {EXACT.name: "jsonb", _free("gone", self.types): "boolean"}
-        )
+        exact = {EXACT.name: "jsonb"}
+        _make_temporary(self.connection, "staged", self.types | (exact if self.has_exact else {}))
         try:
             with self.connection.transaction():
                 _write(self.connection, f"COPY pg_temp.staged ({_names(self.types)}) FROM STDIN", _lines(rows))
@@ -412,10 +430,13 @@ class _Rows:
             whole = self._set_apart(rows)
             if whole is None:
                 raise
-            _write(self.connection, f"COPY pg_temp.staged ({_names([*self.types, EXACT.name])}) FROM STDIN", whole)
             if not self.has_exact:
+                self.connection.execute(
+                    b"ALTER TABLE pg_temp.staged ADD " + quote_ident(EXACT.name).encode() + b" jsonb"
+                )
                 self.connection.execute(f"ALTER TABLE {self.place.quoted} ADD {quote_ident(EXACT.name)} jsonb".encode())
                 self.has_exact = True
+            _write(self.connection, f"COPY pg_temp.staged ({_names([*self.types, EXACT.name])}) FROM STDIN", whole)
 
     def _set_apart(self, rows: pa.Table) -> Iterator[tuple[Any, ...]] | None:
         """The rows with their `__exact`: values that the destination doesn't take, of which there may be some that the source has.

@@ -7,9 +7,11 @@ else PostgreSQL's text: `jsonb_populate_record` makes a typed row of them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import copysign
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -30,7 +32,7 @@ from millstream.lake.postgres.layout import (
     relation_at,
     short,
 )
-from millstream.lake.postgres.target import PostgresTarget, literal
+from millstream.lake.postgres.target import PostgresTarget, literal, translated
 from millstream.lake.postgres.texts import Versioned, column_texts
 from millstream.model.names import quote_ident
 from millstream.model.positions import Lsn, format_lsn
@@ -96,13 +98,17 @@ def ensure_events(connection: Connection, target: PostgresTarget, schema: TableS
 
 def bring_up_all(connection: Connection, target: PostgresTarget, schemas: Sequence[TableSchema]) -> list[Place]:
     """Bring event tables of an older layout to this one, each in a transaction of its own; returns which were."""
+    import psycopg
+
     done = []
-    known = {registered.place for registered in registered_of(connection, target, "changes")}
+    with translated(target.place):
+        known = {registered.place for registered in registered_of(connection, target, "changes")}
     for schema in schemas:
         place = place_of(target, "changes", schema)
         if place in known:
             continue
-        with connection.transaction():
+        # One that can't be now is tried again with its first batch, and set aside alone.
+        with contextlib.suppress(psycopg.Error), connection.transaction():
             relation = relation_at(connection, place)
             if relation is not None and registered_at(connection, place) is None and _is_first_layout(relation):
                 _bring_up(connection, target, place, int(schema.table_id), relation)
@@ -136,11 +142,15 @@ def _bring_up(
         connection.execute(f"CREATE INDEX ON {quoted} (seq)".encode())
     found = connection.execute(f"SELECT max(seq) FROM {quoted}".encode()).fetchone()
     last = None if found is None else found[0]
-    sequence = Place("changes", place.namespace, short(f"{place.name}_seq_seq")).quoted
-    connection.execute(f"CREATE SEQUENCE {sequence} AS bigint OWNED BY {quoted}.seq".encode())
-    connection.execute(
-        f"ALTER TABLE {quoted} ALTER seq SET DEFAULT nextval({literal(sequence)}), ALTER seq SET NOT NULL".encode()
-    )
+    named = connection.execute("SELECT pg_get_serial_sequence(%s, 'seq')", [quoted]).fetchone()
+    if named is not None and named[0] is not None:
+        sequence = str(named[0])
+    else:
+        sequence = Place("changes", place.namespace, short(f"{place.name}_events_seq")).quoted
+        connection.execute(f"CREATE SEQUENCE {sequence} AS bigint OWNED BY {quoted}.seq".encode())
+        connection.execute(
+            f"ALTER TABLE {quoted} ALTER seq SET DEFAULT nextval({literal(sequence)}), ALTER seq SET NOT NULL".encode()
+        )
     if last is not None:
         connection.execute("SELECT setval(%s, %s)", [sequence, max(int(last), 1)])
     _index(connection, quoted)
@@ -291,4 +301,11 @@ def _keys(schema: TableSchema, batch: pa.RecordBatch) -> list[str | None]:
 
 
 def _json(values: dict[str, Any] | None) -> str | None:
+    if values is not None and any(
+        isinstance(value, float) and value == 0 and copysign(1, value) < 0 for value in values.values()
+    ):
+        # jsonb's numbers have no negative zero.
+        values = {
+            name: "-0" if isinstance(v, float) and v == 0 and copysign(1, v) < 0 else v for name, v in values.items()
+        }
     return None if values is None else json.dumps(values, ensure_ascii=False, separators=(",", ":"))

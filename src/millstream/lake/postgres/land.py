@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import pyarrow.compute as pc
 
 from millstream import failpoints
-from millstream.errors import DestinationError, DestinationUnavailable, MillstreamError
+from millstream.errors import DestinationError, DestinationUnavailable, DestinationWentBack, MillstreamError
 from millstream.lake.layout import TableCommit, folder_of, has_current
 from millstream.lake.postgres.current import check_can_merge, merge_current
 from millstream.lake.postgres.events import append_events, bring_up_all, ensure_events
-from millstream.lake.postgres.layout import prepare
+from millstream.lake.postgres.layout import place_of, prepare
 from millstream.lake.postgres.target import PostgresTarget, translate, translated
 from millstream.lake.postgres.texts import Versioned
 from millstream.model.ids import TableId
@@ -26,6 +26,9 @@ from millstream.model.schema import TableKind, TableSchema
 
 if TYPE_CHECKING:
     from millstream.lake.postgres.target import Connection
+
+
+_NO_CUT: Final = Seq(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +53,10 @@ def land(
     tables: Mapping[TableId, Callable[[], Loaded]],
     upto: Seq,
     *,
+    cut: Seq = _NO_CUT,
     copying: Collection[TableId] = (),
     live: Collection[TableId] = (),
+    history_only: Collection[TableId] = (),
 ) -> dict[TableId, LandedTable]:
     """Land records up to `upto`, exactly once, in one transaction.
 
@@ -62,11 +67,16 @@ def land(
         target: where to.
         tables: by table, what loads its records: one table's at a time are in memory.
         upto: the cut that the batch ends at.
+        cut: the last one that was committed there.
         copying: tables whose copy isn't whole yet (see `merge_current`).
         live: tables that the source still has.
+        history_only: tables whose rows weren't copied, and so have no `current`.
 
     Returns:
         For each table a commit or its own error; the same error for all where the transaction came to nothing.
+
+    Raises:
+        DestinationWentBack: it hasn't got the last cut any more; a batch behind that would leave a gap.
     """
     import psycopg
 
@@ -74,10 +84,13 @@ def land(
     try:
         with target.connect("landing") as connection, connection.transaction():
             _wait_for_others(connection, target)
+            _check_cut(connection, target, cut)
             for table_id, load in sorted(tables.items()):
                 try:
                     with connection.transaction():
-                        commit = _land_one(connection, target, load(), upto, copying=copying, live=live)
+                        commit = _land_one(
+                            connection, target, load(), upto, copying=copying, live=live, history_only=history_only
+                        )
                     landed[table_id] = LandedTable(commit)
                 except psycopg.Error as error:
                     if connection.broken:
@@ -89,6 +102,8 @@ def land(
         failpoints.hit("lake.after_postgres_commit")
     except psycopg.Error as error:
         return _all_failed(tables, translate(error, target.place))
+    except DestinationWentBack:
+        raise
     except MillstreamError as error:
         return _all_failed(tables, error)
     return landed
@@ -109,11 +124,11 @@ def begin(target: PostgresTarget, schemas: Iterable[TableSchema], sources: Colle
         check_is_another(connection, target, sources)
         check_can_merge(connection, target)
         prepare(connection, target.place)
-        with translated(target.place):
+        if "changes" in target.views:
             bring_up_all(connection, target, [schema for schema in schemas if schema.kind is not TableKind.RAW])
 
 
-def look(target: PostgresTarget, sources: Collection[tuple[int, str]]) -> str:
+def look(target: PostgresTarget, sources: Collection[tuple[int, str]], schemas: Iterable[TableSchema] = ()) -> str:
     """Look whether a pipeline could land there, and say so; makes nothing. Arguments as of `begin`.
 
     Raises:
@@ -121,23 +136,40 @@ def look(target: PostgresTarget, sources: Collection[tuple[int, str]]) -> str:
     """
     with target.connect("look") as connection:
         check_is_another(connection, target, sources)
+        check_can_merge(connection, target)
         with translated(target.place):
             row = connection.execute(
-                "SELECT current_setting('transaction_read_only') = 'on', to_regclass('millstream_lake.layout') IS NOT NULL, "
-                "has_database_privilege(current_database(), 'CREATE'), quote_ident(current_database()), quote_ident(current_user)"
+                "SELECT current_setting('transaction_read_only') = 'on', EXISTS (SELECT FROM pg_namespace WHERE nspname = 'millstream_lake'), "
+                "quote_ident(current_database()), quote_ident(current_user), current_setting('server_encoding'), "
+                "ARRAY(SELECT p FROM unnest(ARRAY['CREATE', 'TEMP']) p WHERE NOT has_database_privilege(current_database(), p)), "
+                "ARRAY(SELECT quote_ident(nspname) FROM pg_namespace WHERE nspname = ANY(%s) AND NOT has_schema_privilege(oid, 'CREATE'))",
+                [_namespaces(target, schemas)],
             ).fetchone()
     assert row is not None, "a SELECT of values has a row"
-    is_read_only, is_made, may_create, database, user = row
+    is_read_only, is_made, database, user, encoding, lacks, closed = row
     if is_read_only:
         raise DestinationUnavailable(
             f"{target.place} takes no writes", hint="Name the primary, or end its read-only mode."
         )
-    if not may_create:
+    if encoding != "UTF8":
         raise DestinationError(
-            f"{target.place}: {user} may not make schemas", hint=f"GRANT CREATE ON DATABASE {database} TO {user};"
+            f"{target.place} keeps text as {encoding}: it can't hold what others can", hint="Make it with UTF8."
         )
-    check_can_merge(connection, target)
+    grants = [f"GRANT {', '.join(lacks)} ON DATABASE {database} TO {user};"] if lacks else []
+    grants += [f"GRANT USAGE, CREATE ON SCHEMA {schema} TO {user};" for schema in closed]
+    if grants:
+        raise DestinationError(f"{target.place}: {user} may not make all that is needed", hint=" ".join(grants))
     return f"{target.place} can be written" + ("" if is_made else "; the first run makes what it needs")
+
+
+def _namespaces(target: PostgresTarget, schemas: Iterable[TableSchema]) -> list[str]:
+    """The schemas that tables will lie in, as far as tables are known; before that, those of `public`."""
+    known = [schema for schema in schemas if schema.kind is TableKind.TABLE]
+    views = [view for view in target.views if view == "current" or known]
+    found = {place_of(target, view, schema).namespace for view in views for schema in known}
+    if not known and "current" in target.views:
+        found.add(target.schema_prefix + "public")
+    return sorted(found | {"millstream_lake"})
 
 
 def check_is_another(connection: Connection, target: PostgresTarget, sources: Collection[tuple[int, str]]) -> None:
@@ -161,6 +193,18 @@ def _wait_for_others(connection: Connection, target: PostgresTarget) -> None:
     )
 
 
+def _check_cut(connection: Connection, target: PostgresTarget, cut: Seq) -> None:
+    row = connection.execute(
+        "SELECT n FROM millstream_lake.cuts WHERE (stream, pipeline) = (%s, %s)", list(target.owner)
+    ).fetchone()
+    has = 0 if row is None else int(row[0])
+    if has < cut:
+        raise DestinationWentBack(
+            f"{target.place} had everything up to {cut} of stream {target.stream_name} and has it up to {has} now",
+            has=has,
+        )
+
+
 def _land_one(
     connection: Connection,
     target: PostgresTarget,
@@ -169,6 +213,7 @@ def _land_one(
     *,
     copying: Collection[TableId],
     live: Collection[TableId],
+    history_only: Collection[TableId],
 ) -> TableCommit:
     schema = loaded.schema
     if schema.source == 0:
@@ -188,7 +233,7 @@ def _land_one(
     if batches:
         if "changes" in target.views:
             append_events(connection, ensure_events(connection, target, schema), batches)
-        if "current" in target.views and has_current(schema):
+        if "current" in target.views and has_current(schema) and table_id not in history_only:
             merge_current(connection, target, schema, batches, copying=table_id in copying, live=live)
     if upto > stands:
         connection.execute(

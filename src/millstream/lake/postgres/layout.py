@@ -31,7 +31,7 @@ CREATE TABLE millstream_lake.layout (version integer NOT NULL);
 CREATE TABLE millstream_lake.tables (
   view text NOT NULL, namespace text NOT NULL, name text NOT NULL,
   stream uuid NOT NULL, pipeline text NOT NULL, table_id bigint NOT NULL,
-  layout integer NOT NULL, columns text[] NOT NULL, old_upto bigint,
+  layout integer NOT NULL, columns text[] NOT NULL, key text[] NOT NULL, old_upto bigint,
   PRIMARY KEY (view, namespace, name));
 CREATE TABLE millstream_lake.positions (
   stream uuid NOT NULL, pipeline text NOT NULL, table_id bigint NOT NULL, n bigint NOT NULL,
@@ -105,11 +105,13 @@ class Registered:
     layout: int
     columns: tuple[str, ...]
     """Those that Millstream made; a column that somebody added is left alone."""
+    key: tuple[str, ...]
+    """Of `current`: the source's key, by which its rows are told apart."""
     old_upto: int | None
     """Of events taken over from an older layout: the greatest commit LSN among them."""
 
 
-_COLUMNS: Final = "view, namespace, name, stream::text, pipeline, table_id, layout, columns, old_upto"
+_COLUMNS: Final = "view, namespace, name, stream::text, pipeline, table_id, layout, columns, key, old_upto"
 
 
 def registered_at(connection: Connection, place: Place) -> Registered | None:
@@ -131,9 +133,9 @@ def registered_of(connection: Connection, target: PostgresTarget, view: TargetVi
 
 
 def _registered(row: Sequence[Any]) -> Registered:
-    view, namespace, name, stream, pipeline, table_id, layout, columns, old_upto = row
+    view, namespace, name, stream, pipeline, table_id, layout, columns, key, old_upto = row
     place = Place(view, namespace, name)
-    return Registered(place, stream, pipeline, table_id, layout, tuple(columns), old_upto)
+    return Registered(place, stream, pipeline, table_id, layout, tuple(columns), tuple(key), old_upto)
 
 
 def register(
@@ -144,14 +146,15 @@ def register(
     *,
     layout: int,
     columns: Sequence[str] = (),
+    key: Sequence[str] = (),
     old_upto: int | None = None,
 ) -> None:
     """Note a table as ours, or what is new about it."""
     stream, pipeline = target.owner
     connection.execute(
-        "INSERT INTO millstream_lake.tables VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s) ON CONFLICT (view, namespace, name) "
+        "INSERT INTO millstream_lake.tables VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s) ON CONFLICT (view, namespace, name) "
         "DO UPDATE SET stream = excluded.stream, pipeline = excluded.pipeline, table_id = excluded.table_id, layout = excluded.layout, "
-        "columns = excluded.columns, old_upto = excluded.old_upto",
+        "columns = excluded.columns, key = excluded.key, old_upto = excluded.old_upto",
         [
             place.view,
             place.namespace,
@@ -161,6 +164,7 @@ def register(
             table_id,
             layout,
             list(columns),
+            list(key),
             old_upto,
         ],
     )
@@ -217,7 +221,7 @@ def check_owner(target: PostgresTarget, place: Place, owner: Registered | None, 
     where = f"{place.quoted} of {target.place}"
     if owner is None and relation is not None:
         raise LakeTableForeign(
-            f"{where} is there already, and Millstream didn't make it",
+            f"{where} is there already, and isn't this table's",
             hint=f"Rename or drop it there, or set `schema_prefix` in [streams.{target.stream_name}.lake].",
             table=place.quoted,
         )

@@ -26,6 +26,11 @@ TargetView = Literal["changes", "current"]
 """What readers get: `changes` has an event a record, `current` the source's rows."""
 
 VERSION_MIN: Final = 140000
+_PINNED_TOO: Final = b"""
+    SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'
+    UNION ALL SELECT set_config(name, '0', false) FROM pg_settings WHERE name = 'transaction_timeout'
+"""
+"""A commit that is told of has to last; a batch takes as long as it takes (17 and newer have the second)."""
 _LOCK_PATIENCE: Final = "'30s'"
 """How long a change of a table's definition waits for its readers before it is tried again."""
 
@@ -75,6 +80,7 @@ class PostgresTarget:
         try:
             with translated(self.place):
                 connection.execute(pinned_session(lock_timeout=_LOCK_PATIENCE).encode())
+                connection.execute(_PINNED_TOO)
             if connection.info.server_version < VERSION_MIN:
                 raise DestinationError(
                     f"{self.place} is PostgreSQL {connection.info.server_version // 10000}; 14 is the oldest that tables can land in"
