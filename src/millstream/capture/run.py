@@ -7,6 +7,7 @@ backlog is large, chunks (`capture.chunks`); to change from one to the other is 
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -173,6 +174,13 @@ class _Capture:
 
     def run(self) -> CaptureOutcome:
         """Sessions one after the other until one ends by itself."""
+        try:
+            return self._run_sessions()
+        finally:
+            with contextlib.suppress(MillstreamError):
+                self._spill.clear()  # what nobody took; all that was submitted has been answered
+
+    def _run_sessions(self) -> CaptureOutcome:
         warm()
         attempt = 0
         failing_since: float | None = None

@@ -29,7 +29,8 @@ class SourceSnapshot:
     """
 
     def __init__(self, dsn: str, anchor: Connection, name: str, lsn: Lsn) -> None:
-        self._dsn = dsn
+        self.dsn: Final = dsn
+        """The address of the one server that has it; holds secrets."""
         self._anchor = anchor
         self._name = name
         self.lsn: Final = lsn
@@ -93,7 +94,7 @@ class SourceSnapshot:
     @contextmanager
     def reading(self) -> Iterator[Connection]:
         """An ordinary connection in a read-only transaction under the snapshot; it ends with the block, and its locks with it."""
-        with connect(self._dsn, purpose="diff") as connection:
+        with connect(self.dsn, purpose="diff") as connection:
             _begin_under(connection, self._name)
             yield connection
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
@@ -209,10 +209,12 @@ def diff_stream(
         first = _States.look(catalog, stream_id)
         deadline_s = time.monotonic() + timeout_s
         on_progress(Progress("waiting for the source's running transactions"))
+        layout = lake_layout(home, name, config, stream_id)
         with SourceSnapshot.take(
             capture.dsn, patience_s=timeout_s, check=lambda found: check_same(followed, found)
         ) as snapshot:
-            layout = lake_layout(home, name, config, stream_id)
+            # Where the address names several servers, all of it is asked of one.
+            capture = replace(capture, dsn=snapshot.dsn)
             waiting = Waiting(
                 home, name, capture, catalog, layout, last.id, deadline_s, lambda doing: on_progress(Progress(doing))
             )
