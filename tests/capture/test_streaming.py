@@ -6,13 +6,17 @@ import itertools
 import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from structlog.testing import capture_logs
 from tests.capture.capture_stage import Stage, wait_until
 
 from millstream.capture import run_capture
+from millstream.capture.frames import Block
+from millstream.capture.wire import SocketWire
 from millstream.catalog import TableState
-from millstream.errors import DiskFull
+from millstream.codec.pgoutput import MessageRun
+from millstream.errors import DiskFull, ProtocolViolation
 from millstream.model.operations import OperationKind, SpilledOp
 from millstream.model.positions import format_lsn, parse_lsn
 
@@ -364,3 +368,36 @@ def test_a_capture_that_is_told_to_stop_at_once_stops(stage: Stage) -> None:
     stop.set()
     outcome = run_capture(stage.config, stage.catalog, stage.log, stop=stop, until_caught_up=True)
     assert not outcome.caught_up
+
+
+@pytest.mark.parametrize("damage", ["kind", "cut"])
+def test_a_damaged_message_ends_capture_with_its_place_and_moves_no_slot(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    stage.sql(ORDERS)
+    stage.catch_up()
+    confirmed, entries = stage.slot_confirmed(), len(stage.log.entries)
+    read = SocketWire.read
+
+    def damaged(wire: SocketWire, gather_s: float = 0.0) -> Block | None:
+        block = read(wire, gather_s)
+        at = np.flatnonzero(block.kinds == ord("I")) if block is not None else []
+        if block is None or not len(at):
+            return block
+        run = block.messages
+        buffer, ends = run.buffer.copy(), run.ends.copy()
+        if damage == "kind":
+            buffer[run.starts[at[0]] + 5] = ord("?")  # where the new row begins
+        else:
+            ends[at[0]] -= 1
+        return Block(MessageRun(buffer, run.starts, ends), block.kinds)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SocketWire, "read", damaged)
+        stage.sql("INSERT INTO orders VALUES (1, 'a', 1, now())")
+        with pytest.raises(ProtocolViolation, match=r"behind [0-9A-F]+/[0-9A-F]+") as caught:
+            stage.catch_up()
+    assert "/" in caught.value.details["lsn"]
+    assert (stage.slot_confirmed(), len(stage.log.entries)) == (confirmed, entries)
+    stage.catch_up()
+    assert stage.log.replay()["public.orders"] == stage.source_rows("orders", ["id"])

@@ -23,11 +23,11 @@ from millstream.codec.pgoutput import (
     decode_spilled,
     decode_transactions,
 )
-from millstream.errors import TableUndecodable
+from millstream.errors import ProtocolViolation, TableUndecodable
 from millstream.failpoints import hit
 from millstream.model.ids import SourceId
 from millstream.model.operations import Ack, SpilledOp, TableRows, WriteOps
-from millstream.model.positions import Lsn
+from millstream.model.positions import Lsn, format_lsn
 from millstream.ports import LogAppender
 
 IN_FLIGHT_MAX: Final = 3  # one group in its fsync, one that gathers in the log, one being decoded
@@ -35,6 +35,10 @@ MOVE_EVERY_S: Final = 5.0
 """How often a position that only keepalives moved is made durable: each time is a commit of the catalog."""
 MOVE_BYTES: Final = 16 << 20
 """… or sooner, when the source holds a segment of WAL for it."""
+_SENSELESS_HINT: Final = (
+    "Nothing of it is in the log, and the slot stays where it is: start capture again. Where it stays, a proxy changes what it "
+    "carries, or the server's output plugin isn't PostgreSQL's own."
+)
 
 
 class CopySink(Protocol):
@@ -141,10 +145,18 @@ class Applier:
             wait([oldest], timeout=timeout_s)
             return
         self._submit_copies()
-        item = self._receiver.take(timeout_s)
-        if item is not None and not (isinstance(item, Position) and item.lsn <= self.passed):
-            self._before_each()
-            self._apply(item)
+        try:
+            item = self._receiver.take(timeout_s)
+            if item is not None and not (isinstance(item, Position) and item.lsn <= self.passed):
+                self._before_each()
+                self._apply(item)
+        except ProtocolViolation as error:
+            place = format_lsn(self.passed)
+            raise ProtocolViolation(
+                f"behind {place} the source sent what makes no sense: {error.message}",
+                hint=_SENSELESS_HINT,
+                **error.details | {"lsn": place},
+            ) from error
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is in flight, successes and failures alike; False when time ran out before."""
