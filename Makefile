@@ -54,7 +54,8 @@ format: $(INSTALLED)  ## put the code into the project's format
 	@$(BIN)/ruff format $(PYTHON_DIRS)
 	@$(BIN)/ruff check --fix --exit-zero --quiet $(PYTHON_DIRS)
 
-soak: $(INSTALLED)  ## the crash tests for hours, with a printed seed (ARGS='--hypothesis-seed=…' repeats)
+soak: $(INSTALLED)  ## capture from the versions that CI leaves out, then the crash tests for hours, with a printed seed (ARGS='--hypothesis-seed=…' repeats)
+	@for version in 15 16 17; do $(BIN)/python -m pytest -q --no-header $(SIDE_BY_SIDE) tests/capture --millstream-postgres $$version || exit 1; done
 	@HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest -m soak --timeout=0 -s $(ARGS)
 
 bench: $(INSTALLED)  ## figures beside their peers, a JSON line each (ONLY=prefix picks)
