@@ -24,7 +24,7 @@ from millstream.errors import (
     LakeSchemaConflict,
     LakeTableForeign,
 )
-from millstream.lake.postgres.cuts import commit_cut, last_cut
+from millstream.lake.postgres.cuts import commit_cut, held_there, last_cut
 from millstream.lake.postgres.events import in_order
 from millstream.lake.postgres.land import LandedTable, Loaded, begin, land, look
 from millstream.lake.postgres.target import PostgresTarget
@@ -809,6 +809,21 @@ def test_what_a_newer_version_made_is_refused(target: PostgresTarget, asked: Cal
     asked("UPDATE millstream_lake.layout SET version = 99")
     with pytest.raises(LakeError, match="99"):
         begin(target, [])
+
+
+def test_a_destination_knows_which_tables_were_set_aside(
+    target: PostgresTarget, table: TableSchema, records: Records
+) -> None:
+    """Restored from a backup of that time, it lacks what has landed in them since."""
+    now = datetime.now(UTC)
+    done = landing(target, table, 1, records(table, ("c", 1, {"id": 1}))).commit
+    assert done is not None
+    commit_cut(target, Seq(5), [done], committed_at=now, held={TableId(9): Seq(2)})
+    assert held_there(target) == {TableId(9): 2}
+    commit_cut(target, Seq(5), [done], committed_at=now, held={})
+    assert held_there(target) == {}
+    commit_cut(target, Seq(6), [], committed_at=now, held={TableId(3): Seq(5)})
+    assert held_there(target) == {TableId(3): 5}
 
 
 def test_a_cut_is_the_last_one(target: PostgresTarget, table: TableSchema, records: Records) -> None:

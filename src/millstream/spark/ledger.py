@@ -127,6 +127,13 @@ class Ledger:
         for fact in catalog.facts(self._scope).values():
             held = HeldTable.from_fact(fact)
             self.held[held.table_id] = held
+        for table_id, after in config.sink.held().items() if self.cut is not None else ():
+            if table_id not in self.held:
+                # Restored from a backup that was made while the table was set aside: it lacks what has landed since.
+                name = self.tables[table_id].name if table_id in self.tables else f"table {table_id}"
+                reason = f"it was set aside when the destination was as it is now, and lacks what came behind {after}"
+                self.hold(HeldTable(table_id, name, after, reason, "restored", "It is tried again by itself."))
+                self._again_s.pop(table_id, None)  # at once
 
     def _entry(self, table_id: TableId, name: str = "") -> TableEntry:
         """The table's entry, made where it is new."""
@@ -218,6 +225,7 @@ class Ledger:
                 commits,
                 committed_at=datetime.now(UTC),
                 commit_ts_max=None if newest_us is None else _EPOCH + timedelta(microseconds=newest_us),
+                held={table_id: table.after for table_id, table in list(self.held.items())},
             )
             return self.cut
 

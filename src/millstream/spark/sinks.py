@@ -5,7 +5,7 @@ Each table's data and its position are committed together by executors; then the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Protocol
@@ -20,6 +20,7 @@ from millstream.lake.moves import places_of
 from millstream.lake.postgres import cuts
 from millstream.lake.postgres.land import begin
 from millstream.lake.postgres.target import PostgresTarget
+from millstream.model.ids import TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema
 from millstream.spark.landing import ANSWER_COLUMNS, Around, database_writer, table_writer
@@ -46,10 +47,19 @@ class Sink(Protocol):
     def last_cut(self) -> Cut | None:
         """The last cut; None before the first."""
 
+    def held(self) -> dict[TableId, Seq]:
+        """Tables that it knows to have been set aside at the last cut, with how far each was landed."""
+
     def commit_cut(
-        self, n: Seq, table_commits: Iterable[TableCommit], *, committed_at: datetime, commit_ts_max: datetime | None
+        self,
+        n: Seq,
+        table_commits: Iterable[TableCommit],
+        *,
+        committed_at: datetime,
+        commit_ts_max: datetime | None,
+        held: Mapping[TableId, Seq],
     ) -> Cut:
-        """Commit that every table has everything up to `n`: `millstream.lake.commits.commit_cut`."""
+        """Commit that every table has everything up to `n`, but for those held: `millstream.lake.commits.commit_cut`."""
 
     def land(self, batch: DataFrame, around: Around) -> list[Row]:
         """Run the job that lands a batch; a row of `ANSWER_COLUMNS` a table, markers' among them."""
@@ -73,8 +83,18 @@ class LakeOfFiles:
         """See `Sink`."""
         return commits.last_cut(self.layout)
 
+    def held(self) -> dict[TableId, Seq]:
+        """See `Sink`: a lake of files doesn't tell."""
+        return {}
+
     def commit_cut(
-        self, n: Seq, table_commits: Iterable[TableCommit], *, committed_at: datetime, commit_ts_max: datetime | None
+        self,
+        n: Seq,
+        table_commits: Iterable[TableCommit],
+        *,
+        committed_at: datetime,
+        commit_ts_max: datetime | None,
+        held: Mapping[TableId, Seq],  # noqa: ARG002 - the catalog has it
     ) -> Cut:
         """See `Sink`."""
         return commits.commit_cut(self.layout, n, table_commits, committed_at=committed_at, commit_ts_max=commit_ts_max)
@@ -104,11 +124,23 @@ class Database:
         """See `Sink`."""
         return cuts.last_cut(self.target)
 
+    def held(self) -> dict[TableId, Seq]:
+        """See `Sink`."""
+        return cuts.held_there(self.target)
+
     def commit_cut(
-        self, n: Seq, table_commits: Iterable[TableCommit], *, committed_at: datetime, commit_ts_max: datetime | None
+        self,
+        n: Seq,
+        table_commits: Iterable[TableCommit],
+        *,
+        committed_at: datetime,
+        commit_ts_max: datetime | None,
+        held: Mapping[TableId, Seq],
     ) -> Cut:
         """See `Sink`."""
-        return cuts.commit_cut(self.target, n, table_commits, committed_at=committed_at, commit_ts_max=commit_ts_max)
+        return cuts.commit_cut(
+            self.target, n, table_commits, committed_at=committed_at, commit_ts_max=commit_ts_max, held=held
+        )
 
     def land(self, batch: DataFrame, around: Around) -> list[Row]:
         """See `Sink`."""

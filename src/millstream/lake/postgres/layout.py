@@ -38,7 +38,7 @@ CREATE TABLE millstream_lake.positions (
   PRIMARY KEY (stream, pipeline, table_id));
 CREATE TABLE millstream_lake.cuts (
   stream uuid NOT NULL, pipeline text NOT NULL, number bigint NOT NULL, n bigint NOT NULL,
-  committed_at timestamptz NOT NULL, commit_ts_max timestamptz, tables json NOT NULL,
+  committed_at timestamptz NOT NULL, commit_ts_max timestamptz, tables json NOT NULL, held json NOT NULL,
   PRIMARY KEY (stream, pipeline));
 INSERT INTO millstream_lake.layout VALUES (1);
 """
@@ -222,7 +222,8 @@ def check_owner(target: PostgresTarget, place: Place, owner: Registered | None, 
     if owner is None and relation is not None:
         raise LakeTableForeign(
             f"{where} is there already, and isn't this table's",
-            hint=f"Rename or drop it there, or set `schema_prefix` in [streams.{target.stream_name}.lake].",
+            hint=f"Rename or drop it there, then `millstream tables retry {place.quoted}`; before the first run, `schema_prefix` in "
+            f"[streams.{target.stream_name}.lake] gives all tables schemas of their own.",
             table=place.quoted,
         )
     if owner is not None and (owner.stream, owner.pipeline) != target.owner:

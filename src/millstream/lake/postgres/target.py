@@ -127,7 +127,11 @@ def translate(error: psycopg.Error, place: str) -> MillstreamError:
     hint = _HINTS.get(state)
     if state.startswith(_PASSES) or (not state and isinstance(error, psycopg.OperationalError)):
         return DestinationUnavailable(f"{place}: {text}", hint=hint, sqlstate=state)
-    return DestinationRefused(f"{place}: {text}", hint=hint or "The message is PostgreSQL's own.", sqlstate=state)
+    return DestinationRefused(
+        f"{place}: {text}",
+        hint=hint or "Mend at the destination what it names, then `millstream tables retry` of the table.",
+        sqlstate=state,
+    )
 
 
 @contextmanager
