@@ -16,6 +16,7 @@ from tests.capture.capture_stage import DEADLINE_S, Stage, wait_until
 from millstream.capture.copy_reader import Bounds, ChunkReader, Fetched
 from millstream.capture.copying import TableCopies
 from millstream.catalog import TableState
+from millstream.errors import CatalogError
 from millstream.model.operations import OperationKind, SpilledOp
 
 ORDERS = "CREATE TABLE orders (id int PRIMARY KEY, item text, price numeric(10,2), at timestamptz)"
@@ -412,4 +413,22 @@ def test_a_chunk_that_is_given_up_while_the_next_is_read_leaves_no_hole(
     monkeypatch.setattr(TableCopies, "_decode", slow_decode)
     stage.catch_up()
     assert given_up.is_set(), "no chunk was given up"
+    assert stage.log.replay()["public.docs"] == stage.source_rows("docs", ["id"])
+
+
+def test_a_catalog_that_fails_under_a_copy_ends_capture_and_sets_no_table_aside(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.sql(DOCS, "INSERT INTO docs SELECT i, 'x', 0 FROM generate_series(1, 400) i")
+
+    def refuse(*_: Any) -> None:
+        raise CatalogError("the catalog can't be written")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage.catalog, "put_chunks", refuse)
+        patch.setattr("threading.excepthook", lambda _: None)  # the thread ends with it, and the test meets it below
+        with pytest.raises(CatalogError, match="can't be written"):
+            stage.catch_up()
+    assert stage.state("public.docs") is TableState.COPYING
+    stage.catch_up()
     assert stage.log.replay()["public.docs"] == stage.source_rows("docs", ["id"])

@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import psycopg
 import pytest
 from tests.capture.capture_stage import wait_until
 from tests.capture.test_timelines import Servers, copy_slot, make_servers
 
+from millstream.app.tables import copy_table
 from millstream.catalog import TableState
 from millstream.errors import PublicationMissing, SourceBehind, SourceOnStandby
 from millstream.testing.postgres import EmbeddedPostgres
@@ -119,6 +121,11 @@ def test_a_stream_from_a_standby_that_is_promoted_goes_on_under_the_new_timeline
         running.stop()
 
 
+def is_paused(connection: psycopg.Connection[tuple[object, ...]]) -> bool:
+    row = connection.execute("SELECT pg_get_wal_replay_pause_state()").fetchone()
+    return row == ("paused",)
+
+
 def test_a_standby_that_lags_behind_the_log_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with make_servers(18, tmp_path) as servers:
         stage, standby = servers.stage, servers.standby()
@@ -129,6 +136,7 @@ def test_a_standby_that_lags_behind_the_log_is_waited_for(tmp_path: Path, capsys
             stage.catch_up()
         with standby.connect() as connection:
             connection.execute("SELECT pg_wal_replay_pause()")
+            wait_until(lambda: is_paused(connection), "the replay pauses")  # until then what comes is replayed still
             stream = stage.catalog.stream("shop").id
             current = stage.catalog.current_source(stream)
             assert current is not None
@@ -203,3 +211,23 @@ def making(server: EmbeddedPostgres) -> bool:
     with server.connect() as connection:
         row = connection.execute("SELECT count(*) FROM pg_replication_slots WHERE slot_name = 'shop'").fetchone()
     return row == (1,)
+
+
+def test_a_copy_asked_for_right_behind_another_sees_what_came_between(tmp_path: Path) -> None:
+    """A snapshot serves many chunks, but none of a copy that began after it: what was logged before isn't remembered."""
+    with make_servers(18, tmp_path) as servers:
+        stage, standby = servers.stage, servers.standby()
+        on_primary(servers, PUBLISH, "INSERT INTO orders SELECT n, 'many' FROM generate_series(1000, 1100) n")
+        wait_for_replay(servers.primary, standby)
+        servers.point_at(standby)
+        with telling(servers.primary):
+            running = stage.start()
+            wait_until(lambda: running.ended or stage.state("public.orders") is TableState.STREAMING, "it is copied")
+            on_primary(servers, "UPDATE orders SET item = 'newer'", "DELETE FROM orders WHERE id % 2 = 0")
+            caught_up(servers, standby)
+            copy_table(stage.catalog, stage.table("public.orders").stream, "public.orders")
+            wait_until(
+                lambda: running.ended or stage.state("public.orders") is TableState.STREAMING, "it is copied again"
+            )
+            caught_up(servers, standby)
+        running.stop()

@@ -423,3 +423,17 @@ def test_a_key_asked_for_by_name_is_asked_for_again_where_its_row_is_not_seen() 
 
     assert tracker.judge(ticket, [("a",), ("c",)]).reread == {("a",)}
     assert kept([("a",), ("c",)], tracker.judge(ticket)) == ([False, True], frozenset({("a",)}))
+
+
+def test_what_all_snapshots_see_is_not_remembered() -> None:
+    """However long a backlog is passed while a chunk waits for it."""
+    tracker = CopyTracker()
+    tracker.touch(Touch(10, frozenset({("a",)})))
+    assert tracker.touch_count == 1, "before it is known who runs, everything counts"
+    tracker.settle(100)
+    ticket = tracker.begin()
+    tracker.take(ticket, Snapshot(xmin=150, xmax=160, running=frozenset({150, 155})))
+    for xid in range(50, 200):
+        tracker.touch(Touch(xid, frozenset({(str(xid),)})))
+    assert tracker.touch_count == 50
+    assert tracker.judge(ticket).drop == {(str(xid),) for xid in (150, 155, *range(160, 200))}

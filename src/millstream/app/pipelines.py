@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -66,8 +65,6 @@ class StreamPipeline:
             if stream is None:
                 return
             config = pipeline_config(self._home, self.name, self._config, stream)
-            if self._config.lake.format != "postgres":
-                _make_folder(config.layout.location)
             self.outcome = run_pipeline(
                 config, self._catalog, stop=lifeline.stop, drain=lifeline.drain, on_progress=on_progress
             )
@@ -260,11 +257,6 @@ def _say_spark(lifeline: Lifeline, state: str, seconds: float | None) -> None:
         logger.info("starting Spark")
     else:
         logger.info("ready", seconds=seconds)
-
-
-def _make_folder(location: str) -> None:
-    if "://" not in location:
-        Path(location).mkdir(parents=True, exist_ok=True)
 
 
 def _progress_facts(progress: PipelineProgress) -> dict[str, Any]:

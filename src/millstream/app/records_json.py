@@ -9,18 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from millstream.errors import CorruptWal
 from millstream.model.ids import ShardId, TableId
 from millstream.model.names import qualified_name
 from millstream.model.positions import Lsn, Offset, Seq, format_lsn
-from millstream.model.records import RECORD_OFFSET, RECORD_PREFIX
 from millstream.model.row_values import Values, row_values
 from millstream.model.schema import TableKind, TableSchema
 from millstream.wal.reader import StreamReader, TableRecords
-
-_PREFIX_LENGTH: Final = len((RECORD_OFFSET, *RECORD_PREFIX))
 
 
 @dataclass(frozen=True, slots=True)

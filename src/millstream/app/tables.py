@@ -55,8 +55,8 @@ def retry_table(catalog: Catalog, stream: StreamId, table: str) -> str:
     return "; ".join(dict.fromkeys(done))
 
 
-def copy_table(catalog: Catalog, stream: StreamId, table: str) -> None:
-    """Ask for a table's rows to be copied anew. A pause is over with that.
+def copy_table(catalog: Catalog, stream: StreamId, table: str) -> str:
+    """Ask for a table's rows to be copied anew, a pause being over with that; returns what will happen.
 
     Raises:
         UnknownTable: the stream has none of that name.
@@ -72,6 +72,7 @@ def copy_table(catalog: Catalog, stream: StreamId, table: str) -> None:
             hint="A table is copied by its key: give it a primary key or a replica identity.",
         )
     catalog.resume_copy(stream, row.id)
+    return "it will be copied by the running capture, or when it runs next"
 
 
 def pause_table(catalog: Catalog, stream: StreamId, table: str) -> str:

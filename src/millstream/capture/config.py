@@ -76,11 +76,6 @@ class CaptureConfig:
     failover: bool = True
     origin: str = "any"
 
-    @property
-    def publication_inserts(self) -> str:
-        """The publication of tables whose updates and deletes carry no identity."""
-        return f"{self.publication}_inserts"
-
 
 @dataclass(frozen=True, slots=True)
 class CaptureProgress:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -19,6 +20,10 @@ from millstream.cli.context import (
     print_table,
     stream_option,
 )
+
+if TYPE_CHECKING:
+    from millstream.catalog import Catalog
+    from millstream.model.ids import StreamId
 
 _HELD_BYTES: Final = 256 << 20
 """What a holder may need of the log without being named."""
@@ -217,6 +222,14 @@ def tables_ls(session: Session, stream: str | None = None, as_json: bool = False
     _print_hints(found)
 
 
+def _ask(session: Session, table: str, stream: str | None, do: Callable[[Catalog, StreamId, str], str]) -> None:
+    """Ask something for a table, and say what will happen."""
+    home = session.home(needs_source=False)
+    with home.open_catalog() as catalog:
+        name = home.pick_stream(stream, of=sorted(row.name for row in catalog.streams()))
+        note(f"{table}: {do(catalog, catalog.stream(name).id, table)}")
+
+
 @tables.command("retry")
 @click.argument("table", metavar="T")
 @stream_option
@@ -225,10 +238,7 @@ def tables_retry(session: Session, table: str, stream: str | None) -> None:
     """Pick a table up again that was set aside."""
     from millstream.app.tables import retry_table
 
-    home = session.home(needs_source=False)
-    with home.open_catalog() as catalog:
-        name = home.pick_stream(stream, of=sorted(row.name for row in catalog.streams()))
-        note(f"{table}: {retry_table(catalog, catalog.stream(name).id, table)}")
+    _ask(session, table, stream, retry_table)
 
 
 @tables.command("copy")
@@ -239,11 +249,7 @@ def tables_copy(session: Session, table: str, stream: str | None) -> None:
     """Copy a table's rows anew, beside its changes."""
     from millstream.app.tables import copy_table
 
-    home = session.home(needs_source=False)
-    with home.open_catalog() as catalog:
-        name = home.pick_stream(stream, of=sorted(row.name for row in catalog.streams()))
-        copy_table(catalog, catalog.stream(name).id, table)
-        note(f"{table}: it will be copied by the running capture, or when it runs next")
+    _ask(session, table, stream, copy_table)
 
 
 @tables.command("pause")
@@ -254,10 +260,7 @@ def tables_pause(session: Session, table: str, stream: str | None) -> None:
     """Have a table's copy wait, in every run to come, while its changes are captured."""
     from millstream.app.tables import pause_table
 
-    home = session.home(needs_source=False)
-    with home.open_catalog() as catalog:
-        name = home.pick_stream(stream, of=sorted(row.name for row in catalog.streams()))
-        note(f"{table}: {pause_table(catalog, catalog.stream(name).id, table)}")
+    _ask(session, table, stream, pause_table)
 
 
 @tables.command("resume")
@@ -268,7 +271,4 @@ def tables_resume(session: Session, table: str, stream: str | None) -> None:
     """Have a paused copy go on where it stopped."""
     from millstream.app.tables import resume_table
 
-    home = session.home(needs_source=False)
-    with home.open_catalog() as catalog:
-        name = home.pick_stream(stream, of=sorted(row.name for row in catalog.streams()))
-        note(f"{table}: {resume_table(catalog, catalog.stream(name).id, table)}")
+    _ask(session, table, stream, resume_table)

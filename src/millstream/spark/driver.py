@@ -11,7 +11,6 @@ import contextlib
 import re
 import threading
 import time
-from pathlib import Path
 from typing import Final
 
 from py4j.protocol import Py4JError
@@ -267,8 +266,3 @@ def _check_log_reaches(log: StreamReader, start: Seq, config: PipelineConfig) ->
             hint="Copy the tables again (`millstream tables copy T`), or restore the lake or the log.",
             first=int(log.first_seq()),
         ) from error
-
-
-def checkpoint_folder(data: Path, pipeline: str) -> Path:
-    """Where Spark's notes of a pipeline lie in a home's data folder."""
-    return data / "spark" / pipeline

@@ -220,14 +220,18 @@ class Ledger:
             at = self.cut.n if n is None and self.cut is not None else n
             if at is None:
                 return None  # a fold before the first cut: impossible, for folds need one
-            self.cut = self._config.sink.commit_cut(
-                at,
-                commits,
-                committed_at=datetime.now(UTC),
-                commit_ts_max=None if newest_us is None else _EPOCH + timedelta(microseconds=newest_us),
-                held={table_id: table.after for table_id, table in list(self.held.items())},
-            )
-            return self.cut
+            return self._commit(at, commits, newest_us)
+
+    def _commit(self, at: Seq, commits: Iterable[TableCommit], newest_us: int | None = None) -> Cut:
+        """Commit a cut, and what it leaves out."""
+        self.cut = self._config.sink.commit_cut(
+            at,
+            commits,
+            committed_at=datetime.now(UTC),
+            commit_ts_max=None if newest_us is None else _EPOCH + timedelta(microseconds=newest_us),
+            held={table_id: table.after for table_id, table in list(self.held.items())},
+        )
+        return self.cut
 
     def hold(self, table: HeldTable) -> None:
         """Set a table aside, durably; its records stay in the log until it is released."""
@@ -245,6 +249,10 @@ class Ledger:
         """The table has caught up: let it land with the others again."""
         del self.held[table_id]
         self._pause_s.pop(table_id, None)
+        if self.cut is not None:
+            # First: a sink that still named it would have what the log drops from here on read again.
+            with self._lock:
+                self._commit(self.cut.n, ())
         self._catalog.drop_fact(self._scope, str(table_id))
         self._catalog.release(self._config.stream_id, self._holder(table_id))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from pathlib import Path
 from typing import Protocol
 
 from pyspark.sql import DataFrame, Row
@@ -76,8 +77,10 @@ class LakeOfFiles:
         """See `Sink`."""
         return self.layout.pipeline
 
-    def begin(self, schemas: Iterable[TableSchema], sources: Collection[tuple[int, str]]) -> None:
-        """See `Sink`: tables are made when they are written to."""
+    def begin(self, schemas: Iterable[TableSchema], sources: Collection[tuple[int, str]]) -> None:  # noqa: ARG002 - files lie beside any source
+        """See `Sink`: its folder. Tables are made when they are written to."""
+        if "://" not in self.layout.location:
+            Path(self.layout.location).mkdir(parents=True, exist_ok=True)
 
     def last_cut(self) -> Cut | None:
         """See `Sink`."""

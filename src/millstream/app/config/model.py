@@ -274,11 +274,6 @@ class SparkConfig(_Section):
     batch_bytes: Size = Field(default="64MiB", description="Bytes of the log that one batch takes, about.")
     conf: dict[str, str] = Field(default={}, description='Passed through to Spark: `"spark.driver.memory" = "2g"`.')
 
-    @property
-    def trigger_interval_s(self) -> float:
-        """`trigger_interval` in seconds."""
-        return duration_s(self.trigger_interval)
-
 
 class WriterConfig(_Section):
     """Which of a stream's writers this is, where several processes write to it, each to shards of its own. The catalog lies in PostgreSQL then."""

@@ -30,7 +30,7 @@ from millstream.lake.postgres.layout import (
     relation_at,
     short,
 )
-from millstream.lake.postgres.target import PostgresTarget, literal
+from millstream.lake.postgres.target import PostgresTarget, copy_in, literal
 from millstream.lake.postgres.texts import Versioned, text_records
 from millstream.model.ids import TableId
 from millstream.model.names import quote_ident
@@ -102,19 +102,19 @@ def merge_current(
         LakeSchemaConflict: the values that are there don't fit a column's new type.
     """
     place = place_of(target, "current", schema)
-    there = registered_at(connection, place)
+    holder = registered_at(connection, place)
     if (
-        there is not None
-        and there.table_id in live
+        holder is not None
+        and holder.table_id != schema.table_id
         and schema.table_id not in live
-        and there.table_id != schema.table_id
+        and holder.table_id in live
     ):
         return  # a late record of a table that is gone, whose name another has
     mixed = [at for at, (version, _) in enumerate(batches) if version.key != schema.key]
     if mixed:
         # What came under another key is copied again behind it.
         batches = batches[mixed[-1] + 1 :]
-    owner = _take_name(connection, target, place, schema.table_id, live)
+    owner = _take_name(connection, target, place, holder, schema.table_id, live)
     relation = relation_at(connection, place)
     check_owner(target, place, owner, relation)
     have: dict[str, str] = {} if relation is None else relation.columns
@@ -188,21 +188,22 @@ def _of_arrow(kind: pa.DataType) -> str:
 
 
 def _take_name(
-    connection: Connection, target: PostgresTarget, place: Place, table_id: TableId, live: Collection[TableId]
+    connection: Connection,
+    target: PostgresTarget,
+    place: Place,
+    holder: Registered | None,
+    table_id: TableId,
+    live: Collection[TableId],
 ) -> Registered | None:
-    """Have the table stand under its name of now, where it was renamed; who stands there under `place` steps aside."""
-    there = registered_at(connection, place)
+    """Have the table stand under its name of now, where it was renamed; the `holder` of that name, if it is another, steps aside."""
+    if holder is not None and (holder.table_id == table_id or (holder.stream, holder.pipeline) != target.owner):
+        return holder
     ours = [r for r in registered_of(connection, target, "current") if r.table_id == table_id]
-    if there is not None and (there.stream, there.pipeline) != target.owner:
-        return there
-    if there is not None and there.table_id == table_id:
-        return there
-    if there is not None:
-        if TableId(there.table_id) in live:
+    if holder is not None:
+        if TableId(holder.table_id) in live:
             # It was renamed too, and takes its own new name with its next record.
-            _rename(
-                connection, there.place, Place("current", place.namespace, short(f"{place.name}__{there.table_id}"))
-            )
+            aside = Place("current", place.namespace, short(f"{place.name}__{holder.table_id}"))
+            _rename(connection, place, aside)
         else:
             connection.execute(f"DROP TABLE IF EXISTS {place.quoted}".encode())
             connection.execute(
@@ -219,16 +220,14 @@ def _take_name(
 
 def _rename(connection: Connection, old: Place, new: Place) -> None:
     make_schema(connection, new)
-    if old.namespace != new.namespace:
+    moved = Place(old.view, new.namespace, old.name)
+    if moved != old:
         connection.execute(f"ALTER TABLE {old.quoted} SET SCHEMA {quote_ident(new.namespace)}".encode())
-        old, moved = Place(old.view, new.namespace, old.name), old
-    else:
-        moved = old
-    if old.name != new.name:
-        connection.execute(f"ALTER TABLE {old.quoted} RENAME TO {quote_ident(new.name)}".encode())
+    if moved != new:
+        connection.execute(f"ALTER TABLE {moved.quoted} RENAME TO {quote_ident(new.name)}".encode())
     connection.execute(
         "UPDATE millstream_lake.tables SET namespace = %s, name = %s WHERE (view, namespace, name) = (%s, %s, %s)",
-        [new.namespace, new.name, moved.view, moved.namespace, moved.name],
+        [new.namespace, new.name, old.view, old.namespace, old.name],
     )
 
 
@@ -309,7 +308,7 @@ def _rows_of(connection: Connection, place: Place, keys: Keys, there: Sequence[s
     from psycopg import pq
 
     _make_temporary(connection, "asked", {name: types[name] for name in keys.names})
-    _write(connection, f"COPY pg_temp.asked ({_names(keys.names)}) FROM STDIN", _lines(keys.to_table()))
+    copy_in(connection, f"COPY pg_temp.asked ({_names(keys.names)}) FROM STDIN", _lines(keys.to_table()))
     # Past psycopg's own reading of types: what the server prints is what is wanted.
     result = connection.pgconn.exec_(
         f"SELECT {_names(there, 'c.')} FROM {place.quoted} c JOIN pg_temp.asked a ON {_same(keys.names, 'c', 'a')}".encode()
@@ -384,7 +383,7 @@ class _Rows:
             # First: keys of other texts may be equal to one that is put in, as 1.0 and 1.00 are.
             _make_temporary(self.connection, "leaving", {name: self.types[name] for name in self.key})
             into = f"COPY pg_temp.leaving ({_names(gone.names)}) FROM STDIN"
-            _write(self.connection, into, _lines(gone.to_table()))
+            copy_in(self.connection, into, _lines(gone.to_table()))
             same = _same(self.key, "c", "g")
             run(f"DELETE FROM {self.place.quoted} c USING pg_temp.leaving g WHERE {same}".encode())
             run(b"DROP TABLE pg_temp.leaving")
@@ -425,7 +424,7 @@ class _Rows:
         _make_temporary(self.connection, "staged", self.types | (exact if self.has_exact else {}))
         try:
             with self.connection.transaction():
-                _write(self.connection, f"COPY pg_temp.staged ({_names(self.types)}) FROM STDIN", _lines(rows))
+                copy_in(self.connection, f"COPY pg_temp.staged ({_names(self.types)}) FROM STDIN", _lines(rows))
         except psycopg.DataError:
             whole = self._set_apart(rows)
             if whole is None:
@@ -436,7 +435,7 @@ class _Rows:
                 )
                 self.connection.execute(f"ALTER TABLE {self.place.quoted} ADD {quote_ident(EXACT.name)} jsonb".encode())
                 self.has_exact = True
-            _write(self.connection, f"COPY pg_temp.staged ({_names([*self.types, EXACT.name])}) FROM STDIN", whole)
+            copy_in(self.connection, f"COPY pg_temp.staged ({_names([*self.types, EXACT.name])}) FROM STDIN", whole)
 
     def _set_apart(self, rows: pa.Table) -> Iterator[tuple[Any, ...]] | None:
         """The rows with their `__exact`: values that the destination doesn't take, of which there may be some that the source has.
@@ -449,7 +448,7 @@ class _Rows:
         number = _free("number", self.types)
         _make_temporary(self.connection, "texts", {number: "bigint"} | dict.fromkeys(self.types, "text"))
         into = f"COPY pg_temp.texts ({_names([number, *self.types])}) FROM STDIN"
-        _write(self.connection, into, ((at, *line) for at, line in enumerate(_lines(rows))))
+        copy_in(self.connection, into, ((at, *line) for at, line in enumerate(_lines(rows))))
         refused: dict[int, list[int]] = {}
         for place, (name, kind) in enumerate(self.types.items()):
             found = self.connection.execute(
@@ -486,9 +485,3 @@ def _lines(rows: pa.Table) -> Iterator[tuple[Any, ...]]:
     """Rows as tuples, some thousand of them in memory at once."""
     for batch in rows.to_batches(max_chunksize=_LINES):
         yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
-
-
-def _write(connection: Connection, statement: str, rows: Iterable[tuple[Any, ...]]) -> None:
-    with connection.cursor().copy(statement.encode()) as copy:
-        for row in rows:
-            copy.write_row(row)

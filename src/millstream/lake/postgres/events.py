@@ -32,7 +32,7 @@ from millstream.lake.postgres.layout import (
     relation_at,
     short,
 )
-from millstream.lake.postgres.target import PostgresTarget, literal, translated
+from millstream.lake.postgres.target import PostgresTarget, copy_in, literal, translated
 from millstream.lake.postgres.texts import Versioned, column_texts
 from millstream.model.names import quote_ident
 from millstream.model.positions import Lsn, format_lsn
@@ -96,11 +96,10 @@ def ensure_events(connection: Connection, target: PostgresTarget, schema: TableS
     return EventTable(place, owner.old_upto)
 
 
-def bring_up_all(connection: Connection, target: PostgresTarget, schemas: Sequence[TableSchema]) -> list[Place]:
-    """Bring event tables of an older layout to this one, each in a transaction of its own; returns which were."""
+def bring_up_all(connection: Connection, target: PostgresTarget, schemas: Iterable[TableSchema]) -> None:
+    """Bring event tables of an older layout to this one, each in a transaction of its own."""
     import psycopg
 
-    done = []
     with translated(target.place):
         known = {registered.place for registered in registered_of(connection, target, "changes")}
     for schema in schemas:
@@ -112,8 +111,6 @@ def bring_up_all(connection: Connection, target: PostgresTarget, schemas: Sequen
             relation = relation_at(connection, place)
             if relation is not None and registered_at(connection, place) is None and _is_first_layout(relation):
                 _bring_up(connection, target, place, int(schema.table_id), relation)
-                done.append(place)
-    return done
 
 
 def _is_first_layout(relation: Relation) -> bool:
@@ -187,19 +184,16 @@ def _check_shape(place: Place, owner: Registered, relation: Relation | None) -> 
         )
 
 
-def append_events(connection: Connection, table: EventTable, batches: Sequence[Versioned]) -> int:
-    """Append records, in order of their numbers; those that are there already, by `(source, commit_lsn, commit_index)`, add nothing.
-
-    Returns:
-        How many events were added.
-    """
+def append_events(connection: Connection, table: EventTable, batches: Sequence[Versioned]) -> None:
+    """Append records, in order of their numbers; those that are there already, by `(source, commit_lsn, commit_index)`, add nothing."""
     quoted = table.place.quoted
     rows = (row for schema, batch in in_order(batches) for row in _rows(schema, batch))
     if not _may_be_there(connection, table, batches):
-        return _copy(connection, quoted, rows)
+        copy_in(connection, f"COPY {quoted} ({_NAMES}) FROM STDIN", rows)
+        return
     connection.execute(f"CREATE TEMP TABLE arriving (LIKE {quoted}) ON COMMIT DROP".encode())
     connection.execute(b"ALTER TABLE pg_temp.arriving ALTER seq DROP NOT NULL")
-    _copy(connection, "pg_temp.arriving", rows)
+    copy_in(connection, f"COPY pg_temp.arriving ({_NAMES}) FROM STDIN", rows)
     known = "e.source = a.source AND e.commit_lsn = a.commit_lsn AND e.commit_index = a.commit_index AND a.commit_index IS NOT NULL"
     connection.execute(f"DELETE FROM pg_temp.arriving a USING {quoted} e WHERE {known}".encode())
     if table.old_upto is not None:
@@ -208,12 +202,11 @@ def append_events(connection: Connection, table: EventTable, batches: Sequence[V
         connection.execute(
             f"DELETE FROM pg_temp.arriving a USING {quoted} e WHERE a.commit_index IS NOT NULL AND {same}".encode()
         )
-    added = connection.execute(
+    connection.execute(
         # Numbers are given in the order of the subquery: the sort is beneath what calls nextval.
         f"INSERT INTO {quoted} ({_NAMES}) SELECT * FROM (SELECT {_NAMES} FROM pg_temp.arriving ORDER BY log_seq) s".encode()
-    ).rowcount
+    )
     connection.execute(b"DROP TABLE pg_temp.arriving")
-    return added
 
 
 def _may_be_there(connection: Connection, table: EventTable, batches: Sequence[Versioned]) -> bool:
@@ -257,14 +250,6 @@ def in_order(batches: Sequence[Versioned], rows_max: int = 8192) -> Iterator[Ver
             yield schema, batch.slice(int(row[at]), min(rows_max, end - at))
 
 
-def _copy(connection: Connection, table: str, rows: Iterable[tuple[Any, ...]]) -> int:
-    count = 0
-    with connection.cursor().copy(f"COPY {table} ({_NAMES}) FROM STDIN".encode()) as copy:
-        for count, row in enumerate(rows, 1):  # noqa: B007 - how many there were
-            copy.write_row(row)
-    return count
-
-
 def _rows(schema: TableSchema, batch: pa.RecordBatch) -> Iterator[tuple[Any, ...]]:
     """Records as rows of an event table, in the order of `_OWN`."""
     told = row_values(schema, batch)
@@ -301,11 +286,12 @@ def _keys(schema: TableSchema, batch: pa.RecordBatch) -> list[str | None]:
 
 
 def _json(values: dict[str, Any] | None) -> str | None:
-    if values is not None and any(
-        isinstance(value, float) and value == 0 and copysign(1, value) < 0 for value in values.values()
-    ):
-        # jsonb's numbers have no negative zero.
-        values = {
-            name: "-0" if isinstance(v, float) and v == 0 and copysign(1, v) < 0 else v for name, v in values.items()
-        }
-    return None if values is None else json.dumps(values, ensure_ascii=False, separators=(",", ":"))
+    if values is None:
+        return None
+    told = {name: "-0" if _is_negative_zero(value) else value for name, value in values.items()}
+    return json.dumps(told, ensure_ascii=False, separators=(",", ":"))
+
+
+def _is_negative_zero(value: Any) -> bool:
+    """Which jsonb's numbers don't have: it is text."""
+    return isinstance(value, float) and value == 0 and copysign(1, value) < 0

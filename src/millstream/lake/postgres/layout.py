@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from millstream.errors import DestinationError, LakeHistoryLost, LakeTableForeign
 from millstream.lake.postgres.target import PostgresTarget, TargetView, literal, translated
-from millstream.model.names import qualified_name
+from millstream.model.names import qualified_name, quote_ident
 from millstream.model.schema import TableKind, TableSchema
 
 if TYPE_CHECKING:
@@ -245,5 +245,4 @@ def make_schema(connection: Connection, place: Place) -> None:
     """Have the schema of a table there, where the user may make it."""
     found = connection.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", [place.namespace]).fetchone()
     if found is None:
-        quoted = '"' + place.namespace.replace('"', '""') + '"'
-        connection.execute(f"CREATE SCHEMA IF NOT EXISTS {quoted}".encode())
+        connection.execute(f"CREATE SCHEMA IF NOT EXISTS {quote_ident(place.namespace)}".encode())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -148,3 +148,10 @@ def translated(place: str) -> Iterator[None]:
 def literal(text: str) -> str:
     """An SQL string, in a session whose strings are standard."""
     return "'" + text.replace("'", "''") + "'"
+
+
+def copy_in(connection: Connection, statement: str, rows: Iterable[tuple[Any, ...]]) -> None:
+    """Put rows in by a COPY … FROM STDIN."""
+    with connection.cursor().copy(statement.encode()) as copy:
+        for row in rows:
+            copy.write_row(row)
