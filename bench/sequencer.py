@@ -17,7 +17,7 @@ import psycopg
 from bench.figures import Figure, compared, measures
 from bench.places import folder
 from bench.wal import BATCH_ROWS, ROW_BYTES, operation
-from millstream.app.writers import SharedWriter
+from millstream.app.writing.shared_writer import SharedWriter
 from millstream.catalog import Catalog
 from millstream.catalog.sequencing import PostgresSequenceStore
 from millstream.model.ids import Epoch, StreamId, WriterId

@@ -15,9 +15,9 @@ import pyarrow as pa
 from millstream.app.home import Home
 from millstream.app.initialize import make_home
 from millstream.app.locks import RoleLock
-from millstream.app.owner import run_owner
 from millstream.app.part import Lifeline
 from millstream.app.wiring import lake_layout
+from millstream.app.writing.owner import run_owner
 from millstream.lake.commits import commit_cut, last_cut
 from millstream.lake.current import fold_table
 from millstream.lake.history import append_history

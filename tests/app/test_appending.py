@@ -23,9 +23,9 @@ import pytest
 from tests.app.homes import config, done, make_home, run, wait_for
 
 import millstream
-from millstream.app.appending import append_socket
 from millstream.app.home import Home
 from millstream.app.locks import holder, writer_role
+from millstream.app.writing.appending import append_socket
 from millstream.errors import (
     AppendOutcomeUnknown,
     ConfigError,
@@ -361,7 +361,7 @@ def test_a_close_that_is_broken_off_is_finished_all_the_same(home: Path, monkeyp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("millstream.app.appending.undisturbed", broken_off)
+        patched.setattr("millstream.app.writing.appending.undisturbed", broken_off)
         with pytest.raises(KeyboardInterrupt):
             opened.close()
     opened.close()

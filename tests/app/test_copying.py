@@ -20,7 +20,7 @@ from tests.capture.serial_history import History
 
 import millstream
 from millstream.app.home import Home
-from millstream.app.metrics import prometheus_text
+from millstream.app.serving.metrics import prometheus_text
 from millstream.app.status import collect_status
 from millstream.testing.pytest_plugin import Database
 

@@ -17,13 +17,13 @@ from click.testing import CliRunner
 
 from millstream.app.control import ControlServer, ask
 from millstream.app.home import Home
-from millstream.app.metrics import prometheus_text
-from millstream.app.owner import OwnedStream
 from millstream.app.retention import sweep
+from millstream.app.serving.metrics import prometheus_text
 from millstream.app.status import collect_status, held_scope
-from millstream.app.stream_writer import stream_writer
 from millstream.app.tables import copy_table, list_tables, retry_table
 from millstream.app.wiring import place_compiled_code
+from millstream.app.writing.owner import OwnedStream
+from millstream.app.writing.stream_writer import stream_writer
 from millstream.catalog import TableState
 from millstream.cli.main import cli
 from millstream.errors import CursorExpired, UnknownTable, UsageError

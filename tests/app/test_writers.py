@@ -21,10 +21,10 @@ import pytest
 from tests.app.homes import config, done, make_home, run, wait_for
 from tests.app.writer_process import ROWS
 
-from millstream.app import writers
 from millstream.app.doctor import examine
 from millstream.app.home import Home
-from millstream.app.writers import SharedWriter
+from millstream.app.writing import shared_writer as writers
+from millstream.app.writing.shared_writer import SharedWriter
 from millstream.catalog import Catalog
 from millstream.catalog.announcements import PostgresAnnouncements
 from millstream.catalog.sequencing import PostgresSequenceStore

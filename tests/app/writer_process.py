@@ -12,7 +12,7 @@ import sys
 import time
 from uuid import UUID
 
-from millstream.app.writers import SharedWriter
+from millstream.app.writing.shared_writer import SharedWriter
 from millstream.catalog import Catalog
 from millstream.catalog.announcements import PostgresAnnouncements
 from millstream.errors import AppendOutcomeUnknown, CatalogError, MillstreamError, StaleEpoch, WriterClosed

@@ -16,7 +16,7 @@ from uuid import UUID
 
 from millstream.app.home import Home
 from millstream.app.wiring import capture_config, place_compiled_code
-from millstream.app.writer_facts import examine_writers
+from millstream.app.writing.writer_facts import examine_writers
 from millstream.errors import MillstreamError, UnknownStream
 from millstream.model.ids import StreamId
 

@@ -21,7 +21,7 @@ from millstream.model.schema import TableKind, TableSchema
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from millstream.app.appending import HomeAppender
+    from millstream.app.writing.appending import HomeAppender
     from millstream.catalog import TableRow
     from millstream.ingest.columns import Rows
     from millstream.lake.known import KnownTable
@@ -216,7 +216,7 @@ class OpenHome:
                 raise WriterClosed("this home was closed", hint="Open it again: millstream.open(…).")
             if self._appender is None:
                 try:
-                    from millstream.app.appending import HomeAppender
+                    from millstream.app.writing.appending import HomeAppender
                 except ModuleNotFoundError as error:
                     raise MissingExtra(
                         f"appending needs {error.name}, which isn't installed",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from millstream.app.control import ask
 from millstream.app.home import PIPELINE, Home
 from millstream.app.locks import Role, holder, writer_role, writer_roles
-from millstream.app.writer_facts import writer_facts
+from millstream.app.writing.writer_facts import writer_facts
 from millstream.errors import ConfigError, LogError, MillstreamError
 from millstream.model.ids import StreamId
 from millstream.model.names import qualified_name

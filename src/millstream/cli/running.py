@@ -69,8 +69,8 @@ def capture() -> None:
 def capture_run(session: Session, until_caught_up: bool, log_format: LogFormat) -> None:
     """Capture every configured stream; own their logs."""
     from millstream.app.logs import configure_logs
-    from millstream.app.owner import run_owner
     from millstream.app.part import Lifeline
+    from millstream.app.writing.owner import run_owner
     from millstream.cli.progress import PartReport
 
     lifeline = Lifeline()
@@ -116,7 +116,7 @@ def serve(session: Session, log_format: LogFormat) -> None:
     """Serve /metrics for Prometheus, /healthz and /status over HTTP."""
     from millstream.app.logs import configure_logs
     from millstream.app.part import Lifeline
-    from millstream.app.serve import serve_home
+    from millstream.app.serving.server import serve_home
 
     lifeline = Lifeline()
     with lifeline.held():

@@ -78,7 +78,7 @@ def make_app(home: Home) -> Any:
 
     @app.get("/metrics", summary="Metrics in Prometheus's text format.")
     def get_metrics() -> Response:
-        from millstream.app.metrics import prometheus_text
+        from millstream.app.serving.metrics import prometheus_text
 
         return Response(prometheus_text(status), media_type="text/plain; version=0.0.4; charset=utf-8")
 

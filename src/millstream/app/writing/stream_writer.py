@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from millstream.app.locks import LOCK_PATIENCE_S
 from millstream.app.wiring import log_options, shard_of, write_rules
-from millstream.app.writer_facts import refuse_to_own
-from millstream.app.writers import SharedWriter
+from millstream.app.writing.shared_writer import SharedWriter
+from millstream.app.writing.writer_facts import refuse_to_own
 from millstream.errors import LogError, ShardLocked, StaleEpoch
 from millstream.ingest.appender import Appender
 from millstream.model.ids import Epoch, ShardId, StreamId, WriterId

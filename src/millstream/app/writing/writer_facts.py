@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from millstream.app.writers import (
+from millstream.app.writing.shared_writer import (
     EMBEDDED,
     EMBEDDED_HINT,
     WriterPlace,

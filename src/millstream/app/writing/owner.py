@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from millstream.app.appending import append_socket
 from millstream.app.control import ControlServer
 from millstream.app.home import Home
 from millstream.app.locks import LOCK_PATIENCE_S, RoleLock, writer_role
 from millstream.app.part import Lifeline
 from millstream.app.retention import sweep
-from millstream.app.stream_writer import StreamWriter, stream_writer
 from millstream.app.wiring import capture_config, place_compiled_code
-from millstream.app.writer_facts import note_capturing_writer, refuse_embedded_catalog, refuse_to_capture
+from millstream.app.writing.appending import append_socket
+from millstream.app.writing.stream_writer import StreamWriter, stream_writer
+from millstream.app.writing.writer_facts import note_capturing_writer, refuse_embedded_catalog, refuse_to_capture
 from millstream.errors import DiskFull, MillstreamError, Retry, UnknownStream, WriterClosed
 from millstream.ingest.local import AppendServer
 from millstream.model.ids import StreamId

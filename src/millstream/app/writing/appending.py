@@ -15,9 +15,9 @@ import structlog
 
 from millstream.app.locks import RoleLock, holder, writer_role
 from millstream.app.logs import leave_logs_to_application
-from millstream.app.stream_writer import stream_writer
 from millstream.app.wiring import place_compiled_code
-from millstream.app.writer_facts import refuse_embedded_catalog
+from millstream.app.writing.stream_writer import stream_writer
+from millstream.app.writing.writer_facts import refuse_embedded_catalog
 from millstream.errors import HomeBusy, MillstreamError, UnknownStream, WriterClosed
 from millstream.ingest.appender import Appender
 from millstream.ingest.columns import Rows, table_of
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from millstream.app.config.model import StreamConfig
     from millstream.app.home import Home
-    from millstream.app.stream_writer import StreamWriter
+    from millstream.app.writing.stream_writer import StreamWriter
     from millstream.model.operations import Appended
 
 logger = structlog.get_logger("millstream.append")

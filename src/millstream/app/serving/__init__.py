@@ -1,0 +1,1 @@
+"""What a home serves over the network: its status, and what applications send it."""
