@@ -33,7 +33,8 @@ class Appender:
         log: its writer, or this process's one of several.
         writer: that one's number.
         rules_of: what is configured for a table, by its schema and name.
-        shard_of: the shard on which a table lies, by `schema.name`.
+        place: where a table's rows go: the entries of their operations, by shard and partition.
+        home_shard: the shard that the catalog notes for a table that is new, by `schema.name`.
 
     Concurrency: any number of threads and event loops.
     """
@@ -46,14 +47,16 @@ class Appender:
         *,
         writer: WriterId,
         rules_of: Callable[[str, str], WriteRules],
-        shard_of: Callable[[str], ShardId],
+        place: Callable[[TableSchema, pa.RecordBatch], tuple[TableRows, ...]],
+        home_shard: Callable[[str], ShardId],
     ) -> None:
         self._catalog = catalog
         self._stream = stream
         self._log = log
         self._writer = writer
         self._rules_of = rules_of
-        self._shard_of = shard_of
+        self._place = place
+        self._home_shard = home_shard
         self._schemas: dict[tuple[str, str], TableSchema] = {}
         """The newest that this process has seen."""
 
@@ -89,7 +92,7 @@ class Appender:
             raise InvalidValue("an append needs at least one row", hint="Don't call it where there is none.")
         namespace, name = parse_qualified_name(table)
         rules = self._rules_of(namespace, name)
-        shard = self._shard_of(f"{namespace}.{name}")
+        shard = self._home_shard(f"{namespace}.{name}")
         known = self._schemas.get((namespace, name))
         if known is None or grown(known, rows.schema, rules) is not known:
 
@@ -110,7 +113,7 @@ class Appender:
         }
         prefix = [facts["__operation"], *(facts.get(f.name, pa.nulls(count, f.type)) for f in LOG_ROW_PREFIX[1:])]
         batch = pa.RecordBatch.from_arrays([*prefix, *fitted(known, rows)], schema=append_row_schema(known))
-        return WriteOps(_operation(), (TableRows(known, batch, shard),))
+        return WriteOps(_operation(), self._place(known, batch))
 
     def _appended(self, ack: Ack) -> Appended:
         last, shown = ack.seqs.last, self._log.persisted_upto()

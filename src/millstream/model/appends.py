@@ -8,6 +8,7 @@ all that wait, once a commit group. From some hundred rows on a request is bette
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from sys import getsizeof
@@ -34,6 +35,34 @@ _COUNT_KEPT_MAX: Final = 1024
 _COUNTS_KEPT: Final = 64
 """Groups are of a few sizes; the largest of these takes a hundred kilobytes."""
 _Made = TypeVar("_Made")
+
+
+@dataclass(frozen=True, slots=True)
+class WriteId:
+    """What tells an application's write apart from others, so that a retry is known for the same write and gets the first one's answer.
+
+    Either a session with the write's number in it, from 1, or a key of the caller's making.
+    """
+
+    session: str | None = None
+    number: int | None = None
+    key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AppendBatch:
+    """Requests' rows of one table, one request behind the other, as columns: each request is an operation of its own."""
+
+    table: str
+    """`schema.table`, quoted where it must be; without a schema it is of `public`."""
+    rows: pa.Table
+    """In the log's types, as `ingest.columns.table_of` gives them."""
+    counts: Sequence[int]
+    """How many of the rows are each request's: at least one each, all of them together."""
+    write_ids: Sequence[WriteId | None]
+    """Each request's."""
+    keep_valid_rows: bool = False
+    """Whether rows that have no place in the table are left out and named (`Appended.rejected`); else they refuse their request."""
 
 
 class AppendOp(NamedTuple):

@@ -123,6 +123,28 @@ class Ack:
 
 
 @dataclass(frozen=True, slots=True)
+class RejectedRow:
+    """A row that has no place in its table, where the others of its request were kept."""
+
+    row: int
+    """Its place in the request, from 0."""
+    code: str
+    """The error's, as in `millstream.errors`."""
+    reason: str
+    column: str | None = None
+    """The column at fault, where one is."""
+
+    def as_dict(self) -> dict[str, object]:
+        """JSON-able facts."""
+        return {"row": self.row, "code": self.code, "reason": self.reason, "column": self.column}
+
+    @classmethod
+    def from_dict(cls, facts: Mapping[str, Any]) -> Self:
+        """The value that `as_dict` told of."""
+        return cls(int(facts["row"]), str(facts["code"]), str(facts["reason"]), facts.get("column"))
+
+
+@dataclass(frozen=True, slots=True)
 class Appended:
     """What an application learns once its rows are durable."""
 
@@ -132,10 +154,14 @@ class Appended:
     """The rows' numbers in the stream, in their order."""
     offsets: Mapping[ShardId, tuple[Offset, Offset]]
     """The half-open range of offsets on each shard touched."""
+    duplicate: bool = False
+    """Whether it was durable already, of an earlier call with the same `WriteId`: nothing was appended, and this is what that one got."""
+    rejected: tuple[RejectedRow, ...] = ()
+    """Rows that weren't appended, where that was asked for."""
 
     @property
     def row_count(self) -> int:
-        """How many rows there were."""
+        """How many rows were appended."""
         return self.seqs.count
 
     def as_dict(self) -> dict[str, object]:
@@ -145,10 +171,14 @@ class Appended:
             "first": int(self.seqs.first),
             "rows": self.seqs.count,
             "offsets": {str(int(shard)): [int(start), int(end)] for shard, (start, end) in self.offsets.items()},
+            "duplicate": self.duplicate,
+            "rejected": [row.as_dict() for row in self.rejected],
         }
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any]) -> Self:
         """The value that `as_dict` told of."""
         offsets = {ShardId(int(s)): (Offset(start), Offset(end)) for s, (start, end) in facts["offsets"].items()}
-        return cls(StreamToken.parse(facts["token"]), SeqRange(Seq(facts["first"]), facts["rows"]), offsets)
+        rejected = tuple(RejectedRow.from_dict(row) for row in facts.get("rejected", ()))
+        numbers = SeqRange(Seq(facts["first"]), facts["rows"])
+        return cls(StreamToken.parse(facts["token"]), numbers, offsets, bool(facts.get("duplicate")), rejected)

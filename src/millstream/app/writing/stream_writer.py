@@ -16,7 +16,7 @@ from millstream.app.writing.writer_facts import refuse_to_own
 from millstream.errors import LogError, ShardLocked, StaleEpoch
 from millstream.ingest.appender import Appender
 from millstream.model.ids import Epoch, ShardId, StreamId, WriterId
-from millstream.model.operations import FIRST_SHARD
+from millstream.model.operations import FIRST_SHARD, TableRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,8 +76,15 @@ def stream_writer(
         else:
             shared = opened.enter_context(_join(home, catalog, stream, name, config, own))
             log, writer, first_shard = shared.log, shared.writer, shared.shards[0]
+        home_shard = shard_of(config, first_shard)
         appender = Appender(
-            catalog, stream, log, writer=writer, rules_of=write_rules(config), shard_of=shard_of(config, first_shard)
+            catalog,
+            stream,
+            log,
+            writer=writer,
+            rules_of=write_rules(config),
+            place=lambda schema, rows: (TableRows(schema, rows, home_shard(f"{schema.namespace}.{schema.name}")),),
+            home_shard=home_shard,
         )
         yield StreamWriter(stream, log, first_shard, appender, own)
 
