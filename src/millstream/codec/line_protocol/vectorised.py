@@ -116,7 +116,7 @@ class Walk:
         self._buffer: Bytes = np.frombuffer(body if body.endswith(b"\n") else body + b"\n", np.uint8)
         line_room, value_room = end // _LEAST_LINE_BYTES + 2, end // _LEAST_VALUE_BYTES + 2
         # What isn't touched takes no memory.
-        self._lines = np.empty((line_room, 4), np.int32)
+        self._lines = np.empty((line_room, machine.LINE_FACTS), np.int32)
         self._times = np.empty(line_room, np.int64)
         self._timed = np.empty(line_room, np.uint8)
         self._columns_of = np.empty(value_room, np.int32)
@@ -157,6 +157,7 @@ class Walk:
         self._line_count, self._token_count = int(state[machine.LINES]), int(state[machine.TOKENS])
         self._measurements = measurements.facts[: state[machine.MEASUREMENTS]]
         self._columns = columns.facts[: state[machine.COLUMNS]]
+        machine.count(self._line_count, self._token_count, self._lines, self._columns_of, self._kinds, self._columns)
         self.wrong_count = int(state[machine.WRONG])
         self.wrong = [
             WrongLine(number, Fault(fault), (start, stop))
@@ -384,10 +385,11 @@ class Walk:
             words[::2] = values
             return pa.Array.from_buffers(UNSIGNED, count, [valid, pa.py_buffer(words)]), 0
         offsets = np.empty(count + 1, np.int32)
-        data = np.empty(arrange.measure_texts(values, offsets), np.uint8)
+        size = int(arrange.measure_texts(values, offsets))
+        data = np.empty(size + 8, np.uint8)
         arrange.gather_texts(self._buffer, values, kind is Kind.STRING, offsets, data)
-        buffers = [valid, pa.py_buffer(offsets), pa.py_buffer(data)]
-        return pa.Array.from_buffers(pa.string(), count, buffers), len(data)
+        buffers = [valid, pa.py_buffer(offsets), pa.py_buffer(data[:size])]
+        return pa.Array.from_buffers(pa.string(), count, buffers), size
 
 
 class _Names:
