@@ -97,7 +97,7 @@ def application_op(
         said: more of `OPERATION_SCHEMA`'s columns: session, trace_id …
     """
     columns = (Column("id", pa.int64()), Column("text", pa.string()))
-    values = {"id": list(range(len(texts))), "text": list(texts)}
+    values: dict[str, Sequence[Any]] = {"id": list(range(len(texts))), "text": list(texts)}
     schema = TableSchema(TableId(7), SchemaVersion(1), SourceId(0), "public", name, columns, ("id",), ("id",))
     return WriteOps(_operation(moment_us, said or {}), (_rows(schema, values, len(texts), 0, partition),))
 
