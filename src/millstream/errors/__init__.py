@@ -7,6 +7,18 @@ invariant is not in this tree: it is a bug of Millstream's, and it crashes with 
 
 from __future__ import annotations
 
+from millstream.errors._buffers import BufferedOpUndecodable as BufferedOpUndecodable
+from millstream.errors._buffers import BufferMissing as BufferMissing
+from millstream.errors._buffers import BufferNotDurable as BufferNotDurable
+from millstream.errors._buffers import BufferOffsetGone as BufferOffsetGone
+from millstream.errors._buffers import BufferOutcomeUnknown as BufferOutcomeUnknown
+from millstream.errors._buffers import BufferRefused as BufferRefused
+from millstream.errors._buffers import BufferReplaced as BufferReplaced
+from millstream.errors._buffers import BufferSeekBeyondEnd as BufferSeekBeyondEnd
+from millstream.errors._buffers import BufferUnavailable as BufferUnavailable
+from millstream.errors._buffers import BufferWentBack as BufferWentBack
+from millstream.errors._buffers import UnknownBufferShard as UnknownBufferShard
+from millstream.errors._buffers import WriteBufferError as WriteBufferError
 from millstream.errors._ingest import IngestError as IngestError
 from millstream.errors._ingest import KeyChanged as KeyChanged
 from millstream.errors._ingest import RowsTooLarge as RowsTooLarge
