@@ -19,6 +19,14 @@ from millstream.errors._buffers import BufferUnavailable as BufferUnavailable
 from millstream.errors._buffers import BufferWentBack as BufferWentBack
 from millstream.errors._buffers import UnknownBufferShard as UnknownBufferShard
 from millstream.errors._buffers import WriteBufferError as WriteBufferError
+from millstream.errors._access import AccessError as AccessError
+from millstream.errors._access import AccessTokenExists as AccessTokenExists
+from millstream.errors._access import AccessTokenExpired as AccessTokenExpired
+from millstream.errors._access import CertificateUnusable as CertificateUnusable
+from millstream.errors._access import Forbidden as Forbidden
+from millstream.errors._access import Unauthenticated as Unauthenticated
+from millstream.errors._access import UnknownAccessToken as UnknownAccessToken
+from millstream.errors._access import Unprotected as Unprotected
 from millstream.errors._ingest import IngestError as IngestError
 from millstream.errors._ingest import KeyChanged as KeyChanged
 from millstream.errors._ingest import RowsTooLarge as RowsTooLarge
