@@ -7,6 +7,14 @@ invariant is not in this tree: it is a bug of Millstream's, and it crashes with 
 
 from __future__ import annotations
 
+from millstream.errors._access import AccessError as AccessError
+from millstream.errors._access import AccessTokenExists as AccessTokenExists
+from millstream.errors._access import AccessTokenExpired as AccessTokenExpired
+from millstream.errors._access import CertificateUnusable as CertificateUnusable
+from millstream.errors._access import Forbidden as Forbidden
+from millstream.errors._access import Unauthenticated as Unauthenticated
+from millstream.errors._access import UnknownAccessToken as UnknownAccessToken
+from millstream.errors._access import Unprotected as Unprotected
 from millstream.errors._buffers import BufferedOpUndecodable as BufferedOpUndecodable
 from millstream.errors._buffers import BufferMissing as BufferMissing
 from millstream.errors._buffers import BufferNotDurable as BufferNotDurable
@@ -19,14 +27,6 @@ from millstream.errors._buffers import BufferUnavailable as BufferUnavailable
 from millstream.errors._buffers import BufferWentBack as BufferWentBack
 from millstream.errors._buffers import UnknownBufferShard as UnknownBufferShard
 from millstream.errors._buffers import WriteBufferError as WriteBufferError
-from millstream.errors._access import AccessError as AccessError
-from millstream.errors._access import AccessTokenExists as AccessTokenExists
-from millstream.errors._access import AccessTokenExpired as AccessTokenExpired
-from millstream.errors._access import CertificateUnusable as CertificateUnusable
-from millstream.errors._access import Forbidden as Forbidden
-from millstream.errors._access import Unauthenticated as Unauthenticated
-from millstream.errors._access import UnknownAccessToken as UnknownAccessToken
-from millstream.errors._access import Unprotected as Unprotected
 from millstream.errors._ingest import IngestError as IngestError
 from millstream.errors._ingest import KeyChanged as KeyChanged
 from millstream.errors._ingest import RowsTooLarge as RowsTooLarge
