@@ -27,6 +27,7 @@ from millstream.errors import (
     BufferedOpUndecodable,
     BufferMissing,
     BufferOffsetGone,
+    BufferReplaced,
     BufferSeekBeyondEnd,
     BufferWentBack,
     InvalidValue,
@@ -467,7 +468,7 @@ class WriteBufferConformance:
             next_op(reader)
         stage.remake()
         for _ in range(2):
-            with pytest.raises((BufferWentBack, BufferMissing)):
+            with pytest.raises((BufferWentBack, BufferReplaced, BufferMissing)):
                 _until_said(reader)
 
 
