@@ -7,6 +7,20 @@ invariant is not in this tree: it is a bug of Millstream's, and it crashes with 
 
 from __future__ import annotations
 
+from millstream.errors._http import BodyTooLarge as BodyTooLarge
+from millstream.errors._http import HttpError as HttpError
+from millstream.errors._http import InvalidBody as InvalidBody
+from millstream.errors._http import MediaTypeUnknown as MediaTypeUnknown
+from millstream.errors._http import RequestTimeout as RequestTimeout
+from millstream.errors._http import ServerBusy as ServerBusy
+from millstream.errors._access import AccessError as AccessError
+from millstream.errors._access import AccessTokenExists as AccessTokenExists
+from millstream.errors._access import AccessTokenExpired as AccessTokenExpired
+from millstream.errors._access import CertificateUnusable as CertificateUnusable
+from millstream.errors._access import Forbidden as Forbidden
+from millstream.errors._access import Unauthenticated as Unauthenticated
+from millstream.errors._access import UnknownAccessToken as UnknownAccessToken
+from millstream.errors._access import Unprotected as Unprotected
 from millstream.errors._buffers import BufferedOpUndecodable as BufferedOpUndecodable
 from millstream.errors._buffers import BufferMissing as BufferMissing
 from millstream.errors._buffers import BufferNotDurable as BufferNotDurable
@@ -24,6 +38,7 @@ from millstream.errors._ingest import KeyChanged as KeyChanged
 from millstream.errors._ingest import RowsTooLarge as RowsTooLarge
 from millstream.errors._ingest import TableCaptured as TableCaptured
 from millstream.errors._ingest import UnknownColumn as UnknownColumn
+from millstream.errors._ingest import WriterVersionDiffers as WriterVersionDiffers
 from millstream.errors._lake import DestinationError as DestinationError
 from millstream.errors._lake import DestinationRefused as DestinationRefused
 from millstream.errors._lake import DestinationUnavailable as DestinationUnavailable
