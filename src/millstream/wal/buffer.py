@@ -45,7 +45,7 @@ from millstream.errors import (
 from millstream.model.appends import AppendOp
 from millstream.model.buffers import BUFFER_START, BufferedOp, BufferMeta, BufferOffset, ReadPause
 from millstream.model.ids import Epoch, SchemaVersion, ShardId, SourceId, StreamId, TableId
-from millstream.model.operations import FIRST_SHARD, Ack, WriteOps
+from millstream.model.operations import FIRST_SHARD, OPERATION_SCHEMA, Ack, WriteOps
 from millstream.model.positions import Offset, Seq
 from millstream.model.schema import Column, TableSchema
 from millstream.protocol.retention import Bounds, Retention
@@ -415,7 +415,7 @@ class _Unreserved:
         self._reserved = max(self._reserved, seq)
 
 
-_NOTHING: Final = WriteOps(pa.RecordBatch.from_pylist([], schema=pa.schema([])), ())
+_NOTHING: Final = WriteOps(pa.RecordBatch.from_pylist([], schema=OPERATION_SCHEMA), ())
 
 
 def _folder(folder: str, shard: ShardId) -> str:
