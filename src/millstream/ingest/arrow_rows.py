@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import ipc
@@ -19,6 +20,7 @@ from millstream.errors import InvalidBody, InvalidValue
 from millstream.ingest.columns import COLUMNS_MAX, ROWS_BYTES_MAX, table_of, too_large
 from millstream.ingest.json_rows import NESTING_MAX, ROWS_MAX
 
+Sizes = npt.NDArray[np.int64]
 _NOT_A_STREAM: Final = (pa.ArrowException, OSError, EOFError, ValueError, struct.error, IndexError, OverflowError)
 _RECORD_BATCH: Final = 3
 _DICTIONARY_BATCH: Final = 2
@@ -40,7 +42,8 @@ def rows_of_arrow(body: bytes, *, rows_max: int = ROWS_MAX) -> pa.Table:
     """
     if body[:6] == b"ARROW1":
         raise InvalidBody(
-            "the body is a file of Arrow's, not a stream", hint="Write it with `pyarrow.ipc.new_stream`, not `new_file`."
+            "the body is a file of Arrow's, not a stream",
+            hint="Write it with `pyarrow.ipc.new_stream`, not `new_file`.",
         )
     try:
         _check_messages(body, rows_max)
@@ -224,14 +227,20 @@ def _unfolded_bytes(array: pa.Array) -> int:
     return int(_sizes(array).sum()) if _is_view(kind) else 0
 
 
-def _sizes(values: pa.Array) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _sizes(values: pa.Array) -> Sizes:
     """Each value's bytes."""
     kind = values.type
     if _is_view(kind):
         # A view begins with its length, also where the text stands in it.
         views = np.frombuffer(values.buffers()[1], dtype="<i4")[::4][values.offset : values.offset + len(values)]
-        return views.astype(np.int64) * values.is_valid().to_numpy(zero_copy_only=False)
-    if pa.types.is_string(kind) or pa.types.is_binary(kind) or pa.types.is_large_string(kind) or pa.types.is_large_binary(kind):
+        sizes: Sizes = views.astype(np.int64) * values.is_valid().to_numpy(zero_copy_only=False)
+        return sizes
+    if (
+        pa.types.is_string(kind)
+        or pa.types.is_binary(kind)
+        or pa.types.is_large_string(kind)
+        or pa.types.is_large_binary(kind)
+    ):
         return np.asarray(pc.fill_null(pc.binary_length(values), 0).to_numpy(zero_copy_only=False), dtype=np.int64)
     if pa.types.is_primitive(kind) or pa.types.is_fixed_size_binary(kind):
         return np.full(len(values), max(1, kind.bit_width // 8), dtype=np.int64)

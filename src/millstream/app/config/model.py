@@ -353,7 +353,8 @@ class HttpConfig(_Section):
         "brings a token itself has that one's rights.",
     )
     body_bytes_max: SizeAboveZero = Field(
-        default="32MiB", description="Bytes of one request's body, inflated where it is compressed; larger ones are answered 413."
+        default="32MiB",
+        description="Bytes of one request's body, inflated where it is compressed; larger ones are answered 413.",
     )
     inflight_bytes_max: SizeAboveZero = Field(
         default="512MiB",
@@ -365,10 +366,12 @@ class HttpConfig(_Section):
         default=10_000, ge=1, description="Open connections, idle ones among them; others are answered 503."
     )
     request_timeout: Duration = Field(
-        default="30s", description="How long a request may take to come, head and body; then it is answered 408, and nothing of it appended."
+        default="30s",
+        description="How long a request may take to come, head and body; then it is answered 408, and nothing of it appended.",
     )
     idle_timeout: Duration = Field(
-        default="75s", description="How long a connection stays open without a request; one that has never had any, for `request_timeout`."
+        default="75s",
+        description="How long a connection stays open without a request; one that has never had any, for `request_timeout`.",
     )
     append_timeout: Duration = Field(
         default="10s",

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 logger = structlog.get_logger("millstream.serve")
 
-_LOOK_EVERY_S: Final = 0.1
 _BACKLOG: Final = 2048
 
 
@@ -35,14 +34,16 @@ def serve_home(home: Home, lifeline: Lifeline) -> None:
         HomeBusy: the home is served already.
         AddressInUse: it can't listen there.
     """
+    from millstream.app.serving.access import Access
     from millstream.app.serving.application import Application
 
     home.prepare()
     host, port = home.config.http.address
     with (
+        contextlib.closing(Access.of_home(home)) as access,
         RoleLock.take(home.run_folder, "serve", patience_s=LOCK_PATIENCE_S if lifeline.supervised else 0.5),
         _listen(host, port) as listener,
-        contextlib.closing(Application(home)) as application,
+        contextlib.closing(Application(home, access)) as application,
     ):
         # A wildcard address isn't one that a person can open.
         address = f"{host}:{listener.getsockname()[1]}"
@@ -54,33 +55,45 @@ def serve_home(home: Home, lifeline: Lifeline) -> None:
 
 
 async def _serve(home: Home, lifeline: Lifeline, application: Application, listener: socket.socket) -> None:
+    import importlib.util
+
     import uvicorn
 
     from millstream.app.serving.connections import bounded, watch
 
     http = home.config.http
     bounds = connection_bounds(home)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            application.asgi(),
-            http=bounded(bounds),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            backlog=_BACKLOG,
-            timeout_keep_alive=max(1, round(bounds.idle_s)),
-            timeout_graceful_shutdown=max(1, round(duration_s(http.drain_timeout))),
-        )
+    config = uvicorn.Config(
+        application.asgi(),
+        http=bounded(bounds) if importlib.util.find_spec("httptools") else "auto",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        backlog=_BACKLOG,
+        timeout_keep_alive=max(1, round(bounds.idle_s)),
+        timeout_graceful_shutdown=max(1, round(duration_s(http.drain_timeout))),
     )
+    config.load()
+    server = uvicorn.Server(config)
     # uvicorn would take the signals for itself, and raise them again at its end.
     server.capture_signals = _leave_signals  # type: ignore[method-assign]
 
+    loop = asyncio.get_running_loop()
+    told = asyncio.Event()
+
+    def hear() -> None:
+        with contextlib.suppress(RuntimeError):  # it has ended already
+            loop.call_soon_threadsafe(told.set)
+
+    lifeline.on_word(hear)
+    if lifeline.stop.is_set() or lifeline.drain.is_set():
+        told.set()
+
     async def end_when_told() -> None:
-        while not (lifeline.stop.is_set() or lifeline.drain.is_set()):
-            await asyncio.sleep(_LOOK_EVERY_S)
+        await told.wait()
         application.health.draining = True
         await asyncio.sleep(duration_s(http.drain_delay))
         server.should_exit = True
@@ -123,6 +136,8 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(facts[4])
+            # Who is told the address finds it open: what comes before the server runs waits.
+            listener.listen(_BACKLOG)
         except OSError:
             listener.close()
             raise
