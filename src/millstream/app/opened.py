@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from millstream.app.calls import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, Session
 from millstream.app.home import Home
 from millstream.app.moments import parse_as_of
 from millstream.errors import LogError, MissingExtra, UnknownTable, WriterClosed
@@ -29,25 +29,6 @@ if TYPE_CHECKING:
     from millstream.model.operations import Appended
     from millstream.wal.index import OnDamage
     from millstream.wal.reader import StreamReader
-
-APPEND_DEADLINE_S: Final = 30.0
-"""How long an append waits for room in the writer's queue, where its caller doesn't say."""
-
-
-LATEST_ROWS_MAX: Final = 100_000
-
-
-@dataclass(frozen=True, slots=True)
-class Latest:
-    """What became of a table's rows in a stretch of the log. Done as one to a copy of the table, it is as the stretch left it."""
-
-    emptied: bool
-    """Whether all rows of before are gone: forget them first."""
-    rows: pa.Table
-    """One line a key: `__op` (`d`: the row is gone, `u`: it is there), `__unchanged`, `__exact`, `__before`, then the table's columns.
-    Columns named in `__unchanged` are as they were in the row of this key, or of the key in `__before` where the row has moved."""
-    token: StreamToken
-    """Where to go on."""
 
 
 class OpenHome:
@@ -209,6 +190,19 @@ class OpenHome:
             MissingExtra: reading needs the core alone; this needs `millstream[run]`.
         """
         return self._home_appender().append(stream, table, rows, deadline_s=deadline_s)
+
+    def session(self, stream: str, name: str, *, next_number: int = 1) -> Session:
+        """Writes to a stream that are numbered by themselves, so that each may be sent again without being appended twice.
+
+        Args:
+            stream: its name.
+            name: the session's, of the application's making: it tells its writes apart from those of others.
+            next_number: that of the first write; an application that starts anew goes on behind the last that it knows to be durable.
+
+        Raises:
+            UsageError: the number is below 1.
+        """
+        return Session(self, stream, name, next_number)  # type: ignore[arg-type] # until `append` takes them
 
     def _home_appender(self) -> HomeAppender:
         with self._appending:

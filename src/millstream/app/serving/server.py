@@ -52,7 +52,14 @@ def make_app(home: Home) -> Any:
     from fastapi import FastAPI
     from fastapi.responses import JSONResponse, Response
 
+    from millstream.app.serving.access import Access
+    from millstream.app.serving.problems import tell_problems
+    from millstream.app.serving.reading import Reading
+
     app = FastAPI(title="Millstream", description="A home's status.")
+    app.state.access = Access.of_home(home)
+    tell_problems(app)
+    app.include_router(Reading(home).router)
     kept: dict[str, Any] = {}
 
     def status() -> dict[str, Any]:
