@@ -29,7 +29,7 @@ APPEND_DEADLINE_S: Final = 30.0
 
 LATEST_ROWS_MAX: Final = 100_000
 
-_ASK_AGAIN_S: Final = 0.1
+ASK_AGAIN_S: Final = 0.1
 """How long a session waits before it sends a write again of which nobody knows what became."""
 
 
@@ -228,9 +228,9 @@ class Session:
                         keep_valid_rows=keep_valid_rows,
                     )
                 except AppendOutcomeUnknown as error:
-                    if time.monotonic() + _ASK_AGAIN_S >= give_up_s:
+                    if time.monotonic() + ASK_AGAIN_S >= give_up_s:
                         raise still_unknown(error, given) from error
-                    time.sleep(_ASK_AGAIN_S)
+                    time.sleep(ASK_AGAIN_S)
 
 
 def still_unknown(error: AppendOutcomeUnknown, number: int) -> AppendOutcomeUnknown:

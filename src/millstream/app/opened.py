@@ -206,9 +206,7 @@ class OpenHome:
             HomeBusy, WriterClosed: another process has the home, and doesn't take appends; nothing was appended.
             MissingExtra: reading needs the core alone; this needs `millstream[run]`.
         """
-        write_id = None
-        if not (session is None and number is None and idempotency_key is None):
-            write_id = WriteId(session, number, idempotency_key)
+        write_id = write_id_of(session, number, idempotency_key)
         return self._home_appender().append(
             stream, table, rows, deadline_s=deadline_s, write_id=write_id, keep_valid_rows=keep_valid_rows
         )
@@ -224,22 +222,14 @@ class OpenHome:
         Raises:
             UsageError: the number is below 1.
         """
-        return Session(self, stream, name, next_number)  # type: ignore[arg-type] # until `append` takes them
+        return Session(self, stream, name, next_number)
 
     def _home_appender(self) -> HomeAppender:
         with self._appending:
             if self._closed:
                 raise WriterClosed("this home was closed", hint="Open it again: millstream.open(…).")
             if self._appender is None:
-                try:
-                    from millstream.app.writing.appending import HomeAppender
-                except ModuleNotFoundError as error:
-                    raise MissingExtra(
-                        f"appending needs {error.name}, which isn't installed",
-                        hint="pip install 'millstream[run]'",
-                        extra="run",
-                    ) from error
-                self._appender = HomeAppender(self._home)
+                self._appender = home_appender(self._home)
             return self._appender
 
     def query(
@@ -290,6 +280,24 @@ def open(path: str | Path | None = None) -> OpenHome:  # noqa: A001 - as `millst
     home = Home.find(path, needs_source=False, named_by="path")
     home.check_format()
     return OpenHome(home)
+
+
+def write_id_of(session: str | None, number: int | None, idempotency_key: str | None) -> WriteId | None:
+    """What tells an append apart, as its caller said it; whether it is one at all is looked at where it is written."""
+    if session is None and number is None and idempotency_key is None:
+        return None
+    return WriteId(session, number, idempotency_key)
+
+
+def home_appender(home: Home) -> HomeAppender:
+    """What appends to a home's streams; `MissingExtra` where the core alone is installed, or the client."""
+    try:
+        from millstream.app.writing.appending import HomeAppender
+    except ModuleNotFoundError as error:
+        raise MissingExtra(
+            f"appending needs {error.name}, which isn't installed", hint="pip install 'millstream[run]'", extra="run"
+        ) from error
+    return HomeAppender(home)
 
 
 def open_reader(
