@@ -13,17 +13,17 @@ import uvicorn
 from tests.app.homes import wait_for
 
 from millstream.app.home import Home
-from millstream.app.serving.server import make_app
+from millstream.app.serving.application import Application
 
 
 @contextmanager
-def serving(home: Path, app: Any = None, *, port: int = 0, **settings: Any) -> Iterator[str]:
+def serving(home: Path, application: Application | None = None, *, port: int = 0, **settings: Any) -> Iterator[str]:
     """Serve a home until the block ends; gives the address."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
-    made = make_app(Home(home)) if app is None else app
-    server = uvicorn.Server(uvicorn.Config(made, log_config=None, access_log=False, lifespan="off", **settings))
+    made = Application(Home(home)) if application is None else application
+    server = uvicorn.Server(uvicorn.Config(made.asgi(), log_config=None, access_log=False, lifespan="off", **settings))
     server.capture_signals = _leave_signals  # type: ignore[method-assign]
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
@@ -35,6 +35,7 @@ def serving(home: Path, app: Any = None, *, port: int = 0, **settings: Any) -> I
         server.should_exit = True
         thread.join(60)
         listener.close()
+        made.close()
         assert not thread.is_alive()
 
 

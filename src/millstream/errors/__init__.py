@@ -7,6 +7,12 @@ invariant is not in this tree: it is a bug of Millstream's, and it crashes with 
 
 from __future__ import annotations
 
+from millstream.errors._http import BodyTooLarge as BodyTooLarge
+from millstream.errors._http import HttpError as HttpError
+from millstream.errors._http import InvalidBody as InvalidBody
+from millstream.errors._http import MediaTypeUnknown as MediaTypeUnknown
+from millstream.errors._http import RequestTimeout as RequestTimeout
+from millstream.errors._http import ServerBusy as ServerBusy
 from millstream.errors._access import AccessError as AccessError
 from millstream.errors._access import AccessTokenExists as AccessTokenExists
 from millstream.errors._access import AccessTokenExpired as AccessTokenExpired

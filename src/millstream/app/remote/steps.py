@@ -23,6 +23,7 @@ from millstream.errors import (
     AppendOutcomeUnknown,
     MillstreamError,
     PositionError,
+    RemoteError,
     ServerUnreachable,
     UnknownStream,
     UsageError,
@@ -279,6 +280,9 @@ def problem_of(answer: Answer, url: str) -> MillstreamError:
                     "details": details if isinstance(details, dict) else {},
                 }
             )
+        if isinstance(facts.get("detail"), str):
+            # It says no more than its status does: a path that an older server hasn't, or a bug of its.
+            return RemoteError(f"{url} answered {answer.status}: {facts['detail']}", url=url, status=answer.status)
     return _no_answer(answer, url)
 
 

@@ -1,46 +1,129 @@
-"""Errors as HTTP tells them: problem documents (RFC 9457)."""
+"""What went wrong, as HTTP says it: a status for each error of the tree, and a problem document (RFC 9457)."""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any, Final
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+import msgspec
 
-from millstream.errors import MillstreamError, Retry
+from millstream.errors import (
+    AddressInUse,
+    AppendOutcomeUnknown,
+    BodyTooLarge,
+    CatalogBusy,
+    CatalogUnreachable,
+    CodecError,
+    ConfigError,
+    DiskFull,
+    HomeBusy,
+    IngestError,
+    InvalidBody,
+    InvalidValue,
+    KeyChanged,
+    MediaTypeUnknown,
+    MillstreamError,
+    Overloaded,
+    PositionError,
+    RequestTimeout,
+    Retry,
+    ServerBusy,
+    StaleEpoch,
+    TableCaptured,
+    TableSetAside,
+    TokenFromFuture,
+    UnknownColumn,
+    UnknownStream,
+    UnknownTable,
+    UsageError,
+    WriterClosed,
+)
 
-PROBLEM_TYPE: Final = "application/problem+json"
-_STATUS: Final = {
-    "unknown_stream": 404,
-    "unknown_table": 404,
-    "offset_expired": 410,
-    "beyond_retention": 410,
-    "token_from_future": 409,
-    "time_from_future": 409,
-    "overloaded": 429,
+MEDIA_TYPE: Final = "application/problem+json"
+RETRY_AFTER_S: Final = 1
+"""A group of appends takes some milliseconds, a writer that is started again about a second."""
+
+_STATUS: Final[Mapping[type[MillstreamError], HTTPStatus]] = {
+    MillstreamError: HTTPStatus.INTERNAL_SERVER_ERROR,
+    # What the request is to blame for.
+    UsageError: HTTPStatus.BAD_REQUEST,
+    PositionError: HTTPStatus.BAD_REQUEST,
+    InvalidBody: HTTPStatus.BAD_REQUEST,
+    UnknownStream: HTTPStatus.NOT_FOUND,
+    UnknownTable: HTTPStatus.NOT_FOUND,
+    RequestTimeout: HTTPStatus.REQUEST_TIMEOUT,
+    KeyChanged: HTTPStatus.CONFLICT,
+    TableCaptured: HTTPStatus.CONFLICT,
+    TableSetAside: HTTPStatus.CONFLICT,
+    BodyTooLarge: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    MediaTypeUnknown: HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+    IngestError: HTTPStatus.UNPROCESSABLE_ENTITY,
+    UnknownColumn: HTTPStatus.UNPROCESSABLE_ENTITY,
+    InvalidValue: HTTPStatus.UNPROCESSABLE_ENTITY,
+    # What may go another time.
+    Overloaded: HTTPStatus.TOO_MANY_REQUESTS,
+    ServerBusy: HTTPStatus.TOO_MANY_REQUESTS,
+    TokenFromFuture: HTTPStatus.SERVICE_UNAVAILABLE,
+    WriterClosed: HTTPStatus.SERVICE_UNAVAILABLE,
+    HomeBusy: HTTPStatus.SERVICE_UNAVAILABLE,
+    StaleEpoch: HTTPStatus.SERVICE_UNAVAILABLE,
+    CatalogBusy: HTTPStatus.SERVICE_UNAVAILABLE,
+    CatalogUnreachable: HTTPStatus.SERVICE_UNAVAILABLE,
+    # What somebody here has to mend.
+    ConfigError: HTTPStatus.INTERNAL_SERVER_ERROR,
+    AddressInUse: HTTPStatus.INTERNAL_SERVER_ERROR,
+    CodecError: HTTPStatus.INTERNAL_SERVER_ERROR,
+    AppendOutcomeUnknown: HTTPStatus.INTERNAL_SERVER_ERROR,
+    DiskFull: HTTPStatus.INSUFFICIENT_STORAGE,
 }
+"""Of an error's kind, or of the nearest above it in the tree."""
 
 
-def problem(error: MillstreamError) -> JSONResponse:
-    """The answer that an error is."""
-    status = _STATUS.get(error.code, 503 if error.retry in {Retry.BACKOFF, Retry.REOPEN} else 400)
-    facts = error.as_dict()
-    document = {
+def status_of(kind: type[MillstreamError]) -> HTTPStatus:
+    """The status for an error: its own, else that of the kind above it; one that may be tried again is 503 then."""
+    for above in kind.__mro__:
+        found = _STATUS.get(above)
+        if found is None:
+            continue
+        if found is HTTPStatus.INTERNAL_SERVER_ERROR and above is not kind and kind.retry is Retry.BACKOFF:
+            return HTTPStatus.SERVICE_UNAVAILABLE
+        return found
+    raise AssertionError("the root is in the table")
+
+
+def problem_of(error: MillstreamError) -> dict[str, Any]:
+    """The document."""
+    status = status_of(type(error))
+    return {
         "type": f"urn:millstream:error:{error.code}",
-        "title": error.code.replace("_", " "),
-        "status": status,
-        "detail": facts["message"],
-        "code": facts["code"],
-        "hint": facts["hint"],
-        "details": facts["details"],
+        "title": title_of(type(error)),
+        "status": int(status),
+        "detail": error.message,
+        **{name: value for name, value in error.as_dict().items() if name != "message"},
     }
-    headers = {"Retry-After": "1"} if status in {429, 503} else {}
-    return JSONResponse(document, status, headers, media_type=PROBLEM_TYPE)
 
 
-def tell_problems(app: FastAPI) -> None:
-    """Have an application answer every error of ours by its document."""
+def plain_problem(status: int, detail: str = "") -> dict[str, Any]:
+    """The document of what says no more than its status does: a path that isn't there, a bug of ours."""
+    phrase = HTTPStatus(status).phrase
+    return {"type": "about:blank", "title": phrase, "status": status, "detail": detail or phrase}
 
-    @app.exception_handler(MillstreamError)
-    async def handle(_request: Request, error: MillstreamError) -> JSONResponse:
-        return problem(error)
+
+def title_of(kind: type[MillstreamError]) -> str:
+    """What kind of error it is, the same each time: the first sentence of what the reference says."""
+    first, _, _ = " ".join((kind.__doc__ or "").split()).partition(". ")
+    return first.partition("; details:")[0].partition("; ")[0].rstrip(".") or kind.code
+
+
+def headers_of(status: int) -> list[tuple[bytes, bytes]]:
+    """The headers beside a document: its type, and when to come again."""
+    headers = [(b"content-type", MEDIA_TYPE.encode())]
+    if status in {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}:
+        headers.append((b"retry-after", str(RETRY_AFTER_S).encode()))
+    return headers
+
+
+def encoded(document: Mapping[str, Any]) -> bytes:
+    """A document's bytes."""
+    return msgspec.json.encode(document)
