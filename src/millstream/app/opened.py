@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from millstream.app.home import Home
 from millstream.app.moments import parse_as_of
 from millstream.errors import LogError, MissingExtra, UnknownTable, WriterClosed
+from millstream.model.appends import WriteId
 from millstream.model.ids import StreamId, TableId
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq, StreamToken
@@ -181,7 +182,18 @@ class OpenHome:
                 yield Latest(rows.emptied, rows.rows, StreamToken.scalar(reader.stream_id, reach))
             low = reach
 
-    def append(self, stream: str, table: str, rows: Rows, *, deadline_s: float = APPEND_DEADLINE_S) -> Appended:
+    def append(
+        self,
+        stream: str,
+        table: str,
+        rows: Rows,
+        *,
+        deadline_s: float = APPEND_DEADLINE_S,
+        session: str | None = None,
+        number: int | None = None,
+        idempotency_key: str | None = None,
+        keep_valid_rows: bool = False,
+    ) -> Appended:
         """Append rows to a table of a stream: one operation, which readers see whole or not at all. Returns once it is durable.
 
         Where `millstream run` (or another process that appends) writes the home, it goes through that one; else this process writes it
@@ -195,6 +207,11 @@ class OpenHome:
             rows: a dict or an iterable of them; a pyarrow table or batch; a frame of pandas or polars; anything that speaks Arrow's
                 stream protocol. Columns that a row lacks are null. Up to 64 MiB.
             deadline_s: how long to wait for room where the writer is busy.
+            session: of a session, its name, with this write's number in it: the same write sent again isn't appended again.
+            number: see `session`; from 1.
+            idempotency_key: instead of those two, text of the caller's making that no other write has.
+            keep_valid_rows: whether rows that have no place in the table are left out and named (`Appended.rejected`); else they
+                refuse all of them.
 
         Returns:
             Where the rows are: their numbers, and a token for who reads them.
@@ -208,7 +225,12 @@ class OpenHome:
             HomeBusy, WriterClosed: another process has the home, and doesn't take appends; nothing was appended.
             MissingExtra: reading needs the core alone; this needs `millstream[run]`.
         """
-        return self._home_appender().append(stream, table, rows, deadline_s=deadline_s)
+        write_id = None
+        if not (session is None and number is None and idempotency_key is None):
+            write_id = WriteId(session, number, idempotency_key)
+        return self._home_appender().append(
+            stream, table, rows, deadline_s=deadline_s, write_id=write_id, keep_valid_rows=keep_valid_rows
+        )
 
     def _home_appender(self) -> HomeAppender:
         with self._appending:

@@ -32,6 +32,7 @@ from millstream.errors._ingest import KeyChanged as KeyChanged
 from millstream.errors._ingest import RowsTooLarge as RowsTooLarge
 from millstream.errors._ingest import TableCaptured as TableCaptured
 from millstream.errors._ingest import UnknownColumn as UnknownColumn
+from millstream.errors._ingest import WriterVersionDiffers as WriterVersionDiffers
 from millstream.errors._lake import DestinationError as DestinationError
 from millstream.errors._lake import DestinationRefused as DestinationRefused
 from millstream.errors._lake import DestinationUnavailable as DestinationUnavailable
