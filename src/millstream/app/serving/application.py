@@ -159,7 +159,14 @@ class Application:
 
         influx = {"X-Influxdb-Version": VERSION.decode(), "X-Influxdb-Build": "OSS"}
 
-        @app.api_route("/ping", methods=["GET", "HEAD"], status_code=204, response_model=None, tags=["write"], summary="InfluxDB's.")
+        @app.api_route(
+            "/ping",
+            methods=["GET", "HEAD"],
+            status_code=204,
+            response_model=None,
+            tags=["write"],
+            summary="InfluxDB's.",
+        )
         def get_ping() -> Response:
             return Response(status_code=204, headers=influx)
 
