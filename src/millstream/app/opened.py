@@ -102,23 +102,7 @@ class OpenHome:
             OffsetExpired: retention has dropped part of it.
             TokenFromFuture: `upto` lies beyond what is durable.
         """
-        reader = self._reader(stream)
-        start = self._parse(reader.stream_id, after)
-        end = self._parse(reader.stream_id, upto)
-        first = reader.first_seq()
-        wanted = None if table is None else table_ids(reader, table)
-        one = wanted[0] if wanted and len(wanted) == 1 else None
-        if (start is not None and start.ahead) or (end is not None and end.ahead):
-            begin = StreamToken.scalar(reader.stream_id, Seq(first - 1)) if start is None else reader.whole_token(start)
-            reach = reader.vector_token() if end is None else reader.whole_token(end)
-            pieces = reader.read_tokens(begin, reach, table=one)
-            yield from (found.batch for found in pieces if wanted is None or found.schema.table_id in wanted)
-            return
-        low = type(first)(first - 1) if start is None else reader.whole_upto(start.minimum)
-        high = reader.persisted_upto() if end is None else reader.whole_upto(end.minimum)
-        for found in reader.read_between(low, high, table=one):
-            if wanted is None or found.schema.table_id in wanted:
-                yield found.batch
+        yield from read_records(self._reader(stream), table=table, after=after, upto=upto)
 
     def read_latest(
         self,
@@ -148,7 +132,7 @@ class OpenHome:
         from millstream.lake.latest import latest_rows
 
         reader = self._reader(stream)
-        start, end = self._parse(reader.stream_id, after), self._parse(reader.stream_id, upto)
+        start, end = _parse(reader.stream_id, after), _parse(reader.stream_id, upto)
         low = Seq(reader.first_seq() - 1) if start is None else reader.whole_upto(start.linear())
         high = reader.persisted_upto() if end is None else reader.whole_upto(end.linear())
         wanted = table_ids(reader, table)
@@ -265,10 +249,6 @@ class OpenHome:
             self._readers[name] = open_reader(self._home, name)
         return self._readers[name]
 
-    @staticmethod
-    def _parse(stream: StreamId, token: StreamToken | str | None) -> StreamToken | None:
-        return None if token is None else StreamToken.parse(str(token), stream=stream)
-
 
 def open(path: str | Path | None = None) -> OpenHome:  # noqa: A001 - as `millstream.open`
     """Open a home: the one at `path`, else that of MILLSTREAM_HOME, else the nearest folder upward.
@@ -308,6 +288,33 @@ def open_reader(
 
     folder = str(home.wal_folder(home.pick_stream(stream)))
     return StreamReader(folder, without_mark=without_mark, on_damage=on_damage)
+
+
+def read_records(
+    reader: StreamReader,
+    *,
+    table: str | None = None,
+    after: StreamToken | str | None = None,
+    upto: StreamToken | str | None = None,
+) -> Iterator[pa.RecordBatch]:
+    """A log's records between two tokens; see `OpenHome.read`."""
+    start, end = _parse(reader.stream_id, after), _parse(reader.stream_id, upto)
+    first = reader.first_seq()
+    wanted = None if table is None else table_ids(reader, table)
+    one = wanted[0] if wanted and len(wanted) == 1 else None
+    if (start is not None and start.ahead) or (end is not None and end.ahead):
+        begin = StreamToken.scalar(reader.stream_id, Seq(first - 1)) if start is None else reader.whole_token(start)
+        reach = reader.vector_token() if end is None else reader.whole_token(end)
+        pieces = reader.read_tokens(begin, reach, table=one)
+    else:
+        low = Seq(first - 1) if start is None else reader.whole_upto(start.minimum)
+        high = reader.persisted_upto() if end is None else reader.whole_upto(end.minimum)
+        pieces = reader.read_between(low, high, table=one)
+    yield from (found.batch for found in pieces if wanted is None or found.schema.table_id in wanted)
+
+
+def _parse(stream: StreamId, token: StreamToken | str | None) -> StreamToken | None:
+    return None if token is None else StreamToken.parse(str(token), stream=stream)
 
 
 def table_ids(reader: StreamReader, table: str) -> list[TableId]:

@@ -404,7 +404,12 @@ class FlightConfig(_Section):
         default=32,
         ge=1,
         le=1024,
-        description="Calls that read or write at a time; more are told to come again. Each holds up to 64 MiB of rows, and twice that while it appends them.",
+        description="Calls that read at a time, and as many that write; more are told to come again.",
+    )
+    inflight_bytes_max: SizeAboveZero = Field(
+        default="256MiB",
+        description="Bytes of rows that have come and aren't durable yet, over all calls; beyond it their senders wait. Each call holds one more batch "
+        "beside, of the size that its sender makes it.",
     )
 
     @property

@@ -12,7 +12,7 @@ from millstream.errors import InvalidValue, MillstreamError, UsageError
 from millstream.model.appends import WriteId
 
 Scope = MutableMapping[str, Any]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 """ASGI's."""
 _PARAMETERS_MAX: Final = 32
 DEADLINE_S_MAX: Final = 60.0
