@@ -237,6 +237,23 @@ class IngestConfig(_Section):
         description="What their rows may change of its tables: `strict` nothing; `add_columns` gives a table that is there the columns that it lacks; "
         "`create` makes tables too.",
     )
+    session_age: Duration = Field(
+        default="7d",
+        description="How long after its last write a session of an application, or an idempotency key, is known. Who retries a write later than that is "
+        "told that it can't be known any more whether it is there.",
+    )
+    sessions_max: int = Field(
+        default=1_000_000,
+        ge=1,
+        le=10_000_000,
+        description="How many sessions are known at a time; the longest unused go first. One takes some 300 bytes of memory, and up to 1 kB after many writes.",
+    )
+    idempotency_keys_max: int = Field(
+        default=1_000_000,
+        ge=1,
+        le=10_000_000,
+        description="How many idempotency keys are known at a time; the oldest go first.",
+    )
 
 
 class StreamConfig(_Section):
