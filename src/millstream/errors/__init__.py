@@ -7,12 +7,6 @@ invariant is not in this tree: it is a bug of Millstream's, and it crashes with 
 
 from __future__ import annotations
 
-from millstream.errors._http import BodyTooLarge as BodyTooLarge
-from millstream.errors._http import HttpError as HttpError
-from millstream.errors._http import InvalidBody as InvalidBody
-from millstream.errors._http import MediaTypeUnknown as MediaTypeUnknown
-from millstream.errors._http import RequestTimeout as RequestTimeout
-from millstream.errors._http import ServerBusy as ServerBusy
 from millstream.errors._access import AccessError as AccessError
 from millstream.errors._access import AccessTokenExists as AccessTokenExists
 from millstream.errors._access import AccessTokenExpired as AccessTokenExpired
@@ -31,8 +25,15 @@ from millstream.errors._buffers import BufferReplaced as BufferReplaced
 from millstream.errors._buffers import BufferSeekBeyondEnd as BufferSeekBeyondEnd
 from millstream.errors._buffers import BufferUnavailable as BufferUnavailable
 from millstream.errors._buffers import BufferWentBack as BufferWentBack
+from millstream.errors._buffers import StreamReadsBuffer as StreamReadsBuffer
 from millstream.errors._buffers import UnknownBufferShard as UnknownBufferShard
 from millstream.errors._buffers import WriteBufferError as WriteBufferError
+from millstream.errors._http import BodyTooLarge as BodyTooLarge
+from millstream.errors._http import HttpError as HttpError
+from millstream.errors._http import InvalidBody as InvalidBody
+from millstream.errors._http import MediaTypeUnknown as MediaTypeUnknown
+from millstream.errors._http import RequestTimeout as RequestTimeout
+from millstream.errors._http import ServerBusy as ServerBusy
 from millstream.errors._ingest import IngestError as IngestError
 from millstream.errors._ingest import KeyChanged as KeyChanged
 from millstream.errors._ingest import RowsTooLarge as RowsTooLarge

@@ -40,7 +40,8 @@ def rows_of_arrow(body: bytes, *, rows_max: int = ROWS_MAX) -> pa.Table:
     """
     if body[:6] == b"ARROW1":
         raise InvalidBody(
-            "the body is a file of Arrow's, not a stream", hint="Write it with `pyarrow.ipc.new_stream`, not `new_file`."
+            "the body is a file of Arrow's, not a stream",
+            hint="Write it with `pyarrow.ipc.new_stream`, not `new_file`.",
         )
     try:
         _check_messages(body, rows_max)
@@ -231,7 +232,12 @@ def _sizes(values: pa.Array) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         # A view begins with its length, also where the text stands in it.
         views = np.frombuffer(values.buffers()[1], dtype="<i4")[::4][values.offset : values.offset + len(values)]
         return views.astype(np.int64) * values.is_valid().to_numpy(zero_copy_only=False)
-    if pa.types.is_string(kind) or pa.types.is_binary(kind) or pa.types.is_large_string(kind) or pa.types.is_large_binary(kind):
+    if (
+        pa.types.is_string(kind)
+        or pa.types.is_binary(kind)
+        or pa.types.is_large_string(kind)
+        or pa.types.is_large_binary(kind)
+    ):
         return np.asarray(pc.fill_null(pc.binary_length(values), 0).to_numpy(zero_copy_only=False), dtype=np.int64)
     if pa.types.is_primitive(kind) or pa.types.is_fixed_size_binary(kind):
         return np.full(len(values), max(1, kind.bit_width // 8), dtype=np.int64)

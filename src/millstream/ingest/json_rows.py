@@ -155,7 +155,9 @@ def _check(names: Sequence[str], count: int) -> None:
     else:
         check_names(names)
     if count * len(names) * _VALUE_BYTES > FITTED_BYTES_MAX:
-        raise too_large(f"{count} rows of {len(names)} columns, in bytes,", count * len(names) * _VALUE_BYTES, FITTED_BYTES_MAX)
+        raise too_large(
+            f"{count} rows of {len(names)} columns, in bytes,", count * len(names) * _VALUE_BYTES, FITTED_BYTES_MAX
+        )
 
 
 @lru_cache(maxsize=256)

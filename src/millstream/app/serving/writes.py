@@ -45,7 +45,9 @@ logger = structlog.get_logger("millstream.serve")
 
 ON_CLASH: Final = {"request": False, "rows": True}
 """What is refused where a row has no place in its table: the request, or that row."""
-LINES_TYPES: Final = frozenset({"application/x-ndjson", "application/ndjson", "application/jsonl", "application/jsonlines"})
+LINES_TYPES: Final = frozenset(
+    {"application/x-ndjson", "application/ndjson", "application/jsonl", "application/jsonlines"}
+)
 JSON_TYPE: Final = "application/json"
 ARROW_TYPE: Final = "application/vnd.apache.arrow.stream"
 _LARGE_BYTES: Final = 256 << 10
