@@ -21,7 +21,14 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 from pydantic_settings.exceptions import SettingsError
 
 from millstream.app.config.interpolation import MissingVariable, interpolate, interpolate_dsn, is_database, mask
-from millstream.app.config.model import EMBEDDED_CATALOG, Config, LakeConfig, SourceConfig
+from millstream.app.config.model import (
+    EMBEDDED_CATALOG,
+    Config,
+    HttpConfig,
+    LakeConfig,
+    SourceConfig,
+    StreamConfig,
+)
 from millstream.app.config.quantities import disk_bytes
 from millstream.app.config.toml_lines import KeyPath, key_lines
 from millstream.errors import ConfigError, LakeFormatUnsupported, MillstreamError, UsageError
@@ -356,6 +363,7 @@ def _clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
     from millstream.model.names import parse_qualified_name
     from millstream.model.pgtypes import parse_lake_override
 
+    yield from _clashes_of_http(config.http)
     slots: dict[tuple[str, str], str] = {}
     for name, stream in config.streams.items():
         at: KeyPath = ("streams", name)
@@ -385,6 +393,7 @@ def _clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
                 yield (*at, "types", column), f"{error.message}. {error.hint}"
             if column.count(".") < 2 and '"' not in column:
                 yield (*at, "types", column), "must name a column as schema.table.column"
+        yield from _clashes_of_buffer(at, name, stream, config.writer.name)
         yield from _clashes_of_lake(at, stream.lake)
         for table, key in stream.keys.items():
             try:
@@ -393,6 +402,38 @@ def _clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
                 yield (*at, "keys", table), f"{error.message}. {error.hint}"
             if not key or len(set(key)) < len(key):
                 yield (*at, "keys", table), "must name one column or more, each once"
+
+
+def _clashes_of_buffer(
+    at: KeyPath, name: str, stream: StreamConfig, writer: str | None
+) -> Iterator[tuple[KeyPath, str]]:
+    """Likewise, of the write buffer: a stream has its rows from one place."""
+    buffer = stream.buffer
+    if buffer is None:
+        return
+    if stream.source is not None:
+        yield (
+            (*at, "buffer", "role"),
+            f"stream {name} captures a database, whose order its log keeps: it can't {'write to' if buffer.role == 'writes' else 'read from'} a buffer besides",
+        )
+    if buffer.role == "reads" and writer is not None:
+        yield (
+            (*at, "buffer", "role"),
+            "a stream that reads from a buffer has one writer: with several, two would take the same operations",
+        )
+
+
+def _clashes_of_http(http: HttpConfig) -> Iterator[tuple[KeyPath, str]]:
+    """Likewise, of what protects it."""
+    for one, other in (
+        ("tls_certificate", "tls_key"),
+        ("tls_key", "tls_certificate"),
+        ("client_ca", "tls_certificate"),
+    ):
+        if getattr(http, one) is not None and getattr(http, other) is None:
+            yield ("http", one), f"is nothing without {other}"
+    if http.clients and http.client_ca is None:
+        yield ("http", "clients"), "nobody shows a certificate without client_ca"
 
 
 def _clashes_of_lake(at: KeyPath, lake: LakeConfig) -> Iterator[tuple[KeyPath, str]]:

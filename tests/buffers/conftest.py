@@ -1,0 +1,25 @@
+"""Servers that may be killed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from millstream.testing.kafka import EmbeddedKafka
+from millstream.testing.redis import EmbeddedRedis
+
+
+@pytest.fixture
+def own_kafka(tmp_path: Path) -> Iterator[EmbeddedKafka]:
+    """One that may be killed."""
+    with EmbeddedKafka(tmp_path / "kafka") as server:
+        yield server
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[EmbeddedRedis]:
+    """One that may be killed."""
+    with EmbeddedRedis(tmp_path / "redis") as server:
+        yield server
