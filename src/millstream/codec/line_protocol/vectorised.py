@@ -16,7 +16,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from millstream.codec.line_protocol import _arrange as arrange
+from millstream.codec.line_protocol import _names as known
 from millstream.codec.line_protocol import _scan as machine
+from millstream.codec.line_protocol import _values as reading
 from millstream.codec.line_protocol.grammar import Fault, Kind, Refusal
 
 Ints = npt.NDArray[np.int64]
@@ -198,7 +200,7 @@ class Walk:
     @property
     def measurement_count(self) -> int:
         """Measurements with lines."""
-        return sum(kept > 0 for kept in self._measurements[:, machine.KEPT].tolist())
+        return sum(kept > 0 for kept in self._measurements[:, known.KEPT].tolist())
 
     @property
     def column_count(self) -> int:
@@ -209,13 +211,13 @@ class Walk:
         """The names of measurements with lines that are right, by their places."""
         return {
             place: self._name_of_measurement(place)
-            for place, kept in enumerate(self._measurements[:, machine.KEPT].tolist())
+            for place, kept in enumerate(self._measurements[:, known.KEPT].tolist())
             if kept
         }
 
     def column_names(self) -> dict[int, tuple[int, str]]:
         """The measurements' places and the names of columns with values, by their places."""
-        facts = self._columns[:, (machine.KEPT, machine.OF_MEASUREMENT)].tolist()
+        facts = self._columns[:, (known.KEPT, known.OF_MEASUREMENT)].tolist()
         return {
             place: (measurement, self._name_of_column(place)) for place, (kept, measurement) in enumerate(facts) if kept
         }
@@ -229,16 +231,16 @@ class Walk:
         return _COMMA_EQUALS_OR_SPACE.sub(r"\1", name) if "\\" in name else name
 
     def _name(self, names: Ints, place: int) -> str:
-        at, size = names[place, : machine.NAME_HASH].tolist()
+        at, size = names[place, : known.NAME_HASH].tolist()
         return self._body[at : at + size].decode()
 
     def agrees(self, columns_max: int) -> bool:
         """Whether all lines go together: each column's values are of one kind, and no measurement has too many columns."""
-        if self._infinite or any(kinds & (kinds - 1) for kinds in self._columns[:, machine.KINDS].tolist()):
+        if self._infinite or any(kinds & (kinds - 1) for kinds in self._columns[:, known.KINDS].tolist()):
             return False
         if len(self._columns) <= columns_max:
             return True
-        return int(np.bincount(self._columns[:, machine.OF_MEASUREMENT]).max()) <= columns_max
+        return int(np.bincount(self._columns[:, known.OF_MEASUREMENT]).max()) <= columns_max
 
     def settle(
         self,
@@ -292,7 +294,7 @@ class Walk:
             column=column,
             other=other,
             kind=Kind(kind),
-            span=(start, machine.line_end(self._buffer, start, len(self._body))),
+            span=(start, reading.line_end(self._buffer, start, len(self._body))),
         )
 
     def tables(self, *, unit_ns: int, now_us: int, bytes_max: int) -> list[FoundTable]:
@@ -308,17 +310,17 @@ class Walk:
         """
         room = self._room
         measurements, columns = self._measurements.tolist(), self._columns.tolist()
-        rows = [facts[machine.KEPT] for facts in measurements]
+        rows = [facts[known.KEPT] for facts in measurements]
         row_at = [total - count for total, count in zip(accumulate(rows), rows, strict=True)]
-        used = sorted((facts[machine.FIRST], place) for place, facts in enumerate(columns) if facts[machine.KEPT])
+        used = sorted((facts[known.FIRST], place) for place, facts in enumerate(columns) if facts[known.KEPT])
         value_at, there_at = [0] * len(columns), [arrange.EVERYWHERE] * len(columns)
         cells = lacking = 0
         for _, place in used:
             facts = columns[place]
-            measurement = facts[machine.OF_MEASUREMENT]
+            measurement = facts[known.OF_MEASUREMENT]
             value_at[place] = cells - row_at[measurement]
             cells += rows[measurement]
-            if facts[machine.KEPT] < rows[measurement]:
+            if facts[known.KEPT] < rows[measurement]:
                 there_at[place] = lacking - row_at[measurement]
                 lacking += rows[measurement]
         size = 8 * (cells + self._line_count)
@@ -359,11 +361,11 @@ class Walk:
                 times_ns[piece] if is_odd[place] else None,
                 [],
             )
-            for place, piece in sorted(pieces.items(), key=lambda item: measurements[item[0]][machine.FIRST])
+            for place, piece in sorted(pieces.items(), key=lambda item: measurements[item[0]][known.FIRST])
         }
         size += sum(8 * rows[place] for place in pieces if is_odd[place])
         for first, place in used:
-            measurement = columns[place][machine.OF_MEASUREMENT]
+            measurement = columns[place][known.OF_MEASUREMENT]
             begin = value_at[place] + row_at[measurement]
             valid = None
             if there_at[place] != arrange.EVERYWHERE:
@@ -403,7 +405,7 @@ class _Names:
 
     def __init__(self, names_max: int) -> None:
         self._names_max = names_max
-        self.facts: Ints = np.empty((min(_NAMES_AT_FIRST, names_max), machine.NAME_FACTS), np.int64)
+        self.facts: Ints = np.empty((min(_NAMES_AT_FIRST, names_max), known.NAME_FACTS), np.int64)
         self.slots = np.full(2 * _NAMES_AT_FIRST, -1, np.int32)
 
     def grow(self) -> None:
@@ -411,11 +413,11 @@ class _Names:
         count = len(self.facts)
         if count == self._names_max:
             raise TooManyNamesError
-        facts = np.empty((min(2 * count, self._names_max), machine.NAME_FACTS), np.int64)
+        facts = np.empty((min(2 * count, self._names_max), known.NAME_FACTS), np.int64)
         facts[:count] = self.facts
         self.facts = facts
         self.slots = np.full(2 * len(self.slots), -1, np.int32)
-        machine.enter_again(self.facts, count, self.slots)
+        known.enter_again(self.facts, count, self.slots)
 
 
 def _marked(places: list[int], count: int) -> Bytes:
