@@ -37,6 +37,8 @@ _EVERY: Final = 0x0101010101010101
 _COMMAS, _EQUALS, _SPACES = np.uint64(44 * _EVERY), np.uint64(61 * _EVERY), np.uint64(32 * _EVERY)
 _BACKSLASHES, _NEWLINES, _QUOTES = np.uint64(92 * _EVERY), np.uint64(10 * _EVERY), np.uint64(34 * _EVERY)
 
+_HIGH_BITS: Final = np.uint64(128 * _EVERY)
+
 _ZERO: Final = np.uint64(0)
 _TEN: Final = np.uint64(10)
 _HUNDRED_MILLION: Final = np.uint64(100_000_000)
@@ -104,6 +106,10 @@ def line_end(buffer: Array, start: int, end: int) -> int:
 def is_utf8(buffer: Array, at: int, end: int) -> Any:
     """Whether these bytes are UTF-8, as Unicode has it: nothing longer than needed, no surrogates."""
     while at < end:
+        while at + 8 <= end and load_word(buffer, at) & _HIGH_BITS == _ZERO:
+            at += 8
+        if at == end:
+            break
         byte = buffer[at]
         if byte < 0x80:
             at += 1
