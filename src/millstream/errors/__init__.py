@@ -27,6 +27,12 @@ from millstream.errors._buffers import BufferUnavailable as BufferUnavailable
 from millstream.errors._buffers import BufferWentBack as BufferWentBack
 from millstream.errors._buffers import UnknownBufferShard as UnknownBufferShard
 from millstream.errors._buffers import WriteBufferError as WriteBufferError
+from millstream.errors._http import BodyTooLarge as BodyTooLarge
+from millstream.errors._http import HttpError as HttpError
+from millstream.errors._http import InvalidBody as InvalidBody
+from millstream.errors._http import MediaTypeUnknown as MediaTypeUnknown
+from millstream.errors._http import RequestTimeout as RequestTimeout
+from millstream.errors._http import ServerBusy as ServerBusy
 from millstream.errors._ingest import IngestError as IngestError
 from millstream.errors._ingest import KeyChanged as KeyChanged
 from millstream.errors._ingest import RowsTooLarge as RowsTooLarge

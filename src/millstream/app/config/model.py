@@ -352,6 +352,39 @@ class HttpConfig(_Section):
         "certificate's first subject alternative name, or its common name where it has none; the token is named as `millstream token ls` does. A call that "
         "brings a token itself has that one's rights.",
     )
+    body_bytes_max: SizeAboveZero = Field(
+        default="32MiB",
+        description="Bytes of one request's body, inflated where it is compressed; larger ones are answered 413.",
+    )
+    inflight_bytes_max: SizeAboveZero = Field(
+        default="512MiB",
+        description="Memory that all requests in flight may take together: their bodies and what is made of them (JSON counts for several times its "
+        "size). Beyond it requests are answered 429, with `Retry-After`.",
+    )
+    rows_max: int = Field(default=1_000_000, ge=1, description="Rows of one request.")
+    connections_max: int = Field(
+        default=10_000, ge=1, description="Open connections, idle ones among them; others are answered 503."
+    )
+    request_timeout: Duration = Field(
+        default="30s",
+        description="How long a request may take to come, head and body; then it is answered 408, and nothing of it appended.",
+    )
+    idle_timeout: Duration = Field(
+        default="75s",
+        description="How long a connection stays open without a request; one that has never had any, for `request_timeout`.",
+    )
+    append_timeout: Duration = Field(
+        default="10s",
+        description="How long an append waits for room in the log's queue where the request doesn't say (`deadline_s`); then it is answered 429.",
+    )
+    drain_delay: Duration = Field(
+        default="0s",
+        description="How long a server that was told to end goes on as before, but for `/readyz`, which answers 503: so that load balancers send "
+        "requests elsewhere first.",
+    )
+    drain_timeout: Duration = Field(
+        default="20s", description="How long requests in flight have to be answered after that."
+    )
 
     @property
     def address(self) -> tuple[str, int]:

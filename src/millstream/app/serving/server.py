@@ -1,37 +1,36 @@
-"""`serve`: a home over HTTP, for Prometheus, for load balancers and for people; and over Arrow Flight, where that is configured."""
+"""`serve`: a home over HTTP, and over Arrow Flight where that is configured. It ends gracefully: what was asked before is answered."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
-import ssl
-import time
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
-from fastapi import Depends, FastAPI, Request
-from fastapi.responses import JSONResponse, Response
 
+from millstream.app.config.quantities import duration_s, size_bytes
 from millstream.app.home import Home
 from millstream.app.locks import LOCK_PATIENCE_S, RoleLock
 from millstream.app.part import Lifeline
-from millstream.app.serving.access import CHALLENGE, Access, allow
-from millstream.app.serving.certificates import Certificates, Renewal, telling_certificate
+from millstream.app.serving.certificates import LOOK_EVERY_S, Renewal, telling_certificates
 from millstream.app.serving.exposure import check_protected
-from millstream.app.status import collect_status
-from millstream.errors import AccessError, AddressInUse, MillstreamError, Unauthenticated
-from millstream.model.access import Right
+from millstream.errors import AddressInUse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from millstream.app.serving.application import Application
+    from millstream.app.serving.connections import ConnectionBounds
 
 logger = structlog.get_logger("millstream.serve")
 
-_KEEP_S: Final = 1.0
-"""Who asks oftener than this gets the same answer: a status reads the lake's last cut."""
 _BACKLOG: Final = 2048
 
 
 def serve_home(home: Home, lifeline: Lifeline) -> None:
-    """Serve until told to stop.
+    """Serve until told to stop; then answer what was asked before, and end.
 
     Raises:
         HomeBusy: the home is served already.
@@ -39,115 +38,129 @@ def serve_home(home: Home, lifeline: Lifeline) -> None:
         Unprotected: other machines would reach it, without TLS or without tokens.
         CertificateUnusable: TLS is configured, and can't be had.
     """
-    import uvicorn
+    from millstream.app.serving.access import Access
+    from millstream.app.serving.application import Application
 
     home.prepare()
     host, port = home.config.http.address
     check_protected("http", (host, port), home.config.http)
-    certificates = Certificates.of_home(home)
-    context = None if certificates is None else certificates.server_context()
-    access = Access.of_home(home)
+    renewal = Renewal.of_home(home)
     with (
-        contextlib.closing(access),
+        contextlib.closing(Access.of_home(home)) as access,
         RoleLock.take(home.run_folder, "serve", patience_s=LOCK_PATIENCE_S if lifeline.supervised else 0.5),
         _listen(host, port) as listener,
+        contextlib.closing(Application(home, access)) as application,
+        _flight(home, application),
     ):
         # A wildcard address isn't one that a person can open.
         address = f"{host}:{listener.getsockname()[1]}"
-        config = uvicorn.Config(make_app(home, access), log_config=None, access_log=False, lifespan="off")
-        config.load()
-        if certificates is not None and context is not None:
-            _serve_tls(config, certificates, context)
-        server = uvicorn.Server(config)
-        lifeline.on_word(lambda: setattr(server, "should_exit", True))
         lifeline.tell("listening", {"address": address})
         logger.info("listening", address=address)
-        # uvicorn would take the signals for itself, and raise them again at its end.
-        server.capture_signals = _leave_signals  # type: ignore[method-assign]
-        if not lifeline.stop.is_set():
-            server.run(sockets=[listener])
+        _raise_open_files()
+        with asyncio.Runner(loop_factory=_new_loop) as runner:
+            runner.run(_serve(home, lifeline, application, listener, renewal))
 
 
-def _serve_tls(config: Any, certificates: Certificates, context: ssl.SSLContext) -> None:
-    """Have uvicorn speak TLS, tell who shows which certificate, and look whether ours is renewed."""
-    renewal = Renewal(certificates, context)
+async def _serve(
+    home: Home, lifeline: Lifeline, application: Application, listener: socket.socket, renewal: Renewal | None
+) -> None:
+    import importlib.util
 
-    async def look() -> None:
-        renewal.look()
+    import uvicorn
 
-    class Connection(config.http_protocol_class):  # type: ignore[misc] # known when it runs
-        """uvicorn's, which says what its client has shown."""
+    from millstream.app.serving.connections import bounded, watch
 
-        app: Any
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self.app = telling_certificate(self.app, transport)
-
-    config.ssl = context
-    config.http_protocol_class = Connection
-    config.callback_notify, config.timeout_notify = look, 1
-
-
-def make_app(home: Home, access: Access) -> Any:
-    """The ASGI application."""
-    app = FastAPI(title="Millstream", description="A home's status.")
-    app.state.access = access
-    may_read = [Depends(allow(Right.READ))]
-
-    @app.exception_handler(AccessError)
-    def refused(_request: Request, error: AccessError) -> JSONResponse:
-        unknown = isinstance(error, Unauthenticated)
-        return JSONResponse(error.as_dict(), 401 if unknown else 403, headers=CHALLENGE if unknown else None)
-
-    kept: dict[str, Any] = {}
-
-    def status() -> dict[str, Any]:
-        if not kept or time.monotonic() - kept["at"] > _KEEP_S:
-            kept["status"] = collect_status(home)
-            kept["at"] = time.monotonic()
-        found: dict[str, Any] = kept["status"]
-        return found
-
-    @app.get(
-        "/status",
-        response_model=None,
-        dependencies=may_read,
-        summary="The whole status, as `millstream status --json` prints it.",
+    http = home.config.http
+    bounds = connection_bounds(home)
+    config = uvicorn.Config(
+        application.asgi(),
+        http=bounded(bounds) if importlib.util.find_spec("httptools") else "auto",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        backlog=_BACKLOG,
+        timeout_keep_alive=max(1, round(bounds.idle_s)),
+        timeout_graceful_shutdown=max(1, round(duration_s(http.drain_timeout))),
     )
-    def get_status() -> JSONResponse:
-        return JSONResponse(status())
+    config.load()
+    if renewal is not None:
+        config.ssl = renewal.context
+        config.http_protocol_class = telling_certificates(config.http_protocol_class)
+    server = uvicorn.Server(config)
+    # uvicorn would take the signals for itself, and raise them again at its end.
+    server.capture_signals = _leave_signals  # type: ignore[method-assign]
 
-    @app.get(
-        "/healthz",
-        response_model=None,
-        summary="200 while capture and pipeline run and nothing is unreadable, else 503.",
+    loop = asyncio.get_running_loop()
+    told = asyncio.Event()
+
+    def hear() -> None:
+        with contextlib.suppress(RuntimeError):  # it has ended already
+            loop.call_soon_threadsafe(told.set)
+
+    lifeline.on_word(hear)
+    if lifeline.stop.is_set() or lifeline.drain.is_set():
+        told.set()
+
+    async def end_when_told() -> None:
+        await told.wait()
+        application.health.draining = True
+        await asyncio.sleep(duration_s(http.drain_delay))
+        server.should_exit = True
+
+    async def renew() -> None:
+        while renewal is not None:
+            await asyncio.sleep(LOOK_EVERY_S)
+            # Here, on the loop's own thread: nobody makes a connection of the context meanwhile.
+            renewal.look()
+
+    aside = [
+        asyncio.create_task(end_when_told()),
+        asyncio.create_task(watch(server.server_state, bounds)),
+        asyncio.create_task(renew()),
+    ]
+    try:
+        await server.serve(sockets=[listener])
+        # Nobody waits for these any more but their rows, which their senders may take for appended.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(duration_s(http.drain_timeout)):
+                await application.groups.drain()
+    finally:
+        for task in aside:
+            task.cancel()
+
+
+@contextlib.contextmanager
+def _flight(home: Home, application: Application) -> Iterator[None]:
+    """Flight beside HTTP, where it is configured; it isn't imported elsewhere."""
+    if home.config.flight.listen is None:
+        yield
+        return
+    from millstream.app.serving.flight import flight_of
+
+    with flight_of(home, application.access, application.appender):
+        yield
+
+
+def connection_bounds(home: Home) -> ConnectionBounds:
+    """What each connection may take, as the home's configuration has it."""
+    from millstream.app.serving.connections import ConnectionBounds
+
+    http = home.config.http
+    return ConnectionBounds(
+        connections_max=http.connections_max,
+        request_s=duration_s(http.request_timeout),
+        idle_s=duration_s(http.idle_timeout),
+        unread_bytes_max=size_bytes(http.body_bytes_max),
     )
-    async def get_health(request: Request) -> JSONResponse:
-        found = await asyncio.to_thread(status)
-        parts = {part: found["processes"].get(part) is not None for part in ("owner", "pipeline")}
-        healthy = all(parts.values()) and not found["problems"]
-        # Restarting wouldn't help these, so they don't make anything unhealthy.
-        waiting = [t["name"] for s in found["streams"] for t in s.get("tables", ()) if t["state"] == "set_aside"]
-        facts: dict[str, Any] = {"healthy": healthy}
-        # Load balancers have no token: they are told that it is, not what.
-        if await _may_read(access, request.scope):
-            facts |= {**parts, "problems": found["problems"], "set_aside": waiting}
-        return JSONResponse(facts, 200 if healthy else 503)
-
-    @app.get("/metrics", response_model=None, dependencies=may_read, summary="Metrics in Prometheus's text format.")
-    def get_metrics() -> Response:
-        from millstream.app.serving.metrics import prometheus_text
-
-        return Response(prometheus_text(status), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    return app
 
 
-async def _may_read(access: Access, scope: Any) -> bool:
-    with contextlib.suppress(MillstreamError):
-        return (await access.caller_of(scope)).may(Right.READ)
-    return False
+def _new_loop() -> asyncio.AbstractEventLoop:
+    import uvloop
+
+    return uvloop.new_event_loop()
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -167,7 +180,14 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _leave_signals() -> Any:
-    from contextlib import nullcontext
+def _raise_open_files() -> None:
+    """As many connections as the system lets this process have: what it begins with is commonly 1024 files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        with contextlib.suppress(ValueError, OSError):  # macOS knows a bound of its own below the hard one
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
-    return nullcontext()
+
+@contextlib.contextmanager
+def _leave_signals() -> Iterator[Any]:
+    yield
