@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from millstream.app.calls import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, Session
 from millstream.app.home import Home
 from millstream.app.moments import parse_as_of
 from millstream.errors import LogError, MissingExtra, UnknownTable, WriterClosed
@@ -30,25 +30,6 @@ if TYPE_CHECKING:
     from millstream.model.operations import Appended
     from millstream.wal.index import OnDamage
     from millstream.wal.reader import StreamReader
-
-APPEND_DEADLINE_S: Final = 30.0
-"""How long an append waits for room in the writer's queue, where its caller doesn't say."""
-
-
-LATEST_ROWS_MAX: Final = 100_000
-
-
-@dataclass(frozen=True, slots=True)
-class Latest:
-    """What became of a table's rows in a stretch of the log. Done as one to a copy of the table, it is as the stretch left it."""
-
-    emptied: bool
-    """Whether all rows of before are gone: forget them first."""
-    rows: pa.Table
-    """One line a key: `__op` (`d`: the row is gone, `u`: it is there), `__unchanged`, `__exact`, `__before`, then the table's columns.
-    Columns named in `__unchanged` are as they were in the row of this key, or of the key in `__before` where the row has moved."""
-    token: StreamToken
-    """Where to go on."""
 
 
 class OpenHome:
@@ -209,27 +190,30 @@ class OpenHome:
             HomeBusy, WriterClosed: another process has the home, and doesn't take appends; nothing was appended.
             MissingExtra: reading needs the core alone; this needs `millstream[run]`.
         """
-        write_id = None
-        if not (session is None and number is None and idempotency_key is None):
-            write_id = WriteId(session, number, idempotency_key)
+        write_id = write_id_of(session, number, idempotency_key)
         return self._home_appender().append(
             stream, table, rows, deadline_s=deadline_s, write_id=write_id, keep_valid_rows=keep_valid_rows
         )
+
+    def session(self, stream: str, name: str, *, next_number: int = 1) -> Session:
+        """Writes to a stream that are numbered by themselves, so that each may be sent again without being appended twice.
+
+        Args:
+            stream: its name.
+            name: the session's, of the application's making: it tells its writes apart from those of others.
+            next_number: that of the first write; an application that starts anew goes on behind the last that it knows to be durable.
+
+        Raises:
+            UsageError: the number is below 1.
+        """
+        return Session(self, stream, name, next_number)
 
     def _home_appender(self) -> HomeAppender:
         with self._appending:
             if self._closed:
                 raise WriterClosed("this home was closed", hint="Open it again: millstream.open(…).")
             if self._appender is None:
-                try:
-                    from millstream.app.writing.appending import HomeAppender
-                except ModuleNotFoundError as error:
-                    raise MissingExtra(
-                        f"appending needs {error.name}, which isn't installed",
-                        hint="pip install 'millstream[run]'",
-                        extra="run",
-                    ) from error
-                self._appender = HomeAppender(self._home)
+                self._appender = home_appender(self._home)
             return self._appender
 
     def query(
@@ -276,6 +260,24 @@ def open(path: str | Path | None = None) -> OpenHome:  # noqa: A001 - as `millst
     home = Home.find(path, needs_source=False, named_by="path")
     home.check_format()
     return OpenHome(home)
+
+
+def write_id_of(session: str | None, number: int | None, idempotency_key: str | None) -> WriteId | None:
+    """What tells an append apart, as its caller said it; whether it is one at all is looked at where it is written."""
+    if session is None and number is None and idempotency_key is None:
+        return None
+    return WriteId(session, number, idempotency_key)
+
+
+def home_appender(home: Home) -> HomeAppender:
+    """What appends to a home's streams; `MissingExtra` where the core alone is installed, or the client."""
+    try:
+        from millstream.app.writing.appending import HomeAppender
+    except ModuleNotFoundError as error:
+        raise MissingExtra(
+            f"appending needs {error.name}, which isn't installed", hint="pip install 'millstream[run]'", extra="run"
+        ) from error
+    return HomeAppender(home)
 
 
 def open_reader(

@@ -216,8 +216,8 @@ class KafkaBuffer:
             partitions = self._describe().partitions
         except BufferMissing:
             return False
-        # Of a partition without a leader the client says node -1, or none.
-        return bool(partitions) and all(p.leader is not None and p.leader.id >= 0 for p in partitions)
+        # Of a partition without a leader the client says node -1.
+        return bool(partitions) and all(p.leader.id >= 0 for p in partitions)
 
 
 class _Sender:
@@ -334,7 +334,8 @@ def _admin_of(options: KafkaOptions) -> AdminClient:
             hint="pip install 'millstream[kafka]'",
             extra="kafka",
         ) from error
-    return AdminClient({**options.client_options, "bootstrap.servers": options.servers, "logger": SILENT})
+    settings: dict[str, Any] = {**options.client_options, "bootstrap.servers": options.servers, "logger": SILENT}
+    return AdminClient(settings)
 
 
 def _too_large(topic: str, size: int, size_max: int | None) -> RowsTooLarge:

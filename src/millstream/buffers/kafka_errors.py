@@ -55,6 +55,23 @@ def nothing_stored() -> frozenset[int]:
     return _missing() | _refused() | {KafkaError._PURGE_QUEUE}  # noqa: SLF001
 
 
+@cache
+def moving() -> frozenset[int]:
+    """Codes of a partition that is being given a leader: the same question has an answer soon."""
+    from confluent_kafka import KafkaError
+
+    return frozenset(
+        {
+            KafkaError.NOT_LEADER_FOR_PARTITION,
+            KafkaError.LEADER_NOT_AVAILABLE,
+            KafkaError.REPLICA_NOT_AVAILABLE,
+            KafkaError.OFFSET_NOT_AVAILABLE,
+            KafkaError.FENCED_LEADER_EPOCH,
+            KafkaError.UNKNOWN_LEADER_EPOCH,
+        }
+    )
+
+
 def error_of_kafka(error: KafkaError, topic: str) -> WriteBufferError:
     """The error; where nothing else is known of it, the brokers can't be asked now."""
     if error.code() in _missing():

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.buffers.answers import beyond_end, gone, op_of, went_back
-from millstream.buffers.kafka_errors import SILENT, error_of_kafka
+from millstream.buffers.kafka_errors import SILENT, error_of_kafka, moving
 from millstream.errors import BufferUnavailable, WriteBufferError
 from millstream.model.buffers import BUFFER_START, BufferedOp, BufferMeta, BufferOffset, ReadPause
 from millstream.model.ids import ShardId
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 _FETCHED_KBYTES: Final = 16 << 10
 """Messages that wait in the client, at most; one message may be larger."""
+_ASK_AGAIN_S: Final = 0.05
+_ASK_MIN_S: Final = 0.5
 
 
 class KafkaReader:
@@ -143,13 +146,19 @@ class KafkaReader:
         """The first offset that is there, and the end."""
         from confluent_kafka import KafkaException
 
-        try:
-            found = self._consumer.get_watermark_offsets(self._partition(None), timeout=self._timeout_s, cached=False)
-        except KafkaException as error:
-            raise error_of_kafka(error.args[0], self._topic) from error
-        if found is None:
-            raise BufferUnavailable(f"Kafka didn't say where topic {self._topic} ends", buffer=self._topic)
-        return BufferOffset(found[0]), BufferOffset(found[1])
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                left_s = max(_ASK_MIN_S, deadline - time.monotonic())
+                found = self._consumer.get_watermark_offsets(self._partition(None), timeout=left_s, cached=False)
+            except KafkaException as error:
+                if error.args[0].code() not in moving() or time.monotonic() > deadline:
+                    raise error_of_kafka(error.args[0], self._topic) from error
+                time.sleep(_ASK_AGAIN_S)
+                continue
+            if found is None:
+                raise BufferUnavailable(f"Kafka didn't say where topic {self._topic} ends", buffer=self._topic)
+            return BufferOffset(found[0]), BufferOffset(found[1])
 
     def _partition(self, offset: BufferOffset | None) -> TopicPartition:
         from confluent_kafka import TopicPartition

@@ -54,6 +54,10 @@ from millstream.errors._lake import LakeSchemaConflict as LakeSchemaConflict
 from millstream.errors._lake import LakeTableExists as LakeTableExists
 from millstream.errors._lake import LakeTableForeign as LakeTableForeign
 from millstream.errors._lake import LakeUnavailable as LakeUnavailable
+from millstream.errors._remote import AnswerCutOff as AnswerCutOff
+from millstream.errors._remote import AnswerUnreadable as AnswerUnreadable
+from millstream.errors._remote import RemoteError as RemoteError
+from millstream.errors._remote import ServerUnreachable as ServerUnreachable
 from millstream.errors._root import MillstreamError as MillstreamError
 from millstream.errors._root import Retry as Retry
 from millstream.errors._root import error_of as error_of

@@ -158,6 +158,9 @@ class Appended:
     """Whether it was durable already, of an earlier call with the same `WriteId`: nothing was appended, and this is what that one got."""
     rejected: tuple[RejectedRow, ...] = ()
     """Rows that weren't appended, where that was asked for."""
+    buffer: str | None = None
+    """The write buffer that has the rows, at `offsets` of its own, until a stream takes them into its log. They have no numbers until then:
+    `seqs` begins at 0, and the token is the stream's start."""
 
     @property
     def row_count(self) -> int:
@@ -173,6 +176,7 @@ class Appended:
             "offsets": {str(int(shard)): [int(start), int(end)] for shard, (start, end) in self.offsets.items()},
             "duplicate": self.duplicate,
             "rejected": [row.as_dict() for row in self.rejected],
+            "buffer": self.buffer,
         }
 
     @classmethod
@@ -181,4 +185,5 @@ class Appended:
         offsets = {ShardId(int(s)): (Offset(start), Offset(end)) for s, (start, end) in facts["offsets"].items()}
         rejected = tuple(RejectedRow.from_dict(row) for row in facts.get("rejected", ()))
         numbers = SeqRange(Seq(facts["first"]), facts["rows"])
-        return cls(StreamToken.parse(facts["token"]), numbers, offsets, bool(facts.get("duplicate")), rejected)
+        token, duplicate = StreamToken.parse(facts["token"]), bool(facts.get("duplicate"))
+        return cls(token, numbers, offsets, duplicate, rejected, facts.get("buffer"))

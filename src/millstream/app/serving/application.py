@@ -21,6 +21,7 @@ from millstream.app.serving.intake import Intake, Receive
 from millstream.app.serving.line_writes import VERSION, LineWrites
 from millstream.app.serving.openapi import with_writes
 from millstream.app.serving.problems import MEDIA_TYPE, plain_problem, response_of, tell_problems
+from millstream.app.serving.reading import Reading
 from millstream.app.serving.requests import Scope, Send
 from millstream.app.serving.writes import Writes, is_rows_path
 from millstream.app.wiring import place_compiled_code
@@ -56,6 +57,7 @@ class Application:
         self.appender: Final = HomeAppender(home)
         self.intake: Final = Intake(size_bytes(http.inflight_bytes_max), size_bytes(http.body_bytes_max))
         self.groups: Final = Groups(self._append)
+        self.reading: Final = Reading(home)
         self._writes = Writes(home, self.groups, self.intake, access)
         self._of_paths = {b"/write": LineWrites(self._writes, "v1"), b"/api/v2/write": LineWrites(self._writes, "v2")}
 
@@ -64,6 +66,7 @@ class Application:
 
     def close(self) -> None:
         """Where this process wrote the home, it is done with that."""
+        self.reading.close()
         self.appender.close()
 
     async def _may_read(self, scope: Scope) -> bool:
@@ -93,9 +96,9 @@ class Application:
         """What isn't a write."""
         app = FastAPI(title=_TITLE, description=_ABOUT, version=__version__, responses=None)
         health = self.health
-
         tell_problems(app)
         app.state.access = self.access
+        app.include_router(self.reading.router)
         may_read = [Depends(allow(Right.READ))]
 
         @app.get(
