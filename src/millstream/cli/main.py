@@ -30,6 +30,8 @@ _COMMANDS: Final = {
     "tables": "millstream.cli.looking:tables",
     "writers": "millstream.cli.writers:writers",
     "append": "millstream.cli.appending:append",
+    "route": "millstream.cli.routing:route",
+    "reshard": "millstream.cli.routing:reshard",
     "query": "millstream.cli.querying:query",
     "diff": "millstream.cli.differing:diff",
     "wal": "millstream.cli.wal:wal",

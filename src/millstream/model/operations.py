@@ -62,6 +62,8 @@ class TableRows:
     shard: ShardId = FIRST_SHARD
     partition: str | None = None
     """The partition of the table that all of the rows belong to; None where it has none."""
+    era: int = 0
+    """The hash ring by which they were placed, by its number in the stream's life; 0: by none that changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,8 @@ class WriteOps:
     """Consecutive whole operations in columns.
 
     `operations` has one row an operation, in order; every operation has at least one row in `tables`; a table may
-    stand there several times: with several schema versions, its later rows in later entries; with several partitions.
+    stand there several times: with several schema versions, its later rows in later entries; with several shards or partitions, where a
+    key's later rows stand in later entries too.
     `reached` says, for each source, the commit *end* LSN up to which all is in this or an earlier append. `behind` says what
     the log must have reached for this to follow it: where an append before it failed, this one is refused.
     """

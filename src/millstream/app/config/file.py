@@ -23,6 +23,7 @@ from pydantic_settings.exceptions import SettingsError
 from millstream.app.config.interpolation import MissingVariable, interpolate, interpolate_dsn, is_database, mask
 from millstream.app.config.model import EMBEDDED_CATALOG, Config, LakeConfig, SourceConfig
 from millstream.app.config.quantities import disk_bytes
+from millstream.app.config.routing_checks import clashes_of_routing
 from millstream.app.config.toml_lines import KeyPath, key_lines
 from millstream.errors import ConfigError, LakeFormatUnsupported, MillstreamError, UsageError
 from millstream.libpq import is_address
@@ -386,6 +387,7 @@ def _clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
             if column.count(".") < 2 and '"' not in column:
                 yield (*at, "types", column), "must name a column as schema.table.column"
         yield from _clashes_of_lake(at, stream.lake)
+        yield from clashes_of_routing(at, name, stream)
         for table, key in stream.keys.items():
             try:
                 parse_qualified_name(table)

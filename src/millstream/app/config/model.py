@@ -239,6 +239,70 @@ class IngestConfig(_Section):
     )
 
 
+class RuleConfig(_Section):
+    """A rule: which rows of which tables, and where they go."""
+
+    table: str = Field(
+        default=".*",
+        description="A regular expression; the whole of `schema.table`, without quotes, must match it. Every table where it isn't set.",
+    )
+    where: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Only these rows: `status = 'bot' and score > 0.5`. Comparisons with numbers, 'text', true and false, `in (…)`, `is null`, joined "
+        "by `and`, `or`, `not` and parentheses. A column that a table lacks is null.",
+    )
+    to: str | list[str] = Field(
+        description="Where they go: `shard:N`, `ring` (the shard that the hash ring gives), the name of a sink, or `devnull`, which drops them. A list is "
+        "all of these: at most one of them in the log."
+    )
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """`to` as a list."""
+        return (self.to,) if isinstance(self.to, str) else tuple(self.to)
+
+
+class HashRingConfig(_Section):
+    """What spreads rows over a stream's shards that no rule takes, so that rows of one key lie on one shard."""
+
+    columns: list[str] = Field(
+        default=[],
+        description="Columns whose values choose the shard, of every table. None: those of its key ([streams.S.keys]). Of a table with a key, only "
+        "columns of that are allowed.",
+    )
+    columns_of: dict[str, list[str]] = Field(
+        default={}, description='Columns of some tables instead of those: `"public.clicks" = ["user_id"]`.'
+    )
+    virtual_nodes: int = Field(
+        default=128,
+        ge=1,
+        le=4096,
+        description="Points of each shard on the ring: more spread keys more evenly.",
+    )
+
+
+class RoutingSection(_Section):
+    """Which shard or sink takes the rows that applications append. Captured tables lie whole on one shard, as `shards` says."""
+
+    to: str | list[str] | None = Field(
+        default=None, description="Where all rows go, as a rule's `to`; instead of rules and a ring."
+    )
+    rules: list[RuleConfig] = Field(
+        default=[],
+        description="Tried in order for each row, the first that matches takes it; behind them comes the table's own shard, where `shards` has one, and "
+        "then the hash ring. Rows that nothing takes are refused: nothing is dropped because no rule spoke.",
+    )
+    hash_ring: HashRingConfig | None = Field(
+        default=None,
+        description="Spreads what no rule takes over the stream's shards: as many as `log.shards` says at first, then as `millstream reshard` does.",
+    )
+    ignore_errors: list[str] = Field(
+        default=[],
+        description="Sinks that may fail: a write that they don't take is counted, and goes on.",
+    )
+
+
 class StreamConfig(_Section):
     """One stream: what comes into it, its log and its lake tables."""
 
@@ -261,6 +325,16 @@ class StreamConfig(_Section):
     log: LogConfig = Field(default_factory=LogConfig, description="Its log on disk.")
     shards: dict[str, int] = Field(
         default={}, description='The shard of a table, by name: `"public.big" = 1`. Others lie on shard 0.'
+    )
+    routing: RoutingSection | None = Field(
+        default=None,
+        description="Which shard or sink takes the rows that applications append. Without it each table lies on its shard.",
+    )
+    partitions: dict[str, str] = Field(
+        default={},
+        description='Partitions of tables that applications write, by templates: `"public.clicks" = "{created_at:%Y-%m-%d}"`. `{column}` is a column\'s '
+        "value, `{column:%Y-%m}` a moment's, bare `%Y-%m-%d` that of the column `time`, `{__table}` the table's name. Each partition's numbers are "
+        "told apart: `millstream wal stats --partitions`.",
     )
 
 

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 from millstream.app.locks import LOCK_PATIENCE_S
 from millstream.app.wiring import log_options, shard_of, write_rules
+from millstream.app.writing.routing import StreamRouting, shards_to_open
 from millstream.app.writing.shared_writer import SharedWriter
 from millstream.app.writing.writer_facts import refuse_to_own
 from millstream.errors import LogError, ShardLocked, StaleEpoch
 from millstream.ingest.appender import Appender
 from millstream.model.ids import Epoch, ShardId, StreamId, WriterId
-from millstream.model.operations import FIRST_SHARD, TableRows
+from millstream.model.operations import FIRST_SHARD
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +38,7 @@ class StreamWriter:
     appender: Appender
     name: str | None
     """Of one among several."""
+    routing: StreamRouting
 
 
 @contextmanager
@@ -77,16 +79,17 @@ def stream_writer(
             shared = opened.enter_context(_join(home, catalog, stream, name, config, own))
             log, writer, first_shard = shared.log, shared.writer, shared.shards[0]
         home_shard = shard_of(config, first_shard)
+        routing = StreamRouting(catalog, stream, name, config, log, first_shard=first_shard, is_shared=own is not None)
         appender = Appender(
             catalog,
             stream,
             log,
             writer=writer,
             rules_of=write_rules(config),
-            place=lambda schema, rows: (TableRows(schema, rows, home_shard(f"{schema.namespace}.{schema.name}")),),
+            place=routing.place,
             home_shard=home_shard,
         )
-        yield StreamWriter(stream, log, first_shard, appender, own)
+        yield StreamWriter(stream, log, first_shard, appender, own, routing)
 
 
 def resolve_stream(home: Home, catalog: Catalog, name: str) -> StreamId:
@@ -128,7 +131,7 @@ def _own(home: Home, catalog: Catalog, stream: StreamId, name: str, config: Stre
             log = LogWriter.open(
                 str(home.wal_folder(name)),
                 stream=stream,
-                shards=[ShardId(shard) for shard in range(config.log.shards)],
+                shards=shards_to_open(catalog, stream, config),
                 epoch=epoch,
                 reservations=catalog.reservations(stream),
                 options=log_options(config),
