@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Protocol, Self
 
 from millstream.model.appends import Submitted
-from millstream.model.ids import Epoch, SourceId, WriterId
-from millstream.model.operations import Ack
+from millstream.model.buffers import BufferedOp, BufferMeta, BufferOffset, ReadPause
+from millstream.model.ids import Epoch, ShardId, SourceId, WriterId
+from millstream.model.operations import Ack, WriteOps
 from millstream.model.positions import Lsn, Seq, SeqRange
 from millstream.protocol.sequencer import Announcement, Drawn, LedgerView, Registration, WriterEntry
 
@@ -200,3 +201,115 @@ class LogAppender(Protocol):
 
     def reached(self) -> Mapping[SourceId, Lsn]:
         """For each source, the commit end LSN up to which the durable log has everything."""
+
+
+class BufferWriting(Protocol):
+    """The half of a write buffer that operations go into.
+
+    Concurrency: any number of threads.
+    """
+
+    def shards(self) -> tuple[ShardId, ...]:
+        """The shards that there are, in order. `BufferUnavailable`, `BufferMissing` where that can't be told."""
+
+    def submit(self, shard: ShardId, op: WriteOps, *, deadline_s: float | None = None) -> Future[BufferMeta]:
+        """Store one operation on a shard, behind those submitted to it before; the future ends when it is actually stored.
+
+        Several operations may travel together, but each is stored by itself: those of several shards or partitions are never mixed, and
+        each keeps its own time, session and trace.
+
+        Args:
+            shard: where, whatever shards the rows name.
+            op: exactly one operation, with at least one row.
+            deadline_s: how long to wait for room, and then for the answer; None: as long as the buffer is configured to.
+
+        Raises (or ends the future with):
+            UnknownBufferShard: there is no such shard; nothing was stored.
+            Overloaded: too much is on its way; nothing was stored.
+            RowsTooLarge: the buffer takes no operation of that size; nothing was stored.
+            BufferUnavailable, BufferRefused, BufferMissing: nothing was stored.
+            BufferOutcomeUnknown: it was sent, and no answer came in time: it may or may not be stored.
+            WriterClosed: the buffer was closed; nothing was stored.
+        """
+
+    def append(self, shard: ShardId, op: WriteOps, *, deadline_s: float | None = None) -> BufferMeta:
+        """Store one operation, and return once it is stored; raises what `submit`'s future would end with."""
+
+    def flush(self, *, deadline_s: float | None = None) -> None:
+        """Return once all that was submitted before has its answer, whatever that is. `BufferOutcomeUnknown` past the deadline."""
+
+    def close(self) -> None:
+        """Answer what is on its way, within the buffer's own patience, and take no more."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class ShardReader(Protocol):
+    """Reads one shard of a write buffer from a place of its own, which nobody else sees or moves.
+
+    Concurrency: one thread a reader; any number of readers of a shard.
+    """
+
+    @property
+    def shard(self) -> ShardId:
+        """Whose operations it reads."""
+
+    @property
+    def place(self) -> BufferOffset:
+        """The lowest offset that `read` may return next. It moves when an item is returned, or was said not to be decodable."""
+
+    def read(self, *, wait_s: float = 0.0) -> BufferedOp | ReadPause:
+        """The next operation.
+
+        Args:
+            wait_s: how long to wait for one where there is none.
+
+        Returns:
+            The operation; `PENDING` where none came in time; `ENDED` once `BufferOffsetGone` was said, until somebody seeks.
+
+        Raises:
+            BufferedOpUndecodable: the next item holds no operation. The place is behind it: the next call goes on.
+            BufferOffsetGone: what lay at the place was dropped. Said once.
+            BufferWentBack, BufferReplaced: the buffer ends before the place, or was made anew. Said at every call.
+            BufferUnavailable: the server can't be asked; the place is what it was.
+            BufferMissing, BufferRefused: likewise, until a person has done something.
+        """
+
+    def seek(self, offset: BufferOffset) -> None:
+        """Read from that offset on. That it is gone is said by the next `read`.
+
+        Raises:
+            BufferSeekBeyondEnd: it lies past `end_offset()`; the reader stays where it was.
+            BufferUnavailable: as `read`.
+        """
+
+    def seek_earliest(self) -> None:
+        """Read from the smallest offset on that there is now: where a new reader begins. Raises as `read`."""
+
+    def end_offset(self) -> BufferOffset:
+        """The offset that the next operation gets, at the least; 0 where there was none ever. Raises as `read`."""
+
+    def close(self) -> None:
+        """Give up what it holds; other readers go on."""
+
+
+class BufferReading(Protocol):
+    """The half of a write buffer that operations come out of, as often as anybody asks."""
+
+    def shards(self) -> tuple[ShardId, ...]:
+        """The shards that there are, in order."""
+
+    def identity(self) -> str:
+        """What tells this buffer from one that was made anew under its name; the same for ever."""
+
+    def reader(self, shard: ShardId) -> ShardReader:
+        """A new reader of a shard, at the smallest offset there is on it. `UnknownBufferShard` where there is no such shard; else as `read`."""
+
+    def close(self) -> None:
+        """Give up what it holds, its readers too."""
+
+
+class WriteBuffer(BufferWriting, BufferReading, Protocol):
+    """Both halves: what holds operations between those who write them and those who take them into a log."""

@@ -305,7 +305,7 @@ def test_a_socket_takes_what_is_no_request_without_harm(home: Path) -> None:
                     answers.append(json.loads(connection.recv(length, socket.MSG_WAITALL)))
                 return answers[1]
 
-        head = json.dumps({"stream": "web", "table": "clicks", "deadline_s": 1}).encode()
+        head = json.dumps({"stream": "web", "table": "clicks", "deadline_s": 1, "counts": [1]}).encode()
         for request, code in (
             (struct.pack("<II", 3, 0) + b"{x}", "invalid_value"),
             (struct.pack("<II", 2, 0) + b"{}", "invalid_value"),
@@ -329,7 +329,7 @@ def test_a_caller_that_does_not_read_or_sends_by_halves_holds_nobody_up(
 ) -> None:
     monkeypatch.setattr("millstream.ingest.local._DRAIN_S", 1.0)
     monkeypatch.setattr("millstream.ingest.local._SENDING_S", 2.0)
-    head = json.dumps({"stream": "web", "table": "x" * 900_000, "deadline_s": 1}).encode()
+    head = json.dumps({"stream": "web", "table": "x" * 900_000, "deadline_s": 1, "counts": [1]}).encode()
     with millstream.open(home) as opened, ExitStack() as connections:
         opened.append("web", "clicks", {"number": 0})
         path = str(append_socket(Home(home), None))
@@ -480,7 +480,7 @@ def test_a_writer_with_a_name_needs_a_catalog_that_can_be_asked_and_makes_none_t
 
 
 def test_an_answer_that_never_comes_is_told_as_unknown(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millstream.ingest.local._ANSWER_PATIENCE_S", 0.5)
+    monkeypatch.setattr("millstream.ingest.local.ANSWER_PATIENCE_S", 0.5)
     with process(home, "capture", "run") as owner, millstream.open(home) as opened:
         wait_for(lambda: writes(home, owner.pid))
         opened.append("web", "clicks", {"number": 0}, deadline_s=5)

@@ -94,6 +94,8 @@ def test_the_environment_can_set_what_the_file_leaves_out(tmp_path: Path) -> Non
         ("[sparc]\n", 1, "sparc", "allowed here: streams, spark, http"),
         ("\n[http]\nlisten = 8787\n", 3, "http.listen", "must be text in quotes"),
         ("[http]\nlisten = 'here'\n", 2, "http.listen", "must be text of the form"),
+        ("[http]\ntls_certificate = 'a.pem'\n", 2, "http.tls_certificate", "is nothing without tls_key"),
+        ("[http]\nclients.'a.example.com' = 'a'\n", 2, "http.clients", "without client_ca"),
         ("[streams.shop.log]\nshards = '2'\n", 2, "streams.shop.log.shards", "must be a whole number"),
         ("[streams.shop]\nlog = 1\n", 2, "streams.shop.log", "must be a table"),
         ("[streams.shop.source]\ntables = ['a', 7]\n", 2, "streams.shop.source.tables[1]", "must be text in quotes"),

@@ -18,7 +18,7 @@ from millstream.model.positions import Offset, Seq
 from millstream.routing.hashing import key_hashes
 from millstream.routing.partitions import PartitionTemplate
 from millstream.routing.ring import ShardRouter
-from millstream.routing.router import ForSink, Router
+from millstream.routing.router import Router
 from millstream.routing.rules import HashRing, Matcher, RoutingConfig, RoutingRules, ShardConfig, SpecificTarget, Target
 from millstream.wal.grouping import plan_group
 
@@ -58,7 +58,7 @@ def where(entries: Sequence[TableRows]) -> dict[int, tuple[Any, ...]]:
     """By `n`: the entry's place, shard, partition and sink."""
     found = {}
     for place, entry in enumerate(entries):
-        sink = entry.sink if isinstance(entry, ForSink) else None
+        sink = entry.sink
         for n in entry.rows.column("n").to_pylist():
             assert n not in found or sink is not None
             found[n] = (place, int(entry.shard), entry.partition, sink)
@@ -180,9 +180,9 @@ def test_numbers_in_the_log_keep_each_keys_order_over_partitions_and_operations(
 def test_sinks_get_their_rows_beside_the_log() -> None:
     rules = ShardConfig((rule(".*", ["ring", "copies", "audit"], "id < 3"), rule(".*", ["ring", "audit"])), HashRing())
     entries = router(rules).place(KEYED, rows_of([1, 2, 3, 4]))
-    sinks = {e.sink: e.rows.column("n").to_pylist() for e in entries if isinstance(e, ForSink)}
+    sinks = {e.sink: e.rows.column("n").to_pylist() for e in entries if e.sink is not None}
     assert sinks == {"copies": [0, 1], "audit": [0, 1, 2, 3]}
-    assert sorted(n for e in entries if not isinstance(e, ForSink) for n in e.rows.column("n").to_pylist()) == [
+    assert sorted(n for e in entries if e.sink is None for n in e.rows.column("n").to_pylist()) == [
         0,
         1,
         2,

@@ -73,6 +73,8 @@ def move_catalog(home: Home) -> Moved:
                         table: [dict(row) for row in connection.execute(select(table)).mappings()]
                         for table in t.metadata.sorted_tables
                     }
+                # An embedded catalog is one home's alone, and doesn't say whose.
+                rows[t.access_tokens] = [row | {"home": identity.id} for row in rows[t.access_tokens]]
                 with new.database.write() as connection:
                     _check_free(connection, place, rows)
                     _insert(connection, new, rows)

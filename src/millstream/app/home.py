@@ -330,16 +330,21 @@ class Home:
             )
         return address
 
-    def open_catalog(self) -> Catalog:
+    def open_catalog(self, *, busy_timeout_s: float | None = None) -> Catalog:
         """Open the catalog, wherever it is; it is made where there is none.
+
+        Args:
+            busy_timeout_s: how long its calls wait for locks and for a server that has gone away; None: as long as they commonly do.
 
         Raises:
             ConfigError, CatalogError: as `catalog_place`; or it can't be opened (`CatalogError` or a kin of it).
         """
         from millstream.catalog import Catalog
+        from millstream.catalog.database import BUSY_TIMEOUT_S
 
-        place = self.catalog_place()
-        return Catalog(place) if isinstance(place, Path) else Catalog(place, home=self.identity())
+        place, patience_s = self.catalog_place(), BUSY_TIMEOUT_S if busy_timeout_s is None else busy_timeout_s
+        home = None if isinstance(place, Path) else self.identity()
+        return Catalog(place, home=home, busy_timeout_s=patience_s)
 
     def identity(self) -> HomeIdentity:
         """Which home this is, to a catalog that several share. Its id is made by `prepare`, and moves with its folder."""

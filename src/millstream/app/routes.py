@@ -21,7 +21,6 @@ from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.operations import FIRST_SHARD
 from millstream.model.records import LOG_ROW_PREFIX, Op, append_row_schema
 from millstream.model.schema import Column, TableSchema
-from millstream.routing.router import ForSink
 from millstream.routing.rules import DEVNULL, ShardConfig
 
 if TYPE_CHECKING:
@@ -77,8 +76,8 @@ def explain_route(home: Home, stream: str | None, table: str, row: Mapping[str, 
     batch = _batch(schema, rows)
     tried = _told(router.explain(schema, batch))
     placed = router.place(schema, batch)
-    local = next((entry for entry in placed if not isinstance(entry, ForSink)), None)
-    sinks = [entry.sink for entry in placed if isinstance(entry, ForSink)]
+    local = next((entry for entry in placed if entry.sink is None), None)
+    sinks = [entry.sink for entry in placed if entry.sink is not None]
     return facts | {
         "tried": tried,
         "shard": None if local is None else int(local.shard),

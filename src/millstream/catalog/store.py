@@ -12,10 +12,11 @@ from millstream.catalog.holders import Holders
 from millstream.catalog.relations import Relations
 from millstream.catalog.sources import Sources
 from millstream.catalog.streams import Streams
+from millstream.catalog.tokens import Tokens
 from millstream.catalog.values import HomeIdentity
 
 
-class Catalog(Streams, Sources, Relations, Copies, Holders, Facts):
+class Catalog(Streams, Sources, Relations, Copies, Holders, Tokens, Facts):
     """A home's catalog. Made, or brought up to this version's schema, when it is opened.
 
     Args:

@@ -124,3 +124,19 @@ facts = Table(
     Column("name", Text, primary_key=True),
     Column("value", Text, nullable=False),
 )
+
+access_tokens = Table(
+    "access_tokens",
+    metadata,
+    Column("id", Text, primary_key=True),
+    # Whose it is, where several homes share the catalog; empty in an embedded one.
+    Column("home", Text, nullable=False, server_default=""),
+    Column("name", Text, nullable=False),
+    # SHA-256 of its secret; the secret itself is nowhere.
+    Column("digest", LargeBinary, nullable=False),
+    # JSON: by stream, or "*", what may be done.
+    Column("rights", Text, nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    Column("expires_us", BigInteger),
+    UniqueConstraint("home", "name", name="uq_access_tokens_name"),
+)

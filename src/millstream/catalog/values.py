@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from millstream.model.access import Rights
 from millstream.model.ids import Epoch, SchemaVersion, ShardId, SourceId, StreamId, TableId, WriterId
 from millstream.model.positions import Lsn, Seq
 from millstream.model.schema import TableKind
@@ -150,3 +151,21 @@ class PipelinePosition:
     kind: HolderKind = HolderKind.PIPELINE
     cut_off_at: Seq | None = None
     """Where the log began when the holder was cut off, which it no longer holds since; None: it wasn't."""
+
+
+@dataclass(frozen=True, slots=True)
+class AccessToken:
+    """An access token, as it is kept: nobody can make its text of it."""
+
+    id: str
+    name: str
+    digest: bytes = field(repr=False)
+    """See `model.access.digest`."""
+    rights: Rights
+    created_us: int
+    expires_us: int | None = None
+    """None: it doesn't."""
+
+    def has_expired(self, now_us: int) -> bool:
+        """Whether it holds no more."""
+        return self.expires_us is not None and self.expires_us <= now_us

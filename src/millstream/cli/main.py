@@ -29,6 +29,7 @@ _COMMANDS: Final = {
     "status": "millstream.cli.looking:status",
     "tables": "millstream.cli.looking:tables",
     "writers": "millstream.cli.writers:writers",
+    "token": "millstream.cli.tokens:token",
     "append": "millstream.cli.appending:append",
     "route": "millstream.cli.routing:route",
     "reshard": "millstream.cli.routing:reshard",

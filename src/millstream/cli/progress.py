@@ -223,7 +223,8 @@ def describe(part: str, facts: dict[str, Any]) -> str:
     # What landed isn't counted: with what an earlier run left, or what a rebuild wrote, it never is what was captured.
     waiting = progress["lag_records"]
     if not waiting:
-        return "→ lake: has all of it"
+        aside = progress.get("set_aside") or {}
+        return f"→ lake: has all of it but of {', '.join(sorted(aside))}" if aside else "→ lake: has all of it"
     words = f"→ lake: {waiting:,} or fewer records behind, {progress['rows_per_s'] or 0:,.0f}/s"
     lag = progress["lag_s"]
     return words if lag is None else f"{words}, lag {human_seconds(lag)}"

@@ -7,11 +7,38 @@ invariant is not in this tree: it is a bug of Millstream's, and it crashes with 
 
 from __future__ import annotations
 
+from millstream.errors._access import AccessError as AccessError
+from millstream.errors._access import AccessTokenExists as AccessTokenExists
+from millstream.errors._access import AccessTokenExpired as AccessTokenExpired
+from millstream.errors._access import CertificateUnusable as CertificateUnusable
+from millstream.errors._access import Forbidden as Forbidden
+from millstream.errors._access import Unauthenticated as Unauthenticated
+from millstream.errors._access import UnknownAccessToken as UnknownAccessToken
+from millstream.errors._access import Unprotected as Unprotected
+from millstream.errors._buffers import BufferedOpUndecodable as BufferedOpUndecodable
+from millstream.errors._buffers import BufferMissing as BufferMissing
+from millstream.errors._buffers import BufferNotDurable as BufferNotDurable
+from millstream.errors._buffers import BufferOffsetGone as BufferOffsetGone
+from millstream.errors._buffers import BufferOutcomeUnknown as BufferOutcomeUnknown
+from millstream.errors._buffers import BufferRefused as BufferRefused
+from millstream.errors._buffers import BufferReplaced as BufferReplaced
+from millstream.errors._buffers import BufferSeekBeyondEnd as BufferSeekBeyondEnd
+from millstream.errors._buffers import BufferUnavailable as BufferUnavailable
+from millstream.errors._buffers import BufferWentBack as BufferWentBack
+from millstream.errors._buffers import UnknownBufferShard as UnknownBufferShard
+from millstream.errors._buffers import WriteBufferError as WriteBufferError
+from millstream.errors._http import BodyTooLarge as BodyTooLarge
+from millstream.errors._http import HttpError as HttpError
+from millstream.errors._http import InvalidBody as InvalidBody
+from millstream.errors._http import MediaTypeUnknown as MediaTypeUnknown
+from millstream.errors._http import RequestTimeout as RequestTimeout
+from millstream.errors._http import ServerBusy as ServerBusy
 from millstream.errors._ingest import IngestError as IngestError
 from millstream.errors._ingest import KeyChanged as KeyChanged
 from millstream.errors._ingest import RowsTooLarge as RowsTooLarge
 from millstream.errors._ingest import TableCaptured as TableCaptured
 from millstream.errors._ingest import UnknownColumn as UnknownColumn
+from millstream.errors._ingest import WriterVersionDiffers as WriterVersionDiffers
 from millstream.errors._lake import DestinationError as DestinationError
 from millstream.errors._lake import DestinationRefused as DestinationRefused
 from millstream.errors._lake import DestinationUnavailable as DestinationUnavailable
@@ -27,6 +54,10 @@ from millstream.errors._lake import LakeSchemaConflict as LakeSchemaConflict
 from millstream.errors._lake import LakeTableExists as LakeTableExists
 from millstream.errors._lake import LakeTableForeign as LakeTableForeign
 from millstream.errors._lake import LakeUnavailable as LakeUnavailable
+from millstream.errors._remote import AnswerCutOff as AnswerCutOff
+from millstream.errors._remote import AnswerUnreadable as AnswerUnreadable
+from millstream.errors._remote import RemoteError as RemoteError
+from millstream.errors._remote import ServerUnreachable as ServerUnreachable
 from millstream.errors._root import MillstreamError as MillstreamError
 from millstream.errors._root import Retry as Retry
 from millstream.errors._root import error_of as error_of

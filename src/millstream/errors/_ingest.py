@@ -36,3 +36,11 @@ class RowsTooLarge(IngestError):
     """A call brings more at once than is taken: rows' bytes, columns, or a name's length; details: what, size, size_max."""
 
     code = "rows_too_large"
+
+
+class WriterVersionDiffers(IngestError):
+    """The process that writes the home is of another version than the one that appends through it; details: writer, own."""
+
+    code = "writer_version_differs"
+    retry = Retry.OPERATOR
+    default_hint = "Give both one version of Millstream, and start again the one that was changed."

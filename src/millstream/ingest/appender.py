@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from asyncio import wrap_future
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import pyarrow as pa
 
-from millstream.errors import InvalidValue
+from millstream.errors import IngestError, InvalidValue, MillstreamError, RoutingError, UnknownTable
+from millstream.ingest.requests import PreparedBatch, check_batch, in_log, one_request, operations_of, rows_of, said
 from millstream.ingest.schemas import WriteRules, fitted, grown
-from millstream.ingest.undisturbed import undisturbed
-from millstream.model.ids import ShardId, SourceId, StreamId, WriterId
+from millstream.ingest.undisturbed import made_elsewhere, undisturbed
+from millstream.model.appends import AppendBatch, WriteId
+from millstream.model.ids import ShardId, StreamId, WriterId
 from millstream.model.names import parse_qualified_name
-from millstream.model.operations import OPERATION_SCHEMA, Ack, Appended, OperationKind, TableRows, WriteOps
+from millstream.model.operations import Ack, Appended, TableRows, WriteOps
 from millstream.model.positions import Seq, StreamToken, short_stream_id
 from millstream.model.records import LOG_ROW_PREFIX, Op, append_row_schema
 from millstream.model.schema import TableSchema
@@ -22,6 +24,10 @@ from millstream.model.schema import TableSchema
 if TYPE_CHECKING:
     from millstream.catalog import Catalog
     from millstream.wal.writer import LogWriter
+
+_SMALL_BYTES: Final = 64 << 10
+"""Rows up to here are made operations on the caller's event loop: handing them to another thread takes longer."""
+_SMALL_ROWS: Final = 10_000
 
 
 class Appender:
@@ -60,40 +66,156 @@ class Appender:
         self._schemas: dict[tuple[str, str], TableSchema] = {}
         """The newest that this process has seen."""
 
-    def append(self, table: str, rows: pa.Table, *, deadline_s: float | None) -> Appended:
+    def append(
+        self,
+        table: str,
+        rows: pa.Table,
+        *,
+        deadline_s: float | None,
+        write_id: WriteId | None = None,
+        keep_valid_rows: bool = False,
+    ) -> Appended:
         """Append one operation: rows of one table, each created anew. Returns once it is durable.
 
         Args:
             table: `schema.table`, quoted where it must be; without a schema it is of `public`.
             rows: as `table_of` gives them.
             deadline_s: how long to wait for room in the writer's queue.
+            write_id: what tells a retry for the same write.
+            keep_valid_rows: whether rows that have no place in the table are left out; else they refuse all of them.
 
         Raises:
             UsageError: the text is no table's name.
             InvalidValue, UnknownTable, UnknownColumn, KeyChanged, TableCaptured, RowsTooLarge: nothing was appended.
             Overloaded, DiskFull, AppendOutcomeUnknown, WriterClosed, StaleEpoch: as `ports.LogAppender`.
         """
-        ops = self.operation(table, rows)
-        return self._appended(self._log.append(ops, deadline_s=deadline_s))
+        (outcome,) = self.append_batch(one_request(table, rows, write_id, keep_valid_rows), deadline_s=deadline_s)
+        if isinstance(outcome, MillstreamError):
+            raise outcome
+        return outcome
 
-    async def append_async(self, ops: WriteOps, *, deadline_s: float | None) -> Appended:
-        """Append what `operation` has made, as `append` does, for a task."""
-        return self._appended(await self._log.append_async(ops, deadline_s=deadline_s))
+    def append_batch(self, batch: AppendBatch, *, deadline_s: float | None) -> list[Appended | MillstreamError]:
+        """Append each of the batch's requests as an operation of its own, all of them in one commit group.
 
-    def knows(self, table: str, rows: pa.Table) -> bool:
-        """Whether `operation` needs nothing of the catalog: it is computing alone then."""
-        name = parse_qualified_name(table)
+        Returns:
+            What became of each request. One that is refused leaves the others alone.
+
+        Raises:
+            UsageError, InvalidValue: the batch itself isn't one.
+            Overloaded, DiskFull, AppendOutcomeUnknown, WriterClosed, StaleEpoch: as `append`, of all of it.
+        """
+        prepared = self.prepare(batch)
+        if prepared.ops is None:
+            return prepared.outcomes(None)
+        return self._outcomes(prepared, self._log.append(prepared.ops, deadline_s=deadline_s))
+
+    async def append_batch_async(
+        self, batch: AppendBatch, *, deadline_s: float | None
+    ) -> list[Appended | MillstreamError]:
+        """As `append_batch`, for a task: what has to wait for the catalog does so elsewhere."""
+        if batch.rows.nbytes <= _SMALL_BYTES and self.is_small(batch):
+            prepared = self.prepare(batch)
+        else:
+            prepared = await wrap_future(made_elsewhere(lambda: self.prepare(batch)))
+        return await self.append_prepared(prepared, deadline_s=deadline_s)
+
+    async def append_prepared(
+        self, prepared: PreparedBatch, *, deadline_s: float | None
+    ) -> list[Appended | MillstreamError]:
+        """Append what `prepare` has made, as `append_batch` does, for a task."""
+        if prepared.ops is None:
+            return prepared.outcomes(None)
+        return self._outcomes(prepared, await self._log.append_async(prepared.ops, deadline_s=deadline_s))
+
+    def is_small(self, batch: AppendBatch) -> bool:
+        """Whether `prepare` takes a moment only: few rows, and nothing of the catalog."""
+        name = parse_qualified_name(batch.table)
         known = self._schemas.get(name)
-        return known is not None and grown(known, rows.schema, self._rules_of(*name)) is known
+        if known is None or batch.rows.num_rows > _SMALL_ROWS:
+            return False
+        try:
+            return grown(known, batch.rows.schema, self._rules_of(*name)) is known
+        except (InvalidValue, UnknownTable, IngestError):
+            return False
 
-    def operation(self, table: str, rows: pa.Table) -> WriteOps:
-        """The operation of an append; tables and columns that are new are durable in the catalog when it returns. Raises as `append`."""
-        if not rows.num_rows:
-            raise InvalidValue("an append needs at least one row", hint="Don't call it where there is none.")
-        namespace, name = parse_qualified_name(table)
-        rules = self._rules_of(namespace, name)
-        shard = self._home_shard(f"{namespace}.{name}")
-        known = self._schemas.get((namespace, name))
+    def prepare(self, batch: AppendBatch) -> PreparedBatch:
+        """A batch's operations; tables and columns that are new are durable in the catalog when it returns. Raises as `append_batch`."""
+        check_batch(batch)
+        name = parse_qualified_name(batch.table)
+        errors: dict[int, MillstreamError] = {}
+        places: Sequence[int] = range(len(batch.counts))
+        try:
+            known, arrays = self._fit(name, batch.rows)
+        except (InvalidValue, UnknownTable, IngestError) as error:
+            places = self._fitting(name, batch, range(len(batch.counts)), error, errors)
+            if not places:
+                return PreparedBatch(None, len(batch.counts), (), (), errors)
+            # Each of them fits by itself; what is too large together is for whoever made the batch.
+            known, arrays = self._fit(name, said(rows_of(batch, places)))
+        while True:
+            counts = [batch.counts[place] for place in places]
+            rows = _rows_of(known, arrays, counts)
+            placed, refused = self._placed(known, rows, counts)
+            if not refused:
+                break
+            errors |= {places[number]: error for number, error in refused.items()}
+            places = [place for place in places if place not in errors]
+            if not places:
+                return PreparedBatch(None, len(batch.counts), (), (), errors)
+            known, arrays = self._fit(name, said(rows_of(batch, places)))
+        ops = WriteOps(operations_of([batch.write_ids[place] for place in places]), placed)
+        return PreparedBatch(ops, len(batch.counts), tuple(places), in_log(placed, counts), errors)
+
+    def _placed(
+        self, schema: TableSchema, rows: pa.RecordBatch, counts: Sequence[int]
+    ) -> tuple[tuple[TableRows, ...], dict[int, MillstreamError]]:
+        """Where operations' rows go; or which of them have no place, by number."""
+        try:
+            return self._place(schema, rows), {}
+        except RoutingError as error:
+            if len(counts) == 1:
+                return (), {0: error}
+        # One of them, or what they are together: each by itself shows it.
+        placed: list[TableRows] = []
+        refused: dict[int, MillstreamError] = {}
+        start = 0
+        for number, count in enumerate(counts):
+            try:
+                placed += self._place(schema, rows.slice(start, count))
+            except RoutingError as error:
+                refused[number] = error
+            start += count
+        return tuple(placed), refused
+
+    def _fitting(
+        self,
+        name: tuple[str, str],
+        batch: AppendBatch,
+        places: range,
+        why: MillstreamError,
+        errors: dict[int, MillstreamError],
+    ) -> list[int]:
+        """Of requests of which some don't fit, as `why` says, the places of those that do; why the others don't goes to `errors`."""
+        if len(places) == 1:
+            errors[places.start] = why
+            return []
+        fitting = []
+        middle = (places.start + places.stop) // 2
+        for half in (range(places.start, middle), range(middle, places.stop)):
+            try:
+                self._fit(name, said(rows_of(batch, half)))
+            except (InvalidValue, UnknownTable, IngestError) as error:
+                fitting += self._fitting(name, batch, half, error, errors)
+            else:
+                fitting += half
+        return fitting
+
+    def _fit(self, name: tuple[str, str], rows: pa.Table) -> tuple[TableSchema, list[pa.Array]]:
+        """The table's schema, grown by the rows' columns, and the rows' columns as it has them."""
+        namespace, table = name
+        rules = self._rules_of(namespace, table)
+        shard = self._home_shard(f"{namespace}.{table}")
+        known = self._schemas.get(name)
         if known is None or grown(known, rows.schema, rules) is not known:
 
             def grow(newest: TableSchema) -> TableSchema:
@@ -102,34 +224,34 @@ class Appender:
                 return wanted
 
             known = undisturbed(
-                lambda: self._catalog.application_table(self._stream, namespace, name, shard=shard, grow=grow)
+                lambda: self._catalog.application_table(self._stream, namespace, table, shard=shard, grow=grow)
             )
-            self._schemas[namespace, name] = known
-        count = rows.num_rows
-        facts: dict[str, pa.Array] = {
-            "__operation": pa.array(np.zeros(count, dtype=np.int32)),
-            "__index": pa.array(np.arange(count, dtype=np.int64)),
-            "__op": pa.array(np.full(count, int(Op.CREATE), dtype=np.uint8)),
-        }
-        prefix = [facts["__operation"], *(facts.get(f.name, pa.nulls(count, f.type)) for f in LOG_ROW_PREFIX[1:])]
-        batch = pa.RecordBatch.from_arrays([*prefix, *fitted(known, rows)], schema=append_row_schema(known))
-        return WriteOps(_operation(), self._place(known, batch))
+            self._schemas[name] = known
+        return known, fitted(known, rows)
 
-    def _appended(self, ack: Ack) -> Appended:
-        last, shown = ack.seqs.last, self._log.persisted_upto()
+    def _outcomes(self, prepared: PreparedBatch, ack: Ack) -> list[Appended | MillstreamError]:
+        shown = self._log.persisted_upto()
+        return prepared.outcomes(ack, lambda numbers: self._token(numbers.last, shown))
+
+    def _token(self, last: Seq, shown: Seq) -> StreamToken:
         if shown >= last:
-            token = StreamToken.scalar(self._stream, last)
-        else:
-            # Others are behind: who reads by vectors needn't wait for them.
-            token = StreamToken(short_stream_id(self._stream), Seq(shown), {self._writer: last})
-        return Appended(token, ack.seqs, dict(ack.offsets))
+            return StreamToken.scalar(self._stream, last)
+        # Others are behind: who reads by vectors needn't wait for them.
+        return StreamToken(short_stream_id(self._stream), Seq(shown), {self._writer: last})
 
 
-def _operation() -> pa.RecordBatch:
-    facts: dict[str, Any] = {
-        "kind": int(OperationKind.APPEND),
-        "source": int(SourceId(0)),
-        "commit_ts": time.time_ns() // 1000,
+def _rows_of(schema: TableSchema, arrays: Sequence[pa.Array], counts: Sequence[int]) -> pa.RecordBatch:
+    """Rows of a table in `append_row_schema`, so many of each operation."""
+    operations = pa.array(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
+    return pa.RecordBatch.from_arrays([operations, *_prefix(counts), *arrays], schema=append_row_schema(schema))
+
+
+def _prefix(counts: Sequence[int]) -> list[pa.Array]:
+    """The columns of `append_row_schema` between `__operation` and a table's own."""
+    sizes = np.array(counts, dtype=np.int64)
+    total = int(sizes.sum())
+    facts = {
+        "__index": pa.array(np.arange(total, dtype=np.int64) - np.repeat(np.cumsum(sizes) - sizes, sizes)),
+        "__op": pa.array(np.full(total, int(Op.CREATE), dtype=np.uint8)),
     }
-    columns = [pa.array([facts.get(field.name)], field.type) for field in OPERATION_SCHEMA]
-    return pa.RecordBatch.from_arrays(columns, schema=OPERATION_SCHEMA)
+    return [facts[f.name] if f.name in facts else pa.nulls(total, f.type) for f in LOG_ROW_PREFIX[1:]]

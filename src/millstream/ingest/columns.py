@@ -65,7 +65,7 @@ def table_of(rows: Rows) -> pa.Table:
         RowsTooLarge: the rows take more than `ROWS_BYTES_MAX`, or have more columns than `COLUMNS_MAX`, or a name is too long.
     """
     table = _arrow(rows)
-    _check_names(table.column_names)
+    check_names(table.column_names)
     if table.nbytes > ROWS_BYTES_MAX:
         raise too_large("its rows' bytes", table.nbytes, ROWS_BYTES_MAX)
     columns = [stored(name, column) for name, column in zip(table.column_names, table.columns, strict=True)]
@@ -110,7 +110,7 @@ def _of_frame(rows: ArrowStream) -> pa.Table:
     if any(name is not None for name in frame.index.names):
         frame = frame.reset_index()
     names = [str(name) for name in frame.columns]
-    _check_names(names)
+    check_names(names)
     plain = [frame.iloc[:, place].dtype != object for place in range(len(names))]
     typed = pa.Table.from_pandas(frame.loc[:, plain], preserve_index=False)
     columns = iter(typed.columns)
@@ -119,7 +119,7 @@ def _of_frame(rows: ArrowStream) -> pa.Table:
         [
             next(columns)
             if is_plain
-            else _of_values(
+            else column_of(
                 name,
                 [
                     None if is_missing else value
@@ -143,12 +143,12 @@ def _of_dicts(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
             raise InvalidValue(f"a column's name is a string, not {type(name).__name__}")
     if rows and not names:
         raise InvalidValue("the rows have no columns")
-    _check_names(list(names))
-    return pa.table({name: _of_values(name, [row.get(name) for row in rows]) for name in names})
+    check_names(list(names))
+    return pa.table({name: column_of(name, [row.get(name) for row in rows]) for name in names})
 
 
-def _of_values(name: str, values: list[Any]) -> pa.Array:
-    """Python's values as a column; of one kind, or else they are refused."""
+def column_of(name: str, values: list[Any]) -> pa.Array:
+    """Python's values as a column; of one kind, or else they are refused with `InvalidValue`."""
     kinds = _check_one_kind(name, values)
     try:
         if dict in kinds or any(_is_nested(value) for value in values):
@@ -199,7 +199,8 @@ def _roomy(kind: pa.DataType) -> pa.DataType:
     return pa.decimal128(DECIMAL_DIGITS_MAX, max(_DECIMAL_SCALE, kind.scale))
 
 
-def _check_names(names: Sequence[str]) -> None:
+def check_names(names: Sequence[str]) -> None:
+    """Refuse columns' names that can't be, or too many of them: `InvalidValue`, `RowsTooLarge`."""
     if len(names) > COLUMNS_MAX:
         raise too_large("its columns", len(names), COLUMNS_MAX)
     seen: dict[str, str] = {}

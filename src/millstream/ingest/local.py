@@ -1,9 +1,7 @@
 """Appends from other processes of the machine: a socket beside the writer, and who calls it.
 
-Both sides say frames: the length of a JSON text, the length of an Arrow stream (0 for none), and both. The writer begins with
-`{"hello": 1}`; a request is `{"stream", "table", "deadline_s"}` and the rows, its answer `{"appended": …}` or `{"error": …}`. A writer that
-ends says `{"closed": true}` on each connection: what it hasn't answered before that was never appended. A connection takes one request
-after the other; any number of them share commit groups. Who may open the socket's folder may append.
+What both sides say stands in `frames`. A connection takes one request after the other; any number of them share commit groups. Who may
+open the socket's folder may append.
 """
 
 from __future__ import annotations
@@ -14,53 +12,52 @@ import json
 import os
 import select
 import socket
-import struct
 import threading
 import weakref
 from asyncio import wrap_future
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import pyarrow as pa
-
-from millstream.errors import (
-    AppendOutcomeUnknown,
-    InvalidValue,
-    MillstreamError,
-    Retry,
-    RowsTooLarge,
-    StaleEpoch,
-    WriterClosed,
-    error_of,
-)
+from millstream.errors import MillstreamError, Retry, StaleEpoch, WriterClosed, WriterVersionDiffers
 from millstream.ingest.appender import Appender
 from millstream.ingest.columns import ROWS_BYTES_MAX
+from millstream.ingest.frames import (
+    ANSWER_PATIENCE_S,
+    BODY_BYTES_MAX,
+    CLOSED,
+    HEAD_BYTES_MAX,
+    HELLO,
+    HELLO_PATIENCE_S,
+    LENGTHS,
+    answer_in,
+    answered,
+    asked,
+    asking,
+    frame_of,
+    greeted,
+    no_answer,
+    outcomes_of,
+    oversized,
+)
+from millstream.ingest.requests import one_request
 from millstream.ingest.undisturbed import made_elsewhere
-from millstream.model.operations import Appended
 
-_LENGTHS: Final = struct.Struct("<II")
-"""Of the JSON, and of what comes behind it."""
-_HEAD_BYTES_MAX: Final = 1 << 20
-_BODY_BYTES_MAX: Final = 2 * ROWS_BYTES_MAX
-"""An Arrow stream of rows that are within bounds: buffers are padded, and strings have offsets."""
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from millstream.model.appends import AppendBatch, WriteId
+    from millstream.model.operations import Appended
+
 _ROOM_BYTES: Final = 4 * ROWS_BYTES_MAX
 """Of requests that are being read or written, all connections together; others wait in their senders."""
 _SMALL_BYTES: Final = 64 << 10
 """Rows up to here are looked at on the loop's own thread: handing them to another takes longer."""
-_SMALL_ROWS: Final = 10_000
 _LARGE_AT_ONCE: Final = 2
 """How many others are made operations at a time: each may take some hundred megabytes meanwhile."""
 _SENDING_S: Final = 30.0
 """How long a request may take to be sent, once it has begun."""
-_ANSWER_PATIENCE_S: Final = 60.0
-"""How much longer than its deadline an append may take before its caller gives up: an fsync that hangs."""
-_HELLO_PATIENCE_S: Final = 5.0
 _DRAIN_S: Final = 10.0
-_HELLO: Final = {"hello": 1}
-_CLOSED: Final = {"closed": True}
-
-
 _LISTENING: Final[weakref.WeakSet[socket.socket]] = weakref.WeakSet()
 """This process's: callers of a socket that a fork's child has, and doesn't serve, would wait for ever."""
 _CONNECTED: Final[set[int]] = set()
@@ -134,11 +131,11 @@ class AppendServer:
             with contextlib.suppress(
                 asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError, TimeoutError
             ):
-                await _send(writer, _HELLO)
+                await _send(writer, frame_of(HELLO))
                 await self._serve(reader, writer, task)
             with contextlib.suppress(ConnectionError, asyncio.CancelledError):
                 if self._draining:
-                    await _send(writer, _CLOSED)
+                    await _send(writer, frame_of(CLOSED))
         finally:
             # A bug of ours ends the connection, and is told by the loop; its caller learns that there is no answer.
             del self._connections[task]
@@ -149,9 +146,9 @@ class AppendServer:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, task: asyncio.Task[None]
     ) -> None:
         while not self._draining:
-            head_length, body_length = _LENGTHS.unpack(await reader.readexactly(_LENGTHS.size))
-            if head_length > _HEAD_BYTES_MAX or body_length > _BODY_BYTES_MAX:
-                await _send(writer, {"error": _oversized(body_length).as_dict()})
+            head_length, body_length = LENGTHS.unpack(await reader.readexactly(LENGTHS.size))
+            if head_length > HEAD_BYTES_MAX or body_length > BODY_BYTES_MAX:
+                await _send(writer, frame_of({"error": oversized(body_length).as_dict()}))
                 return
             size = head_length + body_length
             # A small one waits for nobody who sends slowly.
@@ -165,35 +162,30 @@ class AppendServer:
                 finally:
                     self._busy.discard(task)
 
-    async def _answer(self, head: bytes, body: bytes) -> dict[str, Any]:
+    async def _answer(self, head: bytes, body: bytes) -> bytes:
         try:
-            return {"appended": (await self._append(head, body)).as_dict()}
+            return answered(await self._append(head, body))
         except MillstreamError as error:
-            return {"error": error.as_dict()}
+            return frame_of({"error": error.as_dict()})
 
-    async def _append(self, head: bytes, body: bytes) -> Appended:
-        try:
-            asked = json.loads(head)
-            stream, table, deadline_s = str(asked["stream"]), str(asked["table"]), float(asked["deadline_s"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise InvalidValue(f"a request can't be read: {error}") from error
+    async def _append(self, head: bytes, body: bytes) -> list[Appended | MillstreamError]:
+        stream, deadline_s, batch = asked(head, body)
         if self._draining:
             raise WriterClosed("the writer's process ends; nothing of it was appended")
-        rows = _rows_of(body)
         appender = self._known.get(stream)
         if appender is None:
             # It may have a log to open first.
             appender = self._known[stream] = await wrap_future(made_elsewhere(lambda: self._appender_of(stream)))
         try:
             try:
-                if len(body) <= _SMALL_BYTES and rows.num_rows <= _SMALL_ROWS and appender.knows(table, rows):
-                    operation = appender.operation(table, rows)
+                if len(body) <= _SMALL_BYTES and appender.is_small(batch):
+                    prepared = appender.prepare(batch)
                 else:
                     async with self._large:
-                        operation = await wrap_future(made_elsewhere(lambda: appender.operation(table, rows)))
+                        prepared = await wrap_future(made_elsewhere(lambda: appender.prepare(batch)))
             except MemoryError as error:
-                raise _oversized(len(body)) from error
-            return await appender.append_async(operation, deadline_s=deadline_s)
+                raise oversized(len(body)) from error
+            return await appender.append_prepared(prepared, deadline_s=deadline_s)
         except MillstreamError as error:
             if error.retry is Retry.REOPEN or isinstance(error, StaleEpoch):
                 # That log's writer is done for: another one is asked for.
@@ -221,26 +213,9 @@ class _Room:
                 self._changed.notify_all()
 
 
-def _rows_of(body: bytes) -> pa.Table:
-    try:
-        with pa.ipc.open_stream(pa.py_buffer(body)) as stream:
-            rows: pa.Table = stream.read_all()
-            rows.validate(full=True)
-            return rows
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise InvalidValue(f"a request's rows can't be read: {error}") from error
-
-
-async def _send(writer: asyncio.StreamWriter, answer: Mapping[str, Any]) -> None:
-    encoded = json.dumps(answer).encode()
-    writer.write(_LENGTHS.pack(len(encoded), 0) + encoded)
+async def _send(writer: asyncio.StreamWriter, frame: bytes) -> None:
+    writer.write(frame)
     await writer.drain()
-
-
-def _oversized(size: int) -> RowsTooLarge:
-    return RowsTooLarge(
-        f"a request of {size} bytes is too large", hint="Append it in several calls.", what="request", size=size
-    )
 
 
 class AppendClient:
@@ -251,24 +226,38 @@ class AppendClient:
         self._idle: list[socket.socket] = []
         self._lock = threading.Lock()
 
-    def append(self, stream: str, table: str, rows: pa.Table, *, deadline_s: float) -> Appended:
-        """As `Appender.append`, in the process that writes.
+    def append(
+        self,
+        stream: str,
+        table: str,
+        rows: pa.Table,
+        *,
+        deadline_s: float,
+        write_id: WriteId | None = None,
+        keep_valid_rows: bool = False,
+    ) -> Appended:
+        """As `Appender.append`, in the process that writes. Raises as `append_batch`, and what refused the rows."""
+        batch = one_request(table, rows, write_id, keep_valid_rows)
+        (outcome,) = self.append_batch(stream, batch, deadline_s=deadline_s)
+        if isinstance(outcome, MillstreamError):
+            raise outcome
+        return outcome
+
+    def append_batch(self, stream: str, batch: AppendBatch, *, deadline_s: float) -> list[Appended | MillstreamError]:
+        """As `Appender.append_batch`, in the process that writes.
 
         Raises:
             WriterClosed: nobody listens, or who did has gone before the request was whole: nothing was appended.
+            WriterVersionDiffers: who listens is of another version.
             AppendOutcomeUnknown: it went, or hangs, without an answer.
             MillstreamError: what the writer's process raised.
         """
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, rows.schema) as out:
-            out.write_table(rows)
-        body = sink.getvalue()
-        head = json.dumps({"stream": stream, "table": table, "deadline_s": deadline_s}).encode()
+        head, body = asking(stream, batch, deadline_s)
         connection = self._take()
         try:
-            connection.settimeout(deadline_s + _ANSWER_PATIENCE_S)
+            connection.settimeout(deadline_s + ANSWER_PATIENCE_S)
             try:
-                connection.sendall(_LENGTHS.pack(len(head), body.size) + head)
+                connection.sendall(head)
                 connection.sendall(body)
             except OSError as error:
                 answer = _said_before(connection)
@@ -281,9 +270,7 @@ class AppendClient:
             raise
         with self._lock:
             self._idle.append(connection)
-        if "error" in answer:
-            raise error_of(answer["error"])
-        return Appended.from_dict(answer["appended"])
+        return outcomes_of(answer)
 
     def close(self) -> None:
         """Let go of connections that nobody uses."""
@@ -306,10 +293,12 @@ class AppendClient:
     def _connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
         try:
-            connection.settimeout(_HELLO_PATIENCE_S)
+            connection.settimeout(HELLO_PATIENCE_S)
             connection.connect(str(self._path))
-            if _heard(connection) != _HELLO:
-                raise EOFError("it just ends")
+            greeted(_heard(connection))
+        except WriterVersionDiffers:
+            connection.close()
+            raise
         except (OSError, EOFError, ValueError) as error:
             # Before the first word nobody reads what is sent.
             connection.close()
@@ -321,13 +310,8 @@ def _answer_of(connection: socket.socket) -> dict[str, Any]:
     try:
         answer = _heard(connection)
     except (OSError, EOFError, ValueError) as error:
-        raise AppendOutcomeUnknown(
-            f"the writer's process gave no answer ({str(error) or type(error).__name__}): the rows may or may not be durable",
-            hint="Look whether they are there (`millstream wal cat --table …`) before you send them again.",
-        ) from error
-    if answer == _CLOSED:
-        raise WriterClosed("the writer's process has ended; nothing of it was appended")
-    return answer
+        raise no_answer(error) from error
+    return answer_in(answer)
 
 
 def _said_before(connection: socket.socket) -> dict[str, Any] | None:
@@ -338,7 +322,7 @@ def _said_before(connection: socket.socket) -> dict[str, Any] | None:
 
 
 def _heard(connection: socket.socket) -> dict[str, Any]:
-    length, _ = _LENGTHS.unpack(_exactly(connection, _LENGTHS.size))
+    length, _ = LENGTHS.unpack(_exactly(connection, LENGTHS.size))
     said: dict[str, Any] = json.loads(_exactly(connection, length))
     return said
 

@@ -64,6 +64,8 @@ class TableRows:
     """The partition of the table that all of the rows belong to; None where it has none."""
     era: int = 0
     """The hash ring by which they were placed, by its number in the stream's life; 0: by none that changes."""
+    sink: str | None = None
+    """What they go to beside the log, by its name, instead of a shard; the log's writer never gets such ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,8 @@ class Ack:
     """The half-open range of offsets on each shard touched."""
     seqs: SeqRange
     """The numbers given to the call's records, over all its tables."""
+    placed: WriteOps | None = None
+    """The operations as they were written, where their places had changed since they were submitted; None: as they were submitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +165,9 @@ class Appended:
     """Whether it was durable already, of an earlier call with the same `WriteId`: nothing was appended, and this is what that one got."""
     rejected: tuple[RejectedRow, ...] = ()
     """Rows that weren't appended, where that was asked for."""
+    buffer: str | None = None
+    """The write buffer that has the rows, at `offsets` of its own, until a stream takes them into its log. They have no numbers until then:
+    `seqs` begins at 0, and the token is the stream's start."""
 
     @property
     def row_count(self) -> int:
@@ -176,6 +183,7 @@ class Appended:
             "offsets": {str(int(shard)): [int(start), int(end)] for shard, (start, end) in self.offsets.items()},
             "duplicate": self.duplicate,
             "rejected": [row.as_dict() for row in self.rejected],
+            "buffer": self.buffer,
         }
 
     @classmethod
@@ -184,4 +192,5 @@ class Appended:
         offsets = {ShardId(int(s)): (Offset(start), Offset(end)) for s, (start, end) in facts["offsets"].items()}
         rejected = tuple(RejectedRow.from_dict(row) for row in facts.get("rejected", ()))
         numbers = SeqRange(Seq(facts["first"]), facts["rows"])
-        return cls(StreamToken.parse(facts["token"]), numbers, offsets, bool(facts.get("duplicate")), rejected)
+        token, duplicate = StreamToken.parse(facts["token"]), bool(facts.get("duplicate"))
+        return cls(token, numbers, offsets, duplicate, rejected, facts.get("buffer"))

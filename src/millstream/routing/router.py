@@ -36,13 +36,6 @@ Places: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class ForSink(TableRows):
-    """Rows that go to a sink beside the log."""
-
-    sink: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """Where rows go."""
 
@@ -112,7 +105,7 @@ class Router:
         return other
 
     def place(self, schema: TableSchema, rows: pa.RecordBatch) -> tuple[TableRows, ...]:
-        """The entries of rows' operations: for the log by shard and partition, then those for sinks (`ForSink`).
+        """The entries of rows' operations: for the log by shard and partition, then those for sinks (`TableRows.sink`).
 
         Args:
             schema: of the rows' table.
@@ -129,7 +122,7 @@ class Router:
             own = rows if at is None else rows.take(pa.array(at))
             self.counts[sink] += own.num_rows
             if sink != DEVNULL and own.num_rows:
-                entries.append(ForSink(schema, own, sink=sink))
+                entries.append(TableRows(schema, own, sink=sink))
         return tuple(entries)
 
     def place_anew(self, ops: WriteOps) -> WriteOps:

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from millstream.testing.postgres import EmbeddedPostgres, PostgresStartError, PostgresUnavailable
     from millstream.testing.shop import ShopWorkload
     from millstream.testing.workload import StepInfo, Workload
+    from millstream.testing.write_buffer import BufferStage, WriteBufferConformance
 
 _HOMES = {
+    "BufferStage": "write_buffer",
     "CatalogConformance": "catalog",
     "CatalogRaces": "catalog_races",
     "Crash": "files",
@@ -29,11 +31,13 @@ _HOMES = {
     "ShopWorkload": "shop",
     "StepInfo": "workload",
     "Workload": "workload",
+    "WriteBufferConformance": "write_buffer",
     "keep_any": "files",
     "lose_all": "files",
 }
 
 __all__ = [
+    "BufferStage",
     "CatalogConformance",
     "CatalogRaces",
     "Crash",
@@ -46,6 +50,7 @@ __all__ = [
     "ShopWorkload",
     "StepInfo",
     "Workload",
+    "WriteBufferConformance",
     "keep_any",
     "lose_all",
 ]

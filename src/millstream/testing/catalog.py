@@ -20,12 +20,13 @@ from uuid import uuid4
 
 import pyarrow as pa
 import pytest
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, select, text
 
-from millstream.catalog import Catalog, ChunkState, CopyChunk, HomeIdentity, TableState, migrations
+from millstream.catalog import Catalog, ChunkState, CopyChunk, HomeIdentity, TableState, migrations, tables
 from millstream.catalog.database import REVISION
 from millstream.catalog.tables import metadata
 from millstream.errors import (
+    AccessTokenExists,
     CatalogError,
     CatalogTooNew,
     CursorExpired,
@@ -33,9 +34,12 @@ from millstream.errors import (
     InvalidValue,
     StaleEpoch,
     TableCaptured,
+    UnknownAccessToken,
     UnknownStream,
     UnknownTable,
+    UsageError,
 )
+from millstream.model.access import EVERYTHING, Rights, is_secret, token_parts
 from millstream.model.ids import Epoch, SchemaVersion, ShardId, SourceId, StreamId, TableId, WriterId
 from millstream.model.positions import Lsn, Seq
 from millstream.model.schema import Column, PgType, TableSchema
@@ -105,6 +109,7 @@ def back_to_the_first_schema(connection: Connection) -> None:
             connection.execute(text(f"ALTER TABLE {table} DROP COLUMN {column}"))
     if connection.dialect.name == "postgresql":
         connection.execute(text("DROP FUNCTION draw_numbers"))
+    connection.execute(text("DROP TABLE access_tokens"))
     connection.execute(text("UPDATE alembic_version SET version_num = '0001'"))
 
 
@@ -443,6 +448,43 @@ class CatalogConformance(WithCatalog):
             other.put_fact("a", "x", 3)
             assert first.execute(text("SELECT value FROM facts")).scalar() == seen
         assert catalog.fact("a", "x") == 3
+
+    def test_of_a_token_the_hash_is_kept_and_its_text_is_given_once(self, catalog: Catalog) -> None:
+        """With its rights and its end; by name or by id it is taken away."""
+        rights = Rights.parse(["shop=read", "shop=write", "*=admin"])
+        made, held = catalog.create_access_token(rights, name="grafana", expires_us=5)
+        other, _ = catalog.create_access_token(Rights.parse(["shop=write"]))
+        assert other.name == other.id
+        parts = token_parts(held)
+        assert parts is not None
+        assert parts[0] == made.id
+        assert is_secret(parts[1], made.digest)
+        assert {one.name: one for one in catalog.access_tokens()} == {"grafana": made, other.id: other}
+        with catalog.database.read() as connection:
+            kept = connection.execute(select(tables.access_tokens)).all()
+        assert parts[1] not in repr(kept) + repr(made)
+        with pytest.raises(AccessTokenExists):
+            catalog.create_access_token(rights, name="grafana")
+        with pytest.raises(UsageError):
+            catalog.create_access_token(rights, name="no spaces")
+        assert catalog.revoke_access_token("grafana") == made
+        assert catalog.revoke_access_token(other.id) == other
+        assert catalog.access_tokens() == []
+        with pytest.raises(UnknownAccessToken):
+            catalog.revoke_access_token("grafana")
+        catalog.create_access_token(rights, name="grafana")
+
+    def test_a_home_has_tokens_of_its_own(self, place: Place) -> None:
+        """Where several share a catalog, none opens another's door."""
+        with (
+            Catalog(place, home=HomeIdentity("one", "a:/one")) as one,
+            Catalog(place, home=HomeIdentity("two", "b:/two")) as two,
+        ):
+            made, _ = one.create_access_token(EVERYTHING, name="ops")
+            two.create_access_token(EVERYTHING, name="ops")
+            assert one.access_tokens() == [made]
+            with pytest.raises(UnknownAccessToken):
+                two.revoke_access_token(made.id)
 
     def test_a_catalog_of_the_first_schema_is_brought_up(self, place: Place) -> None:
         """With what it held."""

@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Self
 
 from millstream.errors import InvalidValue, MillstreamError, OutOfOrder, WriterClosed
@@ -323,8 +323,9 @@ class LogWriter:
         try:
             if not all(follow([ops], self._committer.reached)):
                 raise _out_of_order()
-            (ack,) = self._committer.commit([self._in_force(ops)])
-            return ack
+            written = self._in_force(ops)
+            (ack,) = self._committer.commit([written])
+            return _ack_of(ack, ops, written)
         finally:
             self._after_group()
 
@@ -343,12 +344,15 @@ class LogWriter:
             if not group:
                 return
         try:
-            acks = self._committer.commit([self._in_force(waiting.ops) for waiting in group])
+            written = [self._in_force(waiting.ops) for waiting in group]
+            acks = self._committer.commit(written)
         except InvalidValue as error:
             self._commit_without_invalid(group, error)
         except Exception as error:  # noqa: BLE001 (each caller gets it, whatever it is)
             answer((waiting, error) for waiting in group)
         else:
+            if self._place_anew is not None:
+                acks = [_ack_of(ack, was.ops, ops) for ack, was, ops in zip(acks, group, written, strict=True)]
             answer(zip(group, acks, strict=True))
 
     def _commit_without_invalid(self, group: Sequence[Waiting], error: InvalidValue) -> None:
@@ -372,6 +376,11 @@ class LogWriter:
         error = WriterClosed("the log's writer failed before this was written; nothing of it was")
         error.__cause__ = failure
         answer((waiting, error) for waiting in left)
+
+
+def _ack_of(ack: Ack, submitted: Submitted, written: Submitted) -> Ack:
+    """The ack of what was written, for who has submitted it."""
+    return ack if written is submitted or not isinstance(written, WriteOps) else replace(ack, placed=written)
 
 
 def _out_of_order() -> OutOfOrder:

@@ -21,7 +21,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 from pydantic_settings.exceptions import SettingsError
 
 from millstream.app.config.interpolation import MissingVariable, interpolate, interpolate_dsn, is_database, mask
-from millstream.app.config.model import EMBEDDED_CATALOG, Config, LakeConfig, SourceConfig
+from millstream.app.config.model import EMBEDDED_CATALOG, Config, HttpConfig, LakeConfig, SourceConfig
 from millstream.app.config.quantities import disk_bytes
 from millstream.app.config.routing_checks import clashes_of_routing
 from millstream.app.config.toml_lines import KeyPath, key_lines
@@ -357,6 +357,7 @@ def _clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
     from millstream.model.names import parse_qualified_name
     from millstream.model.pgtypes import parse_lake_override
 
+    yield from _clashes_of_http(config.http)
     slots: dict[tuple[str, str], str] = {}
     for name, stream in config.streams.items():
         at: KeyPath = ("streams", name)
@@ -395,6 +396,19 @@ def _clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
                 yield (*at, "keys", table), f"{error.message}. {error.hint}"
             if not key or len(set(key)) < len(key):
                 yield (*at, "keys", table), "must name one column or more, each once"
+
+
+def _clashes_of_http(http: HttpConfig) -> Iterator[tuple[KeyPath, str]]:
+    """Likewise, of what protects it."""
+    for one, other in (
+        ("tls_certificate", "tls_key"),
+        ("tls_key", "tls_certificate"),
+        ("client_ca", "tls_certificate"),
+    ):
+        if getattr(http, one) is not None and getattr(http, other) is None:
+            yield ("http", one), f"is nothing without {other}"
+    if http.clients and http.client_ca is None:
+        yield ("http", "clients"), "nobody shows a certificate without client_ca"
 
 
 def _clashes_of_lake(at: KeyPath, lake: LakeConfig) -> Iterator[tuple[KeyPath, str]]:

@@ -1,88 +1,172 @@
-"""`serve`: a home's status over HTTP, for Prometheus, for load balancers and for people. It only reads."""
+"""`serve`: a home over HTTP, rows of applications in, its status out; and over Arrow Flight, where that is configured.
+
+It ends gracefully: what was asked before is answered.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import resource
 import socket
-import time
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
+from millstream.app.config.quantities import duration_s, size_bytes
 from millstream.app.home import Home
 from millstream.app.locks import LOCK_PATIENCE_S, RoleLock
 from millstream.app.part import Lifeline
-from millstream.app.status import collect_status
+from millstream.app.serving.certificates import Certificates, Renewal, telling_certificate
+from millstream.app.serving.exposure import check_protected
 from millstream.errors import AddressInUse
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Iterator
+
+    from millstream.app.serving.application import Application
+    from millstream.app.serving.connections import ConnectionBounds
 
 logger = structlog.get_logger("millstream.serve")
 
-_KEEP_S: Final = 1.0
-"""Who asks oftener than this gets the same answer: a status reads the lake's last cut."""
+_BACKLOG: Final = 2048
 
 
 def serve_home(home: Home, lifeline: Lifeline) -> None:
-    """Serve until told to stop.
+    """Serve until told to stop; then answer what was asked before, and end.
 
     Raises:
         HomeBusy: the home is served already.
         AddressInUse: it can't listen there.
+        Unprotected: other machines would reach it, without TLS or without tokens.
+        CertificateUnusable: TLS is configured, and can't be had.
     """
-    import uvicorn
+    from millstream.app.serving.access import Access
+    from millstream.app.serving.application import Application
 
     home.prepare()
     host, port = home.config.http.address
+    check_protected("http", (host, port), home.config.http)
+    certificates = Certificates.of_home(home)
+    tls = None if certificates is None else (certificates, certificates.server_context())
     with (
+        contextlib.closing(Access.of_home(home)) as access,
         RoleLock.take(home.run_folder, "serve", patience_s=LOCK_PATIENCE_S if lifeline.supervised else 0.5),
         _listen(host, port) as listener,
+        contextlib.closing(Application(home, access)) as application,
     ):
         # A wildcard address isn't one that a person can open.
         address = f"{host}:{listener.getsockname()[1]}"
-        server = uvicorn.Server(uvicorn.Config(make_app(home), log_config=None, access_log=False, lifespan="off"))
-        lifeline.on_word(lambda: setattr(server, "should_exit", True))
         lifeline.tell("listening", {"address": address})
         logger.info("listening", address=address)
-        # uvicorn would take the signals for itself, and raise them again at its end.
-        server.capture_signals = _leave_signals  # type: ignore[method-assign]
-        if not lifeline.stop.is_set():
-            server.run(sockets=[listener])
+        _raise_open_files()
+        with asyncio.Runner(loop_factory=_new_loop) as runner:
+            runner.run(_serve(home, lifeline, application, listener, tls))
 
 
-def make_app(home: Home) -> Any:
-    """The ASGI application."""
-    from fastapi import FastAPI
-    from fastapi.responses import JSONResponse, Response
+async def _serve(
+    home: Home,
+    lifeline: Lifeline,
+    application: Application,
+    listener: socket.socket,
+    tls: tuple[Certificates, ssl.SSLContext] | None,
+) -> None:
+    import importlib.util
 
-    app = FastAPI(title="Millstream", description="A home's status.")
-    kept: dict[str, Any] = {}
+    import uvicorn
 
-    def status() -> dict[str, Any]:
-        if not kept or time.monotonic() - kept["at"] > _KEEP_S:
-            kept["status"] = collect_status(home)
-            kept["at"] = time.monotonic()
-        found: dict[str, Any] = kept["status"]
-        return found
+    from millstream.app.serving.connections import bounded, watch
 
-    @app.get("/status", summary="The whole status, as `millstream status --json` prints it.")
-    def get_status() -> JSONResponse:
-        return JSONResponse(status())
+    http = home.config.http
+    bounds = connection_bounds(home)
+    config = uvicorn.Config(
+        application.asgi(),
+        http=bounded(bounds) if importlib.util.find_spec("httptools") else "auto",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        backlog=_BACKLOG,
+        timeout_keep_alive=max(1, round(bounds.idle_s)),
+        timeout_graceful_shutdown=max(1, round(duration_s(http.drain_timeout))),
+    )
+    config.load()
+    if tls is not None:
+        _serve_tls(config, *tls)
+    server = uvicorn.Server(config)
+    # uvicorn would take the signals for itself, and raise them again at its end.
+    server.capture_signals = _leave_signals  # type: ignore[method-assign]
 
-    @app.get("/healthz", summary="200 while capture and pipeline run and nothing is unreadable, else 503.")
-    def get_health() -> JSONResponse:
-        found = status()
-        parts = {part: found["processes"].get(part) is not None for part in ("owner", "pipeline")}
-        healthy = all(parts.values()) and not found["problems"]
-        # Restarting wouldn't help these, so they don't make anything unhealthy.
-        waiting = [t["name"] for s in found["streams"] for t in s.get("tables", ()) if t["state"] == "set_aside"]
-        facts = {"healthy": healthy, **parts, "problems": found["problems"], "set_aside": waiting}
-        return JSONResponse(facts, 200 if healthy else 503)
+    loop = asyncio.get_running_loop()
+    told = asyncio.Event()
 
-    @app.get("/metrics", summary="Metrics in Prometheus's text format.")
-    def get_metrics() -> Response:
-        from millstream.app.serving.metrics import prometheus_text
+    def hear() -> None:
+        with contextlib.suppress(RuntimeError):  # it has ended already
+            loop.call_soon_threadsafe(told.set)
 
-        return Response(prometheus_text(status), media_type="text/plain; version=0.0.4; charset=utf-8")
+    lifeline.on_word(hear)
+    if lifeline.stop.is_set() or lifeline.drain.is_set():
+        told.set()
 
-    return app
+    async def end_when_told() -> None:
+        await told.wait()
+        application.health.draining = True
+        await asyncio.sleep(duration_s(http.drain_delay))
+        server.should_exit = True
+
+    aside = [asyncio.create_task(end_when_told()), asyncio.create_task(watch(server.server_state, bounds))]
+    try:
+        await server.serve(sockets=[listener])
+        # Nobody waits for these any more but their rows, which their senders may take for appended.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(duration_s(http.drain_timeout)):
+                await application.groups.drain()
+    finally:
+        for task in aside:
+            task.cancel()
+
+
+def _serve_tls(config: Any, certificates: Certificates, context: ssl.SSLContext) -> None:
+    """Have uvicorn speak TLS, tell who shows which certificate, and look whether ours is renewed."""
+    renewal = Renewal(certificates, context)
+
+    async def look() -> None:
+        renewal.look()
+
+    class Connection(config.http_protocol_class):  # type: ignore[misc] # known when it runs
+        """uvicorn's, which says what its client has shown."""
+
+        app: Any
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.app = telling_certificate(self.app, transport)
+
+    config.ssl = context
+    config.http_protocol_class = Connection
+    config.callback_notify, config.timeout_notify = look, 1
+
+
+def connection_bounds(home: Home) -> ConnectionBounds:
+    """What each connection may take, as the home's configuration has it."""
+    from millstream.app.serving.connections import ConnectionBounds
+
+    http = home.config.http
+    return ConnectionBounds(
+        connections_max=http.connections_max,
+        request_s=duration_s(http.request_timeout),
+        idle_s=duration_s(http.idle_timeout),
+        unread_bytes_max=size_bytes(http.body_bytes_max),
+    )
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    import uvloop
+
+    return uvloop.new_event_loop()
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -92,6 +176,8 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(facts[4])
+            # Who is told the address finds it open: what comes before the server runs waits.
+            listener.listen(_BACKLOG)
         except OSError:
             listener.close()
             raise
@@ -100,7 +186,14 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _leave_signals() -> Any:
-    from contextlib import nullcontext
+def _raise_open_files() -> None:
+    """As many connections as the system lets this process have: what it begins with is commonly 1024 files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        with contextlib.suppress(ValueError, OSError):  # macOS knows a bound of its own below the hard one
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
-    return nullcontext()
+
+@contextlib.contextmanager
+def _leave_signals() -> Iterator[Any]:
+    yield

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import os
 import threading
 import time
 import weakref
+from asyncio import wrap_future
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,14 +26,15 @@ from millstream.errors import HomeBusy, MillstreamError, UnknownStream, WriterCl
 from millstream.ingest.appender import Appender
 from millstream.ingest.columns import Rows, table_of
 from millstream.ingest.local import AppendClient, AppendServer
-from millstream.ingest.undisturbed import undisturbed
+from millstream.ingest.local_async import AsyncAppendClient
+from millstream.ingest.requests import one_request
+from millstream.ingest.undisturbed import made_elsewhere, undisturbed
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from millstream.app.config.model import StreamConfig
     from millstream.app.home import Home
     from millstream.app.writing.stream_writer import StreamWriter
+    from millstream.model.appends import AppendBatch, WriteId
     from millstream.model.operations import Appended
 
 logger = structlog.get_logger("millstream.append")
@@ -70,21 +74,39 @@ class HomeAppender:
         """Held to change what is below."""
         self._closed = False
         self._client: AppendClient | None = None
+        self._clients_of_loops: dict[asyncio.AbstractEventLoop, AsyncAppendClient] = {}
+        """The same way for tasks."""
         self._own: _OwnWriter | None = None
         self._pid = os.getpid()
 
-    def append(self, stream: str, table: str, rows: Rows, *, deadline_s: float) -> Appended:
+    def append(
+        self,
+        stream: str,
+        table: str,
+        rows: Rows,
+        *,
+        deadline_s: float,
+        write_id: WriteId | None = None,
+        keep_valid_rows: bool = False,
+    ) -> Appended:
         """See `OpenHome.append`."""
         _configured(self._home, stream)
-        columns = table_of(rows)
-        if self._pid != os.getpid():
-            self._begin()
+        batch = one_request(table, table_of(rows), write_id, keep_valid_rows)
+        (outcome,) = self.append_batch(stream, batch, deadline_s=deadline_s)
+        if isinstance(outcome, MillstreamError):
+            raise outcome
+        return outcome
+
+    def append_batch(self, stream: str, batch: AppendBatch, *, deadline_s: float) -> list[Appended | MillstreamError]:
+        """As `Appender.append_batch`, in whatever process writes. Raises `UnknownStream`, `HomeBusy` beside."""
+        _configured(self._home, stream)
+        self._begin_in_child()
         give_up_s = time.monotonic() + _STARTS_WITHIN_S
         while True:
             way = None
             try:
                 way = self._way()
-                return way.append(stream, table, columns, deadline_s=deadline_s)
+                return way.append_batch(stream, batch, deadline_s=deadline_s)
             except (WriterClosed, HomeBusy):
                 # Nothing of it was appended: who wrote is gone, has failed or just begins.
                 self._forget(way)
@@ -100,6 +122,7 @@ class HomeAppender:
             HomeBusy: another process writes the home, and doesn't answer.
         """
         _configured(self._home, stream)
+        self._begin_in_child()
         give_up_s = time.monotonic() + _STARTS_WITHIN_S
         while True:
             try:
@@ -125,6 +148,54 @@ class HomeAppender:
             hint="It may be starting; `millstream status` shows who it is, and which ring is in force.",
         )
 
+    async def append_batch_async(
+        self, stream: str, batch: AppendBatch, *, deadline_s: float
+    ) -> list[Appended | MillstreamError]:
+        """As `append_batch`, for a task of any event loop, which goes on meanwhile."""
+        _configured(self._home, stream)
+        self._begin_in_child()
+        give_up_s = time.monotonic() + _STARTS_WITHIN_S
+        while True:
+            way: AppendClient | _OwnWriter | None = None
+            try:
+                way = self._ready_way()
+                if way is None:
+                    way = await wrap_future(made_elsewhere(self._way))
+                if isinstance(way, AppendClient):
+                    return await self._client_here().append_batch(stream, batch, deadline_s=deadline_s)
+                appender = way.opened_appender_of(stream)
+                if appender is None:
+                    appender = await wrap_future(made_elsewhere(partial(way.appender_of, stream)))
+                return await appender.append_batch_async(batch, deadline_s=deadline_s)
+            except (WriterClosed, HomeBusy):
+                self._forget(way)
+                if self._closed or time.monotonic() > give_up_s:
+                    raise
+                await asyncio.sleep(_TRY_EVERY_S)
+
+    def _begin_in_child(self) -> None:
+        if self._pid != os.getpid():
+            self._begin()
+
+    def _client_here(self) -> AsyncAppendClient:
+        """The running event loop's; those of loops that have ended are let go."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            for other in [other for other in self._clients_of_loops if other.is_closed()]:
+                self._clients_of_loops.pop(other).close()
+            found = self._clients_of_loops.get(loop)
+            if found is None:
+                found = AsyncAppendClient(append_socket(self._home, self._writer))
+                self._clients_of_loops[loop] = found
+            return found
+
+    def _ready_way(self) -> AppendClient | _OwnWriter | None:
+        """`_way`, where finding it out takes no time."""
+        with self._lock:
+            if self._closed or (self._own is not None and self._own.has_ended):
+                return None
+            return self._own or self._client
+
     def close(self) -> None:
         """Where this process writes the home's streams, it is done with that."""
         if self._pid != os.getpid():
@@ -136,6 +207,9 @@ class HomeAppender:
     def _close(self) -> None:
         with self._lock:
             client, own = self._client, self._own
+            clients, self._clients_of_loops = self._clients_of_loops, {}
+        for of_loop in clients.values():
+            of_loop.close()
         if client is not None:
             client.close()
         if own is not None:
@@ -236,9 +310,16 @@ class _OwnWriter:
         """Whether it takes no more."""
         return self._ended.is_set()
 
-    def append(self, stream: str, table: str, rows: pa.Table, *, deadline_s: float) -> Appended:
-        """As `Appender.append`."""
-        return self.appender_of(stream).append(table, rows, deadline_s=deadline_s)
+    def append_batch(self, stream: str, batch: AppendBatch, *, deadline_s: float) -> list[Appended | MillstreamError]:
+        """As `Appender.append_batch`."""
+        return self.appender_of(stream).append_batch(batch, deadline_s=deadline_s)
+
+    def opened_appender_of(self, stream: str) -> Appender | None:
+        """The stream's, where its log is open and takes appends; None where `appender_of` has to see to that."""
+        if self.has_ended:
+            return None
+        found = self._streams.get(stream)
+        return None if found is None or found[1].log.failure() is not None else found[1].appender
 
     def appender_of(self, stream: str) -> Appender:
         """The stream's; as `writer_of`."""

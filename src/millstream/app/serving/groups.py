@@ -1,0 +1,200 @@
+"""Requests that wait become one batch: what came for a table while its last one was written is made columns once, and appended once.
+
+A batch of columns costs by its columns, not by its rows, and a commit group by its fsync: apart, requests of a few rows would pay for both each. Each
+request stays an operation of its own, with its own answer; where all together can't be made columns, each is tried alone, so that one that can't be
+taken holds up none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import pyarrow as pa
+import structlog
+
+from millstream.errors import MillstreamError
+from millstream.ingest.json_rows import Row, columns_of
+from millstream.model.appends import AppendBatch, WriteId
+from millstream.model.operations import Appended
+
+logger = structlog.get_logger("millstream.serve")
+
+BATCH_BYTES_MAX: Final = 4 << 20
+"""Of requests' bodies in a batch: JSON's numbers may be four times as large as columns. A larger request is a batch by itself."""
+BATCH_REQUESTS_MAX: Final = 4096
+IN_FLIGHT_MAX: Final = 2
+"""Batches of one table: while one is written, the next is made. More would be smaller ones."""
+
+AppendBatches = Callable[[str, AppendBatch, float], Coroutine[Any, Any, "list[Appended | MillstreamError]"]]
+"""Appends a stream's batch with a deadline: an outcome for each of its requests."""
+
+
+class Target(NamedTuple):
+    """What requests of one batch have in common."""
+
+    stream: str
+    table: str
+    deadline_s: float
+    keep_valid_rows: bool
+
+
+class _Waiting(NamedTuple):
+    rows: list[Row] | pa.Table
+    """As JSON has them, or as columns in the log's types."""
+    size_bytes: int
+    write_id: WriteId | None
+    answer: asyncio.Future[Appended]
+
+
+@dataclass(slots=True)
+class _Queue:
+    """A target's."""
+
+    waiting: deque[_Waiting] = field(default_factory=deque)
+    in_flight: int = 0
+    is_called: bool = False
+    """Whether the loop has been asked to look at it."""
+
+
+class Groups:
+    """Appends requests' rows in batches. For one event loop.
+
+    Args:
+        append: appends a batch.
+    """
+
+    def __init__(self, append: AppendBatches) -> None:
+        self._append = append
+        self._queues: dict[Target, _Queue] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.batches = 0
+        """So far."""
+
+    def append(
+        self, target: Target, rows: list[Row] | pa.Table, *, size_bytes: int, write_id: WriteId | None
+    ) -> asyncio.Future[Appended]:
+        """A request's rows; what comes of them. Nobody who stops waiting for that keeps them from being appended.
+
+        Args:
+            target: where to.
+            rows: at least one.
+            size_bytes: of the request's body.
+            write_id: of the request.
+        """
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Appended] = loop.create_future()
+        queue = self._queues.get(target)
+        if queue is None:
+            queue = self._queues[target] = _Queue()
+        queue.waiting.append(_Waiting(rows, size_bytes, write_id, answer))
+        self._call(loop, target, queue)
+        return answer
+
+    async def drain(self) -> None:
+        """Return once nothing is in flight."""
+        while self._tasks:
+            await asyncio.wait(list(self._tasks))
+
+    def _call(self, loop: asyncio.AbstractEventLoop, target: Target, queue: _Queue) -> None:
+        if queue.waiting and queue.in_flight < IN_FLIGHT_MAX and not queue.is_called:
+            queue.is_called = True
+            loop.call_soon(self._begin, target, queue)  # whatever else is there already comes with it
+
+    def _begin(self, target: Target, queue: _Queue) -> None:
+        queue.is_called = False
+        group = _taken(queue.waiting)
+        queue.in_flight += 1
+        task = asyncio.get_running_loop().create_task(self._run(target, queue, group))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, target: Target, queue: _Queue, group: list[_Waiting]) -> None:
+        try:
+            for alike in _apart(group):
+                await self._append_all(target, alike)
+        except BaseException as error:  # a bug of ours, or the server's end: whoever waits must hear of it
+            for one in group:
+                _fail(one, error)
+            if not isinstance(error, Exception):
+                raise
+            logger.exception("a group of appends failed", stream=target.stream, table=target.table)
+        finally:
+            queue.in_flight -= 1
+            if queue.waiting:
+                self._call(asyncio.get_running_loop(), target, queue)
+            elif not queue.in_flight and not queue.is_called:
+                self._queues.pop(target, None)
+
+    async def _append_all(self, target: Target, group: list[_Waiting]) -> None:
+        """Requests whose rows are of one kind, together; each alone where that can't be."""
+        try:
+            rows = _joined(group)
+        except MillstreamError as error:
+            if len(group) == 1:
+                _fail(group[0], error)
+                return
+            for one in group:
+                await self._append_all(target, [one])
+            return
+        counts = [_count(one.rows) for one in group]
+        batch = AppendBatch(
+            target.table, rows, counts, [one.write_id for one in group], keep_valid_rows=target.keep_valid_rows
+        )
+        self.batches += 1
+        try:
+            outcomes: Sequence[Appended | MillstreamError] = await self._append(target.stream, batch, target.deadline_s)
+        except MillstreamError as error:
+            outcomes = [error] * len(group)
+        for one, outcome in zip(group, outcomes, strict=True):
+            if isinstance(outcome, Appended):
+                if not one.answer.done():
+                    one.answer.set_result(outcome)
+            else:
+                _fail(one, outcome)
+
+
+def _taken(waiting: deque[_Waiting]) -> list[_Waiting]:
+    """The next batch's requests, in order."""
+    group = [waiting.popleft()]
+    size = group[0].size_bytes
+    while waiting and len(group) < BATCH_REQUESTS_MAX and size + waiting[0].size_bytes <= BATCH_BYTES_MAX:
+        size += waiting[0].size_bytes
+        group.append(waiting.popleft())
+    return group
+
+
+def _apart(group: list[_Waiting]) -> list[list[_Waiting]]:
+    """By the kind of their rows: JSON's together, and columns of one schema."""
+    if all(type(one.rows) is list for one in group):
+        return [group]
+    kinds: dict[pa.Schema | None, list[_Waiting]] = {}
+    for one in group:
+        kinds.setdefault(None if isinstance(one.rows, list) else one.rows.schema, []).append(one)
+    return list(kinds.values())
+
+
+def _joined(group: list[_Waiting]) -> pa.Table:
+    first = group[0].rows
+    if not isinstance(first, list):
+        return first if len(group) == 1 else pa.concat_tables([one.rows for one in group])
+    rows: list[Row] = first
+    if len(group) > 1:
+        rows = [row for one in group for row in one.rows]
+    return columns_of(rows)
+
+
+def _count(rows: list[Row] | pa.Table) -> int:
+    return len(rows) if isinstance(rows, list) else int(rows.num_rows)
+
+
+def _fail(one: _Waiting, error: BaseException) -> None:
+    if one.answer.done():
+        return
+    if isinstance(error, Exception):
+        one.answer.set_exception(error)
+    else:
+        one.answer.cancel()

@@ -1,0 +1,159 @@
+"""Bodies of requests on their way in: bounded each, and all together, by bytes; inflated where they are compressed.
+
+Nothing is made of a body before it is whole: who vanishes in its midst has sent nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from types import TracebackType
+from typing import Any, Final, Self
+
+from millstream.errors import BodyTooLarge, InvalidBody, MediaTypeUnknown, ServerBusy, UsageError
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+"""ASGI's."""
+_INFLATED_BYTES: Final = 1 << 20
+"""At a time: then it is others' turn."""
+_MEMBERS_MAX: Final = 1000
+"""Of one body: each takes as long as some kilobytes, however short it is."""
+_GZIP: Final = zlib.MAX_WBITS | 16
+
+
+class ClientGoneError(Exception):
+    """Who sent the request went away before it was whole: nobody is left to answer."""
+
+
+class Intake:
+    """How many bytes requests hold, all together, and may.
+
+    Args:
+        bytes_max: of all.
+        body_bytes_max: of one body, inflated.
+    """
+
+    def __init__(self, bytes_max: int, body_bytes_max: int) -> None:
+        self.bytes_max: Final = bytes_max
+        self.body_bytes_max: Final = body_bytes_max
+        self.held_bytes = 0
+        """Now."""
+        self.refused = 0
+        """Requests that found no room."""
+
+
+class Held:
+    """What one request holds, until the block ends."""
+
+    __slots__ = ("_intake", "size_bytes")
+
+    def __init__(self, intake: Intake) -> None:
+        self._intake = intake
+        self.size_bytes = 0
+
+    def grow(self, size_bytes: int) -> None:
+        """Take as many more; `ServerBusy` where there is no room for them."""
+        intake = self._intake
+        if intake.held_bytes + size_bytes > intake.bytes_max:
+            intake.refused += 1
+            raise ServerBusy(
+                f"requests in flight hold {intake.held_bytes} of {intake.bytes_max} bytes, and this one would hold"
+                f" {self.size_bytes + size_bytes}",
+                held_bytes=intake.held_bytes,
+                size_max=intake.bytes_max,
+            )
+        intake.held_bytes += size_bytes
+        self.size_bytes += size_bytes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._intake.held_bytes -= self.size_bytes
+        self.size_bytes = 0
+
+
+async def read_body(receive: Receive, headers: Mapping[bytes, bytes], intake: Intake, held: Held) -> bytes:
+    """A request's body, whole and inflated.
+
+    Raises:
+        BodyTooLarge: it is, or says that it is going to be.
+        ServerBusy: it finds no room beside the others.
+        MediaTypeUnknown: it is encoded otherwise than with gzip.
+        InvalidBody: it isn't gzip.
+        ClientGoneError: it never came whole.
+    """
+    encoding = headers.get(b"content-encoding", b"").strip().lower()
+    if encoding not in {b"", b"identity", b"gzip"}:
+        name = encoding.decode("latin-1")
+        raise MediaTypeUnknown(
+            f"bodies in the encoding {name} aren't taken",
+            hint="Send it with gzip, or as it is.",
+            header="Content-Encoding",
+            value=name,
+        )
+    announced = headers.get(b"content-length")
+    if announced is not None:
+        if not announced.isdigit():
+            raise UsageError("Content-Length isn't a number")
+        if int(announced) > intake.body_bytes_max:
+            raise _too_large(intake)
+        if intake.held_bytes + int(announced) > intake.bytes_max:
+            held.grow(int(announced))
+    body = await _received(receive, intake, held)
+    return await _inflated(body, intake, held) if encoding == b"gzip" else body
+
+
+async def _received(receive: Receive, intake: Intake, held: Held) -> bytes:
+    pieces: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise ClientGoneError
+        piece: bytes = message.get("body", b"")
+        size += len(piece)
+        if size > intake.body_bytes_max:
+            raise _too_large(intake)
+        held.grow(len(piece))
+        if not message.get("more_body"):
+            return b"".join((*pieces, piece)) if pieces else piece
+        pieces.append(piece)
+
+
+async def _inflated(body: bytes, intake: Intake, held: Held) -> bytes:
+    """What a body of gzip members holds; never more at once than a megabyte beyond the bound."""
+    pieces: list[bytes] = []
+    size = 0
+    left = body
+    try:
+        for _ in range(_MEMBERS_MAX):
+            if not left:
+                break
+            inflate = zlib.decompressobj(_GZIP)
+            while not inflate.eof:
+                piece = inflate.decompress(left, _INFLATED_BYTES)
+                left = inflate.unconsumed_tail or inflate.unused_data
+                size += len(piece)
+                if size > intake.body_bytes_max:
+                    raise _too_large(intake)
+                held.grow(len(piece))
+                pieces.append(piece)
+                if not (piece or left or inflate.eof):
+                    raise InvalidBody("the body's gzip data is cut off")
+                if len(piece) == _INFLATED_BYTES or left:
+                    await asyncio.sleep(0)
+        if left:
+            raise InvalidBody(f"the body has more than {_MEMBERS_MAX} gzip members")
+    except zlib.error as error:
+        raise InvalidBody(f"the body isn't gzip: {error}") from error
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _too_large(intake: Intake) -> BodyTooLarge:
+    return BodyTooLarge(
+        f"a body has more than {intake.body_bytes_max} bytes, as it is or inflated", size_max=intake.body_bytes_max
+    )

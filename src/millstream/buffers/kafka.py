@@ -1,0 +1,348 @@
+"""A write buffer in Kafka: one topic, a partition a shard, a message an operation.
+
+Writing: an idempotent producer with `acks=all`; several operations travel in one request, each as a message of its own. What a broker
+answers is what is said; where none answers in time nobody knows, and that is said. Reading: every reader has a consumer of its own that
+is *assigned* its partition, so that no group moves it about, reads what is committed, and never jumps over what is gone
+(`auto.offset.reset=error`).
+
+`acks=all` means as many brokers as `min.insync.replicas` says: with one, a message is as durable as that broker's disk, which Kafka doesn't
+wait for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from millstream.buffers.answers import answered, no_answer, unknown_shard
+from millstream.buffers.kafka_errors import SILENT, error_of_kafka, nothing_stored
+from millstream.buffers.kafka_reader import KafkaReader
+from millstream.codec.buffered_op import encode_op
+from millstream.errors import (
+    BufferMissing,
+    BufferUnavailable,
+    MillstreamError,
+    MissingExtra,
+    Overloaded,
+    RowsTooLarge,
+    WriterClosed,
+)
+from millstream.model.buffers import BufferMeta, BufferOffset
+from millstream.model.ids import ShardId
+from millstream.model.operations import WriteOps
+
+if TYPE_CHECKING:
+    from confluent_kafka import KafkaError, Message, Producer
+    from confluent_kafka.admin import AdminClient
+    from confluent_kafka.admin._topic import TopicDescription
+
+ENVELOPE_BYTES: Final = 1 << 16
+"""What Kafka puts around a message, and a reserve."""
+_POLL_S: Final = 0.1
+_ROOM_AGAIN_S: Final = 0.005
+_CREATED_WITHIN_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class KafkaOptions:
+    """How Kafka is reached."""
+
+    servers: str
+    """`host:port`, several parted by commas."""
+    topic: str
+    create_shards: int | None = None
+    """Make the topic with so many partitions where it isn't there; None: nothing is made."""
+    replication: int = -1
+    """Of a topic that is made; -1: the brokers' own default."""
+    topic_options: Mapping[str, str] = field(default_factory=dict)
+    """Of a topic that is made: `retention.ms`, `min.insync.replicas` …"""
+    client_options: Mapping[str, str] = field(default_factory=dict)
+    """Of every client, as librdkafka names them: `security.protocol`, `sasl.password` …"""
+    timeout_s: float = 30.0
+    """How long an operation may be on its way, retries included, before its outcome counts as unknown; likewise an answer to a question."""
+    op_bytes_max: int = 64 << 20
+    """Larger operations are refused. A topic that is made takes as much."""
+    queue_bytes_max: int = 64 << 20
+    """Operations on their way, at most; beyond it their senders wait."""
+
+
+class KafkaBuffer:
+    """A client of a topic: `ports.WriteBuffer`.
+
+    Args:
+        options: where it is.
+
+    Raises:
+        BufferMissing: there is no such topic, and it isn't to be made.
+        BufferUnavailable, BufferRefused: the brokers can't be asked, or don't want to be.
+        MissingExtra: confluent-kafka isn't installed.
+    """
+
+    def __init__(self, options: KafkaOptions) -> None:
+        self._options = options
+        self._admin = _admin_of(options)
+        self._closed = False
+        self._lock = threading.Lock()
+        """Held to change what is below."""
+        self._sender: _Sender | None = None
+        self._readers: list[KafkaReader] = []
+        if options.create_shards is not None:
+            self._create(options.create_shards)
+        self._shards = self.shards()
+
+    def shards(self) -> tuple[ShardId, ...]:
+        """See `ports.BufferWriting.shards`."""
+        self._shards = tuple(ShardId(partition.id) for partition in self._describe().partitions)
+        return self._shards
+
+    def identity(self) -> str:
+        """The topic's own id: one that is made anew has another."""
+        return str(self._describe().topic_id)
+
+    def submit(self, shard: ShardId, op: WriteOps, *, deadline_s: float | None = None) -> Future[BufferMeta]:
+        """See `ports.BufferWriting.submit`."""
+        data = encode_op(op)
+        if shard not in self._shards:
+            raise unknown_shard(self._options.topic, shard, self._shards)
+        if len(data) > self._options.op_bytes_max:
+            raise _too_large(self._options.topic, len(data), self._options.op_bytes_max)
+        key = next((table.partition for table in op.tables if table.partition is not None), None)
+        return self._sending().submit(shard, data, key, deadline_s)
+
+    def append(self, shard: ShardId, op: WriteOps, *, deadline_s: float | None = None) -> BufferMeta:
+        """See `ports.BufferWriting.append`."""
+        future = self.submit(shard, op, deadline_s=deadline_s)
+        return answered(future, buffer=self._options.topic, shard=shard, deadline_s=deadline_s)
+
+    def flush(self, *, deadline_s: float | None = None) -> None:
+        """See `ports.BufferWriting.flush`."""
+        sender = self._sender
+        if sender is not None and not sender.flush(self._options.timeout_s if deadline_s is None else deadline_s):
+            raise no_answer(self._options.topic, self._shards[0], "in time")
+
+    def reader(self, shard: ShardId) -> KafkaReader:
+        """See `ports.BufferReading.reader`."""
+        options = self._options
+        if shard not in self.shards():
+            raise unknown_shard(options.topic, shard, self._shards)
+        settings = {"bootstrap.servers": options.servers, **options.client_options}
+        reader = KafkaReader(options.topic, shard, settings, timeout_s=options.timeout_s)
+        with self._lock:
+            self._readers = [one for one in self._readers if not one.is_closed]
+            self._readers.append(reader)
+        return reader
+
+    def close(self) -> None:
+        """Wait for what is on its way, as long as `timeout_s`, and take no more."""
+        with self._lock:
+            self._closed = True
+            sender, self._sender = self._sender, None
+            readers, self._readers = self._readers, []
+        if sender is not None:
+            sender.close(self._options.timeout_s)
+        for reader in readers:
+            reader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _sending(self) -> _Sender:
+        """The producer; a new one where a fatal error has ended it."""
+        with self._lock:
+            if self._closed:
+                raise WriterClosed(f"write buffer {self._options.topic} was closed; nothing was stored")
+            if self._sender is not None and self._sender.has_failed:
+                self._sender.close(0.0)
+                self._sender = None
+            if self._sender is None:
+                self._sender = _Sender(self._options)
+            return self._sender
+
+    # --- the topic -------------------------------------------------------------------------------------------------
+
+    def _describe(self) -> TopicDescription:
+        from confluent_kafka import KafkaException, TopicCollection
+
+        topic, timeout_s = self._options.topic, self._options.timeout_s
+        try:
+            asked = self._admin.describe_topics(TopicCollection([topic]), request_timeout=timeout_s)
+            found: TopicDescription = asked[topic].result(timeout_s)
+            return found
+        except KafkaException as error:
+            raise error_of_kafka(error.args[0], topic) from error
+
+    def _create(self, shards: int) -> None:
+        """Make the topic where it isn't there, and wait until its partitions are led. Any number may do so at a time."""
+        from confluent_kafka import KafkaError, KafkaException
+        from confluent_kafka.cimpl import NewTopic
+
+        options = self._options
+        deadline = time.monotonic() + _CREATED_WITHIN_S
+        try:
+            self._describe()
+        except BufferMissing:
+            own = {
+                "cleanup.policy": "delete",
+                "max.message.bytes": str(options.op_bytes_max + ENVELOPE_BYTES),
+                "unclean.leader.election.enable": "false",
+            }
+            wanted = NewTopic(
+                options.topic,
+                num_partitions=shards,
+                replication_factor=options.replication,
+                config={**own, **options.topic_options},
+            )
+            try:
+                self._admin.create_topics([wanted], request_timeout=options.timeout_s)[options.topic].result()
+            except KafkaException as error:
+                if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
+                    raise error_of_kafka(error.args[0], options.topic) from error
+        while not self._is_led():
+            if time.monotonic() > deadline:
+                raise BufferUnavailable(
+                    f"topic {options.topic} has partitions that no broker leads", buffer=options.topic
+                )
+            time.sleep(_POLL_S)
+
+    def _is_led(self) -> bool:
+        try:
+            partitions = self._describe().partitions
+        except BufferMissing:
+            return False
+        # Of a partition without a leader the client says node -1.
+        return bool(partitions) and all(p.leader.id >= 0 for p in partitions)
+
+
+class _Sender:
+    """A producer, and the thread that takes its answers."""
+
+    def __init__(self, options: KafkaOptions) -> None:
+        from confluent_kafka import Producer
+
+        self._options = options
+        self._fatal: MillstreamError | None = None
+        self._ended = threading.Event()
+        settings: dict[str, Any] = {
+            "client.id": "millstream",
+            "linger.ms": 1,
+            "message.timeout.ms": max(1, round(options.timeout_s * 1000)),
+            "message.max.bytes": options.op_bytes_max + ENVELOPE_BYTES,
+            "queue.buffering.max.kbytes": max(1, options.queue_bytes_max >> 10),
+            "queue.buffering.max.messages": 10_000_000,  # bounded by bytes
+            "allow.auto.create.topics": False,
+            **options.client_options,
+            # Not for users to change: they are what is promised.
+            "bootstrap.servers": options.servers,
+            "enable.idempotence": True,
+            "acks": "all",
+            "error_cb": self._heard,
+            "logger": SILENT,
+        }
+        self._producer: Producer = Producer(settings)
+        self._thread = threading.Thread(target=self._take_answers, name=f"kafka-{options.topic}", daemon=True)
+        self._thread.start()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it takes no more: a broker's answer made no sense to it, and it can't keep its promise of once and in order."""
+        return self._fatal is not None
+
+    def submit(self, shard: ShardId, data: bytes, key: str | None, deadline_s: float | None) -> Future[BufferMeta]:
+        """See `ports.BufferWriting.submit`."""
+        from confluent_kafka import KafkaException
+
+        topic = self._options.topic
+        future: Future[BufferMeta] = Future()
+        future.set_running_or_notify_cancel()
+        give_up_s = time.monotonic() + (self._options.timeout_s if deadline_s is None else deadline_s)
+        while True:
+            try:
+                self._producer.produce(
+                    topic,
+                    data,
+                    key=None if key is None else key.encode(),
+                    partition=int(shard),
+                    on_delivery=self._answer_of(future, shard, len(data)),
+                )
+                return future
+            except BufferError:
+                if time.monotonic() >= give_up_s:
+                    raise Overloaded(
+                        f"{self._options.queue_bytes_max} bytes are on their way to {topic}; nothing of this was sent",
+                        buffer=topic,
+                    ) from None
+                time.sleep(_ROOM_AGAIN_S)
+            except KafkaException as error:
+                raise self._translated(error.args[0], shard, len(data), sent=False) from error
+
+    def flush(self, within_s: float) -> bool:
+        """Wait for all answers; whether they came."""
+        return self._producer.flush(within_s) == 0
+
+    def close(self, patience_s: float) -> None:
+        """Wait for answers; who has none then gets an unknown outcome."""
+        self._producer.flush(patience_s)
+        self._producer.purge(in_queue=True, in_flight=True, blocking=False)
+        self._producer.flush(1.0)
+        self._ended.set()
+        self._thread.join()
+
+    def _take_answers(self) -> None:
+        while not self._ended.is_set():
+            self._producer.poll(_POLL_S)
+
+    def _heard(self, error: KafkaError) -> None:
+        if error.fatal():
+            self._fatal = error_of_kafka(error, self._options.topic)
+
+    def _answer_of(
+        self, future: Future[BufferMeta], shard: ShardId, size: int
+    ) -> Callable[[KafkaError | None, Message], None]:
+        def told(error: KafkaError | None, message: Message) -> None:
+            if error is not None:
+                future.set_exception(self._translated(error, shard, size, sent=True))
+                return
+            offset = message.offset()
+            assert offset is not None
+            future.set_result(BufferMeta(shard, BufferOffset(offset), message.timestamp()[1] * 1000, size))
+
+        return told
+
+    def _translated(self, error: KafkaError, shard: ShardId, size: int, *, sent: bool) -> MillstreamError:
+        from confluent_kafka import KafkaError as Codes
+
+        if error.code() in {Codes.MSG_SIZE_TOO_LARGE, Codes.RECORD_LIST_TOO_LARGE}:
+            return _too_large(self._options.topic, size, None)
+        if sent and error.code() not in nothing_stored():
+            return no_answer(self._options.topic, shard, f"({error.str()})")
+        return error_of_kafka(error, self._options.topic)
+
+
+def _admin_of(options: KafkaOptions) -> AdminClient:
+    try:
+        from confluent_kafka.admin import AdminClient
+    except ModuleNotFoundError as error:
+        raise MissingExtra(
+            f"a buffer in Kafka needs {error.name}, which isn't installed",
+            hint="pip install 'millstream[kafka]'",
+            extra="kafka",
+        ) from error
+    settings: dict[str, Any] = {**options.client_options, "bootstrap.servers": options.servers, "logger": SILENT}
+    return AdminClient(settings)
+
+
+def _too_large(topic: str, size: int, size_max: int | None) -> RowsTooLarge:
+    bound = "" if size_max is None else f", {size_max}"
+    return RowsTooLarge(
+        f"an operation of {size} bytes is more than write buffer {topic} takes{bound}",
+        hint="Send fewer rows at a time, or raise the topic's max.message.bytes.",
+        size=size,
+        size_max=size_max,
+    )

@@ -1,0 +1,297 @@
+"""A write buffer in memory, for tests: as real ones are, with many streams, readers beside writers, retention, and failures on demand.
+
+A `MemoryServer` holds what buffers of any names hold; each `MemoryBuffer` is a client of it. What is stored is bytes, as elsewhere.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Final, Self
+from uuid import uuid4
+
+from millstream.buffers.answers import answered, beyond_end, gone, no_answer, op_of, unknown_shard, went_back
+from millstream.codec.buffered_op import encode_op
+from millstream.errors import BufferMissing, BufferUnavailable, MillstreamError, RowsTooLarge, WriterClosed
+from millstream.model.buffers import BUFFER_START, BufferedOp, BufferMeta, BufferOffset, ReadPause
+from millstream.model.ids import ShardId
+from millstream.model.operations import WriteOps
+
+_ITEM_BYTES_MAX: Final = 64 << 20
+
+
+@dataclass(slots=True)
+class _Shard:
+    first: int = 0
+    items: deque[tuple[bytes, int]] = field(default_factory=deque)
+    """Bytes, and when they were stored."""
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.items)
+
+
+@dataclass(slots=True)
+class _Stream:
+    identity: str
+    shards: list[_Shard]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What happens to an append instead of its being stored and answered."""
+
+    error: MillstreamError
+    """What the caller gets."""
+    stored: bool = False
+    """Whether it is stored all the same, as where the answer is lost."""
+
+
+class MemoryServer:
+    """What buffers hold, by name. Any number of threads may use it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._streams: dict[str, _Stream] = {}
+        self._failures: deque[Failure] = deque()
+        self._away = False
+
+    def create(self, name: str, shards: int) -> None:
+        """Make the stream where it isn't there; any number may do so at a time."""
+        with self._changed:
+            if name not in self._streams:
+                self._streams[name] = _Stream(uuid4().hex, [_Shard() for _ in range(shards)])
+
+    def drop(self, name: str) -> None:
+        """Forget a stream, with all that it holds."""
+        with self._changed:
+            del self._streams[name]
+            self._changed.notify_all()
+
+    def fail_next(self, *failures: Failure) -> None:
+        """Let the next appends, whoever makes them, fail so, one after the other."""
+        with self._changed:
+            self._failures.extend(failures)
+
+    def go_away(self) -> None:
+        """Answer nobody, until `come_back`."""
+        self._away = True
+
+    def come_back(self) -> None:
+        """Answer again."""
+        self._away = False
+
+    def drop_before(self, name: str, shard: ShardId, offset: BufferOffset) -> None:
+        """What retention does: forget what lies before an offset."""
+        with self._changed:
+            found = self._streams[name].shards[shard]
+            while found.items and found.first < offset:
+                found.items.popleft()
+                found.first += 1
+
+    def cut_from(self, name: str, shard: ShardId, offset: BufferOffset) -> None:
+        """What a backup that is put back does: forget what lies at an offset and behind it."""
+        with self._changed:
+            found = self._streams[name].shards[shard]
+            while found.items and found.end > offset:
+                found.items.pop()
+
+    def put(self, name: str, shard: ShardId, data: bytes) -> BufferOffset:
+        """Store bytes, whatever they are."""
+        with self._changed:
+            found = self._streams[name].shards[shard]
+            found.items.append((data, time.time_ns() // 1000))
+            self._changed.notify_all()
+            return BufferOffset(found.end - 1)
+
+    def store(self, name: str, shard: ShardId, data: bytes) -> BufferMeta:
+        """Store an operation, or fail as was asked."""
+        with self._changed:
+            found = self._shard(name, shard)
+            failure = self._failures.popleft() if self._failures else None
+            if failure is not None and not failure.stored:
+                raise failure.error
+            stamp = time.time_ns() // 1000
+            found.items.append((data, stamp))
+            self._changed.notify_all()
+            if failure is not None:
+                raise failure.error
+            return BufferMeta(shard, BufferOffset(found.end - 1), stamp, len(data))
+
+    def extent(self, name: str, shard: ShardId) -> tuple[BufferOffset, BufferOffset]:
+        """The first offset that is there, and the end."""
+        with self._changed:
+            found = self._shard(name, shard)
+            return BufferOffset(found.first), BufferOffset(found.end)
+
+    def fetch(self, name: str, shard: ShardId, place: BufferOffset, wait_s: float) -> tuple[bytes, int] | None:
+        """What lies at a place; None where there is nothing yet, also after that many seconds. Not to be asked for what is gone."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._away or place != self._shard(name, shard).end, wait_s)
+            found = self._shard(name, shard)
+            if found.first <= place < found.end:
+                return found.items[place - found.first]
+            return None
+
+    def describe(self, name: str) -> tuple[str, int]:
+        """The stream's identity and the number of its shards."""
+        with self._changed:
+            found = self._stream(name)
+            return found.identity, len(found.shards)
+
+    def _stream(self, name: str) -> _Stream:
+        if self._away:
+            raise BufferUnavailable(f"write buffer {name} doesn't answer", buffer=name)
+        if name not in self._streams:
+            raise BufferMissing(f"write buffer {name} isn't there", buffer=name)
+        return self._streams[name]
+
+    def _shard(self, name: str, shard: ShardId) -> _Shard:
+        shards = self._stream(name).shards
+        if not 0 <= shard < len(shards):
+            raise unknown_shard(name, shard, tuple(map(ShardId, range(len(shards)))))
+        return shards[shard]
+
+
+class MemoryBuffer:
+    """A client of a `MemoryServer`: `ports.WriteBuffer`.
+
+    Args:
+        server: where it is.
+        name: whose operations.
+        create_shards: make it with so many where it isn't there; None: nothing is made.
+        op_bytes_max: larger operations are refused.
+
+    Raises:
+        BufferMissing: it isn't there, and isn't to be made.
+        BufferUnavailable: the server is away.
+    """
+
+    def __init__(
+        self,
+        server: MemoryServer,
+        name: str,
+        *,
+        create_shards: int | None = None,
+        op_bytes_max: int = _ITEM_BYTES_MAX,
+    ) -> None:
+        self._server = server
+        self._name = name
+        self._op_bytes_max = op_bytes_max
+        self._closed = False
+        if create_shards is not None:
+            server.create(name, create_shards)
+        server.describe(name)
+
+    def shards(self) -> tuple[ShardId, ...]:
+        """See `ports.BufferWriting.shards`."""
+        return tuple(map(ShardId, range(self._server.describe(self._name)[1])))
+
+    def identity(self) -> str:
+        """See `ports.BufferReading.identity`."""
+        return self._server.describe(self._name)[0]
+
+    def submit(self, shard: ShardId, op: WriteOps, *, deadline_s: float | None = None) -> Future[BufferMeta]:  # noqa: ARG002 - it never waits
+        """See `ports.BufferWriting.submit`."""
+        if self._closed:
+            raise WriterClosed(f"write buffer {self._name} was closed; nothing was stored")
+        data = encode_op(op)
+        if len(data) > self._op_bytes_max:
+            raise RowsTooLarge(
+                f"an operation of {len(data)} bytes is more than write buffer {self._name} takes, {self._op_bytes_max}",
+                size=len(data),
+                size_max=self._op_bytes_max,
+            )
+        future: Future[BufferMeta] = Future()
+        try:
+            future.set_result(self._server.store(self._name, shard, data))
+        except MillstreamError as error:
+            future.set_exception(error)
+        return future
+
+    def append(self, shard: ShardId, op: WriteOps, *, deadline_s: float | None = None) -> BufferMeta:
+        """See `ports.BufferWriting.append`."""
+        return answered(self.submit(shard, op), buffer=self._name, shard=shard, deadline_s=deadline_s)
+
+    def flush(self, *, deadline_s: float | None = None) -> None:
+        """See `ports.BufferWriting.flush`: nothing is ever on its way."""
+
+    def reader(self, shard: ShardId) -> MemoryReader:
+        """See `ports.BufferReading.reader`."""
+        return MemoryReader(self._server, self._name, shard)
+
+    def close(self) -> None:
+        """Take no more."""
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class MemoryReader:
+    """Reads one shard: `ports.ShardReader`."""
+
+    def __init__(self, server: MemoryServer, name: str, shard: ShardId) -> None:
+        self._server = server
+        self._name = name
+        self._shard = shard
+        self._place = BUFFER_START
+        self._ended = False
+        self.seek_earliest()
+
+    @property
+    def shard(self) -> ShardId:
+        """Whose operations it reads."""
+        return self._shard
+
+    @property
+    def place(self) -> BufferOffset:
+        """See `ports.ShardReader.place`."""
+        return self._place
+
+    def read(self, *, wait_s: float = 0.0) -> BufferedOp | ReadPause:
+        """See `ports.ShardReader.read`."""
+        if self._ended:
+            return ReadPause.ENDED
+        found = self._server.fetch(self._name, self._shard, self._place, wait_s)
+        if found is None:
+            first, end = self._server.extent(self._name, self._shard)
+            if self._place > end:
+                raise went_back(self._name, self._shard, self._place, end)
+            if self._place < first:
+                self._ended = True
+                raise gone(self._name, self._shard, self._place, first)
+            return ReadPause.PENDING
+        data, stored_at_us = found
+        meta = BufferMeta(self._shard, self._place, stored_at_us, len(data))
+        self._place = BufferOffset(self._place + 1)
+        return op_of(data, meta, buffer=self._name)
+
+    def seek(self, offset: BufferOffset) -> None:
+        """See `ports.ShardReader.seek`."""
+        end = self.end_offset()
+        if offset > end:
+            raise beyond_end(self._name, self._shard, offset, end)
+        self._place, self._ended = offset, False
+
+    def seek_earliest(self) -> None:
+        """See `ports.ShardReader.seek_earliest`."""
+        self._place, self._ended = self._server.extent(self._name, self._shard)[0], False
+
+    def end_offset(self) -> BufferOffset:
+        """See `ports.ShardReader.end_offset`."""
+        return self._server.extent(self._name, self._shard)[1]
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def lost_answer(buffer: str, shard: ShardId) -> Failure:
+    """The operation is stored, and its caller doesn't hear of it."""
+    return Failure(no_answer(buffer, shard, "at all"), stored=True)

@@ -1,0 +1,318 @@
+"""A write buffer in Redis (or what speaks its protocol): a stream a shard, an entry an operation, at dense offsets.
+
+The offset is counted in the same script that adds the entry, so that it can't have a gap; it is the entry's id too. The script also knows
+the last number that each sender has given an operation: one that is sent again, because a connection broke before the answer, is stored once.
+
+What is acknowledged is as durable as the server's settings make it: `appendonly yes` with `appendfsync always`. They are looked at when the
+buffer is opened, and a server that promises less is refused by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Final, Self
+from uuid import uuid4
+
+from millstream.buffers.answers import answered, no_answer, unknown_shard
+from millstream.buffers.redis_reader import RedisReader
+from millstream.buffers.redis_server import Keys, check_durable, connect, error_of_redis, translated
+from millstream.codec.buffered_op import encode_op
+from millstream.errors import (
+    BufferMissing,
+    BufferUnavailable,
+    MillstreamError,
+    Overloaded,
+    RowsTooLarge,
+    WriterClosed,
+)
+from millstream.model.buffers import BufferMeta, BufferOffset
+from millstream.model.ids import ShardId
+from millstream.model.operations import WriteOps
+
+_BATCH_BYTES_MAX: Final = 4 << 20
+"""Of a batch, unless one operation is larger."""
+_RETRY_S: Final = 0.05
+_ITEM_BYTES: Final = 512
+"""What an operation holds beside its bytes while it waits."""
+
+# KEYS: the buffer's facts, the shard's stream, its next offset, its senders. ARGV: identity, sender, the batch's number, each operation's bytes.
+_STORE: Final = """
+if redis.call('HGET', KEYS[1], 'identity') ~= ARGV[1] then
+  return redis.error_reply('MISSING the buffer is gone, or was made anew')
+end
+local last = redis.call('HGET', KEYS[4], ARGV[2])
+if last then
+  local number, first, at = string.match(last, '(%d+) (%d+) (%d+)')
+  if tonumber(number) == tonumber(ARGV[3]) then return {tonumber(first), tonumber(at)} end
+  if tonumber(number) > tonumber(ARGV[3]) then return redis.error_reply('STALE a later batch of this sender is stored') end
+end
+local now = redis.call('TIME')
+local at = now[1] * 1000000 + now[2]
+local first = redis.call('INCRBY', KEYS[3], #ARGV - 3) - (#ARGV - 3)
+for i = 4, #ARGV do
+  redis.call('XADD', KEYS[2], string.format('%.0f-0', first + i - 3), 'op', ARGV[i], 'at', string.format('%.0f', at))
+end
+redis.call('HSET', KEYS[4], ARGV[2], string.format('%.0f %.0f %.0f', tonumber(ARGV[3]), first, at))
+return {first, at}
+"""
+
+# KEYS: the buffer's facts. ARGV: identity, number of shards.
+_CREATE: Final = """
+if redis.call('HSETNX', KEYS[1], 'identity', ARGV[1]) == 1 then redis.call('HSET', KEYS[1], 'shards', ARGV[2]) end
+return 1
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RedisOptions:
+    """How Redis is reached."""
+
+    url: str = field(repr=False)
+    """`redis://…`, `rediss://…` (TLS), `unix://…`."""
+    name: str
+    """Keys begin with it."""
+    create_shards: int | None = None
+    """Make the buffer with so many shards where it isn't there; None: nothing is made."""
+    accept_loss: bool = False
+    """Whether a server that doesn't promise to keep what it acknowledged is taken all the same."""
+    timeout_s: float = 30.0
+    """How long an operation may be on its way, retries included, before its outcome counts as unknown; likewise an answer to a question."""
+    op_bytes_max: int = 64 << 20
+    """Larger operations are refused."""
+    queue_bytes_max: int = 64 << 20
+    """Operations on their way, at most; beyond it their senders wait."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    shard: ShardId
+    data: bytes
+    future: Future[BufferMeta]
+    give_up_s: float
+
+    @property
+    def held_bytes(self) -> int:
+        return len(self.data) + _ITEM_BYTES
+
+
+class RedisBuffer:
+    """A client of a buffer in Redis: `ports.WriteBuffer`.
+
+    Args:
+        options: where it is.
+
+    Raises:
+        BufferMissing: it isn't there, and isn't to be made.
+        BufferNotDurable: the server doesn't promise to keep what it acknowledges.
+        BufferUnavailable, BufferRefused: the server can't be asked, or doesn't want to be.
+        MissingExtra: redis isn't installed.
+    """
+
+    def __init__(self, options: RedisOptions) -> None:
+        self._options = options
+        self._keys = Keys(options.name)
+        self._client = connect(options.url, options.name, timeout_s=options.timeout_s)
+        check_durable(self._client, options.name, accept_loss=options.accept_loss)
+        if options.create_shards is not None:
+            self._create(options.create_shards)
+        self._identity = self.identity()
+        self._shards = self.shards()
+        self._sender = uuid4().hex
+        self._changed = threading.Condition()
+        """Held to change what is below."""
+        self._waiting: deque[_Waiting] = deque()
+        self._held_bytes = 0
+        self._on_their_way = 0
+        self._numbers = dict.fromkeys(self._shards, 0)
+        self._closed = False
+        self._thread = threading.Thread(target=self._send, name=f"redis-{options.name}", daemon=True)
+        self._thread.start()
+
+    def shards(self) -> tuple[ShardId, ...]:
+        """See `ports.BufferWriting.shards`."""
+        return tuple(map(ShardId, range(int(self._fact("shards")))))
+
+    def identity(self) -> str:
+        """What was drawn when the buffer was made."""
+        return self._fact("identity")
+
+    def submit(self, shard: ShardId, op: WriteOps, *, deadline_s: float | None = None) -> Future[BufferMeta]:
+        """See `ports.BufferWriting.submit`."""
+        name, options = self._options.name, self._options
+        data = encode_op(op)
+        if shard not in self._shards:
+            raise unknown_shard(name, shard, self._shards)
+        if len(data) > options.op_bytes_max:
+            raise RowsTooLarge(
+                f"an operation of {len(data)} bytes is more than write buffer {name} takes, {options.op_bytes_max}",
+                hint="Send fewer rows at a time.",
+                size=len(data),
+                size_max=options.op_bytes_max,
+            )
+        future: Future[BufferMeta] = Future()
+        future.set_running_or_notify_cancel()
+        patience_s = options.timeout_s if deadline_s is None else deadline_s
+        give_up_s = time.monotonic() + patience_s
+        with self._changed:
+            fits = self._changed.wait_for(
+                lambda: self._closed or not self._held_bytes or self._held_bytes + len(data) <= options.queue_bytes_max,
+                patience_s,
+            )
+            if self._closed:
+                raise WriterClosed(f"write buffer {name} was closed; nothing was stored")
+            if not fits:
+                raise Overloaded(
+                    f"{self._held_bytes} bytes are on their way to write buffer {name}; nothing of this was sent",
+                    buffer=name,
+                )
+            waiting = _Waiting(shard, data, future, give_up_s)
+            self._held_bytes += waiting.held_bytes
+            self._on_their_way += 1
+            self._waiting.append(waiting)
+            self._changed.notify_all()
+        return future
+
+    def append(self, shard: ShardId, op: WriteOps, *, deadline_s: float | None = None) -> BufferMeta:
+        """See `ports.BufferWriting.append`."""
+        future = self.submit(shard, op, deadline_s=deadline_s)
+        return answered(future, buffer=self._options.name, shard=shard, deadline_s=deadline_s)
+
+    def flush(self, *, deadline_s: float | None = None) -> None:
+        """See `ports.BufferWriting.flush`."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._on_their_way, deadline_s):
+                raise no_answer(self._options.name, self._shards[0], "in time")
+
+    def reader(self, shard: ShardId) -> RedisReader:
+        """See `ports.BufferReading.reader`."""
+        if shard not in self.shards():
+            raise unknown_shard(self._options.name, shard, self._shards)
+        return RedisReader(self._client, self._options.name, shard, self._keys, identity=self._identity)
+
+    def close(self) -> None:
+        """Wait for what is on its way, as long as `timeout_s`, and take no more."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+        with contextlib.suppress(MillstreamError), translated(self._options.name):
+            for shard in self._shards:
+                self._client.hdel(self._keys.senders(shard), self._sender)
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _create(self, shards: int) -> None:
+        """Make the buffer where it isn't there: in one step, so that any number may do so at a time."""
+        with translated(self._options.name):
+            self._client.eval(_CREATE, 1, self._keys.facts, uuid4().hex, str(shards))
+
+    def _fact(self, name: str) -> str:
+        with translated(self._options.name):
+            found: Any = self._client.hget(self._keys.facts, name)
+        if found is None:
+            raise BufferMissing(f"Redis has no write buffer {self._options.name}", buffer=self._options.name)
+        return bytes(found).decode()
+
+    # --- sending: one thread ---------------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._waiting)
+                if not self._waiting:
+                    return
+                batch = self._take()
+            self._numbers[batch[0].shard] += 1
+            self._deliver(batch)
+            with self._changed:
+                self._on_their_way -= len(batch)
+                self._held_bytes -= sum(waiting.held_bytes for waiting in batch)
+                self._changed.notify_all()
+
+    def _take(self) -> list[_Waiting]:
+        """Operations of one shard, in their order; those of others go on waiting in theirs."""
+        shard, size = self._waiting[0].shard, 0
+        batch: list[_Waiting] = []
+        left: deque[_Waiting] = deque()
+        for waiting in self._waiting:
+            if waiting.shard == shard and (not batch or size + waiting.held_bytes <= _BATCH_BYTES_MAX):
+                batch.append(waiting)
+                size += waiting.held_bytes
+            else:
+                left.append(waiting)
+                size = _BATCH_BYTES_MAX if waiting.shard == shard else size
+        self._waiting = left
+        return batch
+
+    def _deliver(self, batch: list[_Waiting]) -> None:
+        """Send a batch until there is an answer, or nobody waits for one any more."""
+        name, shard = self._options.name, batch[0].shard
+        keys = (self._keys.facts, self._keys.stream(shard), self._keys.next(shard), self._keys.senders(shard))
+        command = ("EVAL", _STORE, len(keys), *keys, self._identity, self._sender, self._numbers[shard])
+        was_sent = False
+        while True:
+            tried: _Tried = self._try((*command, *(waiting.data for waiting in batch)))
+            was_sent = was_sent or tried.sent
+            if tried.answer is not None:
+                first, at_us = tried.answer
+                for number, waiting in enumerate(batch):
+                    if not waiting.future.done():
+                        meta = BufferMeta(shard, BufferOffset(first + number), at_us, len(waiting.data))
+                        waiting.future.set_result(meta)
+                return
+            assert tried.error is not None
+            now_s = time.monotonic()
+            is_final = not isinstance(tried.error, BufferUnavailable)
+            for waiting in batch:
+                if not waiting.future.done() and (is_final or now_s >= waiting.give_up_s):
+                    unknown = was_sent and not (is_final and tried.only)
+                    waiting.future.set_exception(no_answer(name, shard, "in time") if unknown else tried.error)
+            if all(waiting.future.done() for waiting in batch):
+                return
+            time.sleep(_RETRY_S)
+
+    def _try(self, command: tuple[Any, ...]) -> _Tried:
+        """Send once, on a connection that is there."""
+        import redis
+
+        pool, name = self._client.connection_pool, self._options.name
+        try:
+            connection: Any = pool.get_connection()
+        except redis.RedisError as error:
+            return _Tried(error=error_of_redis(error, name))
+        try:
+            connection.send_command(*command)
+            first, at_us = connection.read_response()
+            return _Tried(answer=(int(first), int(at_us)), sent=True)
+        except redis.ResponseError as error:
+            # It was looked at, and nothing was done.
+            return _Tried(error=error_of_redis(error, name), only=True)
+        except redis.RedisError as error:
+            connection.disconnect()
+            return _Tried(error=error_of_redis(error, name), sent=True)
+        finally:
+            pool.release(connection)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """What came of sending a batch."""
+
+    answer: tuple[int, int] | None = None
+    error: MillstreamError | None = None
+    sent: bool = False
+    """Whether the server may have got it, and may have stored it."""
+    only: bool = False
+    """Whether the server has looked at it, and refused it."""

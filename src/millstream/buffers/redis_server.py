@@ -1,0 +1,163 @@
+"""The server under a buffer in Redis: how it is reached, what its keys are called, whether it keeps what it acknowledges, and what its errors mean."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from millstream.errors import (
+    BufferMissing,
+    BufferNotDurable,
+    BufferRefused,
+    BufferUnavailable,
+    MissingExtra,
+    WriteBufferError,
+)
+from millstream.model.ids import ShardId
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+_ANSWERS_WITHIN_S: Final = 5.0
+"""How long one answer may take; then the connection is given up, and what was asked is asked again on another one."""
+_MEND_THEMSELVES: Final = ("LOADING", "BUSY ", "BUSYKEY", "MASTERDOWN", "TRYAGAIN", "CLUSTERDOWN", "READONLY")
+_GONE: Final = "MISSING"
+_SAFE: Final = {"appendonly": ("yes",), "appendfsync": ("always",), "no-appendfsync-on-rewrite": ("no",)}
+"""Without each of these an acknowledged operation may be lost: with the machine, or with the process."""
+_EVICTS: Final = "allkeys-"
+
+logger = logging.getLogger("millstream.buffers.redis")
+
+
+class Keys:
+    """Names of a buffer's keys; the part in braces lets a cluster hold them together."""
+
+    def __init__(self, name: str) -> None:
+        self._name = f"{{millstream:{name}}}"
+        self.facts: Final = self._name
+
+    def stream(self, shard: ShardId) -> str:
+        """A shard's operations."""
+        return f"{self._name}:{shard}"
+
+    def next(self, shard: ShardId) -> str:
+        """The offset that its next one gets."""
+        return f"{self._name}:{shard}:next"
+
+    def senders(self, shard: ShardId) -> str:
+        """The last batch that each sender has stored on it."""
+        return f"{self._name}:{shard}:senders"
+
+
+def connect(url: str, name: str, *, timeout_s: float) -> Redis:
+    """A client. `MissingExtra` where redis isn't installed, `BufferRefused` where the address is none."""
+    try:
+        import redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+    except ModuleNotFoundError as error:
+        raise MissingExtra(
+            f"a buffer in Redis needs {error.name}, which isn't installed",
+            hint="pip install 'millstream[redis]'",
+            extra="redis",
+        ) from error
+    answers_s = min(timeout_s, _ANSWERS_WITHIN_S)
+    try:
+        # What is sent again, and when, is ours to say: the client's own retries don't know what is stored.
+        return redis.Redis.from_url(
+            url,
+            socket_timeout=answers_s,
+            socket_connect_timeout=answers_s,
+            socket_keepalive=True,
+            retry=Retry(NoBackoff(), 0),
+            client_name="millstream",
+        )
+    except ValueError as error:
+        raise BufferRefused(
+            f"the address of write buffer {name} is none: {error}",
+            hint="Write it as redis://host:6379/0, rediss://… for TLS, or unix://….",
+            buffer=name,
+        ) from error
+
+
+@contextmanager
+def translated(name: str) -> Iterator[None]:
+    """Raises what the client raises as errors of our tree."""
+    import redis
+
+    try:
+        yield
+    except redis.RedisError as error:
+        raise error_of_redis(error, name) from error
+
+
+def error_of_redis(error: Exception, name: str) -> WriteBufferError:
+    """The error of our tree."""
+    import redis
+
+    said = str(error) or type(error).__name__
+    if isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError):
+        return BufferRefused(
+            f"Redis refuses write buffer {name}: {said}", hint="Mend user and password in its address.", buffer=name
+        )
+    if isinstance(error, redis.ResponseError) and not isinstance(error, redis.BusyLoadingError):
+        if said.startswith(_GONE):
+            return BufferMissing(f"write buffer {name} is gone from Redis, or was made anew", buffer=name)
+        if not said.startswith(_MEND_THEMSELVES):
+            return BufferRefused(
+                f"Redis refuses write buffer {name}: {said}",
+                hint="Look at the server's log and settings: its memory, its disk, the user's rights.",
+                buffer=name,
+            )
+    return BufferUnavailable(f"Redis can't be asked about write buffer {name}: {said}", buffer=name)
+
+
+def check_durable(client: Redis, name: str, *, accept_loss: bool) -> None:
+    """Look whether the server keeps what it acknowledges.
+
+    Raises:
+        BufferNotDurable: it doesn't, or doesn't say, and that isn't accepted; details: what is wrong.
+        BufferUnavailable, BufferRefused: it can't be asked.
+    """
+    found = _settings(client, name)
+    if found is None:
+        wrong = ["it doesn't say whether it is (the user may not CONFIG GET)"]
+    else:
+        wrong = [
+            f"{setting} is {found[setting]}, not {safe[0]}"
+            for setting, safe in _SAFE.items()
+            if found.get(setting, safe[0]) not in safe
+        ]
+        if int(found.get("maxmemory", "0")) and found.get("maxmemory-policy", "").startswith(_EVICTS):
+            wrong.append(f"maxmemory-policy {found['maxmemory-policy']} drops keys where memory is short")
+    if not wrong:
+        return
+    problem = f"the server of write buffer {name} isn't durable: {'; '.join(wrong)}"
+    if accept_loss:
+        logger.warning("%s", problem)
+        return
+    raise BufferNotDurable(
+        problem,
+        hint="Set them on the server (appendonly yes, appendfsync always), or take the risk: accept_loss = true in [streams.S.buffer].",
+        buffer=name,
+        settings=wrong,
+    )
+
+
+def _settings(client: Redis, name: str) -> dict[str, str] | None:
+    """What the server is set to; None where it doesn't say."""
+    found: dict[str, str] = {}
+    for setting in (*_SAFE, "maxmemory", "maxmemory-policy"):
+        try:
+            with translated(name):
+                said: Any = client.config_get(setting)
+        except BufferRefused:
+            return None
+        found.update({_text(key): _text(value) for key, value in said.items()})
+    return found if set(_SAFE) <= set(found) else None
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

@@ -1,0 +1,105 @@
+"""The catalog's access tokens: made, listed and taken away. Of each, the hash of its secret is kept and nothing more."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from typing import Final
+
+from sqlalchemy import delete, select
+
+from millstream.catalog import tables as t
+from millstream.catalog.part import CatalogPart, now_us
+from millstream.catalog.values import AccessToken, HomeIdentity
+from millstream.errors import AccessTokenExists, UnknownAccessToken, UsageError
+from millstream.model.access import Rights, digest, token_text
+
+_ID_BYTES: Final = 6
+_SECRET_LETTERS: Final = string.ascii_letters + string.digits
+_SECRET_LENGTH: Final = 43  # 62^43 is more than 2^256
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,62}\Z")
+
+
+class Tokens(CatalogPart):
+    """Access tokens of a home."""
+
+    _home: HomeIdentity | None
+
+    def create_access_token(
+        self, rights: Rights, *, name: str | None = None, expires_us: int | None = None
+    ) -> tuple[AccessToken, str]:
+        """Make an access token.
+
+        Args:
+            rights: what its holder may do.
+            name: tells it apart for people; its id where None.
+            expires_us: from when on it holds no more, in microseconds since 1970; None: it holds until it is revoked.
+
+        Returns:
+            What is kept of it, and its text, which nobody can have again.
+
+        Raises:
+            AccessTokenExists: there is one of that name.
+            UsageError: the text can't be a name.
+        """
+        token_id = secrets.token_hex(_ID_BYTES)
+        if name is not None and _NAME.match(name) is None:
+            raise UsageError(
+                f"{name!r} can't name a token",
+                hint="Names are letters, digits and . _ @ -, at most 63, and begin with neither of the last.",
+            )
+        secret = "".join(secrets.choice(_SECRET_LETTERS) for _ in range(_SECRET_LENGTH))
+        made = AccessToken(token_id, name or token_id, digest(secret), rights, now_us(), expires_us)
+        row = {
+            "id": made.id,
+            "home": self._owner(),
+            "name": made.name,
+            "digest": made.digest,
+            "rights": json.dumps(rights.as_dict()),
+            "created_us": made.created_us,
+            "expires_us": expires_us,
+        }
+        keys = [t.access_tokens.c.home, t.access_tokens.c.name]
+        put = self._database.insert(t.access_tokens).values(row).on_conflict_do_nothing(index_elements=keys)
+        with self._database.write() as connection:
+            if connection.execute(put.returning(t.access_tokens.c.id)).first() is None:
+                raise AccessTokenExists(f"there is a token {made.name} already", name=made.name)
+        return made, token_text(token_id, secret)
+
+    def access_tokens(self) -> list[AccessToken]:
+        """The home's access tokens, by name; also those that have expired."""
+        query = select(t.access_tokens).where(t.access_tokens.c.home == self._owner())
+        with self._database.read() as connection:
+            rows = connection.execute(query).all()
+        found = [
+            AccessToken(
+                r.id, r.name, bytes(r.digest), Rights.from_dict(json.loads(r.rights)), r.created_us, r.expires_us
+            )
+            for r in rows
+        ]
+        return sorted(found, key=lambda token: token.name)
+
+    def revoke_access_token(self, token: str) -> AccessToken:
+        """Take an access token away: nothing is kept of it.
+
+        Args:
+            token: its name, else its id.
+
+        Raises:
+            UnknownAccessToken: there is none.
+        """
+        known = self.access_tokens()
+        found = next((one for one in known if one.name == token), None) or next(
+            (one for one in known if one.id == token), None
+        )
+        if found is not None:
+            gone = delete(t.access_tokens).where(t.access_tokens.c.id == found.id)
+            with self._database.write() as connection:
+                if connection.execute(gone).rowcount:
+                    return found
+        raise UnknownAccessToken(f"there is no token {token}", token=token)
+
+    def _owner(self) -> str:
+        return "" if self._home is None else self._home.id

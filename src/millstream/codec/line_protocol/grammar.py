@@ -1,0 +1,91 @@
+r"""InfluxDB's line protocol: what a line may hold, and what may be wrong with it.
+
+    measurement[,tag=value]* field=value[,field=value]* [timestamp]
+
+- A line ends with a newline outside of a string; a carriage return before it belongs to the end. Lines of nothing but blanks, and those
+  whose first character that is no blank is `#`, say nothing. Blanks (spaces and tabs) may stand before a line, behind it, and more than
+  one between its parts.
+- A backslash escapes a comma or a space in a measurement, and those or an equals sign in tags and in fields' keys; in a string it
+  escapes a double quote or a backslash. Before anything else it is itself, and what follows it begins anew: `\\,` in a tag is a backslash and an
+  escaped comma, as InfluxDB has it. A newline can't be escaped.
+- A field is a float (`1`, `-.5`, `2.5e-3`), a whole number (`1i`), one without sign (`1u`), a string in double quotes, or a boolean. A float
+  has no `+` in front, and is neither NaN nor infinite.
+- A line that is wrong ends where it would if it were right: at a newline outside of its strings. So what lies in a string is never
+  taken for a line, whatever else is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Final
+
+
+class Kind(IntEnum):
+    """What a value is."""
+
+    FLOAT = 0
+    INTEGER = 1
+    UNSIGNED = 2
+    STRING = 3
+    BOOLEAN = 4
+    TAG = 5
+
+
+class Fault(IntEnum):
+    """What is wrong with a line: the first thing that is, from its left."""
+
+    NO_MEASUREMENT = 1
+    NO_FIELDS = 2
+    TAG_WITHOUT_KEY = 3
+    TAG_WITHOUT_VALUE = 4
+    TAG_WITH_EQUALS = 5
+    TAG_TWICE = 6
+    FIELD_WITHOUT_KEY = 7
+    FIELD_WITHOUT_VALUE = 8
+    NO_VALUE = 9
+    NOT_FINITE = 10
+    FLOAT_TOO_LARGE = 11
+    INTEGER_TOO_LARGE = 12
+    UNSIGNED_TOO_LARGE = 13
+    STRING_WITHOUT_END = 14
+    BEHIND_A_STRING = 15
+    NO_TIME = 16
+    TIME_TOO_FAR = 17
+    BEHIND_THE_TIME = 18
+    NOT_UTF8 = 19
+
+
+class Refusal(IntEnum):
+    """Why a line that is right by itself has no place: by a name in it, or beside lines before it."""
+
+    MEASUREMENT = 1
+    COLUMN = 2
+    OTHER_CASE = 3
+    OTHER_KIND = 4
+    TOO_MANY_COLUMNS = 5
+    INFINITE = 6
+    """A float that turned out too large."""
+
+
+REASONS: Final[Mapping[Fault, str]] = {
+    Fault.NO_MEASUREMENT: "it has no measurement's name",
+    Fault.NO_FIELDS: "it has no fields",
+    Fault.TAG_WITHOUT_KEY: "a tag has no key",
+    Fault.TAG_WITHOUT_VALUE: "a tag has no value",
+    Fault.TAG_WITH_EQUALS: "a tag's value has an equals sign that isn't escaped",
+    Fault.TAG_TWICE: "it has a tag twice",
+    Fault.FIELD_WITHOUT_KEY: "a field has no key",
+    Fault.FIELD_WITHOUT_VALUE: "a field has no value",
+    Fault.NO_VALUE: "a field's value is no number, no boolean and no string in double quotes",
+    Fault.NOT_FINITE: "a field's value is NaN or infinite",
+    Fault.FLOAT_TOO_LARGE: "a float is beyond 64 bits",
+    Fault.INTEGER_TOO_LARGE: "an integer is beyond 64 bits",
+    Fault.UNSIGNED_TOO_LARGE: "an unsigned integer is beyond 64 bits",
+    Fault.STRING_WITHOUT_END: "a string has no end: all that follows is part of it",
+    Fault.BEHIND_A_STRING: "something stands behind a string that is neither a comma nor a space",
+    Fault.NO_TIME: "its timestamp is no whole number",
+    Fault.TIME_TOO_FAR: "its timestamp is beyond the years 1 to 9999, or beyond 64 bits",
+    Fault.BEHIND_THE_TIME: "something stands behind its timestamp",
+    Fault.NOT_UTF8: "it isn't UTF-8",
+}

@@ -1,0 +1,247 @@
+"""Rows as an Arrow IPC stream has them, from people whom nobody knows.
+
+What a stream's few bytes may stand for is unbounded: buffers are compressed a thousandfold, columns of nulls have no bytes, a dictionary's text is
+meant once a row. So the messages' own heads are read before anything is made of them, and what would be unfolded is measured first.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import ipc
+
+from millstream.errors import InvalidBody, InvalidValue
+from millstream.ingest.columns import COLUMNS_MAX, ROWS_BYTES_MAX, table_of, too_large
+from millstream.ingest.json_rows import NESTING_MAX, ROWS_MAX
+
+Sizes = npt.NDArray[np.int64]
+_NOT_A_STREAM: Final = (pa.ArrowException, OSError, EOFError, ValueError, struct.error, IndexError, OverflowError)
+_RECORD_BATCH: Final = 3
+_DICTIONARY_BATCH: Final = 2
+_VALUES_MAX: Final = 64 << 20
+"""Over all columns and what is nested in them."""
+_NESTED_VALUES_MAX: Final = 8 << 20
+"""They become text, by way of Python's values."""
+_BODY_BYTES_MAX: Final = 2 * ROWS_BYTES_MAX
+"""Of all messages' buffers, inflated: those of rows within bounds are padded, and strings have offsets."""
+
+
+def rows_of_arrow(body: bytes, *, rows_max: int = ROWS_MAX) -> pa.Table:
+    """The rows of an Arrow IPC stream (`application/vnd.apache.arrow.stream`), in the log's types.
+
+    Raises:
+        InvalidBody: it isn't one, or it is cut off.
+        RowsTooLarge: more rows than `rows_max`, or more bytes, columns or nested values than are taken, inflated.
+        InvalidValue: a column can't be taken; details: column.
+    """
+    if body[:6] == b"ARROW1":
+        raise InvalidBody(
+            "the body is a file of Arrow's, not a stream",
+            hint="Write it with `pyarrow.ipc.new_stream`, not `new_file`.",
+        )
+    try:
+        _check_messages(body, rows_max)
+        with ipc.open_stream(pa.py_buffer(body)) as stream:
+            table: pa.Table = stream.read_all()
+        table.validate(full=True)
+    except _NOT_A_STREAM as error:
+        raise InvalidBody(f"the body isn't an Arrow IPC stream: {error}") from error
+    if not table.num_rows:
+        raise InvalidValue("an append needs at least one row", hint="Don't send a request where there is none.")
+    for field, column in zip(table.schema, table.columns, strict=True):
+        _check_unfolded(field, column)
+    return table_of(table)
+
+
+def _check_messages(body: bytes, rows_max: int) -> None:
+    """Add up what the messages' heads say, before any is decoded."""
+    rows = values = size = 0
+    reader = ipc.MessageReader.open_stream(pa.py_buffer(body))
+    while True:
+        try:
+            message = reader.read_next_message()
+        except StopIteration:
+            break
+        if message.type == "schema":
+            if len(ipc.read_schema(message)) > COLUMNS_MAX:
+                raise too_large("its columns", len(ipc.read_schema(message)), COLUMNS_MAX)
+            continue
+        head = _BatchHead(message.metadata.to_pybytes(), message.body)
+        rows += 0 if head.is_dictionary else head.rows
+        values += sum(head.lengths())
+        size += head.size_bytes()
+        if rows > rows_max:
+            raise too_large("its rows", rows, rows_max)
+        if values > _VALUES_MAX:
+            raise too_large("its values", values, _VALUES_MAX)
+        if size > _BODY_BYTES_MAX:
+            raise too_large("its rows' bytes", size, ROWS_BYTES_MAX)
+
+
+class _BatchHead:
+    """The head of a RecordBatch or DictionaryBatch message, in flatbuffers as Arrow's Message.fbs lays it out.
+
+    `struct.error`, `ValueError` or `IndexError` where it isn't one.
+    """
+
+    def __init__(self, metadata: bytes, body: pa.Buffer) -> None:
+        self._data = metadata
+        self._body = memoryview(body) if body is not None else memoryview(b"")
+        message = self._uint(0)
+        kind = self._field(message, 1)
+        header = self._field(message, 2)
+        if kind is None or header is None:
+            raise ValueError("a message without a head")
+        self.is_dictionary = metadata[kind] == _DICTIONARY_BATCH
+        batch: int | None = self._follow(header)
+        if self.is_dictionary:
+            data = self._field(self._follow(header), 1)
+            batch = None if data is None else self._follow(data)
+        elif metadata[kind] != _RECORD_BATCH:
+            raise ValueError("a message that is neither schema nor rows")
+        if batch is None:
+            raise ValueError("a dictionary without values")
+        self._batch = batch
+        length = self._field(batch, 0)
+        self.rows = 0 if length is None else self._long(length)
+        if self.rows < 0:
+            raise ValueError("a batch of fewer rows than none")
+
+    def lengths(self) -> Iterator[int]:
+        """How many values each array has, those in others included."""
+        for place in self._structs(1):
+            if (length := self._long(place)) < 0:
+                raise ValueError("an array of fewer values than none")
+            yield length
+
+    def size_bytes(self) -> int:
+        """Of all buffers, inflated."""
+        is_compressed = self._field(self._batch, 3) is not None
+        size = 0
+        for place in self._structs(2):
+            offset, length = self._long(place), self._long(place + 8)
+            if length <= 0:
+                continue
+            inflated = length
+            if is_compressed:
+                (inflated,) = struct.unpack_from("<q", self._body, offset)
+            size += length if inflated < 0 else inflated  # -1: this one is as it is
+        return size
+
+    def _structs(self, field: int) -> Iterator[int]:
+        """Places of a vector's structs of two longs."""
+        found = self._field(self._batch, field)
+        if found is None:
+            return
+        start = self._follow(found)
+        count = self._uint(start)
+        if start + 4 + count * 16 > len(self._data):
+            raise ValueError("a vector beyond its message")
+        for place in range(count):
+            yield start + 4 + place * 16
+
+    def _field(self, table: int, number: int) -> int | None:
+        """Where a table's field lies; None where it has its default."""
+        (back,) = struct.unpack_from("<i", self._data, table)
+        vtable = table - back
+        if vtable < 0:
+            raise ValueError("a table beyond its message")
+        (size,) = struct.unpack_from("<H", self._data, vtable)
+        if 4 + 2 * number >= size:
+            return None
+        (offset,) = struct.unpack_from("<H", self._data, vtable + 4 + 2 * number)
+        return table + offset if offset else None
+
+    def _follow(self, place: int) -> int:
+        return place + self._uint(place)
+
+    def _uint(self, place: int) -> int:
+        return int(struct.unpack_from("<I", self._data, place)[0])
+
+    def _long(self, place: int) -> int:
+        return int(struct.unpack_from("<q", self._data, place)[0])
+
+
+def _check_unfolded(field: pa.Field, column: pa.ChunkedArray) -> None:
+    """Refuse a column that would be larger than any append, written out."""
+    kind = column.type
+    if pa.types.is_nested(kind):
+        if not _is_within(kind, NESTING_MAX):
+            raise InvalidValue(
+                f"column {field.name}: its types lie in each other more than {NESTING_MAX} deep, or are shared values",
+                hint="Cast dictionaries and views that are nested to plain types before sending them.",
+                column=field.name,
+            )
+        nested = sum(_values_in(chunk) for chunk in column.chunks)
+        if nested > _NESTED_VALUES_MAX:
+            raise too_large(f"the nested values of column {field.name}", nested, _NESTED_VALUES_MAX)
+        return
+    size = sum(_unfolded_bytes(chunk) for chunk in column.chunks)
+    if size > ROWS_BYTES_MAX:
+        raise too_large(f"the bytes of column {field.name}, written out,", size, ROWS_BYTES_MAX)
+
+
+def _is_within(kind: pa.DataType, depth: int) -> bool:
+    """Whether types lie in each other no deeper than that, and none means a value many times."""
+    if not pa.types.is_nested(kind):
+        return not (_is_shared(kind) or _is_view(kind))
+    return depth > 0 and all(_is_within(kind.field(place).type, depth - 1) for place in range(kind.num_fields))
+
+
+def _is_shared(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind))
+
+
+def _is_view(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string_view(kind) or pa.types.is_binary_view(kind))
+
+
+def _values_in(array: pa.Array) -> int:
+    """How many values lie in an array, at all depths."""
+    kind = array.type
+    if pa.types.is_struct(kind):
+        return len(array) + sum(_values_in(array.field(place)) for place in range(kind.num_fields))
+    if pa.types.is_map(kind):
+        return len(array) + _values_in(array.keys) + _values_in(array.items)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return len(array) + _values_in(array.values)
+    return len(array)
+
+
+def _unfolded_bytes(array: pa.Array) -> int:
+    """Bytes of a column that means values many times, written out; 0 of others."""
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        sizes = _sizes(array.dictionary)
+        indices = array.indices.drop_null().to_numpy(zero_copy_only=False)
+        return int(sizes[indices].sum()) if len(sizes) else 0
+    if pa.types.is_run_end_encoded(kind):
+        runs = np.diff(np.concatenate([[0], array.run_ends.to_numpy(zero_copy_only=False).astype(np.int64)]))
+        return int((runs * _sizes(array.values)).sum())
+    return int(_sizes(array).sum()) if _is_view(kind) else 0
+
+
+def _sizes(values: pa.Array) -> Sizes:
+    """Each value's bytes."""
+    kind = values.type
+    if _is_view(kind):
+        # A view begins with its length, also where the text stands in it.
+        views = np.frombuffer(values.buffers()[1], dtype="<i4")[::4][values.offset : values.offset + len(values)]
+        sizes: Sizes = views.astype(np.int64) * values.is_valid().to_numpy(zero_copy_only=False)
+        return sizes
+    if (
+        pa.types.is_string(kind)
+        or pa.types.is_binary(kind)
+        or pa.types.is_large_string(kind)
+        or pa.types.is_large_binary(kind)
+    ):
+        return np.asarray(pc.fill_null(pc.binary_length(values), 0).to_numpy(zero_copy_only=False), dtype=np.int64)
+    if pa.types.is_primitive(kind) or pa.types.is_fixed_size_binary(kind):
+        return np.full(len(values), max(1, kind.bit_width // 8), dtype=np.int64)
+    raise InvalidValue(f"values of {kind} can't be shared between rows", hint="Cast the column to a plain type first.")

@@ -1,0 +1,155 @@
+"""What the two sides of the writer's socket say to one another.
+
+A frame is the length of a JSON text, the length of an Arrow stream (0 for none), and both. The writer begins with `{"hello": …}`, which says its version. A
+request is the head of a batch (`stream`, `table`, `deadline_s`, `counts`, `write_ids`, `keep_valid_rows`) and its rows; the answer
+`{"outcomes": […]}`, one a request in their order, each `{"appended": …}` or `{"error": …}`, or `{"error": …}` for all of them. A writer that ends says
+`{"closed": true}` on each connection: what it hasn't answered before that was never appended.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import pyarrow as pa
+
+from millstream.errors import (
+    AppendOutcomeUnknown,
+    InvalidValue,
+    MillstreamError,
+    RowsTooLarge,
+    WriterClosed,
+    WriterVersionDiffers,
+    error_of,
+)
+from millstream.ingest.columns import ROWS_BYTES_MAX
+from millstream.model.appends import AppendBatch, WriteId
+from millstream.model.operations import Appended
+
+LENGTHS: Final = struct.Struct("<II")
+"""Of the JSON, and of what comes behind it."""
+HEAD_BYTES_MAX: Final = 8 << 20
+"""Of a batch of as many requests as may be, with long ids."""
+BODY_BYTES_MAX: Final = 2 * ROWS_BYTES_MAX
+"""An Arrow stream of rows that are within bounds: buffers are padded, and strings have offsets."""
+VERSION: Final = 2
+HELLO: Final = {"hello": VERSION}
+CLOSED: Final = {"closed": True}
+HELLO_PATIENCE_S: Final = 5.0
+ANSWER_PATIENCE_S: Final = 60.0
+"""How much longer than its deadline an append may take before its caller gives up: an fsync that hangs."""
+
+
+def frame_of(facts: Mapping[str, Any]) -> bytes:
+    """A frame without rows."""
+    encoded = json.dumps(facts).encode()
+    return LENGTHS.pack(len(encoded), 0) + encoded
+
+
+def asking(stream: str, batch: AppendBatch, deadline_s: float) -> tuple[bytes, pa.Buffer]:
+    """A batch's frame: its beginning, and the Arrow stream behind it. `RowsTooLarge` where it would not be taken."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.rows.schema) as out:
+        out.write_table(batch.rows)
+    body = sink.getvalue()
+    facts: dict[str, Any] = {
+        "stream": stream,
+        "table": batch.table,
+        "deadline_s": deadline_s,
+        "counts": list(batch.counts),
+        "keep_valid_rows": batch.keep_valid_rows,
+    }
+    if any(batch.write_ids) or len(batch.write_ids) != len(batch.counts):
+        facts["write_ids"] = [one and (one.session, one.number, one.key) for one in batch.write_ids]
+    head = json.dumps(facts).encode()
+    if len(head) > HEAD_BYTES_MAX or body.size > BODY_BYTES_MAX:
+        raise oversized(len(head) + body.size)
+    return LENGTHS.pack(len(head), body.size) + head, body
+
+
+def asked(head: bytes, body: bytes) -> tuple[str, float, AppendBatch]:
+    """The stream, the deadline in seconds and the batch of a request; `InvalidValue` where it isn't one."""
+    try:
+        facts = json.loads(head)
+        stream, table, deadline_s = str(facts["stream"]), str(facts["table"]), float(facts["deadline_s"])
+        counts = [int(count) for count in facts["counts"]]
+        ids = facts.get("write_ids")
+        write_ids = [None] * len(counts) if ids is None else [one and _write_id(*one) for one in ids]
+        keep = bool(facts.get("keep_valid_rows"))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidValue(f"a request can't be read: {error}") from error
+    return stream, deadline_s, AppendBatch(table, _rows_of(body), counts, write_ids, keep)
+
+
+def _write_id(session: str | None, number: int | None, key: str | None) -> WriteId:
+    return WriteId(
+        None if session is None else str(session),
+        None if number is None else int(number),
+        None if key is None else str(key),
+    )
+
+
+def _rows_of(body: bytes) -> pa.Table:
+    try:
+        with pa.ipc.open_stream(pa.py_buffer(body)) as stream:
+            rows: pa.Table = stream.read_all()
+            rows.validate(full=True)
+            return rows
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise InvalidValue(f"a request's rows can't be read: {error}") from error
+
+
+def answered(outcomes: Sequence[Appended | MillstreamError]) -> bytes:
+    """The frame that answers a batch."""
+    told = [
+        {"error": outcome.as_dict()} if isinstance(outcome, MillstreamError) else {"appended": outcome.as_dict()}
+        for outcome in outcomes
+    ]
+    return frame_of({"outcomes": told})
+
+
+def outcomes_of(answer: Mapping[str, Any]) -> list[Appended | MillstreamError]:
+    """What an answer tells of each request; raises what it tells of all of them."""
+    if "error" in answer:
+        raise error_of(answer["error"])
+    return [
+        error_of(outcome["error"]) if "error" in outcome else Appended.from_dict(outcome["appended"])
+        for outcome in answer["outcomes"]
+    ]
+
+
+def greeted(first: Mapping[str, Any]) -> None:
+    """What the writer says first: `WriterVersionDiffers` where that is another version's; `EOFError` where it ends instead."""
+    version = first.get("hello")
+    if version is None:
+        raise EOFError("it just ends")
+    if version != VERSION:
+        raise WriterVersionDiffers(
+            f"the process that writes the home speaks version {version} of appends, and this one {VERSION}",
+            writer=version,
+            own=VERSION,
+        )
+
+
+def answer_in(answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer; `WriterClosed` where it is the writer's last word."""
+    if answer == CLOSED:
+        raise WriterClosed("the writer's process has ended; nothing of it was appended")
+    return answer
+
+
+def no_answer(error: BaseException) -> AppendOutcomeUnknown:
+    """The error of a request that was sent whole, and has no answer."""
+    return AppendOutcomeUnknown(
+        f"the writer's process gave no answer ({str(error) or type(error).__name__}): the rows may or may not be durable",
+        hint="Look whether they are there (`millstream wal cat --table …`) before you send them again.",
+    )
+
+
+def oversized(size: int) -> RowsTooLarge:
+    """The error of a request of so many bytes."""
+    return RowsTooLarge(
+        f"a request of {size} bytes is too large", hint="Append it in several calls.", what="request", size=size
+    )

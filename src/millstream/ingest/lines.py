@@ -1,0 +1,261 @@
+"""Lines of InfluxDB's line protocol as tables: a measurement is a table, tags and fields are its columns, `time` is a line's timestamp.
+
+What is wrong with a line is told by its number, and the other lines are kept.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final, Self
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from millstream.codec.line_protocol.grammar import REASONS, Fault, Kind, Refusal
+from millstream.codec.line_protocol.vectorised import (
+    BODY_BYTES_MAX,
+    FoundTable,
+    RefusedLine,
+    TooManyNamesError,
+    TooManyValuesError,
+    Walk,
+)
+from millstream.errors import UsageError
+from millstream.ingest.columns import COLUMNS_MAX, NAME_BYTES_MAX, ROWS_BYTES_MAX, too_large
+from millstream.model.names import qualified_name
+from millstream.model.records import INSTANT, RESERVED_COLUMNS, TIME_MAX_US, TIME_MIN_US
+
+TABLES_MAX: Final = 1000
+"""Measurements of one request: each is an operation of its own."""
+REJECTED_MAX: Final = 1000
+"""Lines that are told of by their number; of more, how many there are."""
+NAMES_MAX: Final = 1 << 16
+"""Different measurements of one request, and different columns of all its measurements, lines that are rejected included."""
+EXCERPT_CHARACTERS: Final = 80
+TIME: Final = "time"
+TIME_NS: Final = "time_ns"
+PRECISIONS: Final[Mapping[str, int]] = {
+    "": 1, "n": 1, "ns": 1, "nanosecond": 1,
+    "u": 1_000, "µ": 1_000, "us": 1_000, "microsecond": 1_000,
+    "ms": 1_000_000, "millisecond": 1_000_000,
+    "s": 1_000_000_000, "second": 1_000_000_000,
+    "m": 60_000_000_000, "h": 3_600_000_000_000,
+}  # fmt: skip
+"""Nanoseconds of a timestamp's unit, by the names that versions 1, 2 and 3 of InfluxDB have for it; nanoseconds where none is named."""
+_SEED: Final = secrets.randbits(64)
+"""Of the hash tables of names, so that nobody can choose names that meet in one place."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableLines:
+    """The rows of one measurement, in their lines' order."""
+
+    table: str
+    """`public.measurement`, quoted where it must be."""
+    rows: pa.Table
+    """In the log's types, as `ingest.columns.table_of` gives them: `time`, `time_ns` where some time isn't whole microseconds, and then the tags
+    and fields by their first line."""
+    lines: npt.NDArray[np.int64]
+    """The number of each row's line in the body, from 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedLine:
+    """A line that is wrong."""
+
+    line: int
+    """Where it begins, from 1."""
+    reason: str
+    text: str
+    """How it begins, for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """What a body of lines says."""
+
+    tables: list[TableLines]
+    """By their first line; none where no line is right."""
+    rejected: list[RejectedLine]
+    """In the lines' order; the first ones, where there are many."""
+    rejected_count: int
+
+
+def tables_of_lines(
+    body: bytes,
+    *,
+    precision: str,
+    now_ns: int,
+    rows_bytes_max: int = ROWS_BYTES_MAX,
+    tables_max: int = TABLES_MAX,
+    columns_max: int = COLUMNS_MAX,
+    rejected_max: int = REJECTED_MAX,
+) -> Lines:
+    """The tables of lines.
+
+    Args:
+        body: lines, as InfluxDB's clients send them, not compressed.
+        precision: of the timestamps, one of `PRECISIONS`.
+        now_ns: the time of lines without a timestamp, in nanoseconds since 1970; it is cut to whole microseconds.
+        rows_bytes_max: of all tables together: eight for each time and each value, null or not, and those of texts.
+        tables_max: how many measurements there may be.
+        columns_max: of one table; a line that brings more is rejected.
+        rejected_max: how many lines are told of by their number.
+
+    Raises:
+        UsageError: no such precision.
+        RowsTooLarge: the lines make more than `rows_bytes_max` or `tables_max`, or have more than `NAMES_MAX` names: nothing of them is taken.
+    """
+    unit = PRECISIONS.get(precision)
+    if unit is None:
+        raise UsageError(
+            f"{precision!r} is no precision of timestamps", hint=f"It is one of {', '.join(filter(None, PRECISIONS))}."
+        )
+    if len(body) > BODY_BYTES_MAX:
+        raise too_large("its lines' bytes", len(body), BODY_BYTES_MAX)
+    try:
+        walk = Walk(
+            body,
+            seed=_SEED,
+            time_min=-((-TIME_MIN_US * 1000) // unit),
+            time_max=(TIME_MAX_US * 1000 + 999) // unit,
+            wrong_max=rejected_max,
+            names_max=NAMES_MAX,
+        )
+    except TooManyNamesError as error:
+        raise too_large("its names of measurements or of columns", NAMES_MAX + 1, NAMES_MAX) from error
+    rejected = [RejectedLine(wrong.number, REASONS[wrong.fault], excerpt(body, *wrong.span)) for wrong in walk.wrong]
+    rejected_count = walk.wrong_count
+    names = _Names.of(walk)
+    if not (names.are_fine and walk.agrees(columns_max)):
+        refused, count = walk.settle(
+            refused_measurements=list(names.refused_measurements),
+            refused_columns=list(names.refused_columns),
+            case_of=names.case_of,
+            columns_max=columns_max,
+            refused_max=rejected_max,
+        )
+        rejected_count += count
+        rejected += [
+            RejectedLine(line.number, names.reason(line, columns_max), excerpt(body, *line.span)) for line in refused
+        ]
+        rejected = sorted(rejected, key=lambda line: line.line)[:rejected_max]
+    if walk.measurement_count > tables_max:
+        raise too_large("its measurements", walk.measurement_count, tables_max)
+    try:
+        tables = walk.tables(unit_ns=unit, now_us=now_ns // 1000, bytes_max=rows_bytes_max)
+    except TooManyValuesError as error:
+        raise too_large("its rows' bytes", error.size, rows_bytes_max) from error
+    return Lines([_table(table) for table in tables], rejected, rejected_count)
+
+
+def warm() -> None:
+    """Compile or load the machine code; else the first lines do, which takes seconds."""
+    from millstream.codec.line_protocol.vectorised import warm
+
+    warm()
+
+
+def _table(found: FoundTable) -> TableLines:
+    times = pa.Array.from_buffers(INSTANT, len(found.numbers), [None, pa.py_buffer(found.times_us)])
+    columns = {TIME: times}
+    if found.times_ns is not None:
+        columns[TIME_NS] = pa.array(found.times_ns)
+    columns.update((column.name, column.values) for column in found.columns)
+    return TableLines(qualified_name("public", found.measurement), pa.table(columns), found.numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """The names of a walk's measurements and columns, by their places, and which of them can't be."""
+
+    measurements: dict[int, str]
+    columns: dict[int, tuple[int, str]]
+    """With their measurements' places."""
+    refused_measurements: dict[int, str]
+    """And why."""
+    refused_columns: dict[int, str]
+    case_of: npt.NDArray[np.int64]
+    """A number for each column, the same for names of one measurement that differ by their case alone."""
+    are_fine: bool
+
+    @classmethod
+    def of(cls, walk: Walk) -> Self:
+        measurements, columns = walk.measurement_names(), walk.column_names()
+        refused_measurements = {
+            place: why for place, name in measurements.items() if (why := measurement_fault(name)) is not None
+        }
+        refused_columns = {
+            place: why for place, (_, name) in columns.items() if (why := column_fault(name)) is not None
+        }
+        case_of = np.arange(walk.column_count, dtype=np.int64)
+        first: dict[tuple[int, str], int] = {}
+        for place, (measurement, name) in columns.items():
+            case_of[place] = first.setdefault((measurement, name.lower()), place)
+        are_fine = not refused_measurements and not refused_columns and len(first) == len(columns)
+        return cls(measurements, columns, refused_measurements, refused_columns, case_of, are_fine)
+
+    def reason(self, line: RefusedLine, columns_max: int) -> str:
+        """Why a line was refused."""
+        if line.why is Refusal.INFINITE:
+            return REASONS[Fault.FLOAT_TOO_LARGE]
+        if line.why is Refusal.MEASUREMENT:
+            return self.refused_measurements[line.measurement]
+        if line.why is Refusal.TOO_MANY_COLUMNS:
+            return too_many(columns_max)
+        if line.why is Refusal.COLUMN:
+            return self.refused_columns[line.column]
+        name = self.columns[line.column][1]
+        if line.why is Refusal.OTHER_CASE:
+            return other_case(name, self.columns[line.other][1])
+        return other_kind(name, line.kind, Kind(line.other))
+
+
+def excerpt(body: bytes, start: int, end: int) -> str:
+    """How a line begins."""
+    text = body[start : min(end, start + 4 * EXCERPT_CHARACTERS)].decode("utf-8", "replace").rstrip("\r\n")
+    return text if len(text) <= EXCERPT_CHARACTERS else text[: EXCERPT_CHARACTERS - 1] + "…"
+
+
+@lru_cache(maxsize=4096)
+def measurement_fault(name: str) -> str | None:
+    """Why a measurement's name can't be a table's."""
+    if "\0" in name:
+        return f"the measurement's name {name[:40]!r} has a zero byte"
+    if len(name.encode()) > NAME_BYTES_MAX:
+        return f"the measurement's name {name[:40]!r}… has more than {NAME_BYTES_MAX} bytes"
+    return None
+
+
+@lru_cache(maxsize=4096)
+def column_fault(name: str) -> str | None:
+    """Why a tag's or a field's key can't be a column's name."""
+    if "\0" in name:
+        return f"the key {name[:40]!r} has a zero byte"
+    if len(name.encode()) > NAME_BYTES_MAX:
+        return f"the key {name[:40]!r}… has more than {NAME_BYTES_MAX} bytes"
+    if name.lower() in {TIME, TIME_NS} or name.lower() in RESERVED_COLUMNS:
+        return f"the key {name!r} is the name of a column that each row has"
+    return None
+
+
+def other_case(name: str, other: str) -> str:
+    """Why a key has no place beside one of a line before it."""
+    return f"the key {name!r} differs from {other!r} by its case alone: they would be one column in the lake"
+
+
+def other_kind(name: str, kind: Kind, other: Kind) -> str:
+    """Why a value has no place beside those of lines before it."""
+    if Kind.TAG in (kind, other):
+        here, before = ("tag", "field") if kind is Kind.TAG else ("field", "tag")
+        return f"{name!r} is a {here} here and a {before} in a line before, or in this one"
+    return f"the field {name!r} is of type {kind.name.lower()} here, and {other.name.lower()} in a line before, or in this one"
+
+
+def too_many(columns_max: int) -> str:
+    """Why a line that brings new columns has no place."""
+    return f"its measurement would have more than {columns_max} tags and fields"

@@ -1,0 +1,149 @@
+"""Appends through a writer's socket, by tasks of one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import select
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from millstream.errors import MillstreamError, WriterClosed
+from millstream.ingest.frames import (
+    ANSWER_PATIENCE_S,
+    HELLO_PATIENCE_S,
+    LENGTHS,
+    answer_in,
+    asking,
+    greeted,
+    no_answer,
+    outcomes_of,
+)
+from millstream.ingest.requests import one_request
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from millstream.model.appends import AppendBatch, WriteId
+    from millstream.model.operations import Appended
+
+CONNECTIONS_MAX: Final = 64
+"""Of one client: a writer's commit groups take as many batches as come meanwhile, and more than these only wait elsewhere."""
+
+
+class AsyncAppendClient:
+    """As `AppendClient`, with coroutines. Any number of tasks of one event loop: each request has a connection to itself while it lasts.
+
+    Args:
+        path: the socket's.
+        connections_max: how many requests are under way at a time; others wait.
+    """
+
+    def __init__(self, path: Path, *, connections_max: int = CONNECTIONS_MAX) -> None:
+        self._path = path
+        self._idle: list[socket.socket] = []
+        self._room = asyncio.Semaphore(connections_max)
+        self._closed = False
+
+    async def append(
+        self,
+        stream: str,
+        table: str,
+        rows: pa.Table,
+        *,
+        deadline_s: float,
+        write_id: WriteId | None = None,
+        keep_valid_rows: bool = False,
+    ) -> Appended:
+        """See `AppendClient.append`."""
+        batch = one_request(table, rows, write_id, keep_valid_rows)
+        (outcome,) = await self.append_batch(stream, batch, deadline_s=deadline_s)
+        if isinstance(outcome, MillstreamError):
+            raise outcome
+        return outcome
+
+    async def append_batch(
+        self, stream: str, batch: AppendBatch, *, deadline_s: float
+    ) -> list[Appended | MillstreamError]:
+        """See `AppendClient.append_batch`. Cancelled, it may or may not be appended."""
+        head, body = asking(stream, batch, deadline_s)
+        async with self._room:
+            connection = await self._take()
+            try:
+                answer = await self._ask(connection, head, body, deadline_s + ANSWER_PATIENCE_S)
+            except BaseException:
+                connection.close()
+                raise
+            if self._closed:
+                connection.close()
+            else:
+                self._idle.append(connection)
+        return outcomes_of(answer)
+
+    def close(self) -> None:
+        """Let go of connections that nobody uses; those in use go when they aren't any more."""
+        self._closed = True
+        while self._idle:
+            self._idle.pop().close()
+
+    async def _ask(self, connection: socket.socket, head: bytes, body: Any, patience_s: float) -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(patience_s):
+                await loop.sock_sendall(connection, head)
+                await loop.sock_sendall(connection, body)
+        except OSError as error:
+            # Not all of it was sent. Who refused it meanwhile has said why.
+            with suppress(OSError, EOFError, ValueError):
+                return answer_in(await _heard(connection, HELLO_PATIENCE_S))
+            raise WriterClosed("the writer's process went away; nothing of it was appended") from error
+        try:
+            return answer_in(await _heard(connection, patience_s))
+        except (OSError, EOFError, ValueError) as error:
+            raise no_answer(error) from error
+
+    async def _take(self) -> socket.socket:
+        while self._idle:
+            connection = self._idle.pop()
+            # Something to read before anything was asked is the other side's end.
+            if not select.select([connection], [], [], 0)[0]:
+                return connection
+            connection.close()
+        return await self._connect()
+
+    async def _connect(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.setblocking(False)
+            async with asyncio.timeout(HELLO_PATIENCE_S):
+                await asyncio.get_running_loop().sock_connect(connection, str(self._path))
+            greeted(await _heard(connection, HELLO_PATIENCE_S))
+        except (OSError, EOFError, ValueError) as error:
+            # Before the first word nobody reads what is sent.
+            connection.close()
+            raise WriterClosed("no writer listens") from error
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+async def _heard(connection: socket.socket, patience_s: float) -> dict[str, Any]:
+    """The next frame's facts; `OSError`, `EOFError`, `ValueError` where there is none."""
+    async with asyncio.timeout(patience_s):
+        length, _ = LENGTHS.unpack(await _exactly(connection, LENGTHS.size))
+        facts: dict[str, Any] = json.loads(await _exactly(connection, length))
+    return facts
+
+
+async def _exactly(connection: socket.socket, size: int) -> bytes:
+    loop = asyncio.get_running_loop()
+    found = bytearray()
+    while len(found) < size:
+        piece = await loop.sock_recv(connection, min(size - len(found), 1 << 20))
+        if not piece:
+            raise EOFError("it ended")
+        found += piece
+    return bytes(found)

@@ -1,0 +1,207 @@
+"""Requests of applications, many at a time: their rows as one operation each, and what each of them is told in the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+
+from millstream.errors import InvalidValue, MillstreamError, RowsTooLarge
+from millstream.model.appends import AppendBatch, WriteId
+from millstream.model.ids import ShardId, SourceId
+from millstream.model.operations import OPERATION_SCHEMA, Ack, Appended, OperationKind, RejectedRow, TableRows, WriteOps
+from millstream.model.positions import Offset, Seq, SeqRange, StreamToken
+
+REQUESTS_MAX: Final = 10_000
+"""Of one batch."""
+WRITE_ID_BYTES_MAX: Final = 255
+"""Of a session's name, or of an idempotency key."""
+_NUMBER_MAX: Final = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBatch:
+    """A batch's requests as the log takes them, without those that were refused."""
+
+    ops: WriteOps | None
+    """None where none is left."""
+    requests: int
+    """How many there are, with those."""
+    places: tuple[int, ...]
+    """Each operation's request, by its place in the batch."""
+    counts: tuple[int, ...]
+    """Each operation's rows in the log: those that routing takes elsewhere aren't among them."""
+    errors: Mapping[int, MillstreamError]
+    """Why others were refused, by place."""
+    rejected: Mapping[int, tuple[RejectedRow, ...]] = field(default_factory=dict)
+    """Rows that were left out of requests, by the request's place."""
+
+    def outcomes(
+        self, ack: Ack | None, token_of: Callable[[SeqRange], StreamToken] | None = None
+    ) -> list[Appended | MillstreamError]:
+        """What became of each request, in their order.
+
+        Args:
+            ack: of `ops`.
+            token_of: who has read up to it has seen these numbers.
+        """
+        outcomes: dict[int, Appended | MillstreamError] = dict(self.errors)
+        if ack is not None:
+            assert self.ops is not None
+            assert token_of is not None
+            parts = parts_of(ack.placed or self.ops, self.counts, ack)
+            for place, (numbers, offsets) in zip(self.places, parts, strict=True):
+                rejected = self.rejected.get(place, ())
+                outcomes[place] = Appended(token_of(numbers), numbers, offsets, rejected=rejected)
+        return [outcomes[place] for place in range(self.requests)]
+
+
+def parts_of(
+    ops: WriteOps, counts: Sequence[int], ack: Ack
+) -> list[tuple[SeqRange, dict[ShardId, tuple[Offset, Offset]]]]:
+    """Each operation's part of what all of them together were given.
+
+    Numbers and, on every shard, offsets go operation by operation, each with as many as it has rows.
+
+    Args:
+        ops: as they were appended.
+        counts: each operation's rows, over all tables.
+        ack: theirs.
+    """
+    if len(counts) == 1:
+        return [(ack.seqs, dict(ack.offsets))]
+    firsts = (int(ack.seqs.first) + np.cumsum(counts) - np.array(counts)).tolist()
+    numbers = [SeqRange(Seq(first), count) for first, count in zip(firsts, counts, strict=True)]
+    of_shards: dict[ShardId, list[tuple[Offset, Offset]]] = {}
+    for shard, (start, _) in ack.offsets.items():
+        on_shard = counts if len(ack.offsets) == 1 else _rows_on(ops, shard, len(counts))
+        ends = int(start) + np.cumsum(on_shard)
+        of_shards[shard] = list(zip((ends - on_shard).tolist(), ends.tolist(), strict=True))
+    if len(of_shards) == 1:
+        ((shard, offsets),) = of_shards.items()
+        return [(of_one, {shard: there}) for of_one, there in zip(numbers, offsets, strict=True)]
+    return [
+        (of_one, {shard: there[i] for shard, there in of_shards.items() if there[i][0] < there[i][1]})
+        for i, of_one in enumerate(numbers)
+    ]
+
+
+def _rows_on(ops: WriteOps, shard: ShardId, operations: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    found = np.zeros(operations, dtype=np.int64)
+    for table in ops.tables:
+        if table.shard == shard and table.sink is None:
+            found += np.bincount(table.rows.column("__operation").to_numpy(), minlength=operations)
+    return found
+
+
+def in_log(placed: Sequence[TableRows], counts: Sequence[int]) -> tuple[int, ...]:
+    """How many of each operation's rows the log gets, of so many that were placed."""
+    rows = [table.rows for table in placed if table.sink is None]
+    if sum(batch.num_rows for batch in rows) == sum(counts):
+        return tuple(counts)
+    found = np.zeros(len(counts), dtype=np.int64)
+    for batch in rows:
+        found += np.bincount(batch.column("__operation").to_numpy(), minlength=len(counts))
+    return tuple(found.tolist())
+
+
+def one_request(table: str, rows: pa.Table, write_id: WriteId | None, keep_valid_rows: bool) -> AppendBatch:  # noqa: FBT001 (the batch's field)
+    """A batch of one."""
+    if not rows.num_rows:
+        raise InvalidValue("an append needs at least one row", hint="Don't call it where there is none.")
+    return AppendBatch(table, rows, (rows.num_rows,), (write_id,), keep_valid_rows)
+
+
+def check_batch(batch: AppendBatch) -> None:
+    """`InvalidValue`, `RowsTooLarge` where counts don't say whose the rows are, or an id isn't one."""
+    if not batch.counts or min(batch.counts) < 1 or sum(batch.counts) != batch.rows.num_rows:
+        raise InvalidValue(
+            "a batch's counts must say of all its rows, request by request, how many are whose: at least one each",
+            rows=batch.rows.num_rows,
+        )
+    if len(batch.write_ids) != len(batch.counts):
+        raise InvalidValue(f"{len(batch.counts)} requests have {len(batch.write_ids)} write ids")
+    if len(batch.counts) > REQUESTS_MAX:
+        raise RowsTooLarge(
+            f"a batch has {len(batch.counts)} requests, of at most {REQUESTS_MAX}",
+            hint="Append it in several batches.",
+            what="requests",
+            size=len(batch.counts),
+            size_max=REQUESTS_MAX,
+        )
+    for write_id in batch.write_ids:
+        if write_id is not None:
+            check_write_id(write_id)
+
+
+def check_write_id(write_id: WriteId) -> None:
+    """`InvalidValue` where it is neither a session with a number from 1 nor a key; `RowsTooLarge` where a text is too long."""
+    session, number, key = write_id.session, write_id.number, write_id.key
+    if (session is None) == (key is None) or (session is None) != (number is None):
+        raise InvalidValue(
+            "a write is told apart by a session and its number in it, or by an idempotency key",
+            hint="Give both of the former, or the latter alone.",
+        )
+    if number is not None and not 1 <= number <= _NUMBER_MAX:
+        raise InvalidValue(f"{number} can't be a write's number: a session's writes are numbered from 1")
+    text = session or key
+    if not text:
+        raise InvalidValue("a session's name and an idempotency key can't be empty")
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidValue(f"{text!r} isn't text") from error
+    if size > WRITE_ID_BYTES_MAX:
+        what = "session's name" if session else "idempotency key"
+        raise RowsTooLarge(
+            f"a {what} has {size} bytes, of at most {WRITE_ID_BYTES_MAX}",
+            what=what,
+            size=size,
+            size_max=WRITE_ID_BYTES_MAX,
+        )
+
+
+def rows_of(batch: AppendBatch, places: Sequence[int]) -> pa.Table:
+    """The rows of some of the requests, in order."""
+    ends = np.cumsum(batch.counts)
+    if isinstance(places, range):
+        start = int(ends[places.start] - batch.counts[places.start])
+        return batch.rows.slice(start, int(ends[places.stop - 1]) - start)
+    chosen = np.zeros(len(batch.counts), dtype=bool)
+    chosen[list(places)] = True
+    return batch.rows.filter(pa.array(np.repeat(chosen, batch.counts)))
+
+
+def said(rows: pa.Table) -> pa.Table:
+    """The rows without the values' types of columns that say nothing: other requests' columns."""
+    columns = [
+        pa.chunked_array([pa.nulls(rows.num_rows)]) if column.null_count == rows.num_rows else column
+        for column in rows.columns
+    ]
+    return pa.table(columns, names=rows.column_names)
+
+
+def operations_of(write_ids: Sequence[WriteId | None]) -> pa.RecordBatch:
+    """A row of `OPERATION_SCHEMA` for each request of now."""
+    count = len(write_ids)
+    facts = {
+        "kind": pa.array(np.full(count, int(OperationKind.APPEND), dtype=np.uint8)),
+        "source": pa.array(np.full(count, int(SourceId(0)), dtype=np.int32)),
+        "commit_ts": pa.array(np.full(count, time.time_ns() // 1000), OPERATION_SCHEMA.field("commit_ts").type),
+    }
+    if any(write_ids):
+        told = [write_id or _NOTHING for write_id in write_ids]
+        facts |= {
+            "session": pa.array([write_id.session for write_id in told], pa.string()),
+            "session_number": pa.array([write_id.number for write_id in told], pa.int64()),
+            "idempotency_key": pa.array([write_id.key for write_id in told], pa.string()),
+        }
+    columns = [facts[f.name] if f.name in facts else pa.nulls(count, f.type) for f in OPERATION_SCHEMA]
+    return pa.RecordBatch.from_arrays(columns, schema=OPERATION_SCHEMA)
+
+
+_NOTHING: Final = WriteId()

@@ -1,0 +1,92 @@
+"""Servers of tests as processes: started with a folder and a port of their own, and ended by their id, also when the test's process dies."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from millstream.errors import MillstreamError, Retry
+
+_STOP_WITHIN_S: Final = 20.0
+_LOOK_S: Final = 0.02
+_DIES_WITH_US: Final = (
+    "import ctypes, os, sys\n"
+    "if sys.platform.startswith('linux'):\n"
+    "    ctypes.CDLL(None).prctl(1, 9)\n"  # PR_SET_PDEATHSIG, SIGKILL: it outlives exec
+    "os.execv(sys.argv[1], sys.argv[1:])\n"
+)
+
+
+class ServerStartError(MillstreamError):
+    """A server of the test kit didn't start; details: log (the end of what it said)."""
+
+    code = "server_start"
+    retry = Retry.OPERATOR
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class ServerProcess:
+    """One server's process. Start it from a thread that lives on: on Linux the kernel ends it with that.
+
+    Args:
+        command: the program and its arguments.
+        log: where it writes what it says.
+        environ: of the process; this one's where it isn't given.
+    """
+
+    def __init__(self, command: Sequence[str], *, log: Path, environ: Mapping[str, str] | None = None) -> None:
+        self._log = log
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-S", "-c", _DIES_WITH_US, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=dict(os.environ if environ is None else environ),
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Its id."""
+        return self._process.pid
+
+    def wait_until(self, answers: Callable[[], bool], *, within_s: float, what: str) -> None:
+        """Return once it answers; `ServerStartError` where it ends or takes longer, with the end of its log."""
+        deadline = time.monotonic() + within_s
+        while not answers():
+            ended = self._process.poll()
+            if ended is not None or time.monotonic() > deadline:
+                self.kill()
+                how = f"ended with {ended}" if ended is not None else f"didn't answer within {within_s} s"
+                said = self._log.read_text(errors="replace")[-3000:]
+                raise ServerStartError(f"{what} {how}: {said}", log=said)
+            time.sleep(_LOOK_S)
+
+    def kill(self) -> None:
+        """SIGKILL: nothing of what it was about is finished."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> None:
+        """SIGTERM, and SIGKILL where that takes too long."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            self._process.wait(_STOP_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self.kill()

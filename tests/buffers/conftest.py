@@ -1,0 +1,37 @@
+"""Real brokers: one for the tests of each kind, with a buffer of its own for each test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from millstream.testing.kafka import EmbeddedKafka
+from millstream.testing.redis import EmbeddedRedis
+
+
+@pytest.fixture(scope="session")
+def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedKafka]:
+    with EmbeddedKafka(tmp_path_factory.mktemp("kafka")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def own_kafka(tmp_path: Path) -> Iterator[EmbeddedKafka]:
+    """One that may be killed."""
+    with EmbeddedKafka(tmp_path / "kafka") as server:
+        yield server
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[EmbeddedRedis]:
+    """One that may be killed."""
+    with EmbeddedRedis(tmp_path / "redis") as server:
+        yield server

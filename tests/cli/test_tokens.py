@@ -1,0 +1,61 @@
+"""`token` as a person uses it: made and shown once, listed without what it opens with, and revoked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.app.homes import done, make_home, run
+
+from millstream.model.access import token_parts
+
+TWO_STREAMS = "[streams.shop]\n[streams.web]\n"
+
+
+def test_a_token_is_made_shown_once_listed_and_revoked(tmp_path: Path) -> None:
+    home = make_home(tmp_path / "home", TWO_STREAMS)
+    assert json.loads(done(home, "token", "ls", "--json")) == []
+    words = ("--name", "sensors", "--stream", "shop=read,write", "--stream", "web=admin", "--expires", "30d")
+    made = run(home, "token", "create", *words)
+    text = made.stdout.strip()
+    parts = token_parts(text)
+    assert parts is not None, made.stderr
+    assert "sensors may read, write shop; admin web, until 20" in made.stderr
+    facts = json.loads(done(home, "token", "create", "--all", "read", "--json"))
+    assert token_parts(facts["token"])
+    listed = json.loads(done(home, "token", "ls", "--json"))
+    assert {one["name"]: one["rights"] for one in listed} == {
+        "sensors": {"shop": ["read", "write"], "web": ["admin"]},
+        facts["id"]: {"*": ["read"]},
+    }
+    shown = done(home, "token")
+    assert "sensors" in shown
+    for secret in (parts[1], facts["token"].rpartition("_")[2]):
+        assert secret not in shown + json.dumps(listed)
+        assert secret.encode() not in (home / "data" / "catalog.db").read_bytes()
+    gone = run(home, "token", "revoke", "sensors")
+    assert (gone.returncode, gone.stdout) == (0, "")
+    assert [one["name"] for one in json.loads(done(home, "token", "ls", "--json"))] == [facts["id"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["create"], "usage", "--stream S=RIGHT"),
+        (["create", "--stream", "shop"], "usage", "shop=read"),
+        (["create", "--stream", "shop=all"], "usage", "read, write, admin"),
+        (["create", "--stream", "shpo=read"], "unknown_stream", "shop, web"),
+        (["create", "--all", "read", "--expires", "soon"], "usage", "30d|7d"),
+        (["create", "--all", "read", "--expires", "0s"], "usage", "30d"),
+        (["create", "--all", "read", "--expires", "99999999999d"], "usage", "36500d"),
+        (["revoke", "nobody"], "unknown_access_token", "millstream token ls"),
+    ],
+)
+def test_what_is_wrong_is_said_and_makes_nothing(tmp_path: Path, words: list[str], code: str, says: str) -> None:
+    home = make_home(tmp_path / "home", TWO_STREAMS)
+    ended = run(home, "token", *words)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert f"error[{code}]" in ended.stderr
+    assert any(word in ended.stderr for word in says.split("|"))
+    assert json.loads(done(home, "token", "ls", "--json")) == []
