@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from tests.app.homes import done, make_home, run, wait_for
 
@@ -24,8 +25,10 @@ from millstream.app.locks import holder
 from millstream.app.routes import explain_route
 from millstream.app.writing.appending import HomeAppender
 from millstream.catalog.eras import RingEras
-from millstream.errors import ConfigError, InvalidRoute, NoRouteMatches, ReshardRefused, UnknownStream
+from millstream.errors import ConfigError, InvalidRoute, NoRouteMatches, PartialWrite, ReshardRefused, UnknownStream
+from millstream.model.appends import AppendBatch, WriteId
 from millstream.model.ids import ShardId
+from millstream.model.operations import Appended
 from millstream.routing.hashing import key_hashes
 from millstream.routing.ring import ShardRouter
 from millstream.testing.pytest_plugin import Database
@@ -85,8 +88,6 @@ def assert_order(rows: list[dict[str, Any]]) -> None:
 
 
 def expected_shard(key: int, shards: int) -> int:
-    import pyarrow as pa
-
     ring = ShardRouter.ring([ShardId(n) for n in range(shards)])
     return int(ring.shards_of(key_hashes([pa.array([key])]))[0])
 
@@ -425,3 +426,94 @@ def test_hashing_over_several_writers_is_refused_by_name(tmp_path: Path, postgre
     home = make_home(tmp_path / "web", text)
     with millstream.open(home) as opened, pytest.raises(ConfigError, match="several writers"):
         opened.append("web", "clicks", [click(1, 1)])
+
+
+SINKS = """
+[streams.web.keys]
+"public.clicks" = ["id"]
+[streams.web.routing]
+rules = [
+  { table = 'public\\.clicks', to = ["ring", "copies", "other"] },
+  { table = 'public\\.elsewhere', to = "other" },
+  { table = 'public\\.maybe', to = ["shard:0", "away"] },
+]
+hash_ring = {}
+IGNORED
+[streams.web.routing.sinks.copies]
+kind = "log"
+location = "copies"
+create = true
+shards = 2
+[streams.web.routing.sinks.other]
+kind = "millstream"
+location = "../other"
+name = "mirror"
+[streams.web.routing.sinks.away]
+kind = "log"
+location = "nowhere"
+"""
+
+
+def test_rows_go_to_sinks_beside_the_log_and_what_failed_is_told(tmp_path: Path) -> None:
+    other = make_home(tmp_path / "other", "[streams.mirror]\n")
+    home = make_home(tmp_path / "web", SINKS.replace("IGNORED", ""))
+    with millstream.open(home) as opened:
+        appended = opened.append("web", "clicks", [{"id": n % 3, "n": n} for n in range(30)])
+        assert appended.row_count == 30
+        elsewhere = opened.append("web", "elsewhere", [{"x": 1}, {"x": 2}])
+        assert (elsewhere.row_count, elsewhere.offsets) == (0, {})
+        with pytest.raises(PartialWrite, match="away") as caught:
+            opened.append("web", "maybe", [{"x": 1}])
+        said = caught.value.details
+        assert said["succeeded"]["log"]["rows"] == 1
+        assert said["failed"]["away"]["code"] == "buffer_missing"
+    with millstream.open(other) as opened:
+        mirrored = [row for batch in opened.read("mirror", table="clicks") for row in batch.to_pylist()]
+        assert [(row["id"], row["n"]) for row in mirrored] == [(n % 3, n) for n in range(30)]
+        assert [row["x"] for batch in opened.read("mirror", table="elsewhere") for row in batch.to_pylist()] == [1, 2]
+    assert len(list((home / "copies").glob("0000?/*/*.wal"))) >= 2
+    (home / "millstream.toml").write_text(SINKS.replace("IGNORED", 'ignore_errors = ["away"]'))
+    with millstream.open(home) as opened:
+        assert opened.append("web", "maybe", [{"x": 2}]).row_count == 1
+
+
+def test_requests_of_a_batch_are_refused_one_by_one(home: Path) -> None:
+    """What has no place refuses its own request alone, and numbers and offsets are those of the rows that are in the log."""
+    bad = 'routing = { rules = [{ where = "kind = \'bot\'", to = "devnull" }, { where = "kind = \'man\'", to = "shard:1" }] }\nlog = { shards = 2 }\n'
+    (home / "millstream.toml").write_text(f"[streams.web]\n{bad}")
+    kinds = ["man", "bot", "man", "cat", "man", "bot"]
+    batch = AppendBatch(
+        "clicks",
+        pa.table({"kind": kinds, "n": list(range(6))}),
+        (2, 2, 1, 1),
+        [None, WriteId(key="a"), WriteId(key="b"), None],
+    )
+    appender = HomeAppender(Home(home))
+    try:
+        first, refused, third, dropped = appender.append_batch("web", batch, deadline_s=10)
+        assert isinstance(refused, NoRouteMatches)
+        assert isinstance(first, Appended)
+        assert isinstance(third, Appended)
+        assert isinstance(dropped, Appended)
+        assert (first.row_count, third.row_count, dropped.row_count) == (1, 1, 0)
+        assert (first.offsets, third.offsets) == ({1: (0, 1)}, {1: (1, 2)})
+        assert (int(third.seqs.first), third.duplicate) == (int(first.seqs.first) + 1, False)
+        alone = AppendBatch("clicks", pa.table({"kind": ["man"], "n": [4]}), (1,), [WriteId(key="b")])
+        (again,) = appender.append_batch("web", alone, deadline_s=10)
+        assert isinstance(again, Appended)
+        assert (again.duplicate, again.seqs, dict(again.offsets)) == (True, third.seqs, dict(third.offsets))
+    finally:
+        appender.close()
+    assert [row["n"] for row in in_read_order(home)] == [0, 4]
+
+
+def test_retries_are_known_across_a_change_of_the_shards(home: Path) -> None:
+    rows = [click(n % 7, n) for n in range(40)]
+    with millstream.open(home) as opened:
+        first = opened.append("web", "clicks", rows, idempotency_key="once")
+        opened._home_appender().reshard("web", 6)
+        again = opened.append("web", "clicks", rows, idempotency_key="once")
+    assert (again.duplicate, again.seqs, dict(again.offsets)) == (True, first.seqs, dict(first.offsets))
+    with millstream.open(home) as opened:
+        assert opened.append("web", "clicks", rows, idempotency_key="once").duplicate
+    assert len(in_read_order(home)) == 40

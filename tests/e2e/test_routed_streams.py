@@ -51,7 +51,7 @@ def test_a_table_on_several_shards_and_partitions_lands_as_it_was_appended(tmp_p
         kept = [row for row in appended if row["kind"] != "bot"]
         newest = {row["id"]: row for row in kept}
         with millstream.open(home) as opened:
-            current = opened.query("select id, n, kind, at from public.clicks order by id").to_pylist()
+            current = opened.query('select id, n, kind, "at" from public.clicks order by id').to_pylist()
             assert current == [newest[key] for key in sorted(newest)]
             history = opened.query('select id, n, __seq, __op from history."public.clicks" order by __seq').to_pylist()
             records = [row for batch in opened.read("shop", table="clicks") for row in batch.to_pylist()]

@@ -25,6 +25,7 @@ from millstream.errors._buffers import BufferReplaced as BufferReplaced
 from millstream.errors._buffers import BufferSeekBeyondEnd as BufferSeekBeyondEnd
 from millstream.errors._buffers import BufferUnavailable as BufferUnavailable
 from millstream.errors._buffers import BufferWentBack as BufferWentBack
+from millstream.errors._buffers import StreamReadsBuffer as StreamReadsBuffer
 from millstream.errors._buffers import UnknownBufferShard as UnknownBufferShard
 from millstream.errors._buffers import WriteBufferError as WriteBufferError
 from millstream.errors._http import BodyTooLarge as BodyTooLarge
@@ -36,8 +37,13 @@ from millstream.errors._http import ServerBusy as ServerBusy
 from millstream.errors._ingest import IngestError as IngestError
 from millstream.errors._ingest import KeyChanged as KeyChanged
 from millstream.errors._ingest import RowsTooLarge as RowsTooLarge
+from millstream.errors._ingest import SessionAhead as SessionAhead
+from millstream.errors._ingest import SessionExpired as SessionExpired
+from millstream.errors._ingest import SessionsNeedOneWriter as SessionsNeedOneWriter
 from millstream.errors._ingest import TableCaptured as TableCaptured
 from millstream.errors._ingest import UnknownColumn as UnknownColumn
+from millstream.errors._ingest import WriteForgotten as WriteForgotten
+from millstream.errors._ingest import WriteIdReused as WriteIdReused
 from millstream.errors._ingest import WriterVersionDiffers as WriterVersionDiffers
 from millstream.errors._lake import DestinationError as DestinationError
 from millstream.errors._lake import DestinationRefused as DestinationRefused

@@ -10,10 +10,11 @@ import numpy as np
 import pyarrow as pa
 
 from millstream.errors import IngestError, InvalidValue, MillstreamError, RoutingError, UnknownTable
+from millstream.ingest.digests import digests_of
 from millstream.ingest.requests import PreparedBatch, check_batch, in_log, one_request, operations_of, rows_of, said
 from millstream.ingest.schemas import WriteRules, fitted, grown
 from millstream.ingest.undisturbed import made_elsewhere, undisturbed
-from millstream.model.appends import AppendBatch, WriteId
+from millstream.model.appends import AppendBatch, WriteId, WriteKeys
 from millstream.model.ids import ShardId, StreamId, WriterId
 from millstream.model.names import parse_qualified_name
 from millstream.model.operations import Ack, Appended, TableRows, WriteOps
@@ -163,8 +164,14 @@ class Appender:
             if not places:
                 return PreparedBatch(None, len(batch.counts), (), (), errors)
             known, arrays = self._fit(name, said(rows_of(batch, places)))
-        ops = WriteOps(operations_of([batch.write_ids[place] for place in places]), placed)
-        return PreparedBatch(ops, len(batch.counts), tuple(places), in_log(placed, counts), errors)
+        ids = [batch.write_ids[place] for place in places]
+        logged = in_log(placed, counts)
+        keys = None
+        if any(ids):
+            names = [column.name for column in known.columns]
+            keys = WriteKeys(ids, digests_of(names, arrays, counts, [one is not None for one in ids]), logged)
+        ops = WriteOps(operations_of(ids, None if keys is None else keys.digests), placed, keys=keys)
+        return PreparedBatch(ops, len(batch.counts), tuple(places), logged, errors)
 
     def _placed(
         self, schema: TableSchema, rows: pa.RecordBatch, counts: Sequence[int]

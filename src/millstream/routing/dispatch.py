@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Final, Protocol
 
 import structlog
@@ -73,7 +74,7 @@ class Dispatcher:
             except MillstreamError as error:
                 outcome = error
         told = {name: _outcome(future) for name, future in asked.items()}
-        return self._ack(local, outcome, told)
+        return self._ack(outcome, told)
 
     async def append_async(self, ops: Submitted, *, deadline_s: float | None = None) -> Ack:
         """As `append`, for a task."""
@@ -88,7 +89,7 @@ class Dispatcher:
             except MillstreamError as error:
                 outcome = error
         await asyncio.gather(*map(asyncio.wrap_future, asked.values()), return_exceptions=True)
-        return self._ack(local, outcome, {name: _outcome(future) for name, future in asked.items()})
+        return self._ack(outcome, {name: _outcome(future) for name, future in asked.items()})
 
     def persisted_upto(self) -> Seq:
         """As `LogWriter.persisted_upto`."""
@@ -110,7 +111,6 @@ class Dispatcher:
 
     def _ack(
         self,
-        local: WriteOps | None,
         outcome: Ack | MillstreamError | None,
         told: Mapping[str, Mapping[str, object] | MillstreamError],
     ) -> Ack:
@@ -150,8 +150,9 @@ def _apart(ops: Submitted) -> tuple[WriteOps | None, dict[str, WriteOps]]:
     for table in ops.tables:
         if table.sink is not None:
             by_sink.setdefault(table.sink, []).append(table)
-    of_log = WriteOps(ops.operations, tuple(local), ops.reached, ops.behind) if local else None
-    return of_log, {name: WriteOps(ops.operations, tuple(tables)) for name, tables in by_sink.items()}
+    return replace(ops, tables=tuple(local)) if local else None, {
+        name: WriteOps(ops.operations, tuple(tables)) for name, tables in by_sink.items()
+    }
 
 
 def _outcome(future: Future[Mapping[str, object]]) -> Mapping[str, object] | MillstreamError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -136,7 +136,7 @@ class Router:
             numbers = [rows.column(name).to_numpy() for name in ("__index", "__operation")]
             whole = rows.take(pa.array(np.lexsort(numbers)))
             placed += self._entries(entries[0].schema, whole, self.plan(entries[0].schema, whole).shards)
-        return WriteOps(ops.operations, tuple(placed), ops.reached, ops.behind)
+        return replace(ops, tables=tuple(placed))
 
     # --- where ---------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ The descriptions here are the reference documentation. Loading (interpolation, e
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
@@ -237,6 +237,91 @@ class IngestConfig(_Section):
         description="What their rows may change of its tables: `strict` nothing; `add_columns` gives a table that is there the columns that it lacks; "
         "`create` makes tables too.",
     )
+    session_age: Duration = Field(
+        default="7d",
+        description="How long after its last write a session of an application, or an idempotency key, is known. Who retries a write later than that is "
+        "told that it can't be known any more whether it is there.",
+    )
+    sessions_max: int = Field(
+        default=1_000_000,
+        ge=1,
+        le=10_000_000,
+        description="How many sessions are known at a time; the longest unused go first. One takes some 300 bytes of memory, and up to 1 kB after many writes.",
+    )
+    idempotency_keys_max: int = Field(
+        default=1_000_000,
+        ge=1,
+        le=10_000_000,
+        description="How many idempotency keys are known at a time; the oldest go first.",
+    )
+
+
+class BufferConfig(_Section):
+    """A write buffer between applications and a stream's log: the stream writes to it, or reads from it; never both."""
+
+    kind: Literal["log", "kafka", "redis"] = Field(
+        default="log",
+        description="What it lies in: `log` files of a folder, which one process writes; a topic of `kafka`; streams of `redis` or what speaks its protocol.",
+    )
+    role: Literal["writes", "reads"] = Field(
+        description="`writes`: what applications append goes into the buffer, and nothing into this stream's log. `reads`: what others have put there is "
+        "taken into this stream's log, each operation once; applications can't append to it besides. A stream without a buffer does neither.",
+    )
+    location: str = Field(
+        min_length=1,
+        repr=False,
+        description="Where it is. Of `log`: a folder (from the home, where it isn't absolute). Of `kafka`: the brokers, `host:9092,host:9092`. Of `redis`: "
+        "`redis://host:6379/0`, or `rediss://…` with TLS.",
+    )
+    name: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9._-]{1,200}$",
+        description="The topic, or what its keys in Redis begin with. `millstream_<stream>` where it isn't set. A folder has no other name.",
+    )
+    create: bool = Field(
+        default=False, description="Whether it is made where it isn't there. Any number of homes may do so at a time."
+    )
+    shards: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="Shards of a buffer that is made: partitions of its topic, streams in Redis. One that is there has what it has.",
+    )
+    topic: dict[str, str] = Field(
+        default={},
+        description='Options of a topic that is made: `"retention.ms"`, `"min.insync.replicas"` …; `"replication.factor"` too.',
+    )
+    client: dict[str, str] = Field(
+        default={},
+        description='Options of Kafka\'s clients as librdkafka names them: `"security.protocol"`, `"sasl.password"` ….',
+    )
+    timeout: Duration = Field(
+        default="30s",
+        description="How long an operation may be on its way, retries included, before its sender is told that nobody knows what became of it.",
+    )
+    accept_loss: bool = Field(
+        default=False,
+        description="Whether a Redis is taken that doesn't promise to keep what it acknowledged (`appendonly yes`, `appendfsync always`).",
+    )
+    retention_age: Duration = Field(
+        default="7d",
+        description="Of `log`: segments older than this go, read or not. Topics have options of their own.",
+    )
+
+    @field_validator("role", mode="before")
+    @classmethod
+    def _check_role(cls, role: Any) -> Any:
+        said = set(role) if isinstance(role, list) else set(str(role).replace(",", " ").split())
+        if said == {"writes", "reads"} or said & {"both"}:
+            raise ValueError(
+                'must be "writes" or "reads", never both: what the stream writes it would take again, under other numbers'
+            )
+        return role
+
+    @property
+    def timeout_s(self) -> float:
+        """`timeout` in seconds."""
+        return duration_s(self.timeout)
 
 
 class RuleConfig(_Section):
@@ -282,6 +367,43 @@ class HashRingConfig(_Section):
     )
 
 
+class SinkConfig(_Section):
+    """A sink beside the stream's log, which rules send rows to by its name."""
+
+    kind: Literal["kafka", "redis", "log", "millstream"] = Field(
+        description="A topic of `kafka`, streams of `redis`, `log` files of a folder (as a write buffer has them: another stream may read from it), or a "
+        "stream of another `millstream`."
+    )
+    location: str = Field(
+        min_length=1,
+        repr=False,
+        description="Where it is. Of `kafka`: the brokers, `host:9092,host:9092`. Of `redis`: `redis://host:6379/0`. Of `log`: a folder. Of `millstream`: the "
+        "address of its server, `https://host:8787`, or the folder of its home.",
+    )
+    name: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9._-]{1,200}$",
+        description="The topic, what its keys in Redis begin with, or the stream of another Millstream. Unset: `millstream_<stream>`; of another Millstream "
+        "the stream of the same name.",
+    )
+    token: str | None = Field(
+        default=None, repr=False, description="Of `millstream`: the access token, such as `${OTHER_TOKEN}`."
+    )
+    create: bool = Field(
+        default=False, description="Whether a topic, Redis streams or a folder are made where they aren't there."
+    )
+    shards: int = Field(
+        default=1, ge=1, le=1024, description="Of what is made: partitions of a topic, streams in Redis."
+    )
+    client: dict[str, str] = Field(default={}, description="Options of Kafka's clients as librdkafka names them.")
+    timeout: Duration = Field(
+        default="30s", description="How long a write may take before nobody knows what became of it."
+    )
+    accept_loss: bool = Field(
+        default=False, description="Whether a Redis is taken that doesn't promise to keep what it acknowledged."
+    )
+
+
 class RoutingSection(_Section):
     """Which shard or sink takes the rows that applications append. Captured tables lie whole on one shard, as `shards` says."""
 
@@ -297,9 +419,13 @@ class RoutingSection(_Section):
         default=None,
         description="Spreads what no rule takes over the stream's shards: as many as `log.shards` says at first, then as `millstream reshard` does.",
     )
+    sinks: dict[str, SinkConfig] = Field(
+        default={},
+        description="What rules may send rows to beside the log, by name. `devnull`, which drops them, is always there.",
+    )
     ignore_errors: list[str] = Field(
         default=[],
-        description="Sinks that may fail: a write that they don't take is counted, and goes on.",
+        description="Sinks that may fail: a write that they don't take is counted, and goes on. Without, it is told as a partial one.",
     )
 
 
@@ -311,6 +437,9 @@ class StreamConfig(_Section):
         description="The PostgreSQL database that the stream captures. Without one it has what applications append.",
     )
     ingest: IngestConfig = Field(default_factory=IngestConfig, description="What applications may write into it.")
+    buffer: BufferConfig | None = Field(
+        default=None, description="The write buffer that it writes to or reads from. Without one, neither."
+    )
     keys: dict[str, list[str]] = Field(
         default={},
         description='Columns that tell rows of a table apart that applications write: `"public.clicks" = ["id"]`. Its `current` has one row a key, the '

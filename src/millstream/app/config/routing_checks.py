@@ -35,8 +35,14 @@ def clashes_of_routing(at: KeyPath, name: str, stream: StreamConfig) -> Iterator
 def _clashes_of_section(
     at: KeyPath, name: str, stream: StreamConfig, routing: RoutingSection
 ) -> Iterator[tuple[KeyPath, str]]:
-    from millstream.routing.rules import Matcher
+    from millstream.routing.rules import DEVNULL, Matcher
 
+    for sink in routing.sinks:
+        if sink in {DEVNULL, "ring", "log"} or ":" in sink:
+            yield (*at, "sinks", sink), "is the name of something else: take another"
+    for number, sink in enumerate(routing.ignore_errors):
+        if sink not in routing.sinks:
+            yield (*at, "ignore_errors", number), f"there is no sink {sink}"
     if routing.to is not None:
         if routing.rules or routing.hash_ring is not None:
             yield (*at, "to"), "takes all rows: rules and hash_ring would never be asked"
@@ -75,9 +81,19 @@ def _clashes_of_target(
         yield at, f"the stream has shards 0 to {stream.log.shards - 1} ([streams.{name}.log] shards)"
     if target.ring and (stream.routing is None or stream.routing.hash_ring is None):
         yield at, f"there is no ring: configure [streams.{name}.routing.hash_ring]"
+    known = {} if stream.routing is None else stream.routing.sinks
     for sink in target.sinks:
-        if sink != DEVNULL:
-            yield at, f"there is no sink {sink}: `shard:N`, `ring` and `{DEVNULL}` are"
+        if sink != DEVNULL and sink not in known:
+            configured = "".join(f", {one}" for one in sorted(known))
+            yield (
+                at,
+                f"there is no sink {sink} ([streams.{name}.routing.sinks.{sink}]): `shard:N`, `ring`, `{DEVNULL}`{configured} are",
+            )
+        elif sink != DEVNULL and stream.buffer is not None:
+            yield (
+                at,
+                f"a stream that {stream.buffer.role} a write buffer has no sinks beside it: who takes the operations sends them on",
+            )
 
 
 def _clashes_of_table(at: KeyPath, table: str, stream: StreamConfig) -> Iterator[tuple[KeyPath, str]]:

@@ -274,6 +274,11 @@ def check_reshard(name: str, config: StreamConfig, era: RingEra | None, shards: 
             "nothing spreads its rows, each table lies on a shard",
             f"Configure [streams.{name}.routing.hash_ring] first; `log.shards` says how many shards it begins with.",
         )
+    if config.buffer is not None and config.buffer.role == "writes":
+        raise refused(
+            "what applications append goes into its write buffer, where shards have no order among each other",
+            "Reshard the stream that reads from the buffer.",
+        )
     if not 1 <= shards <= SHARDS_MAX:
         raise refused(f"a stream has 1 to {SHARDS_MAX}", "Take another number.")
     if shards == era.shards:

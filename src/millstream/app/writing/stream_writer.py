@@ -7,17 +7,27 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from millstream.app.locks import LOCK_PATIENCE_S
-from millstream.app.wiring import log_options, shard_of, write_rules
+from millstream.app.wiring import log_options, session_limits, shard_of, write_rules
+from millstream.app.writing.buffered import (
+    AppenderOfReader,
+    AppenderToBuffer,
+    BufferingAppender,
+    buffer_name,
+    open_buffer,
+)
 from millstream.app.writing.routing import StreamRouting, shards_to_open
 from millstream.app.writing.shared_writer import SharedWriter
+from millstream.app.writing.sinks import sinks_of
 from millstream.app.writing.writer_facts import refuse_to_own
 from millstream.errors import LogError, ShardLocked, StaleEpoch
 from millstream.ingest.appender import Appender
+from millstream.ingest.taking import OperationTaker
 from millstream.model.ids import Epoch, ShardId, StreamId, WriterId
 from millstream.model.operations import FIRST_SHARD
+from millstream.routing.dispatch import Dispatcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,16 +90,47 @@ def stream_writer(
             log, writer, first_shard = shared.log, shared.writer, shared.shards[0]
         home_shard = shard_of(config, first_shard)
         routing = StreamRouting(catalog, stream, name, config, log, first_shard=first_shard, is_shared=own is not None)
-        appender = Appender(
+        buffer = config.buffer
+        kind: type[Appender] = Appender
+        if buffer is not None:
+            kind = AppenderToBuffer if buffer.role == "writes" else AppenderOfReader
+        appender = kind(
             catalog,
             stream,
-            log,
+            _with_sinks(home, name, config, log, opened),
             writer=writer,
             rules_of=write_rules(config),
             place=routing.place,
             home_shard=home_shard,
         )
+        if isinstance(appender, AppenderToBuffer) and buffer is not None:
+            opened_buffer = opened.enter_context(open_buffer(home, name, buffer))
+            appender.to_buffer = BufferingAppender(appender, stream, opened_buffer, buffer_name(name, buffer))
+        if isinstance(appender, AppenderOfReader) and buffer is not None:
+            appender.buffer_name, appender.stream_name = buffer_name(name, buffer), name
         yield StreamWriter(stream, log, first_shard, appender, own, routing)
+
+
+def _with_sinks(home: Home, name: str, config: StreamConfig, log: LogWriter, opened: contextlib.ExitStack) -> LogWriter:
+    """What applications' operations go to: the log, with the sinks beside it where there are any."""
+    sinks = sinks_of(home, name, config)
+    if not sinks or config.routing is None:
+        return log
+    dispatcher = Dispatcher(log, sinks, ignore_errors=frozenset(config.routing.ignore_errors))
+    opened.callback(dispatcher.close)
+    return cast("LogWriter", dispatcher)  # of which an appender uses what both have
+
+
+def operation_taker(catalog: Catalog, writer: StreamWriter, config: StreamConfig) -> OperationTaker:
+    """What makes operations out of a write buffer the stream's own: by its rules, on its shards."""
+    home_shard = shard_of(config, writer.first_shard)
+    return OperationTaker(
+        catalog,
+        writer.stream,
+        rules_of=write_rules(config),
+        place=writer.routing.place,
+        home_shard=home_shard,
+    )
 
 
 def resolve_stream(home: Home, catalog: Catalog, name: str) -> StreamId:
@@ -136,6 +177,7 @@ def _own(home: Home, catalog: Catalog, stream: StreamId, name: str, config: Stre
                 reservations=catalog.reservations(stream),
                 options=log_options(config),
                 writer=writer,
+                sessions=session_limits(config),
             )
         except StaleEpoch as error:
             # The shards' locks were ours, so that nobody newer writes: the catalog is older than the log.
