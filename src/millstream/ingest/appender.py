@@ -16,7 +16,7 @@ from millstream.ingest.requests import PreparedBatch, check_batch, one_request, 
 from millstream.ingest.schemas import WriteRules, fitted, grown
 from millstream.ingest.undisturbed import made_elsewhere, undisturbed
 from millstream.ingest.valid_rows import valid_part, without_clashes
-from millstream.model.appends import AppendBatch, WriteId, WriteKeys
+from millstream.model.appends import AppendBatch, SessionFacts, WriteId, WriteKeys
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, TableId, WriterId
 from millstream.model.names import parse_qualified_name
 from millstream.model.operations import Ack, Appended, RejectedRow, TableRows, WriteOps
@@ -129,6 +129,14 @@ class Appender:
         if prepared.ops is None:
             return prepared.outcomes(None)
         return self._outcomes(prepared, await self._log.append_async(prepared.ops, deadline_s=deadline_s))
+
+    def session(self, name: str) -> SessionFacts:
+        """What the durable log has of a session.
+
+        Raises:
+            SessionsNeedOneWriter: the stream has several writers.
+        """
+        return self._log.session(name)
 
     def is_small(self, batch: AppendBatch) -> bool:
         """Whether `prepare` takes a moment only: few rows, and nothing of the catalog."""
