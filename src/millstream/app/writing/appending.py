@@ -23,11 +23,12 @@ from millstream.app.writing.stream_writer import stream_writer
 from millstream.app.writing.writer_facts import refuse_embedded_catalog
 from millstream.errors import HomeBusy, MillstreamError, UnknownStream, WriterClosed
 from millstream.ingest.appender import Appender
-from millstream.ingest.columns import Rows, table_of
+from millstream.ingest.columns import Rows
 from millstream.ingest.local import AppendClient, AppendServer
 from millstream.ingest.local_async import AsyncAppendClient
 from millstream.ingest.requests import one_request
 from millstream.ingest.undisturbed import made_elsewhere, undisturbed
+from millstream.ingest.valid_rows import columns_for
 
 if TYPE_CHECKING:
     from millstream.app.config.model import StreamConfig
@@ -88,11 +89,12 @@ class HomeAppender:
     ) -> Appended:
         """See `OpenHome.append`."""
         _configured(self._home, stream)
-        batch = one_request(table, table_of(rows), write_id, keep_valid_rows)
+        valid = columns_for(rows, keep_valid_rows=keep_valid_rows)
+        batch = one_request(table, valid.table, write_id, keep_valid_rows)
         (outcome,) = self.append_batch(stream, batch, deadline_s=deadline_s)
         if isinstance(outcome, MillstreamError):
             raise outcome
-        return outcome
+        return valid.told(outcome)
 
     def append_batch(self, stream: str, batch: AppendBatch, *, deadline_s: float) -> list[Appended | MillstreamError]:
         """As `Appender.append_batch`, in whatever process writes. Raises `UnknownStream`, `HomeBusy` beside."""
