@@ -194,7 +194,18 @@ def test_all_have_the_same_calls() -> None:
         return {n: said(c) for n, c in vars(kind).items() if not n.startswith("_") and inspect.isfunction(c)}
 
     wanted = public(HomeCalls)
-    assert set(wanted) == {"streams", "token", "read", "read_latest", "append", "query", "status", "session", "close"}
+    assert set(wanted) == {
+        "streams",
+        "token",
+        "read",
+        "read_latest",
+        "append",
+        "query",
+        "status",
+        "session",
+        "session_facts",
+        "close",
+    }
     assert public(millstream.RemoteHome) == wanted
     assert {name: call for name, call in public(millstream.OpenHome).items() if name != "lake"} == wanted
     assert public(millstream.aio.AsyncOpenHome) == wanted

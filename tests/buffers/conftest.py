@@ -1,4 +1,4 @@
-"""Real brokers: one for the tests of each kind, with a buffer of its own for each test."""
+"""Servers that may be killed."""
 
 from __future__ import annotations
 
@@ -9,18 +9,6 @@ import pytest
 
 from millstream.testing.kafka import EmbeddedKafka
 from millstream.testing.redis import EmbeddedRedis
-
-
-@pytest.fixture(scope="session")
-def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedKafka]:
-    with EmbeddedKafka(tmp_path_factory.mktemp("kafka")) as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis(tmp_path_factory.mktemp("redis")) as server:
-        yield server
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ class KafkaStage:
 
 class TestKafka(WriteBufferConformance):
     @pytest.fixture
-    def stage(self, kafka: EmbeddedKafka) -> Iterator[KafkaStage]:
-        stage = KafkaStage(kafka)
+    def stage(self, kafka_server: EmbeddedKafka) -> Iterator[KafkaStage]:
+        stage = KafkaStage(kafka_server)
         yield stage
         stage.close()

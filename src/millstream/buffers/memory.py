@@ -15,7 +15,14 @@ from uuid import uuid4
 
 from millstream.buffers.answers import answered, beyond_end, gone, no_answer, op_of, unknown_shard, went_back
 from millstream.codec.buffered_op import encode_op
-from millstream.errors import BufferMissing, BufferUnavailable, MillstreamError, RowsTooLarge, WriterClosed
+from millstream.errors import (
+    BufferMissing,
+    BufferReplaced,
+    BufferUnavailable,
+    MillstreamError,
+    RowsTooLarge,
+    WriterClosed,
+)
 from millstream.model.buffers import BUFFER_START, BufferedOp, BufferMeta, BufferOffset, ReadPause
 from millstream.model.ids import ShardId
 from millstream.model.operations import WriteOps
@@ -243,6 +250,7 @@ class MemoryReader:
         self._shard = shard
         self._place = BUFFER_START
         self._ended = False
+        self._identity = server.describe(name)[0]
         self.seek_earliest()
 
     @property
@@ -260,6 +268,14 @@ class MemoryReader:
         if self._ended:
             return ReadPause.ENDED
         found = self._server.fetch(self._name, self._shard, self._place, wait_s)
+        identity = self._server.describe(self._name)[0]
+        if identity != self._identity:
+            raise BufferReplaced(
+                f"write buffer {self._name} was made anew while it was read",
+                buffer=self._name,
+                known=self._identity,
+                found=identity,
+            )
         if found is None:
             first, end = self._server.extent(self._name, self._shard)
             if self._place > end:

@@ -95,3 +95,11 @@ class BufferedOpUndecodable(WriteBufferError):
 
     code = "buffered_op_undecodable"
     default_hint = "Look who else writes into the buffer; what follows is read."
+
+
+class StreamReadsBuffer(WriteBufferError):
+    """The stream takes its rows from a write buffer, so that applications can't append to it; details: stream, buffer."""
+
+    code = "stream_reads_buffer"
+    retry = Retry.OPERATOR
+    default_hint = "Append where the buffer is written, or take [streams.S.buffer] out of the configuration."

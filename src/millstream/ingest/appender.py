@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asyncio import wrap_future
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -14,10 +15,11 @@ from millstream.ingest.digests import digests_of
 from millstream.ingest.requests import PreparedBatch, check_batch, one_request, operations_of, rows_of, said
 from millstream.ingest.schemas import WriteRules, fitted, grown
 from millstream.ingest.undisturbed import made_elsewhere, undisturbed
-from millstream.model.appends import AppendBatch, WriteId, WriteKeys
-from millstream.model.ids import ShardId, StreamId, WriterId
+from millstream.ingest.valid_rows import valid_part, without_clashes
+from millstream.model.appends import AppendBatch, SessionFacts, WriteId, WriteKeys
+from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, TableId, WriterId
 from millstream.model.names import parse_qualified_name
-from millstream.model.operations import Ack, Appended, TableRows, WriteOps
+from millstream.model.operations import Ack, Appended, RejectedRow, TableRows, WriteOps
 from millstream.model.positions import Seq, StreamToken, short_stream_id
 from millstream.model.records import LOG_ROW_PREFIX, Op, append_row_schema
 from millstream.model.schema import TableSchema
@@ -128,6 +130,14 @@ class Appender:
             return prepared.outcomes(None)
         return self._outcomes(prepared, await self._log.append_async(prepared.ops, deadline_s=deadline_s))
 
+    def session(self, name: str) -> SessionFacts:
+        """What the durable log has of a session.
+
+        Raises:
+            SessionsNeedOneWriter: the stream has several writers.
+        """
+        return self._log.session(name)
+
     def is_small(self, batch: AppendBatch) -> bool:
         """Whether `prepare` takes a moment only: few rows, and nothing of the catalog."""
         name = parse_qualified_name(batch.table)
@@ -144,19 +154,26 @@ class Appender:
         check_batch(batch)
         name = parse_qualified_name(batch.table)
         errors: dict[int, MillstreamError] = {}
-        places: Sequence[int] = range(len(batch.counts))
+        rejected: dict[int, tuple[RejectedRow, ...]] = {}
+        requests = len(batch.counts)
+        places: Sequence[int] = range(requests)
         try:
             known, arrays = self._fit(name, batch.rows)
         except (InvalidValue, UnknownTable, IngestError) as error:
-            places = self._fitting(name, batch, range(len(batch.counts)), error, errors)
-            if not places:
-                return PreparedBatch(None, len(batch.counts), (), (), errors)
+            left: AppendBatch | None = batch
+            if batch.keep_valid_rows:
+                left, places, rejected = self._valid(name, batch, errors)
+            if left is not None:
+                left, places = self._fitting_part(name, left, places, error, errors)
+            if left is None:
+                return PreparedBatch(None, requests, (), (), errors)
+            batch = left
             # Each of them fits by itself; what is too large together is for whoever made the batch.
-            known, arrays = self._fit(name, said(rows_of(batch, places)))
-        counts = [batch.counts[place] for place in places]
+            known, arrays = self._fit(name, batch.rows)
+        counts = batch.counts
         of_row = pa.array(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
         batch_rows = pa.RecordBatch.from_arrays([of_row, *_prefix(counts), *arrays], schema=append_row_schema(known))
-        ids = [batch.write_ids[place] for place in places]
+        ids = batch.write_ids
         keys = None
         if any(ids):
             names = [column.name for column in known.columns]
@@ -164,7 +181,49 @@ class Appender:
             keys = WriteKeys(ids, digests, counts)
         operations = operations_of(ids, None if keys is None else keys.digests)
         ops = WriteOps(operations, self._place(known, batch_rows), keys=keys)
-        return PreparedBatch(ops, len(batch.counts), tuple(places), tuple(counts), errors)
+        return PreparedBatch(ops, requests, tuple(places), tuple(counts), errors, rejected)
+
+    def _valid(
+        self, name: tuple[str, str], batch: AppendBatch, errors: dict[int, MillstreamError]
+    ) -> tuple[AppendBatch | None, Sequence[int], dict[int, tuple[RejectedRow, ...]]]:
+        """A batch without the rows that have no place in the table, as `without_clashes` gives it."""
+        rules = self._rules_of(*name)
+        known = self._schemas.get(name)
+        try:
+            if known is None or not {*batch.rows.column_names} <= {column.name for column in known.columns}:
+                # What it lacks, another process may have given it meanwhile.
+                known = self._catalog.application_schema(self._stream, *name) or TableSchema(
+                    TableId(0), SchemaVersion(0), SourceId(0), *name, ()
+                )
+            part = valid_part(known, batch.rows, rules)
+        except (InvalidValue, UnknownTable, IngestError):
+            return batch, range(len(batch.counts)), {}  # no single row's fault: each request hears of its own
+        return without_clashes(batch, part, errors)
+
+    def _fitting_part(
+        self,
+        name: tuple[str, str],
+        batch: AppendBatch,
+        places: Sequence[int],
+        why: MillstreamError,
+        errors: dict[int, MillstreamError],
+    ) -> tuple[AppendBatch | None, Sequence[int]]:
+        """Of a batch those requests that fit, and their places, of which `places` are the batch's; why the others don't goes to `errors`."""
+        own: dict[int, MillstreamError] = {}
+        try:
+            if batch.keep_valid_rows:
+                self._fit(name, batch.rows)
+                return batch, places
+        except (InvalidValue, UnknownTable, IngestError) as error:
+            why = error
+        fitting = self._fitting(name, batch, range(len(batch.counts)), why, own)
+        errors.update({places[place]: error for place, error in own.items()})
+        if not fitting:
+            return None, ()
+        rows = said(rows_of(batch, fitting))
+        counts = [batch.counts[place] for place in fitting]
+        ids = [batch.write_ids[place] for place in fitting]
+        return replace(batch, rows=rows, counts=counts, write_ids=ids), [places[place] for place in fitting]
 
     def _fitting(
         self,

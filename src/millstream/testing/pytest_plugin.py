@@ -4,8 +4,10 @@ Nothing is imported or started before a test asks for a fixture.
 
 - `postgres_server`: one server for the whole session (`EmbeddedPostgres`, without fsync).
 - `postgres`: a fresh database on it for one test (`Database`), dropped with its connections and slots afterwards.
+- `kafka_server`: one Kafka broker for the whole session (`EmbeddedKafka`).
+- `redis_server`: one server that speaks Redis's protocol (`EmbeddedRedis`), durable.
 
-Where that PostgreSQL can't be had, their tests are skipped and say so; with `CI` set in the environment they fail.
+Where one of them can't be had, its tests are skipped and say so; with `CI` set in the environment they fail.
 `--millstream-postgres VERSION` (or `MILLSTREAM_TEST_POSTGRES`) chooses the server's major version.
 """
 
@@ -20,7 +22,9 @@ import pytest
 if TYPE_CHECKING:
     import psycopg
 
+    from millstream.testing.kafka import EmbeddedKafka
     from millstream.testing.postgres import EmbeddedPostgres
+    from millstream.testing.redis import EmbeddedRedis
 
 _numbers = itertools.count(1)
 
@@ -81,3 +85,28 @@ def postgres(postgres_server: "EmbeddedPostgres") -> Iterator[Database]:
     dsn = postgres_server.create_database(name)
     yield Database(postgres_server, name, dsn)
     postgres_server.drop_database(name)
+
+
+@pytest.fixture(scope="session")
+def kafka_server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[EmbeddedKafka]":
+    """A running Kafka broker for the whole session: a test takes a topic of its own."""
+    from millstream.testing._maven import ArtifactUnavailable
+    from millstream.testing.kafka import EmbeddedKafka, kafka_jars
+
+    try:
+        kafka_jars()
+    except ArtifactUnavailable as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error))
+    with EmbeddedKafka(tmp_path_factory.mktemp("kafka")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[EmbeddedRedis]":
+    """A running server that speaks Redis's protocol, for the whole session: a test takes names of its own."""
+    from millstream.testing.redis import EmbeddedRedis
+
+    with EmbeddedRedis(tmp_path_factory.mktemp("redis")) as server:
+        yield server

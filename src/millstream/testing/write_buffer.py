@@ -107,7 +107,7 @@ def every_kind_op() -> WriteOps:
     """One operation with every type, nulls, two tables, two partitions, and every column of its own row filled."""
     columns = tuple(Column(name, kind) for name, kind, _ in _COLUMNS)
     values = {name: given for name, _, given in _COLUMNS}
-    wide = TableSchema(TableId(3), SchemaVersion(4), SourceId(0), "odd schema", 'ta"ble', columns, ("id",), ("id",))
+    wide = TableSchema(TableId(3), SchemaVersion(4), SourceId(0), "odd schema", 'ta"ble', columns, ("id",))
     narrow = TableSchema(TableId(9), SchemaVersion(1), SourceId(0), "public", "no_key", (Column("x", pa.int32()),))
     facts = {
         "commit_lsn": 7,

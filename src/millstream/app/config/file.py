@@ -21,7 +21,14 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 from pydantic_settings.exceptions import SettingsError
 
 from millstream.app.config.interpolation import MissingVariable, interpolate, interpolate_dsn, is_database, mask
-from millstream.app.config.model import EMBEDDED_CATALOG, Config, HttpConfig, LakeConfig, SourceConfig
+from millstream.app.config.model import (
+    EMBEDDED_CATALOG,
+    Config,
+    HttpConfig,
+    LakeConfig,
+    SourceConfig,
+    StreamConfig,
+)
 from millstream.app.config.quantities import disk_bytes
 from millstream.app.config.toml_lines import KeyPath, key_lines
 from millstream.errors import ConfigError, LakeFormatUnsupported, MillstreamError, UsageError
@@ -386,6 +393,7 @@ def _clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
                 yield (*at, "types", column), f"{error.message}. {error.hint}"
             if column.count(".") < 2 and '"' not in column:
                 yield (*at, "types", column), "must name a column as schema.table.column"
+        yield from _clashes_of_buffer(at, name, stream, config.writer.name)
         yield from _clashes_of_lake(at, stream.lake)
         for table, key in stream.keys.items():
             try:
@@ -394,6 +402,25 @@ def _clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
                 yield (*at, "keys", table), f"{error.message}. {error.hint}"
             if not key or len(set(key)) < len(key):
                 yield (*at, "keys", table), "must name one column or more, each once"
+
+
+def _clashes_of_buffer(
+    at: KeyPath, name: str, stream: StreamConfig, writer: str | None
+) -> Iterator[tuple[KeyPath, str]]:
+    """Likewise, of the write buffer: a stream has its rows from one place."""
+    buffer = stream.buffer
+    if buffer is None:
+        return
+    if stream.source is not None:
+        yield (
+            (*at, "buffer", "role"),
+            f"stream {name} captures a database, whose order its log keeps: it can't {'write to' if buffer.role == 'writes' else 'read from'} a buffer besides",
+        )
+    if buffer.role == "reads" and writer is not None:
+        yield (
+            (*at, "buffer", "role"),
+            "a stream that reads from a buffer has one writer: with several, two would take the same operations",
+        )
 
 
 def _clashes_of_http(http: HttpConfig) -> Iterator[tuple[KeyPath, str]]:

@@ -6,7 +6,7 @@ The descriptions here are the reference documentation. Loading (interpolation, e
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
@@ -256,6 +256,74 @@ class IngestConfig(_Section):
     )
 
 
+class BufferConfig(_Section):
+    """A write buffer between applications and a stream's log: the stream writes to it, or reads from it; never both."""
+
+    kind: Literal["log", "kafka", "redis"] = Field(
+        default="log",
+        description="What it lies in: `log` files of a folder, which one process writes; a topic of `kafka`; streams of `redis` or what speaks its protocol.",
+    )
+    role: Literal["writes", "reads"] = Field(
+        description="`writes`: what applications append goes into the buffer, and nothing into this stream's log. `reads`: what others have put there is "
+        "taken into this stream's log, each operation once; applications can't append to it besides. A stream without a buffer does neither.",
+    )
+    location: str = Field(
+        min_length=1,
+        repr=False,
+        description="Where it is. Of `log`: a folder (from the home, where it isn't absolute). Of `kafka`: the brokers, `host:9092,host:9092`. Of `redis`: "
+        "`redis://host:6379/0`, or `rediss://…` with TLS.",
+    )
+    name: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9._-]{1,200}$",
+        description="The topic, or what its keys in Redis begin with. `millstream_<stream>` where it isn't set. A folder has no other name.",
+    )
+    create: bool = Field(
+        default=False, description="Whether it is made where it isn't there. Any number of homes may do so at a time."
+    )
+    shards: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="Shards of a buffer that is made: partitions of its topic, streams in Redis. One that is there has what it has.",
+    )
+    topic: dict[str, str] = Field(
+        default={},
+        description='Options of a topic that is made: `"retention.ms"`, `"min.insync.replicas"` …; `"replication.factor"` too.',
+    )
+    client: dict[str, str] = Field(
+        default={},
+        description='Options of Kafka\'s clients as librdkafka names them: `"security.protocol"`, `"sasl.password"` ….',
+    )
+    timeout: Duration = Field(
+        default="30s",
+        description="How long an operation may be on its way, retries included, before its sender is told that nobody knows what became of it.",
+    )
+    accept_loss: bool = Field(
+        default=False,
+        description="Whether a Redis is taken that doesn't promise to keep what it acknowledged (`appendonly yes`, `appendfsync always`).",
+    )
+    retention_age: Duration = Field(
+        default="7d",
+        description="Of `log`: segments older than this go, read or not. Topics have options of their own.",
+    )
+
+    @field_validator("role", mode="before")
+    @classmethod
+    def _check_role(cls, role: Any) -> Any:
+        said = set(role) if isinstance(role, list) else set(str(role).replace(",", " ").split())
+        if said == {"writes", "reads"} or said & {"both"}:
+            raise ValueError(
+                'must be "writes" or "reads", never both: what the stream writes it would take again, under other numbers'
+            )
+        return role
+
+    @property
+    def timeout_s(self) -> float:
+        """`timeout` in seconds."""
+        return duration_s(self.timeout)
+
+
 class StreamConfig(_Section):
     """One stream: what comes into it, its log and its lake tables."""
 
@@ -264,6 +332,9 @@ class StreamConfig(_Section):
         description="The PostgreSQL database that the stream captures. Without one it has what applications append.",
     )
     ingest: IngestConfig = Field(default_factory=IngestConfig, description="What applications may write into it.")
+    buffer: BufferConfig | None = Field(
+        default=None, description="The write buffer that it writes to or reads from. Without one, neither."
+    )
     keys: dict[str, list[str]] = Field(
         default={},
         description='Columns that tell rows of a table apart that applications write: `"public.clicks" = ["id"]`. Its `current` has one row a key, the '

@@ -22,14 +22,17 @@ from millstream.app.part import Lifeline
 from millstream.app.retention import sweep
 from millstream.app.wiring import capture_config, place_compiled_code
 from millstream.app.writing.appending import append_socket
-from millstream.app.writing.stream_writer import StreamWriter, stream_writer
+from millstream.app.writing.buffered import buffer_name, open_buffer
+from millstream.app.writing.stream_writer import StreamWriter, operation_taker, stream_writer
+from millstream.app.writing.taking import BufferTaking
 from millstream.app.writing.writer_facts import note_capturing_writer, refuse_embedded_catalog, refuse_to_capture
 from millstream.errors import DiskFull, MillstreamError, Retry, UnknownStream, WriterClosed
 from millstream.ingest.local import AppendServer
 from millstream.model.ids import StreamId
 
 if TYPE_CHECKING:
-    from millstream.app.config.model import StreamConfig
+    from millstream.app.config.model import BufferConfig, StreamConfig
+    from millstream.app.writing.taking import TakingProgress
     from millstream.capture import CaptureOutcome, CaptureProgress
     from millstream.catalog import Catalog
     from millstream.ingest.appender import Appender
@@ -61,6 +64,8 @@ class OwnedStream:
         self.catalog: Final = catalog
         self.writer: StreamWriter | None = None
         self.progress: CaptureProgress | None = None
+        self.taking: TakingProgress | None = None
+        """Of one that reads from a write buffer."""
         self.facts_at_end: dict[str, Any] | None = None
         """How it ended, JSON-able: as `run_owner` gives it back."""
         self.error: MillstreamError | None = None
@@ -116,6 +121,9 @@ class OwnedStream:
         supervised: bool,
     ) -> None:
         """Capture, and let applications append meanwhile, also while the source is away. Raises where the writer has failed."""
+        if self.config.buffer is not None and self.config.buffer.role == "reads":
+            self._take_from_buffer(writer, self.config.buffer, stop, until_caught_up=until_caught_up, tell=tell)
+            return
         if self.config.source is None:
             tell()
             # Of a job: for as long as the others take, so that applications can append meanwhile.
@@ -136,6 +144,36 @@ class OwnedStream:
             else:
                 self.error, self.facts_at_end = outcome.error, _outcome_facts(outcome)
                 return
+
+    def _take_from_buffer(
+        self,
+        writer: StreamWriter,
+        config: BufferConfig,
+        stop: threading.Event,
+        *,
+        until_caught_up: bool,
+        tell: Callable[[], None],
+    ) -> None:
+        """Take what others have put into the stream's buffer."""
+        name = buffer_name(self.name, config)
+        told_s = 0.0
+
+        def told() -> None:
+            nonlocal told_s
+            self._attempt = 0
+            if time.monotonic() - told_s >= 1.0:
+                told_s = time.monotonic()
+                tell()
+
+        with open_buffer(self.home, self.name, config) as buffer:
+            taker = operation_taker(self.catalog, writer, self.config)
+            taking = BufferTaking(buffer, name, self.catalog, writer.stream, writer.log, taker)
+            self.taking = taking.progress
+            try:
+                taking.run(stop, until_caught_up=until_caught_up, tell=told)
+            except MillstreamError as error:
+                raise writer.log.failure() or error from None
+        self.facts_at_end = _NOTHING_CAPTURED | {"caught_up": until_caught_up}
 
     def _again(self, error: MillstreamError, stop: threading.Event, *, until_caught_up: bool, supervised: bool) -> bool:
         """What to do about an error: whether to begin again, having waited; else the stream is given up, or was stopped."""
@@ -171,6 +209,7 @@ class OwnedStream:
             "stream": self.name,
             "since": self.since_s,
             "progress": None if progress is None else dataclasses.asdict(progress),
+            "buffer": None if self.taking is None else self.taking.facts(),
             "writer": None if writer is None else dataclasses.asdict(writer.log.stats()),
             "outcome": self.facts_at_end,
             "error": None if self.error is None else self.error.as_dict(),

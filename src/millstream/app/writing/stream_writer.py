@@ -11,10 +11,18 @@ from typing import TYPE_CHECKING
 
 from millstream.app.locks import LOCK_PATIENCE_S
 from millstream.app.wiring import log_options, session_limits, shard_of, write_rules
+from millstream.app.writing.buffered import (
+    AppenderOfReader,
+    AppenderToBuffer,
+    BufferingAppender,
+    buffer_name,
+    open_buffer,
+)
 from millstream.app.writing.shared_writer import SharedWriter
 from millstream.app.writing.writer_facts import refuse_to_own
 from millstream.errors import LogError, ShardLocked, StaleEpoch
 from millstream.ingest.appender import Appender
+from millstream.ingest.taking import OperationTaker
 from millstream.model.ids import Epoch, ShardId, StreamId, WriterId
 from millstream.model.operations import FIRST_SHARD, TableRows
 
@@ -77,7 +85,11 @@ def stream_writer(
             shared = opened.enter_context(_join(home, catalog, stream, name, config, own))
             log, writer, first_shard = shared.log, shared.writer, shared.shards[0]
         home_shard = shard_of(config, first_shard)
-        appender = Appender(
+        buffer = config.buffer
+        kind: type[Appender] = Appender
+        if buffer is not None:
+            kind = AppenderToBuffer if buffer.role == "writes" else AppenderOfReader
+        appender = kind(
             catalog,
             stream,
             log,
@@ -86,7 +98,24 @@ def stream_writer(
             place=lambda schema, rows: (TableRows(schema, rows, home_shard(f"{schema.namespace}.{schema.name}")),),
             home_shard=home_shard,
         )
+        if isinstance(appender, AppenderToBuffer) and buffer is not None:
+            opened_buffer = opened.enter_context(open_buffer(home, name, buffer))
+            appender.to_buffer = BufferingAppender(appender, stream, opened_buffer, buffer_name(name, buffer))
+        if isinstance(appender, AppenderOfReader) and buffer is not None:
+            appender.buffer_name, appender.stream_name = buffer_name(name, buffer), name
         yield StreamWriter(stream, log, first_shard, appender, own)
+
+
+def operation_taker(catalog: Catalog, writer: StreamWriter, config: StreamConfig) -> OperationTaker:
+    """What makes operations out of a write buffer the stream's own: by its rules, on its shards."""
+    home_shard = shard_of(config, writer.first_shard)
+    return OperationTaker(
+        catalog,
+        writer.stream,
+        rules_of=write_rules(config),
+        place=lambda schema, rows: (TableRows(schema, rows, home_shard(f"{schema.namespace}.{schema.name}")),),
+        home_shard=home_shard,
+    )
 
 
 def resolve_stream(home: Home, catalog: Catalog, name: str) -> StreamId:

@@ -17,6 +17,7 @@ from millstream.codec.line_protocol._scan import (
     LINE_TOKEN,
     TEXT_ESCAPED,
 )
+from millstream.codec.line_protocol._words import load_word, store_word
 from millstream.codec.line_protocol.grammar import Refusal
 from millstream.codec.pgoutput._compiled import compiled
 
@@ -221,13 +222,20 @@ def measure_texts(texts: Array, offsets: Array) -> Any:
 
 @compiled
 def gather_texts(buffer: Array, texts: Array, is_string: Any, offsets: Array, data: Array) -> None:
-    """Put all texts one behind the other, without their escapes: those of strings, or of keys and tags."""
+    """Put all texts one behind the other, without their escapes: those of strings, or of keys and tags. `data` has room for eight bytes more."""
     for row in range(len(texts)):
         text = texts[row]
         at = text >> 32
         to = np.int64(offsets[row])
         end = np.int64(offsets[row + 1])
         if text & TEXT_ESCAPED == 0:
+            # Eight bytes at once, some of them too many: the next text's are put over those.
+            if at + (end - to) + 8 <= len(buffer):
+                while to < end:
+                    store_word(data, to, load_word(buffer, at))
+                    to += 8
+                    at += 8
+                continue
             for i in range(end - to):
                 data[to + i] = buffer[at + i]
             continue

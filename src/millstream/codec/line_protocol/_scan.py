@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from millstream.codec.line_protocol._floats import INFINITE, UNSURE, double_bits, small_double
+from millstream.codec.line_protocol._words import are_digits, eight_digits, load_word, trailing_zeros, zero_bytes
 from millstream.codec.line_protocol.grammar import Fault, Kind
 from millstream.codec.pgoutput._compiled import compiled, inlined
 
@@ -27,13 +28,14 @@ MORE_MEASUREMENTS: Final = 1
 MORE_COLUMNS: Final = 2
 
 # The walk's state.
-AT, NUMBER, LINES, TOKENS, MEASUREMENTS, COLUMNS, WRONG, SLOW, FIELD_TWICE = range(9)
-STATE_SIZE: Final = 9
+AT, NUMBER, LINES, TOKENS, MEASUREMENTS, COLUMNS, WRONG, SLOW = range(8)
+STATE_SIZE: Final = 8
 
-# A line's facts.
-LINE_NUMBER, LINE_MEASUREMENT, LINE_TOKEN, LINE_AT = range(4)
+# A line's facts. LIKE is the line that this one is like, in its columns and their kinds (itself, where it is the first), and ALIKE how many are like it.
+LINE_NUMBER, LINE_MEASUREMENT, LINE_TOKEN, LINE_AT, LIKE, ALIKE = range(6)
+LINE_FACTS: Final = 6
 
-# A name's facts, of measurements and of columns; KEPT counts its lines that are right, LAST is the newest of them.
+# A name's facts, of measurements and of columns; KEPT counts its lines that are right, LAST is the newest of them. Columns' are counted by `count`.
 NAME_AT, NAME_SIZE, NAME_HASH, KEPT, LAST, OF_MEASUREMENT, KINDS, FIRST = range(8)
 NAME_FACTS: Final = 8
 NOWHERE: Final = -1
@@ -65,8 +67,13 @@ for _stops, _where in ((b", \\\n", 1), (b",= \\\n", 2), (b'"\\\n', 4)):
     for _byte in _stops:
         _STOPS[_byte] |= _where
 
+_EVERY: Final = 0x0101010101010101
+_COMMAS, _EQUALS, _SPACES = np.uint64(44 * _EVERY), np.uint64(61 * _EVERY), np.uint64(32 * _EVERY)
+_BACKSLASHES, _NEWLINES, _QUOTES = np.uint64(92 * _EVERY), np.uint64(10 * _EVERY), np.uint64(34 * _EVERY)
+
 _ZERO: Final = np.uint64(0)
 _TEN: Final = np.uint64(10)
+_HUNDRED_MILLION: Final = np.uint64(100_000_000)
 _INT_MAX: Final = np.uint64(2**63 - 1)
 _WHOLE_MAX: Final = np.uint64(2**64 - 1)
 _HASH_PRIME: Final = np.uint64(0x100000001B3)
@@ -79,6 +86,9 @@ def _is_line_end(buffer: Array, at: int) -> Any:
 
 @inlined
 def _is_same(buffer: Array, one: int, other: int, size: int) -> Any:
+    if size <= 8 and max(one, other) + 8 <= len(buffer):
+        differs = load_word(buffer, one) ^ load_word(buffer, other)
+        return size == 0 or differs << np.uint64(64 - 8 * size) == _ZERO
     for i in range(size):
         if buffer[one + i] != buffer[other + i]:
             return False
@@ -134,11 +144,43 @@ def enter_again(names: Array, count: int, slots: Array) -> None:
         slots[slot] = place
 
 
+@compiled
+def count(line_count: int, token_count: int, lines: Array, columns_of: Array, kinds: Array, columns: Array) -> None:
+    """Count each column's lines, and note its first value and what kinds its values are of: by the first of lines that are alike."""
+    for place in range(len(columns)):
+        columns[place, LAST] = -1
+    for line in range(line_count):
+        if lines[line, LIKE] != line:
+            continue
+        end = np.int64(lines[line + 1, LINE_TOKEN]) if line + 1 < line_count else token_count
+        for token in range(lines[line, LINE_TOKEN], end):
+            column = columns_of[token]
+            columns[column, KINDS] |= np.int64(1) << np.int64(kinds[token])
+            if columns[column, LAST] != line:
+                if columns[column, KEPT] == 0:
+                    columns[column, FIRST] = token
+                columns[column, KEPT] += lines[line, ALIKE]
+                columns[column, LAST] = line
+
+
 @inlined
 def _key_end(buffer: Array, at: int) -> Any:
     """Where a key or a tag's value ends, and how many escapes it has."""
     escapes = np.int64(0)
     while True:
+        while at + 8 <= len(buffer):
+            word = load_word(buffer, at)
+            found = (
+                zero_bytes(word ^ _COMMAS)
+                | zero_bytes(word ^ _EQUALS)
+                | zero_bytes(word ^ _SPACES)
+                | zero_bytes(word ^ _BACKSLASHES)
+                | zero_bytes(word ^ _NEWLINES)
+            )
+            if found != _ZERO:
+                at += trailing_zeros(found) >> 3
+                break
+            at += 8
         while _STOPS[buffer[at]] & 2 == 0:
             at += 1
         if buffer[at] != 92:
@@ -402,6 +444,15 @@ def _string(buffer: Array, at: int, end: int, token: int, payload: Array) -> Any
     escapes = np.int64(0)
     newlines = np.int64(0)
     while at < end:
+        while at + 8 <= end:
+            word = load_word(buffer, at)
+            found = zero_bytes(word ^ _QUOTES) | zero_bytes(word ^ _BACKSLASHES) | zero_bytes(word ^ _NEWLINES)
+            if found != _ZERO:
+                at += trailing_zeros(found) >> 3
+                break
+            at += 8
+        if at >= end:
+            break
         if _STOPS[buffer[at]] & 4 == 0:
             at += 1
         elif buffer[at] == 34:
@@ -427,6 +478,12 @@ def _timestamp(buffer: Array, at: int, low: int, high: int) -> Any:
         at += 1
     start = at
     value = _ZERO
+    while at + 8 <= len(buffer):
+        word = load_word(buffer, at)
+        if not are_digits(word):
+            break
+        value = value * _HUNDRED_MILLION + eight_digits(word)
+        at += 8
     while True:
         digit = np.uint8(buffer[at] - 48)
         if digit > 9:
@@ -495,7 +552,7 @@ def scan(
     at, number = state[AT], state[NUMBER]
     line, token = state[LINES], state[TOKENS]
     measurement_count, column_count = state[MEASUREMENTS], state[COLUMNS]
-    wrong_count, slow_count, twice = state[WRONG], state[SLOW], state[FIELD_TWICE]
+    wrong_count, slow_count = state[WRONG], state[SLOW]
     measurement = np.int64(0)
     outcome = DONE
     while at < end:
@@ -513,6 +570,9 @@ def scan(
             number += 1
             continue
         first_token, first_slow = token, slow_count
+        before = np.int64(-1)
+        guess, guess_end = token, token
+        is_like, is_other = False, False
         fault = 0
         newlines = np.int64(0)
         i = start
@@ -550,7 +610,12 @@ def scan(
                 measurement_count = max(measurement_count, found + 1)
             # Where the measurement's line before has its columns: the next one is expected at `guess`.
             before = measurements[measurement, LAST]
-            guess = np.int64(lines[before, LINE_TOKEN]) if before >= 0 else token
+            guess, guess_end = first_token, first_token
+            if before >= 0:
+                guess = np.int64(lines[before, LINE_TOKEN])
+                if before + 1 < line:
+                    guess_end = np.int64(lines[before + 1, LINE_TOKEN])
+            is_like, is_other = before >= 0, False
             in_fields = False
             if buffer[i] == 32:
                 in_fields = True
@@ -563,19 +628,23 @@ def scan(
                 i += 1
             while True:  # a tag or a field each time, from its key on
                 column = np.int64(-1)
-                if guess < first_token:
+                if guess < guess_end:
                     expected = np.int64(columns_of[guess])
                     size = columns[expected, NAME_SIZE]
                     if (
                         i + size < len(buffer)
                         and buffer[i + size] == 61
-                        and columns[expected, OF_MEASUREMENT] == measurement
                         and _is_same(buffer, columns[expected, NAME_AT], i, size)
                     ):
                         column = expected
                         i += size
                         guess += 1
                 if column < 0:
+                    if is_like:
+                        # From here on it must be looked whether a tag comes twice.
+                        is_like = False
+                        for back in range(first_token, token):
+                            columns[columns_of[back], LAST] = line
                     key_at = i
                     i, _escapes = _key_end(buffer, i)
                     if i == key_at:
@@ -590,18 +659,13 @@ def scan(
                         break
                     column_count = max(column_count, column + 1)
                     # A key that isn't there this time: go on behind it.
-                    if guess + 1 < first_token and columns_of[guess + 1] == column:
+                    if guess + 1 < guess_end and columns_of[guess + 1] == column:
                         guess += 2
                 i += 1
-                if columns[column, LAST] == line:
-                    if not in_fields:
+                if not is_like:
+                    if columns[column, LAST] == line and not in_fields:
                         fault = _TAG_TWICE
                         break
-                    twice = 1
-                else:
-                    if columns[column, KEPT] == 0:
-                        columns[column, FIRST] = token
-                    columns[column, KEPT] += 1
                     columns[column, LAST] = line
                 columns_of[token] = column
                 token += 1  # a fault takes it back
@@ -621,7 +685,7 @@ def scan(
                         (value_at << 32) | (value_end - value_at - escapes) | (TEXT_ESCAPED if escapes else 0)
                     )
                     kinds[token - 1] = _TAG
-                    columns[column, KINDS] |= 1 << _TAG
+                    is_other = is_other or (is_like and kinds[guess - 1] != _TAG)
                     if buffer[i] == 44:
                         i += 1
                         continue
@@ -655,7 +719,7 @@ def scan(
                         slow_count += 1
                         kind = np.int64(_FLOAT)
                 kinds[token - 1] = kind
-                columns[column, KINDS] |= np.int64(1) << kind
+                is_other = is_other or (is_like and kinds[guess - 1] != kind)
                 if buffer[i] != 44:
                     break
                 i += 1
@@ -682,6 +746,13 @@ def scan(
             lines[line, LINE_MEASUREMENT] = measurement
             lines[line, LINE_TOKEN] = first_token
             lines[line, LINE_AT] = start
+            if is_like and not is_other and guess == guess_end:
+                like = lines[before, LIKE]
+                lines[line, LIKE] = like
+                lines[like, ALIKE] += 1
+            else:
+                lines[line, LIKE] = line
+                lines[line, ALIKE] = 1
             timed[line] = has_time
             if has_time == 0:
                 times[line] = 0
@@ -694,10 +765,7 @@ def scan(
             at = i + (1 if buffer[i] == 10 else 2)
             continue
         for back in range(first_token, token):
-            column = np.int64(columns_of[back])
-            if columns[column, LAST] == line:
-                columns[column, KEPT] -= 1
-                columns[column, LAST] = -1
+            columns[columns_of[back], LAST] = -1
         token, slow_count = first_token, first_slow
         if outcome != DONE:
             break
@@ -715,5 +783,5 @@ def scan(
     state[AT], state[NUMBER] = at, number
     state[LINES], state[TOKENS] = line, token
     state[MEASUREMENTS], state[COLUMNS] = measurement_count, column_count
-    state[WRONG], state[SLOW], state[FIELD_TWICE] = wrong_count, slow_count, twice
+    state[WRONG], state[SLOW] = wrong_count, slow_count
     return outcome

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
 import numpy as np
@@ -116,7 +117,7 @@ class Walk:
         self._buffer: Bytes = np.frombuffer(body if body.endswith(b"\n") else body + b"\n", np.uint8)
         line_room, value_room = end // _LEAST_LINE_BYTES + 2, end // _LEAST_VALUE_BYTES + 2
         # What isn't touched takes no memory.
-        self._lines = np.empty((line_room, 4), np.int32)
+        self._lines = np.empty((line_room, machine.LINE_FACTS), np.int32)
         self._times = np.empty(line_room, np.int64)
         self._timed = np.empty(line_room, np.uint8)
         self._columns_of = np.empty(value_room, np.int32)
@@ -157,6 +158,7 @@ class Walk:
         self._line_count, self._token_count = int(state[machine.LINES]), int(state[machine.TOKENS])
         self._measurements = measurements.facts[: state[machine.MEASUREMENTS]]
         self._columns = columns.facts[: state[machine.COLUMNS]]
+        machine.count(self._line_count, self._token_count, self._lines, self._columns_of, self._kinds, self._columns)
         self.wrong_count = int(state[machine.WRONG])
         self.wrong = [
             WrongLine(number, Fault(fault), (start, stop))
@@ -180,7 +182,7 @@ class Walk:
     @property
     def measurement_count(self) -> int:
         """Measurements with lines."""
-        return int(np.count_nonzero(self._measurements[:, machine.KEPT]))
+        return sum(kept > 0 for kept in self._measurements[:, machine.KEPT].tolist())
 
     @property
     def column_count(self) -> int:
@@ -189,31 +191,34 @@ class Walk:
 
     def measurement_names(self) -> dict[int, str]:
         """The names of measurements with lines that are right, by their places."""
-        facts = self._measurements
         return {
-            int(place): _COMMA_OR_SPACE.sub(r"\1", self._name(facts[place]))
-            for place in np.flatnonzero(facts[:, machine.KEPT])
+            place: self._name_of_measurement(place)
+            for place, kept in enumerate(self._measurements[:, machine.KEPT].tolist())
+            if kept
         }
 
     def column_names(self) -> dict[int, tuple[int, str]]:
         """The measurements' places and the names of columns with values, by their places."""
-        facts = self._columns
+        facts = self._columns[:, (machine.KEPT, machine.OF_MEASUREMENT)].tolist()
         return {
-            int(place): (
-                int(facts[place, machine.OF_MEASUREMENT]),
-                _COMMA_EQUALS_OR_SPACE.sub(r"\1", self._name(facts[place])),
-            )
-            for place in np.flatnonzero(facts[:, machine.KEPT])
+            place: (measurement, self._name_of_column(place)) for place, (kept, measurement) in enumerate(facts) if kept
         }
 
-    def _name(self, facts: Ints) -> str:
-        at = int(facts[machine.NAME_AT])
-        return self._body[at : at + int(facts[machine.NAME_SIZE])].decode()
+    def _name_of_measurement(self, place: int) -> str:
+        name = self._name(self._measurements, place)
+        return _COMMA_OR_SPACE.sub(r"\1", name) if "\\" in name else name
+
+    def _name_of_column(self, place: int) -> str:
+        name = self._name(self._columns, place)
+        return _COMMA_EQUALS_OR_SPACE.sub(r"\1", name) if "\\" in name else name
+
+    def _name(self, names: Ints, place: int) -> str:
+        at, size = names[place, : machine.NAME_HASH].tolist()
+        return self._body[at : at + size].decode()
 
     def agrees(self, columns_max: int) -> bool:
         """Whether all lines go together: each column's values are of one kind, and no measurement has too many columns."""
-        kinds = self._columns[:, machine.KINDS]
-        if self._infinite or (kinds & (kinds - 1)).any():
+        if self._infinite or any(kinds & (kinds - 1) for kinds in self._columns[:, machine.KINDS].tolist()):
             return False
         if len(self._columns) <= columns_max:
             return True
@@ -285,27 +290,26 @@ class Walk:
         Raises:
             TooManyValuesError: they would have more.
         """
-        rows = self._measurements[:, machine.KEPT]
-        row_at = np.cumsum(rows) - rows
-        used = np.flatnonzero(self._columns[:, machine.KEPT])
-        used = used[np.argsort(self._columns[used, machine.FIRST], kind="stable")]
-        measurement_of = self._columns[used, machine.OF_MEASUREMENT]
-        sizes = rows[measurement_of]
-        cells = int(sizes.sum())
+        measurements, columns = self._measurements.tolist(), self._columns.tolist()
+        rows = [facts[machine.KEPT] for facts in measurements]
+        row_at = [total - count for total, count in zip(accumulate(rows), rows, strict=True)]
+        used = sorted((facts[machine.FIRST], place) for place, facts in enumerate(columns) if facts[machine.KEPT])
+        value_at, there_at = [0] * len(columns), [arrange.EVERYWHERE] * len(columns)
+        cells = lacking = 0
+        for _, place in used:
+            facts = columns[place]
+            measurement = facts[machine.OF_MEASUREMENT]
+            value_at[place] = cells - row_at[measurement]
+            cells += rows[measurement]
+            if facts[machine.KEPT] < rows[measurement]:
+                there_at[place] = lacking - row_at[measurement]
+                lacking += rows[measurement]
         size = 8 * (cells + self._line_count)
         if size > bytes_max:
             raise TooManyValuesError(size)
-        begins = np.cumsum(sizes) - sizes
-        value_at = np.zeros(len(self._columns), np.int64)
-        value_at[used] = begins - row_at[measurement_of]
-        there_at = np.full(len(self._columns), arrange.EVERYWHERE, np.int64)
-        sparse = self._columns[used, machine.KEPT] < sizes
-        lacking = np.where(sparse, sizes, 0)
-        there_begins = np.cumsum(lacking) - lacking
-        there_at[used[sparse]] = (there_begins - row_at[measurement_of])[sparse]
-        values = (np.zeros if sparse.any() else np.empty)(cells, np.int64)
-        there = np.zeros(int(lacking.sum()), np.uint8)
-        numbers, times_us, times_ns = (np.empty(self._line_count, np.int64) for _ in range(3))
+        values: Ints = np.zeros(cells, np.int64) if lacking else np.empty(cells, np.int64)
+        there = np.zeros(lacking, np.uint8)
+        numbers, times_us, times_ns = np.empty((3, self._line_count), np.int64)
         is_odd = np.zeros(len(rows), np.uint8)
         arrange.spread(
             self._line_count,
@@ -315,9 +319,9 @@ class Walk:
             self._timed,
             self._columns_of,
             self._payload,
-            row_at.copy(),
-            value_at,
-            there_at,
+            np.array(row_at, np.int64),
+            np.array(value_at, np.int64),
+            np.array(there_at, np.int64),
             unit_ns,
             now_us,
             numbers,
@@ -327,48 +331,34 @@ class Walk:
             values,
             there,
         )
-        size += 8 * int(rows[is_odd > 0].sum())
-        kinds = self._kinds_of(used)
-        names = self.column_names()
-        found: dict[int, list[FoundColumn]] = {}
-        for place, measurement, begin, count, kind, is_sparse, there_begin in zip(
-            used.tolist(),
-            measurement_of.tolist(),
-            begins.tolist(),
-            sizes.tolist(),
-            kinds,
-            sparse.tolist(),
-            there_begins.tolist(),
-            strict=True,
-        ):
-            valid = (
-                pa.py_buffer(np.packbits(there[there_begin : there_begin + count], bitorder="little"))
-                if is_sparse
-                else None
+        pieces = {
+            place: slice(at, at + count) for place, (at, count) in enumerate(zip(row_at, rows, strict=True)) if count
+        }
+        tables = {
+            place: FoundTable(
+                self._name_of_measurement(place),
+                numbers[piece],
+                times_us[piece],
+                times_ns[piece] if is_odd[place] else None,
+                [],
             )
-            array, text_bytes = self._array(kind, values[begin : begin + count], valid)
+            for place, piece in sorted(pieces.items(), key=lambda item: measurements[item[0]][machine.FIRST])
+        }
+        size += sum(8 * rows[place] for place in pieces if is_odd[place])
+        for first, place in used:
+            measurement = columns[place][machine.OF_MEASUREMENT]
+            begin = value_at[place] + row_at[measurement]
+            valid = None
+            if there_at[place] != arrange.EVERYWHERE:
+                at = there_at[place] + row_at[measurement]
+                valid = pa.py_buffer(np.packbits(there[at : at + rows[measurement]], bitorder="little"))
+            kind = Kind(int(self._kinds[first]))
+            array, text_bytes = self._array(kind, values[begin : begin + rows[measurement]], valid)
             size += text_bytes
             if size > bytes_max:
                 raise TooManyValuesError(size)
-            found.setdefault(measurement, []).append(FoundColumn(names[place][1], kind, array))
-        measurement_names = self.measurement_names()
-        tables = []
-        for measurement in sorted(found, key=self._measurements[:, machine.FIRST].__getitem__):
-            piece = slice(int(row_at[measurement]), int(row_at[measurement] + rows[measurement]))
-            tables.append(
-                FoundTable(
-                    measurement_names[measurement],
-                    numbers[piece],
-                    times_us[piece],
-                    times_ns[piece] if is_odd[measurement] else None,
-                    found[measurement],
-                )
-            )
-        return tables
-
-    def _kinds_of(self, used: Ints) -> list[Kind]:
-        """Each column's kind: that of its first value."""
-        return [Kind(kind) for kind in self._kinds[self._columns[used, machine.FIRST]].tolist()]
+            tables[measurement].columns.append(FoundColumn(self._name_of_column(place), kind, array))
+        return list(tables.values())
 
     def _array(self, kind: Kind, values: Ints, valid: pa.Buffer | None) -> tuple[pa.Array, int]:
         """A column of its kind's type, and its texts' bytes."""
@@ -384,10 +374,11 @@ class Walk:
             words[::2] = values
             return pa.Array.from_buffers(UNSIGNED, count, [valid, pa.py_buffer(words)]), 0
         offsets = np.empty(count + 1, np.int32)
-        data = np.empty(arrange.measure_texts(values, offsets), np.uint8)
+        size = int(arrange.measure_texts(values, offsets))
+        data = np.empty(size + 8, np.uint8)
         arrange.gather_texts(self._buffer, values, kind is Kind.STRING, offsets, data)
-        buffers = [valid, pa.py_buffer(offsets), pa.py_buffer(data)]
-        return pa.Array.from_buffers(pa.string(), count, buffers), len(data)
+        buffers = [valid, pa.py_buffer(offsets), pa.py_buffer(data[:size])]
+        return pa.Array.from_buffers(pa.string(), count, buffers), size
 
 
 class _Names:

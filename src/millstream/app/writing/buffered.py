@@ -1,0 +1,194 @@
+"""Appends of a stream that writes to a buffer, or reads from one; and the buffer that a configuration means."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Final
+
+from millstream.errors import BufferOutcomeUnknown, MillstreamError, StreamReadsBuffer
+from millstream.ingest.appender import Appender
+from millstream.model.buffers import BufferMeta, parts_of_shards, single_operations
+from millstream.model.operations import Appended, WriteOps
+from millstream.model.positions import Offset, Seq, SeqRange, StreamToken
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from millstream.app.config.model import BufferConfig
+    from millstream.app.home import Home
+    from millstream.ingest.requests import PreparedBatch
+    from millstream.model.appends import AppendBatch
+    from millstream.model.ids import ShardId, StreamId
+    from millstream.ports import WriteBuffer
+
+_REPLICATION: Final = "replication.factor"
+
+
+def buffer_name(stream: str, config: BufferConfig) -> str:
+    """What a stream's buffer is called: its topic, what its keys begin with, or its folder."""
+    return config.location if config.kind == "log" else config.name or f"millstream_{stream}"
+
+
+def open_buffer(home: Home, stream: str, config: BufferConfig) -> WriteBuffer:
+    """The buffer that is configured; raises as the buffers do."""
+    return open_buffer_in(home.path, buffer_name(stream, config), config)
+
+
+def open_buffer_in(folder: Path, name: str, config: BufferConfig) -> WriteBuffer:
+    """As `open_buffer`, of a folder where relative ones begin."""
+    create_shards = config.shards if config.create else None
+    if config.kind == "kafka":
+        from millstream.buffers.kafka import KafkaBuffer, KafkaOptions
+
+        return KafkaBuffer(
+            KafkaOptions(
+                config.location,
+                name,
+                create_shards=create_shards,
+                replication=int(config.topic.get(_REPLICATION, "-1")),
+                topic_options={key: value for key, value in config.topic.items() if key != _REPLICATION},
+                client_options=dict(config.client),
+                timeout_s=config.timeout_s,
+            )
+        )
+    if config.kind == "redis":
+        from millstream.buffers.redis import RedisBuffer, RedisOptions
+
+        return RedisBuffer(
+            RedisOptions(
+                config.location,
+                name,
+                create_shards=create_shards,
+                accept_loss=config.accept_loss,
+                timeout_s=config.timeout_s,
+            )
+        )
+    from millstream.app.config.quantities import duration_s
+    from millstream.wal.buffer import LogBuffer, LogBufferOptions
+
+    return LogBuffer(
+        LogBufferOptions(
+            str(folder / config.location),
+            create_shards=create_shards,
+            retention_age_s=duration_s(config.retention_age),
+        )
+    )
+
+
+class BufferingAppender:
+    """Puts what an `Appender` has made of applications' rows into a write buffer, in place of the log; answers as that one does.
+
+    An answer's offsets are the buffer's: of each shard, where the operation lies and the place behind it. Numbers come when somebody
+    takes it into a log.
+
+    Concurrency: any number of threads and event loops.
+    """
+
+    def __init__(self, appender: Appender, stream: StreamId, buffer: WriteBuffer, name: str) -> None:
+        self._appender = appender
+        self._buffer = buffer
+        self._name = name
+        self._start: Final = StreamToken.scalar(stream, Seq(0))
+
+    def append_prepared_batch(
+        self, prepared: PreparedBatch, *, deadline_s: float | None
+    ) -> list[Appended | MillstreamError]:
+        """Store each operation of a batch; what became of each request."""
+        if prepared.ops is None:
+            return prepared.outcomes(None)
+        give_up_s = None if deadline_s is None else time.monotonic() + deadline_s
+        sent = [self._send(op, deadline_s) for op in single_operations(prepared.ops)]
+        outcomes: dict[int, Appended | MillstreamError] = dict(prepared.errors)
+        for place, count, parts in zip(prepared.places, prepared.counts, sent, strict=True):
+            outcomes[place] = self._outcome(count, parts, give_up_s)
+        return [outcomes[place] for place in range(prepared.requests)]
+
+    def append_batch(self, batch: AppendBatch, *, deadline_s: float | None) -> list[Appended | MillstreamError]:
+        """As `Appender.append_batch`."""
+        return self.append_prepared_batch(self._appender.prepare(batch), deadline_s=deadline_s)
+
+    async def append_batch_async(
+        self, batch: AppendBatch, *, deadline_s: float | None
+    ) -> list[Appended | MillstreamError]:
+        """As `append_batch`, for a task: it waits in a thread."""
+        return await asyncio.to_thread(self.append_batch, batch, deadline_s=deadline_s)
+
+    def _send(self, op: WriteOps, deadline_s: float | None) -> list[tuple[ShardId, Future[BufferMeta]]]:
+        """Hand an operation's parts to the buffer. One that it doesn't take is a future that has failed."""
+        parts = []
+        for shard, part in parts_of_shards(op).items():
+            try:
+                future = self._buffer.submit(shard, part, deadline_s=deadline_s)
+            except MillstreamError as error:
+                future = Future()
+                future.set_exception(error)
+            parts.append((shard, future))
+        return parts
+
+    def _outcome(
+        self, count: int, parts: Sequence[tuple[ShardId, Future[BufferMeta]]], give_up_s: float | None
+    ) -> Appended | MillstreamError:
+        stored: dict[ShardId, tuple[Offset, Offset]] = {}
+        failed: dict[ShardId, MillstreamError] = {}
+        for shard, future in parts:
+            try:
+                meta = future.result(None if give_up_s is None else max(0.0, give_up_s - time.monotonic()))
+                stored[shard] = Offset(meta.offset), Offset(meta.offset + 1)
+            except TimeoutError:
+                failed[shard] = BufferOutcomeUnknown(
+                    f"write buffer {self._name} didn't say in time whether it has the rows",
+                    buffer=self._name,
+                    shard=int(shard),
+                )
+            except MillstreamError as error:
+                failed[shard] = error
+        if not failed:
+            return Appended(self._start, SeqRange(Seq(0), count), stored, buffer=self._name)
+        first = next(iter(failed.values()))
+        if not stored:
+            return first
+        return BufferOutcomeUnknown(
+            f"write buffer {self._name} has the rows of shards {sorted(stored)}, and not all of {sorted(failed)}: {first.message}",
+            buffer=self._name,
+            shards={str(shard): error.code for shard, error in failed.items()},
+        )
+
+
+class AppenderToBuffer(Appender):
+    """An appender whose operations go into a write buffer."""
+
+    to_buffer: BufferingAppender
+
+    def append_batch(self, batch: AppendBatch, *, deadline_s: float | None) -> list[Appended | MillstreamError]:
+        """As `Appender.append_batch`; the offsets are the buffer's. `BufferUnavailable`, `BufferOutcomeUnknown` … as the buffer says."""
+        return self.to_buffer.append_batch(batch, deadline_s=deadline_s)
+
+    async def append_batch_async(
+        self, batch: AppendBatch, *, deadline_s: float | None
+    ) -> list[Appended | MillstreamError]:
+        """As `append_batch`, for a task."""
+        return await self.to_buffer.append_batch_async(batch, deadline_s=deadline_s)
+
+    async def append_prepared(
+        self, prepared: PreparedBatch, *, deadline_s: float | None
+    ) -> list[Appended | MillstreamError]:
+        """As `append_batch`, of what `prepare` has made."""
+        return await asyncio.to_thread(self.to_buffer.append_prepared_batch, prepared, deadline_s=deadline_s)
+
+
+class AppenderOfReader(Appender):
+    """The appender of a stream that reads from a write buffer: it refuses, by name."""
+
+    buffer_name: str
+    stream_name: str
+
+    def prepare(self, batch: AppendBatch) -> PreparedBatch:
+        """Refuse. `StreamReadsBuffer`, always."""
+        raise StreamReadsBuffer(
+            f"stream {self.stream_name} takes its rows from write buffer {self.buffer_name}; {batch.table} can't be appended to it",
+            stream=self.stream_name,
+            buffer=self.buffer_name,
+        )

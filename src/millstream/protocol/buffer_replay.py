@@ -1,0 +1,103 @@
+"""From where a write buffer is read again after a restart, and what of it is in the log already: row-exact, whatever was in its midst.
+
+Premises
+--------
+1. Operations of a shard are taken in their order. What the log says of a shard (`place`) is durable with the rows themselves: all
+   operations below it are in the log, but for partitions of tables that are *held*.
+2. A partition of a table is held from the first operation on that couldn't be taken, while others go on. Below its checkpoint's `minimum`
+   all of its rows are in the log; from there on none is.
+3. A checkpoint is made when everything below it is durable. So what is told twice, or late, says less than what is true, never more:
+   folded, the greater one is right.
+
+What becomes of an operation's rows of one partition, at an offset:
+
+    | offset                | partition is held            | it isn't |
+    |-----------------------|------------------------------|----------|
+    | below its minimum     | in the log: skip             | -        |
+    | below the shard's     | take                         | in the log: skip |
+    | from there on         | take                         | take     |
+
+A shard is read from the least of its minima; each has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from millstream.model.buffers import BUFFER_START, BufferOffset
+from millstream.model.ids import ShardId
+
+
+class Part(NamedTuple):
+    """Rows that are taken or held together: those of one partition of one table on one shard of a buffer."""
+
+    shard: ShardId
+    table: str
+    """`schema.table`, as it is quoted."""
+    partition: str | None
+
+
+WHOLE_SHARD: Final = ""
+"""Stands for the table of a checkpoint of all parts of a shard that have none of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """How far something is in the log."""
+
+    part: Part
+    minimum: BufferOffset
+    """All of it below is in the log."""
+    maximum: BufferOffset
+    """It was seen up to here; exclusive."""
+
+    @classmethod
+    def of_shard(cls, shard: ShardId, place: BufferOffset) -> Checkpoint:
+        """All of a shard below a place is in the log, but for parts with checkpoints of their own."""
+        return cls(Part(shard, WHOLE_SHARD, None), place, place)
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What is to be read again."""
+
+    places: Mapping[ShardId, BufferOffset]
+    """The shards' own checkpoints."""
+    held: Mapping[Part, Checkpoint]
+
+    def start(self, shard: ShardId) -> BufferOffset:
+        """From where a shard is read."""
+        held = [found.minimum for part, found in self.held.items() if part.shard == shard]
+        return min([self.place(shard), *held])
+
+    def place(self, shard: ShardId) -> BufferOffset:
+        """From where on nothing of a shard is in the log, but for parts that are ahead."""
+        return self.places.get(shard, BUFFER_START)
+
+    def end(self, shard: ShardId) -> BufferOffset:
+        """The greatest offset that was seen; exclusive. A buffer that ends before it has lost what it had."""
+        seen = [found.maximum for part, found in self.held.items() if part.shard == shard]
+        return max([self.place(shard), *seen])
+
+    def is_persisted(self, part: Part, offset: BufferOffset) -> bool:
+        """Whether the rows of a part at an offset are in the log."""
+        held = self.held.get(part)
+        return offset < (self.place(part.shard) if held is None else held.minimum)
+
+
+def fold(checkpoints: Iterable[Checkpoint]) -> Replay:
+    """All that was ever told, in any order, as one plan."""
+    places: dict[ShardId, BufferOffset] = {}
+    held: dict[Part, Checkpoint] = {}
+    for told in checkpoints:
+        part = told.part
+        if part.table == WHOLE_SHARD:
+            places[part.shard] = max(told.minimum, places.get(part.shard, BUFFER_START))
+            continue
+        before = held.get(part, told)
+        held[part] = Checkpoint(
+            part, max(told.minimum, before.minimum), max(told.maximum, before.maximum, told.minimum)
+        )
+    return Replay(places, held)

@@ -1,0 +1,247 @@
+"""A stream takes a buffer's operations into its log: each once, in their order, whatever comes in between."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from tests.app.homes import wait_for
+
+from millstream.app.writing.taking import BufferTaking
+from millstream.buffers.memory import MemoryBuffer, MemoryServer
+from millstream.catalog import Catalog
+from millstream.errors import BufferOffsetGone, BufferReplaced, BufferWentBack, MillstreamError
+from millstream.ingest.schemas import SchemaOnWrite, WriteRules
+from millstream.ingest.taking import OperationTaker
+from millstream.model.buffers import BufferOffset
+from millstream.model.ids import ShardId, StreamId
+from millstream.model.operations import FIRST_SHARD, TableRows, WriteOps
+from millstream.model.positions import Offset, Seq
+from millstream.testing.write_buffer import NORTH, SOUTH, application_op, every_kind_op
+from millstream.wal.reader import StreamReader
+from millstream.wal.writer import LogWriter
+
+NAME = "orders"
+
+
+class Home:
+    """A stream that reads, and the buffer that it reads from."""
+
+    def __init__(self, folder: Path) -> None:
+        self.server = MemoryServer()
+        self.buffer = MemoryBuffer(self.server, NAME, create_shards=2)
+        self.catalog = Catalog(folder / "catalog.db")
+        self.stream: StreamId = self.catalog.resolve_stream("shop")
+        self.wal = str(folder / "wal")
+        self.keys: dict[str, tuple[str, ...]] = {}
+
+    @contextmanager
+    def taking(self) -> Iterator[tuple[BufferTaking, threading.Event]]:
+        writer, epoch = self.catalog.register_writer(self.stream)
+        with LogWriter.open(
+            self.wal,
+            stream=self.stream,
+            shards=[FIRST_SHARD],
+            epoch=epoch,
+            reservations=self.catalog.reservations(self.stream),
+            writer=writer,
+        ) as log:
+            taker = OperationTaker(
+                self.catalog,
+                self.stream,
+                rules_of=lambda _, name: WriteRules(SchemaOnWrite.CREATE, self.keys.get(name, ())),
+                place=lambda schema, rows: (TableRows(schema, rows, FIRST_SHARD),),
+                home_shard=lambda _: FIRST_SHARD,
+            )
+            yield BufferTaking(self.buffer, NAME, self.catalog, self.stream, log, taker), threading.Event()
+
+    def take(self) -> BufferTaking:
+        """Until it has all that there is."""
+        with self.taking() as (taking, stop):
+            taking.run(stop, until_caught_up=True, tell=lambda: None)
+        return taking
+
+    def records(self, name: str = "clicks") -> list[dict[str, Any]]:
+        return [
+            record
+            for found in StreamReader(self.wal).read(FIRST_SHARD, Offset(0))
+            if found.schema.name == name
+            for record in found.batch.to_pylist()
+        ]
+
+    def texts(self, name: str = "clicks") -> list[str]:
+        return [record["text"] for record in self.records(name)]
+
+    def put(self, shard: ShardId, *texts: str, name: str = "clicks", **more: Any) -> None:
+        for text in texts:
+            self.buffer.append(shard, application_op(name, [text], **more))
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Home]:
+    home = Home(tmp_path)
+    yield home
+    home.catalog.close()
+
+
+def test_operations_are_taken_once_in_their_shards_order_through_restarts(home: Home) -> None:
+    wanted: dict[ShardId, list[str]] = {NORTH: [], SOUTH: []}
+    for start in range(4):
+        for number in range(20):
+            for shard, texts in wanted.items():
+                texts.append(f"{shard}.{start}.{number}")
+                home.put(shard, texts[-1])
+        home.take()
+        for shard, texts in wanted.items():
+            assert [text for text in home.texts() if text.startswith(f"{shard}.")] == texts
+    assert len(home.take().progress.shards) == 2
+    assert len(home.texts()) == 160
+
+
+def test_values_times_and_traces_are_what_they_were(home: Home) -> None:
+    op = every_kind_op()
+    home.buffer.append(NORTH, op)
+    home.put(NORTH, "one", moment_us=1_700_000_000_000_000, said={"trace_id": "t", "session": "s", "session_number": 3})
+    home.take()
+    names = {table.schema.name for table in op.tables}
+    schemas = {schema.name: schema for schema in StreamReader(home.wal).schemas().values()}
+    assert set(schemas) == names | {"clicks"}
+    for name in names:
+        wanted = [row for t in op.tables if t.schema.name == name for row in t.rows.to_pylist()]
+        own = [column.name for column in schemas[name].columns]
+        assert [repr([r[c] for c in own]) for r in home.records(name)] == [repr([r[c] for c in own]) for r in wanted]
+    assert schemas["clicks"].key == ("id",)
+    reader = StreamReader(home.wal)
+    frames = [
+        frame for group in reader.read_groups(Seq(reader.first_seq() - 1), reader.persisted_upto()) for frame in group
+    ]
+    told = [row for frame in frames for row in frame.operations.to_pylist()]
+    assert [(row["session"], row["session_number"], row["trace_id"]) for row in told][-1] == ("s", 3, "t")
+    assert home.records()[0]["__commit_ts"].timestamp() == 1_700_000_000
+
+
+def test_it_goes_on_while_others_write_and_stops_when_told(home: Home) -> None:
+    with home.taking() as (taking, stop):
+        thread = threading.Thread(target=taking.run, args=(stop,), kwargs={"tell": lambda: None})
+        thread.start()
+        for number in range(50):
+            home.put(ShardId(number % 2), str(number))
+        wait_for(lambda: sum(shard.taken for shard in taking.progress.shards.values()) == 50, seconds=30)
+        stop.set()
+        thread.join(30)
+        assert not thread.is_alive()
+    assert sorted(home.texts(), key=int) == [str(number) for number in range(50)]
+    home.take()
+    assert len(home.texts()) == 50
+
+
+def test_a_table_that_cannot_take_its_rows_is_held_and_gets_what_it_lacked_once(home: Home) -> None:
+    """Others go on, restarts change nothing, and what is taken later is exactly what was left out, of each partition."""
+
+    def both(number: int) -> WriteOps:
+        """One operation on two tables, one of them on two partitions by turns."""
+        visits = application_op("visits", [f"v{number}"], partition=f"p{number % 2}").tables[0]
+        return replace(
+            application_op("clicks", [f"c{number}"]), tables=(*application_op("clicks", [f"c{number}"]).tables, visits)
+        )
+
+    home.keys["visits"] = ("id",)
+    for number in range(6):
+        if number == 2:
+            home.take()
+            home.keys["visits"] = ("text",)  # as if somebody had changed the configuration
+        home.buffer.append(NORTH, both(number))
+    held = home.take().progress.held
+    assert set(held) == {"public.visits"}
+    assert (home.texts(), home.texts("visits")) == ([f"c{n}" for n in range(6)], ["v0", "v1"])
+    assert set(home.take().progress.held) == {"public.visits"}
+    home.buffer.append(NORTH, both(6))
+    home.take()
+    assert (home.texts(), home.texts("visits")) == ([f"c{n}" for n in range(7)], ["v0", "v1"])
+    home.keys["visits"] = ("id",)
+    assert home.take().progress.held == {}
+    for _ in range(2):
+        assert (home.texts(), home.texts("visits")) == ([f"c{n}" for n in range(7)], [f"v{n}" for n in range(7)])
+        home.take()
+    home.buffer.append(NORTH, both(7))
+    home.take()
+    assert (home.texts()[7:], home.texts("visits")[7:]) == (["c7"], ["v7"])
+
+
+def test_a_value_that_does_not_fit_holds_its_table_alone(home: Home) -> None:
+    home.put(NORTH, "one")
+    other = application_op(texts=["two"]).tables[0]
+    columns = [*other.rows.columns[:-1], pa.array([b"\x00"])]
+    clash = replace(
+        other.schema, columns=(other.schema.columns[0], replace(other.schema.columns[1], arrow=pa.binary()))
+    )
+    rows = pa.RecordBatch.from_arrays(columns, schema=clash.to_arrow(tuple(list(other.rows.schema)[:6])))
+    home.buffer.append(NORTH, replace(application_op(), tables=(replace(other, schema=clash, rows=rows),)))
+    home.put(NORTH, "fine", name="others")
+    assert list(home.take().progress.held) == ["public.clicks"]
+    assert (home.texts(), home.texts("others")) == (["one"], ["fine"])
+
+
+def test_what_is_no_operation_is_passed_and_counted(home: Home) -> None:
+    home.put(NORTH, "one")
+    home.server.put(NAME, NORTH, b"nothing")
+    home.put(NORTH, "two")
+    assert home.take().progress.shards[NORTH].undecodable == 1
+    assert home.texts() == ["one", "two"]
+
+
+def remade(home: Home) -> None:
+    home.server.drop(NAME)
+    home.server.create(NAME, 2)
+
+
+def cut(home: Home) -> None:
+    home.server.cut_from(NAME, NORTH, BufferOffset(1))
+
+
+def dropped(home: Home) -> None:
+    home.put(NORTH, "lost", "there")
+    home.server.drop_before(NAME, NORTH, BufferOffset(4))
+
+
+@pytest.mark.parametrize(
+    ("befalls", "error"), [(remade, BufferReplaced), (cut, BufferWentBack), (dropped, BufferOffsetGone)]
+)
+def test_what_the_buffer_has_lost_is_said_by_name_at_the_start_and_while_it_runs(
+    home: Home, befalls: Callable[[Home], None], error: type[MillstreamError]
+) -> None:
+    home.put(NORTH, "one", "two", "three")
+    home.take()
+    befalls(home)
+    for _ in range(2):
+        with pytest.raises(error) as caught:
+            home.take()
+        assert NAME in caught.value.message
+    assert home.texts() == ["one", "two", "three"]
+
+
+def test_a_buffer_made_anew_under_a_running_reader_ends_it(home: Home) -> None:
+    home.put(NORTH, "one")
+    with home.taking() as (taking, stop):
+        found: list[MillstreamError] = []
+
+        def run() -> None:
+            try:
+                taking.run(stop, tell=lambda: None)
+            except MillstreamError as error:
+                found.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        wait_for(lambda: taking.progress.shards and taking.progress.shards[NORTH].taken == 1, seconds=30)
+        remade(home)
+        home.put(NORTH, "another", "buffer's")
+        thread.join(30)
+        assert [type(error) for error in found] == [BufferReplaced]
+    assert home.texts()[0] == "one"

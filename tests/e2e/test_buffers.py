@@ -1,0 +1,106 @@
+"""One home writes to a buffer, another takes it into its log: the same rows, in order, exactly once, whoever is killed on the way."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.app.homes import done, make_home, run, wait_for
+
+import millstream
+from millstream.errors import StreamReadsBuffer
+from millstream.testing.kafka import EmbeddedKafka
+from millstream.testing.redis import EmbeddedRedis
+
+_numbers = itertools.count(1)
+APPENDS = 300
+KILLS = 4
+
+
+def home_with(folder: Path, role: str, kind: str, location: str, name: str) -> Path:
+    return make_home(
+        folder,
+        f'[streams.shop.buffer]\nkind = "{kind}"\nrole = "{role}"\nlocation = {json.dumps(location)}\nname = "{name}"\n'
+        f"create = {'true' if role == 'writes' else 'false'}\nshards = 2\n"
+        '[streams.shop.log]\nshards = 2\n[streams.shop.shards]\n"public.visits" = 1\n[streams.shop.keys]\nvisits = ["id"]\n',
+    )
+
+
+@contextmanager
+def owner(home: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The process that writes the home's streams."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "millstream.cli", "--home", str(home), "capture", "run"],
+        env={**os.environ, "HOME": "/nonexistent"},
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def records(home: Path, table: str) -> list[dict[str, Any]]:
+    lines = run(home, "wal", "cat", "--format", "ndjson", "--table", table).stdout.splitlines()
+    return [json.loads(line)["row"] for line in lines]
+
+
+def follow_through_kills(tmp_path: Path, kind: str, location: str) -> None:
+    name = f"orders{next(_numbers)}"
+    north = home_with(tmp_path / "north", "writes", kind, location, name)
+    south = home_with(tmp_path / "south", "reads", kind, location, name)
+    answers: list[millstream.Appended] = []
+
+    def write() -> None:
+        with millstream.open(north) as home:
+            for number in range(APPENDS):
+                rows = [{"number": number, "piece": piece} for piece in range(3)]
+                answers.append(home.append("shop", "clicks", rows))
+                answers.append(home.append("shop", "visits", {"id": number % 7, "seen": number}))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    wait_for(lambda: answers, seconds=60)
+    for kill in range(1, KILLS + 1):
+        with owner(south) as process:
+            wanted = kill * APPENDS // (KILLS + 1)
+            wait_for(lambda wanted=wanted: len(records(south, "clicks")) >= wanted, seconds=120)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+    writer.join()
+    assert {answer.buffer for answer in answers} == {location if kind == "log" else name}
+    assert {tuple(answer.offsets) for answer in answers} == {(0,), (1,)}
+    done(south, "capture", "run", "--until-caught-up")
+    clicks = [{"number": number, "piece": piece} for number in range(APPENDS) for piece in range(3)]
+    visits = [{"id": number % 7, "seen": number} for number in range(APPENDS)]
+    for _ in range(2):
+        assert records(south, "clicks") == clicks
+        assert records(south, "visits") == visits
+        done(south, "capture", "run", "--until-caught-up")
+    assert records(north, "clicks") == []
+    with millstream.open(south) as home, pytest.raises(StreamReadsBuffer):
+        home.append("shop", "clicks", {"number": 0, "piece": 0})
+
+
+def test_from_kafka_into_another_home(tmp_path: Path, kafka_server: EmbeddedKafka) -> None:
+    follow_through_kills(tmp_path, "kafka", kafka_server.servers)
+
+
+def test_from_redis_into_another_home(tmp_path: Path, redis_server: EmbeddedRedis) -> None:
+    follow_through_kills(tmp_path, "redis", redis_server.url)
+
+
+def test_from_log_files_into_another_home(tmp_path: Path) -> None:
+    follow_through_kills(tmp_path, "log", str(tmp_path / "buffer"))
