@@ -11,6 +11,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import psycopg
 import pyarrow.compute as pc
 import pytest
 from tests.capture.bag_history import BAG, TABLE, BagHistory, bag_at_source, bag_in_log, settle
@@ -19,12 +20,14 @@ from tests.capture.test_catching_up import run_process
 from tests.capture.test_copying import copied_rows
 
 from millstream.app.tables import copy_table, pause_table, resume_table
-from millstream.capture import copy_whole
+from millstream.capture import copy_whole, copying
 from millstream.capture.config import CaptureProgress
+from millstream.capture.spill import SpillFolder
 from millstream.catalog import Catalog, TableState
 from millstream.errors import SourceUnreachable
 from millstream.model.operations import OperationKind, SpilledOp
 from millstream.model.positions import Seq
+from millstream.protocol.catching_up import CatchUp, Mode
 from millstream.wal.reader import StreamReader
 
 SLOWLY = 256 << 10
@@ -81,22 +84,25 @@ def test_every_prefix_does_so_while_columns_come_and_go(stage: Stage) -> None:
 def test_every_prefix_does_so_where_capture_breaks_down_at_any_moment(stage: Stage, seed: int) -> None:
     """Whatever was read is gone each time, and what waited comes again; what was in flight may or may not be in the log."""
     chance = random.Random(seed)
-    history = BagHistory(chance, rows=400, truncates=True)
+    history = BagHistory(chance, rows=400, pause_s=0.005)
     with stage.connect() as connection:
         history.begin(connection)
     stage.config = replace(stage.config, copy_rate=lambda: SLOWLY)
     stage.log.fails_once = True
+    stream = stage.catalog.resolve_stream("shop")
     with history.going_on(stage):
         running = stage.start()
-        for _ in range(12):
-            entries = len(stage.log.entries)
-            least = entries + chance.randrange(1, 150)
+        for _ in range(8):
+            assert not running.ended
+            if streams(stage):
+                copy_table(stage.catalog, stream, TABLE)
+            least = len(stage.log.entries) + chance.randrange(1, 60)
             wait_until(lambda least=least: len(stage.log.entries) >= least or holds(stage), "changes enter")
             failures = stage.log.failures
             stage.log.fail_with = SourceUnreachable("cut")
             wait_until(lambda failures=failures: stage.log.failures > failures, "an append fails")
         wait_until(lambda: streams(stage), "the copy is whole")
-    running.stop()
+    running.end()
     settle(stage, history)
 
 
@@ -255,6 +261,96 @@ def test_the_stream_is_not_held_for_as_long_as_a_transaction_lasts(
     running.stop()
     stage.catch_up()
     assert bag_in_log(stage) == bag_at_source(stage)
+
+
+def test_a_source_without_a_free_slot_is_waited_for_and_the_reason_is_told(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy_whole, "PLAIN_TURNS", 0)
+    monkeypatch.setattr(copying, "_PUT_OFF_S", 0.1)
+    filled(stage, 100)
+    pause_at_begin(stage)
+    running = stage.start()
+    wait_until(stage.slot_active, "it streams")
+    taken = 0
+    with stage.connect() as connection:
+        try:
+            while True:
+                connection.execute("SELECT pg_create_physical_replication_slot(%s)", [f"taken_{taken}"])
+                taken += 1
+        except psycopg.errors.ConfigurationLimitExceeded:
+            resume_table(stage.catalog, stage.catalog.resolve_stream("shop"), TABLE)
+            wait_until(lambda: "replication slot" in stage.table(TABLE).reason, "the reason is told")
+            stage.sql("INSERT INTO bag VALUES (1, 2, 'x')")
+            entries = len(stage.log.entries)
+            wait_until(lambda: len(stage.log.entries) > entries, "changes go on")
+        finally:
+            for number in range(taken):
+                connection.execute("SELECT pg_drop_replication_slot(%s)", [f"taken_{number}"])
+    wait_until(lambda: streams(stage), "the copy is whole")
+    assert stage.table(TABLE).reason == ""
+    running.stop()
+    stage.catch_up()
+    assert bag_in_log(stage) == bag_at_source(stage)
+
+
+def pause_at_begin(stage: Stage) -> None:
+    """Have the table known, and its copy paused."""
+    stage.catch_up()
+    stream = stage.catalog.resolve_stream("shop")
+    copy_table(stage.catalog, stream, TABLE)
+    pause_table(stage.catalog, stream, TABLE)
+
+
+def test_rows_for_which_there_is_no_space_are_waited_for_and_nothing_else_is(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "_PUT_OFF_S", 0.1)
+    filled(stage, 100)
+    free = [0]
+    monkeypatch.setattr(SpillFolder, "free_bytes", lambda _: free[0])
+    running = stage.start()
+    wait_until(lambda: stage.state(TABLE) is not None and "no space" in stage.table(TABLE).reason, "the reason is told")
+    stage.sql("INSERT INTO others VALUES (1)")
+    wait_until(lambda: stage.log.replay().get("public.others"), "the others go on")
+    free[0] = 1 << 40
+    wait_until(lambda: streams(stage), "the copy is whole")
+    running.stop()
+    stage.catch_up()
+    assert bag_in_log(stage) == bag_at_source(stage)
+
+
+def test_a_stream_that_is_held_for_longer_than_the_senders_patience_keeps_its_connection(stage: Stage) -> None:
+    filled(stage, 3000)
+    stage.sql(f"ALTER DATABASE {stage.config.slot} SET wal_sender_timeout = '1s'")
+    stage.config = replace(stage.config, copy_rate=lambda: 1 << 19, buffer_bytes_max=20_000)
+    query = "SELECT pid FROM pg_stat_replication WHERE application_name = 'millstream stream'"
+    with written_without_a_pause(stage, "bag"), stage.connect() as connection:
+        running = stage.start()
+        wait_until(lambda: holds(stage), "the stream is held")
+        before = connection.execute(query).fetchone()
+        began = time.monotonic()
+        wait_until(lambda: streams(stage), "the copy is whole")
+        assert time.monotonic() - began > 3, "it was held for three times as long"
+        assert connection.execute(query).fetchone() == before
+    running.stop()
+    stage.catch_up()
+    assert bag_in_log(stage) == bag_at_source(stage)
+
+
+def test_a_backlog_that_grows_meanwhile_ends_no_reading(stage: Stage) -> None:
+    """To go over to chunks is to begin a session anew, and the copy with it."""
+    filled(stage, 2000)
+    told: list[CaptureProgress] = []
+    stage.config = replace(stage.config, copy_rate=lambda: 1 << 19, catch_up_bytes=1 << 16, catch_up=CatchUp.ALWAYS)
+    with written_without_a_pause(stage, "bag"):
+        running = stage.start(on_progress=told.append)
+        wait_until(lambda: streams(stage), "the copy is whole")
+    running.stop()
+    stage.catch_up()
+    assert bag_in_log(stage) == bag_at_source(stage)
+    assert copies(stage) == 1
+    assert not any(p.copies.get(TABLE, {}).get("rows") for p in told if p.mode is Mode.CATCHING_UP)
 
 
 # --- as a process of its own ------------------------------------------------------------------------------------------
