@@ -23,8 +23,8 @@ from millstream.testing.kafka import EmbeddedKafka
 from millstream.testing.redis import EmbeddedRedis
 
 _numbers = itertools.count(1)
-APPENDS = 300
-KILLS = 4
+APPENDS = 150
+KILLS = 3
 
 
 def home_with(folder: Path, role: str, kind: str, location: str, name: str) -> Path:
