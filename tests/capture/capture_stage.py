@@ -193,8 +193,8 @@ class Stage:
     def catch_up(self, **more: Any) -> CaptureOutcome:
         return run_capture(self.config, self.catalog, self.log, stop=threading.Event(), until_caught_up=True, **more)
 
-    def start(self) -> Running:
-        made = Running(self)
+    def start(self, **more: Any) -> Running:
+        made = Running(self, more)
         self.running.append(made)
         return made
 
@@ -240,7 +240,8 @@ class Stage:
 class Running:
     """A capture in a thread."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, more: dict[str, Any]) -> None:
+        self._more = more
         self._stop = threading.Event()
         self.outcome: CaptureOutcome | None = None
         self.error: BaseException | None = None
@@ -251,7 +252,7 @@ class Running:
     def _main(self) -> None:
         stage = self._stage
         try:
-            self.outcome = run_capture(stage.config, stage.catalog, stage.log, stop=self._stop)
+            self.outcome = run_capture(stage.config, stage.catalog, stage.log, stop=self._stop, **self._more)
         except BaseException as error:  # noqa: BLE001 - the test looks at it
             self.error = error
 

@@ -127,7 +127,7 @@ class History:
         shown: dict[Key, str] = {}
         step = 0
         looked: dict[str, int] = {"TRANSACTION": 0, "COPY_CHUNK": 0}
-        for kind, records in _operations(log):
+        for kind, records in operations(log):
             for table, row in records:
                 if table == "_messages":
                     if row["prefix"] == _PREFIX:
@@ -162,7 +162,7 @@ def _apply(shown: dict[Key, str], row: dict[str, Any]) -> None:
     shown[key] = row["version"]
 
 
-def _operations(log: MemoryLog) -> Iterator[tuple[str, list[tuple[str, dict[str, Any]]]]]:
+def operations(log: MemoryLog) -> Iterator[tuple[str, list[tuple[str, dict[str, Any]]]]]:
     """Each operation of a log: its kind, its records in their order with their tables' names."""
     for entry in list(log.entries):
         operations = (entry.operations if isinstance(entry, WriteOps) else entry.operation).column("kind").to_pylist()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 from tests.capture.capture_stage import Stage
 
@@ -17,7 +19,9 @@ ROWS = (
 def test_rows_of_all_sizes_come_whole(stage: Stage) -> None:
     query = f"COPY ({ROWS.format(2000)}) TO STDOUT".encode()
     with connect(stage.dsn, purpose="test") as connection:
-        plain = copy_wire._by_libpq(connection, query, 1 << 30)
+        connection.pgconn.send_query(query)
+        plain = copy_wire._ByLibpq(connection.pgconn).next(1 << 30)
+        copy_wire._finish(connection.pgconn)
         for _ in range(3):
             ours = copy_wire.copy_out(connection, query, bytes_max=1 << 30)
             assert ours.row_count == plain.row_count == 2000
@@ -33,6 +37,23 @@ def test_reading_stops_at_its_bound_with_whole_rows(stage: Stage) -> None:
         assert not found.whole
         assert found.text.tobytes().count(b"\n") == found.row_count
         assert found.text.tobytes().endswith(b"\n")
+        assert connection.execute("SELECT 1").fetchone() == (1,)
+
+
+def test_all_rows_come_in_pieces_of_whole_rows(stage: Stage) -> None:
+    query = f"COPY ({ROWS.format(20000)}) TO STDOUT".encode()
+    with connect(stage.dsn, purpose="test") as connection:
+        all_of_it = copy_wire.copy_out(connection, query, bytes_max=1 << 30)
+        pieces = list(copy_wire.copy_pieces(connection, query, piece_bytes=lambda: 1 << 20))
+        assert b"".join(piece.text.tobytes() for piece in pieces) == all_of_it.text.tobytes()
+        assert sum(piece.row_count for piece in pieces) == 20000
+        assert [piece.whole for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+        for piece in pieces:
+            assert piece.text.tobytes().count(b"\n") == piece.row_count
+            assert len(piece.text) < (1 << 20) + 400_100
+        with closing(copy_wire.copy_pieces(connection, query, piece_bytes=lambda: 1 << 20)) as some:
+            assert not next(some).whole
+            next(some)
         assert connection.execute("SELECT 1").fetchone() == (1,)
 
 

@@ -403,10 +403,10 @@ def test_a_chunk_that_is_given_up_while_the_next_is_read_leaves_no_hole(
         go_back(copies, copy, chunk)
         given_up.set()
 
-    def slow_decode(copies: TableCopies, copy: Any, chunk: Any, schema: Any) -> None:
+    def slow_decode(copies: TableCopies, copy: Any, chunk: Any, *more: Any) -> None:
         if chunk.bounds.after == ("50",):
             wait_until(lambda: any(isinstance(e, SpilledOp) for e in stage.log.entries), "the update is logged")
-        decode(copies, copy, chunk, schema)
+        decode(copies, copy, chunk, *more)
 
     monkeypatch.setattr(ChunkReader, "fetch", slow_fetch)
     monkeypatch.setattr(TableCopies, "_go_back", told_go_back)

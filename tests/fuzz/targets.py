@@ -18,6 +18,7 @@ from uuid import UUID
 
 import numpy as np
 import pyarrow as pa
+from tests.codec.line_samples import same
 from tests.fuzz import checksums
 from tests.fuzz.harness import MORE_MEMORY
 from tests.wal.truth import FOLDER, STREAM, Truth
@@ -541,6 +542,25 @@ def _decode_config(data: bytes) -> None:
             continue
 
 
+# --- lines --------------------------------------------------------------------------------------------------------------
+
+
+def _line_seeds() -> list[bytes]:
+    line = b'cpu,host=a\\ b,region=e\\,u u=-12.5e-3,n=3i,k=7u,ok=true,s="x \\"q\\" \\\\\ny" 1700000000000000001\r\n'
+    return [
+        line,
+        line * 3 + b"# a comment\n\n \t\nmem,host=b free=1,used=2i\nmem free=2i -1\n" + line.replace(b",n=3i", b""),
+        b"m f=123456789012345678901234567890,g=4.9406564584124654e-324,h=9007199254740993 0\n",
+        b'm,t=1,t=2 f=1\nm v=nan,msg="evil\nadmin x=1\n"\nm,T=\xc3\xa9 f=t\nm,t=1 f=T\nm s="no end\n',
+    ]
+
+
+def _decode_lines(data: bytes) -> None:
+    """Machine code and the oracle find the same, whatever is wrong."""
+    same(data)
+    same(data, "s", columns_max=2, rejected_max=2)
+
+
 LOG_ERRORS: Final = (MillstreamError,)
 TARGETS: Final = {
     "frames": Target(_frame_seeds, _decode_frames, (CorruptFrame, UnsupportedFormat), checksums.of_frames),
@@ -553,6 +573,7 @@ TARGETS: Final = {
     "copy": Target(_copy_seeds, _decode_copy, ()),
     "value": Target(_value_seeds, _decode_value, ()),
     "position": Target(_position_seeds, _decode_position, ()),
+    "lines": Target(_line_seeds, _decode_lines, ()),
     "config": Target(_config_seeds, _decode_config, (MillstreamError,)),
 }  # fmt: skip
 

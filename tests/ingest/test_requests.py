@@ -9,7 +9,7 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.ingest.requests import operations_of, parts_of
+from millstream.ingest.requests import operations_of
 from millstream.model.ids import Epoch, SchemaVersion, ShardId, SourceId, StreamId, TableId
 from millstream.model.operations import TableRows, WriteOps
 from millstream.model.positions import Offset, SeqRange
@@ -18,6 +18,7 @@ from millstream.model.schema import Column, TableSchema
 from millstream.testing.files import MemoryFiles
 from millstream.testing.log import MemoryReservations
 from millstream.wal.reader import StreamReader
+from millstream.wal.submissions import parts_of
 from millstream.wal.writer import LogOptions, LogWriter
 
 SCHEMA = TableSchema(TableId(1), SchemaVersion(1), SourceId(0), "public", "t", (Column("v", pa.int64()),))
@@ -78,7 +79,9 @@ def test_each_request_finds_its_rows_where_it_is_told(batches: list[tuple[list[i
             ops = placed(counts, places)
             parts = parts_of(ops, counts, log.append(ops))
             values = np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1])
-            told += [(of_one.tolist(), *part) for of_one, part in zip(values, parts, strict=True)]
+            told += [
+                (of_one.tolist(), part.seqs, dict(part.offsets)) for of_one, part in zip(values, parts, strict=True)
+            ]
     reader = StreamReader("/w", files=files)
     by_offset, by_seq = {}, {}
     for shard in shards:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from millstream.app.calls import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, Session
 from millstream.app.home import Home
 from millstream.app.moments import parse_as_of
 from millstream.errors import LogError, MissingExtra, UnknownTable, WriterClosed
@@ -30,25 +30,6 @@ if TYPE_CHECKING:
     from millstream.model.operations import Appended
     from millstream.wal.index import OnDamage
     from millstream.wal.reader import StreamReader
-
-APPEND_DEADLINE_S: Final = 30.0
-"""How long an append waits for room in the writer's queue, where its caller doesn't say."""
-
-
-LATEST_ROWS_MAX: Final = 100_000
-
-
-@dataclass(frozen=True, slots=True)
-class Latest:
-    """What became of a table's rows in a stretch of the log. Done as one to a copy of the table, it is as the stretch left it."""
-
-    emptied: bool
-    """Whether all rows of before are gone: forget them first."""
-    rows: pa.Table
-    """One line a key: `__op` (`d`: the row is gone, `u`: it is there), `__unchanged`, `__exact`, `__before`, then the table's columns.
-    Columns named in `__unchanged` are as they were in the row of this key, or of the key in `__before` where the row has moved."""
-    token: StreamToken
-    """Where to go on."""
 
 
 class OpenHome:
@@ -121,23 +102,7 @@ class OpenHome:
             OffsetExpired: retention has dropped part of it.
             TokenFromFuture: `upto` lies beyond what is durable.
         """
-        reader = self._reader(stream)
-        start = self._parse(reader.stream_id, after)
-        end = self._parse(reader.stream_id, upto)
-        first = reader.first_seq()
-        wanted = None if table is None else table_ids(reader, table)
-        one = wanted[0] if wanted and len(wanted) == 1 else None
-        if (start is not None and start.ahead) or (end is not None and end.ahead):
-            begin = StreamToken.scalar(reader.stream_id, Seq(first - 1)) if start is None else reader.whole_token(start)
-            reach = reader.vector_token() if end is None else reader.whole_token(end)
-            pieces = reader.read_tokens(begin, reach, table=one)
-            yield from (found.batch for found in pieces if wanted is None or found.schema.table_id in wanted)
-            return
-        low = type(first)(first - 1) if start is None else reader.whole_upto(start.minimum)
-        high = reader.persisted_upto() if end is None else reader.whole_upto(end.minimum)
-        for found in reader.read_between(low, high, table=one):
-            if wanted is None or found.schema.table_id in wanted:
-                yield found.batch
+        yield from read_records(self._reader(stream), table=table, after=after, upto=upto)
 
     def read_latest(
         self,
@@ -167,7 +132,7 @@ class OpenHome:
         from millstream.lake.latest import latest_rows
 
         reader = self._reader(stream)
-        start, end = self._parse(reader.stream_id, after), self._parse(reader.stream_id, upto)
+        start, end = _parse(reader.stream_id, after), _parse(reader.stream_id, upto)
         low = Seq(reader.first_seq() - 1) if start is None else reader.whole_upto(start.linear())
         high = reader.persisted_upto() if end is None else reader.whole_upto(end.linear())
         wanted = table_ids(reader, table)
@@ -225,27 +190,30 @@ class OpenHome:
             HomeBusy, WriterClosed: another process has the home, and doesn't take appends; nothing was appended.
             MissingExtra: reading needs the core alone; this needs `millstream[run]`.
         """
-        write_id = None
-        if not (session is None and number is None and idempotency_key is None):
-            write_id = WriteId(session, number, idempotency_key)
+        write_id = write_id_of(session, number, idempotency_key)
         return self._home_appender().append(
             stream, table, rows, deadline_s=deadline_s, write_id=write_id, keep_valid_rows=keep_valid_rows
         )
+
+    def session(self, stream: str, name: str, *, next_number: int = 1) -> Session:
+        """Writes to a stream that are numbered by themselves, so that each may be sent again without being appended twice.
+
+        Args:
+            stream: its name.
+            name: the session's, of the application's making: it tells its writes apart from those of others.
+            next_number: that of the first write; an application that starts anew goes on behind the last that it knows to be durable.
+
+        Raises:
+            UsageError: the number is below 1.
+        """
+        return Session(self, stream, name, next_number)
 
     def _home_appender(self) -> HomeAppender:
         with self._appending:
             if self._closed:
                 raise WriterClosed("this home was closed", hint="Open it again: millstream.open(…).")
             if self._appender is None:
-                try:
-                    from millstream.app.writing.appending import HomeAppender
-                except ModuleNotFoundError as error:
-                    raise MissingExtra(
-                        f"appending needs {error.name}, which isn't installed",
-                        hint="pip install 'millstream[run]'",
-                        extra="run",
-                    ) from error
-                self._appender = HomeAppender(self._home)
+                self._appender = home_appender(self._home)
             return self._appender
 
     def query(
@@ -281,10 +249,6 @@ class OpenHome:
             self._readers[name] = open_reader(self._home, name)
         return self._readers[name]
 
-    @staticmethod
-    def _parse(stream: StreamId, token: StreamToken | str | None) -> StreamToken | None:
-        return None if token is None else StreamToken.parse(str(token), stream=stream)
-
 
 def open(path: str | Path | None = None) -> OpenHome:  # noqa: A001 - as `millstream.open`
     """Open a home: the one at `path`, else that of MILLSTREAM_HOME, else the nearest folder upward.
@@ -298,6 +262,24 @@ def open(path: str | Path | None = None) -> OpenHome:  # noqa: A001 - as `millst
     return OpenHome(home)
 
 
+def write_id_of(session: str | None, number: int | None, idempotency_key: str | None) -> WriteId | None:
+    """What tells an append apart, as its caller said it; whether it is one at all is looked at where it is written."""
+    if session is None and number is None and idempotency_key is None:
+        return None
+    return WriteId(session, number, idempotency_key)
+
+
+def home_appender(home: Home) -> HomeAppender:
+    """What appends to a home's streams; `MissingExtra` where the core alone is installed, or the client."""
+    try:
+        from millstream.app.writing.appending import HomeAppender
+    except ModuleNotFoundError as error:
+        raise MissingExtra(
+            f"appending needs {error.name}, which isn't installed", hint="pip install 'millstream[run]'", extra="run"
+        ) from error
+    return HomeAppender(home)
+
+
 def open_reader(
     home: Home, stream: str, *, without_mark: bool = False, on_damage: OnDamage | None = None
 ) -> StreamReader:
@@ -306,6 +288,33 @@ def open_reader(
 
     folder = str(home.wal_folder(home.pick_stream(stream)))
     return StreamReader(folder, without_mark=without_mark, on_damage=on_damage)
+
+
+def read_records(
+    reader: StreamReader,
+    *,
+    table: str | None = None,
+    after: StreamToken | str | None = None,
+    upto: StreamToken | str | None = None,
+) -> Iterator[pa.RecordBatch]:
+    """A log's records between two tokens; see `OpenHome.read`."""
+    start, end = _parse(reader.stream_id, after), _parse(reader.stream_id, upto)
+    first = reader.first_seq()
+    wanted = None if table is None else table_ids(reader, table)
+    one = wanted[0] if wanted and len(wanted) == 1 else None
+    if (start is not None and start.ahead) or (end is not None and end.ahead):
+        begin = StreamToken.scalar(reader.stream_id, Seq(first - 1)) if start is None else reader.whole_token(start)
+        reach = reader.vector_token() if end is None else reader.whole_token(end)
+        pieces = reader.read_tokens(begin, reach, table=one)
+    else:
+        low = Seq(first - 1) if start is None else reader.whole_upto(start.minimum)
+        high = reader.persisted_upto() if end is None else reader.whole_upto(end.minimum)
+        pieces = reader.read_between(low, high, table=one)
+    yield from (found.batch for found in pieces if wanted is None or found.schema.table_id in wanted)
+
+
+def _parse(stream: StreamId, token: StreamToken | str | None) -> StreamToken | None:
+    return None if token is None else StreamToken.parse(str(token), stream=stream)
 
 
 def table_ids(reader: StreamReader, table: str) -> list[TableId]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from millstream.lake.commits import Cut
     from millstream.lake.layout import LakeLayout, View
     from millstream.lake.postgres.target import PostgresTarget, TargetView
+    from millstream.protocol.sessions import SessionLimits
     from millstream.spark.pipeline import PipelineConfig
     from millstream.spark.session import SparkOptions
     from millstream.spark.sinks import Sink
@@ -97,6 +98,14 @@ def log_options(stream: StreamConfig) -> LogOptions:
         disk_used_max=log.disk_used_max,
         numbering=Numbering(log.sequence_numbers),
     )
+
+
+def session_limits(stream: StreamConfig) -> SessionLimits:
+    """When applications' sessions and keys are forgotten."""
+    from millstream.protocol.sessions import SessionLimits
+
+    ingest = stream.ingest
+    return SessionLimits(ingest.sessions_max, ingest.idempotency_keys_max, round(duration_s(ingest.session_age) * 1e6))
 
 
 def postgres_target(name: str, stream: StreamConfig, stream_id: StreamId) -> PostgresTarget:

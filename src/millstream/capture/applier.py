@@ -16,6 +16,7 @@ from typing import Final, Protocol
 
 from millstream.capture.directory import CatalogDirectory
 from millstream.capture.receiver import Item, Position, Receiver, Run, Spilled, StreamedRelation
+from millstream.capture.stream_hold import StreamHold, cut
 from millstream.catalog import Catalog
 from millstream.codec.pgoutput import (
     RelationCache,
@@ -76,6 +77,7 @@ class Applier:
         catalog: remembers positions that only keepalives moved, before they are confirmed.
         reached: X; transactions that end at or below it are dropped whole.
         copies: the table copy.
+        hold: where the stream waits, if anywhere.
         before_each: called before an item is looked at; what it raises leaves the item out, and ends the session.
 
     Not for several threads.
@@ -90,6 +92,7 @@ class Applier:
         *,
         reached: Lsn,
         copies: CopySink,
+        hold: StreamHold,
         before_each: Callable[[], None] = lambda: None,
     ) -> None:
         self._receiver = receiver
@@ -97,6 +100,11 @@ class Applier:
         self._directory = directory
         self._catalog = catalog
         self._copies = copies
+        self._hold = hold
+        self._kept: Item | None = None
+        """What was taken and has to wait."""
+        self._kept_from = Lsn(0)
+        """Where the first of it commits."""
         self._before_each = before_each
         self._relations = RelationCache()
         self._in_flight: deque[_InFlight] = deque()
@@ -146,7 +154,7 @@ class Applier:
             return
         self._submit_copies()
         try:
-            item = self._receiver.take(timeout_s)
+            item = self._take(timeout_s)
             if item is not None and not (isinstance(item, Position) and item.lsn <= self.passed):
                 self._before_each()
                 self._apply(item)
@@ -172,6 +180,20 @@ class Applier:
         """Make what is durable known to a restart now, and tell the source."""
         self._move(force=True)
         self._receiver.confirm(self._stored, now=True)
+
+    def _take(self, timeout_s: float) -> Item | None:
+        """The next item, or as much of it as needn't wait."""
+        bound = self._hold.bound
+        if self._kept is not None and bound is not None and self._kept_from >= bound:
+            if self._kept_from > self.passed:
+                self._pass(self._kept_from)  # what commits below is submitted: it may be what a copy waits for
+            else:
+                self._hold.wait(timeout_s)
+            return None
+        item, self._kept = self._kept or self._receiver.take(timeout_s), None
+        if item is not None and (bound := self._hold.bound) is not None:
+            item, self._kept, self._kept_from = cut(item, bound)
+        return item
 
     # --- items -------------------------------------------------------------------------------------------------
 
@@ -251,7 +273,12 @@ class Applier:
         future = self._log.submit(ops)
         self._submitted = max(self._submitted, end)
         self._in_flight.append(_InFlight(future, end, ops.row_count, done))
-        future.add_done_callback(lambda _: self._receiver.nudge())
+        future.add_done_callback(self._on_done)
+
+    def _on_done(self, _: Future[Ack]) -> None:
+        self._receiver.nudge()
+        if self._hold.bound is not None:
+            self._hold.nudge()
 
     def _let_copies_in(self, commit_lsn: Lsn) -> None:
         """Have chunks enter in front of what commits at that place, where they don't see it and all that they see is in the log.

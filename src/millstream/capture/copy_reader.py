@@ -7,16 +7,19 @@ the two: those show an empty table to older snapshots), then the end of WAL, the
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
+import psycopg
 from psycopg import pq, sql
 
 from millstream.capture.connection import translate_result, translated
 from millstream.capture.copy_text import CopiedRows, last_key, read_copied
-from millstream.capture.copy_wire import Text, copy_out
+from millstream.capture.copy_wire import CopyText, Text, copy_out, copy_pieces
 from millstream.capture.publication import restriction
+from millstream.capture.snapshot import SourceSnapshot
 from millstream.capture.source import Connection, KeyColumn, SourceTable, as_record_end, read_table
 from millstream.codec.pgoutput import table_schema
 from millstream.errors import SourceError
@@ -27,6 +30,8 @@ from millstream.protocol.table_copy import Key, Snapshot, extend_xid
 
 CHUNK_BYTES_MAX: Final = 64 << 20
 """Reading stops here, where the caller gives no other bound: what was read until then is a chunk as well."""
+AGAIN: Final = "40001"
+"""The SQLSTATE of what goes well another time."""
 _SAMPLE_PAGES: Final = 300
 _LOCK_TIMEOUT: Final = "5s"
 _PINNED_PATH: Final = "pg_catalog"
@@ -43,12 +48,6 @@ class TableChanged(SourceError):
     """The table's key isn't what it was: its chunks mean nothing now."""
 
     code = "table_changed"
-
-
-class TableTooLarge(SourceError):
-    """The table has no key, and too many rows to be copied as one chunk."""
-
-    code = "table_too_large"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +85,11 @@ class Fetched:
     last: bool
     """Nothing is left in the bounds behind it."""
 
+    @property
+    def size_bytes(self) -> int:
+        """Of the text."""
+        return len(self.text)
+
     def last_key(self) -> Key:
         """The key of the last row, of which there has to be one, its columns in the order of the index. Before `decoded`."""
         return last_key(self.text, self.table.relation, [column.name for column in self.table.key])
@@ -97,6 +101,19 @@ class Fetched:
             TableUndecodable: a value isn't UTF-8.
         """
         return read_copied(self.text, self.row_count, self.table.relation, schema)
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A table that is about to be read whole."""
+
+    table: SourceTable
+    """With the columns that are sent."""
+    schema: TableSchema
+    """Its version isn't known yet."""
+    snapshot: Snapshot
+    lsn: Lsn
+    at_us: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,26 +201,10 @@ class ChunkReader:
             MillstreamError: PostgreSQL's refusal; the transaction is over.
         """
         connection = self._connection
-        name = sql.Identifier(table.namespace, table.name)
-        self._widen_search_path(table)
-        with translated(), connection.transaction():
-            connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
-            moment = self._begin(name)
-            found = read_table(connection, table.oid)
-            if found is None:
-                raise TableGone(f"the table {table.full_name} is gone")
-            if found.key != table.key:
-                raise TableChanged(f"the table {table.full_name} has got another key", table=table.full_name)
-            if (found.namespace, found.name) != (table.namespace, table.name):
-                raise SourceError(f"the table {table.full_name} was renamed", sqlstate="42P01")
-            self._check_files(found)
-            found, condition = self._as_published(found)
+        with self._reading(table, None) as (found, condition, moment):
             schema = table_of(found, self._source, table_id)
             query = _copy_query(found, schema.key, bounds, condition, rows_max)
-            if connection.info.parameter_status("server_encoding") == "SQL_ASCII":
-                connection.execute(
-                    "SET LOCAL client_encoding = 'SQL_ASCII'"
-                )  # any bytes; the transaction's last answer
+            self._take_any_bytes()
             copied = copy_out(connection, query.as_bytes(connection), bytes_max=bytes_max)
         return Fetched(
             text=copied.text,
@@ -215,6 +216,68 @@ class ChunkReader:
             table=found,
             last=copied.whole and (rows_max is None or copied.row_count < rows_max),
         )
+
+    def read_whole(
+        self,
+        table: SourceTable,
+        table_id: TableId,
+        *,
+        under: SourceSnapshot | None,
+        piece_bytes: Callable[[], int],
+        began: Callable[[Begun], None],
+        take: Callable[[CopyText], None],
+    ) -> None:
+        """Read all rows, in no order, in pieces.
+
+        Args:
+            table: as last seen.
+            table_id: the catalog's number.
+            under: the snapshot to read them under; None: one that is taken now.
+            piece_bytes: about so much text comes at once; asked before each piece.
+            began: told once, before the first piece.
+            take: given each piece; the last may be empty. What it raises ends the reading.
+
+        Raises:
+            TableGone, TableChanged: as they say.
+            MillstreamError: PostgreSQL's refusal; the transaction is over.
+        """
+        connection = self._connection
+        with self._reading(table, under) as (found, condition, moment):
+            schema = table_of(found, self._source, table_id)
+            query = _copy_query(found, schema.key, Bounds(), condition, None)
+            began(Begun(found, schema, Snapshot.parse(moment.snapshot_text), moment.lsn, moment.at_us))
+            connection.execute("SET LOCAL enable_seqscan = on")
+            self._take_any_bytes()
+            with closing(copy_pieces(connection, query.as_bytes(connection), piece_bytes=piece_bytes)) as pieces:
+                for piece in pieces:
+                    take(piece)
+
+    @contextmanager
+    def _reading(self, table: SourceTable, under: SourceSnapshot | None) -> Iterator[tuple[SourceTable, str, Moment]]:
+        """A transaction in which the table is read: the table and the condition of what is published, and its moment."""
+        connection = self._connection
+        name = sql.Identifier(table.namespace, table.name)
+        self._widen_search_path(table)
+        with translated(), connection.transaction():
+            connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+            moment = self._begin(name) if under is None else self._begin_under(under, name)
+            found = read_table(connection, table.oid)
+            if found is None:
+                raise TableGone(f"the table {table.full_name} is gone")
+            if found.key != table.key:
+                raise TableChanged(f"the table {table.full_name} has got another key", table=table.full_name)
+            if (found.namespace, found.name) != (table.namespace, table.name):
+                raise SourceError(f"the table {table.full_name} was renamed", sqlstate="42P01")
+            if under is None:
+                self._check_files(found)
+            else:
+                self._check_not_rewritten(found)
+            yield *self._as_published(found), moment
+
+    def _take_any_bytes(self) -> None:
+        """Have a database without an encoding say its text as it is; the transaction's last answer in ours was the one before."""
+        if self._connection.info.parameter_status("server_encoding") == "SQL_ASCII":
+            self._connection.execute("SET LOCAL client_encoding = 'SQL_ASCII'")
 
     def _begin(self, name: sql.Composable) -> Moment:
         """Lock the table, then take the transaction's snapshot."""
@@ -228,8 +291,36 @@ class ChunkReader:
         assert place is not None
         return Moment(row[0], as_record_end(parse_lsn(place[0])), int(place[1]))
 
+    def _begin_under(self, snapshot: SourceSnapshot, name: sql.Composable) -> Moment:
+        """Take over a snapshot, then lock the table."""
+        try:
+            self._connection.execute(snapshot.set_statement())
+        except psycopg.Error as error:
+            raise SourceError("the source has given up the copy's snapshot", sqlstate=AGAIN) from error
+        return self._lock_under(snapshot, name)
+
+    def _lock_under(self, snapshot: SourceSnapshot, name: sql.Composable) -> Moment:
+        connection = self._connection
+        connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE").format(name))
+        row = connection.execute(
+            "SELECT pg_current_snapshot()::text, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
+        ).fetchone()
+        assert row is not None
+        return Moment(row[0], snapshot.lsn, int(row[1]))
+
     def _check_files(self, table: SourceTable) -> None:
         """The lock was there before the snapshot: nothing can have been rewritten between the two."""
+
+    def _check_not_rewritten(self, table: SourceTable) -> None:
+        """The lock came after the snapshot, to which what was rewritten or truncated between shows no row."""
+        seen = {table.oid: table.relfilenode, **{part.oid: part.relfilenode for part in table.partitions}}
+        with translated():
+            rows = self._connection.execute(
+                "SELECT oid::bigint, coalesce(pg_relation_filenode(oid), 0)::bigint FROM unnest(%s::bigint[]) AS oid",
+                [list(seen)],
+            ).fetchall()
+        if any(seen[oid] != now for oid, now in rows if seen[oid]):
+            raise SourceError(f"the table {table.full_name} was rewritten meanwhile", sqlstate=AGAIN)
 
     def split(self, table: SourceTable, parts: int) -> list[Key]:
         """Keys that cut the table into about `parts` pieces of like size, by a sample; may be fewer, or none."""

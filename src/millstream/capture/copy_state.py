@@ -7,12 +7,13 @@ go on. A list of keys that have to be read again is a range of its own, of one c
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Final
 
 from millstream.capture.config import CHUNK_ROWS
+from millstream.capture.copied_file import CopiedFile
 from millstream.capture.copy_pace import ChunkSizes
 from millstream.capture.copy_reader import Bounds, Fetched, decode_key, encode_key
 from millstream.capture.copy_text import CopiedRows
@@ -52,11 +53,16 @@ class OpenChunk:
     ticket: int
     bounds: Bounds
     """What it covers; read again, it covers the same."""
-    read: Fetched
+    read: Fetched | CopiedFile
     rows: CopiedRows | None = None
-    """None: not decoded yet."""
+    """None: not decoded yet. Those of a file never are."""
     durable: bool = False
     rows_entered: int = 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """Text that it holds."""
+        return len(self.read.text) if isinstance(self.read, Fetched) else 0
 
 
 @dataclass(slots=True)
@@ -77,6 +83,12 @@ class Range:
     open: deque[OpenChunk] = field(default_factory=deque)
     finished: bool = False
 
+    @classmethod
+    def cut_at(cls, cuts: Sequence[Key]) -> list[Range]:
+        """The ranges of a table that is cut at some keys."""
+        bounds = [None, *cuts, None]
+        return [cls(n, bounds[n], bounds[n + 1], read_after=bounds[n]) for n in range(len(bounds) - 1)]
+
     @property
     def untouched(self) -> bool:
         """Whether nobody reads it, has read of it or is about to."""
@@ -90,7 +102,8 @@ class Range:
         """A chunk was read behind those before it."""
         self.open.append(chunk)
         self.read_after = chunk.bounds.upto
-        self.all_read = self.all_read or chunk.read.last or bool(self.keys)
+        is_last = isinstance(chunk.read, CopiedFile) or chunk.read.last
+        self.all_read = self.all_read or is_last or bool(self.keys)
 
     def advance(self) -> bool:
         """Take durable chunks off the front; whether that moved anything."""
@@ -99,7 +112,7 @@ class Range:
             chunk = self.open.popleft()
             self.after = chunk.bounds.upto if chunk.bounds.upto is not None else self.after
             self.row_count += chunk.rows_entered
-            self.size_bytes += len(chunk.read.text)
+            self.size_bytes += chunk.read.size_bytes
             moved = True
         if self.all_read and not self.open:
             self.finished = moved = True
@@ -160,6 +173,12 @@ class Copy:
     ranges: dict[int, Range] = field(default_factory=dict)
     tracked_from: Lsn = Lsn(0)
     """What commits below isn't remembered: a chunk's snapshot has to see it."""
+    turn: int = 0
+    """Of a table without a key: how often it was read in vain, which says how it is read next (`copy_whole`)."""
+    patience_s: float = 0.0
+    """… and how long the stream is held for its snapshot to come; 0: not tried yet."""
+    file: CopiedFile | None = None
+    """… and what is read of it, until that is durable."""
     bound: int = 0
     """Snapshots count from the moment at which every transaction below has ended."""
 
@@ -167,6 +186,17 @@ class Copy:
     def name(self) -> str:
         """The table's."""
         return qualified_name(self.row.namespace, self.row.name)
+
+    def serves(self, row: TableRow, table: SourceTable | None) -> bool:
+        """Whether it is what a row asks for, which may have been read before it began."""
+        if self.row.changed_us != row.changed_us:
+            return False
+        return self.stage is not Stage.WAITING or (table is not None and self.table.same_definition(table))
+
+    def look_at(self, facts: Mapping[int, SourceTable]) -> None:
+        """Take in the table as last seen: its name may be another. By another key the bounds mean nothing."""
+        seen = facts.get(self.row.relation_oid, self.table)
+        self.table = seen if seen.key == self.table.key else self.table
 
     @property
     def keyed(self) -> bool:
@@ -216,18 +246,20 @@ class Copy:
         """Whether nothing of it is being read, or waits to enter or to be durable."""
         return self.stage is Stage.READING and not any(r.open or r.reading for r in self.ranges.values())
 
-    def note_durable(self, rows: int, size_bytes: int, now_s: float) -> None:
-        """So much of it became durable."""
+    def note_rates(self, rows: int, size_bytes: int, now_s: float) -> None:
+        """So much of it became durable, or came into its file."""
         self.rows_rate.add(rows, now_s)
         self.bytes_rate.add(size_bytes, now_s)
 
     def progress(self, now_s: float) -> dict[str, Any]:
-        """For people: how much is durable, how much there may be, how fast it goes, how long it may take.
+        """For people: how much is durable (without a key: read), how much there may be, how fast it goes, how long it may take.
 
         Bytes are of the rows as text, which is what the network and a rate see. What isn't known is None.
         """
         rows = sum(r.row_count for r in self.ranges.values())
         size = sum(r.size_bytes for r in self.ranges.values())
+        if self.file is not None and not rows:
+            rows, size = self.file.row_count, self.file.size_bytes
         estimate = self._row_estimate(rows, size)
         rate = 0.0 if self.paused else self.rows_rate.per_s(now_s)
         return {

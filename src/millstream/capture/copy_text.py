@@ -15,7 +15,7 @@ from millstream.codec.pgoutput import Relation
 from millstream.codec.pgoutput._columns import Texts, exact_map, read_column
 from millstream.errors import ProtocolViolation
 from millstream.model.ids import SourceId
-from millstream.model.operations import OPERATION_SCHEMA, OperationKind, TableRows
+from millstream.model.operations import OPERATION_SCHEMA, OperationKind
 from millstream.model.positions import Lsn
 from millstream.model.records import INSTANT, TEXT_BY_COLUMN, Op, append_row_schema
 from millstream.model.schema import TableSchema
@@ -50,18 +50,25 @@ class CopiedRows:
             chosen = pa.array(mask, pa.bool_())
             columns = [column.filter(chosen) for column in columns]
             count = len(columns[0])
-        return pa.RecordBatch.from_arrays(
-            [
-                pa.array(np.zeros(count, np.int32)),
-                pa.array(np.arange(count, dtype=np.int64)),
-                pa.array(np.full(count, int(Op.COPY), np.uint8)),
-                pa.nulls(count, pa.list_(pa.string())),
-                columns[0],
-                pa.nulls(count, TEXT_BY_COLUMN),
-                *columns[1:],
-            ],
-            schema=append_row_schema(self.schema),
-        )
+        return copied_records(self.schema, columns[0], columns[1:], count)
+
+
+def copied_records(
+    schema: TableSchema, exact: pa.Array, columns: Sequence[pa.Array], count: int, *, first_index: int = 0
+) -> pa.RecordBatch:
+    """`r` records of rows, in `append_row_schema`; their `__index` begins at `first_index`."""
+    return pa.RecordBatch.from_arrays(
+        [
+            pa.array(np.zeros(count, np.int32)),
+            pa.array(np.arange(first_index, first_index + count, dtype=np.int64)),
+            pa.array(np.full(count, int(Op.COPY), np.uint8)),
+            pa.nulls(count, pa.list_(pa.string())),
+            exact,
+            pa.nulls(count, TEXT_BY_COLUMN),
+            *columns,
+        ],
+        schema=append_row_schema(schema),
+    )
 
 
 def last_key(data: npt.NDArray[np.uint8], relation: Relation, order: Sequence[str]) -> Key:
@@ -147,13 +154,3 @@ def truncate_rows(schema: TableSchema) -> pa.RecordBatch:
     first = [pa.array([0], pa.int32()), pa.array([0], pa.int64()), pa.array([int(Op.TRUNCATE)], pa.uint8())]
     rest = [pa.nulls(1, field.type) for field in list(arrow)[len(first) :]]
     return pa.RecordBatch.from_arrays([*first, *rest], schema=arrow)
-
-
-def behind_truncate(rows: TableRows) -> tuple[TableRows, TableRows]:
-    """The rows of an operation behind a record that voids what stood before."""
-    arrow = rows.rows.schema
-    place = arrow.get_field_index("__index")
-    moved = pa.array(np.arange(1, rows.rows.num_rows + 1, dtype=np.int64))
-    shifted = rows.rows.set_column(place, arrow.field(place), moved)
-    first = TableRows(rows.schema, truncate_rows(rows.schema), rows.shard)
-    return first, TableRows(rows.schema, shifted, rows.shard)

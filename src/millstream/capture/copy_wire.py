@@ -11,6 +11,8 @@ import os
 import select
 import socket
 import time
+from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -43,7 +45,7 @@ class CopyText:
     """Ours alone; whole lines."""
     row_count: int
     whole: bool
-    """False: reading stopped at the bound."""
+    """Whether nothing follows; False: it stopped at the bound."""
 
 
 def copy_out(connection: Connection, query: bytes, *, bytes_max: int) -> CopyText:
@@ -52,72 +54,113 @@ def copy_out(connection: Connection, query: bytes, *, bytes_max: int) -> CopyTex
     Raises:
         MillstreamError: PostgreSQL refused or failed; psycopg.Error where the connection broke.
     """
+    with closing(copy_pieces(connection, query, piece_bytes=lambda: bytes_max)) as pieces:
+        return next(pieces)
+
+
+def copy_pieces(
+    connection: Connection, query: bytes, *, piece_bytes: Callable[[], int]
+) -> Generator[CopyText, None, None]:
+    """Run a COPY … TO STDOUT and take all of its rows, in pieces of about as many bytes as asked then; the last one, which may be empty, says `whole`.
+
+    Whoever closes the generator earlier has the command cancelled, and the connection's transaction with it. Raises as `copy_out`.
+    """
     pgconn = connection.pgconn
-    if pgconn.ssl_in_use or pgconn.used_gssapi:
-        return _by_libpq(connection, query, bytes_max)
     pgconn.send_query(query)
     while pgconn.flush():
         _wait(pgconn.socket, select.POLLOUT)
-    found = _by_socket(connection, bytes_max)
-    _finish(pgconn, found)
-    return found
+    encrypted = pgconn.ssl_in_use or pgconn.used_gssapi
+    source: _ByLibpq | _BySocket = _ByLibpq(pgconn) if encrypted else _BySocket(pgconn)
+    with closing(source):
+        while True:
+            piece = source.next(piece_bytes())
+            if piece.whole:
+                _finish(pgconn)
+            try:
+                yield piece
+            except GeneratorExit:
+                if not piece.whole:
+                    connection.cancel_safe()
+                    source.skip()
+                    _finish(pgconn, cut_off=True)
+                raise
+            if piece.whole:
+                return
 
 
-def _finish(pgconn: pq.abc.PGconn, found: CopyText) -> None:
-    """Have libpq read the end of the command; a reading that was cut short ends in an error that is none."""
+def _finish(pgconn: pq.abc.PGconn, *, cut_off: bool = False) -> None:
+    """Have libpq read the end of the command; one that was cut off ends in an error that is none."""
     failure = None
     while (result := pgconn.get_result()) is not None:
-        if result.status != pq.ExecStatus.COMMAND_OK and found.whole:
+        if result.status != pq.ExecStatus.COMMAND_OK and not cut_off:
             failure = failure or translate_result(result)
     if failure is not None:
         raise failure
 
 
-def _by_libpq(connection: Connection, query: bytes, bytes_max: int) -> CopyText:
-    pgconn = connection.pgconn
-    pgconn.send_query(query)
-    result = pgconn.get_result()
-    assert result is not None
-    if result.status != pq.ExecStatus.COPY_OUT:
-        while pgconn.get_result() is not None:
-            continue  # the connection takes no other command before
-        raise translate_result(result)
-    parts: list[Any] = []
-    append, get = parts.append, pgconn.get_copy_data
-    size = 0
-    whole = True
-    while True:
-        count, data = get(0)
-        if count <= 0:
-            break
-        if whole:
+class _ByLibpq:
+    """Rows one by one: of a connection that is encrypted."""
+
+    def __init__(self, pgconn: pq.abc.PGconn) -> None:
+        self._pgconn = pgconn
+        result = pgconn.get_result()
+        assert result is not None
+        if result.status != pq.ExecStatus.COPY_OUT:
+            while pgconn.get_result() is not None:
+                continue  # the connection takes no other command before
+            raise translate_result(result)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def next(self, piece_bytes: int) -> CopyText:
+        parts: list[Any] = []
+        append, get = parts.append, self._pgconn.get_copy_data
+        size = 0
+        whole = False
+        while size < piece_bytes:
+            count, data = get(0)
+            if count <= 0:
+                whole = True
+                break
             append(data)
             size += count
-            if size >= bytes_max:
-                whole = False
-                connection.cancel_safe()
-    found = CopyText(np.frombuffer(bytearray(b"".join(parts)), np.uint8), len(parts), whole)
-    _finish(pgconn, found)
-    return found
+        return CopyText(np.frombuffer(bytearray(b"".join(parts)), np.uint8), len(parts), whole)
+
+    def skip(self) -> None:
+        while self._pgconn.get_copy_data(0)[0] > 0:
+            continue
 
 
-def _by_socket(connection: Connection, bytes_max: int) -> CopyText:
-    text: Text = np.empty(_TEXT_BYTES, np.uint8)
-    end = rows = 0
-    with socket.socket(fileno=os.dup(connection.pgconn.socket)) as peer:
-        pieces = _Pieces(peer)
+class _BySocket:
+    """Rows as they lie on the socket."""
+
+    def __init__(self, pgconn: pq.abc.PGconn) -> None:
+        self._peer = socket.socket(fileno=os.dup(pgconn.socket))
+        self._pieces = _Pieces(self._peer)
+        self._size = _TEXT_BYTES
+
+    def close(self) -> None:
+        self._peer.close()
+
+    def next(self, piece_bytes: int) -> CopyText:
+        pieces = self._pieces
+        text: Text = np.empty(self._size, np.uint8)
+        end = rows = 0
         while True:
             at, kind, end, found = machine.take_rows(pieces.look(), pieces.filled, text, end)
             rows += found
             pieces.take(at, kind)
+            if kind in _LIBPQS:
+                return CopyText(text[:end], rows, whole=True)
+            if end >= piece_bytes:
+                self._size = min(len(text), piece_bytes + _TEXT_BYTES)
+                return CopyText(text[:end], rows, whole=False)
             if kind == machine.NO_ROOM:
                 text = _enlarged(text, pieces.next_length())
-            elif kind in _LIBPQS:
-                return CopyText(text[:end], rows, whole=True)
-            if end >= bytes_max:
-                connection.cancel_safe()
-                pieces.skip_rows()
-                return CopyText(text[:end], rows, whole=False)
+
+    def skip(self) -> None:
+        self._pieces.skip_rows()
 
 
 class _Pieces:

@@ -8,8 +8,8 @@ A copy of a table that the log has records of already (after `tables copy`, `tab
 one `t` record of the table: what the log had of it before is void, rows deleted in the meantime included. It enters
 when the stream has come to where the source's tables were last looked at: of a table that has got another key, no
 record under the old one comes behind it. A table without a key (REPLICA
-IDENTITY FULL and no primary key) is copied as one chunk behind such a record, read again until no transaction that its
-snapshot doesn't see has touched the table: its rows can't be told apart.
+IDENTITY FULL and no primary key) enters whole behind such a record, as one operation: its rows can't be told apart. How it is read
+is told in `copy_whole`.
 """
 
 from __future__ import annotations
@@ -24,25 +24,29 @@ import structlog
 
 from millstream.capture.chunk_workers import ChunkWorkers, Work
 from millstream.capture.config import CaptureConfig
+from millstream.capture.copied_file import CopiedFile
 from millstream.capture.copy_pace import ChunkSizes, CopyRate
 from millstream.capture.copy_reader import (
     CHUNK_BYTES_MAX,
     Bounds,
     ChunkReader,
+    Fetched,
     TableChanged,
     TableGone,
-    TableTooLarge,
-    table_of,
 )
+from millstream.capture.copy_schemas import CopySchemas
 from millstream.capture.copy_state import FIRST_KEYS_RANGE, OPEN_CHUNKS_MAX, Copy, OpenChunk, Range, Stage
-from millstream.capture.copy_text import CopiedRows, behind_truncate, chunk_operation, truncate_rows
+from millstream.capture.copy_text import CopiedRows, chunk_operation
+from millstream.capture.copy_whole import PATIENCE_S, STANDBY_PATIENCE_S, WholeReads
 from millstream.capture.directory import CatalogDirectory
 from millstream.capture.source import Connection, Identity, SourceTable, connect_same
+from millstream.capture.spill import SpillFolder
 from millstream.capture.standby import StandbyChunkReader, StandbySnapshots
+from millstream.capture.stream_hold import StreamHold
 from millstream.capture.touches import touches_of, touches_of_spilled
 from millstream.capture.watcher import Tables
 from millstream.catalog import Catalog, TableRow, TableState
-from millstream.errors import MillstreamError
+from millstream.errors import DiskFull, MillstreamError, NoFreeSlot
 from millstream.failpoints import hit
 from millstream.model.ids import StreamId, TableId
 from millstream.model.operations import SpilledOp, TableRows, WriteOps
@@ -58,6 +62,8 @@ logger = structlog.get_logger("millstream.capture")
 _SPLIT_CHUNKS: Final = 4
 """A table of more than so many chunks is split between the workers."""
 _WAIT_S: Final = 0.1
+_LATER_S: Final = 1.0
+_PUT_OFF_S: Final = 10.0
 _RATE_LOOK_S: Final = 1.0
 _CUT_AT: Final = 2
 """A chunk's text is cut off at so many times its aim: rows that are wider than those before."""
@@ -69,6 +75,8 @@ Entry = tuple[WriteOps | SpilledOp, Callable[[], None]]
 
 class TableCopies:
     """All copies of one session. `applier.CopySink`.
+
+    A session that reads a backlog in chunks (`reads_backlog`) will soon make way for another one: no table without a key is begun.
 
     Concurrency: `note`, `passed`, `ready` on the applier's thread; `see`, `progress` and the rest from any.
     """
@@ -82,6 +90,10 @@ class TableCopies:
         tables: Tables,
         stream: StreamId,
         nudge: Callable[[], None],
+        *,
+        spill: SpillFolder,
+        hold: StreamHold,
+        reads_backlog: bool = False,
     ) -> None:
         self._config = config
         self._catalog = catalog
@@ -89,15 +101,30 @@ class TableCopies:
         self._tables = tables
         self._stream = stream
         self._nudge = nudge
+        self._hold = hold
+        self._reads_backlog = reads_backlog
         self._snapshots = StandbySnapshots(config.dsn) if identity.on_standby else None
         self._lock = threading.RLock()
         self._copies: dict[TableId, Copy] = {}
         self._rate = CopyRate()
-        self._schemas: dict[TableSchema, TableSchema] = {}
+        self._schemas = CopySchemas(catalog, directory, stream)
         self._passed = Lsn(0)
         self._seen = False
         self._save_lock = threading.Lock()
         self._decoders = ThreadPoolExecutor(max(1, config.copy_workers), "millstream-copy-decode")
+        self._whole = WholeReads(
+            config.dsn,
+            spill,
+            hold,
+            directory,
+            patience_s=STANDBY_PATIENCE_S if identity.on_standby else PATIENCE_S,
+            lock=self._lock,
+            rate=self._rate,
+            piece_bytes=self._piece_bytes,
+            numbered=self._schemas.numbered,
+            goes_on=lambda copy: self._copies.get(copy.row.id) is copy and not copy.paused,
+            decoders=self._decoders,
+        )
         # Each copy that runs may hold chunks in memory; the others wait untracked.
         self._copies_max = 2 * max(1, config.copy_workers)
         self._workers = ChunkWorkers[Copy](
@@ -122,6 +149,7 @@ class TableCopies:
         """End the workers; chunks that haven't entered are read again another time."""
         if self._snapshots is not None:
             self._snapshots.close()
+        self._whole.stop()
         self._workers.stop()
         self._decoders.shutdown(cancel_futures=True)
 
@@ -151,11 +179,18 @@ class TableCopies:
                 for chunk in copy.open_chunks()
             )
 
+    @property
+    def keeps_session(self) -> bool:
+        """Whether a table is copied that another session would have to read from its beginning."""
+        with self._lock:
+            return any(not c.keyed and c.stage is Stage.READING and not c.paused for c in self._copies.values())
+
     def progress(self) -> dict[str, dict[str, Any]]:
         """By table being copied, how far it is."""
         now_s = time.monotonic()
         with self._lock:
-            return {c.name: c.progress(now_s) for c in self._copies.values()}
+            copies = list(self._copies.values())
+            return {c.name: c.progress(now_s) | {"holds_stream": self._hold.is_held_by(c)} for c in copies}
 
     def see(self, rows: list[TableRow]) -> None:
         """Begin what the tables' states ask for, pause and resume what people ask for, at the rate that is allowed now."""
@@ -165,9 +200,9 @@ class TableCopies:
             for row in rows:
                 table = self._tables.facts.get(row.relation_oid)
                 if row.state is TableState.COPY_REQUESTED and row.id in self._copies:
-                    if self._serves(self._copies[row.id], row, table):
+                    if self._copies[row.id].serves(row, table):
                         continue
-                    del self._copies[row.id]
+                    self._forget(self._copies[row.id])
                 if row.id in self._copies or table is None or row.relation_oid not in self._tables.coverage.oids:
                     continue
                 self._take(row, table)
@@ -206,17 +241,18 @@ class TableCopies:
                 return
             if copy.stage is Stage.WAITING or (copy.stage is Stage.READING and not copy.drained):
                 return
-            del self._copies[copy.row.id]
+            self._forget(copy)
             self._take(self._catalog.table(copy.row.id), copy.table)
             if copy.row.id in self._copies:
                 self._copies[copy.row.id].paused = True
 
-    @staticmethod
-    def _serves(copy: Copy, row: TableRow, table: SourceTable | None) -> bool:
-        """Whether a copy is what a row asks for, which may have been read before the copy began."""
-        if copy.row.changed_us != row.changed_us:
-            return False
-        return copy.stage is not Stage.WAITING or (table is not None and copy.table.same_definition(table))
+    def _forget(self, copy: Copy) -> None:
+        """It is over, or to be begun anew: nothing waits for it, and what it has read and nobody has taken goes."""
+        del self._copies[copy.row.id]
+        self._hold.release(copy)
+        for chunk in copy.open_chunks():
+            if chunk.ticket and isinstance(chunk.read, CopiedFile):
+                chunk.read.remove()
 
     def _resume(self, copy: Copy) -> None:
         saved = self._catalog.chunks(copy.row.id, copy.copy_id)
@@ -251,9 +287,9 @@ class TableCopies:
     def discard(self, relation_oid: int) -> None:
         """The table was set aside: end its copy."""
         with self._lock:
-            for table, copy in list(self._copies.items()):
+            for copy in list(self._copies.values()):
                 if copy.row.relation_oid == relation_oid:
-                    del self._copies[table]
+                    self._forget(copy)
 
     def ready(self) -> Iterable[Entry]:
         """What of the copies may enter now."""
@@ -276,24 +312,26 @@ class TableCopies:
             self._catalog.set_state(copy.row.id, TableState.COPYING, copy.row.reason, copy_id=copy.copy_id)
             if copy.marked and copy.keyed:
                 # Once ranges are in the catalog, nobody asks any more whether this record is in the log.
-                yield self._void_what_was(copy), lambda: self._queue(copy, lambda reader: self._prepare(copy, reader))
+                void = self._schemas.voiding(copy.table, copy.row.id, copy.copy_id, self._passed)
+                yield void, lambda: self._queue(copy, lambda reader: self._prepare(copy, reader))
             else:
                 self._queue(copy, lambda reader: self._prepare(copy, reader))
         for chunk in copy.open_chunks():
-            if chunk.ticket and chunk.rows is not None and chunk.read.lsn <= self._passed:
-                yield from self._enter(copy, chunk, chunk.rows)
+            if not chunk.ticket or chunk.read.lsn > self._passed:
+                continue
+            if isinstance(chunk.read, CopiedFile):
+                yield from self._enter_whole(copy, chunk, chunk.read)
+            elif chunk.rows is not None:
+                yield from self._enter(copy, chunk, chunk.read, chunk.rows)
 
-    def _void_what_was(self, copy: Copy) -> WriteOps:
-        """The record that voids what the log had of the table. Changes are tracked from here on."""
-        found = table_of(copy.table, self._directory.source, copy.row.id)
-        schema = self._catalog.put_schema(self._stream, found)
-        self._directory.note_key(schema)
-        at_us = time.time_ns() // 1000
-        operation = chunk_operation(self._directory.source, f"{copy.copy_id}/begin", self._passed, at_us)
-        rows = TableRows(schema, truncate_rows(schema), self._directory.shard_of(copy.row.id))
-        return WriteOps(operation, (rows,))
+    def _enter_whole(self, copy: Copy, chunk: OpenChunk, file: CopiedFile) -> Iterator[Entry]:
+        operation = self._whole.enter(copy, chunk, file)
+        if operation is None:
+            self._go_back(copy, chunk)
+        else:
+            yield operation, lambda: self._chunk_durable(copy, chunk)
 
-    def _enter(self, copy: Copy, chunk: OpenChunk, rows: CopiedRows) -> Iterator[Entry]:
+    def _enter(self, copy: Copy, chunk: OpenChunk, read: Fetched, rows: CopiedRows) -> Iterator[Entry]:
         verdict = copy.tracker.judge(chunk.ticket, chunk.bounds.keys)
         if verdict.again:
             self._go_back(copy, chunk)
@@ -309,17 +347,13 @@ class TableCopies:
             self._ask_keys(copy, again)
         batch = rows.rows(mask)
         chunk.rows_entered = batch.num_rows
-        shard = self._directory.shard_of(copy.row.id)
-        entries: tuple[TableRows, ...] = (TableRows(rows.schema, batch, shard),)
-        if not copy.keyed:
-            self._directory.note_key(rows.schema)
-            entries = behind_truncate(entries[0])
-        elif not batch.num_rows:
+        if not batch.num_rows:
             self._chunk_durable(copy, chunk)
             return
+        entered = TableRows(rows.schema, batch, self._directory.shard_of(copy.row.id))
         chunk_id = f"{copy.copy_id}/{chunk.range.number}"
-        operation = chunk_operation(self._directory.source, chunk_id, chunk.read.lsn, chunk.read.at_us)
-        yield WriteOps(operation, entries), lambda: self._chunk_durable(copy, chunk)
+        operation = chunk_operation(self._directory.source, chunk_id, read.lsn, read.at_us)
+        yield WriteOps(operation, (entered,)), lambda: self._chunk_durable(copy, chunk)
 
     def _go_back(self, copy: Copy, chunk: OpenChunk) -> None:
         """Read a range again from a chunk on: something touched the table as a whole that the chunk doesn't see."""
@@ -337,7 +371,7 @@ class TableCopies:
         part.all_read = False
         if not part.reading:
             part.reading = True
-            self._queue(copy, lambda reader: self._read_next(copy, part, reader), after_s=_WAIT_S)
+            self._queue(copy, self._reading_of(copy, part), after_s=_WAIT_S)
 
     def _ask_keys(self, copy: Copy, keys: Iterable[Any]) -> None:
         """Have rows read again by key. Kept in the catalog first: what made it necessary is about to be durable."""
@@ -349,6 +383,8 @@ class TableCopies:
 
     def _chunk_durable(self, copy: Copy, chunk: OpenChunk) -> None:
         """The chunk is in the log: let a worker note it down."""
+        if isinstance(chunk.read, CopiedFile):
+            chunk.read.remove()
         with self._lock:
             chunk.durable = True
             self._queue(copy, lambda _: self._save(copy, chunk.range))
@@ -362,12 +398,16 @@ class TableCopies:
     def _queue(self, copy: Copy, work: Work, *, after_s: float = 0.0) -> None:
         self._workers.queue(copy, work, after_s=after_s)
 
-    def _queue_range(self, copy: Copy, part: Range) -> None:
+    def _queue_range(self, copy: Copy, part: Range, *, after_s: float = 0.0) -> None:
         if copy.paused:
             return
         if not part.reading and not part.all_read and len(part.open) < OPEN_CHUNKS_MAX:
             part.reading = True
-            self._queue(copy, lambda reader: self._read_next(copy, part, reader))
+            self._queue(copy, self._reading_of(copy, part), after_s=after_s)
+
+    def _reading_of(self, copy: Copy, part: Range) -> Work:
+        read = self._read_next if copy.keyed else self._read_whole
+        return lambda reader: read(copy, part, reader)
 
     def _queue_ranges(self, copy: Copy) -> None:
         for part in list(copy.ranges.values()):
@@ -382,10 +422,6 @@ class TableCopies:
             logger.info("copy begins again: the table's key changed", table=copy.name)
             self._catalog.set_state(copy.row.id, TableState.COPY_REQUESTED, "its key changed during the copy")
             self._directory.look_wanted.set()
-        elif isinstance(error, TableTooLarge):
-            logger.warning("table in history only", table=copy.name, reason=error.message)
-            details = {"cause": error.code, "hint": error.hint}
-            self._catalog.set_state(copy.row.id, TableState.HISTORY_ONLY, error.message, details=details)
         else:
             logger.warning("table set aside", table=copy.name, reason=error.message)
             self._catalog.set_state(
@@ -404,8 +440,7 @@ class TableCopies:
             rows = max(table.row_estimate, table.size_bytes // 200)
             parts = self._config.copy_workers if copy.keyed and rows > _SPLIT_CHUNKS * self._config.chunk_rows else 1
             cuts = reader.split(table, parts) if parts > 1 else []
-            bounds = [None, *cuts, None]
-            planned = [Range(n, bounds[n], bounds[n + 1], read_after=bounds[n]) for n in range(len(bounds) - 1)]
+            planned = Range.cut_at(cuts)
             self._catalog.put_chunks([part.saved(copy.row.id, copy.copy_id) for part in planned])
             with self._lock:
                 copy.ranges |= {part.number: part for part in planned}
@@ -423,20 +458,13 @@ class TableCopies:
             return
         with self._lock:
             ticket, bounds = copy.tracker.begin(), part.bounds()
-            # A rename is seen by the next look at the source's tables. By another key the bounds mean nothing.
-            seen = self._tables.facts.get(copy.row.relation_oid, copy.table)
-            copy.table = seen if seen.key == copy.table.key else copy.table
+            copy.look_at(self._tables.facts)
             rows_max, bytes_max = self._most(copy, bounds)
         began_s = time.monotonic()
         try:
             reader.not_before = copy.tracked_from
             read = reader.fetch(copy.table, copy.row.id, bounds, rows_max=rows_max, bytes_max=bytes_max)
-            if not copy.keyed and not read.last:
-                raise TableTooLarge(
-                    f"it has no key and more than {CHUNK_BYTES_MAX >> 20} MiB of rows, which can't be copied at once",
-                    hint="Give it a primary key, then run `millstream tables copy`.",
-                )
-            schema = self._numbered(read.schema)
+            schema = self._schemas.numbered(read.schema)
             upto = part.upto if read.last or bounds.keys else read.last_key()
             hit("capture.copy_chunk_read")
         except BaseException:
@@ -464,17 +492,48 @@ class TableCopies:
                 chunk = OpenChunk(part, ticket, covered, read)
                 part.note_read(chunk)
                 # The source sends the next one meanwhile.
-                self._decoders.submit(self._decode, copy, chunk, schema)
+                self._decoders.submit(self._decode, copy, chunk, read, schema)
             self._queue_range(copy, part)
         self._rest(copy)
         self._nudge()
 
-    def _decode(self, copy: Copy, chunk: OpenChunk, schema: TableSchema) -> None:
+    def _read_whole(self, copy: Copy, part: Range, reader: ChunkReader) -> None:
+        """Read a table without a key; it enters when the stream has come to where it was read."""
+        if self._put_off(copy, part):
+            self._rest(copy)
+            return
+        copy.look_at(self._tables.facts)
+        try:
+            self._whole.read(copy, part, reader)
+        except (DiskFull, NoFreeSlot) as error:
+            logger.warning("a table waits to be copied", table=copy.name, reason=error.message, in_s=_PUT_OFF_S)
+            self._catalog.set_state(
+                copy.row.id,
+                TableState.COPYING,
+                error.message,
+                details={"hint": error.hint},
+                copy_id=copy.copy_id,
+                only_from=[TableState.COPYING],
+            )
+            self._queue(copy, self._reading_of(copy, part), after_s=_PUT_OFF_S)
+            return
+        with self._lock:
+            part.reading = False
+            self._queue_range(copy, part, after_s=_WAIT_S)
+        self._rest(copy)
+        self._hold.nudge()
+        self._nudge()
+
+    def _piece_bytes(self) -> int:
+        with self._lock:
+            return self._rate.aim_bytes(max(1, self._config.copy_workers))
+
+    def _decode(self, copy: Copy, chunk: OpenChunk, read: Fetched, schema: TableSchema) -> None:
         """On a thread of its own: from text to columns."""
         if self._copies.get(copy.row.id) is not copy:
             return
         try:
-            rows = chunk.read.decoded(schema)
+            rows = read.decoded(schema)
         except MillstreamError as error:
             if self._copies.get(copy.row.id) is copy:
                 self._failed(copy, error)
@@ -492,9 +551,9 @@ class TableCopies:
             if copy.paused:
                 part.reading = False
                 return True
-            wait_s = self._wait_s()
+            wait_s = _LATER_S if self._reads_backlog and not copy.keyed else self._wait_s()
             if wait_s:
-                self._queue(copy, lambda again: self._read_next(copy, part, again), after_s=wait_s)
+                self._queue(copy, self._reading_of(copy, part), after_s=wait_s)
             return wait_s > 0
 
     def _wait_s(self) -> float:
@@ -502,24 +561,15 @@ class TableCopies:
         owed_s = self._rate.wait_s(time.monotonic())
         if owed_s:
             return min(owed_s, _RATE_LOOK_S)
-        held = sum(len(chunk.read.text) for copy in self._copies.values() for chunk in copy.open_chunks())
+        held = sum(chunk.memory_bytes for copy in self._copies.values() for chunk in copy.open_chunks())
         return _WAIT_S if held >= _OPEN_BYTES_MAX else 0.0
 
     def _most(self, copy: Copy, bounds: Bounds) -> tuple[int | None, int]:
         """Rows and bytes at which a chunk ends."""
-        if not copy.keyed or bounds.keys:
+        if bounds.keys:
             return None, CHUNK_BYTES_MAX
         aim_bytes = self._rate.aim_bytes(max(1, self._config.copy_workers))
         return copy.sizes.rows(aim_bytes), _CUT_AT * aim_bytes
-
-    def _numbered(self, schema: TableSchema) -> TableSchema:
-        with self._lock:
-            found = self._schemas.get(schema)
-        if found is None:
-            found = self._catalog.put_schema(self._stream, schema)
-            with self._lock:
-                self._schemas[schema] = found
-        return found
 
     def _save(self, copy: Copy, part: Range) -> None:
         """Note down how far a range is durable; the next chunk may come."""
@@ -527,7 +577,8 @@ class TableCopies:
             with self._lock:
                 rows, size_bytes = part.row_count, part.size_bytes
                 moved = part.advance()
-                copy.note_durable(part.row_count - rows, part.size_bytes - size_bytes, time.monotonic())
+                if copy.keyed:
+                    copy.note_rates(part.row_count - rows, part.size_bytes - size_bytes, time.monotonic())
                 row = part.saved(copy.row.id, copy.copy_id)
                 if not part.finished:
                     self._queue_range(copy, part)
@@ -541,7 +592,7 @@ class TableCopies:
         with self._lock:
             if not copy.whole or self._copies.get(copy.row.id) is not copy:
                 return
-            del self._copies[copy.row.id]
+            self._forget(copy)
             self._catalog.set_state(copy.row.id, TableState.STREAMING, only_from=[TableState.COPYING])
             self._catalog.resume_copy(self._stream, copy.row.id)  # a pause that was asked for too late
             self._directory.refresh()

@@ -450,6 +450,11 @@ class CopiesAndRepairs:
         """Whether a chunk waits for the stream."""
         return self._copies.waits_for_stream or self._repairs.waits_for_stream
 
+    @property
+    def keeps_session(self) -> bool:
+        """Whether another session would have to begin something anew."""
+        return self._copies.keeps_session
+
     def progress(self) -> dict[str, dict[str, Any]]:
         """By table being copied, how far it is."""
         return self._copies.progress()

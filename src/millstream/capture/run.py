@@ -48,6 +48,7 @@ from millstream.capture.source import (
     insert_lsn,
 )
 from millstream.capture.spill import SpillFolder
+from millstream.capture.stream_hold import StreamHold
 from millstream.capture.timeline import TimelineWatch, follows, read_history
 from millstream.capture.watcher import Tables, Watcher
 from millstream.capture.wire import Wire, start_replication
@@ -299,9 +300,18 @@ class _Capture:
                 status_s=status_s,
             )
             shared = (config, identity, self._catalog, directory, tables, self._stream, receiver.nudge)
-            copies = CopiesAndRepairs(TableCopies(*shared), Repairs(*shared))
+            hold = StreamHold()
+            copied = TableCopies(*shared, spill=self._spill, hold=hold, reads_backlog=chunks is not None)
+            copies = CopiesAndRepairs(copied, Repairs(*shared))
             applier = Applier(
-                receiver, self._log, directory, self._catalog, reached=reached, copies=copies, before_each=before_each
+                receiver,
+                self._log,
+                directory,
+                self._catalog,
+                reached=reached,
+                copies=copies,
+                hold=hold,
+                before_each=before_each,
             )
             watcher = Watcher(config, identity, tables, directory, passed=lambda: applier.passed, on_look=copies.see)
             copies.see(directory.refresh())  # before the first change: a copy that was begun hears of every one
@@ -365,6 +375,8 @@ class _Capture:
         applier, chunks = session.applier, session.chunks
         if chunks is not None:
             return chunks.ended and applier.passed >= chunks.end and applier.idle
+        if session.copies.keeps_session:
+            return False
         source_end = session.watcher.source_end
         return self._choice.while_streaming(passed=applier.passed, source_end=source_end, now=now)
 

@@ -3,7 +3,7 @@
 A pair is `<xid>-<n>.messages`, the messages with whatever stood between them in memory, and `<xid>-<n>.bounds`, two uint32
 for each: how many bytes it lies behind the one before, and its length. Files are a memory extension and nothing more: what
 they hold is sent again by the source after a crash, so they are never synced, and those that a process left behind are
-removed when the next one starts.
+removed when the next one starts. The folder has the rows of tables that are copied whole too (`copied_file`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SpillFile:
         """
         if not self._waiting:
             return
-        with _told(self._messages), self._messages.open("ab") as messages, self._bounds.open("ab") as bounds:
+        with told(self._messages), self._messages.open("ab") as messages, self._bounds.open("ab") as bounds:
             for run in self._waiting:
                 pairs = np.empty((len(run), 2), dtype=np.uint32)
                 pairs[0, 0] = 0
@@ -103,7 +103,7 @@ class SpillFolder:
 
     def clear(self) -> None:
         """Remove what lies there, and make the folder where it's missing. Raises as `SpillFile.flush`."""
-        with _told(self._path):
+        with told(self._path):
             if self._path.exists():
                 shutil.rmtree(self._path)
             self._path.mkdir(parents=True)
@@ -112,13 +112,21 @@ class SpillFolder:
         """A new, empty file for a transaction."""
         return SpillFile(self._path, f"{xid}-{next(self._numbers)}")
 
+    def path_for(self, name: str) -> Path:
+        """Where a new file of that name may lie; it goes with the others."""
+        return self._path / f"{name}-{next(self._numbers)}"
+
+    def free_bytes(self) -> int:
+        """Space that is left there."""
+        return shutil.disk_usage(self._path).free
+
 
 @contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
+def told(path: Path) -> Iterator[None]:
     """What the disk refuses, as an error of ours."""
     try:
         yield
     except OSError as error:
         if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-            raise DiskFull(f"no space for a large transaction in {path}", path=str(path)) from error
+            raise DiskFull(f"no space for what is too large for memory in {path}", path=str(path)) from error
         raise HomeUnwritable(f"{error.filename or path}: {error.strerror}", path=str(path)) from error

@@ -16,8 +16,7 @@ from typing import Final
 import psycopg
 from psycopg import sql
 
-from millstream.capture.connection import translated
-from millstream.capture.copy_reader import ChunkReader, Moment
+from millstream.capture.copy_reader import AGAIN, ChunkReader, Moment
 from millstream.capture.snapshot import SourceSnapshot
 from millstream.capture.source import Connection, SourceTable
 from millstream.errors import SnapshotWaits, SourceError
@@ -28,7 +27,6 @@ _PATIENCE_S: Final = 120.0
 """The primary tells three times, a quarter of a minute apart, until a slot knows all that runs."""
 _AGE_MAX_S: Final = 60.0
 """Older snapshots have vacuum, or what the standby replays, wait for them."""
-_AGAIN: Final = "40001"
 
 
 class StandbySnapshots:
@@ -76,7 +74,7 @@ class StandbySnapshots:
                 connection.execute(held.set_statement())
             except psycopg.Error as error:
                 self._drop()
-                raise SourceError("the standby has given up the copy's snapshot", sqlstate=_AGAIN) from error
+                raise SourceError("the standby has given up the copy's snapshot", sqlstate=AGAIN) from error
             return held
 
     def _drop(self) -> None:
@@ -99,23 +97,11 @@ class StandbyChunkReader(ChunkReader):
         return 0
 
     def _begin(self, name: sql.Composable) -> Moment:
-        connection = self._connection
-        snapshot = self._snapshots.begin(connection, self.not_before)
-        connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE").format(name))
-        row = connection.execute(
-            "SELECT pg_current_snapshot()::text, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
-        ).fetchone()
-        assert row is not None
-        return Moment(row[0], snapshot.lsn, int(row[1]))
+        return self._lock_under(self._snapshots.begin(self._connection, self.not_before), name)
 
     def _check_files(self, table: SourceTable) -> None:
-        """The lock came after the snapshot, to which what was rewritten or truncated between shows no row."""
-        seen = {table.oid: table.relfilenode, **{part.oid: part.relfilenode for part in table.partitions}}
-        with translated():
-            rows = self._connection.execute(
-                "SELECT oid::bigint, coalesce(pg_relation_filenode(oid), 0)::bigint FROM unnest(%s::bigint[]) AS oid",
-                [list(seen)],
-            ).fetchall()
-        if any(seen[oid] != now for oid, now in rows if seen[oid]):
+        try:
+            self._check_not_rewritten(table)
+        except SourceError:
             self._snapshots.renew()
-            raise SourceError(f"the table {table.full_name} was rewritten meanwhile", sqlstate=_AGAIN)
+            raise

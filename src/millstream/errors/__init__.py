@@ -37,8 +37,13 @@ from millstream.errors._http import ServerBusy as ServerBusy
 from millstream.errors._ingest import IngestError as IngestError
 from millstream.errors._ingest import KeyChanged as KeyChanged
 from millstream.errors._ingest import RowsTooLarge as RowsTooLarge
+from millstream.errors._ingest import SessionAhead as SessionAhead
+from millstream.errors._ingest import SessionExpired as SessionExpired
+from millstream.errors._ingest import SessionsNeedOneWriter as SessionsNeedOneWriter
 from millstream.errors._ingest import TableCaptured as TableCaptured
 from millstream.errors._ingest import UnknownColumn as UnknownColumn
+from millstream.errors._ingest import WriteForgotten as WriteForgotten
+from millstream.errors._ingest import WriteIdReused as WriteIdReused
 from millstream.errors._ingest import WriterVersionDiffers as WriterVersionDiffers
 from millstream.errors._lake import DestinationError as DestinationError
 from millstream.errors._lake import DestinationRefused as DestinationRefused
@@ -55,6 +60,10 @@ from millstream.errors._lake import LakeSchemaConflict as LakeSchemaConflict
 from millstream.errors._lake import LakeTableExists as LakeTableExists
 from millstream.errors._lake import LakeTableForeign as LakeTableForeign
 from millstream.errors._lake import LakeUnavailable as LakeUnavailable
+from millstream.errors._remote import AnswerCutOff as AnswerCutOff
+from millstream.errors._remote import AnswerUnreadable as AnswerUnreadable
+from millstream.errors._remote import RemoteError as RemoteError
+from millstream.errors._remote import ServerUnreachable as ServerUnreachable
 from millstream.errors._root import MillstreamError as MillstreamError
 from millstream.errors._root import Retry as Retry
 from millstream.errors._root import error_of as error_of

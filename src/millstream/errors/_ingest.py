@@ -44,3 +44,40 @@ class WriterVersionDiffers(IngestError):
     code = "writer_version_differs"
     retry = Retry.OPERATOR
     default_hint = "Give both one version of Millstream, and start again the one that was changed."
+
+
+class WriteIdReused(IngestError):
+    """A session's number, or an idempotency key, was another write's, with other rows; details: session and number, or idempotency_key."""
+
+    code = "write_id_reused"
+    default_hint = "Give each write a number or a key of its own, and send a write again with the rows that it had."
+
+
+class WriteForgotten(IngestError):
+    """The write is in the log since an earlier call, and where isn't known any more; details: session and number, or idempotency_key."""
+
+    code = "write_forgotten"
+    default_hint = "Take it for done: its rows are durable, and nothing was appended now."
+
+
+class SessionExpired(IngestError):
+    """The session hasn't written for so long that it isn't known any more: whether this write is in the log can't be told; details: session, number."""
+
+    code = "session_expired"
+    default_hint = "Look whether its last rows are there, and go on in a session of another name, from number 1."
+
+
+class SessionAhead(IngestError):
+    """Too many writes of the session with lower numbers haven't come yet; details: session, number, mark."""
+
+    code = "session_ahead"
+    retry = Retry.BACKOFF
+    default_hint = "Send the session's earlier writes first: no number may be left out, and one that was refused is used for the next rows."
+
+
+class SessionsNeedOneWriter(IngestError):
+    """The stream has several writers, none of which knows the others' sessions and keys."""
+
+    code = "sessions_need_one_writer"
+    retry = Retry.OPERATOR
+    default_hint = "Append without session and key, or let one process write the stream: without `[writer] name`."

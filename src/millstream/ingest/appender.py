@@ -10,10 +10,11 @@ import numpy as np
 import pyarrow as pa
 
 from millstream.errors import IngestError, InvalidValue, MillstreamError, UnknownTable
+from millstream.ingest.digests import digests_of
 from millstream.ingest.requests import PreparedBatch, check_batch, one_request, operations_of, rows_of, said
 from millstream.ingest.schemas import WriteRules, fitted, grown
 from millstream.ingest.undisturbed import made_elsewhere, undisturbed
-from millstream.model.appends import AppendBatch, WriteId
+from millstream.model.appends import AppendBatch, WriteId, WriteKeys
 from millstream.model.ids import ShardId, StreamId, WriterId
 from millstream.model.names import parse_qualified_name
 from millstream.model.operations import Ack, Appended, TableRows, WriteOps
@@ -153,11 +154,16 @@ class Appender:
             # Each of them fits by itself; what is too large together is for whoever made the batch.
             known, arrays = self._fit(name, said(rows_of(batch, places)))
         counts = [batch.counts[place] for place in places]
-        operations = pa.array(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
-        batch_rows = pa.RecordBatch.from_arrays(
-            [operations, *_prefix(counts), *arrays], schema=append_row_schema(known)
-        )
-        ops = WriteOps(operations_of([batch.write_ids[place] for place in places]), self._place(known, batch_rows))
+        of_row = pa.array(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
+        batch_rows = pa.RecordBatch.from_arrays([of_row, *_prefix(counts), *arrays], schema=append_row_schema(known))
+        ids = [batch.write_ids[place] for place in places]
+        keys = None
+        if any(ids):
+            names = [column.name for column in known.columns]
+            digests = digests_of(names, arrays, counts, [one is not None for one in ids])
+            keys = WriteKeys(ids, digests, counts)
+        operations = operations_of(ids, None if keys is None else keys.digests)
+        ops = WriteOps(operations, self._place(known, batch_rows), keys=keys)
         return PreparedBatch(ops, len(batch.counts), tuple(places), tuple(counts), errors)
 
     def _fitting(

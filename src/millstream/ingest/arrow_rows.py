@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import ipc
@@ -19,6 +20,7 @@ from millstream.errors import InvalidBody, InvalidValue
 from millstream.ingest.columns import COLUMNS_MAX, ROWS_BYTES_MAX, table_of, too_large
 from millstream.ingest.json_rows import NESTING_MAX, ROWS_MAX
 
+Sizes = npt.NDArray[np.int64]
 _NOT_A_STREAM: Final = (pa.ArrowException, OSError, EOFError, ValueError, struct.error, IndexError, OverflowError)
 _RECORD_BATCH: Final = 3
 _DICTIONARY_BATCH: Final = 2
@@ -225,13 +227,14 @@ def _unfolded_bytes(array: pa.Array) -> int:
     return int(_sizes(array).sum()) if _is_view(kind) else 0
 
 
-def _sizes(values: pa.Array) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _sizes(values: pa.Array) -> Sizes:
     """Each value's bytes."""
     kind = values.type
     if _is_view(kind):
         # A view begins with its length, also where the text stands in it.
         views = np.frombuffer(values.buffers()[1], dtype="<i4")[::4][values.offset : values.offset + len(values)]
-        return views.astype(np.int64) * values.is_valid().to_numpy(zero_copy_only=False)
+        sizes: Sizes = views.astype(np.int64) * values.is_valid().to_numpy(zero_copy_only=False)
+        return sizes
     if (
         pa.types.is_string(kind)
         or pa.types.is_binary(kind)

@@ -5,15 +5,25 @@ What is wrong with a line is told by its number, and the other lines are kept.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import lru_cache
+from typing import Final, Self
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from millstream.codec.line_protocol import REASONS, Kind, PlainFault, PlainLine, parse_plain
+from millstream.codec.line_protocol.grammar import REASONS, Fault, Kind, Refusal
+from millstream.codec.line_protocol.vectorised import (
+    BODY_BYTES_MAX,
+    FoundTable,
+    RefusedLine,
+    TooManyNamesError,
+    TooManyValuesError,
+    Walk,
+)
 from millstream.errors import UsageError
 from millstream.ingest.columns import COLUMNS_MAX, NAME_BYTES_MAX, ROWS_BYTES_MAX, too_large
 from millstream.model.names import qualified_name
@@ -23,6 +33,8 @@ TABLES_MAX: Final = 1000
 """Measurements of one request: each is an operation of its own."""
 REJECTED_MAX: Final = 1000
 """Lines that are told of by their number; of more, how many there are."""
+NAMES_MAX: Final = 1 << 16
+"""Different measurements of one request, and different columns of all its measurements, lines that are rejected included."""
 EXCERPT_CHARACTERS: Final = 80
 TIME: Final = "time"
 TIME_NS: Final = "time_ns"
@@ -34,14 +46,8 @@ PRECISIONS: Final[Mapping[str, int]] = {
     "m": 60_000_000_000, "h": 3_600_000_000_000,
 }  # fmt: skip
 """Nanoseconds of a timestamp's unit, by the names that versions 1, 2 and 3 of InfluxDB have for it; nanoseconds where none is named."""
-COLUMN_TYPES: Final[Mapping[Kind, pa.DataType]] = {
-    Kind.FLOAT: pa.float64(),
-    Kind.INTEGER: pa.int64(),
-    Kind.UNSIGNED: pa.decimal128(20, 0),
-    Kind.STRING: pa.string(),
-    Kind.BOOLEAN: pa.bool_(),
-    Kind.TAG: pa.string(),
-}
+_SEED: Final = secrets.randbits(64)
+"""Of the hash tables of names, so that nobody can choose names that meet in one place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,40 +101,118 @@ def tables_of_lines(
         body: lines, as InfluxDB's clients send them, not compressed.
         precision: of the timestamps, one of `PRECISIONS`.
         now_ns: the time of lines without a timestamp, in nanoseconds since 1970; it is cut to whole microseconds.
-        rows_bytes_max: of all tables together, as Arrow holds them.
+        rows_bytes_max: of all tables together: eight for each time and each value, null or not, and those of texts.
         tables_max: how many measurements there may be.
         columns_max: of one table; a line that brings more is rejected.
         rejected_max: how many lines are told of by their number.
 
     Raises:
         UsageError: no such precision.
-        RowsTooLarge: the lines make more than `rows_bytes_max` or `tables_max`: nothing of them is taken.
+        RowsTooLarge: the lines make more than `rows_bytes_max` or `tables_max`, or have more than `NAMES_MAX` names: nothing of them is taken.
     """
     unit = PRECISIONS.get(precision)
     if unit is None:
         raise UsageError(
             f"{precision!r} is no precision of timestamps", hint=f"It is one of {', '.join(filter(None, PRECISIONS))}."
         )
-    tables: dict[str, _Table] = {}
-    rejected: list[RejectedLine] = []
-    low, high = -((-TIME_MIN_US * 1000) // unit), (TIME_MAX_US * 1000 + 999) // unit
-    for line in parse_plain(body, time_min=low, time_max=high):
-        if isinstance(line, PlainFault):
-            reason: str | None = REASONS[line.fault]
-        else:
-            table = tables.get(line.measurement) or _Table(line.measurement)
-            reason = table.add(line, columns_max)
-            if reason is None:
-                tables[line.measurement] = table
-        if reason is not None:
-            rejected.append(RejectedLine(line.number, reason, excerpt(body, *line.span)))
-    if len(tables) > tables_max:
-        raise too_large("its measurements", len(tables), tables_max)
-    found = [table.finish(unit, now_ns // 1000 * 1000) for table in tables.values()]
-    size = sum(table.rows.nbytes for table in found)
-    if size > rows_bytes_max:
-        raise too_large("its rows' bytes", size, rows_bytes_max)
-    return Lines(found, rejected[:rejected_max], len(rejected))
+    if len(body) > BODY_BYTES_MAX:
+        raise too_large("its lines' bytes", len(body), BODY_BYTES_MAX)
+    try:
+        walk = Walk(
+            body,
+            seed=_SEED,
+            time_min=-((-TIME_MIN_US * 1000) // unit),
+            time_max=(TIME_MAX_US * 1000 + 999) // unit,
+            wrong_max=rejected_max,
+            names_max=NAMES_MAX,
+        )
+    except TooManyNamesError as error:
+        raise too_large("its names of measurements or of columns", NAMES_MAX + 1, NAMES_MAX) from error
+    rejected = [RejectedLine(wrong.number, REASONS[wrong.fault], excerpt(body, *wrong.span)) for wrong in walk.wrong]
+    rejected_count = walk.wrong_count
+    names = _Names.of(walk)
+    if not (names.are_fine and walk.agrees(columns_max)):
+        refused, count = walk.settle(
+            refused_measurements=list(names.refused_measurements),
+            refused_columns=list(names.refused_columns),
+            case_of=names.case_of,
+            columns_max=columns_max,
+            refused_max=rejected_max,
+        )
+        rejected_count += count
+        rejected += [
+            RejectedLine(line.number, names.reason(line, columns_max), excerpt(body, *line.span)) for line in refused
+        ]
+        rejected = sorted(rejected, key=lambda line: line.line)[:rejected_max]
+    if walk.measurement_count > tables_max:
+        raise too_large("its measurements", walk.measurement_count, tables_max)
+    try:
+        tables = walk.tables(unit_ns=unit, now_us=now_ns // 1000, bytes_max=rows_bytes_max)
+    except TooManyValuesError as error:
+        raise too_large("its rows' bytes", error.size, rows_bytes_max) from error
+    return Lines([_table(table) for table in tables], rejected, rejected_count)
+
+
+def warm() -> None:
+    """Compile or load the machine code; else the first lines do, which takes seconds."""
+    from millstream.codec.line_protocol.vectorised import warm
+
+    warm()
+
+
+def _table(found: FoundTable) -> TableLines:
+    times = pa.Array.from_buffers(INSTANT, len(found.numbers), [None, pa.py_buffer(found.times_us)])
+    columns = {TIME: times}
+    if found.times_ns is not None:
+        columns[TIME_NS] = pa.array(found.times_ns)
+    columns.update((column.name, column.values) for column in found.columns)
+    return TableLines(qualified_name("public", found.measurement), pa.table(columns), found.numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """The names of a walk's measurements and columns, by their places, and which of them can't be."""
+
+    measurements: dict[int, str]
+    columns: dict[int, tuple[int, str]]
+    """With their measurements' places."""
+    refused_measurements: dict[int, str]
+    """And why."""
+    refused_columns: dict[int, str]
+    case_of: npt.NDArray[np.int64]
+    """A number for each column, the same for names of one measurement that differ by their case alone."""
+    are_fine: bool
+
+    @classmethod
+    def of(cls, walk: Walk) -> Self:
+        measurements, columns = walk.measurement_names(), walk.column_names()
+        refused_measurements = {
+            place: why for place, name in measurements.items() if (why := measurement_fault(name)) is not None
+        }
+        refused_columns = {
+            place: why for place, (_, name) in columns.items() if (why := column_fault(name)) is not None
+        }
+        case_of = np.arange(walk.column_count, dtype=np.int64)
+        first: dict[tuple[int, str], int] = {}
+        for place, (measurement, name) in columns.items():
+            case_of[place] = first.setdefault((measurement, name.lower()), place)
+        are_fine = not refused_measurements and not refused_columns and len(first) == len(columns)
+        return cls(measurements, columns, refused_measurements, refused_columns, case_of, are_fine)
+
+    def reason(self, line: RefusedLine, columns_max: int) -> str:
+        """Why a line was refused."""
+        if line.why is Refusal.INFINITE:
+            return REASONS[Fault.FLOAT_TOO_LARGE]
+        if line.why is Refusal.MEASUREMENT:
+            return self.refused_measurements[line.measurement]
+        if line.why is Refusal.TOO_MANY_COLUMNS:
+            return too_many(columns_max)
+        if line.why is Refusal.COLUMN:
+            return self.refused_columns[line.column]
+        name = self.columns[line.column][1]
+        if line.why is Refusal.OTHER_CASE:
+            return other_case(name, self.columns[line.other][1])
+        return other_kind(name, line.kind, Kind(line.other))
 
 
 def excerpt(body: bytes, start: int, end: int) -> str:
@@ -137,60 +221,41 @@ def excerpt(body: bytes, start: int, end: int) -> str:
     return text if len(text) <= EXCERPT_CHARACTERS else text[: EXCERPT_CHARACTERS - 1] + "…"
 
 
-class _Table:
-    def __init__(self, measurement: str) -> None:
-        self.measurement = measurement
-        self.kinds: dict[str, Kind] = {}
-        self.lower: dict[str, str] = {}
-        self.rows: list[tuple[int, int | None, dict[str, Any]]] = []
-
-    def add(self, line: PlainLine, columns_max: int) -> str | None:
-        """Take a line, or say why not."""
-        why = name_fault("measurement", line.measurement, columns=False)
-        if why is not None:
-            return why
-        kinds, lower, row = dict(self.kinds), dict(self.lower), {}
-        for key, kind, value in [*((k, Kind.TAG, v) for k, v in line.tags), *line.fields]:
-            why = name_fault("tag" if kind is Kind.TAG else "field", key, columns=True)
-            if why is not None:
-                return why
-            other = lower.setdefault(key.lower(), key)
-            if other != key:
-                return f"its {key!r} differs from {other!r} by its case alone"
-            had = kinds.setdefault(key, kind)
-            if had is not kind:
-                return clash(key, kind, had)
-            row[key] = value
-        if len(kinds) > columns_max:
-            return f"its table would have more than {columns_max} columns of one request"
-        self.kinds, self.lower = kinds, lower
-        self.rows.append((line.number, line.time, row))
-        return None
-
-    def finish(self, unit: int, now_ns: int) -> TableLines:
-        times = [now_ns if time is None else time * unit for _, time, _ in self.rows]
-        columns = {TIME: pa.array([time // 1000 for time in times], pa.int64()).cast(INSTANT)}
-        if any(time % 1000 for time in times):
-            columns[TIME_NS] = pa.array(times, pa.int64())
-        for key, kind in self.kinds.items():
-            columns[key] = pa.array([row.get(key) for _, _, row in self.rows], COLUMN_TYPES[kind])
-        lines = np.array([number for number, _, _ in self.rows], np.int64)
-        return TableLines(qualified_name("public", self.measurement), pa.table(columns), lines)
-
-
-def name_fault(what: str, name: str, *, columns: bool) -> str | None:
-    """Why a name can't be a table's, or a column's."""
+@lru_cache(maxsize=4096)
+def measurement_fault(name: str) -> str | None:
+    """Why a measurement's name can't be a table's."""
     if "\0" in name:
-        return f"the name of {what} {name[:40]!r} has a zero byte"
+        return f"the measurement's name {name[:40]!r} has a zero byte"
     if len(name.encode()) > NAME_BYTES_MAX:
-        return f"the name of {what} {name[:40]!r}… has more than {NAME_BYTES_MAX} bytes"
-    if columns and (name.lower() in {TIME, TIME_NS} or name.lower() in RESERVED_COLUMNS):
-        return f"{what} {name!r} has the name of a column that each row has"
+        return f"the measurement's name {name[:40]!r}… has more than {NAME_BYTES_MAX} bytes"
     return None
 
 
-def clash(key: str, kind: Kind, had: Kind) -> str:
+@lru_cache(maxsize=4096)
+def column_fault(name: str) -> str | None:
+    """Why a tag's or a field's key can't be a column's name."""
+    if "\0" in name:
+        return f"the key {name[:40]!r} has a zero byte"
+    if len(name.encode()) > NAME_BYTES_MAX:
+        return f"the key {name[:40]!r}… has more than {NAME_BYTES_MAX} bytes"
+    if name.lower() in {TIME, TIME_NS} or name.lower() in RESERVED_COLUMNS:
+        return f"the key {name!r} is the name of a column that each row has"
+    return None
+
+
+def other_case(name: str, other: str) -> str:
+    """Why a key has no place beside one of a line before it."""
+    return f"the key {name!r} differs from {other!r} by its case alone: they would be one column in the lake"
+
+
+def other_kind(name: str, kind: Kind, other: Kind) -> str:
     """Why a value has no place beside those of lines before it."""
-    if Kind.TAG in (kind, had):
-        return f"{key!r} is a {'tag' if kind is Kind.TAG else 'field'} here, and a {'field' if kind is Kind.TAG else 'tag'} before"
-    return f"field {key!r} is of type {kind.name.lower()} here, and {had.name.lower()} before"
+    if Kind.TAG in (kind, other):
+        here, before = ("tag", "field") if kind is Kind.TAG else ("field", "tag")
+        return f"{name!r} is a {here} here and a {before} in a line before, or in this one"
+    return f"the field {name!r} is of type {kind.name.lower()} here, and {other.name.lower()} in a line before, or in this one"
+
+
+def too_many(columns_max: int) -> str:
+    """Why a line that brings new columns has no place."""
+    return f"its measurement would have more than {columns_max} tags and fields"

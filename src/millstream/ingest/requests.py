@@ -12,9 +12,10 @@ import pyarrow as pa
 
 from millstream.errors import InvalidValue, MillstreamError, RowsTooLarge
 from millstream.model.appends import AppendBatch, WriteId
-from millstream.model.ids import ShardId, SourceId
-from millstream.model.operations import OPERATION_SCHEMA, Ack, Appended, OperationKind, RejectedRow, WriteOps
-from millstream.model.positions import Offset, Seq, SeqRange, StreamToken
+from millstream.model.ids import SourceId
+from millstream.model.operations import OPERATION_SCHEMA, Ack, Appended, OperationKind, RejectedRow, Repeated, WriteOps
+from millstream.model.positions import SeqRange, StreamToken
+from millstream.wal.submissions import parts_of
 
 REQUESTS_MAX: Final = 10_000
 """Of one batch."""
@@ -53,49 +54,15 @@ class PreparedBatch:
         if ack is not None:
             assert self.ops is not None
             assert token_of is not None
-            parts = parts_of(self.ops, self.counts, ack)
-            for place, (numbers, offsets) in zip(self.places, parts, strict=True):
+            parts = ack.each or parts_of(self.ops, self.counts, ack)
+            for place, part in zip(self.places, parts, strict=True):
+                if isinstance(part, MillstreamError):
+                    outcomes[place] = part
+                    continue
+                given, again = (part.given, True) if isinstance(part, Repeated) else (part, False)
                 rejected = self.rejected.get(place, ())
-                outcomes[place] = Appended(token_of(numbers), numbers, offsets, rejected=rejected)
+                outcomes[place] = Appended(token_of(given.seqs), given.seqs, given.offsets, again, rejected)
         return [outcomes[place] for place in range(self.requests)]
-
-
-def parts_of(
-    ops: WriteOps, counts: Sequence[int], ack: Ack
-) -> list[tuple[SeqRange, dict[ShardId, tuple[Offset, Offset]]]]:
-    """Each operation's part of what all of them together were given.
-
-    Numbers and, on every shard, offsets go operation by operation, each with as many as it has rows.
-
-    Args:
-        ops: as they were appended.
-        counts: each operation's rows, over all tables.
-        ack: theirs.
-    """
-    if len(counts) == 1:
-        return [(ack.seqs, dict(ack.offsets))]
-    firsts = (int(ack.seqs.first) + np.cumsum(counts) - np.array(counts)).tolist()
-    numbers = [SeqRange(Seq(first), count) for first, count in zip(firsts, counts, strict=True)]
-    of_shards: dict[ShardId, list[tuple[Offset, Offset]]] = {}
-    for shard, (start, _) in ack.offsets.items():
-        on_shard = counts if len(ack.offsets) == 1 else _rows_on(ops, shard, len(counts))
-        ends = int(start) + np.cumsum(on_shard)
-        of_shards[shard] = list(zip((ends - on_shard).tolist(), ends.tolist(), strict=True))
-    if len(of_shards) == 1:
-        ((shard, offsets),) = of_shards.items()
-        return [(of_one, {shard: there}) for of_one, there in zip(numbers, offsets, strict=True)]
-    return [
-        (of_one, {shard: there[i] for shard, there in of_shards.items() if there[i][0] < there[i][1]})
-        for i, of_one in enumerate(numbers)
-    ]
-
-
-def _rows_on(ops: WriteOps, shard: ShardId, operations: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    found = np.zeros(operations, dtype=np.int64)
-    for table in ops.tables:
-        if table.shard == shard:
-            found += np.bincount(table.rows.column("__operation").to_numpy(), minlength=operations)
-    return found
 
 
 def one_request(table: str, rows: pa.Table, write_id: WriteId | None, keep_valid_rows: bool) -> AppendBatch:  # noqa: FBT001 (the batch's field)
@@ -174,8 +141,8 @@ def said(rows: pa.Table) -> pa.Table:
     return pa.table(columns, names=rows.column_names)
 
 
-def operations_of(write_ids: Sequence[WriteId | None]) -> pa.RecordBatch:
-    """A row of `OPERATION_SCHEMA` for each request of now."""
+def operations_of(write_ids: Sequence[WriteId | None], digests: Sequence[int] | None = None) -> pa.RecordBatch:
+    """A row of `OPERATION_SCHEMA` for each request of now, with the digests of those that have an id."""
     count = len(write_ids)
     facts = {
         "kind": pa.array(np.full(count, int(OperationKind.APPEND), dtype=np.uint8)),
@@ -188,6 +155,9 @@ def operations_of(write_ids: Sequence[WriteId | None]) -> pa.RecordBatch:
             "session": pa.array([write_id.session for write_id in told], pa.string()),
             "session_number": pa.array([write_id.number for write_id in told], pa.int64()),
             "idempotency_key": pa.array([write_id.key for write_id in told], pa.string()),
+            "commit_end_lsn": pa.array(
+                digests, pa.int64(), mask=np.array([write_id is None for write_id in write_ids])
+            ),
         }
     columns = [facts[f.name] if f.name in facts else pa.nulls(count, f.type) for f in OPERATION_SCHEMA]
     return pa.RecordBatch.from_arrays(columns, schema=OPERATION_SCHEMA)

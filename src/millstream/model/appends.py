@@ -65,6 +65,17 @@ class AppendBatch:
     """Whether rows that have no place in the table are left out and named (`Appended.rejected`); else they refuse their request."""
 
 
+@dataclass(frozen=True, slots=True)
+class WriteKeys:
+    """What tells the operations of a `WriteOps` apart from others, by their places."""
+
+    ids: Sequence[WriteId | None]
+    digests: Sequence[int]
+    """Of each one's rows; at least 0."""
+    counts: Sequence[int]
+    """Each one's rows, over all tables."""
+
+
 class AppendOp(NamedTuple):
     """One operation of kind `APPEND`: a request's few rows of one table, each created anew.
 

@@ -10,14 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 
 import pyarrow as pa
 
+from millstream.errors import MillstreamError
 from millstream.model.ids import ShardId, SourceId, TableId
 from millstream.model.positions import Lsn, Offset, Seq, SeqRange, StreamToken
 from millstream.model.records import INSTANT
 from millstream.model.schema import TableSchema
+
+if TYPE_CHECKING:
+    from millstream.model.appends import WriteKeys
 
 FIRST_SHARD: Final = ShardId(0)
 _COLUMN_BYTES: Final = 1024
@@ -50,7 +54,8 @@ OPERATION_SCHEMA: Final = pa.schema(
     ]
 )
 """One row an operation. A copy chunk's `commit_lsn` is the insert LSN read right after its snapshot and its `commit_ts` that
-moment; its records show the LSN and the date, and no commit time."""
+moment; its records show the LSN and the date, and no commit time. An append's `commit_end_lsn`, where it has a session or a key, is the digest of
+its rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,8 @@ class WriteOps:
     tables: tuple[TableRows, ...]
     reached: Mapping[SourceId, Lsn] = field(default_factory=dict)
     behind: Mapping[SourceId, Lsn] = field(default_factory=dict)
+    keys: WriteKeys | None = None
+    """What tells applications' writes apart, where they have something: those that the log has are left out, and answered again."""
 
     @property
     def size_bytes(self) -> int:
@@ -120,6 +127,20 @@ class Ack:
     """The half-open range of offsets on each shard touched."""
     seqs: SeqRange
     """The numbers given to the call's records, over all its tables."""
+    each: tuple[Outcome, ...] = ()
+    """Of operations with `WriteOps.keys`, what became of each; `offsets` and `seqs` are of those that were appended now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """An operation that the log had already: nothing was appended."""
+
+    given: Ack
+    """What it was given then."""
+
+
+Outcome: TypeAlias = Ack | Repeated | MillstreamError
+"""What became of one operation among others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,8 @@ class HolderKind(StrEnum):
     PIPELINE = "pipeline"
     BACKLOG = "backlog"
     """Of a table that a pipeline has set aside: what it lacks."""
+    SESSIONS = "sessions"
+    """Of the log's writer: writes of applications that the copy of its sessions lacks."""
     CONSUMER = "consumer"
     FOLLOWER = "follower"
 

@@ -97,6 +97,11 @@ class Verdict:
     reread: frozenset[Key] = frozenset()
     """Keys to be read once more, by name."""
 
+    @property
+    def touches(self) -> bool:
+        """Whether anything touched the chunk that it doesn't see."""
+        return self.again or bool(self.drop)
+
 
 @dataclass(slots=True)
 class _Reading:

@@ -22,7 +22,14 @@ from pathlib import Path
 from typing import Any, Final, Literal, Self
 
 import pyarrow as pa
-from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    DataSourceStreamReader,
+    DataSourceStreamWriter,
+    DataSourceWriter,
+    InputPartition,
+)
 from pyspark.sql.streaming.datasource import (
     ReadAllAvailable,
     ReadLimit,
@@ -150,6 +157,18 @@ class MillstreamSource(DataSource):
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
         """For `spark.readStream`."""
         return MillstreamStreamReader(_Scan(SourceOptions.parse(self.options), schema))
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:  # noqa: FBT001 - Spark's
+        """For `df.write`; see `millstream.spark.sink`."""
+        from millstream.spark.sink import MillstreamWriter, SinkOptions
+
+        return MillstreamWriter(SinkOptions.parse(self.options), schema, overwrite=overwrite)
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: FBT001, N802 - Spark's
+        """For `df.writeStream`; likewise."""
+        from millstream.spark.sink import MillstreamStreamWriter, SinkOptions
+
+        return MillstreamStreamWriter(SinkOptions.parse(self.options), schema, overwrite=overwrite)
 
 
 @dataclass

@@ -231,7 +231,7 @@ class GroupCommitter:
         """
         if self.failure is not None:
             raise WriterClosed("the log's writer failed before this was written; nothing of it was") from self.failure
-        return self._uninterrupted(lambda: self._commit(submitted))
+        return self.uninterrupted(lambda: self._commit(submitted))
 
     def _commit(self, submitted: Sequence[Submitted]) -> list[Ack]:
         group = in_columns(submitted)
@@ -273,7 +273,7 @@ class GroupCommitter:
             self._show(touched, facts, given)
         except Exception as error:
             if self.failure is None:
-                raise self._poison("making a group durable failed", error) from error
+                raise self.poison("making a group durable failed", error) from error
             raise
         self.counts.records += count
         self.counts.operations += sum(1 if isinstance(ops, SpilledOp) else ops.operations.num_rows for ops in group)
@@ -292,7 +292,7 @@ class GroupCommitter:
 
     def roll(self) -> None:
         """Seal what is large or old enough, and begin the next segment. A failure is in `failure`, or the next append's."""
-        self._uninterrupted(self._roll)
+        self.uninterrupted(self._roll)
 
     def _roll(self) -> None:
         age_ns = int(self._options.segment_age_s * 1e9)
@@ -335,7 +335,7 @@ class GroupCommitter:
             raise
         if (self._numbers.position, self._numbers.elsewhere) != (self._shown, self._shown_elsewhere):
             self.persisted_upto = self._numbers.position
-            self._uninterrupted(self._show_position)
+            self.uninterrupted(self._show_position)
         return view
 
     def sign(self) -> LedgerView | None:
@@ -346,7 +346,7 @@ class GroupCommitter:
         try:
             self._move_marks()
         except OSError as error:
-            raise self._poison("the mark of what is durable couldn't be moved", error) from error
+            raise self.poison("the mark of what is durable couldn't be moved", error) from error
 
     def abandon(self) -> None:
         """Give up the locks and close the files, as the end of the process would."""
@@ -368,14 +368,14 @@ class GroupCommitter:
             shard.segment.close()
             shard.mark.close()
 
-    def _uninterrupted(self, step: Callable[[], _Found]) -> _Found:
-        """A step that leaves files and counts at odds where it is broken off, by Ctrl-C in a thread that writes for itself."""
+    def uninterrupted(self, step: Callable[[], _Found]) -> _Found:
+        """Take a step that leaves files and counts at odds where it is broken off, by Ctrl-C in a thread that writes for itself."""
         try:
             return step()
         except Exception:
             raise
         except BaseException as error:
-            self._poison("the thread that wrote was interrupted", error)
+            self.poison("the thread that wrote was interrupted", error)
             raise
 
     # --- a group's steps -------------------------------------------------------------------------------------------
@@ -455,7 +455,7 @@ class GroupCommitter:
                 if error is not None:
                     raise error
         except OSError as error:
-            raise self._poison("an fsync of the log failed", error) from error
+            raise self.poison("an fsync of the log failed", error) from error
 
     def _show(self, touched: Sequence[OpenSegment], facts: GroupFacts, given: SeqRange) -> None:
         """The group is durable on all its shards: it belongs to the log, and readers may see it."""
@@ -471,21 +471,22 @@ class GroupCommitter:
         try:
             self._move_marks()
         except OSError as error:
-            raise self._poison("the mark of what is durable couldn't be moved", error) from error
+            raise self.poison("the mark of what is durable couldn't be moved", error) from error
 
     def _undo(self, segments: Sequence[OpenSegment], error: Exception) -> None:
         """Cut a group back that wasn't written whole. Raises where the disk is at fault, or won't do that either."""
         if isinstance(error, WriteFailed) and error.cause.errno not in NO_SPACE:
-            raise self._poison("a write to the log failed", error.cause) from error.cause
+            raise self.poison("a write to the log failed", error.cause) from error.cause
         try:
             for segment in segments:
                 segment.cut_back()
         except OSError as second:
-            raise self._poison("a failed write to the log couldn't be undone", second) from second
+            raise self.poison("a failed write to the log couldn't be undone", second) from second
         if isinstance(error, WriteFailed):
             raise DiskFull(f"the disk has no space for the group: {error.cause}") from error.cause
 
-    def _poison(self, what: str, error: BaseException) -> AppendOutcomeUnknown:
+    def poison(self, what: str, error: BaseException) -> AppendOutcomeUnknown:
+        """Take nothing more; the error to raise."""
         why = str(error) or type(error).__name__
         self.failure = AppendOutcomeUnknown(f"{what}: {why}; whether the group is durable is unknown")
         return self.failure
@@ -526,12 +527,12 @@ class GroupCommitter:
                 segment.seal()
             except OSError as error:
                 if error.errno not in NO_SPACE:
-                    self._poison("sealing a segment failed", error)
+                    self.poison("sealing a segment failed", error)
                     return
                 try:
                     segment.cut_back()
                 except OSError as second:
-                    self._poison("a failed seal couldn't be undone", second)
+                    self.poison("a failed seal couldn't be undone", second)
                     return
 
     def _open_segments(self) -> None:
@@ -551,7 +552,7 @@ class GroupCommitter:
                     sealed.close()
                     self._move_marks()
                 except OSError as error:
-                    raise self._poison("a new segment couldn't be made", error) from error
+                    raise self.poison("a new segment couldn't be made", error) from error
 
     def _keep_spares(self) -> None:
         """Reserve again what a full disk had no room for. No record is in a spare."""

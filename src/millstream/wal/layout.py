@@ -5,6 +5,7 @@
                          *.torn                    what recovery cut off, kept for people to look at
                          *.tmp                     being made; a leftover means nothing
                          recovery.spare            space kept for recovery, so that it works on a full disk
+    <folder>/sessions.state                        which writes of applications the log has; see `session_file`
     <folder>/.lock                                 of several writers: held while files of the folder get or lose names
 
 Names that begin with a dot are never the log's: what file managers and copying programs leave (`.DS_Store`, `._*`) is passed over.
@@ -25,6 +26,8 @@ from millstream.ports import Files
 MARK_NAME: Final = "durable.mark"
 SPARE_NAME: Final = "recovery.spare"
 LOCK_NAME: Final = ".lock"
+SESSIONS_NAME: Final = "sessions.state"
+_SESSIONS: Final = frozenset({SESSIONS_NAME, f"{SESSIONS_NAME}.tmp"})
 _SEGMENT: Final = re.compile(r"(\d{20})\.wal\Z")
 _SHARD: Final = re.compile(r"\d{5}\Z")
 _OTHERS: Final = (".torn", ".tmp", ".spare")
@@ -62,7 +65,7 @@ def list_shards(files: Files, folder: str) -> list[ShardId]:
 
 def shards_and_strays(files: Files, folder: str) -> tuple[list[ShardId], list[str]]:
     """The same, and the paths of what doesn't belong there; raises nothing."""
-    names = _names(files, folder)
+    names = [name for name in _names(files, folder) if name not in _SESSIONS]
     found = [name for name in names if _SHARD.match(name) is not None]
     return [ShardId(int(name)) for name in found], [f"{folder}/{name}" for name in names if name not in found]
 

@@ -17,12 +17,22 @@ from millstream.errors import CorruptFrame
 from millstream.model.ids import ShardId, TableId
 from millstream.model.positions import Seq
 from millstream.ports import Clock, Files
-from millstream.protocol.retention import Bounds, CutOff, Keep, Retention, SealedSegment, TableBatch, oldest_of
+from millstream.protocol.retention import (
+    Bounds,
+    CutOff,
+    HolderKind,
+    Keep,
+    Retention,
+    SealedSegment,
+    TableBatch,
+    oldest_of,
+)
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.index import damage, read_header
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard_folder
 from millstream.wal.mark import DroppedMark, MarkFile, read_dropped, read_mark
 from millstream.wal.scan import reader_of
+from millstream.wal.session_file import covered_upto
 from millstream.wal.shards import folder_lock
 
 
@@ -84,6 +94,10 @@ def _drop_segments(
     folder: str, tracker: Retention, bounds: Bounds, cut_off: Callable[[CutOff], bool], files: Files, now_ns: int
 ) -> Sweep:
     fronts = {shard: _front(files, folder, shard) for shard in list_shards(files, folder)}
+    covered = covered_upto(files, folder)
+    if covered is not None:
+        # What a writer that opens reads behind the copy of its sessions.
+        tracker.needs("log/sessions", HolderKind.SESSIONS, Seq(covered + 1))
     log_bytes = sum(front.size_bytes for front in fronts.values())
     oldest = {shard: _oldest(files, front) for shard, front in fronts.items() if front.sealed}
     dropped: list[SealedSegment] = []

@@ -18,16 +18,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, Self
 
-from millstream.errors import InvalidValue, MillstreamError, OutOfOrder, WriterClosed
+from millstream.errors import InvalidValue, MillstreamError, OutOfOrder, SessionsNeedOneWriter, WriterClosed
 from millstream.model.appends import AppendOp, Submitted, columns_of
 from millstream.model.ids import Epoch, RegionId, ShardId, SourceId, StreamId, WriterId
-from millstream.model.operations import Ack, SpilledOp
+from millstream.model.operations import Ack, SpilledOp, WriteOps
 from millstream.model.positions import Lsn, Offset, Seq, StreamToken
 from millstream.ports import Clock, Files, SeqReservations
 from millstream.protocol.sequencer import LedgerView
+from millstream.protocol.sessions import SessionFacts, SessionLimits
 from millstream.wal.answers import Awaited, Blocked, Promised, Waiting, answer
 from millstream.wal.commit import GroupCommitter, LogOptions, WriterIdentity
 from millstream.wal.files import RealFiles, SystemClock
+from millstream.wal.keyed import KeyedCommits
 from millstream.wal.numbers import BlockNumbers, SharedNumbers
 from millstream.wal.queue import SubmissionQueue
 from millstream.wal.submissions import follow, shards_of
@@ -61,14 +63,18 @@ class LogWriter:
     Concurrency: any number of threads may call anything. A forked child's copy is closed (`WriterClosed`): the parent writes on.
     """
 
-    def __init__(self, committer: GroupCommitter, stream: StreamId, options: LogOptions) -> None:
+    def __init__(
+        self, committer: GroupCommitter, stream: StreamId, options: LogOptions, keyed: KeyedCommits | None = None
+    ) -> None:
         self._committer = committer
+        self._keyed = keyed
         self._stream = stream
         self._options = options
         self._writing = threading.Lock()
         """Held by the thread that writes: taken before anything is taken off the queue."""
         self._shards = committer.shards
         self._delays = options.group_commit_delay_s > 0
+        self._commits = committer if keyed is None else keyed
         self._queue = self._empty_queue()
         self._thread = threading.Thread(target=self._run, name=f"wal-writer-{stream.hex[:8]}", daemon=True)
         self._thread.start()
@@ -95,6 +101,7 @@ class LogWriter:
         options: LogOptions | None = None,
         region: RegionId = _ONLY_REGION,
         writer: WriterId = _FIRST_WRITER,
+        sessions: SessionLimits | None = None,
     ) -> LogWriter:
         """Take the shards' locks, recover, and begin a new segment on each.
 
@@ -110,6 +117,7 @@ class LogWriter:
             options: sizes and bounds.
             region: of the shards.
             writer: who writes.
+            sessions: when sessions of applications are forgotten; None: none are known, and operations with `WriteOps.keys` refused.
 
         Raises:
             ShardLocked: another process writes one of the shards.
@@ -119,16 +127,24 @@ class LogWriter:
             DiskFull: there's no space to recover or to begin a segment; what was readable stays so.
         """
         options = LogOptions() if options is None else options
+        files, clock = files or RealFiles(), clock or SystemClock()
         committer = GroupCommitter.open(
             folder,
             WriterIdentity(stream, region, writer, epoch),
             shards,
             numbers=reservations if isinstance(reservations, SharedNumbers) else BlockNumbers(reservations, epoch),
-            files=RealFiles() if files is None else files,
-            clock=SystemClock() if clock is None else clock,
+            files=files,
+            clock=clock,
             options=options,
         )
-        return cls(committer, stream, options)
+        keyed = None
+        if sessions is not None and not isinstance(reservations, SharedNumbers):
+            try:
+                keyed = KeyedCommits.open(committer, files, clock, folder, stream, sessions)
+            except BaseException:
+                committer.abandon()
+                raise
+        return cls(committer, stream, options, keyed)
 
     def submit(self, ops: Submitted, *, deadline_s: float | None = None) -> Future[Ack]:
         """Queue for the next commit group; see `ports.LogAppender.submit`."""
@@ -227,7 +243,15 @@ class LogWriter:
         self._queue, self._writing = self._empty_queue(), threading.Lock()
         self._queue.abandon(self._committer.failure)
 
+    def session(self, name: str) -> SessionFacts:
+        """What the durable log has of an application's session; `SessionsNeedOneWriter` where this writer knows none."""
+        if self._keyed is None:
+            raise _no_sessions()
+        return self._keyed.facts(name)
+
     def _check_shards(self, ops: Submitted) -> None:
+        if self._keyed is None and isinstance(ops, WriteOps) and ops.keys is not None:
+            raise _no_sessions()
         known = ops.shard in self._shards if isinstance(ops, AppendOp) else shards_of(ops) <= self._shards
         if not known:
             raise AssertionError(f"shards {sorted(shards_of(ops) - self._shards)} aren't this writer's")
@@ -241,6 +265,8 @@ class LogWriter:
                 with self._writing:
                     self._write()
             with self._writing:
+                if self._keyed is not None:
+                    self._keyed.close()
                 self._committer.close()
         finally:
             self._refuse_the_rest()
@@ -256,7 +282,7 @@ class LogWriter:
         try:
             if not all(follow([ops], self._committer.reached)):
                 raise _out_of_order()
-            (ack,) = self._committer.commit([ops])
+            (ack,) = self._commits.commit([ops])
             return ack
         finally:
             self._after_group()
@@ -264,6 +290,8 @@ class LogWriter:
     def _after_group(self) -> None:
         if self._committer.failure is None:
             self._committer.roll()
+            if self._keyed is not None:
+                self._keyed.after_group()
         if self._committer.failure is not None:
             self._refuse_the_rest()
 
@@ -276,7 +304,7 @@ class LogWriter:
             if not group:
                 return
         try:
-            acks = self._committer.commit([waiting.ops for waiting in group])
+            acks = self._commits.commit([waiting.ops for waiting in group])
         except InvalidValue as error:
             self._commit_without_invalid(group, error)
         except Exception as error:  # noqa: BLE001 (each caller gets it, whatever it is)
@@ -305,6 +333,10 @@ class LogWriter:
         error = WriterClosed("the log's writer failed before this was written; nothing of it was")
         error.__cause__ = failure
         answer((waiting, error) for waiting in left)
+
+
+def _no_sessions() -> SessionsNeedOneWriter:
+    return SessionsNeedOneWriter("this writer is one of several, and knows no sessions and keys; nothing was appended")
 
 
 def _out_of_order() -> OutOfOrder:

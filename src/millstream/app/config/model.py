@@ -237,6 +237,23 @@ class IngestConfig(_Section):
         description="What their rows may change of its tables: `strict` nothing; `add_columns` gives a table that is there the columns that it lacks; "
         "`create` makes tables too.",
     )
+    session_age: Duration = Field(
+        default="7d",
+        description="How long after its last write a session of an application, or an idempotency key, is known. Who retries a write later than that is "
+        "told that it can't be known any more whether it is there.",
+    )
+    sessions_max: int = Field(
+        default=1_000_000,
+        ge=1,
+        le=10_000_000,
+        description="How many sessions are known at a time; the longest unused go first. One takes some 300 bytes of memory, and up to 1 kB after many writes.",
+    )
+    idempotency_keys_max: int = Field(
+        default=1_000_000,
+        ge=1,
+        le=10_000_000,
+        description="How many idempotency keys are known at a time; the oldest go first.",
+    )
 
 
 class BufferConfig(_Section):
@@ -475,7 +492,12 @@ class FlightConfig(_Section):
         default=32,
         ge=1,
         le=1024,
-        description="Calls that read or write at a time; more are told to come again. Each holds up to 64 MiB of rows, and twice that while it appends them.",
+        description="Calls that read at a time, and as many that write; more are told to come again.",
+    )
+    inflight_bytes_max: SizeAboveZero = Field(
+        default="256MiB",
+        description="Bytes of rows that have come and aren't durable yet, over all calls; beyond it their senders wait. Each call holds one more batch "
+        "beside, of the size that its sender makes it.",
     )
 
     @property

@@ -38,7 +38,9 @@ _AWAY_S: Final = 60.0
 _CATALOG_PATIENCE_S: Final = 2.0
 CERTIFICATE: Final = "millstream.certificate"
 """In an ASGI scope: the name in the client's certificate, where it has shown one."""
-_CHALLENGES: Final = ("bearer", "token", "basic")
+CHALLENGE: Final[Mapping[str, str]] = {"WWW-Authenticate": 'Bearer realm="millstream", Basic realm="millstream"'}
+"""Stands beside a 401: in which ways a token may come."""
+_SCHEMES: Final = ("bearer", "token", "basic")
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +305,7 @@ def token_said(authorization: str) -> str | None:
     """
     scheme, _, rest = authorization.strip().partition(" ")
     rest = rest.strip()
-    if scheme.lower() not in _CHALLENGES or not rest:
+    if scheme.lower() not in _SCHEMES or not rest:
         return None
     if scheme.lower() != "basic":
         return rest

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
+from fastapi import Depends, FastAPI
+from fastapi.responses import JSONResponse, Response
+from starlette.requests import Request
+from starlette.routing import Route
 
+from millstream import __version__
 from millstream.app.config.quantities import size_bytes
+from millstream.app.serving.access import Access, allow
 from millstream.app.serving.groups import Groups
 from millstream.app.serving.health import Health
 from millstream.app.serving.intake import Intake, Receive
 from millstream.app.serving.line_writes import VERSION, LineWrites
-from millstream.app.serving.problems import MEDIA_TYPE, encoded, headers_of, plain_problem, problem_of
+from millstream.app.serving.openapi import with_writes
+from millstream.app.serving.problems import MEDIA_TYPE, plain_problem, response_of, tell_problems
+from millstream.app.serving.reading import Reading
 from millstream.app.serving.requests import Scope, Send
 from millstream.app.serving.writes import Writes, is_rows_path
 from millstream.app.wiring import place_compiled_code
 from millstream.app.writing.appending import HomeAppender
 from millstream.errors import MillstreamError
+from millstream.model.access import Right
 
 if TYPE_CHECKING:
     from millstream.app.home import Home
@@ -34,17 +45,20 @@ class Application:
 
     Args:
         home: which.
+        access: who may do what.
     """
 
-    def __init__(self, home: Home) -> None:
+    def __init__(self, home: Home, access: Access) -> None:
         place_compiled_code(home)
         http = home.config.http
         self.home: Final = home
+        self.access: Final = access
         self.health: Final = Health(home)
         self.appender: Final = HomeAppender(home)
         self.intake: Final = Intake(size_bytes(http.inflight_bytes_max), size_bytes(http.body_bytes_max))
         self.groups: Final = Groups(self._append)
-        self._writes = Writes(home, self.groups, self.intake)
+        self.reading: Final = Reading(home)
+        self._writes = Writes(home, self.groups, self.intake, access)
         self._of_paths = {b"/write": LineWrites(self._writes, "v1"), b"/api/v2/write": LineWrites(self._writes, "v2")}
 
     async def _append(self, stream: str, batch: AppendBatch, deadline_s: float) -> list[Appended | MillstreamError]:
@@ -52,7 +66,13 @@ class Application:
 
     def close(self) -> None:
         """Where this process wrote the home, it is done with that."""
+        self.reading.close()
         self.appender.close()
+
+    async def _may_read(self, scope: Scope) -> bool:
+        with contextlib.suppress(MillstreamError):
+            return (await self.access.caller_of(scope)).may(Right.READ)
+        return False
 
     def asgi(self) -> Any:
         """The application, as a server calls it."""
@@ -72,47 +92,21 @@ class Application:
 
         return application
 
-    def make_fastapi(self) -> Any:
+    def make_fastapi(self) -> FastAPI:
         """What isn't a write."""
-        from fastapi import FastAPI
-        from fastapi.exceptions import RequestValidationError
-        from fastapi.responses import JSONResponse, Response
-        from starlette.exceptions import HTTPException
-        from starlette.requests import Request
-        from starlette.routing import Route
-
-        from millstream import __version__
-        from millstream.app.serving.openapi import with_writes
-
         app = FastAPI(title=_TITLE, description=_ABOUT, version=__version__, responses=None)
         health = self.health
+        tell_problems(app)
+        app.state.access = self.access
+        app.include_router(self.reading.router)
+        may_read = [Depends(allow(Right.READ))]
 
-        def problem(document: dict[str, Any], headers: Any = None) -> Response:
-            said = dict(headers or {})
-            said.update({name.decode(): value.decode() for name, value in headers_of(document["status"])})
-            return Response(encoded(document), document["status"], said, media_type=MEDIA_TYPE)
-
-        @app.exception_handler(MillstreamError)
-        async def refused(_request: Request, error: Exception) -> Response:
-            assert isinstance(error, MillstreamError)
-            return problem(problem_of(error))
-
-        @app.exception_handler(RequestValidationError)
-        async def invalid(_request: Request, error: Exception) -> Response:
-            assert isinstance(error, RequestValidationError)
-            said = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-            return problem(plain_problem(422, said))
-
-        @app.exception_handler(HTTPException)
-        async def answered(_request: Request, error: Exception) -> Response:
-            assert isinstance(error, HTTPException)
-            return problem(plain_problem(error.status_code, str(error.detail)), error.headers)
-
-        @app.exception_handler(Exception)
-        async def failed(_request: Request, _error: Exception) -> Response:
-            return problem(plain_problem(500, "this is a bug of the server's"))
-
-        @app.get("/status", tags=["health"], summary="The whole status, as `millstream status --json` prints it.")
+        @app.get(
+            "/status",
+            tags=["health"],
+            dependencies=may_read,
+            summary="The whole status, as `millstream status --json` prints it.",
+        )
         def get_status() -> JSONResponse:
             return JSONResponse(health.status())
 
@@ -124,8 +118,11 @@ class Application:
             summary="200 while capture and pipeline run and nothing is unreadable, else 503.",
             responses=unwell,
         )
-        def get_health() -> JSONResponse:
-            healthy, facts = health.healthy()
+        async def get_health(request: Request) -> JSONResponse:
+            healthy, facts = await asyncio.to_thread(health.healthy)
+            # Load balancers have no token: they are told that it is, not what.
+            if not await self._may_read(request.scope):
+                facts = {"healthy": healthy}
             return JSONResponse(facts, 200 if healthy else 503)
 
         unready: Any = {
@@ -143,9 +140,9 @@ class Application:
         )
         def get_readiness() -> Response:
             ready, why = health.ready()
-            return JSONResponse({"ready": True, "detail": why}) if ready else problem(plain_problem(503, why))
+            return JSONResponse({"ready": True, "detail": why}) if ready else response_of(plain_problem(503, why))
 
-        @app.get("/metrics", tags=["health"], summary="Metrics in Prometheus's text format.")
+        @app.get("/metrics", tags=["health"], dependencies=may_read, summary="Metrics in Prometheus's text format.")
         def get_metrics() -> Response:
             from millstream.app.serving.metrics import prometheus_text
 
@@ -153,14 +150,26 @@ class Application:
 
         influx = {"X-Influxdb-Version": VERSION.decode(), "X-Influxdb-Build": "OSS"}
 
-        @app.api_route("/ping", methods=["GET", "HEAD"], status_code=204, tags=["write"], summary="InfluxDB's.")
+        @app.head("/ping", status_code=204, response_model=None, include_in_schema=False)
+        @app.get(
+            "/ping",
+            status_code=204,
+            response_model=None,
+            tags=["write"],
+            summary="InfluxDB's: whether somebody listens.",
+        )
         def get_ping() -> Response:
             return Response(status_code=204, headers=influx)
 
         @app.get("/health", tags=["write"], summary="InfluxDB's: whether lines are taken.", responses=unready)
         def get_influx_health() -> JSONResponse:
             ready, why = health.ready()
-            facts = {"name": "influxdb", "message": why, "status": "pass" if ready else "fail", "checks": []}
+            facts: dict[str, Any] = {
+                "name": "influxdb",
+                "message": why,
+                "status": "pass" if ready else "fail",
+                "checks": [],
+            }
             return JSONResponse({**facts, "version": VERSION.decode()}, 200 if ready else 503, influx)
 
         # A path that takes writes says so to who asks it otherwise.

@@ -10,11 +10,10 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from millstream.app.serving.problems import encoded, headers_of, plain_problem, problem_of
@@ -41,37 +40,39 @@ class ConnectionBounds:
 class BoundedConnection(HttpToolsProtocol):
     """uvicorn's protocol, within bounds."""
 
+    bounds: ClassVar[ConnectionBounds]
+    """See `bounded`."""
+
     def __init__(
         self,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
-        *,
-        bounds: ConnectionBounds,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self._bounds = bounds
         self._coming_since: float | None = None
         """When the request that isn't whole yet began; of a new connection, when it was made."""
         self._head_bytes: int | None = 0
         """Of the head that comes, those beside its first piece; None behind it."""
+        self._has_begun = False
+        """Whether it has said anything."""
         self._begun_here = False
-        """Whether a request began in what is being read."""
+        """Whether a request began or ended in what is being read."""
         self._unread_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's
         """See asyncio.Protocol."""
         super().connection_made(transport)
         self._coming_since = time.monotonic()
-        if len(self.connections) > self._bounds.connections_max:
-            self.refuse(plain_problem(503, f"{self._bounds.connections_max} connections are open, as many as may be"))
+        if len(self.connections) > self.bounds.connections_max:
+            self.refuse(plain_problem(503, f"{self.bounds.connections_max} connections are open, as many as may be"))
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
         self._begun_here = False
         super().data_received(data)
-        # Where a head begins in the midst of what came, the rest of that is none of it; as much comes at once as a read takes.
+        # Where a head begins in the midst of what came, or behind it, the rest of that is none of it; as much comes at once as a read takes.
         if self._head_bytes is not None and not self._begun_here:
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES_MAX:
@@ -80,7 +81,7 @@ class BoundedConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """See httptools."""
         super().on_message_begin()
-        self._begun_here = True
+        self._has_begun = self._begun_here = True
         self._head_bytes = 0
         self._unread_bytes = 0
         if self._coming_since is None:
@@ -96,7 +97,7 @@ class BoundedConnection(HttpToolsProtocol):
         if self.cycle.response_complete:
             # Read on for a while: a connection that is reset takes the answer away from who hasn't read it yet.
             self._unread_bytes += len(body)
-            if self._unread_bytes > self._bounds.unread_bytes_max:
+            if self._unread_bytes > self.bounds.unread_bytes_max:
                 self.transport.close()
         super().on_body(body)
 
@@ -104,6 +105,7 @@ class BoundedConnection(HttpToolsProtocol):
         """See httptools."""
         self._coming_since = None
         self._head_bytes = 0
+        self._begun_here = True
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -113,24 +115,25 @@ class BoundedConnection(HttpToolsProtocol):
     def look(self, now: float) -> None:
         """End the connection where its request takes too long to come."""
         since = self._coming_since
-        if since is None or now - since <= self._bounds.request_s or self.transport.is_closing():
+        if since is None or now - since <= self.bounds.request_s or self.transport.is_closing():
             return
+        cycle: RequestResponseCycle | None = self.cycle
         if self._head_bytes is None:
-            if self.cycle.response_complete:
+            if cycle is not None and cycle.response_complete:
                 self.transport.close()  # answered, and still sending
                 return
-        elif self.cycle is not None and not self.cycle.response_complete:
+        elif cycle is not None and not cycle.response_complete:
             return  # the one before is being answered
-        elif self.scope is None:
+        elif cycle is None and not self._has_begun:
             self.transport.close()  # it has never said a word
             return
-        self.refuse(problem_of(RequestTimeout(f"the request wasn't whole within {self._bounds.request_s:g} s")))
+        self.refuse(problem_of(RequestTimeout(f"the request wasn't whole within {self.bounds.request_s:g} s")))
 
     def refuse(self, document: Mapping[str, Any]) -> None:
         """Answer with a problem, unless an answer has begun, and close the connection; what was being read is dropped."""
         if self.transport.is_closing():
             return
-        cycle = self.cycle
+        cycle: RequestResponseCycle | None = self.cycle
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
             cycle.message_event.set()
@@ -145,9 +148,14 @@ class BoundedConnection(HttpToolsProtocol):
         self.transport.close()
 
 
-def bounded(bounds: ConnectionBounds) -> Any:
-    """The protocol's class, as uvicorn takes it."""
-    return partial(BoundedConnection, bounds=bounds)
+def bounded(bounds: ConnectionBounds) -> type[BoundedConnection]:
+    """The protocol within these bounds, as uvicorn takes it."""
+
+    class Bounded(BoundedConnection):
+        """Within these."""
+
+    Bounded.bounds = bounds
+    return Bounded
 
 
 async def watch(state: ServerState, bounds: ConnectionBounds) -> None:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from types import TracebackType
 from typing import Any, Final, Self
 
 from millstream.errors import BodyTooLarge, InvalidBody, MediaTypeUnknown, ServerBusy, UsageError
 
-Receive = Callable[[], Awaitable[Mapping[str, Any]]]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 """ASGI's."""
 _INFLATED_BYTES: Final = 1 << 20
 """At a time: then it is others' turn."""
@@ -142,7 +142,7 @@ async def _inflated(body: bytes, intake: Intake, held: Held) -> bytes:
                     raise _too_large(intake)
                 held.grow(len(piece))
                 pieces.append(piece)
-                if not (inflate.eof or left or piece):
+                if not (piece or left or inflate.eof):
                     raise InvalidBody("the body's gzip data is cut off")
                 if len(piece) == _INFLATED_BYTES or left:
                     await asyncio.sleep(0)

@@ -113,7 +113,7 @@ class LineWrites:
         stream = parameters.get(name, "")
         if not stream:
             raise UsageError(f"the address names no {name}", hint=f"Add ?{name}=STREAM.")
-        self._writes.check_stream(stream)
+        await self._writes.admit(scope, stream, in_query=True)
         deadline_s = deadline_said(parameters, self._writes.deadline_s)
         write_id = write_id_said(headers)
         if write_id is not None and write_id.key is None:

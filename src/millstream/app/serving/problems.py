@@ -7,16 +7,24 @@ from http import HTTPStatus
 from typing import Any, Final
 
 import msgspec
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
 
 from millstream.errors import (
+    AccessError,
     AddressInUse,
     AppendOutcomeUnknown,
+    BeyondRetention,
     BodyTooLarge,
     CatalogBusy,
     CatalogUnreachable,
     CodecError,
     ConfigError,
     DiskFull,
+    Forbidden,
     HomeBusy,
     IngestError,
     InvalidBody,
@@ -24,6 +32,8 @@ from millstream.errors import (
     KeyChanged,
     MediaTypeUnknown,
     MillstreamError,
+    OffsetBeyondEnd,
+    OffsetExpired,
     Overloaded,
     PositionError,
     RequestTimeout,
@@ -32,7 +42,9 @@ from millstream.errors import (
     StaleEpoch,
     TableCaptured,
     TableSetAside,
+    TimeFromFuture,
     TokenFromFuture,
+    Unauthenticated,
     UnknownColumn,
     UnknownStream,
     UnknownTable,
@@ -44,18 +56,29 @@ MEDIA_TYPE: Final = "application/problem+json"
 RETRY_AFTER_S: Final = 1
 """A group of appends takes some milliseconds, a writer that is started again about a second."""
 
+_CHALLENGE: Final = b'Bearer realm="millstream", Basic realm="millstream"'
+"""In which ways a token may come."""
+
 _STATUS: Final[Mapping[type[MillstreamError], HTTPStatus]] = {
     MillstreamError: HTTPStatus.INTERNAL_SERVER_ERROR,
     # What the request is to blame for.
     UsageError: HTTPStatus.BAD_REQUEST,
     PositionError: HTTPStatus.BAD_REQUEST,
     InvalidBody: HTTPStatus.BAD_REQUEST,
+    Unauthenticated: HTTPStatus.UNAUTHORIZED,
+    Forbidden: HTTPStatus.FORBIDDEN,
+    AccessError: HTTPStatus.FORBIDDEN,
     UnknownStream: HTTPStatus.NOT_FOUND,
     UnknownTable: HTTPStatus.NOT_FOUND,
     RequestTimeout: HTTPStatus.REQUEST_TIMEOUT,
     KeyChanged: HTTPStatus.CONFLICT,
     TableCaptured: HTTPStatus.CONFLICT,
     TableSetAside: HTTPStatus.CONFLICT,
+    OffsetBeyondEnd: HTTPStatus.CONFLICT,
+    TokenFromFuture: HTTPStatus.CONFLICT,
+    TimeFromFuture: HTTPStatus.CONFLICT,
+    OffsetExpired: HTTPStatus.GONE,
+    BeyondRetention: HTTPStatus.GONE,
     BodyTooLarge: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
     MediaTypeUnknown: HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
     IngestError: HTTPStatus.UNPROCESSABLE_ENTITY,
@@ -64,7 +87,6 @@ _STATUS: Final[Mapping[type[MillstreamError], HTTPStatus]] = {
     # What may go another time.
     Overloaded: HTTPStatus.TOO_MANY_REQUESTS,
     ServerBusy: HTTPStatus.TOO_MANY_REQUESTS,
-    TokenFromFuture: HTTPStatus.SERVICE_UNAVAILABLE,
     WriterClosed: HTTPStatus.SERVICE_UNAVAILABLE,
     HomeBusy: HTTPStatus.SERVICE_UNAVAILABLE,
     StaleEpoch: HTTPStatus.SERVICE_UNAVAILABLE,
@@ -117,13 +139,42 @@ def title_of(kind: type[MillstreamError]) -> str:
 
 
 def headers_of(status: int) -> list[tuple[bytes, bytes]]:
-    """The headers beside a document: its type, and when to come again."""
+    """The headers beside a document: its type, when to come again, and how to say who one is."""
     headers = [(b"content-type", MEDIA_TYPE.encode())]
     if status in {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}:
         headers.append((b"retry-after", str(RETRY_AFTER_S).encode()))
+    if status == HTTPStatus.UNAUTHORIZED:
+        headers.append((b"www-authenticate", _CHALLENGE))
     return headers
 
 
 def encoded(document: Mapping[str, Any]) -> bytes:
     """A document's bytes."""
     return msgspec.json.encode(document)
+
+
+def response_of(document: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Response:
+    """A document as the answer of a path of FastAPI's."""
+    said = {name.decode(): value.decode() for name, value in headers_of(document["status"])}
+    return Response(encoded(document), document["status"], {**(headers or {}), **said})
+
+
+def tell_problems(app: FastAPI) -> None:
+    """Have an application answer all that goes wrong by a problem document."""
+
+    @app.exception_handler(MillstreamError)
+    async def refused(_request: Request, error: MillstreamError) -> Response:
+        return response_of(problem_of(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_request: Request, error: RequestValidationError) -> Response:
+        said = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        return response_of(plain_problem(HTTPStatus.UNPROCESSABLE_ENTITY, said))
+
+    @app.exception_handler(HTTPException)
+    async def answered(_request: Request, error: HTTPException) -> Response:
+        return response_of(plain_problem(error.status_code, str(error.detail)), error.headers)
+
+    @app.exception_handler(Exception)
+    async def failed(_request: Request, _error: Exception) -> Response:
+        return response_of(plain_problem(HTTPStatus.INTERNAL_SERVER_ERROR, "this is a bug of the server's"))

@@ -9,10 +9,11 @@ from urllib.parse import parse_qsl, unquote_to_bytes
 
 from millstream.app.serving.problems import encoded, headers_of, problem_of
 from millstream.errors import InvalidValue, MillstreamError, UsageError
+from millstream.ingest.requests import check_write_id
 from millstream.model.appends import WriteId
 
 Scope = MutableMapping[str, Any]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 """ASGI's."""
 _PARAMETERS_MAX: Final = 32
 DEADLINE_S_MAX: Final = 60.0
@@ -72,7 +73,7 @@ def write_id_said(headers: Mapping[bytes, bytes]) -> WriteId | None:
 
     Raises:
         UsageError: a session without a number, a number without a session, or both a session and a key.
-        InvalidValue: the number isn't one from 1.
+        InvalidValue, RowsTooLarge: the number isn't one from 1, or a text is empty or too long.
     """
     key, session = headers.get(b"idempotency-key"), headers.get(b"millstream-session")
     number = headers.get(b"millstream-session-number")
@@ -84,10 +85,16 @@ def write_id_said(headers: Mapping[bytes, bytes]) -> WriteId | None:
         )
     if session is None or number is None:
         assert key is not None
-        return WriteId(key=_text("Idempotency-Key", key))
+        return _checked(WriteId(key=_text("Idempotency-Key", key)))
     if not number.isdigit() or len(number) > _DIGITS_MAX or int(number) < 1:
         raise InvalidValue("Millstream-Session-Number isn't a whole number from 1")
-    return WriteId(session=_text("Millstream-Session", session), number=int(number))
+    return _checked(WriteId(session=_text("Millstream-Session", session), number=int(number)))
+
+
+def _checked(write_id: WriteId) -> WriteId:
+    # Here, where it is one request's: in a batch it would refuse all of them.
+    check_write_id(write_id)
+    return write_id
 
 
 def _text(header: str, value: bytes) -> str:

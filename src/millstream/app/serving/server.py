@@ -1,4 +1,7 @@
-"""`serve`: a home over HTTP: rows of applications in, its status out. It ends gracefully: what was asked before is answered."""
+"""`serve`: a home over HTTP, rows of applications in, its status out; and over Arrow Flight, where that is configured.
+
+It ends gracefully: what was asked before is answered.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,12 @@ from millstream.app.config.quantities import duration_s, size_bytes
 from millstream.app.home import Home
 from millstream.app.locks import LOCK_PATIENCE_S, RoleLock
 from millstream.app.part import Lifeline
+from millstream.app.serving.certificates import Certificates, Renewal, telling_certificate
+from millstream.app.serving.exposure import check_protected
 from millstream.errors import AddressInUse
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Iterator
 
     from millstream.app.serving.application import Application
@@ -24,7 +30,6 @@ if TYPE_CHECKING:
 
 logger = structlog.get_logger("millstream.serve")
 
-_LOOK_EVERY_S: Final = 0.1
 _BACKLOG: Final = 2048
 
 
@@ -34,15 +39,22 @@ def serve_home(home: Home, lifeline: Lifeline) -> None:
     Raises:
         HomeBusy: the home is served already.
         AddressInUse: it can't listen there.
+        Unprotected: other machines would reach it, without TLS or without tokens.
+        CertificateUnusable: TLS is configured, and can't be had.
     """
+    from millstream.app.serving.access import Access
     from millstream.app.serving.application import Application
 
     home.prepare()
     host, port = home.config.http.address
+    check_protected("http", (host, port), home.config.http)
+    certificates = Certificates.of_home(home)
+    tls = None if certificates is None else (certificates, certificates.server_context())
     with (
+        contextlib.closing(Access.of_home(home)) as access,
         RoleLock.take(home.run_folder, "serve", patience_s=LOCK_PATIENCE_S if lifeline.supervised else 0.5),
         _listen(host, port) as listener,
-        contextlib.closing(Application(home)) as application,
+        contextlib.closing(Application(home, access)) as application,
     ):
         # A wildcard address isn't one that a person can open.
         address = f"{host}:{listener.getsockname()[1]}"
@@ -50,37 +62,57 @@ def serve_home(home: Home, lifeline: Lifeline) -> None:
         logger.info("listening", address=address)
         _raise_open_files()
         with asyncio.Runner(loop_factory=_new_loop) as runner:
-            runner.run(_serve(home, lifeline, application, listener))
+            runner.run(_serve(home, lifeline, application, listener, tls))
 
 
-async def _serve(home: Home, lifeline: Lifeline, application: Application, listener: socket.socket) -> None:
+async def _serve(
+    home: Home,
+    lifeline: Lifeline,
+    application: Application,
+    listener: socket.socket,
+    tls: tuple[Certificates, ssl.SSLContext] | None,
+) -> None:
+    import importlib.util
+
     import uvicorn
 
     from millstream.app.serving.connections import bounded, watch
 
     http = home.config.http
     bounds = connection_bounds(home)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            application.asgi(),
-            http=bounded(bounds),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            backlog=_BACKLOG,
-            timeout_keep_alive=max(1, round(bounds.idle_s)),
-            timeout_graceful_shutdown=max(1, round(duration_s(http.drain_timeout))),
-        )
+    config = uvicorn.Config(
+        application.asgi(),
+        http=bounded(bounds) if importlib.util.find_spec("httptools") else "auto",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        backlog=_BACKLOG,
+        timeout_keep_alive=max(1, round(bounds.idle_s)),
+        timeout_graceful_shutdown=max(1, round(duration_s(http.drain_timeout))),
     )
+    config.load()
+    if tls is not None:
+        _serve_tls(config, *tls)
+    server = uvicorn.Server(config)
     # uvicorn would take the signals for itself, and raise them again at its end.
     server.capture_signals = _leave_signals  # type: ignore[method-assign]
 
+    loop = asyncio.get_running_loop()
+    told = asyncio.Event()
+
+    def hear() -> None:
+        with contextlib.suppress(RuntimeError):  # it has ended already
+            loop.call_soon_threadsafe(told.set)
+
+    lifeline.on_word(hear)
+    if lifeline.stop.is_set() or lifeline.drain.is_set():
+        told.set()
+
     async def end_when_told() -> None:
-        while not (lifeline.stop.is_set() or lifeline.drain.is_set()):
-            await asyncio.sleep(_LOOK_EVERY_S)
+        await told.wait()
         application.health.draining = True
         await asyncio.sleep(duration_s(http.drain_delay))
         server.should_exit = True
@@ -95,6 +127,27 @@ async def _serve(home: Home, lifeline: Lifeline, application: Application, liste
     finally:
         for task in aside:
             task.cancel()
+
+
+def _serve_tls(config: Any, certificates: Certificates, context: ssl.SSLContext) -> None:
+    """Have uvicorn speak TLS, tell who shows which certificate, and look whether ours is renewed."""
+    renewal = Renewal(certificates, context)
+
+    async def look() -> None:
+        renewal.look()
+
+    class Connection(config.http_protocol_class):  # type: ignore[misc] # known when it runs
+        """uvicorn's, which says what its client has shown."""
+
+        app: Any
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.app = telling_certificate(self.app, transport)
+
+    config.ssl = context
+    config.http_protocol_class = Connection
+    config.callback_notify, config.timeout_notify = look, 1
 
 
 def connection_bounds(home: Home) -> ConnectionBounds:
@@ -123,6 +176,8 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(facts[4])
+            # Who is told the address finds it open: what comes before the server runs waits.
+            listener.listen(_BACKLOG)
         except OSError:
             listener.close()
             raise

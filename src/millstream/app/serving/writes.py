@@ -35,10 +35,12 @@ from millstream.errors import MediaTypeUnknown, MillstreamError, RowsTooLarge, U
 from millstream.ingest.arrow_rows import rows_of_arrow
 from millstream.ingest.json_rows import Row, columns_of, held_bytes, rows_of_json, rows_of_lines
 from millstream.ingest.undisturbed import made_elsewhere
+from millstream.model.access import Right
 from millstream.model.names import parse_qualified_name
 
 if TYPE_CHECKING:
     from millstream.app.home import Home
+    from millstream.app.serving.access import Access
     from millstream.model.operations import Appended
 
 logger = structlog.get_logger("millstream.serve")
@@ -67,9 +69,11 @@ class Writes:
         home: whose streams.
         groups: what appends them.
         intake: what all requests together may hold.
+        access: who may write.
     """
 
-    def __init__(self, home: Home, groups: Groups, intake: Intake) -> None:
+    def __init__(self, home: Home, groups: Groups, intake: Intake, access: Access) -> None:
+        self._access = access
         self._streams = frozenset(home.config.streams)
         self._rows_max = home.config.http.rows_max
         self.deadline_s: Final = duration_s(home.config.http.append_timeout)
@@ -94,7 +98,7 @@ class Writes:
     async def _append(self, scope: Scope, receive: Receive) -> Appended:
         parts = scope["raw_path"].split(b"/")
         stream, table = text_of_path(parts[3]), text_of_path(parts[5])
-        self.check_stream(stream)
+        await self.admit(scope, stream)
         parse_qualified_name(table)
         headers = headers_said(scope)
         parameters = parameters_said(scope)
@@ -131,8 +135,15 @@ class Writes:
         self.weigh(held, held_bytes(body))
         return await self.read(len(body), lambda: columns_of(decode(body, rows_max=self._rows_max)))
 
-    def check_stream(self, stream: str) -> None:
-        """`UnknownStream` where there is none of that name."""
+    async def admit(self, scope: Scope, stream: str, *, in_query: bool = False) -> None:
+        """Let a request in that may write to the stream.
+
+        Raises:
+            Unauthenticated, Forbidden: as `Access.allowed`; before anything is said of what there is.
+            UnknownStream: there is none of that name.
+        """
+        if self._access.is_asked:
+            await self._access.allowed(scope, Right.WRITE, stream, in_query=in_query)
         if stream not in self._streams:
             raise UnknownStream(f"there is no stream {stream!r} here", hint="`GET /status` lists them.", stream=stream)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from millstream.app.locks import LOCK_PATIENCE_S
-from millstream.app.wiring import log_options, shard_of, write_rules
+from millstream.app.wiring import log_options, session_limits, shard_of, write_rules
 from millstream.app.writing.buffered import (
     AppenderOfReader,
     AppenderToBuffer,
@@ -162,6 +162,7 @@ def _own(home: Home, catalog: Catalog, stream: StreamId, name: str, config: Stre
                 reservations=catalog.reservations(stream),
                 options=log_options(config),
                 writer=writer,
+                sessions=session_limits(config),
             )
         except StaleEpoch as error:
             # The shards' locks were ours, so that nobody newer writes: the catalog is older than the log.

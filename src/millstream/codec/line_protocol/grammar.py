@@ -56,6 +56,18 @@ class Fault(IntEnum):
     NOT_UTF8 = 19
 
 
+class Refusal(IntEnum):
+    """Why a line that is right by itself has no place: by a name in it, or beside lines before it."""
+
+    MEASUREMENT = 1
+    COLUMN = 2
+    OTHER_CASE = 3
+    OTHER_KIND = 4
+    TOO_MANY_COLUMNS = 5
+    INFINITE = 6
+    """A float that turned out too large."""
+
+
 REASONS: Final[Mapping[Fault, str]] = {
     Fault.NO_MEASUREMENT: "it has no measurement's name",
     Fault.NO_FIELDS: "it has no fields",

@@ -1,13 +1,35 @@
-"""Line protocol in plain Python, a line at a time: what the parser in machine code is compared with, and measured against."""
+"""Line protocol in plain Python, a line and a value at a time: what the machine code is compared with, and measured against.
+
+It shares the words of reasons with the product, and what a column's name may be.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
-from millstream.codec.line_protocol.grammar import Fault, Kind
+import numpy as np
+import pyarrow as pa
+
+from millstream.codec.line_protocol.grammar import REASONS, Fault, Kind
+from millstream.ingest.lines import (
+    PRECISIONS,
+    TIME,
+    TIME_NS,
+    Lines,
+    RejectedLine,
+    TableLines,
+    column_fault,
+    excerpt,
+    measurement_fault,
+    other_case,
+    other_kind,
+    too_many,
+)
+from millstream.model.names import qualified_name
+from millstream.model.records import INSTANT, TIME_MAX_US, TIME_MIN_US
 
 Value: TypeAlias = float | int | str | bool
 
@@ -204,20 +226,20 @@ def _value(body: bytes, at: int) -> tuple[Kind, Value, int]:
         if whole[2] == b"u":
             if whole[1].startswith(b"-"):
                 raise _WrongError(Fault.NO_VALUE)
-            if not _fits(whole[1], 0, 2**64 - 1):
+            if _whole(whole[1]) >= 2**64:
                 raise _WrongError(Fault.UNSIGNED_TOO_LARGE)
-            return Kind.UNSIGNED, int(whole[1]), end
-        if not _fits(whole[1], -(2**63), 2**63 - 1):
+            return Kind.UNSIGNED, _whole(whole[1]), end
+        if not -(2**63) <= _whole(whole[1]) < 2**63:
             raise _WrongError(Fault.INTEGER_TOO_LARGE)
-        return Kind.INTEGER, int(whole[1]), end
+        return Kind.INTEGER, _whole(whole[1]), end
     raise _WrongError(Fault.NOT_FINITE if _ENDLESS.fullmatch(word) else Fault.NO_VALUE)
 
 
-def _fits(digits: bytes, low: int, high: int) -> bool:
-    # int() refuses digits by the thousand.
-    return (
-        len(digits.lstrip(b"-").lstrip(b"0")) <= 20 and low <= int(digits[:1] + digits[1:].lstrip(b"0") or b"0") <= high
-    )
+def _whole(digits: bytes) -> int:
+    """A whole number; one of very many digits is one beyond 64 bits."""
+    kept = digits.lstrip(b"-").lstrip(b"0") or b"0"
+    value = 10**30 if len(kept) > 30 else int(kept)  # int() refuses digits by the thousand
+    return -value if digits.startswith(b"-") else value
 
 
 def _time(body: bytes, at: int, time_min: int, time_max: int) -> tuple[int | None, int]:
@@ -228,10 +250,10 @@ def _time(body: bytes, at: int, time_min: int, time_max: int) -> tuple[int | Non
     end = _end(re.compile(rb"[^ \t\r\n]*+"), body, at)
     if not _TIME.fullmatch(body, at, end):
         raise _WrongError(Fault.NO_TIME)
-    digits = body[at:end]
-    if not _fits(digits, max(time_min, -(2**63)), min(time_max, 2**63 - 1)):
+    time = _whole(body[at:end])
+    if not max(time_min, -(2**63)) <= time <= min(time_max, 2**63 - 1):
         raise _WrongError(Fault.TIME_TOO_FAR)
-    return int(digits), _end(_BLANKS, body, end)
+    return time, _end(_BLANKS, body, end)
 
 
 def line_end(body: bytes, start: int) -> int:
@@ -244,3 +266,74 @@ def line_end(body: bytes, start: int) -> int:
             at = _end(_OPENED, body, at + 1) - 1
         at += 1
     return min(at, len(body))
+
+
+_TYPES: Final = {
+    Kind.FLOAT: pa.float64(),
+    Kind.INTEGER: pa.int64(),
+    Kind.UNSIGNED: pa.decimal128(20, 0),
+    Kind.STRING: pa.string(),
+    Kind.BOOLEAN: pa.bool_(),
+    Kind.TAG: pa.string(),
+}
+
+
+def tables_of_lines_plain(body: bytes, *, precision: str, now_ns: int, columns_max: int, rejected_max: int) -> Lines:
+    """What `ingest.lines.tables_of_lines` gives, without its bounds on the whole."""
+    unit = PRECISIONS[precision]
+    tables: dict[str, _Table] = {}
+    rejected: list[RejectedLine] = []
+    low, high = -((-TIME_MIN_US * 1000) // unit), (TIME_MAX_US * 1000 + 999) // unit
+    for line in parse_plain(body, time_min=low, time_max=high):
+        if isinstance(line, PlainFault):
+            reason: str | None = REASONS[line.fault]
+        else:
+            table = tables.get(line.measurement) or _Table(line.measurement)
+            reason = table.add(line, columns_max)
+            if reason is None:
+                tables[line.measurement] = table
+        if reason is not None:
+            rejected.append(RejectedLine(line.number, reason, excerpt(body, *line.span)))
+    found = [table.finish(unit, now_ns // 1000 * 1000) for table in tables.values()]
+    return Lines(found, rejected[:rejected_max], len(rejected))
+
+
+class _Table:
+    def __init__(self, measurement: str) -> None:
+        self.measurement = measurement
+        self.kinds: dict[str, Kind] = {}
+        self.lower: dict[str, str] = {}
+        self.rows: list[tuple[int, int | None, dict[str, Any]]] = []
+
+    def add(self, line: PlainLine, columns_max: int) -> str | None:
+        """Take a line, or say why not."""
+        why = measurement_fault(line.measurement)
+        if why is not None:
+            return why
+        kinds, lower, row = dict(self.kinds), dict(self.lower), {}
+        for key, kind, value in [*((k, Kind.TAG, v) for k, v in line.tags), *line.fields]:
+            why = column_fault(key)
+            if why is not None:
+                return why
+            other = lower.setdefault(key.lower(), key)
+            if other != key:
+                return other_case(key, other)
+            had = kinds.setdefault(key, kind)
+            if had is not kind:
+                return other_kind(key, kind, had)
+            row[key] = value
+        if len(kinds) > columns_max:
+            return too_many(columns_max)
+        self.kinds, self.lower = kinds, lower
+        self.rows.append((line.number, line.time, row))
+        return None
+
+    def finish(self, unit: int, now_ns: int) -> TableLines:
+        times = [now_ns if time is None else time * unit for _, time, _ in self.rows]
+        columns = {TIME: pa.array([time // 1000 for time in times], pa.int64()).cast(INSTANT)}
+        if any(time % 1000 for time in times):
+            columns[TIME_NS] = pa.array(times, pa.int64())
+        for key, kind in self.kinds.items():
+            columns[key] = pa.array([row.get(key) for _, _, row in self.rows], _TYPES[kind])
+        lines = np.array([number for number, _, _ in self.rows], np.int64)
+        return TableLines(qualified_name("public", self.measurement), pa.table(columns), lines)

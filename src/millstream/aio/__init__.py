@@ -1,0 +1,42 @@
+"""Async twins of what `millstream` gives: the same calls, as coroutines, with iterators that are taken by `async for`.
+
+    async with millstream.aio.open("shop") as home:
+        ack = await home.append("shop", "clicks", rows)
+        async for batch in home.read("shop", table="clicks", upto=ack.token): ...
+
+`connect` gives the same for a home behind an address. Names are looked up when they are first used, so that a client needs its own extra alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from millstream.aio.opened import AsyncOpenHome as AsyncOpenHome
+    from millstream.aio.opened import open as open  # noqa: A004 - `millstream.aio.open` is the name of the thing
+    from millstream.aio.remote import AsyncRemoteHome as AsyncRemoteHome
+    from millstream.aio.remote import connect as connect
+    from millstream.aio.session import AsyncSession as AsyncSession
+
+_PUBLIC = {
+    "AsyncOpenHome": "millstream.aio.opened",
+    "AsyncRemoteHome": "millstream.aio.remote",
+    "AsyncSession": "millstream.aio.session",
+    "connect": "millstream.aio.remote",
+    "open": "millstream.aio.opened",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'millstream.aio' has no attribute {name!r}")
+    if _PUBLIC[name] == "millstream.aio.remote":
+        importlib.import_module("millstream.app.remote.client")  # says what to install where httpx is missing
+    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC])

@@ -1,0 +1,194 @@
+"""`millstream.aio.open`: a home of this machine, for tasks. Appends go without a thread a call, what is read is read on threads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
+
+from millstream.aio.session import AsyncSession, columns_of
+from millstream.app.calls import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest
+from millstream.app.home import Home
+from millstream.app.opened import OpenHome, home_appender, open_lake, write_id_of
+from millstream.errors import MillstreamError, WriterClosed
+from millstream.ingest.requests import one_request
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from millstream.app.writing.appending import HomeAppender
+    from millstream.ingest.columns import Rows
+    from millstream.model.operations import Appended
+    from millstream.model.positions import StreamToken
+
+_QUERIES_AT_ONCE: Final = 4
+"""DuckDB takes all cores for one already."""
+
+_Found = TypeVar("_Found")
+
+
+class AsyncOpenHome:
+    """As `millstream.OpenHome`, for any number of tasks of one event loop: what it promises and raises is the same."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._reading = OpenHome(home)
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="aio-reader")
+        """A home is read from one thread."""
+        self._queries = ThreadPoolExecutor(_QUERIES_AT_ONCE, thread_name_prefix="aio-query")
+        self._appender: HomeAppender | None = None
+        self._making = asyncio.Lock()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"AsyncOpenHome({str(self.path)!r})"
+
+    @property
+    def path(self) -> Path:
+        """The home's folder."""
+        return self._home.path
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Let go of what was opened. Where this process writes the home's streams, others may from here on."""
+        async with self._making:
+            self._closed, appender = True, self._appender
+        if appender is not None:
+            await asyncio.to_thread(appender.close)
+        self._reader.shutdown(wait=False)
+        self._queries.shutdown(wait=False)
+
+    async def streams(self) -> list[str]:
+        """As `OpenHome.streams`."""
+        return await self._read(self._reading.streams)
+
+    async def token(self, stream: str, *, vector: bool = False) -> StreamToken:
+        """As `OpenHome.token`."""
+        return await self._read(lambda: self._reading.token(stream, vector=vector))
+
+    async def read(
+        self,
+        stream: str,
+        *,
+        table: str | None = None,
+        after: StreamToken | str | None = None,
+        upto: StreamToken | str | None = None,
+    ) -> AsyncGenerator[pa.RecordBatch, None]:
+        """As `OpenHome.read`."""
+        taken = self._taken(lambda: self._reading.read(stream, table=table, after=after, upto=upto))
+        async with aclosing(taken) as batches:
+            async for batch in batches:
+                yield batch
+
+    async def read_latest(
+        self,
+        stream: str,
+        table: str,
+        *,
+        after: StreamToken | str | None = None,
+        upto: StreamToken | str | None = None,
+        rows_max: int = LATEST_ROWS_MAX,
+    ) -> AsyncGenerator[Latest, None]:
+        """As `OpenHome.read_latest`."""
+        taken = self._taken(lambda: self._reading.read_latest(stream, table, after=after, upto=upto, rows_max=rows_max))
+        async with aclosing(taken) as stretches:
+            async for stretch in stretches:
+                yield stretch
+
+    async def append(
+        self,
+        stream: str,
+        table: str,
+        rows: Rows,
+        *,
+        deadline_s: float = APPEND_DEADLINE_S,
+        session: str | None = None,
+        number: int | None = None,
+        idempotency_key: str | None = None,
+        keep_valid_rows: bool = False,
+    ) -> Appended:
+        """As `OpenHome.append`. Cancelled, it may or may not be appended."""
+        write_id = write_id_of(session, number, idempotency_key)
+        batch = one_request(table, await columns_of(rows), write_id, keep_valid_rows)
+        appender = self._appender if self._appender is not None and not self._closed else await self._made()
+        (outcome,) = await appender.append_batch_async(stream, batch, deadline_s=deadline_s)
+        if isinstance(outcome, MillstreamError):
+            raise outcome
+        return outcome
+
+    def session(self, stream: str, name: str, *, next_number: int = 1) -> AsyncSession:
+        """As `OpenHome.session`."""
+        return AsyncSession(self, stream, name, next_number)
+
+    async def query(
+        self, sql: str, *, stream: str | None = None, as_of: StreamToken | datetime | str | None = None
+    ) -> pa.Table:
+        """As `OpenHome.query`. Cancelled, the query ends."""
+        interrupts: list[Callable[[], None]] = []
+        given_up = False
+
+        def work() -> pa.Table:
+            with open_lake(self._home, stream, as_of=as_of) as lake:
+                interrupts.append(lake.interrupt)
+                return None if given_up else lake.query(sql)
+
+        running = asyncio.get_running_loop().run_in_executor(self._queries, work)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            given_up = True
+            for interrupt in interrupts:
+                interrupt()
+            running.add_done_callback(_heed)
+            raise
+
+    async def status(self) -> dict[str, Any]:
+        """As `OpenHome.status`."""
+        return await asyncio.get_running_loop().run_in_executor(self._queries, self._reading.status)
+
+    async def _made(self) -> HomeAppender:
+        async with self._making:
+            if self._closed:
+                raise WriterClosed("this home was closed", hint="Open it again: millstream.aio.open(…).")
+            if self._appender is None:
+                # What writing needs is imported first, which takes a while.
+                self._appender = await asyncio.to_thread(home_appender, self._home)
+            return self._appender
+
+    async def _read(self, ask: Callable[[], _Found]) -> _Found:
+        return await asyncio.get_running_loop().run_in_executor(self._reader, ask)
+
+    async def _taken(self, begin: Callable[[], Iterator[_Found]]) -> AsyncGenerator[_Found, None]:
+        """What an iterator gives, taken on the thread that reads."""
+        found = await self._read(begin)
+        try:
+            while (one := await self._read(lambda: next(found, None))) is not None:
+                yield one
+        finally:
+            # In its turn: where a task was cancelled, the thread may still be at it.
+            self._reader.submit(cast("Generator[_Found, None, None]", found).close)
+
+
+def open(path: str | Path | None = None) -> AsyncOpenHome:  # noqa: A001 - as `millstream.aio.open`
+    """As `millstream.open`, for tasks: `async with millstream.aio.open("shop") as home`."""
+    home = Home.find(path, needs_source=False, named_by="path")
+    home.check_format()
+    return AsyncOpenHome(home)
+
+
+def _heed(running: asyncio.Future[Any]) -> None:
+    """What a query that nobody waits for any more ends with is no news."""
+    if not running.cancelled():
+        running.exception()

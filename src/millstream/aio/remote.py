@@ -1,0 +1,219 @@
+"""`millstream.aio.connect`: a home behind an address, for tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from datetime import datetime
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import httpx
+import pyarrow as pa
+
+from millstream.aio.session import AsyncSession, columns_of
+from millstream.app.calls import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest
+from millstream.app.remote.client import (
+    TIMEOUT_S,
+    answer_of,
+    client_settings,
+    cut_off,
+    lost_of,
+    request_of,
+    tls_of,
+)
+from millstream.app.remote.pieces import Pieces, latest_of
+from millstream.app.remote.steps import (
+    Answer,
+    Call,
+    Lost,
+    Nap,
+    Steps,
+    append_call,
+    appended,
+    asked,
+    between,
+    check_url,
+    json_of,
+    of_stream,
+    only_stream,
+    query_call,
+    whole_table,
+)
+from millstream.model.positions import StreamToken
+
+if TYPE_CHECKING:
+    import ssl
+
+    from millstream.ingest.columns import Rows
+    from millstream.model.operations import Appended
+
+_Result = TypeVar("_Result")
+
+
+class AsyncRemoteHome:
+    """As `millstream.RemoteHome`, for any number of tasks of one event loop: what it promises and raises is the same."""
+
+    def __init__(self, url: str, *, token: str | None, tls: ssl.SSLContext | bool, timeout_s: float) -> None:
+        self._url = check_url(url)
+        self._timeout_s = timeout_s
+        self._http = httpx.AsyncClient(**client_settings(self._url, token, tls, timeout_s))
+
+    def __repr__(self) -> str:
+        return f"AsyncRemoteHome({self._url!r})"
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return self._url
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Let go of the connections."""
+        await self._http.aclose()
+
+    async def streams(self) -> list[str]:
+        """As `OpenHome.streams`."""
+        return [str(name) for name in (await self._json(Call("GET", "/v1/streams")))["streams"]]
+
+    async def token(self, stream: str, *, vector: bool = False) -> StreamToken:
+        """As `OpenHome.token`."""
+        params = {"vector": "true"} if vector else {}
+        return StreamToken.parse((await self._json(Call("GET", of_stream(stream, "token"), params)))["token"])
+
+    async def read(
+        self,
+        stream: str,
+        *,
+        table: str | None = None,
+        after: StreamToken | str | None = None,
+        upto: StreamToken | str | None = None,
+    ) -> AsyncGenerator[pa.RecordBatch, None]:
+        """As `OpenHome.read`."""
+        params = between(after, upto) | ({} if table is None else {"table": table})
+        async with aclosing(self._pieces(Call("GET", of_stream(stream, "records"), params, in_pieces=True))) as pieces:
+            async for piece in pieces:
+                for batch in piece.to_batches():
+                    yield batch
+
+    async def read_latest(
+        self,
+        stream: str,
+        table: str,
+        *,
+        after: StreamToken | str | None = None,
+        upto: StreamToken | str | None = None,
+        rows_max: int = LATEST_ROWS_MAX,
+    ) -> AsyncGenerator[Latest, None]:
+        """As `OpenHome.read_latest`."""
+        params = between(after, upto) | {"table": table, "rows_max": str(rows_max)}
+        async with aclosing(self._pieces(Call("GET", of_stream(stream, "latest"), params, in_pieces=True))) as pieces:
+            async for piece in pieces:
+                yield Latest(*latest_of(piece))
+
+    async def append(
+        self,
+        stream: str,
+        table: str,
+        rows: Rows,
+        *,
+        deadline_s: float = APPEND_DEADLINE_S,
+        session: str | None = None,
+        number: int | None = None,
+        idempotency_key: str | None = None,
+        keep_valid_rows: bool = False,
+    ) -> Appended:
+        """As `RemoteHome.append`. Cancelled, it may or may not be appended."""
+        call = append_call(
+            stream,
+            table,
+            await columns_of(rows),
+            session=session,
+            number=number,
+            idempotency_key=idempotency_key,
+            keep_valid_rows=keep_valid_rows,
+        )
+        return await self._done(appended(call, url=self._url, deadline_s=deadline_s, now=time.monotonic))
+
+    def session(self, stream: str, name: str, *, next_number: int = 1) -> AsyncSession:
+        """As `OpenHome.session`."""
+        return AsyncSession(self, stream, name, next_number)
+
+    async def query(
+        self, sql: str, *, stream: str | None = None, as_of: StreamToken | datetime | str | None = None
+    ) -> pa.Table:
+        """As `OpenHome.query`. Cancelled, the query ends."""
+        named = only_stream(await self.streams()) if stream is None else stream
+        return whole_table([piece async for piece in self._pieces(query_call(sql, named, as_of))], self._url)
+
+    async def status(self) -> dict[str, Any]:
+        """As `OpenHome.status`."""
+        return await self._json(Call("GET", "/status"))
+
+    async def _json(self, call: Call) -> dict[str, Any]:
+        return json_of(await self._asked(call), self._url)
+
+    async def _asked(self, call: Call) -> Answer:
+        return await self._done(asked(call, url=self._url, patience_s=self._timeout_s, now=time.monotonic))
+
+    async def _pieces(self, call: Call) -> AsyncGenerator[pa.Table, None]:
+        response: httpx.Response = (await self._asked(call)).open
+        pieces = Pieces()
+        try:
+            async for data in response.aiter_bytes():
+                for piece in pieces.feed(data):
+                    yield piece
+        except httpx.TransportError as error:
+            raise cut_off(self._url, str(error)) from error
+        finally:
+            await response.aclose()
+        if not pieces.ended:
+            raise cut_off(self._url, "the connection was closed")
+
+    async def _done(self, steps: Steps[_Result]) -> _Result:
+        """Carry out what the steps ask for."""
+        try:
+            wish = next(steps)
+            while True:
+                if isinstance(wish, Nap):
+                    await asyncio.sleep(wish.seconds)
+                    wish = steps.send(None)
+                else:
+                    wish = steps.send(await self._exchanged(wish))
+        except StopIteration as end:
+            result: _Result = end.value
+            return result
+
+    async def _exchanged(self, call: Call) -> Answer | Lost:
+        request = request_of(self._http, call, self._timeout_s)
+        try:
+            response = await self._http.send(request, stream=True)
+            if call.in_pieces and response.status_code == 200:
+                return answer_of(response, b"", response)
+            try:
+                return answer_of(response, await response.aread(), None)
+            finally:
+                await response.aclose()
+        except httpx.TransportError as error:
+            return lost_of(error)
+
+
+def connect(
+    url: str,
+    *,
+    token: str | None = None,
+    verify: bool | str = True,
+    cert: str | tuple[str, str] | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> AsyncRemoteHome:
+    """As `millstream.connect`, for tasks: `async with millstream.aio.connect("http://…") as home`."""
+    return AsyncRemoteHome(url, token=token, tls=tls_of(verify, cert), timeout_s=timeout_s)

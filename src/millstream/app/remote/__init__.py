@@ -1,0 +1,1 @@
+"""Homes behind an address: what travels, and who asks. Needs the core and `millstream[client]` alone."""

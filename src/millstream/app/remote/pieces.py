@@ -1,0 +1,126 @@
+"""Answers of many batches, as they travel: pieces that each can be read by itself, and an end that can't be mistaken.
+
+A piece is a little-endian u32 length and an Arrow IPC stream of so many bytes; a length of 0 ends the answer. `FAILED` in place of a
+length says that the rest can't be had, and a length and a JSON object with the error follow. An answer that just stops was cut off.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import pyarrow as pa
+
+from millstream.errors import AnswerUnreadable, InvalidToken, MillstreamError, error_of
+from millstream.model.positions import StreamToken
+
+PIECES_TYPE: Final = "application/vnd.millstream.batches"
+ARROW_TYPE: Final = "application/vnd.apache.arrow.stream"
+PART_BYTES: Final = 256 << 10
+"""At once: what a server has handed over to be sent is in memory until its caller takes it."""
+_LENGTH: Final = struct.Struct("<I")
+_FAILED: Final = 0xFFFF_FFFF
+END: Final = _LENGTH.pack(0)
+
+_TOKEN: Final = b"millstream.token"
+_EMPTIED: Final = b"millstream.emptied"
+
+
+def piece(batches: list[pa.RecordBatch], schema: pa.Schema) -> Iterator[bytes]:
+    """A piece with the batches, in parts that are sent one behind the other."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, schema) as out:
+        for batch in batches:
+            out.write_batch(batch)
+    encoded = sink.getvalue()
+    assert 0 < encoded.size < _FAILED, "batches are far smaller"
+    yield _LENGTH.pack(encoded.size)
+    for begin in range(0, encoded.size, PART_BYTES):
+        yield bytes(memoryview(encoded)[begin : begin + PART_BYTES])
+
+
+def failed(error: MillstreamError) -> bytes:
+    """What stands in place of the rest of an answer that can't be had."""
+    said = json.dumps(error.as_dict(), default=str).encode()
+    return _LENGTH.pack(_FAILED) + _LENGTH.pack(len(said)) + said
+
+
+def latest_piece(emptied: bool, rows: pa.Table, token: StreamToken) -> Iterator[bytes]:  # noqa: FBT001 - as `Latest` has them
+    """A stretch of `read_latest`: its facts stand in the metadata of the rows' schema."""
+    said = {**(rows.schema.metadata or {}), _TOKEN: str(token).encode(), _EMPTIED: b"1" if emptied else b"0"}
+    return piece(rows.to_batches(), rows.schema.with_metadata(said))
+
+
+def latest_of(rows: pa.Table) -> tuple[bool, pa.Table, StreamToken]:
+    """What `latest_piece` was given.
+
+    Raises:
+        AnswerUnreadable: it isn't one.
+    """
+    said = dict(rows.schema.metadata or {})
+    try:
+        token, emptied = StreamToken.parse(said.pop(_TOKEN).decode()), said.pop(_EMPTIED) == b"1"
+    except (KeyError, ValueError, InvalidToken) as error:
+        raise AnswerUnreadable(f"a stretch of rows doesn't say where it ends: {error}") from error
+    return emptied, rows.replace_schema_metadata(said or None), token
+
+
+class Pieces:
+    """Takes an answer's bytes as they come, and gives its pieces."""
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+        self.ended = False
+        """Whether the end has come: an answer without it was cut off."""
+
+    def feed(self, data: bytes) -> Iterator[pa.Table]:
+        """The pieces that are whole now, each as a table.
+
+        Raises:
+            MillstreamError: what the server says of the rest.
+            AnswerUnreadable: the bytes are no pieces.
+        """
+        self._held += data
+        while (whole := self._next()) is not None:
+            yield _table_of(whole)
+
+    def _next(self) -> bytes | None:
+        held = self._held
+        if self.ended and held:
+            raise AnswerUnreadable(f"{len(held)} bytes stand behind an answer's end")
+        if len(held) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(held)
+        begins = _LENGTH.size
+        if length == _FAILED:
+            if len(held) < 2 * _LENGTH.size:
+                return None
+            begins, (length,) = 2 * _LENGTH.size, _LENGTH.unpack_from(held, _LENGTH.size)
+        if len(held) < begins + length:
+            return None
+        whole = bytes(memoryview(held)[begins : begins + length])
+        del held[: begins + length]
+        if begins > _LENGTH.size:
+            raise error_of(_facts_of(whole))
+        if length == 0:
+            self.ended = True
+            return self._next()
+        return whole
+
+
+def _facts_of(said: bytes) -> Mapping[str, Any]:
+    try:
+        facts: dict[str, Any] = json.loads(said)
+        return {"code": facts["code"], "message": facts["message"], "hint": facts["hint"], "details": facts["details"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise AnswerUnreadable(f"an error in an answer can't be read: {error}") from error
+
+
+def _table_of(encoded: bytes) -> pa.Table:
+    try:
+        with pa.ipc.open_stream(pa.py_buffer(encoded)) as stream:
+            return stream.read_all()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise AnswerUnreadable(f"a piece of an answer can't be read: {error}") from error

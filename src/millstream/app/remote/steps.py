@@ -1,0 +1,326 @@
+"""What a client does about a request and its answers, without doing it: generators that ask for calls and naps.
+
+`client` and `millstream.aio` carry them out, one with threads that block, the other on an event loop. What may be sent again is: questions,
+and appends, which all have something that tells them apart from others (`Idempotency-Key` where the caller gave nothing), so that one whose
+answer was lost isn't appended twice.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from urllib.parse import quote, urlsplit
+
+import pyarrow as pa
+
+from millstream.app.remote.pieces import ARROW_TYPE, PIECES_TYPE
+from millstream.errors import (
+    AnswerUnreadable,
+    AppendOutcomeUnknown,
+    MillstreamError,
+    PositionError,
+    RemoteError,
+    ServerUnreachable,
+    UnknownStream,
+    UsageError,
+    error_of,
+)
+from millstream.ingest.columns import table_of
+from millstream.model.ids import check_stream_name
+from millstream.model.operations import Appended
+
+if TYPE_CHECKING:
+    from millstream.ingest.columns import Rows
+    from millstream.model.positions import StreamToken
+
+_PROBLEM_TYPE: Final = "application/problem+json"
+_NAP_S: Final = 0.05
+"""Before the second try; doubled with each one, up to `_NAP_MAX_S`."""
+_NAP_MAX_S: Final = 2.0
+_BUSY: Final = frozenset({429, 503})
+"""Nothing was done; later it may be."""
+_UNTOLD: Final = frozenset({500, 502, 504})
+"""Somebody failed on the way: nobody knows how far the request had come."""
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request to make."""
+
+    method: str
+    path: str
+    """Quoted, from the server's root on."""
+    params: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    in_pieces: bool = False
+    """Whether an answer that is no error is taken piece by piece: it comes back open."""
+    more_patience_s: float = 0.0
+    """How much longer than others it may take until its answer begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Nap:
+    """A wait."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What was answered."""
+
+    status: int
+    headers: Mapping[str, str]
+    """Names in lower case."""
+    body: bytes
+    open: Any = None
+    """The response itself, where it is taken in pieces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """No answer came."""
+
+    why: str
+    sent: bool
+    """Whether the request may have arrived."""
+
+
+Steps: TypeAlias = Generator[Call | Nap, Answer | Lost | None, _Result]
+
+
+def check_url(url: str) -> str:
+    """The address without a slash at its end.
+
+    Raises:
+        UsageError: it isn't one of HTTP.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query or parts.fragment:
+        raise UsageError(f"{url!r} is no address of a server", hint="It reads like http://127.0.0.1:8787.")
+    return url.rstrip("/")
+
+
+def of_stream(stream: str, what: str) -> str:
+    """The path of something of a stream; `UnknownStream` where none can have the name."""
+    try:
+        check_stream_name(stream)
+    except UsageError as error:
+        raise UnknownStream(f"no stream {stream}", hint=error.hint, stream=stream) from error
+    return f"/v1/streams/{quote(stream, safe='')}/{what}"
+
+
+def between(after: StreamToken | str | None, upto: StreamToken | str | None) -> dict[str, str]:
+    """Two tokens as parameters."""
+    return {name: str(token) for name, token in (("after", after), ("upto", upto)) if token is not None}
+
+
+def asked(call: Call, *, url: str, patience_s: float, now: Callable[[], float]) -> Steps[Answer]:
+    """The answer to a question, which is asked again as long as nobody is there or there's no room.
+
+    Args:
+        call: it changes nothing, so that it may be made any number of times.
+        url: for errors.
+        patience_s: how long to ask again.
+        now: a clock that never goes back, in seconds.
+
+    Raises:
+        ServerUnreachable: nobody answers.
+        AnswerUnreadable: somebody else does.
+        MillstreamError: what the server says.
+    """
+    give_up_s, nap_s = now() + patience_s, _NAP_S
+    while True:
+        got = yield call
+        error: MillstreamError
+        if isinstance(got, Lost):
+            error, wait_s = ServerUnreachable(f"{url} gives no answer: {got.why}", url=url), nap_s
+        else:
+            assert got is not None, "a call is answered"
+            if got.status == 200:
+                return got
+            error = problem_of(got, url)
+            if got.status not in _BUSY or isinstance(error, PositionError):
+                raise error
+            wait_s = _wait_of(got, nap_s)
+        if now() + wait_s >= give_up_s:
+            raise error
+        yield Nap(wait_s)
+        nap_s = min(2 * nap_s, _NAP_MAX_S)
+
+
+def append_call(
+    stream: str,
+    table: str,
+    rows: Rows,
+    *,
+    session: str | None,
+    number: int | None,
+    idempotency_key: str | None,
+    keep_valid_rows: bool,
+) -> Call:
+    """An append as a request; one that nothing tells apart gets a key of its own.
+
+    Raises:
+        InvalidValue, RowsTooLarge: as `table_of`.
+        UsageError: it is told apart in two ways, or in half of one.
+    """
+    columns = table_of(rows)
+    if (session is None) != (number is None) or (session is not None and idempotency_key is not None):
+        raise UsageError(
+            "an append has either a session and its number in it, or an idempotency key",
+            hint="Give session= and number=, or idempotency_key=, or neither.",
+        )
+    headers = {"Content-Type": ARROW_TYPE}
+    if session is not None:
+        headers |= {"Millstream-Session": session, "Millstream-Session-Number": str(number)}
+    else:
+        headers["Idempotency-Key"] = uuid.uuid4().hex if idempotency_key is None else idempotency_key
+    for name, value in headers.items():
+        if not (value.isascii() and value.isprintable()) or value != value.strip():
+            raise UsageError(f"{name} {value!r} can't be sent", hint="Use printable ASCII, without blanks at the ends.")
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, columns.schema) as out:
+        out.write_table(columns)
+    params = {"on_clash": "rows" if keep_valid_rows else "request"}
+    path = of_stream(stream, f"tables/{quote(table, safe='')}")
+    return Call("POST", path, params, headers, sink.getvalue().to_pybytes())
+
+
+def appended(call: Call, *, url: str, deadline_s: float, now: Callable[[], float]) -> Steps[Appended]:
+    """The answer to an append, which is sent again until the deadline where none came, or there was no room.
+
+    Raises:
+        AppendOutcomeUnknown: the last word is that nobody knows.
+        ServerUnreachable, Overloaded, …: nothing was appended.
+        MillstreamError: what the server says.
+    """
+    give_up_s, nap_s = now() + deadline_s, _NAP_S
+    unknown: AppendOutcomeUnknown | None = None
+    while True:
+        left_s = max(0.0, give_up_s - now())
+        params = {**call.params, "deadline_s": f"{left_s:.3f}"}
+        got = yield replace(call, params=params, more_patience_s=left_s)
+        error: MillstreamError
+        wait_s = nap_s
+        if isinstance(got, Lost):
+            error = ServerUnreachable(f"{url} gives no answer: {got.why}; nothing was appended", url=url)
+            if got.sent:
+                unknown = _unknown(f"{url} gave no answer: {got.why}", call, url)
+        else:
+            assert got is not None, "a call is answered"
+            if got.status == 200:
+                return _appended_of(got, url)
+            error = problem_of(got, url)
+            if isinstance(error, AppendOutcomeUnknown) or got.status in _UNTOLD:
+                unknown = _unknown(error.message, call, url)
+            elif got.status in _BUSY:
+                wait_s = _wait_of(got, nap_s)
+            else:
+                raise error
+        if now() + wait_s >= give_up_s:
+            raise unknown or error
+        yield Nap(wait_s)
+        nap_s = min(2 * nap_s, _NAP_MAX_S)
+
+
+def query_call(sql: str, stream: str, as_of: StreamToken | datetime | str | None) -> Call:
+    """A query as a request."""
+    asks = {"sql": sql}
+    if as_of is not None:
+        asks["as_of"] = as_of.isoformat() if isinstance(as_of, datetime) else str(as_of)
+    headers = {"Content-Type": "application/json", "Accept": PIECES_TYPE}
+    return Call("POST", of_stream(stream, "query"), {}, headers, json.dumps(asks).encode(), in_pieces=True)
+
+
+def only_stream(names: list[str]) -> str:
+    """The one that there is.
+
+    Raises:
+        UnknownStream: there is none, or there are several.
+    """
+    if len(names) != 1:
+        known = ", ".join(names) or "none yet"
+        raise UnknownStream(
+            f"the home has {len(names)} streams", hint=f"Name one: stream=…. Streams there: {known}.", known=names
+        )
+    return names[0]
+
+
+def json_of(answer: Answer, url: str) -> dict[str, Any]:
+    """The object in an answer; `AnswerUnreadable` where there is none."""
+    try:
+        found = json.loads(answer.body)
+    except ValueError as error:
+        raise _no_answer(answer, url) from error
+    if not isinstance(found, dict):
+        raise _no_answer(answer, url)
+    return found
+
+
+def problem_of(answer: Answer, url: str) -> MillstreamError:
+    """The error that an answer tells of."""
+    said = answer.headers.get("content-type", "").partition(";")[0].strip()
+    if said == _PROBLEM_TYPE:
+        facts = json_of(answer, url)
+        details = facts.get("details")
+        if isinstance(facts.get("code"), str):
+            return error_of(
+                {
+                    "code": facts["code"],
+                    "message": str(facts.get("detail", "")),
+                    "hint": str(facts.get("hint", "")),
+                    "details": details if isinstance(details, dict) else {},
+                }
+            )
+        if isinstance(facts.get("detail"), str):
+            # It says no more than its status does: a path that an older server hasn't, or a bug of its.
+            return RemoteError(f"{url} answered {answer.status}: {facts['detail']}", url=url, status=answer.status)
+    return _no_answer(answer, url)
+
+
+def whole_table(pieces: Iterator[pa.Table] | list[pa.Table], url: str) -> pa.Table:
+    """The pieces of a query's answer, put together."""
+    found = list(pieces)
+    if not found:
+        raise AnswerUnreadable(f"{url} answered a query without columns", url=url)
+    return pa.concat_tables(found)
+
+
+def _appended_of(answer: Answer, url: str) -> Appended:
+    facts = json_of(answer, url)
+    try:
+        return Appended.from_dict(facts)
+    except (KeyError, ValueError, TypeError) as error:
+        raise _no_answer(answer, url) from error
+
+
+def _unknown(why: str, call: Call, url: str) -> AppendOutcomeUnknown:
+    key = call.headers.get("Idempotency-Key")
+    how = "its session and number" if key is None else f"idempotency_key={key!r}"
+    return AppendOutcomeUnknown(
+        f"{why}: the rows may or may not be durable",
+        hint=f"Send the same rows again with {how}: they aren't appended twice.",
+        url=url,
+        **({} if key is None else {"idempotency_key": key}),
+    )
+
+
+def _no_answer(answer: Answer, url: str) -> AnswerUnreadable:
+    said = answer.body[:200].decode(errors="replace")
+    return AnswerUnreadable(
+        f"{url} answered {answer.status}, and not as Millstream does: {said!r}", url=url, status=answer.status
+    )
+
+
+def _wait_of(answer: Answer, otherwise_s: float) -> float:
+    """What `Retry-After` says, in seconds; a date there is no help."""
+    said = answer.headers.get("retry-after", "")
+    return max(float(said), otherwise_s) if said.isascii() and said.isdecimal() else otherwise_s

@@ -1,0 +1,298 @@
+"""Arrow Flight: bulk appends (`DoPut`), records between two tokens (`DoGet`), and what there is (`ListFlights`, `GetFlightInfo`).
+
+Each call has a thread of gRPC's own; so many read and so many write at a time, and others are told to come again. Who may do what is asked at
+each call, as over HTTP; the errors carry our own as JSON in `extra_info`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
+import pyarrow.flight as fl
+import structlog
+
+from millstream.app.config.quantities import size_bytes
+from millstream.app.opened import open_reader, table_ids
+from millstream.app.serving.access import Access, Caller, Credentials, token_said
+from millstream.app.serving.bulk_append import BulkAppend, Room
+from millstream.app.serving.bulk_read import conformed, records
+from millstream.app.serving.certificates import Certificates
+from millstream.app.serving.exposure import check_protected
+from millstream.errors import (
+    AccessError,
+    AddressInUse,
+    MillstreamError,
+    Overloaded,
+    Retry,
+    Unauthenticated,
+    WriterClosed,
+)
+from millstream.ingest.bulk import GetRequest, PutRequest
+from millstream.model.access import Right
+from millstream.model.records import record_schema
+
+if TYPE_CHECKING:
+    from millstream.app.home import Home
+    from millstream.app.writing.appending import HomeAppender
+    from millstream.model.schema import TableSchema
+    from millstream.wal.reader import StreamReader
+
+logger = structlog.get_logger("millstream.serve")
+
+_ENDS_WITHIN_S: Final = 10.0
+"""How long calls may take to end once the server does; one that nobody reads never would."""
+_HEADERS: Final = "millstream"
+
+
+class _Headers(fl.ServerMiddleware):  # type: ignore[misc] # pyarrow ships no types
+    """What a call says of who sends it."""
+
+    def __init__(self, authorization: str | None) -> None:
+        self.authorization = authorization
+
+
+class _HeadersFactory(fl.ServerMiddlewareFactory):  # type: ignore[misc] # as above
+    def start_call(self, info: object, headers: dict[str, list[str]]) -> _Headers:
+        """Keep the one header that counts."""
+        del info
+        return _Headers(next(iter(headers.get("authorization", ())), None))
+
+
+def _told(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Our errors as Flight's."""
+
+    @functools.wraps(call)
+    def told(*args: Any) -> Any:
+        with telling():
+            return call(*args)
+
+    return told
+
+
+@contextlib.contextmanager
+def telling() -> Iterator[None]:
+    """Our errors as Flight's; a bug of ours is logged, and told as no more than that."""
+    try:
+        yield
+    except MillstreamError as error:
+        raise flight_error(error) from error
+    except (fl.FlightError, pa.ArrowException):
+        raise  # what the transport says of a caller that went away, among them
+    except Exception as error:
+        logger.exception("a Flight call failed")
+        raise fl.FlightInternalError(f"unexpected: {type(error).__name__}; the server's log has it") from error
+
+
+def flight_error(error: MillstreamError) -> fl.FlightError:
+    """The nearest of Flight's errors, with ours as JSON in `extra_info`."""
+    facts = json.dumps(error.as_dict(), default=str).encode()
+    words = f"{error.code}: {error.message}" + (f" ({error.hint})" if error.hint else "")
+    kind = fl.FlightServerError
+    if isinstance(error, Unauthenticated):
+        kind = fl.FlightUnauthenticatedError
+    elif isinstance(error, AccessError):
+        kind = fl.FlightUnauthorizedError
+    elif error.retry in {Retry.BACKOFF, Retry.REOPEN}:
+        kind = fl.FlightUnavailableError
+    return kind(words, facts)
+
+
+class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
+    """A home over Flight. It listens when it is made.
+
+    Args:
+        home: the home.
+        access: who may do what.
+        appender: the way to the logs.
+        address: host and port; port 0 for any that is free.
+        certificates: for TLS; None for none.
+
+    Raises:
+        AddressInUse: it can't listen there.
+        CertificateUnusable: as `Certificates.read`.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        access: Access,
+        appender: HomeAppender,
+        address: tuple[str, int],
+        certificates: Certificates | None,
+    ) -> None:
+        self._home = home
+        self._access = access
+        self._appender = appender
+        self._mutual = certificates is not None and certificates.client_ca is not None
+        self._closing = threading.Event()
+        flight = home.config.flight
+        self._writes = threading.BoundedSemaphore(flight.calls_max)
+        self._reads = threading.BoundedSemaphore(flight.calls_max)
+        self._room = Room(size_bytes(flight.inflight_bytes_max))
+        host = f"[{address[0]}]" if ":" in address[0] else address[0]
+        options: dict[str, Any] = {"middleware": {_HEADERS: _HeadersFactory()}}
+        if certificates is not None:
+            certificate, key, client_ca = certificates.read()
+            options |= {"tls_certificates": [(certificate, key)]}
+            if client_ca is not None:
+                options |= {"verify_client": True, "root_certificates": client_ca}
+        scheme = "grpc" if certificates is None else "grpc+tls"
+        try:
+            super().__init__(f"{scheme}://{host}:{address[1]}", **options)
+        except (pa.ArrowException, OSError) as error:
+            raise AddressInUse(
+                f"Flight can't listen on {host}:{address[1]}: {error}",
+                hint="Set [flight] listen in millstream.toml to a free one.",
+                address=f"{host}:{address[1]}",
+            ) from error
+        self.address: Final = f"{host}:{self.port}"
+
+    def end(self) -> None:
+        """Take no more, and let running calls end."""
+        self._closing.set()
+        # A call whose caller doesn't read what it is sent never ends by itself: nobody waits for that.
+        ending = threading.Thread(target=self.shutdown, name="flight-ends", daemon=True)
+        ending.start()
+        ending.join(_ENDS_WITHIN_S)
+        if ending.is_alive():
+            logger.warning("Flight calls that nobody reads are cut off")
+
+    # --- writing -----------------------------------------------------------------------------------------------
+
+    @_told
+    def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
+        """Append what comes: see `BulkAppend`."""
+        asked = PutRequest.parse(descriptor.path, descriptor.command)
+        self._caller(context).check(Right.WRITE, asked.stream)
+        with self._slot(self._writes):
+            BulkAppend(asked, self._appender, self._room, writer.write).run(_batches(reader), self._closing)
+
+    # --- reading -----------------------------------------------------------------------------------------------
+
+    @_told
+    def do_get(self, context: Any, ticket: Any) -> Any:
+        """Send the records that a ticket names."""
+        asked = GetRequest.parse(None, ticket.ticket)
+        self._caller(context).check(Right.READ, asked.stream)
+        reader = open_reader(self._home, asked.stream)
+        schema = record_schema(_schema_of(reader, asked))
+        return fl.GeneratorStream(schema, self._sent(reader, asked, schema))
+
+    def _sent(self, reader: StreamReader, asked: GetRequest, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        with telling(), self._slot(self._reads):
+            for batch in records(reader, asked):
+                if self._closing.is_set():
+                    raise WriterClosed(
+                        "the server ends", hint="Read on from the last record's `__seq` when it is back."
+                    )
+                yield conformed(batch, schema)
+
+    @_told
+    def get_flight_info(self, context: Any, descriptor: Any) -> Any:
+        """The columns of a table's records, and a ticket for what there is now: the same for ever."""
+        asked = GetRequest.parse(descriptor.path, descriptor.command)
+        self._caller(context).check(Right.READ, asked.stream)
+        reader = open_reader(self._home, asked.stream)
+        return self._info(reader, asked, _schema_of(reader, asked), descriptor)
+
+    @_told
+    def get_schema(self, context: Any, descriptor: Any) -> Any:
+        """The columns of a table's records."""
+        asked = GetRequest.parse(descriptor.path, descriptor.command)
+        self._caller(context).check(Right.READ, asked.stream)
+        return fl.SchemaResult(record_schema(_schema_of(open_reader(self._home, asked.stream), asked)))
+
+    @_told
+    def list_flights(self, context: Any, criteria: bytes) -> Iterator[Any]:
+        """Each table that the caller may read; with `criteria`, of the stream of that name."""
+        caller = self._caller(context)
+        found = []
+        for stream in self._home.streams_on_disk():
+            if not caller.may(Right.READ, stream) or (criteria and criteria != stream.encode()):
+                continue
+            reader = open_reader(self._home, stream)
+            for schema in reader.schemas().values():
+                asked = GetRequest(stream, schema.full_name)
+                found.append(self._info(reader, asked, schema, fl.FlightDescriptor.for_path(stream, schema.full_name)))
+        return iter(found)
+
+    @staticmethod
+    def _info(reader: StreamReader, asked: GetRequest, schema: TableSchema, descriptor: Any) -> Any:
+        upto = asked.upto or str(reader.token())
+        ticket = GetRequest(asked.stream, asked.table, asked.after, upto, schema.version).ticket()
+        # No place: whoever was asked has it.
+        return fl.FlightInfo(record_schema(schema), descriptor, [fl.FlightEndpoint(ticket, [])], -1, -1)
+
+    # --- who, and how many -------------------------------------------------------------------------------------
+
+    def _caller(self, context: Any) -> Caller:
+        authorization = context.get_middleware(_HEADERS).authorization
+        token = None if authorization is None else token_said(authorization)
+        certificate = context.peer_identity().decode(errors="replace") if self._mutual else ""
+        return self._access.caller(Credentials(token, certificate or None))
+
+    @contextlib.contextmanager
+    def _slot(self, slots: threading.BoundedSemaphore) -> Iterator[None]:
+        if self._closing.is_set():
+            raise WriterClosed("the server ends")
+        if not slots.acquire(blocking=False):
+            raise Overloaded(
+                f"{self._home.config.flight.calls_max} calls of this kind run already",
+                hint="Come again later; [flight] calls_max says how many there may be.",
+            )
+        try:
+            yield
+        finally:
+            slots.release()
+
+
+@contextlib.contextmanager
+def flight_of(home: Home, access: Access, appender: HomeAppender) -> Iterator[FlightServer | None]:
+    """A home's Flight server while the block lasts, on threads of its own; None where none is configured.
+
+    Raises:
+        AddressInUse, Unprotected, CertificateUnusable: it can't or may not listen.
+    """
+    address = home.config.flight.address
+    if address is None:
+        yield None
+        return
+    check_protected("flight", address, home.config.http)
+    server = FlightServer(home, access, appender, address, Certificates.of_home(home))
+    try:
+        logger.info("flight listens", address=server.address)
+        yield server
+    finally:
+        server.end()
+
+
+def _batches(reader: Any) -> Iterator[tuple[pa.RecordBatch, bytes | None]]:
+    """What a caller sends; who goes away has sent what came whole."""
+    while True:
+        try:
+            chunk = reader.read_chunk()
+        except StopIteration:
+            return
+        metadata = None if chunk.app_metadata is None else chunk.app_metadata.to_pybytes()
+        if chunk.data is not None:
+            yield chunk.data, metadata
+
+
+def _schema_of(reader: StreamReader, asked: GetRequest) -> TableSchema:
+    """The table's schema, of the version that is asked for or the newest; raises as `table_ids`."""
+    ids = table_ids(reader, asked.table)
+    if asked.version is not None:
+        found = reader.schema_versions()
+        for key in ((table, asked.version) for table in reversed(ids)):
+            if key in found:
+                return found[key]
+    return reader.schemas().get(ids[-1]) or max(
+        (schema for (table, _), schema in reader.schema_versions().items() if table == ids[-1]),
+        key=lambda schema: schema.version,
+    )

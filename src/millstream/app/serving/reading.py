@@ -1,0 +1,340 @@
+"""What is read over HTTP: streams, tokens, records between tokens, the latest of rows, and SQL over the lake.
+
+Answers are as long as what was asked for and take the memory of a batch: they are made piece by piece on threads of their own, while their
+caller takes them. What fails before the first byte is a problem document; later on it stands in the answer itself (see
+`millstream.app.remote.pieces`). A caller who takes nothing for a while, or goes away, is let go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+
+import anyio
+import pyarrow as pa
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, Field
+from starlette.types import Message, Receive, Scope, Send
+
+from millstream.app.calls import LATEST_ROWS_MAX
+from millstream.app.opened import OpenHome
+from millstream.app.remote.pieces import ARROW_TYPE, END, PART_BYTES, PIECES_TYPE, failed, latest_piece, piece
+from millstream.app.serving.access import Access, allow
+from millstream.errors import MillstreamError, Overloaded
+from millstream.model.access import Right
+
+if TYPE_CHECKING:
+    from millstream.app.home import Home
+
+_AT_ONCE: Final = 8
+"""Threads that make answers: each holds a batch, or what DuckDB needs for a query."""
+_ANSWERS_MAX: Final = 32
+"""Answers that are under way, most of them waiting for their callers: each holds a batch."""
+_KEPT: Final = 8
+"""Open homes that are kept for the next request: a reader that is new reads the log's last segment from its beginning."""
+_TAKES_WITHIN_S: Final = 60.0
+"""How long a caller may take nothing of what is sent."""
+_SQL_MAX: Final = 1 << 20
+_GONE: Final = 499
+"""The status of an answer that nobody waits for any more: it is seen in logs alone."""
+
+_Found = TypeVar("_Found")
+_Text = Annotated[str | None, Query(max_length=4096)]
+
+
+class Question(BaseModel, extra="forbid"):
+    """A query."""
+
+    sql: str = Field(max_length=_SQL_MAX, description="One statement that only reads; tables are named schema.table.")
+    as_of: str | None = Field(
+        default=None, max_length=4096, description="A token, an ISO time or an age (`10m ago`): the tables as of then."
+    )
+
+
+class Reading:
+    """The reading side of a home's server: `router` has its endpoints. The application has an `Access` in `app.state.access`."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._idle: list[OpenHome] = []
+        self._lock = threading.Lock()
+        self._answers = 0
+        self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="reading")
+        self.router: Final = APIRouter(prefix="/v1/streams", tags=["read"])
+        self._add()
+
+    def close(self) -> None:
+        """Let go of threads and open homes; answers that are under way come to their ends."""
+        self._threads.shutdown(wait=False)
+
+    def _add(self) -> None:
+        get = self.router.get
+        may_read = [Depends(allow(Right.READ))]
+
+        @get("", summary="Names of the streams that have a log, of those that the caller may read.")
+        async def streams(request: Request) -> dict[str, Any]:
+            access: Access = request.app.state.access
+            caller = await access.caller_of(request.scope)
+            found = await self._asked(lambda home: home.streams())
+            return {"streams": [name for name in found if caller.may(Right.READ, name)]}
+
+        @get("/{stream}/token", dependencies=may_read, summary="The newest consistent cut of a stream's log.")
+        async def token(stream: str, vector: bool = False) -> dict[str, str]:  # noqa: FBT001, FBT002 - a parameter of the URL
+            return {"token": str(await self._asked(lambda home: home.token(stream, vector=vector)))}
+
+        @get(
+            "/{stream}/records",
+            dependencies=may_read,
+            summary="Records between two tokens, in order.",
+            response_class=StreamingResponse,
+        )
+        async def records(
+            request: Request, stream: str, table: _Text = None, after: _Text = None, upto: _Text = None
+        ) -> Response:
+            def made(home: OpenHome) -> Iterator[bytes]:
+                for batch in home.read(stream, table=table, after=after, upto=upto):
+                    yield from piece([batch], batch.schema)
+
+            return await self._answer(request, made, PIECES_TYPE)
+
+        @get(
+            "/{stream}/latest",
+            dependencies=may_read,
+            summary="What became of a table's rows.",
+            response_class=StreamingResponse,
+        )
+        async def latest(
+            request: Request,
+            stream: str,
+            table: Annotated[str, Query(max_length=4096)],
+            after: _Text = None,
+            upto: _Text = None,
+            rows_max: Annotated[int, Query(ge=1, le=LATEST_ROWS_MAX)] = LATEST_ROWS_MAX,
+        ) -> Response:
+            def made(home: OpenHome) -> Iterator[bytes]:
+                for found in home.read_latest(stream, table, after=after, upto=upto, rows_max=rows_max):
+                    yield from latest_piece(found.emptied, found.rows, found.token)
+
+            return await self._answer(request, made, PIECES_TYPE)
+
+        @self.router.post(
+            "/{stream}/query",
+            dependencies=may_read,
+            summary="SQL over a stream's tables.",
+            response_class=StreamingResponse,
+        )
+        async def query(request: Request, stream: str, question: Question) -> Response:
+            interrupts: list[Callable[[], None]] = []
+            in_pieces = PIECES_TYPE in request.headers.get("accept", "")
+
+            def made(home: OpenHome) -> Iterator[bytes]:
+                with home.lake(stream, as_of=question.as_of) as lake:
+                    interrupts.append(lake.interrupt)
+                    reader = lake.stream(question.sql)
+                    yield from _in_pieces(reader) if in_pieces else _as_stream(reader)
+
+            def interrupt() -> None:
+                for call in interrupts:
+                    call()
+
+            media_type = PIECES_TYPE if in_pieces else ARROW_TYPE
+            return await self._answer(request, made, media_type, interrupt=interrupt)
+
+    async def _asked(self, ask: Callable[[OpenHome], _Found]) -> _Found:
+        """A short answer."""
+
+        def work() -> _Found:
+            with self._opened() as home:
+                return ask(home)
+
+        return await asyncio.wrap_future(self._threads.submit(work))
+
+    async def _answer(
+        self,
+        request: Request,
+        made: Callable[[OpenHome], Iterator[bytes]],
+        media_type: str,
+        *,
+        interrupt: Callable[[], None] = lambda: None,
+    ) -> Response:
+        """An answer that goes out while it is made. What fails before its first byte is raised."""
+        if self._answers >= _ANSWERS_MAX:
+            raise Overloaded(
+                f"{self._answers} answers are being read", hint="Ask again a little later, or read with fewer callers."
+            )
+
+        def whole() -> Iterator[bytes]:
+            with self._opened() as home:
+                yield from made(home)
+                if media_type == PIECES_TYPE:
+                    yield END
+
+        self._answers += 1
+        making = _Making(whole(), self._threads, interrupt)
+        try:
+            first = await _unless_gone(request, making)
+        except BaseException:
+            await self._let_go(making)
+            raise
+        if first is None:
+            await self._let_go(making)
+            return Response(status_code=_GONE)
+        return _Answer(self._sent(first, making, media_type), media_type)
+
+    async def _sent(self, first: bytes, making: _Making, media_type: str) -> AsyncGenerator[bytes, None]:
+        try:
+            yield first
+            while (part := await making.next()) is not None:
+                yield part
+        except MillstreamError as error:
+            if media_type != PIECES_TYPE:
+                raise  # the connection breaks off: nothing else can be said in the midst of an Arrow stream
+            yield failed(error)
+        finally:
+            await self._let_go(making)
+
+    async def _let_go(self, making: _Making) -> None:
+        with anyio.CancelScope(shield=True):
+            await making.close()
+        self._answers -= 1
+
+    @contextmanager
+    def _opened(self) -> Iterator[OpenHome]:
+        """The home, open for one thread's use."""
+        with self._lock:
+            home = self._idle.pop() if self._idle else OpenHome(self._home)
+        try:
+            yield home
+        except MillstreamError as error:
+            if error.retry.value == "reopen":
+                home.close()
+                home = OpenHome(self._home)
+            raise
+        finally:
+            with self._lock:
+                if len(self._idle) < _KEPT:
+                    self._idle.append(home)
+
+
+class _Making:
+    """An answer's parts, made on threads, one after the other."""
+
+    def __init__(self, parts: Iterator[bytes], threads: ThreadPoolExecutor, interrupt: Callable[[], None]) -> None:
+        self._parts = parts
+        self._threads = threads
+        self._interrupt = interrupt
+
+    async def next(self) -> bytes | None:
+        """The next part; None behind the last. Cancelled, it ends what the thread does."""
+        work: Future[bytes | None] = self._threads.submit(next, self._parts, None)
+        waiting = asyncio.wrap_future(work)
+        try:
+            return await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            with anyio.CancelScope(shield=True):
+                if not work.cancel():
+                    self._interrupt()
+                await asyncio.wait([waiting])
+            raise
+
+    async def close(self) -> None:
+        """Give back what the parts are made of."""
+        close = getattr(self._parts, "close", None)
+        if close is not None:
+            await asyncio.wrap_future(self._threads.submit(close))
+
+
+class _Answer(StreamingResponse):
+    """A response whose parts are let go however it ends, and whose caller has to take them."""
+
+    def __init__(self, parts: AsyncGenerator[bytes, None], media_type: str) -> None:
+        super().__init__(parts, media_type=media_type)
+        self._parts = parts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def within_patience(message: Message) -> None:
+            async with asyncio.timeout(_TAKES_WITHIN_S):
+                await send(message)
+
+        try:
+            await super().__call__(scope, receive, within_patience)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._parts.aclose()
+
+
+async def _unless_gone(request: Request, making: _Making) -> bytes | None:
+    """The first part; None where its caller has gone before it was there."""
+    first: bytes | None = None
+    failure: list[Exception] = []
+    async with anyio.create_task_group() as group:
+
+        async def listen() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            group.cancel_scope.cancel()
+
+        group.start_soon(listen)
+        try:
+            first = await making.next()
+        except Exception as error:  # noqa: BLE001 - raised below: a group would wrap it
+            failure.append(error)
+        group.cancel_scope.cancel()
+    if failure:
+        raise failure[0]
+    return first
+
+
+def _in_pieces(reader: pa.RecordBatchReader) -> Iterator[bytes]:
+    any_came = False
+    for batch in reader:
+        any_came = True
+        yield from piece([batch], reader.schema)
+    if not any_came:
+        yield from piece([], reader.schema)
+
+
+def _as_stream(reader: pa.RecordBatchReader) -> Iterator[bytes]:
+    sink = _Sink()
+    with pa.ipc.new_stream(sink, reader.schema) as out:
+        for batch in reader:
+            out.write_batch(batch)
+            yield from sink.taken()
+    yield from sink.taken()
+
+
+class _Sink:
+    """A file for Arrow to write to, of which what was written is taken away again."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._size = 0
+        self.closed = False
+
+    def write(self, data: Any) -> int:
+        part = bytes(data)
+        self._parts.append(part)
+        self._size += len(part)
+        return len(part)
+
+    def tell(self) -> int:
+        return self._size
+
+    def writable(self) -> bool:
+        return True
+
+    def flush(self) -> None:
+        """All is in memory."""
+
+    def close(self) -> None:
+        self.closed = True
+
+    def taken(self) -> Iterator[bytes]:
+        parts, self._parts = b"".join(self._parts), []
+        for begin in range(0, len(parts), PART_BYTES):
+            yield parts[begin : begin + PART_BYTES]

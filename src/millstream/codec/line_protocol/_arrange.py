@@ -1,0 +1,255 @@
+"""Machine code that puts what `_scan` found into columns: which lines agree with those before them, and each value into its column's row."""
+
+# ruff: noqa: C901, D417, PLR0912, PLR0915, PLR0917, PLR1714, SIM108 — loops over bytes, as machine code wants them
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from millstream.codec.line_protocol._scan import (
+    FIRST,
+    KEPT,
+    LINE_AT,
+    LINE_MEASUREMENT,
+    LINE_NUMBER,
+    LINE_TOKEN,
+    TEXT_ESCAPED,
+)
+from millstream.codec.line_protocol._words import load_word, store_word
+from millstream.codec.line_protocol.grammar import Refusal
+from millstream.codec.pgoutput._compiled import compiled
+
+Array = Any  # numba knows the element types better than a type checker could
+
+_MEASUREMENT, _COLUMN = int(Refusal.MEASUREMENT), int(Refusal.COLUMN)
+_OTHER_CASE, _OTHER_KIND = int(Refusal.OTHER_CASE), int(Refusal.OTHER_KIND)
+_TOO_MANY_COLUMNS, _INFINITE = int(Refusal.TOO_MANY_COLUMNS), int(Refusal.INFINITE)
+
+# The facts of a line that is refused: its number, where it begins, why, its measurement, its column, the column or the kind that it differs from, its kind.
+REFUSED_NUMBER, REFUSED_AT, REFUSED_WHY, REFUSED_MEASUREMENT, REFUSED_COLUMN, REFUSED_OTHER, REFUSED_KIND = range(7)
+REFUSED_FACTS: Final = 7
+
+EVERYWHERE: Final = -(1 << 62)
+_SIZE: Final = TEXT_ESCAPED - 1
+"""The bits of a text's size."""
+
+
+@compiled
+def settle(
+    line_count: int,
+    token_count: int,
+    lines: Array,
+    times: Array,
+    timed: Array,
+    columns_of: Array,
+    kinds: Array,
+    payload: Array,
+    measurements: Array,
+    columns: Array,
+    refused_lines: Array,
+    refused_measurements: Array,
+    refused_columns: Array,
+    case_of: Array,
+    owner: Array,
+    kind_of: Array,
+    width: Array,
+    columns_max: int,
+    refused: Array,
+) -> tuple[int, int, int]:
+    """Go through the lines in their order and take out those that disagree with ones before; how many lines and values stay, and how many go.
+
+    Args:
+        line_count: lines, of which `lines`, `times` and `timed` tell; changed.
+        token_count: values, of which `columns_of`, `kinds` and `payload` tell; changed.
+        measurements: facts of names; counted anew.
+        columns: the same.
+        refused_lines: which lines have a float beyond a double's.
+        refused_measurements: by which measurements lines are.
+        refused_columns: by which columns lines are.
+        case_of: a number for each column, the same for names of one measurement that differ by their case alone.
+        owner: of each of those numbers, the column that came first: -1 so far.
+        kind_of: each column's kind: -1 so far.
+        width: each measurement's columns: 0 so far.
+        columns_max: how many they may be.
+        refused: facts of the first lines that are taken out.
+    """
+    for place in range(len(measurements)):
+        measurements[place, KEPT] = 0
+    for place in range(len(columns)):
+        columns[place, KEPT] = 0
+    kept_lines, kept_tokens, gone = 0, 0, 0
+    last_of = np.full(len(columns), line_count, np.int64)
+    for line in range(line_count):
+        measurement = lines[line, LINE_MEASUREMENT]
+        begin = np.int64(lines[line, LINE_TOKEN])
+        end = np.int64(lines[line + 1, LINE_TOKEN]) if line + 1 < line_count else token_count
+        why, column, other = 0, np.int64(-1), np.int64(-1)
+        if refused_lines[line]:
+            why = _INFINITE
+        elif refused_measurements[measurement]:
+            why = _MEASUREMENT
+        seen = begin
+        brings = 0
+        while why == 0 and seen < end:
+            column = np.int64(columns_of[seen])
+            case = case_of[column]
+            if refused_columns[column]:
+                why = _COLUMN
+            elif owner[case] >= 0 and owner[case] != column:
+                why, other = _OTHER_CASE, np.int64(owner[case])
+            elif kind_of[column] >= 0 and kind_of[column] != kinds[seen]:
+                why, other = _OTHER_KIND, np.int64(kind_of[column])
+            else:
+                if kind_of[column] < 0:
+                    # Marked so that it can be taken back: what a line brings that is refused counts for nothing.
+                    kind_of[column] = kinds[seen]
+                    owner[case] = column
+                    last_of[column] = ~line
+                    brings += 1
+                seen += 1
+        if why == 0 and brings > 0 and width[measurement] + brings > columns_max:
+            why = _TOO_MANY_COLUMNS
+        if why != 0:
+            for token in range(begin, seen):
+                brought = columns_of[token]
+                if last_of[brought] == ~line:
+                    kind_of[brought] = -1
+                    owner[case_of[brought]] = -1
+            if gone < len(refused):
+                refused[gone, REFUSED_NUMBER] = lines[line, LINE_NUMBER]
+                refused[gone, REFUSED_AT] = lines[line, LINE_AT]
+                refused[gone, REFUSED_WHY] = why
+                refused[gone, REFUSED_MEASUREMENT] = measurement
+                refused[gone, REFUSED_COLUMN] = column
+                refused[gone, REFUSED_OTHER] = other
+                refused[gone, REFUSED_KIND] = kinds[min(seen, end - 1)]
+            gone += 1
+            continue
+        width[measurement] += brings
+        if measurements[measurement, KEPT] == 0:
+            measurements[measurement, FIRST] = kept_lines
+        measurements[measurement, KEPT] += 1
+        lines[kept_lines] = lines[line]
+        lines[kept_lines, LINE_TOKEN] = kept_tokens
+        times[kept_lines] = times[line]
+        timed[kept_lines] = timed[line]
+        for token in range(begin, end):
+            column = np.int64(columns_of[token])
+            if last_of[column] != line:
+                if columns[column, KEPT] == 0:
+                    columns[column, FIRST] = kept_tokens
+                columns[column, KEPT] += 1
+                last_of[column] = line
+            columns_of[kept_tokens] = column
+            kinds[kept_tokens] = kinds[token]
+            payload[kept_tokens] = payload[token]
+            kept_tokens += 1
+        kept_lines += 1
+    return kept_lines, kept_tokens, gone
+
+
+@compiled
+def spread(
+    line_count: int,
+    token_count: int,
+    lines: Array,
+    times: Array,
+    timed: Array,
+    columns_of: Array,
+    payload: Array,
+    row_at: Array,
+    value_at: Array,
+    there_at: Array,
+    unit_ns: int,
+    now_us: int,
+    numbers: Array,
+    times_us: Array,
+    times_ns: Array,
+    is_odd: Array,
+    values: Array,
+    there: Array,
+) -> None:
+    """Put values, times and numbers of lines into columns, one measurement's behind the other's.
+
+    Args:
+        line_count: lines, of which `lines`, `times` and `timed` tell.
+        token_count: values, of which `columns_of` and `payload` tell.
+        row_at: where each measurement's rows begin in `numbers`, `times_us` and `times_ns`; counted on.
+        value_at: where each column begins in `values`, less its measurement's first row.
+        there_at: the same in `there`; `EVERYWHERE` where each row has a value.
+        unit_ns: of the timestamps.
+        now_us: the time of lines that have none.
+        is_odd: of each measurement, whether some time isn't whole microseconds.
+    """
+    unit_us = unit_ns // 1000
+    for line in range(line_count):
+        measurement = lines[line, LINE_MEASUREMENT]
+        row = row_at[measurement]
+        row_at[measurement] = row + 1
+        numbers[row] = lines[line, LINE_NUMBER]
+        time = times[line]
+        if timed[line] == 0:
+            times_us[row] = now_us
+            times_ns[row] = now_us * 1000
+        elif unit_us > 0:
+            times_us[row] = time * unit_us
+        else:
+            whole = time // 1000
+            times_us[row] = whole
+            times_ns[row] = time
+            if whole * 1000 != time:
+                is_odd[measurement] = 1
+        end = np.int64(lines[line + 1, LINE_TOKEN]) if line + 1 < line_count else token_count
+        for token in range(lines[line, LINE_TOKEN], end):
+            column = columns_of[token]
+            values[value_at[column] + row] = payload[token]
+            if there_at[column] != EVERYWHERE:
+                there[there_at[column] + row] = 1
+
+
+@compiled
+def measure_texts(texts: Array, offsets: Array) -> Any:
+    """Fill a string array's offsets; the bytes in all."""
+    total = np.int64(0)
+    offsets[0] = 0
+    for row in range(len(texts)):
+        total += texts[row] & _SIZE
+        offsets[row + 1] = total
+    return total
+
+
+@compiled
+def gather_texts(buffer: Array, texts: Array, is_string: Any, offsets: Array, data: Array) -> None:
+    """Put all texts one behind the other, without their escapes: those of strings, or of keys and tags. `data` has room for eight bytes more."""
+    for row in range(len(texts)):
+        text = texts[row]
+        at = text >> 32
+        to = np.int64(offsets[row])
+        end = np.int64(offsets[row + 1])
+        if text & TEXT_ESCAPED == 0:
+            # Eight bytes at once, some of them too many: the next text's are put over those.
+            if at + (end - to) + 8 <= len(buffer):
+                while to < end:
+                    store_word(data, to, load_word(buffer, at))
+                    to += 8
+                    at += 8
+                continue
+            for i in range(end - to):
+                data[to + i] = buffer[at + i]
+            continue
+        while to < end:
+            byte = buffer[at]
+            if byte == 92:
+                behind = buffer[at + 1]
+                if is_string:
+                    is_escape = behind == 34 or behind == 92
+                else:
+                    is_escape = behind == 44 or behind == 61 or behind == 32
+                if is_escape:
+                    byte = behind
+                    at += 1
+            data[to] = byte
+            to += 1
+            at += 1

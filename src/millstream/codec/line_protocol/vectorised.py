@@ -1,0 +1,416 @@
+"""Lines to columns in machine code: no Python for a line or a value, but for numbers that Python has to read.
+
+`_scan.scan` walks over the bytes once and notes where values lie; `_arrange.settle` takes out lines that disagree with lines before them, where
+there are any; `_arrange.spread` puts what is left into columns.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from millstream.codec.line_protocol import _arrange as arrange
+from millstream.codec.line_protocol import _scan as machine
+from millstream.codec.line_protocol.grammar import Fault, Kind, Refusal
+
+Ints = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+
+BODY_BYTES_MAX: Final = (1 << 31) - 2
+"""Where a text lies is told by 31 bits."""
+_LEAST_VALUE_BYTES: Final = 4
+"""What a value takes of the text with what is before it: `,a=1`."""
+_LEAST_LINE_BYTES: Final = 6
+"""And a line: `m a=1` with its end."""
+_NAMES_AT_FIRST: Final = 64
+_COMMA_OR_SPACE: Final = re.compile(r"\\([, ])")
+_COMMA_EQUALS_OR_SPACE: Final = re.compile(r"\\([,= ])")
+UNSIGNED: Final = pa.decimal128(20, 0)
+"""Arrow's `uint64` as the log has it."""
+
+
+class TooManyNamesError(Exception):
+    """A body has more different names than it may have."""
+
+
+class TooManyValuesError(Exception):
+    """The columns would have more bytes than they may have."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.size = size
+
+
+@dataclass(frozen=True, slots=True)
+class WrongLine:
+    """A line that is wrong by itself."""
+
+    number: int
+    fault: Fault
+    span: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedLine:
+    """A line that is right by itself and has no place beside those before it, or by a name that it has."""
+
+    number: int
+    why: Refusal
+    measurement: int
+    """Its measurement's place."""
+    column: int
+    """The place of the column at fault."""
+    other: int
+    """Of the column that this one differs from by its case alone, or the kind that the column has."""
+    kind: Kind
+    """Of the value at fault."""
+    span: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class FoundColumn:
+    """A column of a measurement."""
+
+    name: str
+    kind: Kind
+    values: pa.Array
+
+
+@dataclass(frozen=True, slots=True)
+class FoundTable:
+    """A measurement's rows."""
+
+    measurement: str
+    numbers: Ints
+    """Of their lines."""
+    times_us: Ints
+    times_ns: Ints | None
+    """Where some time isn't whole microseconds."""
+    columns: list[FoundColumn]
+
+
+class Walk:
+    """What a body of lines holds, until it is made columns of.
+
+    Args:
+        body: at most `BODY_BYTES_MAX`.
+        seed: 64 bits that nobody outside knows: of the names' hashes.
+        time_min: the earliest timestamp that is taken, in the precision that they come in.
+        time_max: the latest.
+        wrong_max: how many lines are told of.
+        names_max: how many measurements there may be, and how many columns of all of them.
+
+    Raises:
+        TooManyNamesError: there are more.
+    """
+
+    def __init__(self, body: bytes, *, seed: int, time_min: int, time_max: int, wrong_max: int, names_max: int) -> None:
+        self._body = body
+        end = len(body)
+        assert end <= BODY_BYTES_MAX
+        self._buffer: Bytes = np.frombuffer(body if body.endswith(b"\n") else body + b"\n", np.uint8)
+        line_room, value_room = end // _LEAST_LINE_BYTES + 2, end // _LEAST_VALUE_BYTES + 2
+        # What isn't touched takes no memory.
+        self._lines = np.empty((line_room, machine.LINE_FACTS), np.int32)
+        self._times = np.empty(line_room, np.int64)
+        self._timed = np.empty(line_room, np.uint8)
+        self._columns_of = np.empty(value_room, np.int32)
+        self._kinds = np.empty(value_room, np.uint8)
+        self._payload = np.empty(value_room, np.int64)
+        self._doubles = self._payload.view(np.float64)
+        slow = np.empty(value_room, np.int32)
+        wrong = np.empty((wrong_max, 4), np.int64)
+        state = np.zeros(machine.STATE_SIZE, np.int64)
+        state[machine.NUMBER] = 1
+        measurements, columns = _Names(names_max), _Names(names_max)
+        while True:
+            outcome = machine.scan(
+                self._buffer,
+                end,
+                np.uint64(seed),
+                not body.isascii(),
+                max(time_min, -(2**63)),
+                min(time_max, 2**63 - 1),
+                state,
+                self._lines,
+                self._times,
+                self._timed,
+                self._columns_of,
+                self._kinds,
+                self._payload,
+                self._doubles,
+                slow,
+                measurements.facts,
+                measurements.slots,
+                columns.facts,
+                columns.slots,
+                wrong,
+            )
+            if outcome == machine.DONE:
+                break
+            (measurements if outcome == machine.MORE_MEASUREMENTS else columns).grow()
+        self._line_count, self._token_count = int(state[machine.LINES]), int(state[machine.TOKENS])
+        self._measurements = measurements.facts[: state[machine.MEASUREMENTS]]
+        self._columns = columns.facts[: state[machine.COLUMNS]]
+        machine.count(self._line_count, self._token_count, self._lines, self._columns_of, self._kinds, self._columns)
+        self.wrong_count = int(state[machine.WRONG])
+        self.wrong = [
+            WrongLine(number, Fault(fault), (start, stop))
+            for number, start, stop, fault in wrong[: min(self.wrong_count, wrong_max)].tolist()
+        ]
+        self._infinite = self._read_slowly(slow[: state[machine.SLOW]])
+
+    def _read_slowly(self, tokens: npt.NDArray[np.int32]) -> list[int]:
+        """Read the numbers that machine code wasn't sure about; the lines that have one beyond a double's."""
+        infinite = []
+        for token in tokens.tolist():
+            text = int(self._payload[token])
+            at = text >> 32
+            value = float(self._body[at : at + (text & 0x7FFFFFFF)])
+            self._doubles[token] = value
+            if value in (float("inf"), float("-inf")):
+                starts = self._lines[: self._line_count, machine.LINE_TOKEN]
+                infinite.append(int(np.searchsorted(starts, token, "right")) - 1)
+        return infinite
+
+    @property
+    def measurement_count(self) -> int:
+        """Measurements with lines."""
+        return sum(kept > 0 for kept in self._measurements[:, machine.KEPT].tolist())
+
+    @property
+    def column_count(self) -> int:
+        """Columns, those without values included: their places are below it."""
+        return len(self._columns)
+
+    def measurement_names(self) -> dict[int, str]:
+        """The names of measurements with lines that are right, by their places."""
+        return {
+            place: self._name_of_measurement(place)
+            for place, kept in enumerate(self._measurements[:, machine.KEPT].tolist())
+            if kept
+        }
+
+    def column_names(self) -> dict[int, tuple[int, str]]:
+        """The measurements' places and the names of columns with values, by their places."""
+        facts = self._columns[:, (machine.KEPT, machine.OF_MEASUREMENT)].tolist()
+        return {
+            place: (measurement, self._name_of_column(place)) for place, (kept, measurement) in enumerate(facts) if kept
+        }
+
+    def _name_of_measurement(self, place: int) -> str:
+        name = self._name(self._measurements, place)
+        return _COMMA_OR_SPACE.sub(r"\1", name) if "\\" in name else name
+
+    def _name_of_column(self, place: int) -> str:
+        name = self._name(self._columns, place)
+        return _COMMA_EQUALS_OR_SPACE.sub(r"\1", name) if "\\" in name else name
+
+    def _name(self, names: Ints, place: int) -> str:
+        at, size = names[place, : machine.NAME_HASH].tolist()
+        return self._body[at : at + size].decode()
+
+    def agrees(self, columns_max: int) -> bool:
+        """Whether all lines go together: each column's values are of one kind, and no measurement has too many columns."""
+        if self._infinite or any(kinds & (kinds - 1) for kinds in self._columns[:, machine.KINDS].tolist()):
+            return False
+        if len(self._columns) <= columns_max:
+            return True
+        return int(np.bincount(self._columns[:, machine.OF_MEASUREMENT]).max()) <= columns_max
+
+    def settle(
+        self,
+        *,
+        refused_measurements: list[int],
+        refused_columns: list[int],
+        case_of: Ints,
+        columns_max: int,
+        refused_max: int,
+    ) -> tuple[list[RefusedLine], int]:
+        """Take out lines with names that are refused, and those that disagree with lines before them; the first of them, and how many they are.
+
+        Args:
+            refused_measurements: by their places.
+            refused_columns: by theirs.
+            case_of: a number below their count for each column, the same for names of one measurement that differ by case alone.
+            columns_max: of one measurement.
+            refused_max: how many lines are told of.
+        """
+        count = self._line_count
+        refused = np.empty((refused_max, arrange.REFUSED_FACTS), np.int64)
+        self._line_count, self._token_count, gone = arrange.settle(
+            count,
+            self._token_count,
+            self._lines,
+            self._times,
+            self._timed,
+            self._columns_of,
+            self._kinds,
+            self._payload,
+            self._measurements,
+            self._columns,
+            _marked(self._infinite, count),
+            _marked(refused_measurements, len(self._measurements)),
+            _marked(refused_columns, len(self._columns)),
+            case_of,
+            np.full(len(self._columns), -1, np.int64),
+            np.full(len(self._columns), -1, np.int64),
+            np.zeros(len(self._measurements), np.int64),
+            columns_max,
+            refused,
+        )
+        return [self._refused(facts) for facts in refused[: min(gone, refused_max)].tolist()], gone
+
+    def _refused(self, facts: list[int]) -> RefusedLine:
+        number, start, why, measurement, column, other, kind = facts
+        return RefusedLine(
+            number=number,
+            why=Refusal(why),
+            measurement=measurement,
+            column=column,
+            other=other,
+            kind=Kind(kind),
+            span=(start, machine.line_end(self._buffer, start, len(self._body))),
+        )
+
+    def tables(self, *, unit_ns: int, now_us: int, bytes_max: int) -> list[FoundTable]:
+        """The columns of each measurement, by their first lines.
+
+        Args:
+            unit_ns: of the timestamps, in nanoseconds.
+            now_us: the time of lines that have none, in microseconds since 1970.
+            bytes_max: of all columns together: eight for each row's time and each value, null or not, and those of texts.
+
+        Raises:
+            TooManyValuesError: they would have more.
+        """
+        measurements, columns = self._measurements.tolist(), self._columns.tolist()
+        rows = [facts[machine.KEPT] for facts in measurements]
+        row_at = [total - count for total, count in zip(accumulate(rows), rows, strict=True)]
+        used = sorted((facts[machine.FIRST], place) for place, facts in enumerate(columns) if facts[machine.KEPT])
+        value_at, there_at = [0] * len(columns), [arrange.EVERYWHERE] * len(columns)
+        cells = lacking = 0
+        for _, place in used:
+            facts = columns[place]
+            measurement = facts[machine.OF_MEASUREMENT]
+            value_at[place] = cells - row_at[measurement]
+            cells += rows[measurement]
+            if facts[machine.KEPT] < rows[measurement]:
+                there_at[place] = lacking - row_at[measurement]
+                lacking += rows[measurement]
+        size = 8 * (cells + self._line_count)
+        if size > bytes_max:
+            raise TooManyValuesError(size)
+        values: Ints = np.zeros(cells, np.int64) if lacking else np.empty(cells, np.int64)
+        there = np.zeros(lacking, np.uint8)
+        numbers, times_us, times_ns = np.empty((3, self._line_count), np.int64)
+        is_odd = np.zeros(len(rows), np.uint8)
+        arrange.spread(
+            self._line_count,
+            self._token_count,
+            self._lines,
+            self._times,
+            self._timed,
+            self._columns_of,
+            self._payload,
+            np.array(row_at, np.int64),
+            np.array(value_at, np.int64),
+            np.array(there_at, np.int64),
+            unit_ns,
+            now_us,
+            numbers,
+            times_us,
+            times_ns,
+            is_odd,
+            values,
+            there,
+        )
+        pieces = {
+            place: slice(at, at + count) for place, (at, count) in enumerate(zip(row_at, rows, strict=True)) if count
+        }
+        tables = {
+            place: FoundTable(
+                self._name_of_measurement(place),
+                numbers[piece],
+                times_us[piece],
+                times_ns[piece] if is_odd[place] else None,
+                [],
+            )
+            for place, piece in sorted(pieces.items(), key=lambda item: measurements[item[0]][machine.FIRST])
+        }
+        size += sum(8 * rows[place] for place in pieces if is_odd[place])
+        for first, place in used:
+            measurement = columns[place][machine.OF_MEASUREMENT]
+            begin = value_at[place] + row_at[measurement]
+            valid = None
+            if there_at[place] != arrange.EVERYWHERE:
+                at = there_at[place] + row_at[measurement]
+                valid = pa.py_buffer(np.packbits(there[at : at + rows[measurement]], bitorder="little"))
+            kind = Kind(int(self._kinds[first]))
+            array, text_bytes = self._array(kind, values[begin : begin + rows[measurement]], valid)
+            size += text_bytes
+            if size > bytes_max:
+                raise TooManyValuesError(size)
+            tables[measurement].columns.append(FoundColumn(self._name_of_column(place), kind, array))
+        return list(tables.values())
+
+    def _array(self, kind: Kind, values: Ints, valid: pa.Buffer | None) -> tuple[pa.Array, int]:
+        """A column of its kind's type, and its texts' bytes."""
+        count = len(values)
+        if kind is Kind.FLOAT or kind is Kind.INTEGER:
+            arrow = pa.float64() if kind is Kind.FLOAT else pa.int64()
+            return pa.Array.from_buffers(arrow, count, [valid, pa.py_buffer(values)]), 0
+        if kind is Kind.BOOLEAN:
+            bits = np.packbits(values.astype(np.uint8), bitorder="little")
+            return pa.Array.from_buffers(pa.bool_(), count, [valid, pa.py_buffer(bits)]), 0
+        if kind is Kind.UNSIGNED:
+            words = np.zeros(2 * count, np.int64)
+            words[::2] = values
+            return pa.Array.from_buffers(UNSIGNED, count, [valid, pa.py_buffer(words)]), 0
+        offsets = np.empty(count + 1, np.int32)
+        size = int(arrange.measure_texts(values, offsets))
+        data = np.empty(size + 8, np.uint8)
+        arrange.gather_texts(self._buffer, values, kind is Kind.STRING, offsets, data)
+        buffers = [valid, pa.py_buffer(offsets), pa.py_buffer(data[:size])]
+        return pa.Array.from_buffers(pa.string(), count, buffers), size
+
+
+class _Names:
+    """Room for names, and a hash table of them."""
+
+    def __init__(self, names_max: int) -> None:
+        self._names_max = names_max
+        self.facts: Ints = np.empty((min(_NAMES_AT_FIRST, names_max), machine.NAME_FACTS), np.int64)
+        self.slots = np.full(2 * _NAMES_AT_FIRST, -1, np.int32)
+
+    def grow(self) -> None:
+        """Make room for more."""
+        count = len(self.facts)
+        if count == self._names_max:
+            raise TooManyNamesError
+        facts = np.empty((min(2 * count, self._names_max), machine.NAME_FACTS), np.int64)
+        facts[:count] = self.facts
+        self.facts = facts
+        self.slots = np.full(2 * len(self.slots), -1, np.int32)
+        machine.enter_again(self.facts, count, self.slots)
+
+
+def _marked(places: list[int], count: int) -> Bytes:
+    marks = np.zeros(count, np.uint8)
+    marks[places] = 1
+    return marks
+
+
+def warm() -> None:
+    """Compile or load the machine code; else the first body does, which takes seconds."""
+    body = b'm,a=1 b="x",c=1.5\nm,a=2 b="y",c=2i 1\nm b="z" 2\n'
+    walk = Walk(body, seed=0, time_min=0, time_max=10, wrong_max=1, names_max=100)
+    case_of = np.arange(3, dtype=np.int64)
+    walk.settle(refused_measurements=[], refused_columns=[], case_of=case_of, columns_max=10, refused_max=1)
+    walk.tables(unit_ns=1, now_us=0, bytes_max=1 << 20)

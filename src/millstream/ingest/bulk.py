@@ -1,0 +1,203 @@
+"""What bulk transfers over Arrow Flight ask for, and a stream of batches cut into appends. Pure: `app.serving` has the server.
+
+A descriptor is a path `[stream, table]`, or a command: a JSON object with what `PutRequest` or `GetRequest` has. A ticket is the latter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final, Self
+
+import pyarrow as pa
+
+from millstream.errors import UsageError
+from millstream.model.appends import WriteId
+from millstream.model.operations import Appended
+
+PIECE_BYTES: Final = 16 << 20
+"""Rows of one operation, about: larger batches become several. What is made of them on their way takes a few times as much."""
+DEADLINE_S: Final = 30.0
+_COMMAND_BYTES_MAX: Final = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class PutRequest:
+    """What a `DoPut` says of its batches."""
+
+    stream: str
+    table: str
+    session: str | None = None
+    """A session of the caller's making; each operation is a number in it."""
+    number: int | None = None
+    """The first one's."""
+    idempotency_key: str | None = None
+    """In place of a session: the operations' keys begin with it."""
+    keep_valid_rows: bool = False
+    """Whether rows that have no place in the table are left out and named; else they refuse their batch."""
+    deadline_s: float = DEADLINE_S
+    """How long an operation waits for room in the log's queue."""
+
+    @classmethod
+    def parse(cls, path: Sequence[bytes] | None, command: bytes | None) -> Self:
+        """What a descriptor says. `UsageError` where it says something else."""
+        found = cls(**_facts(cls, path, command))
+        _check(isinstance(found.session, str | None), "session must be text")
+        _check(_is_number(found.number) or found.number is None, "number must be a whole number")
+        _check(isinstance(found.idempotency_key, str | None), "idempotency_key must be text")
+        _check((found.session is None) == (found.number is None), "session and number go together")
+        _check(found.session is None or found.idempotency_key is None, "session and idempotency_key exclude each other")
+        _check(isinstance(found.keep_valid_rows, bool), "keep_valid_rows must be true or false")
+        _check(_is_time(found.deadline_s), "deadline_s must be seconds")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class GetRequest:
+    """What a `DoGet` reads: one table's records in `(after, upto]`."""
+
+    stream: str
+    table: str
+    after: str | None = None
+    """A token that was given out; None: from the first record that is still there."""
+    upto: str | None = None
+    """None: everything that is durable at the call."""
+    version: int | None = None
+    """The table's schema version in whose columns the records come; None: the newest."""
+
+    @classmethod
+    def parse(cls, path: Sequence[bytes] | None, command: bytes | None) -> Self:
+        """What a descriptor or a ticket says. `UsageError` where it says something else."""
+        found = cls(**_facts(cls, path, command))
+        for name in ("after", "upto"):
+            _check(isinstance(getattr(found, name), str | None), f"{name} must be a token's text")
+        _check(_is_number(found.version) or found.version is None, "version must be a whole number")
+        return found
+
+    def ticket(self) -> bytes:
+        """As `parse` takes it."""
+        return json.dumps({name: value for name, value in asdict(self).items() if value is not None}).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One operation of a bulk append: a batch, or a part of one that is large."""
+
+    rows: pa.RecordBatch
+    batch: int
+    """The batch's place in the transfer, from 0."""
+    row: int
+    """The first row's place in its batch."""
+    write_id: WriteId | None
+
+    @property
+    def size_bytes(self) -> int:
+        """What it counts for."""
+        return int(self.rows.nbytes) + 1024
+
+    def told(self, outcome: Appended) -> dict[str, object]:
+        """What its sender is told."""
+        number = None if self.write_id is None else self.write_id.number
+        facts = {"batch": self.batch, "row": self.row, **({} if number is None else {"number": number})}
+        return {**facts, **outcome.as_dict()}
+
+
+class Cutter:
+    """Makes operations of the batches of one transfer, in their order.
+
+    A batch is cut by its size alone, so that one that is sent again is cut as it was, and each operation is known for the same.
+    """
+
+    def __init__(self, asked: PutRequest, piece_bytes: int = PIECE_BYTES) -> None:
+        self._asked = asked
+        self._piece_bytes = piece_bytes
+        self._number = asked.number
+        self._batches = 0
+
+    def pieces(self, rows: pa.RecordBatch, metadata: bytes | None = None) -> Iterator[Piece]:
+        """The operations of the next batch; none of one without rows.
+
+        Args:
+            rows: the batch.
+            metadata: what was sent beside it: JSON with `number` or `idempotency_key`, the batch's own, or nothing.
+
+        Raises:
+            UsageError: the metadata says something else.
+        """
+        batch, self._batches = self._batches, self._batches + 1
+        key = None if self._asked.idempotency_key is None else f"{self._asked.idempotency_key}/{batch}"
+        if metadata:
+            key = self._own(metadata, key)
+        count = rows.num_rows
+        step = max(1, min(count, count * self._piece_bytes // max(1, rows.nbytes)))
+        for row in range(0, count, step):
+            part = key if count <= step else f"{key}/{row}"
+            yield Piece(rows.slice(row, step), batch, row, self._next_id(None if key is None else part))
+
+    def _next_id(self, key: str | None) -> WriteId | None:
+        if self._number is None:
+            return None if key is None else WriteId(key=key)
+        number, self._number = self._number, self._number + 1
+        return WriteId(self._asked.session, number)
+
+    def _own(self, metadata: bytes, key: str | None) -> str | None:
+        own = _object(metadata, "a batch's metadata")
+        _check(not own.keys() - {"number", "idempotency_key"}, "a batch's metadata has number or idempotency_key")
+        if "number" in own:
+            _check(_is_number(own["number"]) and self._number is not None, "number is a whole one, of a session")
+            self._number = own["number"]
+        if "idempotency_key" in own:
+            found = own["idempotency_key"]
+            _check(isinstance(found, str) and self._number is None, "idempotency_key is text, and without a session")
+            return str(found)
+        return key
+
+
+def _facts(kind: type[PutRequest | GetRequest], path: Sequence[bytes] | None, command: bytes | None) -> dict[str, Any]:
+    known = [field.name for field in fields(kind)]
+    if command:
+        found = _object(command, "a command")
+        unknown = sorted(found.keys() - set(known))
+        _check(not unknown, f"there is no {', '.join(unknown)}; there are {', '.join(known)}")
+        _check(
+            all(isinstance(found.get(name), str) and found[name] for name in ("stream", "table")),
+            "stream and table must be named",
+        )
+        return found
+    try:
+        names = [part.decode() for part in path or ()]
+    except UnicodeDecodeError as error:
+        raise _wrong("a path isn't UTF-8") from error
+    _check(len(names) == 2 and all(names), "a path is [stream, table]")
+    return {"stream": names[0], "table": names[1]}
+
+
+def _object(text: bytes, what: str) -> dict[str, Any]:
+    try:
+        _check(len(text) <= _COMMAND_BYTES_MAX, f"{what} is too long")
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _wrong(f"{what} isn't JSON: {error}") from error
+    _check(isinstance(found, dict), f"{what} is a JSON object")
+    return dict(found)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+
+
+def _check(holds: bool, what: str) -> None:  # noqa: FBT001 - it reads as an assertion does
+    if not holds:
+        raise _wrong(what)
+
+
+def _wrong(what: str) -> UsageError:
+    return UsageError(
+        f"the request can't be understood: {what}",
+        hint='Name a path [stream, table], or a command such as {"stream": "shop", "table": "public.orders"}.',
+    )

@@ -1,0 +1,450 @@
+"""Which writes of applications a log has: so that a write sent again is known, and answered with what it got the first time.
+
+Premises
+--------
+1. A write is told apart by a session and its number in it, from 1, or by an idempotency key. The state is a function of the log's
+   operations, in their order: whoever replays them from a copy of the state on has the same one.
+2. Numbers of a session may come in any order (5, 7, 6): all up to its *mark* are in the log, and those above it that are, are known one by one.
+   So that these stay few, a number more than `AHEAD_MAX` above the mark is refused until others have come.
+3. Of its last `RESULTS_KEPT` writes up to the mark a session knows what they were given. An older one is known to be in the log, not where.
+4. A session that hasn't written for the longest time is forgotten, by age or where there are too many; likewise a key. Its hash is
+   remembered, so that it isn't taken for a new one; and of a session that nobody knows a number above `AHEAD_MAX` can't be new either. The last
+   `EXPIRED_MAX` are remembered for certain: what is older than that would be.
+
+What becomes of a write:
+
+    | its number, or key                | same rows as then | other rows    |
+    |-----------------------------------|-------------------|---------------|
+    | known, with what it was given     | answered again    | WriteIdReused |
+    | known, without                    | WriteForgotten    | WriteForgotten|
+    | unknown, at most AHEAD_MAX above  | new               | new           |
+    | unknown, farther above            | SessionAhead      | SessionAhead  |
+    | of a session that was forgotten   | SessionExpired    | SessionExpired|
+    | a key that was forgotten          | WriteForgotten    | WriteForgotten|
+
+Sessions that were used lately are objects, others a few bytes each.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import islice
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from millstream.errors import SessionAhead, SessionExpired, WriteForgotten, WriteIdReused
+from millstream.model.appends import WriteId
+from millstream.model.ids import ShardId
+from millstream.model.operations import Ack
+from millstream.model.positions import Offset, Seq, SeqRange
+
+AHEAD_MAX: Final = 1024
+"""How far above a session's mark a number may be: writes that are under way at a time."""
+RESULTS_KEPT: Final = 16
+EXPIRED_MAX: Final = 1 << 20
+_HOT_MAX: Final = 4096
+"""Sessions that are objects."""
+_SWEEP: Final = 256
+"""How many may be forgotten at a time: taking them one by one off a dict's front costs by those taken before."""
+_RECENT_MAX: Final = 4096
+NO_DIGEST: Final = -1
+"""Of a write whose rows were never summed: any rows are the same."""
+_SESSION: Final = struct.Struct("<qqH")
+"""mark, last use (µs since 1970), how many results follow."""
+_RESULT: Final = struct.Struct("<qqqqB")
+"""number (a key's: last use), digest, first number of its rows, how many, on how many shards."""
+_PLACE: Final = struct.Struct("<iqq")
+_NAME: Final = struct.Struct("<H")
+_HASH: Final = np.dtype("<u8")
+_Hashes = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """When sessions and keys are forgotten."""
+
+    sessions_max: int = 1_000_000
+    keys_max: int = 1_000_000
+    age_us: int = 7 * 86_400_000_000
+    """Since its last write, in microseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFacts:
+    """What the log has of a session."""
+
+    mark: int
+    """All writes up to it are in the log; 0 where there is none."""
+    above: tuple[int, ...] = ()
+    """Numbers of those above it that are."""
+    expired: bool = False
+    """Whether it was forgotten: nothing more is taken of it."""
+
+
+class _Result(NamedTuple):
+    digest: int
+    given: Ack
+
+
+@dataclass(slots=True)
+class _Session:
+    mark: int = 0
+    used_us: int = 0
+    results: dict[int, _Result] = field(default_factory=dict)
+    """By number: all above the mark, and the last ones up to it."""
+
+
+class Sessions:
+    """See the module. Not thread-safe: it belongs to whoever writes the log.
+
+    Args:
+        limits: when what is forgotten.
+    """
+
+    def __init__(self, limits: SessionLimits | None = None) -> None:
+        self._limits = SessionLimits() if limits is None else limits
+        self._hot: OrderedDict[str, _Session] = OrderedDict()
+        """Lately used, the longest unused first."""
+        self._cold: dict[str, bytes] = {}
+        """Used before all of those, likewise in order."""
+        self._keys: dict[str, bytes] = {}
+        """In order of their writes."""
+        self._expired = _Expired()
+        self._noted = 0
+        """Writes, to look now and then for what is too old."""
+
+    def __len__(self) -> int:
+        """How many sessions there are."""
+        return len(self._hot) + len(self._cold)
+
+    @property
+    def key_count(self) -> int:
+        """How many idempotency keys there are."""
+        return len(self._keys)
+
+    # --- asking ----------------------------------------------------------------------------------------------------
+
+    def mark(self, session: str) -> int:
+        """Up to which number a session's writes are known; 0 where nobody knows it."""
+        found = self._hot.get(session)
+        if found is not None:
+            return found.mark
+        packed = self._cold.get(session)
+        return 0 if packed is None else int(_SESSION.unpack_from(packed)[0])
+
+    def look(self, write_id: WriteId, digest: int, *, mark: int = 0) -> Ack | None:
+        """What a write was given before; None where it is new. Nothing changes.
+
+        Args:
+            write_id: a session with a number, or a key.
+            digest: of its rows, at least 0.
+            mark: the session's, where that is about to be greater.
+
+        Raises:
+            WriteIdReused, WriteForgotten, SessionAhead, SessionExpired: see the table above.
+        """
+        if write_id.key is not None:
+            return self._look_for_key(write_id.key, digest)
+        name, number = write_id.session, write_id.number
+        assert name is not None
+        assert number is not None
+        session = self._hot.get(name) or self._thawed(name)
+        if session is None:
+            if number > mark + AHEAD_MAX or _hash_of("s", name) in self._expired:
+                raise SessionExpired(
+                    f"session {name} isn't known any more: whether its write {number} is in the log can't be told",
+                    session=name,
+                    number=number,
+                )
+            return None
+        found = session.results.get(number)
+        if found is not None:
+            self.check_same(found.digest, digest, write_id)
+            return found.given
+        if number <= session.mark:
+            raise WriteForgotten(
+                f"write {number} of session {name} was appended; where isn't known any more",
+                session=name,
+                number=number,
+            )
+        mark = max(mark, session.mark)
+        if number > mark + AHEAD_MAX:
+            raise SessionAhead(
+                f"write {number} of session {name} came before write {mark + 1}: at most {AHEAD_MAX} may",
+                session=name,
+                number=number,
+                mark=mark,
+            )
+        return None
+
+    @staticmethod
+    def check_same(known: int, digest: int, write_id: WriteId) -> None:
+        """`WriteIdReused` where a write's digest isn't the one that is known of its id."""
+        if known in (digest, NO_DIGEST) or digest == NO_DIGEST:
+            return
+        if write_id.key is not None:
+            raise WriteIdReused(
+                f"the idempotency key {write_id.key} was another write's: its rows were others",
+                idempotency_key=write_id.key,
+            )
+        raise WriteIdReused(
+            f"write {write_id.number} of session {write_id.session} was another one: its rows were others",
+            session=write_id.session,
+            number=write_id.number,
+        )
+
+    def _look_for_key(self, key: str, digest: int) -> Ack | None:
+        packed = self._keys.get(key)
+        if packed is not None:
+            found = _unpacked_result(packed, 0)[1]
+            self.check_same(found.digest, digest, WriteId(key=key))
+            return found.given
+        if _hash_of("k", key) in self._expired:
+            raise WriteForgotten(
+                f"a write with the idempotency key {key} was appended; where isn't known any more", idempotency_key=key
+            )
+        return None
+
+    def facts(self, name: str) -> SessionFacts:
+        """What the log has of a session."""
+        session = self._hot.get(name) or self._thawed(name)
+        if session is None:
+            return SessionFacts(0, expired=_hash_of("s", name) in self._expired)
+        return SessionFacts(session.mark, tuple(sorted(number for number in session.results if number > session.mark)))
+
+    # --- noting ----------------------------------------------------------------------------------------------------
+
+    def note(self, write_id: WriteId, digest: int, given: Ack, now_us: int) -> None:
+        """A write has become durable.
+
+        Args:
+            write_id: a session with a number, or a key.
+            digest: of its rows; `NO_DIGEST` where nobody summed them.
+            given: its numbers and offsets.
+            now_us: the write's time, in microseconds since 1970.
+        """
+        result = _Result(digest, given)
+        self._noted += 1
+        if write_id.key is not None:
+            self._keys.pop(write_id.key, None)
+            self._keys[write_id.key] = _packed_result(now_us, result)
+            self._forget_keys(now_us)
+            return
+        name, number = write_id.session, write_id.number
+        assert name is not None
+        assert number is not None
+        session = self._hot.get(name)
+        if session is None:
+            session = self._thawed(name) or _Session()
+            self._cold.pop(name, None)
+            self._hot[name] = session
+            if len(self._hot) > _HOT_MAX:
+                longest, idle = self._hot.popitem(last=False)
+                self._cold[longest] = _packed(idle)
+            self._forget_sessions(now_us)
+        else:
+            self._hot.move_to_end(name)
+        session.used_us = max(now_us, session.used_us)
+        session.results[number] = result
+        while session.mark + 1 in session.results:
+            session.mark += 1
+            session.results.pop(session.mark - RESULTS_KEPT, None)
+
+    def _thawed(self, name: str) -> _Session | None:
+        packed = self._cold.get(name)
+        return None if packed is None else _unpacked(packed)
+
+    def _forget_sessions(self, now_us: int) -> None:
+        limit = now_us - self._limits.age_us
+        excess = len(self) - self._limits.sessions_max
+        if excess <= _slack(self._limits.sessions_max) and self._noted % _SWEEP:
+            return
+        gone: list[str] = []
+        for name, packed in islice(self._cold.items(), 4 * _SWEEP):
+            if excess <= len(gone) and _SESSION.unpack_from(packed)[1] >= limit:
+                break
+            gone.append(name)
+        for name in gone:
+            del self._cold[name]
+            self._expired.add(_hash_of("s", name))
+        while self._hot and not self._cold:
+            name, oldest = next(iter(self._hot.items()))
+            if oldest.used_us >= limit and len(self._hot) <= self._limits.sessions_max:
+                return
+            if len(self._hot) == 1:
+                return  # the one that is just being used
+            del self._hot[name]
+            self._expired.add(_hash_of("s", name))
+
+    def _forget_keys(self, now_us: int) -> None:
+        limit = now_us - self._limits.age_us
+        excess = len(self._keys) - self._limits.keys_max
+        if excess <= _slack(self._limits.keys_max) and self._noted % _SWEEP:
+            return
+        gone: list[str] = []
+        for key, packed in islice(self._keys.items(), 4 * _SWEEP):
+            if excess <= len(gone) and _RESULT.unpack_from(packed)[0] >= limit:
+                break
+            gone.append(key)
+        for key in gone:
+            del self._keys[key]
+            self._expired.add(_hash_of("k", key))
+
+    # --- a copy ----------------------------------------------------------------------------------------------------
+
+    def copied(self) -> Callable[[], Iterator[bytes]]:
+        """The state as it is now, in pieces of bytes that `restored` takes joined.
+
+        Copying takes some tens of milliseconds with a million sessions; making the pieces, by the call, some more, on any thread.
+        """
+        sessions = {**self._cold, **{name: _packed(session) for name, session in self._hot.items()}}
+        keys, expired = dict(self._keys), self._expired.copied()
+
+        def pieces() -> Iterator[bytes]:
+            for told in (sessions, keys):
+                yield struct.pack("<Q", len(told))
+                entries = iter(told.items())
+                while piece := b"".join(_entry(name, packed) for name, packed in islice(entries, 4096)):
+                    yield piece
+            yield from expired
+
+        return pieces
+
+    @classmethod
+    def restored(cls, data: bytes, limits: SessionLimits | None = None) -> Sessions:
+        """The state of a copy. `ValueError` where the bytes aren't one."""
+        sessions = cls(limits)
+        try:
+            at = 0
+            for told, size_of in ((sessions._cold, _size_of_session), (sessions._keys, _size_of_result)):
+                (count,) = struct.unpack_from("<Q", data, at)
+                at += 8
+                for _ in range(count):
+                    (length,) = _NAME.unpack_from(data, at)
+                    at += _NAME.size
+                    name = data[at : at + length].decode()
+                    at += length
+                    size = size_of(data, at)
+                    told[name] = data[at : at + size]
+                    at += size
+            at = sessions._expired.restore(data, at)
+        except (struct.error, UnicodeDecodeError, OverflowError) as error:
+            raise ValueError(f"the copy can't be read: {error}") from error
+        if at != len(data):
+            raise ValueError(f"the copy has {len(data)} bytes, {at} of them make sense")
+        return sessions
+
+
+def _slack(limit: int) -> int:
+    """How many there may be above a limit until all of them are forgotten together."""
+    return min(_SWEEP, limit // 16)
+
+
+def _hash_of(kind: str, name: str) -> int:
+    return int.from_bytes(blake2b(name.encode(), digest_size=8, person=kind.encode()).digest(), "little")
+
+
+class _Expired:
+    """Hashes of what was forgotten: at least the last `EXPIRED_MAX`, at eight bytes each."""
+
+    def __init__(self) -> None:
+        self._recent: set[int] = set()
+        self._newer: _Hashes = np.empty(0, _HASH)
+        self._older: _Hashes = np.empty(0, _HASH)
+        """Both sorted."""
+
+    def __contains__(self, wanted: int) -> bool:
+        return wanted in self._recent or _holds(self._newer, wanted) or _holds(self._older, wanted)
+
+    def add(self, found: int) -> None:
+        """Remember one more."""
+        self._recent.add(found)
+        if len(self._recent) < _RECENT_MAX:
+            return
+        self._newer = np.union1d(self._newer, np.fromiter(self._recent, _HASH))
+        self._recent = set()
+        if len(self._newer) >= EXPIRED_MAX:
+            self._older, self._newer = self._newer, np.empty(0, _HASH)
+
+    def copied(self) -> list[bytes]:
+        """Pieces of bytes for `restore`."""
+        parts = (self._older, self._newer, np.sort(np.fromiter(self._recent, _HASH)))
+        return [piece for part in parts for piece in (struct.pack("<Q", len(part)), part.tobytes())]
+
+    def restore(self, data: bytes, at: int) -> int:
+        """Take the pieces that begin there; gives where they end."""
+        parts = []
+        for _ in range(3):
+            (count,) = struct.unpack_from("<Q", data, at)
+            at += 8
+            if count > (len(data) - at) // 8:
+                raise ValueError("hashes are missing")
+            parts.append(np.frombuffer(data, _HASH, count, at).copy())
+            at += 8 * count
+        self._older, self._newer = parts[0], parts[1]
+        self._recent = set(parts[2].tolist())
+        return at
+
+
+def _holds(hashes: _Hashes, wanted: int) -> bool:
+    at = int(np.searchsorted(hashes, np.uint64(wanted)))
+    return at < len(hashes) and int(hashes[at]) == wanted
+
+
+# --- bytes ---------------------------------------------------------------------------------------------------------
+
+
+def _entry(name: str, packed: bytes) -> bytes:
+    encoded = name.encode()
+    return _NAME.pack(len(encoded)) + encoded + packed
+
+
+def _packed(session: _Session) -> bytes:
+    return b"".join(
+        [
+            _SESSION.pack(session.mark, session.used_us, len(session.results)),
+            *(_packed_result(number, result) for number, result in session.results.items()),
+        ]
+    )
+
+
+def _unpacked(packed: bytes) -> _Session:
+    mark, used_us, count = _SESSION.unpack_from(packed)
+    results = {}
+    at = _SESSION.size
+    for _ in range(count):
+        number, result = _unpacked_result(packed, at)
+        results[number] = result
+        at += _size_of_result(packed, at)
+    return _Session(mark, used_us, results)
+
+
+def _packed_result(number: int, result: _Result) -> bytes:
+    given = result.given
+    head = _RESULT.pack(number, result.digest, given.seqs.first, given.seqs.count, len(given.offsets))
+    return head + b"".join(_PLACE.pack(shard, start, end) for shard, (start, end) in given.offsets.items())
+
+
+def _unpacked_result(packed: bytes, at: int) -> tuple[int, _Result]:
+    number, digest, first, count, shards = _RESULT.unpack_from(packed, at)
+    at += _RESULT.size
+    places = (_PLACE.unpack_from(packed, at + i * _PLACE.size) for i in range(shards))
+    offsets = {ShardId(shard): (Offset(start), Offset(end)) for shard, start, end in places}
+    return number, _Result(digest, Ack(offsets, SeqRange(Seq(first), count)))
+
+
+def _size_of_result(data: bytes, at: int) -> int:
+    return _RESULT.size + int(_RESULT.unpack_from(data, at)[4]) * _PLACE.size
+
+
+def _size_of_session(data: bytes, at: int) -> int:
+    size = _SESSION.size
+    for _ in range(_SESSION.unpack_from(data, at)[2]):
+        size += _size_of_result(data, at + size)
+    return size

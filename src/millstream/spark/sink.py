@@ -1,0 +1,274 @@
+"""`df.write.format("millstream")` and `df.writeStream.format("millstream")`: rows of Spark's appended to a stream, each once.
+
+Rules:
+
+- Tasks append nothing. They hand their rows over, in a folder that the driver sees too or in their message to it; the driver appends them
+  when Spark says that all tasks are done. So a task that failed, ran twice or was given up leaves nothing behind.
+- What is appended has a key of what Spark calls it: the query's id (or `idempotency_id`) and the number of the micro-batch. One that Spark runs
+  again, because it didn't come to note that it was done, is known, however it is divided into tasks then; also where its rows came
+  out otherwise (a clock, a random number): those that are in the log stay.
+- A micro-batch of up to `staged.PART_BYTES` is one operation: readers see it whole or not at all. A larger one is several, each with a
+  key of its own (see `millstream.spark.staged`).
+
+Options: see `SinkOptions`.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
+
+import pyarrow as pa
+from pyspark import TaskContext
+from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    BooleanType,
+    ByteType,
+    CharType,
+    DataType,
+    DateType,
+    DecimalType,
+    DoubleType,
+    FloatType,
+    IntegerType,
+    LongType,
+    NullType,
+    ShortType,
+    StringType,
+    StructType,
+    TimestampNTZType,
+    TimestampType,
+    VarcharType,
+)
+
+import millstream
+from millstream.errors import EngineError, UsageError, WriteForgotten, WriteIdReused
+from millstream.spark.staged import Staged, forget_abandoned, parts_of, stage
+
+if TYPE_CHECKING:
+    from millstream.app.calls import HomeCalls
+
+_OPTIONS: Final = frozenset(
+    {"path", "url", "token", "verify", "cert", "stream", "table", "idempotency_id", "staging", "deadline_s", "on_clash"}
+)
+_DEADLINE_S: Final = 60.0
+_QUERY_ID: Final = "sql.streaming.queryId"
+"""Spark's name for the local property that tells a task whose it is."""
+_EXACT: Final = (
+    BooleanType, ByteType, ShortType, IntegerType, LongType, FloatType, DoubleType, DecimalType, StringType, CharType, VarcharType,
+    BinaryType, DateType, TimestampType, TimestampNTZType, NullType,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SinkOptions:
+    """What a writer was asked for.
+
+    Options:
+        path: the home's folder, on the driver's machine; or
+        url: where it is served, with `token`, `verify` (a file of certificates to trust) and `cert` (a file with the caller's own).
+        stream, table: where the rows go.
+        idempotency_id: what tells this query's (or job's) writes apart from all others. A streaming query has an id of its own, which its
+            checkpoint keeps; of a job without one, each run is another.
+        staging: a folder that the driver and all executors share, for rows on their way. Default: with `path` one in the home; with `url`
+            none, rows go through the driver.
+        deadline_s: how long to wait for room where the writer is busy. Default: 60.
+        on_clash: `request` (default): a row that has no place in the table fails the batch; `rows`: it is left out.
+    """
+
+    stream: str
+    table: str
+    path: str | None = None
+    url: str | None = None
+    token: str | None = None
+    verify: str | None = None
+    cert: str | None = None
+    idempotency_id: str | None = None
+    staging: Path | None = None
+    deadline_s: float = _DEADLINE_S
+    keep_valid_rows: bool = False
+
+    @classmethod
+    def parse(cls, options: Mapping[str, str]) -> Self:
+        """The options as Spark hands them over, names in any case.
+
+        Raises:
+            UsageError: an option is unknown, missing or malformed; the message names it.
+        """
+        given = {name.lower(): value for name, value in options.items()}
+        unknown = sorted(set(given) - _OPTIONS)
+        if unknown:
+            raise UsageError(
+                f"the millstream sink has no option {unknown[0]!r}", hint=f"It has: {', '.join(sorted(_OPTIONS))}."
+            )
+        path, url = given.get("path"), given.get("url")
+        if (path is None) == (url is None):
+            raise UsageError(
+                "the millstream sink needs either path or url",
+                hint='Give the home, .option("path", "shop"), or where it is served, .option("url", "http://…").',
+            )
+        missing = [name for name in ("stream", "table") if not given.get(name)]
+        if missing:
+            raise UsageError(f"the millstream sink needs the option {missing[0]}")
+        if given.get("on_clash", "request") not in {"request", "rows"}:
+            raise UsageError(f"on_clash {given['on_clash']!r} is unknown", hint="It is `request` or `rows`.")
+        try:
+            deadline_s = float(given.get("deadline_s", _DEADLINE_S))
+        except ValueError as error:
+            raise UsageError(f"deadline_s is not a number: {given['deadline_s']!r}") from error
+        folder = given.get("staging")
+        if path is not None:
+            path = str(Path(path.removeprefix("file://")).absolute())
+            folder = folder or str(Path(path) / "data" / "staged")
+        return cls(
+            stream=given["stream"],
+            table=given["table"],
+            path=path,
+            url=url,
+            token=given.get("token"),
+            verify=given.get("verify"),
+            cert=given.get("cert"),
+            idempotency_id=given.get("idempotency_id"),
+            staging=None if folder is None else Path(folder.removeprefix("file://")),
+            deadline_s=deadline_s,
+            keep_valid_rows=given.get("on_clash") == "rows",
+        )
+
+    def opened(self) -> HomeCalls:
+        """The home, open."""
+        if self.path is not None:
+            return millstream.open(self.path)
+        assert self.url is not None
+        return millstream.connect(self.url, token=self.token, verify=self.verify or True, cert=self.cert)
+
+
+class _Sink:
+    """What both writers do."""
+
+    def __init__(self, options: SinkOptions, schema: StructType, *, overwrite: bool) -> None:
+        if overwrite:
+            raise UsageError(
+                "a stream's rows can't be written over", hint='Append them: .mode("append"), .outputMode("append").'
+            )
+        for field in schema.fields:
+            check_type(field.name, field.dataType)
+        self._options = options
+        self._schema = to_arrow_schema(schema, timezone="UTC")
+        self._job = uuid.uuid4().hex
+        if options.staging is not None:
+            forget_abandoned(options.staging)
+
+    @property
+    def _folder(self) -> Path | None:
+        return None if self._options.staging is None else self._options.staging / self._job
+
+    def _staged(self, batches: Iterator[pa.RecordBatch]) -> Staged:
+        context = TaskContext.get()
+        query = "" if context is None else context.getLocalProperty(_QUERY_ID) or ""
+        return stage((self._in_utc(batch) for batch in batches), self._schema, self._folder, query)
+
+    def _in_utc(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """As declared: Spark gives moments in the session's zone, and the same moment must be the same bytes."""
+        columns = [
+            column if column.type == field.type else column.cast(field.type)
+            for column, field in zip(batch.columns, self._schema, strict=True)
+        ]
+        return pa.RecordBatch.from_arrays(columns, schema=self._schema)
+
+    def _append(self, messages: Sequence[WriterCommitMessage | None], key: str) -> None:
+        staged = [message for message in messages if isinstance(message, Staged)]
+        with self._options.opened() as home:
+            for number, part in enumerate(parts_of(staged, self._schema)):
+                try:
+                    home.append(
+                        self._options.stream,
+                        self._options.table,
+                        part,
+                        deadline_s=self._options.deadline_s,
+                        idempotency_key=f"{key}:{number}",
+                        keep_valid_rows=self._options.keep_valid_rows,
+                    )
+                except (WriteIdReused, WriteForgotten):
+                    # It is in the log, from before: with its rows as they came out then, or so long ago that nobody knows where.
+                    continue
+
+    def _drop(self, messages: Sequence[WriterCommitMessage | None]) -> None:
+        for message in messages:
+            if isinstance(message, Staged):
+                message.drop()
+        if (folder := self._folder) is not None and folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+class MillstreamWriter(_Sink, DataSourceArrowWriter):
+    """One job: its rows are appended when all of its tasks are done."""
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> Staged:
+        """Take a task's rows."""
+        return self._staged(iterator)
+
+    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        """Append what the tasks have handed over."""
+        name = self._options.idempotency_id or self._job
+        self._append(messages, f"spark:{name}")
+        self._drop(messages)
+
+    def abort(self, messages: list[WriterCommitMessage | None]) -> None:
+        """Forget it."""
+        self._drop(messages)
+
+
+class MillstreamStreamWriter(_Sink, DataSourceStreamArrowWriter):
+    """A streaming query: each micro-batch is appended when all of its tasks are done."""
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> Staged:
+        """Take a task's rows."""
+        return self._staged(iterator)
+
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's name
+        """Append the micro-batch, if it isn't in the log already."""
+        queries = {message.query for message in messages if isinstance(message, Staged)}
+        if not queries:
+            return
+        name = self._options.idempotency_id or next(iter(queries))
+        if not name:
+            raise EngineError(
+                "Spark doesn't tell the streaming query's id, so that its batches couldn't be told apart",
+                hint='Give it a name that no other query has: .option("idempotency_id", …).',
+            )
+        self._append(messages, f"spark:{name}:{batchId}")
+        self._drop(messages)
+
+    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: ARG002, N803 - Spark's
+        """Forget it."""
+        self._drop(messages)
+
+
+def check_type(name: str, kind: DataType) -> None:
+    """See that the log holds each value of a column exactly.
+
+    Args:
+        name: the column's, with those inside of it behind a point.
+        kind: Spark's type. An array's items and a struct's fields are looked at, too.
+
+    Raises:
+        UsageError: it doesn't.
+    """
+    if isinstance(kind, ArrayType):
+        check_type(f"{name}.element", kind.elementType)
+    elif isinstance(kind, StructType):
+        for field in kind.fields:
+            check_type(f"{name}.{field.name}", field.dataType)
+    elif not isinstance(kind, _EXACT):
+        raise UsageError(
+            f"column {name} is {kind.simpleString()}, which the log has no type for",
+            hint="Cast it to text (`to_json` makes that of a map or a variant), or leave it out.",
+            column=name,
+            type=kind.simpleString(),
+        )

@@ -1,0 +1,181 @@
+"""A home is the same by every way to it: rows of every kind go in, the same comes out, and what is refused is refused alike."""
+
+from __future__ import annotations
+
+import datetime as dt
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+from tests.aio.everywhere import WAYS, a_home
+from tests.app.homes import make_home
+from tests.app.served import serving
+
+import millstream.aio
+from millstream.app.calls import HomeCalls
+from millstream.errors import (
+    InvalidValue,
+    UnknownStream,
+    UsageError,
+)
+
+WEB = '[streams.web]\n[streams.web.keys]\n"public.users" = ["id"]\n'
+
+NOON = dt.datetime(2026, 3, 1, 12, tzinfo=dt.UTC)
+ROWS = [
+    {"id": 1, "price": Decimal("1.50"), "at": NOON, "ok": True, "tags": ["a", "b"], "note": "x"},
+    {"id": 2, "price": None, "at": NOON + dt.timedelta(seconds=1.5), "ok": None, "tags": None, "note": "ü"},
+]
+COLUMNS = pa.schema(
+    [
+        ("id", pa.int64()),
+        ("price", pa.decimal128(12, 2)),
+        ("at", pa.timestamp("us", "UTC")),
+        ("ok", pa.bool_()),
+        ("tags", pa.list_(pa.string())),
+        ("note", pa.string()),
+    ]
+)
+TABLE = pa.Table.from_pylist(ROWS, COLUMNS)
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "dicts": lambda: ROWS,
+    "a generator": lambda: (row for row in ROWS),
+    "an Arrow table": lambda: TABLE,
+    "an Arrow batch": lambda: TABLE.to_batches()[0],
+    "an Arrow stream": TABLE.to_reader,
+    "pandas": lambda: TABLE.to_pandas(types_mapper=pd.ArrowDtype),
+    "polars": lambda: pl.from_arrow(TABLE),
+}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return make_home(tmp_path / "web", WEB)
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def opened(home: Path, way: str) -> Iterator[Any]:
+    if way.endswith("connect"):
+        with serving(home) as url, a_home(way, url) as found:
+            yield found
+    else:
+        with a_home(way, home) as found:
+            yield found
+
+
+def records(home: Any, table: str, **asks: Any) -> list[dict[str, Any]]:
+    return [row for batch in home.read("web", table=table, **asks) for row in batch.to_pylist()]
+
+
+def test_rows_of_every_kind_are_read_as_they_were_appended(opened: Any) -> None:
+    for place, (kind, made) in enumerate(KINDS.items()):
+        ack = opened.append("web", f"t{place}", made())
+        assert (ack.row_count, ack.duplicate, ack.rejected) == (2, False, ()), kind
+        found = records(opened, f"t{place}", upto=ack.token)
+        assert [{name: row[name] for name in COLUMNS.names} for row in found] == ROWS, kind
+        assert [row["__seq"] for row in found] == [ack.seqs.first, ack.seqs.last]
+    one = opened.append("web", "users", {"id": 7})
+    assert one.row_count == 1
+    assert opened.token("web") == one.token
+    (latest,) = opened.read_latest("web", "users")
+    assert [row["id"] for row in latest.rows.to_pylist()] == [7]
+    assert opened.streams() == ["web"]
+    assert [stream["name"] for stream in opened.status()["streams"]] == ["web"]
+
+
+def test_what_is_refused_is_refused_alike_and_the_next_goes_on(opened: Any) -> None:
+    opened.append("web", "users", [{"id": 1, "n": 1}])
+    for table, rows, error in (
+        ("users", [{"id": None}], InvalidValue),
+        ("users", [{"id": "x"}], InvalidValue),
+        ("users", [], InvalidValue),
+        ("users", [{"id": 1, "n": object()}], InvalidValue),
+        ("a.b.c", [{"id": 1}], UsageError),
+    ):
+        with pytest.raises(error):
+            opened.append("web", table, rows)
+    with pytest.raises(UnknownStream):
+        opened.append("shop", "users", {"id": 2})
+    for asks in ({"session": "s"}, {"number": 1}, {"session": "s", "number": 1, "idempotency_key": "k"}):
+        with pytest.raises((InvalidValue, UsageError)):
+            opened.append("web", "users", {"id": 2}, **asks)
+    assert [row["id"] for row in records(opened, "users")] == [1]
+
+
+def test_many_append_at_once_and_each_is_there_once(opened: Any) -> None:
+    def some(name: int) -> list[int]:
+        return [
+            opened.append("web", "clicks", [{"who": name, "n": n}, {"who": name, "n": -n}]).seqs.first
+            for n in range(1, 40)
+        ]
+
+    with ThreadPoolExecutor(8) as threads:
+        told = list(threads.map(some, range(8)))
+    found = {row["__seq"]: (row["who"], row["n"]) for row in records(opened, "clicks")}
+    assert len(found) == 8 * 39 * 2
+    for name, firsts in enumerate(told):
+        assert firsts == sorted(firsts)
+        for n, first in enumerate(firsts, 1):
+            assert (found[first], found[first + 1]) == ((name, n), (name, -n))
+
+
+def test_an_iterator_that_is_left_holds_nothing_up(home: Path) -> None:
+    import asyncio
+
+    with millstream.open(home) as here:
+        for number in range(30):
+            here.append("web", "clicks", {"n": number})
+
+        async def left(kind: Any) -> None:
+            async with kind as there:
+                async for _ in there.read("web"):
+                    break
+                assert await there.token("web") == here.token("web")
+                assert len([batch async for batch in there.read("web")]) == len(list(here.read("web")))
+                reading = asyncio.ensure_future(
+                    there.query("select count(*) from range(100000000000) a, range(1000) b", stream="web")
+                )
+                await asyncio.sleep(0)
+                reading.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await reading
+                assert (await there.append("web", "clicks", {"n": 99})).row_count == 1
+
+        with serving(home) as url:
+            asyncio.run(left(millstream.aio.open(home)))
+            asyncio.run(left(millstream.aio.connect(url)))
+
+
+def test_all_have_the_same_calls() -> None:
+    def said(call: Any) -> str:
+        """Its signature, as that of a call that blocks."""
+        text = str(inspect.signature(call))
+        text = re.sub(r"AsyncGenerator\[(.*), None\]", r"Iterator[\1]", text)
+        return text.replace("AsyncSession", "Session")
+
+    def public(kind: type) -> dict[str, str]:
+        return {n: said(c) for n, c in vars(kind).items() if not n.startswith("_") and inspect.isfunction(c)}
+
+    wanted = public(HomeCalls)
+    assert set(wanted) == {"streams", "token", "read", "read_latest", "append", "query", "status", "session", "close"}
+    assert public(millstream.RemoteHome) == wanted
+    assert {name: call for name, call in public(millstream.OpenHome).items() if name != "lake"} == wanted
+    assert public(millstream.aio.AsyncOpenHome) == wanted
+    assert public(millstream.aio.AsyncRemoteHome) == wanted
+    assert public(millstream.Session) == public(millstream.aio.AsyncSession)
+    assert said(millstream.open).replace("OpenHome", "AsyncOpenHome") == said(millstream.aio.open)
+    assert said(millstream.connect).replace("RemoteHome", "AsyncRemoteHome") == said(millstream.aio.connect)

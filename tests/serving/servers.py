@@ -1,0 +1,110 @@
+"""`millstream serve` in a process of its own, and certificates for it and for its clients."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import trustme
+
+LOCAL: Final = ("localhost", "127.0.0.1")
+
+
+@dataclass(slots=True)
+class Served:
+    """A server that runs."""
+
+    process: subprocess.Popen[str]
+    said: list[dict[str, Any]] = field(default_factory=list)
+    """Its log, as it comes."""
+
+    @property
+    def address(self) -> str:
+        """Where it answers HTTP."""
+        return str(next(line["address"] for line in self.said if line["event"] == "listening"))
+
+    @property
+    def flight(self) -> str:
+        """Where it answers Flight."""
+        return str(next(line["address"] for line in self.said if line["event"] == "flight listens"))
+
+    def events(self) -> list[str]:
+        """What it has said."""
+        return [str(line["event"]) for line in list(self.said)]
+
+
+@contextlib.contextmanager
+def served(home: Path, *words: str, until: str = "listening", **environ: str) -> Iterator[Served]:
+    """A server of the home, from when it has said `until` on; it ends without an error."""
+    command = [sys.executable, "-m", "millstream.cli", "--home", str(home), "serve", "--log-format", "json", *words]
+    environ = {**os.environ, "HOME": "/nonexistent", "MILLSTREAM_HTTP__LISTEN": "127.0.0.1:0"} | environ
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
+    found = Served(process)
+    assert process.stderr is not None
+    try:
+        while until not in found.events():
+            assert select.select([process.stderr], [], [], 60)[0], "it says nothing"
+            line = process.stderr.readline()
+            assert line, f"it has ended: {process.wait(30)}"
+            assert line.startswith("{"), line + process.stderr.read()
+            found.said.append(json.loads(line))
+        thread = threading.Thread(target=_hear, args=(found,), daemon=True)
+        thread.start()
+        yield found
+    except BaseException:
+        process.kill()
+        raise
+    finally:
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(60)
+    thread.join(30)
+    process.stderr.close()
+    assert code == 0, found.said
+
+
+def _hear(found: Served) -> None:
+    assert found.process.stderr is not None
+    for line in found.process.stderr:
+        if line.startswith("{"):
+            found.said.append(json.loads(line))
+
+
+@dataclass(frozen=True, slots=True)
+class Authority:
+    """Makes certificates, and files of them."""
+
+    folder: Path
+    ca: trustme.CA = field(default_factory=trustme.CA)
+
+    @property
+    def file(self) -> Path:
+        """Its own certificate."""
+        file = self.folder / "ca.pem"
+        self.ca.cert_pem.write_to_path(file)
+        return file
+
+    def issue(self, name: str, identities: Sequence[str] = LOCAL, **options: Any) -> tuple[Path, Path]:
+        """Files of a certificate and its key."""
+        leaf = self.ca.issue_cert(*identities, **options)
+        certificate, key = self.folder / f"{name}.pem", self.folder / f"{name}.key"
+        leaf.cert_chain_pems[0].write_to_path(certificate)
+        leaf.private_key_pem.write_to_path(key)
+        return certificate, key
+
+    def client(self, shown: tuple[Path, Path] | None = None) -> ssl.SSLContext:
+        """What a client trusts, and shows."""
+        context = ssl.create_default_context(cafile=self.file)
+        if shown is not None:
+            context.load_cert_chain(*shown)
+        return context

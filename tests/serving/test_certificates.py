@@ -1,0 +1,158 @@
+"""TLS and client certificates, with a real server: who is heard, what is refused at the start, and renewal beside running calls."""
+
+from __future__ import annotations
+
+import datetime as dt
+import ssl
+from pathlib import Path
+
+import httpx
+import pytest
+from cryptography.hazmat.primitives import serialization
+from tests.app.homes import done, make_home, run, wait_for
+from tests.serving.servers import Authority, served
+
+from millstream.app.serving.certificates import Certificates
+from millstream.app.serving.exposure import is_loopback
+from millstream.errors import CertificateUnusable
+
+CERTIFICATE = "MILLSTREAM_HTTP__TLS_CERTIFICATE"
+KEY = "MILLSTREAM_HTTP__TLS_KEY"
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    folder = tmp_path / "pki"
+    folder.mkdir()
+    return Authority(folder)
+
+
+def test_a_home_is_served_with_tls_and_tokens_and_certificates_stand_for_tokens(
+    tmp_path: Path, authority: Authority
+) -> None:
+    others = tmp_path / "others"
+    others.mkdir()
+    stranger = Authority(others)
+    certificate, key = authority.issue("server")
+    text = f"""
+[streams.shop]
+[http]
+listen = "0.0.0.0:0"
+tokens_required = true
+tls_certificate = "{certificate}"
+tls_key = "{key}"
+client_ca = "{authority.file}"
+[http.clients]
+"grafana.example.com" = "grafana"
+"plain" = "grafana"
+"""
+    home = make_home(tmp_path / "home", text)
+    done(home, "token", "create", "--name", "grafana", "--all", "read")
+    sensor = done(home, "token", "create", "--name", "sensor", "--stream", "shop=write").strip()
+    named = authority.client(authority.issue("named", ["grafana.example.com", "b.example.com"], common_name="x"))
+    common = authority.client(authority.issue("common", [], common_name="plain"))
+    unknown = authority.client(authority.issue("unknown", ["loader.example.com"]))
+    with served(home, MILLSTREAM_HTTP__LISTEN="0.0.0.0:0") as server:
+        port = server.address.rpartition(":")[2]
+
+        def status(context: ssl.SSLContext, **headers: str) -> int:
+            with httpx.Client(verify=context) as client:
+                return client.get(f"https://127.0.0.1:{port}/status", headers=headers).status_code
+
+        assert status(named) == status(common) == 200
+        assert status(unknown) == 401
+        assert status(named, Authorization=f"Bearer {sensor}") == 403
+        assert status(named, Authorization="Bearer mst_wrong") == 401
+        for context in (authority.client(), stranger_to(authority, stranger)):
+            with pytest.raises((httpx.HTTPError, ssl.SSLError)):
+                status(context)
+        done(home, "token", "revoke", "grafana")
+        wait_for(lambda: status(named) == 401, seconds=10)
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"http://127.0.0.1:{port}/status")
+    assert sensor.rpartition("_")[2] not in repr(server.said)
+
+
+def stranger_to(authority: Authority, stranger: Authority) -> ssl.SSLContext:
+    """Trusts the server, and shows a certificate of its name from an authority that nobody knows."""
+    return authority.client(stranger.issue("named", ["grafana.example.com"]))
+
+
+def test_a_renewed_certificate_is_taken_while_it_runs_and_a_broken_one_is_not(
+    tmp_path: Path, authority: Authority
+) -> None:
+    home = make_home(tmp_path / "home", "[streams.shop]\n")
+    certificate, key = authority.issue("server")
+    first = certificate.read_bytes()
+    with served(home, **{CERTIFICATE: str(certificate), KEY: str(key)}) as server:
+        host, _, port = server.address.rpartition(":")
+
+        def seen() -> str:
+            return ssl.get_server_certificate((host, int(port)))
+
+        assert seen().strip() in first.decode()
+        other, other_key = authority.issue("other")
+        other.replace(certificate)  # not its key's yet, as while somebody copies one after the other
+        wait_for(lambda: any("can't be used" in event for event in server.events()), seconds=20)
+        assert seen().strip() in first.decode()
+        renewed = certificate.read_text()
+        other_key.replace(key)
+        wait_for(lambda: seen().strip() in renewed, seconds=20)
+
+
+def moment(days: int) -> dt.datetime:
+    return dt.datetime.now(dt.UTC) + dt.timedelta(days=days)
+
+
+def test_what_can_not_be_used_is_said_with_the_file_s_name(tmp_path: Path, authority: Authority) -> None:
+    good, key = authority.issue("good")
+    other, other_key = authority.issue("other")
+    expired = authority.issue("expired", not_before=moment(-9), not_after=moment(-1))
+    early = authority.issue("early", not_before=moment(2), not_after=moment(9))
+    junk = tmp_path / "junk.pem"
+    junk.write_text("-----BEGIN CERTIFICATE-----\nnothing\n")
+    locked = tmp_path / "locked.key"
+    plain = serialization.load_pem_private_key(key.read_bytes(), None)
+    form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"x"))
+    locked.write_bytes(plain.private_bytes(*form))
+    for files, at_fault, says in (
+        (Certificates(tmp_path / "none.pem", key), tmp_path / "none.pem", "No such file"),
+        (Certificates(good, tmp_path / "none.key"), tmp_path / "none.key", "No such file"),
+        (Certificates(good, other_key), other_key, f"isn't the key of {good}"),
+        (Certificates(*expired), expired[0], "has expired"),
+        (Certificates(*early), early[0], "not yet valid"),
+        (Certificates(junk, key), junk, "no certificate and key"),
+        (Certificates(good, locked), locked, "passphrase"),
+        (Certificates(good, key, junk), junk, "no certificates that can be read"),
+        (Certificates(good, key, tmp_path / "none.ca"), tmp_path / "none.ca", "No such file"),
+    ):
+        with pytest.raises(CertificateUnusable, match=says) as caught:
+            files.server_context()
+        assert caught.value.details["file"] == str(at_fault)
+    assert Certificates(other, other_key, authority.file).server_context().verify_mode is ssl.CERT_REQUIRED
+
+
+@pytest.mark.parametrize(
+    ("listen", "extra", "missing"),
+    [
+        ("0.0.0.0:0", "", ["tls_certificate", "tls_key", "tokens_required"]),
+        (":0", "", ["tls_certificate", "tls_key", "tokens_required"]),
+        ("[::]:0", "", ["tls_certificate", "tls_key", "tokens_required"]),
+        ("0.0.0.0:0", "tokens_required = true\n", ["tls_certificate", "tls_key"]),
+        ("0.0.0.0:0", "tls_certificate = 'a'\ntls_key = 'b'\n", ["tokens_required"]),
+    ],
+)
+def test_nothing_listens_for_other_machines_without_tls_and_tokens(
+    tmp_path: Path, listen: str, extra: str, missing: list[str]
+) -> None:
+    home = make_home(tmp_path / "home", f"[streams.shop]\n[http]\nlisten = '{listen}'\n{extra}")
+    ended = run(home, "serve")
+    assert ended.returncode == 2
+    assert "error[unprotected]" in ended.stderr
+    hint = ended.stderr[ended.stderr.index("hint:") :]
+    assert [name for name in ("tls_certificate", "tls_key", "tokens_required") if name in hint] == missing
+
+
+def test_this_machine_s_own_addresses_are_told_from_others() -> None:
+    assert [is_loopback(host) for host in ("127.0.0.1", "localhost", "::1", "127.1.2.3")] == [True] * 4
+    assert [is_loopback(host) for host in ("0.0.0.0", "::", "192.0.2.1", "nothing.invalid", "")] == [False] * 5

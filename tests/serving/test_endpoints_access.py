@@ -1,0 +1,170 @@
+"""Every endpoint there is, called by everybody who may not: what the application serves is asked for, so that none can be forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import pytest
+from tests.app.homes import make_home
+
+from millstream.app.home import Home
+from millstream.app.serving.access import Access
+from millstream.app.serving.server import make_app
+from millstream.catalog import Catalog
+from millstream.model.access import Rights
+
+OPEN: Final = {"/healthz", "/readyz", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"}
+"""What everybody may ask for: whether it lives, and how it is spoken to. Nothing of what it holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A method on a path."""
+
+    method: str
+    path: str
+    """As the application has it: with `{stream}` in it where it is about one."""
+
+    @property
+    def url(self) -> str:
+        """Of stream `shop`."""
+        url = self.path
+        for name, value in {"{stream}": "shop", "{s}": "shop", "{table}": "orders", "{t}": "orders"}.items():
+            url = url.replace(name, value)
+        assert "{" not in url, f"say here what stands for the parameter of {self.path}"
+        return url
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """By what they are."""
+
+    texts: Mapping[str, str]
+
+    def header(self, kind: str) -> dict[str, str]:
+        """What a caller sends."""
+        return {"Authorization": f"Bearer {self.texts[kind]}"} if kind in self.texts else {}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    folder = make_home(
+        tmp_path_factory.mktemp("home"), "[streams.shop]\n[streams.web]\n[http]\ntokens_required = true\n"
+    )
+    home = Home(folder)
+    home.prepare()
+    return home
+
+
+@pytest.fixture(scope="module")
+def catalog(home: Home) -> Iterator[Catalog]:
+    with home.open_catalog() as catalog:
+        yield catalog
+
+
+@pytest.fixture(scope="module")
+def tokens(catalog: Catalog) -> Tokens:
+    def token(*rights: str, **options: Any) -> str:
+        return catalog.create_access_token(Rights.parse(rights), **options)[1]
+
+    revoked = token("*=admin", name="revoked")
+    catalog.revoke_access_token("revoked")
+    return Tokens(
+        {
+            "wrong": "mst_000000000000_" + "a" * 43,
+            "not one": "mst_",
+            "revoked": revoked,
+            "expired": token("*=admin", expires_us=1),
+            "of another stream": token("web=admin"),
+            "read": token("shop=read"),
+            "read all": token("*=read"),
+            "write": token("shop=write"),
+            "admin": token("*=admin"),
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def app(home: Home) -> Iterator[Any]:
+    access = Access.of_home(home)
+    yield make_app(home, access)
+    access.close()
+
+
+def endpoints(app: Any) -> list[Endpoint]:
+    """All of them, as the application itself says."""
+    found = [Endpoint(method, route.path) for route in app.routes for method in sorted(route.methods or ())]
+    assert found
+    return [one for one in found if one.method not in {"HEAD", "OPTIONS"}]
+
+
+def call(app: Any, endpoint: Endpoint, headers: Mapping[str, str]) -> httpx.Response:
+    async def asked() -> httpx.Response:
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            return await client.request(endpoint.method, endpoint.url, headers=headers)
+
+    return asyncio.run(asked())
+
+
+def guarded(app: Any) -> list[Endpoint]:
+    return [one for one in endpoints(app) if one.path not in OPEN]
+
+
+@pytest.mark.parametrize("kind", ["none", "wrong", "not one", "revoked", "expired"])
+def test_who_is_not_known_gets_nowhere(app: Any, tokens: Tokens, kind: str) -> None:
+    for endpoint in guarded(app):
+        answer = call(app, endpoint, tokens.header(kind))
+        assert answer.status_code == 401, (endpoint, answer.text)
+        assert answer.headers["www-authenticate"].startswith("Bearer")
+        assert answer.json()["code"] == ("access_token_expired" if kind == "expired" else "unauthenticated")
+
+
+def test_who_has_another_stream_s_token_gets_nowhere(app: Any, tokens: Tokens) -> None:
+    for endpoint in guarded(app):
+        answer = call(app, endpoint, tokens.header("of another stream"))
+        assert answer.status_code == 403, (endpoint, answer.text)
+        assert answer.json()["code"] == "forbidden"
+
+
+def test_who_may_read_writes_nothing_and_who_may_write_reads_nothing(app: Any, tokens: Tokens) -> None:
+    writes = 0
+    for endpoint in guarded(app):
+        allowed = {
+            kind: call(app, endpoint, tokens.header(kind)).status_code not in {401, 403}
+            for kind in ("read", "read all", "write")
+        }
+        # Exactly one of the two rights opens it; what is about all streams takes the right to all of them.
+        assert not (allowed["read all"] and allowed["write"]), endpoint
+        assert allowed["read all"] or not allowed["read"], endpoint
+        writes += allowed["write"]
+        answer = call(app, endpoint, tokens.header("admin"))
+        assert answer.status_code not in {401, 403}, (endpoint, answer.text)
+
+
+def test_what_everybody_may_ask_tells_nothing_of_what_there_is(app: Any, tokens: Tokens) -> None:
+    asked = [one for one in endpoints(app) if one.path in OPEN]
+    assert "/healthz" in {one.path for one in asked}
+    for endpoint in asked:
+        answer = call(app, endpoint, {})
+        assert answer.status_code in {200, 503}, endpoint
+        if endpoint.path != "/openapi.json":
+            assert "shop" not in answer.text
+            assert "owner" not in answer.text
+    health = Endpoint("GET", "/healthz")
+    assert set(json.loads(call(app, health, {}).text)) == {"healthy"}
+    assert "owner" in json.loads(call(app, health, tokens.header("read all")).text)
+
+
+def test_where_no_token_is_asked_for_a_wrong_one_opens_as_well(home: Home, tmp_path: Path) -> None:
+    open_home = Home(make_home(tmp_path / "open", "[streams.shop]\n"))
+    app = make_app(open_home, Access.of_home(open_home))
+    answer = call(app, Endpoint("GET", "/status"), {"Authorization": "Token anything"})
+    assert answer.status_code == 200
+    assert home.config.http.tokens_required

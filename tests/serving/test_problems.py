@@ -1,0 +1,38 @@
+"""Each error of the tree has a status that says the same as its `retry` does, and a document."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tests.test_errors import KINDS
+
+from millstream.app.serving.problems import encoded, headers_of, plain_problem, problem_of, status_of
+from millstream.errors import MillstreamError, Retry
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_error_has_a_status_and_a_document(kind: type[MillstreamError]) -> None:
+    error = kind("it happened", hint="do this", column="a", inner=ValueError("x"))
+    status = status_of(kind)
+    assert 400 <= status < 600
+    if kind.retry is Retry.BACKOFF:
+        # Whoever waits and repeats the request may succeed: no client may be told otherwise.
+        assert status in {408, 409, 429, 503}, status
+    elif kind.retry is Retry.NEVER:
+        assert status not in {429, 503} or kind.code == "stale_epoch"
+    document = json.loads(encoded(problem_of(error)))
+    assert document["type"] == f"urn:millstream:error:{kind.code}"
+    assert (document["status"], document["detail"], document["code"]) == (status, "it happened", kind.code)
+    assert (document["hint"], document["retry"]) == ("do this", kind.retry.value)
+    assert document["details"] == {"column": "a", "inner": "x"}
+    assert document["title"]
+    assert "\n" not in document["title"]
+    headers = dict(headers_of(status))
+    assert headers[b"content-type"] == b"application/problem+json"
+    assert (b"retry-after" in headers) == (status in {429, 503})
+
+
+def test_what_has_no_error_of_ours_is_a_document_too() -> None:
+    document = plain_problem(404)
+    assert (document["type"], document["title"], document["status"]) == ("about:blank", "Not Found", 404)

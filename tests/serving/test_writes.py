@@ -1,0 +1,261 @@
+"""Rows over HTTP: durable when they are answered, and refused by name where they can't be taken."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from tests.serving.serving_process import LINES, Served, served, web_home
+
+ARROW = {"content-type": "application/vnd.apache.arrow.stream"}
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    home = web_home(tmp_path_factory.mktemp("homes") / "web", 'body_bytes_max = "1MiB"\nrows_max = 5000')
+    with served(home) as found:
+        yield found
+
+
+def arrow(table: pa.Table, **options: Any) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(**options)) as out:
+        out.write_table(table)
+    return bytes(sink.getvalue())
+
+
+def test_rows_of_each_kind_of_body_are_durable_once_they_are_answered(server: Served) -> None:
+    rows = [{"page": "/", "ms": 12.5, "n": 1}, {"page": "/ü", "ms": None, "n": 2**53 + 1}]
+    lines = b"\r\n".join(json.dumps(row).encode() for row in rows)
+    table = pa.Table.from_pylist(rows)
+    bodies = [
+        (LINES, lines),
+        (LINES, lines + b"\n\n"),
+        (JSON, json.dumps(rows).encode()),
+        (ARROW, arrow(table)),
+        (ARROW, arrow(table, compression="zstd")),
+        ({**LINES, "content-encoding": "gzip"}, gzip.compress(lines)),
+        ({**LINES, "content-encoding": "gzip"}, gzip.compress(lines[:10]) + gzip.compress(lines[10:])),
+        ({**ARROW, "content-encoding": "gzip"}, gzip.compress(arrow(table))),
+        ({"content-type": "application/x-ndjson; charset=utf-8"}, lines),
+    ]
+    with server.client() as client:
+        for number, (headers, body) in enumerate(bodies):
+            answer = client.post("/v1/streams/web/tables/kinds", content=body, headers=headers)
+            assert answer.status_code == 200, answer.text
+            said = answer.json()
+            assert (said["rows"], said["duplicate"], said["rejected"]) == (2, False, [])
+            found = server.rows("kinds")
+            assert len(found) == 2 * (number + 1)
+            assert [{name: row[name] for name in ("page", "ms", "n")} for row in found[-2:]] == rows
+            assert [row["__seq"] for row in found[-2:]] == [said["first"], said["first"] + 1]
+        one = client.post("/v1/streams/web/tables/one", content=b' {"a": {"b": [1, "x"]}} ', headers=JSON)
+        assert one.status_code == 200
+        assert server.rows("one")[0]["a"] == '{"b":[1,"x"]}'
+
+
+def test_names_of_tables_are_as_everywhere(server: Served) -> None:
+    with server.client() as client:
+        odd = client.post(
+            "/v1/streams/web/tables/%22Odd%2FSchema%22.%22Odd.Table%22", content=b'{"a":1}', headers=LINES
+        )
+        assert odd.status_code == 200, odd.text
+        for name in ("a.b.c", "%22open", "%FF", ""):
+            refused = client.post(f"/v1/streams/web/tables/{name}", content=b'{"a":1}', headers=LINES)
+            assert (refused.status_code, refused.json()["code"]) == (400, "usage")
+    assert server.rows('"Odd/Schema"."Odd.Table"')[0]["a"] == 1
+
+
+def nested(depth: int) -> bytes:
+    return b'{"v": ' + b"[" * depth + b"]" * depth + b"}"
+
+
+def wide(columns: int) -> bytes:
+    return json.dumps({f"c{number}": 1 for number in range(columns)}).encode()
+
+
+@pytest.mark.parametrize(
+    ("table", "body", "status", "code"),
+    [
+        ("nesting", nested(100), 200, ""),
+        ("nesting", nested(101), 422, "invalid_value"),
+        ("nesting", nested(400_000), 400, "invalid_body"),
+        ("names", b'{"%s": 1}' % (b"n" * 255), 200, ""),
+        ("names", b'{"%s": 1}' % (b"n" * 256), 422, "rows_too_large"),
+        ("names", b'{"": 1}', 422, "invalid_value"),
+        ("names", b'{"__op": 1}', 422, "invalid_value"),
+        ("names", b'{"a\\u0000b": 1}', 422, "invalid_value"),
+        ("names", b'{"Case": 1, "case": 1}', 422, "invalid_value"),
+        ("columns", wide(1600), 200, ""),
+        ("columns", wide(1601), 422, "rows_too_large"),
+        ("rows", b'{"a":1}\n' * 5000, 200, ""),
+        ("rows", b'{"a":1}\n' * 5001, 422, "rows_too_large"),
+        ("empty", b"", 422, "invalid_value"),
+        ("empty", b"\n \n", 422, "invalid_value"),
+        ("empty", b"{}", 422, "invalid_value"),
+        ("text", b'{"a": "x\xff"}', 400, "invalid_body"),
+        ("text", b'{"a\xff": "x"}', 400, "invalid_body"),
+        ("text", b'{"a": "\\ud800"}', 400, "invalid_body"),
+        ("text", b'{"a": "\\u0000"}', 200, ""),
+        ("numbers", b'{"a": NaN}', 400, "invalid_body"),
+        ("numbers", b'{"a": Infinity}', 400, "invalid_body"),
+        ("numbers", b'{"a": -Infinity}', 400, "invalid_body"),
+        ("numbers", b'{"a": 1e400}', 400, "invalid_body"),
+        ("numbers", b'{"a": 9223372036854775807}', 200, ""),
+        ("numbers", b'{"a": 9223372036854775808}', 422, "invalid_value"),
+        ("numbers", b'{"a": ' + b"9" * 5000 + b"}", 400, "invalid_body"),
+        ("numbers", b'{"f": 0.5}\n{"f": 9007199254740993}', 422, "invalid_value"),
+        ("kinds_of", b'{"a": 1}\n{"a": "x"}', 422, "invalid_value"),
+        ("broken", b'{"a": 1}\n{"a" 2}', 400, "invalid_body"),
+        ("broken", b'{"a": 1', 400, "invalid_body"),
+        ("broken", b"[1]", 400, "invalid_body"),
+        ("broken", b'\xef\xbb\xbf{"a": 1}', 400, "invalid_body"),
+    ],
+    ids=lambda value: value[:24] if isinstance(value, bytes) else None,
+)
+def test_lines_of_json_are_taken_up_to_each_bound_and_not_beyond(
+    server: Served, table: str, body: bytes, status: int, code: str
+) -> None:
+    had = len(server.rows(table))
+    with server.client() as client:
+        answer = client.post(f"/v1/streams/web/tables/{table}", content=body, headers=LINES)
+    assert (answer.status_code, answer.json().get("code", "")) == (status, code), answer.text
+    assert len(server.rows(table)) == had + (answer.json()["rows"] if status == 200 else 0)
+
+
+def test_a_problem_says_where(server: Served) -> None:
+    with server.client() as client:
+        answer = client.post("/v1/streams/web/tables/broken", content=b'{"a": 1}\n\n{"a": NaN}\n', headers=LINES)
+    problem = answer.json()
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert (problem["type"], problem["status"]) == ("urn:millstream:error:invalid_body", 400)
+    assert problem["details"]["line"] == 3
+    assert "NaN" in problem["detail"]
+    assert problem["hint"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "parameters", "status", "code"),
+    [
+        ({}, "", 415, "media_type_unknown"),
+        ({"content-type": "text/csv"}, "", 415, "media_type_unknown"),
+        ({**LINES, "content-encoding": "br"}, "", 415, "media_type_unknown"),
+        ({**LINES, "content-encoding": "gzip"}, "", 400, "invalid_body"),
+        ({**JSON}, "", 200, ""),
+        (LINES, "?on_clash=maybe", 400, "usage"),
+        (LINES, "?deadline_s=soon", 400, "usage"),
+        (LINES, "?deadline_s=nan", 400, "usage"),
+        (LINES, "?deadline_s=-1", 400, "usage"),
+        (LINES, "?deadline_s=5&on_clash=request", 200, ""),
+        (LINES, "?%FF=1", 400, "usage"),
+        ({**LINES, "millstream-session": "a"}, "", 400, "usage"),
+        ({**LINES, "millstream-session-number": "1"}, "", 400, "usage"),
+        ({**LINES, "millstream-session": "a", "millstream-session-number": "0"}, "", 422, "invalid_value"),
+        ({**LINES, "millstream-session": "a", "millstream-session-number": "x"}, "", 422, "invalid_value"),
+        (
+            {**LINES, "idempotency-key": "k", "millstream-session": "a", "millstream-session-number": "1"},
+            "",
+            400,
+            "usage",
+        ),
+        ({**LINES, "idempotency-key": ""}, "", 422, "invalid_value"),
+        ({**LINES, "idempotency-key": "k" * 256}, "", 422, "rows_too_large"),
+    ],
+)
+def test_what_a_request_says_beside_its_rows_is_looked_at(
+    server: Served, headers: dict[str, str], parameters: str, status: int, code: str
+) -> None:
+    had = len(server.rows("beside"))
+    with server.client() as client:
+        answer = client.post(f"/v1/streams/web/tables/beside{parameters}", content=b'{"a":1}', headers=headers)
+    assert (answer.status_code, answer.json().get("code", "")) == (status, code), answer.text
+    assert len(server.rows("beside")) == had + (status == 200)
+
+
+def test_arrow_from_anybody_is_bounded(server: Served) -> None:
+    nothing = pa.table({"a": pa.nulls(5001)})
+    bomb = pa.table({"a": pa.array([0] * 5000, pa.int64()).cast(pa.int64()), "b": ["x" * 40_000] * 5000})
+    shared = pa.table({"a": pa.array(["y" * 100_000]).dictionary_encode().take(pa.array([0] * 5000))})
+    deep = pa.table({"a": pa.FixedSizeListArray.from_arrays(pa.nulls(2**30), 2**30)})
+    whole = arrow(pa.table({"a": [1, 2, 3]}))
+    bodies = {
+        "no bytes, many rows": (arrow(nothing), "rows_too_large"),
+        "bomb": (arrow(bomb, compression="zstd"), "rows_too_large"),
+        "shared text": (arrow(shared), "rows_too_large"),
+        "a list of nothing": (arrow(deep), "rows_too_large"),
+        "cut off": (whole[: len(whole) // 2], "invalid_body"),
+        "not Arrow": (b"PAR1" * 100, "invalid_body"),
+        "no rows": (arrow(pa.table({"a": pa.array([], pa.int64())})), "invalid_value"),
+        "two columns of a name": (
+            arrow(pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])),
+            "invalid_value",
+        ),
+    }
+    assert all(len(body) < 1 << 20 for body, _ in bodies.values())
+    with server.client() as client:
+        for what, (body, code) in bodies.items():
+            answer = client.post("/v1/streams/web/tables/arrows", content=body, headers=ARROW)
+            assert (answer.json()["code"], answer.status_code) in {(code, 400), (code, 422)}, what
+        floats = arrow(pa.table({"f": [math.nan, math.inf, -0.0]}))
+        assert client.post("/v1/streams/web/tables/arrows", content=floats, headers=ARROW).status_code == 200
+    assert str([row["f"] for row in server.rows("arrows")]) == "[nan, inf, -0.0]"
+
+
+def test_a_body_is_taken_up_to_its_bound_as_it_is_and_inflated(server: Served) -> None:
+    def body(size: int) -> bytes:
+        return b'{"a":"%s"}' % (b"x" * (size - 8))
+
+    bound = 1 << 20
+    with server.client() as client:
+        for size, encoding, status in (
+            (bound, "", 200),
+            (bound + 1, "", 413),
+            (bound, "gzip", 200),
+            (bound + 1, "gzip", 413),
+            (200 * bound, "gzip", 413),
+        ):
+            content = gzip.compress(body(size)) if encoding else body(size)
+            headers = {**LINES, **({"content-encoding": encoding} if encoding else {})}
+            answer = client.post("/v1/streams/web/tables/large", content=content, headers=headers)
+            assert answer.status_code == status, (size, encoding)
+
+            def pieces(content: bytes = content) -> Iterator[bytes]:
+                yield from (content[at : at + 65536] for at in range(0, len(content), 65536))
+
+            streamed = client.post("/v1/streams/web/tables/large", content=pieces(), headers=headers)
+            assert streamed.status_code == status, (size, encoding, "chunked")
+        for damaged in (gzip.compress(body(1000))[:-9], gzip.compress(body(1000)) + b"more", b"\x1f\x8b" + b"x" * 50):
+            answer = client.post(
+                "/v1/streams/web/tables/large", content=damaged, headers={**LINES, "content-encoding": "gzip"}
+            )
+            assert (answer.status_code, answer.json()["code"]) == (400, "invalid_body")
+    assert len(server.rows("large")) == 4
+
+
+def test_paths_that_are_not_there_and_methods_that_are_not_taken_are_problems_too(server: Served) -> None:
+    with server.client() as client:
+        assert client.get("/nothing").json()["status"] == 404
+        refused = client.get("/v1/streams/web/tables/x")
+        assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
+        assert refused.headers["content-type"] == "application/problem+json"
+        missing = client.post("/v1/streams/nope/tables/x", content=b'{"a":1}', headers=LINES)
+        assert (missing.status_code, missing.json()["code"]) == (404, "unknown_stream")
+
+
+def test_what_the_server_says_of_itself(server: Served, tmp_path: Path) -> None:
+    del tmp_path
+    with server.client() as client:
+        assert client.get("/readyz").json()["ready"] is True
+        assert client.get("/healthz").status_code == 503
+        assert client.get("/status").json()["streams"][0]["name"] == "web"
+        assert "millstream_up" in client.get("/metrics").text
+        paths = client.get("/openapi.json").json()["paths"]
+        assert {"/v1/streams/{stream}/tables/{table}", "/write", "/api/v2/write", "/readyz"} <= set(paths)
+        assert client.get("/docs").status_code == 200

@@ -1,0 +1,353 @@
+"""Writes that can be told apart, in a log: appended once, through whatever crash, and answered with what they got the first time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from uuid import UUID
+
+import pytest
+
+from millstream.errors import CorruptWal, MillstreamError, SessionsNeedOneWriter, WriteIdReused
+from millstream.ingest.requests import operations_of
+from millstream.model.appends import WriteId, WriteKeys
+from millstream.model.ids import Epoch, RegionId, ShardId, StreamId, WriterId
+from millstream.model.operations import Ack, Outcome, Repeated, TableRows, WriteOps
+from millstream.model.positions import Offset, Seq
+from millstream.protocol.retention import Bounds, HolderKind, Retention
+from millstream.protocol.sessions import SessionFacts, SessionLimits
+from millstream.testing.clock import ManualClock
+from millstream.testing.files import Crash, FaultPlan, MemoryFiles, keep_any, lose_all
+from millstream.testing.log import MemoryReservations, plain_rows, plain_table
+from millstream.wal.commit import GroupCommitter, LogOptions, WriterIdentity
+from millstream.wal.keyed import KeyedCommits
+from millstream.wal.numbers import BlockNumbers
+from millstream.wal.reader import StreamReader
+from millstream.wal.retain import drop_segments
+from millstream.wal.session_file import covered_upto, read_copy, session_path
+from millstream.wal.writer import LogWriter
+
+FOLDER = "/wal"
+STREAM = StreamId(UUID(int=5))
+SHARDS = (ShardId(0), ShardId(1))
+TABLE = plain_table(1)
+Keep = Callable[[int], Sequence[float]]
+
+
+def write(*writes: tuple[WriteId | None, int], text: str = "x") -> WriteOps:
+    """Operations of so many rows each, in turn on two shards; each row's text is its operation's id."""
+    counts = [count for _, count in writes]
+    ids = [write_id for write_id, _ in writes]
+    rows = [(place, i, f"{write_id}") for place, (write_id, count) in enumerate(writes) for i in range(count)]
+    tables = tuple(
+        TableRows(TABLE, plain_rows(TABLE, mine), shard)
+        for shard in SHARDS
+        if (mine := [row for place, row in enumerate(rows) if place % 2 == shard])
+    )
+    digests = [hash_of(text)] * len(ids)
+    return WriteOps(operations_of(ids, digests), tables, keys=WriteKeys(ids, digests, counts))
+
+
+def hash_of(text: str) -> int:
+    return sum(text.encode())
+
+
+class Life:
+    """A log's writers, one after the other, with the numbers' store that outlives them."""
+
+    def __init__(self, *, every_bytes: int = 1, segment_bytes: int = 2500) -> None:
+        self.reservations = MemoryReservations()
+        self.epoch = 0
+        self.every_bytes = every_bytes
+        self.options = LogOptions(segment_bytes=segment_bytes, disk_used_max=1.0)
+
+    def open(self, files: MemoryFiles) -> tuple[GroupCommitter, KeyedCommits]:
+        self.epoch += 1
+        self.reservations.epoch = Epoch(self.epoch)
+        clock = ManualClock()
+        committer = GroupCommitter.open(
+            FOLDER,
+            WriterIdentity(STREAM, RegionId(0), WriterId(1), Epoch(self.epoch)),
+            SHARDS,
+            numbers=BlockNumbers(self.reservations, Epoch(self.epoch)),
+            files=files,
+            clock=clock,
+            options=self.options,
+            side_by_side=False,
+        )
+        keyed = KeyedCommits.open(
+            committer,
+            files,
+            clock,
+            FOLDER,
+            STREAM,
+            SessionLimits(),
+            every_bytes=self.every_bytes,
+            in_background=False,
+        )
+        return committer, keyed
+
+
+def shown(files: MemoryFiles) -> dict[str, list[int]]:
+    """Numbers of the rows in the log, by their text."""
+    reader = StreamReader(FOLDER, files=files)
+    found: dict[str, list[int]] = {}
+    for part in reader.read_between(Seq(reader.first_seq() - 1), reader.persisted_upto()):
+        for text, seq in zip(*(part.batch.column(name).to_pylist() for name in ("text", "__seq")), strict=True):
+            found.setdefault(text, []).append(seq)
+    return {text: sorted(seqs) for text, seqs in found.items()}
+
+
+def offsets_of(files: MemoryFiles) -> dict[tuple[int, int], str]:
+    reader = StreamReader(FOLDER, files=files)
+    found = {}
+    for shard in SHARDS:
+        for part in reader.read(shard, reader.first_offset(shard)):
+            for offset, text in zip(*(part.batch.column(n).to_pylist() for n in ("__offset", "text")), strict=True):
+                found[shard, offset] = text
+    return found
+
+
+def s(number: int, name: str = "s") -> WriteId:
+    return WriteId(name, number)
+
+
+def given(outcome: Outcome) -> Ack:
+    assert not isinstance(outcome, MillstreamError)
+    return outcome.given if isinstance(outcome, Repeated) else outcome
+
+
+def test_a_write_that_is_sent_again_is_not_appended_again() -> None:
+    files, life = MemoryFiles(), Life()
+    committer, keyed = life.open(files)
+    first, plain = keyed.commit([write((s(1), 2), (WriteId(key="k"), 3), (None, 1)), write((s(2), 1))])
+    assert [type(outcome) for outcome in first.each] == [Ack, Ack, Ack]
+    assert first.seqs.count == 6
+    again, other = keyed.commit([write((s(2), 1), (s(4), 5), (s(1), 2), (s(4), 5)), write((WriteId(key="k"), 3))])
+    assert [type(outcome) for outcome in again.each] == [Repeated, Ack, Repeated, Repeated]
+    assert [given(outcome) for outcome in again.each] == [
+        given(plain.each[0]),
+        given(again.each[1]),
+        given(first.each[0]),
+        given(again.each[1]),
+    ]
+    assert again.seqs.count == 5
+    assert [given(outcome) for outcome in other.each] == [given(first.each[1])]
+    assert other.seqs.count == 0
+    (nothing,) = keyed.commit([write((s(1), 2))])
+    assert nothing.seqs.count == 0
+    assert keyed.facts("s") == SessionFacts(2, (4,))
+    rows = shown(files)
+    assert {text: len(seqs) for text, seqs in rows.items()} == {
+        str(s(1)): 2, str(s(2)): 1, str(s(4)): 5, str(WriteId(key="k")): 3, "None": 1,
+    }  # fmt: skip
+    there = offsets_of(files)
+    for write_id, outcome in ((s(1), first.each[0]), (WriteId(key="k"), first.each[1]), (s(4), again.each[1])):
+        ack = given(outcome)
+        assert rows[str(write_id)] == list(range(ack.seqs.first, ack.seqs.first + ack.seqs.count))
+        assert {there[shard, o] for shard, (start, end) in ack.offsets.items() for o in range(start, end)} == {
+            str(write_id)
+        }
+    committer.abandon()
+
+
+def test_one_that_is_refused_leaves_the_others_alone() -> None:
+    files, life = MemoryFiles(), Life()
+    committer, keyed = life.open(files)
+    keyed.commit([write((s(1), 1))])
+    (ack,) = keyed.commit([write((s(2), 1), (s(1), 1), (s(9, "new"), 2), (WriteId(key="k"), 1), text="other")])
+    assert [type(outcome) for outcome in ack.each] == [Ack, WriteIdReused, Ack, Ack]
+    (ack,) = keyed.commit([write((s(3), 1), (s(3), 1)), write((WriteId(key="k"), 1))][:1])
+    assert [type(outcome) for outcome in ack.each] == [Ack, Repeated]
+    one, other = keyed.commit([write((s(4), 1)), write((s(4), 1), text="other")])
+    assert isinstance(other.each[0], WriteIdReused)
+    assert isinstance(one.each[0], Ack)
+    committer.abandon()
+
+
+def test_a_batch_may_bring_more_of_one_session_than_may_come_out_of_order() -> None:
+    files, life = MemoryFiles(), Life(segment_bytes=1 << 20)
+    committer, keyed = life.open(files)
+    (ack,) = keyed.commit([write(*((s(number), 1) for number in range(1, 3001)))])
+    assert all(isinstance(outcome, Ack) for outcome in ack.each)
+    assert keyed.facts("s") == SessionFacts(3000)
+    committer.abandon()
+
+
+@pytest.mark.parametrize("every_bytes", [1, 1 << 30])
+def test_the_next_writer_knows_what_the_log_has(every_bytes: int) -> None:
+    files, life = MemoryFiles(), Life(every_bytes=every_bytes)
+    told: dict[WriteId, Ack] = {}
+    writes = [s(number, name) for name in ("a", "b") for number in (1, 2, 3, 5, 4, 7)] + [
+        WriteId(key=str(i)) for i in range(5)
+    ]
+    for _ in range(3):
+        committer, keyed = life.open(files)
+        for write_id in writes:
+            (ack,) = keyed.commit([write((write_id, 3))])
+            keyed.after_group()
+            committer.roll()
+            assert told.setdefault(write_id, given(ack.each[0])) == given(ack.each[0])
+        assert keyed.facts("a") == SessionFacts(5, (7,))
+        keyed.close()
+        committer.close()
+        assert covered_upto(files, FOLDER) == StreamReader(FOLDER, files=files).persisted_upto()
+        if every_bytes > 1:
+            files.remove(session_path(FOLDER))  # what is gone is made from the log
+    assert {text: len(seqs) for text, seqs in shown(files).items()} == {str(write_id): 3 for write_id in writes}
+
+
+WRITES = [
+    (s(1), 2),
+    (s(2), 1),
+    (s(4), 1),
+    (WriteId(key="k"), 2),
+    (s(3), 3),
+    (s(1, "t"), 1),
+    (s(5), 1),
+    (WriteId(key="l"), 1),
+]
+
+
+def play(life: Life, files: MemoryFiles, told: dict[WriteId, Ack]) -> None:
+    """Writes, some of them sent twice, by two writers; what was acknowledged is told."""
+    committer, keyed = life.open(files)
+    for i, one in enumerate(WRITES):
+        batch = write(one, WRITES[i - 1]) if i else write(one)
+        (ack,) = keyed.commit([batch])
+        for write_id, outcome in zip(batch.keys.ids if batch.keys else (), ack.each, strict=True):
+            assert write_id is not None
+            assert told.setdefault(write_id, given(outcome)) == given(outcome)
+        committer.roll()
+        keyed.after_group()
+        if i == len(WRITES) // 2:
+            keyed.close()
+            committer.close()
+            committer, keyed = life.open(files)
+    committer.abandon()
+
+
+OUTCOMES: dict[str, tuple[Keep | None, int, int]] = {
+    "all kept": (None, 1, 1),
+    "unsynced lost": (lose_all, 2, 2),
+    **{f"any subset, seed {seed}": (keep_any(seed), seed, 3) for seed in (1, 2, 3)},
+}
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES)
+def test_a_crash_at_any_operation_appends_no_write_twice_and_loses_none(outcome: str) -> None:
+    keep, first, step = OUTCOMES[outcome]
+    whole = MemoryFiles()
+    play(Life(), whole, {})
+    for at in range(first, whole.plan.operations + 1, step):
+        life, told = Life(), dict[WriteId, Ack]()
+        files = MemoryFiles(FaultPlan(crash_at=at))
+        with pytest.raises(Crash):
+            play(life, files, told)
+        files = files.crash(keep)
+        committer, keyed = life.open(files)
+        chance = random.Random(at)
+        for one in chance.sample(WRITES, len(WRITES)):
+            (ack,) = keyed.commit([write(one)])
+            if one[0] in told:
+                assert ack.each == (Repeated(told[one[0]]),), (at, one)
+        rows = shown(files)
+        assert {text: len(seqs) for text, seqs in rows.items()} == {str(one): count for one, count in WRITES}, at
+        for write_id, ack in told.items():
+            assert rows[str(write_id)] == list(range(ack.seqs.first, ack.seqs.first + ack.seqs.count)), at
+        committer.abandon()
+
+
+@pytest.mark.parametrize("kind", ["sync", "write", "any"])
+def test_after_a_failed_disk_the_next_writer_tells_what_is_there(kind: str) -> None:
+    for at in range(1, 60):
+        life, told = Life(), dict[WriteId, Ack]()
+        fails = frozenset({at})
+        plan = {
+            "sync": FaultPlan(fail_sync_at=fails),
+            "write": FaultPlan(fail_write_at=fails),
+            "any": FaultPlan(fail_at=fails),
+        }[kind]
+        files = MemoryFiles(plan)
+        try:
+            play(life, files, told)
+        except (MillstreamError, OSError):
+            files = files.crash(None)
+        else:
+            files.plan = FaultPlan()
+        committer, keyed = life.open(files)
+        for one in WRITES:
+            (ack,) = keyed.commit([write(one)])
+            if one[0] in told:
+                assert ack.each == (Repeated(told[one[0]]),), (at, one)
+        assert {text: len(seqs) for text, seqs in shown(files).items()} == {str(one): count for one, count in WRITES}
+        committer.abandon()
+
+
+def test_retention_keeps_what_the_copy_lacks() -> None:
+    files, life = MemoryFiles(), Life(every_bytes=1 << 30)
+    committer, keyed = life.open(files)
+    for number in range(1, 30):
+        keyed.commit([write((s(number), 5))])
+        committer.roll()
+    copied = covered_upto(files, FOLDER)
+    assert copied == 0
+    bounds = Bounds(0.0, 0, 1 << 40)
+    swept = drop_segments(FOLDER, Retention([]), bounds, files=files, clock=ManualClock(10**18))
+    assert swept.dropped == ()
+    keyed.close()
+    committer.close()
+    swept = drop_segments(FOLDER, Retention([]), bounds, files=files, clock=ManualClock(10**18))
+    assert swept.dropped
+    committer, keyed = life.open(files)
+    (ack,) = keyed.commit([write((s(29), 5), (s(30), 1))])
+    assert [type(outcome) for outcome in ack.each] == [Repeated, Ack]
+    committer.abandon()
+    assert not HolderKind.SESSIONS.can_be_cut_off
+
+
+def test_a_damaged_copy_is_told_and_no_other_streams_is_taken() -> None:
+    files, life = MemoryFiles(), Life()
+    committer, keyed = life.open(files)
+    keyed.commit([write((s(1), 5))])
+    keyed.close()
+    committer.close()
+    with pytest.raises(CorruptWal):
+        read_copy(files, FOLDER, StreamId(UUID(int=6)))
+    size = files.size(session_path(FOLDER))
+    for at in range(size):
+        other = files.crash(None)
+        byte = other.read(session_path(FOLDER), at, 1)[0]
+        other.damage(session_path(FOLDER), at, bytes([byte ^ 0x10]))
+        with pytest.raises(MillstreamError):
+            read_copy(other, FOLDER, STREAM)
+
+
+def test_a_writer_among_several_takes_no_writes_with_sessions() -> None:
+    files = MemoryFiles()
+    with LogWriter.open(
+        FOLDER, stream=STREAM, shards=SHARDS, epoch=Epoch(1), reservations=MemoryReservations(), files=files
+    ) as log:
+        with pytest.raises(SessionsNeedOneWriter):
+            log.append(write((s(1), 1)))
+        with pytest.raises(SessionsNeedOneWriter):
+            log.session("s")
+
+
+def test_rows_stay_with_their_operation_where_others_are_left_out() -> None:
+    files, life = MemoryFiles(), Life(segment_bytes=1 << 20)
+    committer, keyed = life.open(files)
+    chance = random.Random(7)
+    for _ in range(30):
+        batch = write(*((s(1, f"{number}"), number % 4 + 1) for number in chance.sample(range(1, 60), 10)))
+        keyed.commit([batch])
+    rows, there = shown(files), offsets_of(files)
+    assert all(len(seqs) == int(text.split("'")[1]) % 4 + 1 for text, seqs in rows.items())
+    for number in range(1, 60):
+        if str(s(1, f"{number}")) in rows:
+            (ack,) = keyed.commit([write((s(1, f"{number}"), number % 4 + 1))])
+            repeated = given(ack.each[0])
+            assert sum(end - start for start, end in repeated.offsets.values()) == repeated.seqs.count
+            texts = {there[shard, Offset(o)] for shard, (a, b) in repeated.offsets.items() for o in range(a, b)}
+            assert texts == {str(s(1, f"{number}"))}
+    committer.abandon()
