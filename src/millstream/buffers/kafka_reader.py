@@ -148,8 +148,8 @@ class KafkaReader:
 
         deadline = time.monotonic() + self._timeout_s
         while True:
+            left_s = max(_ASK_MIN_S, deadline - time.monotonic())
             try:
-                left_s = max(_ASK_MIN_S, deadline - time.monotonic())
                 found = self._consumer.get_watermark_offsets(self._partition(None), timeout=left_s, cached=False)
             except KafkaException as error:
                 code = error.args[0].code()
