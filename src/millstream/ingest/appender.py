@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import pyarrow as pa
 
-from millstream.errors import IngestError, InvalidValue, MillstreamError, UnknownTable
+from millstream.errors import IngestError, InvalidValue, MillstreamError, RoutingError, UnknownTable
 from millstream.ingest.digests import digests_of
-from millstream.ingest.requests import PreparedBatch, check_batch, one_request, operations_of, rows_of, said
+from millstream.ingest.requests import PreparedBatch, check_batch, in_log, one_request, operations_of, rows_of, said
 from millstream.ingest.schemas import WriteRules, fitted, grown
 from millstream.ingest.undisturbed import made_elsewhere, undisturbed
 from millstream.model.appends import AppendBatch, WriteId, WriteKeys
@@ -153,18 +153,46 @@ class Appender:
                 return PreparedBatch(None, len(batch.counts), (), (), errors)
             # Each of them fits by itself; what is too large together is for whoever made the batch.
             known, arrays = self._fit(name, said(rows_of(batch, places)))
-        counts = [batch.counts[place] for place in places]
-        of_row = pa.array(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
-        batch_rows = pa.RecordBatch.from_arrays([of_row, *_prefix(counts), *arrays], schema=append_row_schema(known))
+        while True:
+            counts = [batch.counts[place] for place in places]
+            rows = _rows_of(known, arrays, counts)
+            placed, refused = self._placed(known, rows, counts)
+            if not refused:
+                break
+            errors |= {places[number]: error for number, error in refused.items()}
+            places = [place for place in places if place not in errors]
+            if not places:
+                return PreparedBatch(None, len(batch.counts), (), (), errors)
+            known, arrays = self._fit(name, said(rows_of(batch, places)))
         ids = [batch.write_ids[place] for place in places]
+        logged = in_log(placed, counts)
         keys = None
         if any(ids):
             names = [column.name for column in known.columns]
-            digests = digests_of(names, arrays, counts, [one is not None for one in ids])
-            keys = WriteKeys(ids, digests, counts)
-        operations = operations_of(ids, None if keys is None else keys.digests)
-        ops = WriteOps(operations, self._place(known, batch_rows), keys=keys)
-        return PreparedBatch(ops, len(batch.counts), tuple(places), tuple(counts), errors)
+            keys = WriteKeys(ids, digests_of(names, arrays, counts, [one is not None for one in ids]), logged)
+        ops = WriteOps(operations_of(ids, None if keys is None else keys.digests), placed, keys=keys)
+        return PreparedBatch(ops, len(batch.counts), tuple(places), logged, errors)
+
+    def _placed(
+        self, schema: TableSchema, rows: pa.RecordBatch, counts: Sequence[int]
+    ) -> tuple[tuple[TableRows, ...], dict[int, MillstreamError]]:
+        """Where operations' rows go; or which of them have no place, by number."""
+        try:
+            return self._place(schema, rows), {}
+        except RoutingError as error:
+            if len(counts) == 1:
+                return (), {0: error}
+        # One of them, or what they are together: each by itself shows it.
+        placed: list[TableRows] = []
+        refused: dict[int, MillstreamError] = {}
+        start = 0
+        for number, count in enumerate(counts):
+            try:
+                placed += self._place(schema, rows.slice(start, count))
+            except RoutingError as error:
+                refused[number] = error
+            start += count
+        return tuple(placed), refused
 
     def _fitting(
         self,
@@ -217,6 +245,12 @@ class Appender:
             return StreamToken.scalar(self._stream, last)
         # Others are behind: who reads by vectors needn't wait for them.
         return StreamToken(short_stream_id(self._stream), Seq(shown), {self._writer: last})
+
+
+def _rows_of(schema: TableSchema, arrays: Sequence[pa.Array], counts: Sequence[int]) -> pa.RecordBatch:
+    """Rows of a table in `append_row_schema`, so many of each operation."""
+    operations = pa.array(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
+    return pa.RecordBatch.from_arrays([operations, *_prefix(counts), *arrays], schema=append_row_schema(schema))
 
 
 def _prefix(counts: Sequence[int]) -> list[pa.Array]:
