@@ -16,6 +16,7 @@ from bench import (  # noqa: F401 - they register their figures
     latency,
     log_costs,
     log_open,
+    routing,
     sequencer,
     spark_source,
     wal,

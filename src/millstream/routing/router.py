@@ -119,7 +119,7 @@ class Router:
         plan = self.plan(schema, rows)
         entries = list(self._entries(schema, rows, plan.shards))
         for sink, at in plan.sinks.items():
-            own = rows if at is None else rows.take(pa.array(at))
+            own = rows if at is None else _taken(rows, at)
             self.counts[sink] += own.num_rows
             if sink != DEVNULL and own.num_rows:
                 entries.append(TableRows(schema, own, sink=sink))
@@ -284,7 +284,7 @@ class Router:
         """The log's entries: by shard and partition, where a key goes from one partition to another stretch by stretch."""
         if not isinstance(shards, int) and (shards == _NOWHERE).any():
             kept = np.flatnonzero(shards != _NOWHERE)
-            shards, rows = shards[kept], _numbered_anew(rows.take(pa.array(kept)))
+            shards, rows = shards[kept], _numbered_anew(_taken(rows, kept))
         if not rows.num_rows:
             return []
         numbers, codes = (
@@ -305,7 +305,7 @@ class Router:
         for code, at in _groups(schema, codes):
             shard, name = numbers[code % count // len(names)], names[code % len(names)]
             self.counts[f"shard:{shard}"] += len(at)
-            own = rows if len(at) == rows.num_rows else rows.take(pa.array(at))
+            own = rows if len(at) == rows.num_rows else _taken(rows, at)
             found.append(TableRows(schema, own, ShardId(shard), name, self.era))
         return found
 
@@ -414,6 +414,16 @@ def _groups(schema: TableSchema, codes: Places) -> list[tuple[int, Places]]:
         return [(int(used[0]), np.arange(len(codes), dtype=np.int64))]
     rows, starts = rows_by_group(dense, len(used))
     return [(int(code), rows[starts[n] : starts[n + 1]]) for n, code in enumerate(used)]
+
+
+def _taken(rows: pa.RecordBatch, at: Places) -> pa.RecordBatch:
+    """Some rows, in that order. Columns of nothing but nulls, as most that the log adds are, are made anew: taking lists is dear."""
+    places = pa.array(at)
+    columns = [
+        pa.nulls(len(at), column.type) if column.null_count == rows.num_rows else column.take(places)
+        for column in rows.columns
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=rows.schema)
 
 
 def _numbered_anew(rows: pa.RecordBatch) -> pa.RecordBatch:

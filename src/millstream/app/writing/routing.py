@@ -36,7 +36,8 @@ from millstream.routing.rules import (
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from millstream.app.config.model import RoutingSection, StreamConfig
+    from millstream.app.config.model import StreamConfig
+    from millstream.app.config.routing_model import RoutingSection
     from millstream.catalog import Catalog
     from millstream.model.operations import TableRows
     from millstream.model.schema import TableSchema
