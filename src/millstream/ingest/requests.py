@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -167,7 +168,7 @@ def operations_of(write_ids: Sequence[WriteId | None], digests: Sequence[int] | 
     facts = {
         "kind": pa.array(np.full(count, int(OperationKind.APPEND), dtype=np.uint8)),
         "source": pa.array(np.full(count, int(SourceId(0)), dtype=np.int32)),
-        "commit_ts": pa.array(np.full(count, time.time_ns() // 1000), OPERATION_SCHEMA.field("commit_ts").type),
+        "commit_ts": pa.array(np.arange(count) + _MOMENTS.next(count), OPERATION_SCHEMA.field("commit_ts").type),
     }
     if any(write_ids):
         told = [write_id or _NOTHING for write_id in write_ids]
@@ -183,4 +184,23 @@ def operations_of(write_ids: Sequence[WriteId | None], digests: Sequence[int] | 
     return pa.RecordBatch.from_arrays(columns, schema=OPERATION_SCHEMA)
 
 
+class _Moments:
+    """The time in microseconds, never the same twice: readers of the log and of the lake tell one application's write from the next by it.
+
+    Without that a token between two requests of one commit group would stand for neither, and who was given it wouldn't see its own rows.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next_us = 0
+
+    def next(self, count: int) -> int:
+        """The first of so many, one behind the other."""
+        with self._lock:
+            first = max(time.time_ns() // 1000, self._next_us)
+            self._next_us = first + count
+            return first
+
+
+_MOMENTS: Final = _Moments()
 _NOTHING: Final = WriteId()
