@@ -17,6 +17,7 @@ from bench import (  # noqa: F401 - they register their figures
     line_protocol,
     log_costs,
     log_open,
+    routing,
     sequencer,
     spark_source,
     wal,
