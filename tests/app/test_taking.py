@@ -190,6 +190,27 @@ def test_a_value_that_does_not_fit_holds_its_table_alone(home: Home) -> None:
     assert (home.texts(), home.texts("others")) == (["one"], ["fine"])
 
 
+@pytest.mark.parametrize(
+    "told", [{"session": "s", "session_number": 7}, {"idempotency_key": "k"}], ids=["session", "key"]
+)
+def test_a_write_that_was_sent_again_is_taken_once_also_by_a_reader_that_starts_between(
+    home: Home, told: dict[str, Any]
+) -> None:
+    home.put(NORTH, "first", said=told)
+    home.take()
+    home.put(
+        NORTH, "other", said={name: f"{value}1" if name != "session_number" else 8 for name, value in told.items()}
+    )
+    home.put(NORTH, "again", said=told, moment_us=1_790_000_000_000_009)
+    home.put(SOUTH, "elsewhere", said=told)  # another shard's part of the same operation
+    assert home.take().progress.shards[NORTH].repeated == 1
+    home.put(NORTH, "and again", said=told)
+    home.put(NORTH, "last")
+    home.take()
+    assert [text for text in home.texts() if text != "elsewhere"] == ["first", "other", "last"]
+    assert home.texts().count("elsewhere") == 1
+
+
 def test_what_is_no_operation_is_passed_and_counted(home: Home) -> None:
     home.put(NORTH, "one")
     home.server.put(NAME, NORTH, b"nothing")

@@ -4,6 +4,9 @@ Where in the buffer the log has got to is durable with the rows themselves: each
 operation tells the log, as capture's transactions do, that it has reached the offset behind it (`WriteOps.reached`). So nothing has to be
 agreed between two stores, and nothing is asked but the log.
 
+Who was left without an answer sends a write again under its session and number, or its key, and the buffer may have both. The second one within
+`AGAIN_WITHIN` offsets of its shard is left out: that is a matter of what lies in the buffer alone, so that a restart decides as before.
+
 A table that can't take rows (its key was configured otherwise, a column's type clashes) is held: from that operation on its rows are left
 out, by partition, while others go on; `protocol.buffer_replay` tells what is read again once it is mended, at the next start.
 """
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -49,8 +52,11 @@ logger = structlog.get_logger("millstream.buffer")
 _WAIT_S: Final = 0.2
 """How long a reader waits for more before it looks whether it is to stop."""
 _CHECK_IDENTITY_S: Final = 2.0
+AGAIN_WITHIN: Final = 4096
+"""Offsets of a shard within which a write that was sent again is known. As many are read at a start: a second or two, at the most."""
 _IN_FLIGHT_BYTES: Final = 32 << 20
 """Operations handed to the log and not durable yet, a shard."""
+_TOLD_BY: Final = ("session", "session_number", "idempotency_key")
 _UNFIT: Final = (CodecError, IngestError, UnknownTable)
 """What is wrong with a table's rows, and with nothing else. `CodecError`: InvalidValue is of it."""
 
@@ -65,6 +71,8 @@ class ShardProgress:
     """Of the buffer, when it was last looked."""
     taken: int = 0
     """Operations since the start of this process."""
+    repeated: int = 0
+    """Writes that were sent again, and left out."""
     undecodable: int = 0
     """Items that held no operation, likewise."""
 
@@ -88,6 +96,7 @@ class TakingProgress:
                     "place": int(one.place),
                     "end": int(one.end),
                     "taken": one.taken,
+                    "repeated": one.repeated,
                     "undecodable": one.undecodable,
                 }
                 for shard, one in sorted(self.shards.items())
@@ -215,7 +224,9 @@ class BufferTaking:
         try:
             # What it had must be there still, also where it begins with what was held.
             reader.seek(replay.end(shard))
-            reader.seek(start)
+            reader.seek_earliest()
+            # What lies before it is looked at, not taken; where the start itself is gone, that is said.
+            reader.seek(min(start, max(reader.place, BufferOffset(start - AGAIN_WITHIN))))
         except BufferSeekBeyondEnd as error:
             reader.close()
             raise BufferWentBack(
@@ -315,6 +326,9 @@ class _ShardTaking:
         self._handed = {source: taking.reached(source) for source in (self._source, *self._catching_up.values())}
         """How far each source will be once all that was handed to the log is durable."""
         self._held: set[Part] = set()
+        self._start = replay.start(reader.shard)
+        self._recent: OrderedDict[tuple[object, ...], BufferOffset] = OrderedDict()
+        """The last writes that can be told apart, by what tells them, with where they lie; oldest first."""
         self._in_flight: deque[tuple[Future[Ack], int, BufferOffset]] = deque()
         self._in_flight_bytes = 0
 
@@ -325,6 +339,8 @@ class _ShardTaking:
         except BufferedOpUndecodable as error:
             if isinstance(error.__cause__, UnsupportedFormat):
                 raise error.__cause__ from error  # a newer Millstream's: not to be passed over
+            if error.details["offset"] < self._start:
+                return True
             self._progress.undecodable += 1
             logger.warning("passed over", buffer=error.details["buffer"], code=error.code, error=error.message)
             return True
@@ -343,8 +359,25 @@ class _ShardTaking:
         while self._in_flight:
             self._await_one()
 
+    def _is_repeated(self, found: BufferedOp) -> bool:
+        """Whether the same write lies a little before; from now on it is known."""
+        offset = found.meta.offset
+        while self._recent and next(iter(self._recent.values())) < offset - AGAIN_WITHIN:
+            self._recent.popitem(last=False)
+        told = tuple(found.op.operations.column(name)[0].as_py() for name in _TOLD_BY)
+        if told[0] is None and told[2] is None:
+            return False
+        first = self._recent.setdefault(told, offset)
+        return first != offset
+
     def _take(self, found: BufferedOp) -> None:
         offset = found.meta.offset
+        is_repeated = self._is_repeated(found)
+        if offset < self._start:
+            return
+        if is_repeated:
+            self._progress.repeated += 1
+            return
         if offset >= self._replay.place(self._reader.shard):
             self._release()
         tables: list[TableRows] = []
