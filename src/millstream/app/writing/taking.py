@@ -23,12 +23,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
+from millstream.catalog.sources import OF_A_BUFFER
 from millstream.errors import (
     BufferedOpUndecodable,
     BufferOffsetGone,
     BufferReplaced,
     BufferSeekBeyondEnd,
     BufferWentBack,
+    CatalogError,
     CodecError,
     IngestError,
     MillstreamError,
@@ -142,6 +144,7 @@ class BufferTaking:
 
         Raises:
             BufferReplaced: the buffer isn't the one that was read before.
+            CatalogError: the log was written with another catalog.
             BufferWentBack: it ends before what was read of it.
             BufferOffsetGone: it has dropped what wasn't taken yet.
             BufferUnavailable, BufferMissing, BufferRefused: as the buffer says.
@@ -191,6 +194,12 @@ class BufferTaking:
     def _check_identity(self) -> None:
         known, found = self._catalog.fact(self._scope, "identity"), self._buffer.identity()
         if known is None:
+            strange = set(self._log.reached()) - {row.id for row in self._catalog.all_sources(self._stream)}
+            if strange:
+                raise CatalogError(
+                    f"the log has taken operations from sources that the catalog doesn't know ({', '.join(map(str, sorted(strange)))}): which they were can't be told",
+                    hint="Restore the catalog; with a new one the same operations would be taken again.",
+                )
             self._catalog.put_fact(self._scope, "identity", found)
         elif known != found:
             raise BufferReplaced(
@@ -213,7 +222,7 @@ class BufferTaking:
     def _source(self, shard: ShardId, part: Part | None = None) -> SourceId:
         """The number by which the log knows a shard of the buffer, or a held part of one."""
         told = self._name if part is None else f"{self._name}/{part.table}/{part.partition or ''}"
-        return self._catalog.resolve_source(self._stream, 0, f"buffer:{told}", int(shard))
+        return self._catalog.resolve_source(self._stream, OF_A_BUFFER, told, int(shard))
 
     def _reader(self, shard: ShardId, replay: Replay) -> ShardReader:
         """A reader of a shard at its own place; what isn't there any more is said by name."""
