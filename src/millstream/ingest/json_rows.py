@@ -22,6 +22,7 @@ from millstream.errors import InvalidBody, InvalidValue
 from millstream.ingest.columns import ROWS_BYTES_MAX, check_names, column_of, too_large
 from millstream.ingest.log_types import NOT_A_VALUE, no_value, stored
 from millstream.ingest.schemas import FITTED_BYTES_MAX
+from millstream.ingest.valid_rows import ValidTable, table_of_valid
 
 ROWS_MAX: Final = 1_000_000
 NESTING_MAX: Final = 100
@@ -128,6 +129,11 @@ def columns_of(rows: Sequence[Row]) -> pa.Table:
     if found.nbytes > ROWS_BYTES_MAX:
         raise too_large("its rows' bytes", found.nbytes, ROWS_BYTES_MAX)
     return found
+
+
+def valid_columns_of(rows: Sequence[Row]) -> ValidTable:
+    """As `columns_of`, without rows whose values are of another kind than most of their column; raises as `table_of_valid`."""
+    return table_of_valid(list(rows), table_made=columns_of, column_made=_column)
 
 
 def _by_name(rows: Sequence[Row]) -> dict[str, list[Any]]:
