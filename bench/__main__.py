@@ -18,6 +18,7 @@ from bench import (  # noqa: F401 - they register their figures
     log_costs,
     log_open,
     sequencer,
+    sessions,
     spark_source,
     wal,
 )
