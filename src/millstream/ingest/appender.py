@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asyncio import wrap_future
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -11,16 +12,7 @@ import pyarrow as pa
 
 from millstream.errors import IngestError, InvalidValue, MillstreamError, RoutingError, UnknownTable
 from millstream.ingest.digests import digests_of
-from millstream.ingest.requests import (
-    PreparedBatch,
-    check_batch,
-    in_log,
-    one_request,
-    only,
-    operations_of,
-    rows_of,
-    said,
-)
+from millstream.ingest.requests import PreparedBatch, check_batch, in_log, one_request, operations_of, rows_of, said
 from millstream.ingest.schemas import WriteRules, fitted, grown
 from millstream.ingest.undisturbed import made_elsewhere, undisturbed
 from millstream.ingest.valid_rows import valid_part, without_clashes
@@ -179,25 +171,44 @@ class Appender:
             # Each of them fits by itself; what is too large together is for whoever made the batch.
             known, arrays = self._fit(name, batch.rows)
         while True:
-            rows = _rows_of(known, arrays, batch.counts)
-            placed, refused = self._placed(known, rows, batch.counts)
+            placed, refused = self._placed(known, _rows_of(known, arrays, batch.counts), batch.counts)
             if not refused:
                 break
             errors |= {places[number]: error for number, error in refused.items()}
-            having = [number for number in range(len(batch.counts)) if number not in refused]
-            if not having:
+            kept = [number for number in range(len(batch.counts)) if number not in refused]
+            if not kept:
                 return PreparedBatch(None, requests, (), (), errors)
-            batch, places = only(batch, having), [places[number] for number in having]
+            batch, places = _part_of(batch, kept), [places[number] for number in kept]
             known, arrays = self._fit(name, batch.rows)
-        ids = batch.write_ids
-        logged = in_log(placed, batch.counts)
+        ids, counts = batch.write_ids, batch.counts
+        logged = in_log(placed, counts)
         keys = None
         if any(ids):
             names = [column.name for column in known.columns]
-            digests = digests_of(names, arrays, batch.counts, [one is not None for one in ids])
-            keys = WriteKeys(ids, digests, logged)
+            keys = WriteKeys(ids, digests_of(names, arrays, counts, [one is not None for one in ids]), logged)
         ops = WriteOps(operations_of(ids, None if keys is None else keys.digests), placed, keys=keys)
         return PreparedBatch(ops, requests, tuple(places), logged, errors, rejected)
+
+    def _placed(
+        self, schema: TableSchema, rows: pa.RecordBatch, counts: Sequence[int]
+    ) -> tuple[tuple[TableRows, ...], dict[int, MillstreamError]]:
+        """Where operations' rows go; or which of them have no place, by number."""
+        try:
+            return self._place(schema, rows), {}
+        except RoutingError as error:
+            if len(counts) == 1:
+                return (), {0: error}
+        # One of them, or what they are together: each by itself shows it.
+        placed: list[TableRows] = []
+        refused: dict[int, MillstreamError] = {}
+        start = 0
+        for number, count in enumerate(counts):
+            try:
+                placed += self._place(schema, rows.slice(start, count))
+            except RoutingError as error:
+                refused[number] = error
+            start += count
+        return tuple(placed), refused
 
     def _valid(
         self, name: tuple[str, str], batch: AppendBatch, errors: dict[int, MillstreamError]
@@ -236,28 +247,7 @@ class Appender:
         errors.update({places[place]: error for place, error in own.items()})
         if not fitting:
             return None, ()
-        return only(batch, fitting), [places[place] for place in fitting]
-
-    def _placed(
-        self, schema: TableSchema, rows: pa.RecordBatch, counts: Sequence[int]
-    ) -> tuple[tuple[TableRows, ...], dict[int, MillstreamError]]:
-        """Where operations' rows go; or which of them have no place, by number."""
-        try:
-            return self._place(schema, rows), {}
-        except RoutingError as error:
-            if len(counts) == 1:
-                return (), {0: error}
-        # One of them, or what they are together: each by itself shows it.
-        placed: list[TableRows] = []
-        refused: dict[int, MillstreamError] = {}
-        start = 0
-        for number, count in enumerate(counts):
-            try:
-                placed += self._place(schema, rows.slice(start, count))
-            except RoutingError as error:
-                refused[number] = error
-            start += count
-        return tuple(placed), refused
+        return _part_of(batch, fitting), [places[place] for place in fitting]
 
     def _fitting(
         self,
@@ -310,6 +300,13 @@ class Appender:
             return StreamToken.scalar(self._stream, last)
         # Others are behind: who reads by vectors needn't wait for them.
         return StreamToken(short_stream_id(self._stream), Seq(shown), {self._writer: last})
+
+
+def _part_of(batch: AppendBatch, places: Sequence[int]) -> AppendBatch:
+    """Some of a batch's requests, with the columns that they say something in."""
+    counts = [batch.counts[place] for place in places]
+    ids = [batch.write_ids[place] for place in places]
+    return replace(batch, rows=said(rows_of(batch, places)), counts=counts, write_ids=ids)
 
 
 def _rows_of(schema: TableSchema, arrays: Sequence[pa.Array], counts: Sequence[int]) -> pa.RecordBatch:

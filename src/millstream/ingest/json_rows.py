@@ -133,7 +133,13 @@ def columns_of(rows: Sequence[Row]) -> pa.Table:
 
 def valid_columns_of(rows: Sequence[Row]) -> ValidTable:
     """As `columns_of`, without rows whose values are of another kind than most of their column; raises as `table_of_valid`."""
-    return table_of_valid(list(rows), table_made=columns_of, column_made=_column)
+    try:
+        return ValidTable(columns_of(rows), range(len(rows)), ())
+    except InvalidValue:
+        for row in rows:
+            for name, value in row.items():
+                _check_depth(name, [value])
+        return table_of_valid(rows)
 
 
 def _by_name(rows: Sequence[Row]) -> dict[str, list[Any]]:
@@ -187,10 +193,14 @@ def _column(name: str, values: list[Any]) -> pa.Array:
         raise no_value(name, "a whole number has more than 64 bits; text may hold it") from error
     except NOT_A_VALUE as error:
         raise no_value(name, str(error)) from error
-    if not kinds.isdisjoint({list, dict}) and any(not _is_within(value, NESTING_MAX) for value in values):
-        raise no_value(name, f"lists and objects lie in each other more than {NESTING_MAX} deep")
+    _check_depth(name, values)
     found = stored(name, pa.chunked_array([column_of(name, values)]))
     return found.chunk(0) if found.num_chunks == 1 else found.combine_chunks()
+
+
+def _check_depth(name: str, values: Sequence[Any]) -> None:
+    if not all(_is_within(value, NESTING_MAX) for value in values):
+        raise no_value(name, f"lists and objects lie in each other more than {NESTING_MAX} deep")
 
 
 def _is_within(value: object, depth: int) -> bool:

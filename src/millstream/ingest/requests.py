@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -151,12 +151,6 @@ def rows_of(batch: AppendBatch, places: Sequence[int]) -> pa.Table:
     chosen = np.zeros(len(batch.counts), dtype=bool)
     chosen[list(places)] = True
     return batch.rows.filter(pa.array(np.repeat(chosen, batch.counts)))
-
-
-def only(batch: AppendBatch, places: Sequence[int]) -> AppendBatch:
-    """Some of a batch's requests, in order."""
-    counts, ids = [batch.counts[place] for place in places], [batch.write_ids[place] for place in places]
-    return replace(batch, rows=said(rows_of(batch, places)), counts=counts, write_ids=ids)
 
 
 def said(rows: pa.Table) -> pa.Table:

@@ -259,9 +259,11 @@ class IngestConfig(_Section):
 class BufferConfig(_Section):
     """A write buffer between applications and a stream's log: the stream writes to it, or reads from it; never both."""
 
-    kind: Literal["log", "kafka", "redis"] = Field(
+    kind: str = Field(
         default="log",
-        description="What it lies in: `log` files of a folder, which one process writes; a topic of `kafka`; streams of `redis` or what speaks its protocol.",
+        pattern=r"^[a-z][a-z0-9_]{0,62}$",
+        description="What it lies in: `log` files of a folder, which one process writes; a topic of `kafka`; streams of `redis` or what speaks its protocol. Any "
+        "other name is that of an entry point `millstream.buffers` that an installed package has.",
     )
     role: Literal["writes", "reads"] = Field(
         description="`writes`: what applications append goes into the buffer, and nothing into this stream's log. `reads`: what others have put there is "

@@ -16,8 +16,8 @@ from typing import Any, Final, NamedTuple
 import pyarrow as pa
 import structlog
 
-from millstream.errors import InvalidValue, MillstreamError
-from millstream.ingest.json_rows import Row, columns_of, valid_columns_of
+from millstream.errors import IngestError, InvalidValue, MillstreamError, UsageError
+from millstream.ingest.json_rows import Row, columns_of
 from millstream.model.appends import AppendBatch, WriteId
 from millstream.model.operations import Appended
 
@@ -134,32 +134,8 @@ class Groups:
         try:
             rows = _joined(group)
         except MillstreamError as error:
-            if len(group) == 1:
-                await self._append_valid(target, group[0], error)
-                return
-            for one in group:
-                await self._append_all(target, [one])
+            await self._append_each(target, group, error)
             return
-        await self._append_columns(target, group, rows)
-
-    async def _append_valid(self, target: Target, one: _Waiting, error: MillstreamError) -> None:
-        """A request whose rows can't be made columns: those of them that can, where that is asked for."""
-        if not (target.keep_valid_rows and isinstance(error, InvalidValue) and isinstance(one.rows, list)):
-            _fail(one, error)
-            return
-        try:
-            valid = valid_columns_of(one.rows)
-        except MillstreamError as why:
-            _fail(one, why)
-            return
-        answer: asyncio.Future[Appended] = asyncio.get_running_loop().create_future()
-        await self._append_columns(target, [one._replace(rows=valid.table, answer=answer)], valid.table)
-        if (failed := answer.exception()) is not None:
-            _fail(one, failed)
-        elif not one.answer.done():
-            one.answer.set_result(valid.told(answer.result()))
-
-    async def _append_columns(self, target: Target, group: list[_Waiting], rows: pa.Table) -> None:
         counts = [_count(one.rows) for one in group]
         batch = AppendBatch(
             target.table, rows, counts, [one.write_id for one in group], keep_valid_rows=target.keep_valid_rows
@@ -167,6 +143,10 @@ class Groups:
         self.batches += 1
         try:
             outcomes: Sequence[Appended | MillstreamError] = await self._append(target.stream, batch, target.deadline_s)
+        except (IngestError, InvalidValue, UsageError) as error:
+            # Of the batch: together they are too large, perhaps.
+            await self._append_each(target, group, error)
+            return
         except MillstreamError as error:
             outcomes = [error] * len(group)
         for one, outcome in zip(group, outcomes, strict=True):
@@ -175,6 +155,14 @@ class Groups:
                     one.answer.set_result(outcome)
             else:
                 _fail(one, outcome)
+
+    async def _append_each(self, target: Target, group: list[_Waiting], error: MillstreamError) -> None:
+        """Requests that can't be appended together, each alone; one that can't be alone is refused."""
+        if len(group) == 1:
+            _fail(group[0], error)
+            return
+        for one in group:
+            await self._append_all(target, [one])
 
 
 def _taken(waiting: deque[_Waiting]) -> list[_Waiting]:
