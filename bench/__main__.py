@@ -19,6 +19,7 @@ from bench import (  # noqa: F401 - they register their figures
     log_open,
     routing,
     sequencer,
+    sessions,
     spark_source,
     wal,
 )
