@@ -110,6 +110,16 @@ class Application:
         def get_status() -> JSONResponse:
             return JSONResponse(health.status())
 
+        @app.get(
+            "/v1/streams/{stream}/sessions/{name:path}",
+            tags=["write"],
+            dependencies=[Depends(allow(Right.WRITE))],
+            summary="What a stream's log has of a session of an application: its mark, and which numbers above that.",
+        )
+        async def get_session(stream: str, name: str) -> JSONResponse:
+            found = await asyncio.to_thread(self.appender.session, stream, name)
+            return JSONResponse(found.as_dict())
+
         unwell: Any = {503: {"description": "They don't."}}
 
         @app.get(

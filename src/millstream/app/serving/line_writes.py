@@ -17,7 +17,7 @@ import structlog
 
 from millstream.app.serving.groups import Target
 from millstream.app.serving.intake import ClientGoneError, Held, Receive, read_body
-from millstream.app.serving.problems import RETRY_AFTER_S, encoded, status_of
+from millstream.app.serving.problems import encoded, headers_of, status_of
 from millstream.app.serving.requests import (
     Scope,
     Send,
@@ -104,9 +104,8 @@ class LineWrites:
             said = {"code": _CODES.get(status, "internal error"), "message": message}
             if line is not None:
                 said["line"] = line
-        headers = [(b"content-type", b"application/json"), (b"x-influxdb-version", VERSION)]
-        if status in {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}:
-            headers.append((b"retry-after", b"%d" % RETRY_AFTER_S))
+        beside = [header for header in headers_of(status) if header[0] != b"content-type"]
+        headers = [(b"content-type", b"application/json"), (b"x-influxdb-version", VERSION), *beside]
         await answer(send, status, encoded(said), headers)
 
     async def _append(self, scope: Scope, receive: Receive) -> tuple[list[_RefusedLine], int]:
