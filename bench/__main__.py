@@ -12,6 +12,7 @@ from bench import (  # noqa: F401 - they register their figures
     commands,
     first_load,
     freshness,
+    http,
     lake,
     latency,
     line_protocol,
