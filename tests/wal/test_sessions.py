@@ -10,12 +10,12 @@ import pytest
 
 from millstream.errors import CorruptWal, MillstreamError, SessionsNeedOneWriter, WriteIdReused
 from millstream.ingest.requests import operations_of
-from millstream.model.appends import WriteId, WriteKeys
+from millstream.model.appends import SessionFacts, WriteId, WriteKeys
 from millstream.model.ids import Epoch, RegionId, ShardId, StreamId, WriterId
 from millstream.model.operations import Ack, Outcome, Repeated, TableRows, WriteOps
 from millstream.model.positions import Offset, Seq
 from millstream.protocol.retention import Bounds, HolderKind, Retention
-from millstream.protocol.sessions import SessionFacts, SessionLimits
+from millstream.protocol.sessions import SessionLimits
 from millstream.testing.clock import ManualClock
 from millstream.testing.files import Crash, FaultPlan, MemoryFiles, keep_any, lose_all
 from millstream.testing.log import MemoryReservations, plain_rows, plain_table

@@ -172,7 +172,7 @@ def column_of(name: str, values: list[Any]) -> pa.Array:
 
 def _check_one_kind(name: str, values: Iterable[Any]) -> set[type]:
     """The kind of the values; several only where nothing is lost between them."""
-    kinds = {_kind(value) for value in values if value is not None}
+    kinds = {kind_of(value) for value in values if value is not None}
     if len(kinds) > 1 and not kinds <= _NUMBERS and not kinds <= _JSON_KINDS:
         raise no_value(name, f"it has values of several kinds: {', '.join(sorted(kind.__name__ for kind in kinds))}")
     moments = [value for value in values if isinstance(value, dt.datetime)]
@@ -183,7 +183,7 @@ def _check_one_kind(name: str, values: Iterable[Any]) -> set[type]:
     return kinds
 
 
-def _kind(value: object) -> type:
+def kind_of(value: object) -> type:
     """What a value is: the first of the kinds that it is one of, so that a subclass counts as what it is made of."""
     if isinstance(value, np.generic):
         value = value.item()

@@ -14,7 +14,16 @@ import pyarrow as pa
 from millstream.errors import InvalidValue, MillstreamError, RowsTooLarge
 from millstream.model.appends import AppendBatch, WriteId
 from millstream.model.ids import SourceId
-from millstream.model.operations import OPERATION_SCHEMA, Ack, Appended, OperationKind, RejectedRow, Repeated, WriteOps
+from millstream.model.operations import (
+    OPERATION_SCHEMA,
+    Ack,
+    Appended,
+    OperationKind,
+    RejectedRow,
+    Repeated,
+    TableRows,
+    WriteOps,
+)
 from millstream.model.positions import SeqRange, StreamToken
 from millstream.wal.submissions import parts_of
 
@@ -36,7 +45,7 @@ class PreparedBatch:
     places: tuple[int, ...]
     """Each operation's request, by its place in the batch."""
     counts: tuple[int, ...]
-    """Each operation's rows."""
+    """Each operation's rows in the log: those that routing takes elsewhere aren't among them."""
     errors: Mapping[int, MillstreamError]
     """Why others were refused, by place."""
     rejected: Mapping[int, tuple[RejectedRow, ...]] = field(default_factory=dict)
@@ -55,7 +64,7 @@ class PreparedBatch:
         if ack is not None:
             assert self.ops is not None
             assert token_of is not None
-            parts = ack.each or parts_of(self.ops, self.counts, ack)
+            parts = ack.each or parts_of(ack.placed or self.ops, self.counts, ack)
             for place, part in zip(self.places, parts, strict=True):
                 if isinstance(part, MillstreamError):
                     outcomes[place] = part
@@ -64,6 +73,17 @@ class PreparedBatch:
                 rejected = self.rejected.get(place, ())
                 outcomes[place] = Appended(token_of(given.seqs), given.seqs, given.offsets, again, rejected)
         return [outcomes[place] for place in range(self.requests)]
+
+
+def in_log(placed: Sequence[TableRows], counts: Sequence[int]) -> tuple[int, ...]:
+    """How many of each operation's rows the log gets, of so many that were placed."""
+    rows = [table.rows for table in placed if table.sink is None]
+    if sum(batch.num_rows for batch in rows) == sum(counts):
+        return tuple(counts)
+    found = np.zeros(len(counts), dtype=np.int64)
+    for batch in rows:
+        found += np.bincount(batch.column("__operation").to_numpy(), minlength=len(counts))
+    return tuple(found.tolist())
 
 
 def one_request(table: str, rows: pa.Table, write_id: WriteId | None, keep_valid_rows: bool) -> AppendBatch:  # noqa: FBT001 (the batch's field)

@@ -117,6 +117,11 @@ def of_stream(stream: str, what: str) -> str:
     return f"/v1/streams/{quote(stream, safe='')}/{what}"
 
 
+def session_path(stream: str, name: str) -> str:
+    """The path of what a stream's log has of a session."""
+    return of_stream(stream, f"sessions/{quote(name, safe='')}")
+
+
 def between(after: StreamToken | str | None, upto: StreamToken | str | None) -> dict[str, str]:
     """Two tokens as parameters."""
     return {name: str(token) for name, token in (("after", after), ("upto", upto)) if token is not None}
@@ -172,7 +177,7 @@ def append_call(
         InvalidValue, RowsTooLarge: as `table_of`.
         UsageError: it is told apart in two ways, or in half of one.
     """
-    columns = table_of(rows)
+    columns = rows if isinstance(rows, pa.Table) else table_of(rows)
     if (session is None) != (number is None) or (session is not None and idempotency_key is not None):
         raise UsageError(
             "an append has either a session and its number in it, or an idempotency key",

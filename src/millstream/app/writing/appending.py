@@ -12,10 +12,11 @@ import weakref
 from asyncio import wrap_future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import structlog
 
+from millstream.app.control import ControlServer, have_done
 from millstream.app.locks import RoleLock, holder, writer_role
 from millstream.app.logs import leave_logs_to_application
 from millstream.app.wiring import place_compiled_code
@@ -23,24 +24,32 @@ from millstream.app.writing.stream_writer import stream_writer
 from millstream.app.writing.writer_facts import refuse_embedded_catalog
 from millstream.errors import HomeBusy, MillstreamError, UnknownStream, WriterClosed
 from millstream.ingest.appender import Appender
-from millstream.ingest.columns import Rows, table_of
+from millstream.ingest.columns import Rows
 from millstream.ingest.local import AppendClient, AppendServer
 from millstream.ingest.local_async import AsyncAppendClient
 from millstream.ingest.requests import one_request
 from millstream.ingest.undisturbed import made_elsewhere, undisturbed
+from millstream.ingest.valid_rows import columns_for
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from millstream.app.config.model import StreamConfig
     from millstream.app.home import Home
     from millstream.app.writing.stream_writer import StreamWriter
-    from millstream.model.appends import AppendBatch, WriteId
+    from millstream.model.appends import AppendBatch, SessionFacts, WriteId
     from millstream.model.operations import Appended
 
 logger = structlog.get_logger("millstream.append")
 
+_Made = TypeVar("_Made")
+
+_ASK_S: Final = 30.0
 _TRY_EVERY_S: Final = 0.05
 _LOOK_EVERY_S: Final = 0.2
 """How often a process that writes only because nobody else did looks whether `millstream run` wants to."""
+_RESHARDED_WITHIN_S: Final = 60.0
+"""How long a change of the ring may take: a commit group, new segments, and a catalog that must answer."""
 _STARTS_WITHIN_S: Final = 30.0
 """How long a process that has the writer's role may take until it listens: recovery, or a supervisor that starts it anew."""
 
@@ -88,14 +97,23 @@ class HomeAppender:
     ) -> Appended:
         """See `OpenHome.append`."""
         _configured(self._home, stream)
-        batch = one_request(table, table_of(rows), write_id, keep_valid_rows)
+        valid = columns_for(rows, keep_valid_rows=keep_valid_rows)
+        batch = one_request(table, valid.table, write_id, keep_valid_rows)
         (outcome,) = self.append_batch(stream, batch, deadline_s=deadline_s)
         if isinstance(outcome, MillstreamError):
             raise outcome
-        return outcome
+        return valid.told(outcome)
 
     def append_batch(self, stream: str, batch: AppendBatch, *, deadline_s: float) -> list[Appended | MillstreamError]:
         """As `Appender.append_batch`, in whatever process writes. Raises `UnknownStream`, `HomeBusy` beside."""
+        return self._through(stream, lambda way: way.append_batch(stream, batch, deadline_s=deadline_s))
+
+    def session(self, stream: str, name: str, *, deadline_s: float = _ASK_S) -> SessionFacts:
+        """As `Appender.session`, likewise."""
+        return self._through(stream, lambda way: way.session(stream, name, deadline_s=deadline_s))
+
+    def _through(self, stream: str, call: Callable[[AppendClient | _OwnWriter], _Made]) -> _Made:
+        """What whoever writes gives; waits for it where it has just gone, or begins."""
         _configured(self._home, stream)
         self._begin_in_child()
         give_up_s = time.monotonic() + _STARTS_WITHIN_S
@@ -103,13 +121,47 @@ class HomeAppender:
             way = None
             try:
                 way = self._way()
-                return way.append_batch(stream, batch, deadline_s=deadline_s)
+                return call(way)
             except (WriterClosed, HomeBusy):
                 # Nothing of it was appended: who wrote is gone, has failed or just begins.
                 self._forget(way)
                 if self._closed or time.monotonic() > give_up_s:
                     raise
                 time.sleep(_TRY_EVERY_S)
+
+    def reshard(self, stream: str, shards: int) -> dict[str, Any]:
+        """Spread a stream's rows over another number of shards, in whatever process that has to be done; see `StreamRouting.reshard`.
+
+        Raises:
+            UnknownStream, ReshardRefused, DiskFull …: as there.
+            HomeBusy: another process writes the home, and doesn't answer.
+        """
+        _configured(self._home, stream)
+        self._begin_in_child()
+        give_up_s = time.monotonic() + _STARTS_WITHIN_S
+        while True:
+            try:
+                way = self._way()
+                if isinstance(way, _OwnWriter):
+                    return way.reshard(stream, shards)
+                return self._reshard_there(stream, shards)
+            except (WriterClosed, HomeBusy):
+                # Who writes is gone, or just begins; asked again, a change that was made is told as none.
+                if self._closed or time.monotonic() > give_up_s:
+                    raise
+                self._forget(self._client)
+                time.sleep(_TRY_EVERY_S)
+
+    def _reshard_there(self, stream: str, shards: int) -> dict[str, Any]:
+        asked = {"stream": stream, "shards": shards}
+        for role in ("owner", writer_role(self._writer)):
+            found = have_done(self._home, role, "reshard", asked, deadline_s=_RESHARDED_WITHIN_S)
+            if found is not None:
+                return found
+        raise HomeBusy(
+            "another process writes the home, and doesn't answer",
+            hint="It may be starting; `millstream status` shows who it is, and which ring is in force.",
+        )
 
     async def append_batch_async(
         self, stream: str, batch: AppendBatch, *, deadline_s: float
@@ -263,6 +315,8 @@ class _OwnWriter:
             opened.callback(self._let_go)
             server = AppendServer(append_socket(home, writer), self.appender_of)
             opened.callback(server.close)
+            acts = {"reshard": lambda asked: self.reshard(str(asked["stream"]), int(asked["shards"]))}
+            opened.enter_context(ControlServer(home, writer_role(writer), {}, acts))
             self._opened = opened.pop_all()
         threading.Thread(target=self._step_aside, name="append-steps-aside", daemon=True).start()
 
@@ -275,6 +329,10 @@ class _OwnWriter:
         """As `Appender.append_batch`."""
         return self.appender_of(stream).append_batch(batch, deadline_s=deadline_s)
 
+    def session(self, stream: str, name: str, *, deadline_s: float) -> SessionFacts:  # noqa: ARG002 (as the client's)
+        """As `Appender.session`."""
+        return self.appender_of(stream).session(name)
+
     def opened_appender_of(self, stream: str) -> Appender | None:
         """The stream's, where its log is open and takes appends; None where `appender_of` has to see to that."""
         if self.has_ended:
@@ -283,6 +341,14 @@ class _OwnWriter:
         return None if found is None or found[1].log.failure() is not None else found[1].appender
 
     def appender_of(self, stream: str) -> Appender:
+        """The stream's; as `writer_of`."""
+        return self.writer_of(stream).appender
+
+    def reshard(self, stream: str, shards: int) -> dict[str, Any]:
+        """As `StreamRouting.reshard`."""
+        return self.writer_of(stream).routing.reshard(shards)
+
+    def writer_of(self, stream: str) -> StreamWriter:
         """The stream's, whose log is opened where it isn't, or anew where it has failed."""
         with self._lock:
             if self.has_ended:
@@ -294,7 +360,7 @@ class _OwnWriter:
                 found = None
             if found is None:
                 found = undisturbed(lambda: self._open(stream))
-            return found[1].appender
+            return found[1]
 
     def _open(self, stream: str) -> tuple[contextlib.ExitStack, StreamWriter]:
         with contextlib.ExitStack() as stack:
