@@ -11,6 +11,7 @@ from bench import (  # noqa: F401 - they register their figures
     capture,
     commands,
     first_load,
+    flight,
     freshness,
     http,
     lake,
