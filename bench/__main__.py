@@ -14,6 +14,7 @@ from bench import (  # noqa: F401 - they register their figures
     freshness,
     lake,
     latency,
+    line_protocol,
     log_costs,
     log_open,
     sequencer,

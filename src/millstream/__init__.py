@@ -17,21 +17,41 @@ if TYPE_CHECKING:
     from millstream.app.opened import open as open  # noqa: A004 - `millstream.open` is the name of the thing
     from millstream.app.remote.client import RemoteHome as RemoteHome
     from millstream.app.remote.client import connect as connect
+    from millstream.codec.buffered_op import decode_op as decode_op
+    from millstream.codec.buffered_op import encode_op as encode_op
     from millstream.errors import MillstreamError as MillstreamError
+    from millstream.model.buffers import BufferedOp as BufferedOp
+    from millstream.model.buffers import BufferMeta as BufferMeta
+    from millstream.model.buffers import BufferOffset as BufferOffset
+    from millstream.model.buffers import ReadPause as ReadPause
+    from millstream.model.ids import ShardId as ShardId
     from millstream.model.operations import Appended as Appended
+    from millstream.model.operations import WriteOps as WriteOps
     from millstream.model.positions import StreamToken as StreamToken
+    from millstream.ports import ShardReader as ShardReader
+    from millstream.ports import WriteBuffer as WriteBuffer
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
     "Appended": ("millstream.model.operations", "Appended"),
+    "BufferMeta": ("millstream.model.buffers", "BufferMeta"),
+    "BufferOffset": ("millstream.model.buffers", "BufferOffset"),
+    "BufferedOp": ("millstream.model.buffers", "BufferedOp"),
     "Latest": ("millstream.app.calls", "Latest"),
     "MillstreamError": ("millstream.errors", "MillstreamError"),
     "OpenHome": ("millstream.app.opened", "OpenHome"),
     "RemoteHome": ("millstream.app.remote.client", "RemoteHome"),
+    "ReadPause": ("millstream.model.buffers", "ReadPause"),
     "Session": ("millstream.app.calls", "Session"),
+    "ShardId": ("millstream.model.ids", "ShardId"),
+    "ShardReader": ("millstream.ports", "ShardReader"),
     "StreamToken": ("millstream.model.positions", "StreamToken"),
+    "WriteBuffer": ("millstream.ports", "WriteBuffer"),
+    "WriteOps": ("millstream.model.operations", "WriteOps"),
     "connect": ("millstream.app.remote.client", "connect"),
+    "decode_op": ("millstream.codec.buffered_op", "decode_op"),
+    "encode_op": ("millstream.codec.buffered_op", "encode_op"),
     "errors": ("millstream.errors", None),
     "open": ("millstream.app.opened", "open"),
 }

@@ -313,3 +313,24 @@ class BufferReading(Protocol):
 
 class WriteBuffer(BufferWriting, BufferReading, Protocol):
     """Both halves: what holds operations between those who write them and those who take them into a log."""
+
+
+class RecordSink(Protocol):
+    """What takes rows of applications beside the log's shards, as routing sends them.
+
+    Concurrency: any number of threads.
+    """
+
+    def append(self, ops: WriteOps, *, deadline_s: float | None) -> Mapping[str, object]:
+        """Take operations' rows; return JSON-able facts of where they are once they are stored there.
+
+        Args:
+            ops: at least one row; an operation without any is left out.
+            deadline_s: how long to wait for room, and for the answer.
+
+        Raises:
+            MillstreamError: of some of it, it isn't known to be stored; the error says whether it may be.
+        """
+
+    def close(self) -> None:
+        """Answer what is on its way, and take no more."""

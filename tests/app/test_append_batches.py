@@ -21,6 +21,7 @@ import millstream
 from millstream.app.home import Home
 from millstream.app.writing.appending import HomeAppender, append_socket
 from millstream.errors import InvalidValue, MillstreamError, RowsTooLarge, WriterVersionDiffers
+from millstream.ingest.columns import table_of
 from millstream.ingest.local import AppendClient
 from millstream.ingest.local_async import AsyncAppendClient
 from millstream.ingest.requests import REQUESTS_MAX, WRITE_ID_BYTES_MAX
@@ -71,6 +72,17 @@ def rows_of(home: Path, table: str) -> list[dict[str, Any]]:
 
 def batch_of(table: str, ids: list[Any], counts: list[int], **more: Any) -> AppendBatch:
     return AppendBatch(table, pa.table({"id": ids, **more}), counts, [None] * len(counts))
+
+
+def test_who_was_told_of_a_request_among_others_reads_it_by_its_token(tmp_path: Path) -> None:
+    with millstream.open(make_home(tmp_path / "home", "[streams.web]\n")) as home:
+        rows = table_of([{"n": number} for number in range(6)])
+        batch = AppendBatch("t", rows, (1, 2, 3), (None,) * 3)
+        told = home._home_appender().append_batch("web", batch, deadline_s=30)
+        for outcome, seen in zip(told, (1, 3, 6), strict=True):
+            assert isinstance(outcome, Appended)
+            found = [row["n"] for rows in home.read("web", table="t", upto=outcome.token) for row in rows.to_pylist()]
+            assert found == list(range(seen))
 
 
 def test_each_request_of_a_batch_is_told_its_own_place(home: Path) -> None:

@@ -16,7 +16,9 @@ from tests.app.homes import wait_for
 from millstream.app.writing.taking import BufferTaking
 from millstream.buffers.memory import MemoryBuffer, MemoryServer
 from millstream.catalog import Catalog
-from millstream.errors import BufferOffsetGone, BufferReplaced, BufferWentBack, MillstreamError
+from millstream.codec.buffered_op import encode_op
+from millstream.codec.checksums import crc32c
+from millstream.errors import BufferOffsetGone, BufferReplaced, BufferWentBack, MillstreamError, UnsupportedFormat
 from millstream.ingest.schemas import SchemaOnWrite, WriteRules
 from millstream.ingest.taking import OperationTaker
 from millstream.model.buffers import BufferOffset
@@ -194,6 +196,20 @@ def test_what_is_no_operation_is_passed_and_counted(home: Home) -> None:
     home.put(NORTH, "two")
     assert home.take().progress.shards[NORTH].undecodable == 1
     assert home.texts() == ["one", "two"]
+
+
+def test_an_operation_of_a_newer_version_stops_the_reader_and_is_taken_later(home: Home) -> None:
+    home.put(NORTH, "one")
+    newer = bytearray(encode_op(application_op(texts=["two"])))
+    newer[8] = 99
+    newer[4:8] = crc32c(bytes(newer[8:])).to_bytes(4, "little")
+    offset = home.server.put(NAME, NORTH, bytes(newer))
+    home.put(NORTH, "three")
+    for _ in range(2):
+        with pytest.raises(UnsupportedFormat):
+            home.take()
+    assert home.texts() == ["one"]
+    assert offset == 1
 
 
 def remade(home: Home) -> None:

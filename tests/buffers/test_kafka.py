@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
+from tests.buffers.kills import survive
 
 from millstream.buffers.kafka import KafkaBuffer, KafkaOptions
+from millstream.errors import BufferMissing, BufferOutcomeUnknown, BufferUnavailable, Overloaded, RowsTooLarge
 from millstream.model.buffers import BufferOffset
 from millstream.model.ids import ShardId
 from millstream.testing.kafka import EmbeddedKafka
-from millstream.testing.write_buffer import WriteBufferConformance
+from millstream.testing.write_buffer import NORTH, WriteBufferConformance, application_op, next_op, texts_of
 
 _numbers = itertools.count(1)
 
@@ -59,3 +62,89 @@ class TestKafka(WriteBufferConformance):
         stage = KafkaStage(kafka_server)
         yield stage
         stage.close()
+
+
+def repeatedly(call: Callable[[], object], within_s: float = 60.0) -> None:
+    """Call it until it raises, or for that long."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        call()
+
+
+def test_what_was_acknowledged_outlives_kills_and_is_there_once(own_kafka: EmbeddedKafka) -> None:
+    options = KafkaOptions(own_kafka.servers, "orders", create_shards=2, timeout_s=90)
+    with KafkaBuffer(options) as buffer:
+        survive(buffer, own_kafka.kill, own_kafka.start, rounds=2)
+
+
+def test_a_broker_that_is_gone_is_said_to_writers_and_readers_who_go_on_when_it_is_back(
+    own_kafka: EmbeddedKafka,
+) -> None:
+    options = KafkaOptions(own_kafka.servers, "orders", create_shards=1, timeout_s=3, queue_bytes_max=1 << 20)
+    with KafkaBuffer(options) as buffer:
+        buffer.append(NORTH, application_op(texts=["before"]))
+        reader = buffer.reader(NORTH)
+        own_kafka.kill()
+        with pytest.raises(BufferOutcomeUnknown):
+            buffer.append(NORTH, application_op(texts=["lost"]))
+        large = application_op(texts=["x" * 400_000])
+        with pytest.raises(Overloaded):
+            repeatedly(lambda: buffer.submit(NORTH, large, deadline_s=0.1))
+        with pytest.raises(BufferUnavailable):
+            buffer.shards()
+        with pytest.raises(BufferUnavailable):
+            repeatedly(lambda: reader.read(wait_s=0.2))
+        own_kafka.start()
+        buffer.flush(deadline_s=30)
+        buffer.append(NORTH, application_op(texts=["behind"]))
+        found = [texts_of(next_op(reader))[0] for _ in range(int(reader.end_offset()))]
+        assert (found[0], found[-1]) == ("before", "behind")
+        assert found.count("lost") <= 1
+
+
+def test_what_the_topic_does_not_take_is_refused_and_others_go_on(kafka_server: EmbeddedKafka) -> None:
+    topic = f"small-{next(_numbers)}"
+    options = KafkaOptions(
+        kafka_server.servers, topic, create_shards=1, topic_options={"max.message.bytes": "100000"}, timeout_s=20
+    )
+    with KafkaBuffer(options) as buffer:
+        with pytest.raises(RowsTooLarge):
+            buffer.append(NORTH, application_op(texts=[f"{number:x}" for number in range(200_000)]))
+        buffer.append(NORTH, application_op(texts=["fine"]))
+        assert texts_of(next_op(buffer.reader(NORTH))) == ["fine"]
+
+
+def test_a_topic_is_made_only_where_that_is_asked_for(kafka_server: EmbeddedKafka) -> None:
+    """Also where the broker makes topics by itself when one is named."""
+    stage = KafkaStage(kafka_server)
+    with pytest.raises(BufferMissing):
+        stage.open(create=False)
+    assert stage.topic not in stage.admin().list_topics(timeout=10).topics
+    buffer = stage.open()
+    assert len(buffer.shards()) == 2
+    assert len(stage.open(shards=5).shards()) == 2
+    admin = stage.admin()
+    admin.delete_topics([stage.topic])[stage.topic].result(10)
+    with pytest.raises((BufferMissing, BufferOutcomeUnknown)):
+        repeatedly(lambda: buffer.append(NORTH, application_op(), deadline_s=5))
+    assert stage.topic not in stage.admin().list_topics(timeout=10).topics
+    stage.close()
+
+
+def test_aborted_transactions_of_others_are_not_read(kafka_server: EmbeddedKafka) -> None:
+    """Readers take what is committed; offsets then have gaps, which are no loss."""
+    stage = KafkaStage(kafka_server)
+    with stage.open() as buffer:
+        buffer.append(NORTH, application_op(texts=["0"]))
+        producer = Producer({"bootstrap.servers": kafka_server.servers, "transactional.id": stage.topic})
+        producer.init_transactions(30)
+        producer.begin_transaction()
+        producer.produce(stage.topic, b"aborted", partition=0)
+        producer.flush(10)
+        producer.abort_transaction(30)
+        last = buffer.append(NORTH, application_op(texts=["1"]))
+        reader = buffer.reader(NORTH)
+        assert [texts_of(next_op(reader)) for _ in range(2)] == [["0"], ["1"]]
+        assert last.offset > 1
+        assert reader.place == last.offset + 1
+    stage.close()

@@ -23,8 +23,8 @@ from millstream.testing.kafka import EmbeddedKafka
 from millstream.testing.redis import EmbeddedRedis
 
 _numbers = itertools.count(1)
-APPENDS = 300
-KILLS = 4
+APPENDS = 150
+KILLS = 3
 
 
 def home_with(folder: Path, role: str, kind: str, location: str, name: str) -> Path:
@@ -57,6 +57,10 @@ def records(home: Path, table: str) -> list[dict[str, Any]]:
     return [json.loads(line)["row"] for line in lines]
 
 
+def wait_until_there(home: Path, rows: int) -> None:
+    wait_for(lambda: len(records(home, "clicks")) >= rows, seconds=120)
+
+
 def follow_through_kills(tmp_path: Path, kind: str, location: str) -> None:
     name = f"orders{next(_numbers)}"
     north = home_with(tmp_path / "north", "writes", kind, location, name)
@@ -76,7 +80,7 @@ def follow_through_kills(tmp_path: Path, kind: str, location: str) -> None:
     for kill in range(1, KILLS + 1):
         with owner(south) as process:
             wanted = kill * APPENDS // (KILLS + 1)
-            wait_for(lambda wanted=wanted: len(records(south, "clicks")) >= wanted, seconds=120)
+            wait_until_there(south, wanted)
             process.send_signal(signal.SIGKILL)
             process.wait()
     writer.join()

@@ -12,8 +12,8 @@ import pytest
 from tests.codec.line_samples import NOW_NS, same
 
 from millstream.errors import RowsTooLarge, UsageError
-from millstream.ingest.columns import table_of
-from millstream.ingest.lines import NAMES_MAX, PRECISIONS, Lines, tables_of_lines, warm
+from millstream.ingest.columns import ROWS_BYTES_MAX, table_of
+from millstream.ingest.lines import NAMES_MAX, PRECISIONS, Lines, bytes_max_of, tables_of_lines, warm
 
 LONGEST = "n" * 255
 
@@ -341,6 +341,11 @@ def test_memory_follows_the_values_and_not_the_shapes_of_lines():
     body = b"".join(b"m " + b",".join(b"f%d_%d=t" % (n % 7, k) for k in range(200)) + b"\n" for n in range(5000))
     with pytest.raises(RowsTooLarge, match="rows' bytes"):
         tables_of_lines(body, precision="ns", now_ns=0, rows_bytes_max=32 << 20)
+    sparse = b"".join(b"m f%d=t\n" % n for n in range(1500)) * 2
+    with pytest.raises(RowsTooLarge, match="rows' bytes"):
+        tables_of_lines(sparse, precision="ns", now_ns=0)
+    assert bytes_max_of(len(sparse)) < 3000 * 1501 * 8 < ROWS_BYTES_MAX
+    assert bytes_max_of(10 << 20) == ROWS_BYTES_MAX
 
 
 def test_machine_code_is_there_after_warming_up():

@@ -92,3 +92,11 @@ def test_each_request_finds_its_rows_where_it_is_told(batches: list[tuple[list[i
         assert sorted(by_seq[number] for number in range(numbers.first, numbers.first + numbers.count)) == wanted
         there = [by_offset[shard, o] for shard, (start, end) in offsets.items() for o in range(start, end)]
         assert sorted(there) == wanted
+
+
+def test_no_two_requests_are_of_one_moment() -> None:
+    found = [
+        moment for count in (1, 5, 1, 3) for moment in operations_of([None] * count).column("commit_ts").to_pylist()
+    ]
+    assert len(set(found)) == len(found)
+    assert found == sorted(found)

@@ -130,6 +130,7 @@ def _stream(
             },
         },
         "replay": landing.get("replay"),
+        "ring": _ring(catalog, stream, problems),
         "log": _log(home, name, problems) | _retention(home, catalog, name, stream, counted, problems),
         "tables": tables_of(catalog, stream, captured, landing),
         "errors": {
@@ -138,6 +139,17 @@ def _stream(
             if facts is not None and facts.get("error")
         },
     }
+
+
+def _ring(catalog: Catalog, stream: StreamId, problems: list[str]) -> list[dict[str, Any]]:
+    """The hash rings that were in force, each from its `token` on; the last one is. Empty where the stream never had one."""
+    from millstream.catalog.eras import RingEras, eras_as_facts
+
+    try:
+        return eras_as_facts(stream, RingEras(catalog, stream).all())
+    except MillstreamError as error:
+        problems.append(f"hash ring: {error.message}")
+        return []
 
 
 def _has_source(home: Home, name: str) -> bool:

@@ -14,6 +14,7 @@ from millstream.errors import (
     BufferWentBack,
     CodecError,
     UnknownBufferShard,
+    UnsupportedFormat,
 )
 from millstream.model.buffers import BufferedOp, BufferMeta, BufferOffset
 from millstream.model.ids import ShardId
@@ -86,7 +87,7 @@ def op_of(data: bytes, meta: BufferMeta, *, buffer: str) -> BufferedOp:
     """What a reader returns of an item's bytes; `BufferedOpUndecodable` where they hold no operation."""
     try:
         return BufferedOp(meta, decode_op(data, meta.shard))
-    except CodecError as error:
+    except (CodecError, UnsupportedFormat) as error:
         raise BufferedOpUndecodable(
             f"offset {meta.offset} of shard {meta.shard} of write buffer {buffer} holds no operation: {error.message}",
             buffer=buffer,

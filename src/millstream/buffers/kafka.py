@@ -177,6 +177,8 @@ class KafkaBuffer:
             return found
         except KafkaException as error:
             raise error_of_kafka(error.args[0], topic) from error
+        except TimeoutError as error:
+            raise BufferUnavailable(f"Kafka didn't answer about topic {topic} in time", buffer=topic) from error
 
     def _create(self, shards: int) -> None:
         """Make the topic where it isn't there, and wait until its partitions are led. Any number may do so at a time."""

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
 SILENT: Final = logging.getLogger("millstream.buffers.kafka.client")
 """librdkafka prints to stderr by itself; what matters of it is said as errors."""
-SILENT.addHandler(logging.NullHandler())
-SILENT.propagate = False
+SILENT.setLevel(logging.CRITICAL + 1)
 
 
 @cache
@@ -53,6 +52,30 @@ def nothing_stored() -> frozenset[int]:
     from confluent_kafka import KafkaError
 
     return _missing() | _refused() | {KafkaError._PURGE_QUEUE}  # noqa: SLF001
+
+
+@cache
+def unknown_here() -> frozenset[int]:
+    """Codes by which a client says that it doesn't know a topic; it may not have been told, where brokers are out of reach."""
+    from confluent_kafka import KafkaError
+
+    return frozenset({KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION})  # noqa: SLF001 - the client's names
+
+
+@cache
+def unreachable() -> frozenset[int]:
+    """Codes by which a client says, on its own account, that it may not reach the brokers."""
+    from confluent_kafka import KafkaError
+
+    return frozenset(
+        {
+            KafkaError._ALL_BROKERS_DOWN,  # noqa: SLF001 - the client's names
+            KafkaError._TRANSPORT,  # noqa: SLF001
+            KafkaError._RESOLVE,  # noqa: SLF001
+            KafkaError._AUTHENTICATION,  # noqa: SLF001
+            KafkaError._SSL,  # noqa: SLF001
+        }
+    )
 
 
 @cache

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.buffers.answers import beyond_end, gone, op_of, went_back
-from millstream.buffers.kafka_errors import SILENT, error_of_kafka, moving
+from millstream.buffers.kafka_errors import SILENT, error_of_kafka, moving, unknown_here, unreachable
 from millstream.errors import BufferUnavailable, WriteBufferError
 from millstream.model.buffers import BUFFER_START, BufferedOp, BufferMeta, BufferOffset, ReadPause
 from millstream.model.ids import ShardId
@@ -41,7 +41,7 @@ class KafkaReader:
         self._place = BUFFER_START
         self._ended = False
         self._lost: WriteBufferError | None = None
-        """Why no broker could be reached, until one is."""
+        """Why brokers may be out of reach; it is looked at before "nothing came" is said."""
         self.is_closed = False
         self._consumer: Consumer = Consumer(
             {
@@ -148,17 +148,35 @@ class KafkaReader:
 
         deadline = time.monotonic() + self._timeout_s
         while True:
+            left_s = max(_ASK_MIN_S, deadline - time.monotonic())
             try:
-                left_s = max(_ASK_MIN_S, deadline - time.monotonic())
                 found = self._consumer.get_watermark_offsets(self._partition(None), timeout=left_s, cached=False)
             except KafkaException as error:
-                if error.args[0].code() not in moving() or time.monotonic() > deadline:
+                code = error.args[0].code()
+                if code in unknown_here():
+                    self._look_for_topic(left_s)
+                elif code not in moving() or time.monotonic() > deadline:
                     raise error_of_kafka(error.args[0], self._topic) from error
+                if time.monotonic() > deadline:
+                    raise BufferUnavailable(
+                        f"partition {self._shard} of topic {self._topic} has no leader", buffer=self._topic
+                    ) from error
                 time.sleep(_ASK_AGAIN_S)
                 continue
             if found is None:
                 raise BufferUnavailable(f"Kafka didn't say where topic {self._topic} ends", buffer=self._topic)
             return BufferOffset(found[0]), BufferOffset(found[1])
+
+    def _look_for_topic(self, timeout_s: float) -> None:
+        """Ask the brokers whether it is there; raises where it isn't, or they can't be asked. A client that knows of none doesn't know."""
+        from confluent_kafka import KafkaException
+
+        try:
+            found = self._consumer.list_topics(self._topic, timeout=timeout_s).topics[self._topic]
+        except KafkaException as error:
+            raise error_of_kafka(error.args[0], self._topic) from error
+        if found.error is not None and found.error.code() not in moving():
+            raise error_of_kafka(found.error, self._topic)
 
     def _partition(self, offset: BufferOffset | None) -> TopicPartition:
         from confluent_kafka import TopicPartition
@@ -170,7 +188,5 @@ class KafkaReader:
         )
 
     def _heard(self, error: KafkaError) -> None:
-        from confluent_kafka import KafkaError as Codes
-
-        if error.code() == Codes._ALL_BROKERS_DOWN:  # noqa: SLF001
+        if error.code() in unreachable():
             self._lost = error_of_kafka(error, self._topic)

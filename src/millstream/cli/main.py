@@ -31,6 +31,8 @@ _COMMANDS: Final = {
     "writers": "millstream.cli.writers:writers",
     "token": "millstream.cli.tokens:token",
     "append": "millstream.cli.appending:append",
+    "route": "millstream.cli.routing:route",
+    "reshard": "millstream.cli.routing:reshard",
     "query": "millstream.cli.querying:query",
     "diff": "millstream.cli.differing:diff",
     "wal": "millstream.cli.wal:wal",

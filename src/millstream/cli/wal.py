@@ -245,20 +245,27 @@ def verify(session: Session, stream: str | None, as_json: bool) -> None:
 @wal.command("stats")
 @stream_option
 @json_option
+@click.option(
+    "--partitions", is_flag=True, help="By partition of each table too: records, and their first and last number."
+)
 @pass_session
-def stats(session: Session, stream: str | None, as_json: bool) -> None:
+def stats(session: Session, stream: str | None, as_json: bool, partitions: bool) -> None:
     """Count what the log holds, by table too."""
     from millstream.wal.inspect import stats as count
 
     home = session.home(needs_source=False)
     folder = str(home.wal_folder(home.pick_stream(stream)))
-    found = count(folder)
+    found = count(folder, partitions=partitions)
     words = TableWords(folder)
     if not found.has_marks:
         note("there is no mark: every valid frame is counted, durable or not")
     tables = sorted(found.tables.values(), key=lambda t: -t.size_bytes)
+    names = {table.table_id: table.name for table in tables}
+    of_partitions = sorted(found.partitions.values(), key=lambda p: (names.get(p.table_id, ""), p.partition or ""))
     if as_json:
-        print_json({**asdict(found), "tables": [asdict(table) for table in tables]})
+        told = [{"table": names.get(one.table_id), **asdict(one)} for one in of_partitions] if partitions else None
+        facts = {**asdict(found), "tables": [asdict(table) for table in tables], "partitions": told}
+        print_json(facts)
     else:
         click.echo(
             f"{found.segments} segments, {human_bytes(found.size_bytes)}, {found.groups:,} groups in {found.frames:,} frames,"
@@ -272,6 +279,15 @@ def stats(session: Session, stream: str | None, as_json: bool) -> None:
             [[t.name, f"{t.records:,}", human_bytes(t.size_bytes)] for t in tables],
             right=["records", "bytes"],
         )
+        if partitions:
+            print_table(
+                ["table", "partition", "records", "seq"],
+                [
+                    [names.get(p.table_id), p.partition or "-", f"{p.records:,}", f"{p.first_seq}-{p.last_seq}"]
+                    for p in of_partitions
+                ],
+                right=["records", "seq"],
+            )
     for loss in found.losses:
         say_loss(loss, words)
     for loss in found.accepted:

@@ -67,6 +67,11 @@ from millstream.errors._remote import ServerUnreachable as ServerUnreachable
 from millstream.errors._root import MillstreamError as MillstreamError
 from millstream.errors._root import Retry as Retry
 from millstream.errors._root import error_of as error_of
+from millstream.errors._routing import InvalidRoute as InvalidRoute
+from millstream.errors._routing import NoRouteMatches as NoRouteMatches
+from millstream.errors._routing import PartialWrite as PartialWrite
+from millstream.errors._routing import ReshardRefused as ReshardRefused
+from millstream.errors._routing import RoutingError as RoutingError
 from millstream.errors._sequencing import InvalidCount as InvalidCount
 from millstream.errors._sequencing import LeaseTooShort as LeaseTooShort
 from millstream.errors._sequencing import NotInFlight as NotInFlight

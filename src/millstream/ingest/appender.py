@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import pyarrow as pa
 
-from millstream.errors import IngestError, InvalidValue, MillstreamError, UnknownTable
+from millstream.errors import IngestError, InvalidValue, MillstreamError, RoutingError, UnknownTable
 from millstream.ingest.digests import digests_of
-from millstream.ingest.requests import PreparedBatch, check_batch, one_request, operations_of, rows_of, said
+from millstream.ingest.requests import PreparedBatch, check_batch, in_log, one_request, operations_of, rows_of, said
 from millstream.ingest.schemas import WriteRules, fitted, grown
 from millstream.ingest.undisturbed import made_elsewhere, undisturbed
 from millstream.ingest.valid_rows import valid_part, without_clashes
@@ -170,18 +170,45 @@ class Appender:
             batch = left
             # Each of them fits by itself; what is too large together is for whoever made the batch.
             known, arrays = self._fit(name, batch.rows)
-        counts = batch.counts
-        of_row = pa.array(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
-        batch_rows = pa.RecordBatch.from_arrays([of_row, *_prefix(counts), *arrays], schema=append_row_schema(known))
-        ids = batch.write_ids
+        while True:
+            placed, refused = self._placed(known, _rows_of(known, arrays, batch.counts), batch.counts)
+            if not refused:
+                break
+            errors |= {places[number]: error for number, error in refused.items()}
+            kept = [number for number in range(len(batch.counts)) if number not in refused]
+            if not kept:
+                return PreparedBatch(None, requests, (), (), errors)
+            batch, places = _part_of(batch, kept), [places[number] for number in kept]
+            known, arrays = self._fit(name, batch.rows)
+        ids, counts = batch.write_ids, batch.counts
+        logged = in_log(placed, counts)
         keys = None
         if any(ids):
             names = [column.name for column in known.columns]
-            digests = digests_of(names, arrays, counts, [one is not None for one in ids])
-            keys = WriteKeys(ids, digests, counts)
-        operations = operations_of(ids, None if keys is None else keys.digests)
-        ops = WriteOps(operations, self._place(known, batch_rows), keys=keys)
-        return PreparedBatch(ops, requests, tuple(places), tuple(counts), errors, rejected)
+            keys = WriteKeys(ids, digests_of(names, arrays, counts, [one is not None for one in ids]), logged)
+        ops = WriteOps(operations_of(ids, None if keys is None else keys.digests), placed, keys=keys)
+        return PreparedBatch(ops, requests, tuple(places), logged, errors, rejected)
+
+    def _placed(
+        self, schema: TableSchema, rows: pa.RecordBatch, counts: Sequence[int]
+    ) -> tuple[tuple[TableRows, ...], dict[int, MillstreamError]]:
+        """Where operations' rows go; or which of them have no place, by number."""
+        try:
+            return self._place(schema, rows), {}
+        except RoutingError as error:
+            if len(counts) == 1:
+                return (), {0: error}
+        # One of them, or what they are together: each by itself shows it.
+        placed: list[TableRows] = []
+        refused: dict[int, MillstreamError] = {}
+        start = 0
+        for number, count in enumerate(counts):
+            try:
+                placed += self._place(schema, rows.slice(start, count))
+            except RoutingError as error:
+                refused[number] = error
+            start += count
+        return tuple(placed), refused
 
     def _valid(
         self, name: tuple[str, str], batch: AppendBatch, errors: dict[int, MillstreamError]
@@ -220,10 +247,7 @@ class Appender:
         errors.update({places[place]: error for place, error in own.items()})
         if not fitting:
             return None, ()
-        rows = said(rows_of(batch, fitting))
-        counts = [batch.counts[place] for place in fitting]
-        ids = [batch.write_ids[place] for place in fitting]
-        return replace(batch, rows=rows, counts=counts, write_ids=ids), [places[place] for place in fitting]
+        return _part_of(batch, fitting), [places[place] for place in fitting]
 
     def _fitting(
         self,
@@ -276,6 +300,19 @@ class Appender:
             return StreamToken.scalar(self._stream, last)
         # Others are behind: who reads by vectors needn't wait for them.
         return StreamToken(short_stream_id(self._stream), Seq(shown), {self._writer: last})
+
+
+def _part_of(batch: AppendBatch, places: Sequence[int]) -> AppendBatch:
+    """Some of a batch's requests, with the columns that they say something in."""
+    counts = [batch.counts[place] for place in places]
+    ids = [batch.write_ids[place] for place in places]
+    return replace(batch, rows=said(rows_of(batch, places)), counts=counts, write_ids=ids)
+
+
+def _rows_of(schema: TableSchema, arrays: Sequence[pa.Array], counts: Sequence[int]) -> pa.RecordBatch:
+    """Rows of a table in `append_row_schema`, so many of each operation."""
+    operations = pa.array(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
+    return pa.RecordBatch.from_arrays([operations, *_prefix(counts), *arrays], schema=append_row_schema(schema))
 
 
 def _prefix(counts: Sequence[int]) -> list[pa.Array]:

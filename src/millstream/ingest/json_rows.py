@@ -22,6 +22,7 @@ from millstream.errors import InvalidBody, InvalidValue
 from millstream.ingest.columns import ROWS_BYTES_MAX, check_names, column_of, too_large
 from millstream.ingest.log_types import NOT_A_VALUE, no_value, stored
 from millstream.ingest.schemas import FITTED_BYTES_MAX
+from millstream.ingest.valid_rows import ValidTable, table_of_valid
 
 ROWS_MAX: Final = 1_000_000
 NESTING_MAX: Final = 100
@@ -130,6 +131,17 @@ def columns_of(rows: Sequence[Row]) -> pa.Table:
     return found
 
 
+def valid_columns_of(rows: Sequence[Row]) -> ValidTable:
+    """As `columns_of`, without rows whose values are of another kind than most of their column; raises as `table_of_valid`."""
+    try:
+        return ValidTable(columns_of(rows), range(len(rows)), ())
+    except InvalidValue:
+        for row in rows:
+            for name, value in row.items():
+                _check_depth(name, [value])
+        return table_of_valid(rows)
+
+
 def _by_name(rows: Sequence[Row]) -> dict[str, list[Any]]:
     """Each column's values."""
     names = list(rows[0])
@@ -181,10 +193,14 @@ def _column(name: str, values: list[Any]) -> pa.Array:
         raise no_value(name, "a whole number has more than 64 bits; text may hold it") from error
     except NOT_A_VALUE as error:
         raise no_value(name, str(error)) from error
-    if not kinds.isdisjoint({list, dict}) and any(not _is_within(value, NESTING_MAX) for value in values):
-        raise no_value(name, f"lists and objects lie in each other more than {NESTING_MAX} deep")
+    _check_depth(name, values)
     found = stored(name, pa.chunked_array([column_of(name, values)]))
     return found.chunk(0) if found.num_chunks == 1 else found.combine_chunks()
+
+
+def _check_depth(name: str, values: Sequence[Any]) -> None:
+    if not all(_is_within(value, NESTING_MAX) for value in values):
+        raise no_value(name, f"lists and objects lie in each other more than {NESTING_MAX} deep")
 
 
 def _is_within(value: object, depth: int) -> bool:

@@ -6,6 +6,7 @@ What is wrong with a line is told by its number, and the other lines are kept.
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,6 +21,7 @@ from millstream.codec.line_protocol.vectorised import (
     BODY_BYTES_MAX,
     FoundTable,
     RefusedLine,
+    Room,
     TooManyNamesError,
     TooManyValuesError,
     Walk,
@@ -46,6 +48,11 @@ PRECISIONS: Final[Mapping[str, int]] = {
     "m": 60_000_000_000, "h": 3_600_000_000_000,
 }  # fmt: skip
 """Nanoseconds of a timestamp's unit, by the names that versions 1, 2 and 3 of InfluxDB have for it; nanoseconds where none is named."""
+_SPARE_BYTES: Final = 4 << 20
+_GROWTH_MAX: Final = 32
+_ROOM_KEPT_BYTES: Final = 1 << 20
+"""Of a body: what is kept takes nine times as much, in each thread that reads lines."""
+_kept: Final = threading.local()
 _SEED: Final = secrets.randbits(64)
 """Of the hash tables of names, so that nobody can choose names that meet in one place."""
 
@@ -90,7 +97,7 @@ def tables_of_lines(
     *,
     precision: str,
     now_ns: int,
-    rows_bytes_max: int = ROWS_BYTES_MAX,
+    rows_bytes_max: int | None = None,
     tables_max: int = TABLES_MAX,
     columns_max: int = COLUMNS_MAX,
     rejected_max: int = REJECTED_MAX,
@@ -101,7 +108,8 @@ def tables_of_lines(
         body: lines, as InfluxDB's clients send them, not compressed.
         precision: of the timestamps, one of `PRECISIONS`.
         now_ns: the time of lines without a timestamp, in nanoseconds since 1970; it is cut to whole microseconds.
-        rows_bytes_max: of all tables together: eight for each time and each value, null or not, and those of texts.
+        rows_bytes_max: of all tables together: eight for each time and each value, null or not, and those of texts. `ROWS_BYTES_MAX` where none
+            is given, or less for a small body: `bytes_max_of`.
         tables_max: how many measurements there may be.
         columns_max: of one table; a line that brings more is rejected.
         rejected_max: how many lines are told of by their number.
@@ -115,11 +123,14 @@ def tables_of_lines(
         raise UsageError(
             f"{precision!r} is no precision of timestamps", hint=f"It is one of {', '.join(filter(None, PRECISIONS))}."
         )
+    if rows_bytes_max is None:
+        rows_bytes_max = bytes_max_of(len(body))
     if len(body) > BODY_BYTES_MAX:
         raise too_large("its lines' bytes", len(body), BODY_BYTES_MAX)
     try:
         walk = Walk(
             body,
+            _room(len(body)),
             seed=_SEED,
             time_min=-((-TIME_MIN_US * 1000) // unit),
             time_max=(TIME_MAX_US * 1000 + 999) // unit,
@@ -151,6 +162,21 @@ def tables_of_lines(
     except TooManyValuesError as error:
         raise too_large("its rows' bytes", error.size, rows_bytes_max) from error
     return Lines([_table(table) for table in tables], rejected, rejected_count)
+
+
+def _room(size: int) -> Room:
+    """Memory for what is found in a body: kept for the thread's next one where that isn't large."""
+    if size > _ROOM_KEPT_BYTES:
+        return Room(size)
+    room: Room | None = getattr(_kept, "room", None)
+    if room is None or room.body_bytes_max < size:
+        room = _kept.room = Room(min(max(2 * size, _ROOM_KEPT_BYTES // 16), _ROOM_KEPT_BYTES))
+    return room
+
+
+def bytes_max_of(body_bytes: int) -> int:
+    """How many bytes the tables of a body may have: lines of few values each in many columns would else be a thousand times as much."""
+    return min(ROWS_BYTES_MAX, _SPARE_BYTES + _GROWTH_MAX * body_bytes)
 
 
 def warm() -> None:

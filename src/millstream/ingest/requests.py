@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,16 @@ import pyarrow as pa
 from millstream.errors import InvalidValue, MillstreamError, RowsTooLarge
 from millstream.model.appends import AppendBatch, WriteId
 from millstream.model.ids import SourceId
-from millstream.model.operations import OPERATION_SCHEMA, Ack, Appended, OperationKind, RejectedRow, Repeated, WriteOps
+from millstream.model.operations import (
+    OPERATION_SCHEMA,
+    Ack,
+    Appended,
+    OperationKind,
+    RejectedRow,
+    Repeated,
+    TableRows,
+    WriteOps,
+)
 from millstream.model.positions import SeqRange, StreamToken
 from millstream.wal.submissions import parts_of
 
@@ -35,7 +45,7 @@ class PreparedBatch:
     places: tuple[int, ...]
     """Each operation's request, by its place in the batch."""
     counts: tuple[int, ...]
-    """Each operation's rows."""
+    """Each operation's rows in the log: those that routing takes elsewhere aren't among them."""
     errors: Mapping[int, MillstreamError]
     """Why others were refused, by place."""
     rejected: Mapping[int, tuple[RejectedRow, ...]] = field(default_factory=dict)
@@ -54,7 +64,7 @@ class PreparedBatch:
         if ack is not None:
             assert self.ops is not None
             assert token_of is not None
-            parts = ack.each or parts_of(self.ops, self.counts, ack)
+            parts = ack.each or parts_of(ack.placed or self.ops, self.counts, ack)
             for place, part in zip(self.places, parts, strict=True):
                 if isinstance(part, MillstreamError):
                     outcomes[place] = part
@@ -63,6 +73,17 @@ class PreparedBatch:
                 rejected = self.rejected.get(place, ())
                 outcomes[place] = Appended(token_of(given.seqs), given.seqs, given.offsets, again, rejected)
         return [outcomes[place] for place in range(self.requests)]
+
+
+def in_log(placed: Sequence[TableRows], counts: Sequence[int]) -> tuple[int, ...]:
+    """How many of each operation's rows the log gets, of so many that were placed."""
+    rows = [table.rows for table in placed if table.sink is None]
+    if sum(batch.num_rows for batch in rows) == sum(counts):
+        return tuple(counts)
+    found = np.zeros(len(counts), dtype=np.int64)
+    for batch in rows:
+        found += np.bincount(batch.column("__operation").to_numpy(), minlength=len(counts))
+    return tuple(found.tolist())
 
 
 def one_request(table: str, rows: pa.Table, write_id: WriteId | None, keep_valid_rows: bool) -> AppendBatch:  # noqa: FBT001 (the batch's field)
@@ -147,7 +168,7 @@ def operations_of(write_ids: Sequence[WriteId | None], digests: Sequence[int] | 
     facts = {
         "kind": pa.array(np.full(count, int(OperationKind.APPEND), dtype=np.uint8)),
         "source": pa.array(np.full(count, int(SourceId(0)), dtype=np.int32)),
-        "commit_ts": pa.array(np.full(count, time.time_ns() // 1000), OPERATION_SCHEMA.field("commit_ts").type),
+        "commit_ts": pa.array(np.arange(count) + _MOMENTS.next(count), OPERATION_SCHEMA.field("commit_ts").type),
     }
     if any(write_ids):
         told = [write_id or _NOTHING for write_id in write_ids]
@@ -163,4 +184,23 @@ def operations_of(write_ids: Sequence[WriteId | None], digests: Sequence[int] | 
     return pa.RecordBatch.from_arrays(columns, schema=OPERATION_SCHEMA)
 
 
+class _Moments:
+    """The time in microseconds, never the same twice: readers of the log and of the lake tell one application's write from the next by it.
+
+    Without that a token between two requests of one commit group would stand for neither, and who was given it wouldn't see its own rows.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next_us = 0
+
+    def next(self, count: int) -> int:
+        """The first of so many, one behind the other."""
+        with self._lock:
+            first = max(time.time_ns() // 1000, self._next_us)
+            self._next_us = first + count
+            return first
+
+
+_MOMENTS: Final = _Moments()
 _NOTHING: Final = WriteId()

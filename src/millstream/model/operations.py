@@ -67,6 +67,10 @@ class TableRows:
     shard: ShardId = FIRST_SHARD
     partition: str | None = None
     """The partition of the table that all of the rows belong to; None where it has none."""
+    era: int = 0
+    """The hash ring by which they were placed, by its number in the stream's life; 0: by none that changes."""
+    sink: str | None = None
+    """What they go to beside the log, by its name, instead of a shard; the log's writer never gets such ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,8 @@ class WriteOps:
     """Consecutive whole operations in columns.
 
     `operations` has one row an operation, in order; every operation has at least one row in `tables`; a table may
-    stand there several times: with several schema versions, its later rows in later entries; with several partitions.
+    stand there several times: with several schema versions, its later rows in later entries; with several shards or partitions, where a
+    key's later rows stand in later entries too.
     `reached` says, for each source, the commit *end* LSN up to which all is in this or an earlier append. `behind` says what
     the log must have reached for this to follow it: where an append before it failed, this one is refused.
     """
@@ -127,6 +132,8 @@ class Ack:
     """The half-open range of offsets on each shard touched."""
     seqs: SeqRange
     """The numbers given to the call's records, over all its tables."""
+    placed: WriteOps | None = None
+    """The operations as they were written, where their places had changed since they were submitted; None: as they were submitted."""
     each: tuple[Outcome, ...] = ()
     """Of operations with `WriteOps.keys`, what became of each; `offsets` and `seqs` are of those that were appended now."""
 

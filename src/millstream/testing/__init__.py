@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from millstream.testing.catalog_races import CatalogRaces
     from millstream.testing.clock import ManualClock
     from millstream.testing.files import Crash, FaultPlan, MemoryFiles, keep_any, lose_all
+    from millstream.testing.kafka import EmbeddedKafka
     from millstream.testing.postgres import EmbeddedPostgres, PostgresStartError, PostgresUnavailable
+    from millstream.testing.redis import EmbeddedRedis
     from millstream.testing.shop import ShopWorkload
     from millstream.testing.workload import StepInfo, Workload
     from millstream.testing.write_buffer import BufferStage, WriteBufferConformance
@@ -22,7 +24,9 @@ _HOMES = {
     "CatalogConformance": "catalog",
     "CatalogRaces": "catalog_races",
     "Crash": "files",
+    "EmbeddedKafka": "kafka",
     "EmbeddedPostgres": "postgres",
+    "EmbeddedRedis": "redis",
     "FaultPlan": "files",
     "ManualClock": "clock",
     "MemoryFiles": "files",
@@ -41,7 +45,9 @@ __all__ = [
     "CatalogConformance",
     "CatalogRaces",
     "Crash",
+    "EmbeddedKafka",
     "EmbeddedPostgres",
+    "EmbeddedRedis",
     "FaultPlan",
     "ManualClock",
     "MemoryFiles",

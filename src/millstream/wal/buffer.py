@@ -40,6 +40,7 @@ from millstream.errors import (
     ShardLocked,
     StaleEpoch,
     UnknownBufferShard,
+    UnsupportedFormat,
     WriterClosed,
 )
 from millstream.model.appends import AppendOp
@@ -309,7 +310,7 @@ class LogBufferReader:
         self._place = BufferOffset(offset + 1)
         try:
             op = decode_op(data, self._shard)
-        except CodecError as error:
+        except (CodecError, UnsupportedFormat) as error:
             raise self._undecodable(offset, error) from error
         return BufferedOp(BufferMeta(self._shard, offset, stored_at_us, len(data)), op)
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from millstream import failpoints
-from millstream.codec.log_directory import DIRECTORIES, Numbering
-from millstream.codec.log_segment import SegmentHeader
+from millstream.codec.log_directory import Numbering
+from millstream.codec.log_segment import NO_HASH
 from millstream.errors import (
     AppendOutcomeUnknown,
     DiskFull,
@@ -31,7 +31,7 @@ from millstream.errors import (
     WriterClosed,
 )
 from millstream.model.appends import Submitted
-from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, SourceId, StreamId, TableId, WriterId
+from millstream.model.ids import GroupNumber, ShardId, SourceId, TableId
 from millstream.model.operations import Ack, SpilledOp, WriteOps
 from millstream.model.positions import Lsn, Offset, Seq, SeqRange
 from millstream.ports import Clock, Files
@@ -41,6 +41,7 @@ from millstream.wal.grouping import FramePlan, plan_chunk, plan_group
 from millstream.wal.layout import shard_folder
 from millstream.wal.mark import DurableMark, MarkFile
 from millstream.wal.numbers import GroupNumbers
+from millstream.wal.own_shards import OwnShard, WriterIdentity, begin_shards, next_header
 from millstream.wal.recover import Recovered, keep_spare, recover
 from millstream.wal.repair import set_tail_aside
 from millstream.wal.segment import GroupFacts, OpenSegment, WriteFailed
@@ -75,16 +76,6 @@ class LogOptions:
     """Which numbers frames carry. `BOTH` is for going back to a version that knows none but an operation's."""
 
 
-@dataclass(frozen=True, slots=True)
-class WriterIdentity:
-    """Who writes what."""
-
-    stream: StreamId
-    region: RegionId
-    writer: WriterId
-    epoch: Epoch
-
-
 @dataclass(slots=True)
 class CommitCounts:
     """Counts since the open."""
@@ -94,13 +85,6 @@ class CommitCounts:
     records: int = 0
     bytes_written: int = 0
     recovered_cut_bytes: int = 0
-
-
-@dataclass(slots=True)
-class _Shard:
-    folder: str
-    mark: MarkFile
-    segment: OpenSegment
 
 
 class GroupCommitter:
@@ -113,7 +97,7 @@ class GroupCommitter:
         clock: Clock,
         options: LogOptions,
         identity: WriterIdentity,
-        shards: dict[ShardId, _Shard],
+        shards: dict[ShardId, OwnShard],
         recovered: Recovered,
         numbers: GroupNumbers,
         *,
@@ -131,6 +115,7 @@ class GroupCommitter:
         """Whether the next recovery has all the space that it may need."""
         self._group = recovered.last_group
         self._shown, self._shown_elsewhere = recovered.shown, numbers.elsewhere
+        self._side_by_side = side_by_side
         self._syncers = ThreadPoolExecutor(len(shards), "wal-sync") if side_by_side and len(shards) > 1 else None
         self.persisted_upto = numbers.position
         """Every number of this writer up to it is durable or will never be."""
@@ -188,10 +173,12 @@ class GroupCommitter:
                 for shard in shards:
                     end = recovered.shards[shard]
                     shard_dir = shard_folder(folder, shard)
-                    header = _next_header(
+                    header = next_header(
                         identity, shard, end.end_offset, end.last_footer_hash, clock, options.numbering
                     )
-                    opened[shard] = _Shard(shard_dir, marks[shard], OpenSegment.create_first(files, shard_dir, header))
+                    opened[shard] = OwnShard(
+                        shard_dir, marks[shard], OpenSegment.create_first(files, shard_dir, header)
+                    )
                 has_spares = keep_spare(files, [shard.folder for shard in opened.values()], _spare_bytes(options))
                 committer = cls(
                     folder, files, clock, options, identity, opened, recovered, numbers, side_by_side=side_by_side
@@ -214,6 +201,37 @@ class GroupCommitter:
     def durable_offset(self, shard: ShardId) -> Offset:
         """Exclusive end of what is durable on a shard."""
         return self._shards[shard].segment.end_offset
+
+    def add_shards(self, shards: Sequence[ShardId]) -> None:
+        """Begin shards beside those that there are: durable, and empty, when it returns. Raises `DiskFull`, and as `commit`."""
+        if self.failure is not None:
+            raise WriterClosed("the log's writer has failed") from self.failure
+        assert not self._numbers.shared, "each of several writers has its own shards from the beginning"
+        self.uninterrupted(lambda: self._add_shards([shard for shard in shards if shard not in self._shards]))
+
+    def _add_shards(self, shards: Sequence[ShardId]) -> None:
+        if not shards:
+            return
+        try:
+            made, whole = begin_shards(
+                self._files,
+                self._folder,
+                shards,
+                header=lambda n: next_header(
+                    self._identity, n, Offset(0), NO_HASH, self._clock, self._options.numbering
+                ),
+                mark=lambda shard: self._mark(shard, self._shown),
+                spare_bytes=_spare_bytes(self._options),
+            )
+            self._shards.update(made)
+            self._has_spares &= whole
+            if self._side_by_side:
+                self._syncers = ThreadPoolExecutor(len(self._shards), "wal-sync")
+            self._move_marks(anchor=True)
+        except OSError as error:
+            if error.errno in NO_SPACE:
+                raise DiskFull(f"{self._folder} has no space for more shards: {error}") from error
+            raise self.poison("new shards couldn't be made", error) from error
 
     def commit(self, submitted: Sequence[Submitted]) -> list[Ack]:
         """Make a commit group durable and readable; one Ack for each submission.
@@ -500,7 +518,7 @@ class GroupCommitter:
             shard.mark.move(self._mark(shard, self.persisted_upto), anchor=anchor)
         self._shown, self._shown_elsewhere = self.persisted_upto, self._numbers.elsewhere
 
-    def _mark(self, shard: _Shard, persisted_upto: Seq) -> DurableMark:
+    def _mark(self, shard: OwnShard, persisted_upto: Seq) -> DurableMark:
         return DurableMark(
             stream=self._identity.stream,
             writer=self._identity.writer,
@@ -544,7 +562,7 @@ class GroupCommitter:
                 sealed = shard.segment
                 if sealed.sealed_hash is None:
                     continue
-                header = _next_header(
+                header = next_header(
                     self._identity, number, sealed.end_offset, sealed.sealed_hash, self._clock, self._options.numbering
                 )
                 try:
@@ -580,18 +598,3 @@ class GroupCommitter:
 
 def _spare_bytes(options: LogOptions) -> int:
     return options.segment_bytes + min(options.segment_bytes, _SPARE_EXTRA_BYTES)
-
-
-def _next_header(
-    identity: WriterIdentity, shard: ShardId, base: Offset, previous_hash: bytes, clock: Clock, numbering: Numbering
-) -> SegmentHeader:
-    return SegmentHeader(
-        identity.stream,
-        identity.region,
-        shard,
-        identity.epoch,
-        base,
-        previous_hash,
-        clock.now_ns(),
-        DIRECTORIES[numbering],
-    )

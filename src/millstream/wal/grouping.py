@@ -136,20 +136,24 @@ def _check_indexes(index: Ints, counts: Ints | int) -> None:
 def _by_table(group: Sequence[WriteOps]) -> tuple[list[TableRows], list[Ints]]:
     """The group's entries, and for each row its operation's place in the group.
 
-    Rows of one table that came in several submissions are made one entry: what follows costs by the entry, and small submissions
-    come by the hundred. A submission that has several entries of one table keeps all of the group as it is.
+    Rows of one table, version, shard and partition that came in several submissions are made one entry: what follows costs by the entry,
+    and small submissions come by the hundred. Entries of a table then stand in the order of `_place`; a submission that has its own in
+    another order (a key's rows went from one partition to another and back) keeps all of the group as it is.
     """
     if len(group) == 1:
         tables = [table for table in group[0].tables if table.rows.num_rows]
         return tables, [table.rows.column("__operation").to_numpy().astype(np.int64) for table in tables]
-    keys = [[(t.schema.table_id, t.schema.version, t.shard, t.partition) for t in ops.tables] for ops in group]
-    apart = any(len(set(of_ops)) < len(of_ops) for of_ops in keys)
+    keys = [[_place(table) for table in ops.tables] for ops in group]
+    apart = not all(_rises(of_ops) for of_ops in keys if len(of_ops) > 1)
     found: dict[object, list[tuple[TableRows, int]]] = {}
     known = 0
     for ops, of_ops in zip(group, keys, strict=True):
         for key, table in zip(of_ops, ops.tables, strict=True):
             found.setdefault((len(found), key) if apart else key, []).append((table, known))
         known += ops.operations.num_rows
+    if not apart and any(len(of_ops) > 1 for of_ops in keys):
+        rank = {table: n for n, table in enumerate(dict.fromkeys(key[0] for of_ops in keys for key in of_ops))}
+        found = dict(sorted(found.items(), key=lambda item: (rank[item[0][0]], item[0][1:])))  # type: ignore[index]
     tables, of_rows = [], []
     for entries in found.values():
         first = entries[0][0]
@@ -160,6 +164,22 @@ def _by_table(group: Sequence[WriteOps]) -> tuple[list[TableRows], list[Ints]]:
         shift = np.repeat(np.array([known for _, known in entries], np.int64), counts)
         of_rows.append(whole.column("__operation").to_numpy().astype(np.int64) + shift)
     return tables, of_rows
+
+
+def _place(table: TableRows) -> tuple[TableId, SchemaVersion, ShardId, str]:
+    """What entries that are made one have in common; of a table, in the order in which an operation's are numbered."""
+    partition = "" if table.partition is None else f"={table.partition}"
+    return table.schema.table_id, table.schema.version, table.shard, partition
+
+
+def _rises(places: Sequence[tuple[TableId, SchemaVersion, ShardId, str]]) -> bool:
+    """Whether each table's entries stand in the order of their places, each place once."""
+    newest: dict[TableId, tuple[TableId, SchemaVersion, ShardId, str]] = {}
+    for place in places:
+        if newest.get(place[0], (place[0],)) >= place:
+            return False
+        newest[place[0]] = place
+    return True
 
 
 def _plan_table(

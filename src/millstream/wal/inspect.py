@@ -12,13 +12,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
-from millstream.codec.log_directory import Numbering
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.codec.log_directory import Numbering, decode_directory
 from millstream.codec.log_frame import FrameKind, SchemaFrame, decode_frame
 from millstream.codec.log_schemas import SchemaSet
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SegmentFooter, SegmentHeader
 from millstream.errors import CorruptFrame, CorruptWal, MillstreamError, UnexpectedFile, UnsupportedFormat
 from millstream.model.ids import Epoch, GroupNumber, SchemaVersion, ShardId, TableId
-from millstream.model.positions import Offset, Seq
+from millstream.model.positions import SEQ_MAX, Offset, Seq
 from millstream.ports import Files
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import (
@@ -129,6 +132,18 @@ class TableStats:
 
 
 @dataclass(slots=True)
+class PartitionStats:
+    """What the log holds of one partition of a table; of partition None, what has none."""
+
+    table_id: TableId
+    partition: str | None
+    records: int = 0
+    first_seq: Seq = SEQ_MAX
+    last_seq: Seq = Seq(0)
+    """Between the two there may be numbers of others."""
+
+
+@dataclass(slots=True)
 class LogStats:
     """What the log holds."""
 
@@ -146,13 +161,14 @@ class LogStats:
     """Whether every shard has its mark; else `persisted_upto` may be missing, and what isn't durable counts too."""
     dropped_upto: Seq = Seq(0)
     tables: dict[TableId, TableStats] = field(default_factory=dict)
+    partitions: dict[tuple[TableId, str | None], PartitionStats] = field(default_factory=dict)
     losses: list[Loss] = field(default_factory=list)
     accepted: list[Loss] = field(default_factory=list)
     """What was lost, and is passed over because `wal repair` was told so."""
 
 
 __all__ = [
-    "FrameInfo", "LogStats", "Loss", "SegmentInfo", "TableStats", "Verification", "inspect", "ls", "stats", "verify",
+    "FrameInfo", "LogStats", "Loss", "PartitionStats", "SegmentInfo", "TableStats", "Verification", "inspect", "ls", "stats", "verify",
 ]  # fmt: skip
 
 _START: Final = Seq(0)
@@ -235,8 +251,8 @@ def verify(folder: str, *, files: Files | None = None) -> Verification:
     return report
 
 
-def stats(folder: str, *, files: Files | None = None) -> LogStats:
-    """Counts over the whole log, by table too; reads heads of frames, not rows."""
+def stats(folder: str, *, files: Files | None = None, partitions: bool = False) -> LogStats:
+    """Counts over the whole log, by table too, and by `partitions` where asked; reads heads of frames, not rows."""
     files = RealFiles() if files is None else files
     counted = LogStats()
     groups: set[Seq] = set()
@@ -265,6 +281,9 @@ def stats(folder: str, *, files: Files | None = None) -> LogStats:
             else:
                 groups.add(found.header.group_last_seq)
                 _count(files, counted, segment, header, found)
+                if partitions and header is not None and found.header.kind is FrameKind.RECORDS:
+                    with suppress(CorruptFrame):
+                        _count_partitions(counted, header, found)
     counted.groups = len(groups)
     return counted
 
@@ -537,3 +556,23 @@ def _count(
             oldest, newest = counted.oldest_commit_us, counted.newest_commit_us
             counted.oldest_commit_us = times[0] if oldest is None else min(oldest, times[0])
             counted.newest_commit_us = times[1] if newest is None else max(newest, times[1])
+
+
+def _count_partitions(counted: LogStats, header: SegmentHeader, found: ScannedFrame) -> None:
+    """Numbers of each table and partition of a frame, from its directory. Raises `CorruptFrame`."""
+    _, batches = decode_directory(header.directory, found.header.numbering, found.operations, found.batches)
+    spans = pa.table(
+        {
+            "table": batches.column("table_id"),
+            "partition": batches.column("partition"),
+            "first": batches.column("first_seq"),
+            "last": pc.add(batches.column("first_seq"), batches.column("count")),
+            "count": batches.column("count"),
+        }
+    ).group_by(["table", "partition"])
+    for row in spans.aggregate([("first", "min"), ("last", "max"), ("count", "sum")]).to_pylist():
+        key = (TableId(row["table"]), row["partition"])
+        own = counted.partitions.setdefault(key, PartitionStats(*key))
+        own.records += row["count_sum"]
+        own.first_seq = min(own.first_seq, Seq(row["first_min"]))
+        own.last_seq = max(own.last_seq, Seq(row["last_max"] - 1))

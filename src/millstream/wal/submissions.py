@@ -126,7 +126,7 @@ def parts_of(ops: WriteOps, counts: Sequence[int], ack: Ack) -> list[Ack]:
 def _rows_on(ops: WriteOps, shard: ShardId, operations: int) -> list[int]:
     found = np.zeros(operations, dtype=np.int64)
     for table in ops.tables:
-        if table.shard == shard:
+        if table.shard == shard and table.sink is None:
             found += np.bincount(table.rows.column("__operation").to_numpy(), minlength=operations)
     counts: list[int] = found.tolist()
     return counts

@@ -13,9 +13,9 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Self
 
 from millstream.errors import InvalidValue, MillstreamError, OutOfOrder, SessionsNeedOneWriter, WriterClosed
@@ -27,10 +27,11 @@ from millstream.ports import Clock, Files, SeqReservations
 from millstream.protocol.sequencer import LedgerView
 from millstream.protocol.sessions import SessionLimits
 from millstream.wal.answers import Awaited, Blocked, Promised, Waiting, answer
-from millstream.wal.commit import GroupCommitter, LogOptions, WriterIdentity
+from millstream.wal.commit import GroupCommitter, LogOptions
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.keyed import KeyedCommits
 from millstream.wal.numbers import BlockNumbers, SharedNumbers
+from millstream.wal.own_shards import WriterIdentity
 from millstream.wal.queue import SubmissionQueue
 from millstream.wal.submissions import follow, shards_of
 
@@ -73,6 +74,12 @@ class LogWriter:
         self._writing = threading.Lock()
         """Held by the thread that writes: taken before anything is taken off the queue."""
         self._shards = committer.shards
+        self._may_write = threading.Event()
+        """Not set while somebody waits to change the shards: a busy writer would never let go of `_writing`."""
+        self._may_write.set()
+        self._era = 0
+        self._place_anew: Callable[[WriteOps], WriteOps] | None = None
+        """What to do about operations that were placed under another era's ring, once there is one."""
         self._delays = options.group_commit_delay_s > 0
         self._commits = committer if keyed is None else keyed
         self._queue = self._empty_queue()
@@ -156,7 +163,7 @@ class LogWriter:
     def append(self, ops: Submitted, *, deadline_s: float | None = None) -> Ack:
         """Append and return once durable; raises what `submit`'s future would end with."""
         self._check_shards(ops)
-        if not self._delays and self._writing.acquire(blocking=False):
+        if not self._delays and self._may_write.is_set() and self._writing.acquire(blocking=False):
             try:
                 if self._queue.is_idle() and self._committer.failure is None:
                     return self._write_alone(ops)
@@ -209,6 +216,64 @@ class LogWriter:
         finally:
             self._writing.release()
 
+    def reshard(
+        self,
+        shards: Sequence[ShardId],
+        *,
+        era: int,
+        place_anew: Callable[[WriteOps], WriteOps],
+        record: Callable[[Seq], None],
+    ) -> Seq:
+        """Begin an era, in which rows are placed by another ring, at a cut between two commit groups.
+
+        What is in front of the cut was placed by the ring before. What waits, or comes later though it was placed earlier, is placed anew
+        before it is written; so nobody has to be kept waiting for longer than a group takes.
+
+        Args:
+            shards: what the era's ring has; those that the log hasn't are begun.
+            era: its number, as entries that were placed in it bear it (`TableRows.era`).
+            place_anew: called with operations of other eras, by the thread that writes.
+            record: called with the cut, while nothing is written: the era is in force when it returns, and isn't when it raises.
+
+        Returns:
+            The cut: what has numbers up to it lies where the ring before put it.
+
+        Raises:
+            DiskFull, ShardLocked, AppendOutcomeUnknown, WriterClosed: the shards couldn't be begun; nothing was recorded.
+            Whatever `record` raises; then the era before is still in force.
+        """
+        self._may_write.clear()
+        try:
+            with self._writing:
+                self._committer.add_shards(shards)
+                self._shards = self._committer.shards
+                cut = self._committer.persisted_upto
+                record(cut)
+                self._era, self._place_anew = era, place_anew
+                return cut
+        finally:
+            self._may_write.set()
+            if self._committer.failure is not None:
+                self._refuse_the_rest()
+
+    def give_up(self, cause: MillstreamError) -> None:
+        """Take nothing more: what would be written next can't be known. For `record` of `reshard`; recovery goes on from what is durable."""
+        if self._committer.failure is None:
+            self._committer.failure = WriterClosed(f"the log's writer gave up: {cause.message}")
+            self._committer.failure.__cause__ = cause
+
+    def _in_force(self, ops: Submitted) -> Submitted:
+        """Operations as the era in force places them."""
+        if self._place_anew is None or not isinstance(ops, WriteOps):
+            return ops
+        if all(table.era in {0, self._era} for table in ops.tables):
+            return ops
+        return self._place_anew(ops)
+
+    def shards(self) -> frozenset[ShardId]:
+        """The shards of this writer."""
+        return self._shards
+
     def failure(self) -> MillstreamError | None:
         """Why the writer takes no more; None while it does, and after a plain `close`."""
         return self._committer.failure
@@ -240,7 +305,8 @@ class LogWriter:
         """In a forked child: the files are the parent's, and no lock may live on here that the parent has given up."""
         self._committer.leave_to_parent()
         # Threads that aren't here may have held its locks.
-        self._queue, self._writing = self._empty_queue(), threading.Lock()
+        self._queue, self._writing, self._may_write = self._empty_queue(), threading.Lock(), threading.Event()
+        self._may_write.set()
         self._queue.abandon(self._committer.failure)
 
     def session(self, name: str) -> SessionFacts:
@@ -262,6 +328,7 @@ class LogWriter:
         """The writer's thread."""
         try:
             while self._queue.wait(self._options.segment_age_s):
+                self._may_write.wait()
                 with self._writing:
                     self._write()
             with self._writing:
@@ -282,8 +349,9 @@ class LogWriter:
         try:
             if not all(follow([ops], self._committer.reached)):
                 raise _out_of_order()
-            (ack,) = self._commits.commit([ops])
-            return ack
+            written = self._in_force(ops)
+            (ack,) = self._commits.commit([written])
+            return _ack_of(ack, ops, written)
         finally:
             self._after_group()
 
@@ -304,12 +372,15 @@ class LogWriter:
             if not group:
                 return
         try:
-            acks = self._commits.commit([waiting.ops for waiting in group])
+            written = [self._in_force(waiting.ops) for waiting in group]
+            acks = self._commits.commit(written)
         except InvalidValue as error:
             self._commit_without_invalid(group, error)
         except Exception as error:  # noqa: BLE001 (each caller gets it, whatever it is)
             answer((waiting, error) for waiting in group)
         else:
+            if self._place_anew is not None:
+                acks = [_ack_of(ack, was.ops, ops) for ack, was, ops in zip(acks, group, written, strict=True)]
             answer(zip(group, acks, strict=True))
 
     def _commit_without_invalid(self, group: Sequence[Waiting], error: InvalidValue) -> None:
@@ -333,6 +404,11 @@ class LogWriter:
         error = WriterClosed("the log's writer failed before this was written; nothing of it was")
         error.__cause__ = failure
         answer((waiting, error) for waiting in left)
+
+
+def _ack_of(ack: Ack, submitted: Submitted, written: Submitted) -> Ack:
+    """The ack of what was written, for who has submitted it."""
+    return ack if written is submitted or not isinstance(written, WriteOps) else replace(ack, placed=written)
 
 
 def _no_sessions() -> SessionsNeedOneWriter:

@@ -30,6 +30,7 @@ from millstream.app.config.model import (
     StreamConfig,
 )
 from millstream.app.config.quantities import disk_bytes
+from millstream.app.config.routing_checks import clashes_of_routing
 from millstream.app.config.toml_lines import KeyPath, key_lines
 from millstream.errors import ConfigError, LakeFormatUnsupported, MillstreamError, UsageError
 from millstream.libpq import is_address
@@ -395,6 +396,7 @@ def _clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
                 yield (*at, "types", column), "must name a column as schema.table.column"
         yield from _clashes_of_buffer(at, name, stream, config.writer.name)
         yield from _clashes_of_lake(at, stream.lake)
+        yield from clashes_of_routing(at, name, stream)
         for table, key in stream.keys.items():
             try:
                 parse_qualified_name(table)

@@ -38,8 +38,6 @@ _AWAY_S: Final = 60.0
 _CATALOG_PATIENCE_S: Final = 2.0
 CERTIFICATE: Final = "millstream.certificate"
 """In an ASGI scope: the name in the client's certificate, where it has shown one."""
-CHALLENGE: Final[Mapping[str, str]] = {"WWW-Authenticate": 'Bearer realm="millstream", Basic realm="millstream"'}
-"""Stands beside a 401: in which ways a token may come."""
 _SCHEMES: Final = ("bearer", "token", "basic")
 
 

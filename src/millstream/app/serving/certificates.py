@@ -140,21 +140,23 @@ class Renewal:
 
     def __init__(self, certificates: Certificates, context: ssl.SSLContext) -> None:
         self._certificates = certificates
-        self._context = context
+        self.context: Final = context
         self._seen = certificates.fingerprint()
-        self._looked_s = time.monotonic()
+
+    @classmethod
+    def of_home(cls, home: Home) -> Renewal | None:
+        """Of a new context with what the configuration has; None where there is no TLS. Raises as `Certificates.server_context`."""
+        certificates = Certificates.of_home(home)
+        return None if certificates is None else cls(certificates, certificates.server_context())
 
     def look(self) -> bool:
         """Whether the context has new ones. Of files that can't be used it is said once, and those before stay."""
-        if time.monotonic() - self._looked_s < LOOK_EVERY_S:
-            return False
-        self._looked_s = time.monotonic()
         found = self._certificates.fingerprint()
         if found == self._seen:
             return False
         self._seen = found
         try:
-            self._certificates.renew(self._context)
+            self._certificates.renew(self.context)
         except CertificateUnusable as error:
             logger.warning(
                 "the certificate has changed and can't be used; the one before stays",
@@ -166,18 +168,30 @@ class Renewal:
         return True
 
 
-def telling_certificate(application: Callable[..., Any], transport: Any) -> Callable[..., Any]:
-    """An ASGI application that finds in each scope what the connection's client has shown: see `access.CERTIFICATE`.
+def telling_certificates(protocol: Any) -> Any:
+    """A protocol of uvicorn's whose requests find in their scope what the connection's client has shown: see `access.CERTIFICATE`.
 
     Args:
-        application: what requests of the connection go to.
-        transport: the connection's, of asyncio.
+        protocol: its class.
     """
-    connection = transport.get_extra_info("ssl_object")
-    name = None if connection is None else name_in_certificate(connection.getpeercert())
-    if name is None:
-        return application
 
+    class Telling(protocol):  # type: ignore[misc] # known when it runs
+        """As it is, else."""
+
+        app: Any
+
+        def connection_made(self, transport: Any) -> None:
+            """See asyncio.Protocol."""
+            connection = transport.get_extra_info("ssl_object")
+            name = None if connection is None else name_in_certificate(connection.getpeercert())
+            if name is not None:
+                self.app = _telling(self.app, name)
+            super().connection_made(transport)
+
+    return Telling
+
+
+def _telling(application: Callable[..., Any], name: str) -> Callable[..., Any]:
     async def told(scope: Any, receive: Any, send: Any) -> None:
         scope[CERTIFICATE] = name
         await application(scope, receive, send)

@@ -1,7 +1,4 @@
-"""`serve`: a home over HTTP, rows of applications in, its status out; and over Arrow Flight, where that is configured.
-
-It ends gracefully: what was asked before is answered.
-"""
+"""`serve`: a home over HTTP, and over Arrow Flight where that is configured. It ends gracefully: what was asked before is answered."""
 
 from __future__ import annotations
 
@@ -17,12 +14,11 @@ from millstream.app.config.quantities import duration_s, size_bytes
 from millstream.app.home import Home
 from millstream.app.locks import LOCK_PATIENCE_S, RoleLock
 from millstream.app.part import Lifeline
-from millstream.app.serving.certificates import Certificates, Renewal, telling_certificate
+from millstream.app.serving.certificates import LOOK_EVERY_S, Renewal, telling_certificates
 from millstream.app.serving.exposure import check_protected
 from millstream.errors import AddressInUse
 
 if TYPE_CHECKING:
-    import ssl
     from collections.abc import Iterator
 
     from millstream.app.serving.application import Application
@@ -48,13 +44,13 @@ def serve_home(home: Home, lifeline: Lifeline) -> None:
     home.prepare()
     host, port = home.config.http.address
     check_protected("http", (host, port), home.config.http)
-    certificates = Certificates.of_home(home)
-    tls = None if certificates is None else (certificates, certificates.server_context())
+    renewal = Renewal.of_home(home)
     with (
         contextlib.closing(Access.of_home(home)) as access,
         RoleLock.take(home.run_folder, "serve", patience_s=LOCK_PATIENCE_S if lifeline.supervised else 0.5),
         _listen(host, port) as listener,
         contextlib.closing(Application(home, access)) as application,
+        _flight(home, application),
     ):
         # A wildcard address isn't one that a person can open.
         address = f"{host}:{listener.getsockname()[1]}"
@@ -62,15 +58,11 @@ def serve_home(home: Home, lifeline: Lifeline) -> None:
         logger.info("listening", address=address)
         _raise_open_files()
         with asyncio.Runner(loop_factory=_new_loop) as runner:
-            runner.run(_serve(home, lifeline, application, listener, tls))
+            runner.run(_serve(home, lifeline, application, listener, renewal))
 
 
 async def _serve(
-    home: Home,
-    lifeline: Lifeline,
-    application: Application,
-    listener: socket.socket,
-    tls: tuple[Certificates, ssl.SSLContext] | None,
+    home: Home, lifeline: Lifeline, application: Application, listener: socket.socket, renewal: Renewal | None
 ) -> None:
     import importlib.util
 
@@ -94,8 +86,9 @@ async def _serve(
         timeout_graceful_shutdown=max(1, round(duration_s(http.drain_timeout))),
     )
     config.load()
-    if tls is not None:
-        _serve_tls(config, *tls)
+    if renewal is not None:
+        config.ssl = renewal.context
+        config.http_protocol_class = telling_certificates(config.http_protocol_class)
     server = uvicorn.Server(config)
     # uvicorn would take the signals for itself, and raise them again at its end.
     server.capture_signals = _leave_signals  # type: ignore[method-assign]
@@ -117,7 +110,17 @@ async def _serve(
         await asyncio.sleep(duration_s(http.drain_delay))
         server.should_exit = True
 
-    aside = [asyncio.create_task(end_when_told()), asyncio.create_task(watch(server.server_state, bounds))]
+    async def renew() -> None:
+        while renewal is not None:
+            await asyncio.sleep(LOOK_EVERY_S)
+            # Here, on the loop's own thread: nobody makes a connection of the context meanwhile.
+            renewal.look()
+
+    aside = [
+        asyncio.create_task(end_when_told()),
+        asyncio.create_task(watch(server.server_state, bounds)),
+        asyncio.create_task(renew()),
+    ]
     try:
         await server.serve(sockets=[listener])
         # Nobody waits for these any more but their rows, which their senders may take for appended.
@@ -129,25 +132,16 @@ async def _serve(
             task.cancel()
 
 
-def _serve_tls(config: Any, certificates: Certificates, context: ssl.SSLContext) -> None:
-    """Have uvicorn speak TLS, tell who shows which certificate, and look whether ours is renewed."""
-    renewal = Renewal(certificates, context)
+@contextlib.contextmanager
+def _flight(home: Home, application: Application) -> Iterator[None]:
+    """Flight beside HTTP, where it is configured; it isn't imported elsewhere."""
+    if home.config.flight.listen is None:
+        yield
+        return
+    from millstream.app.serving.flight import flight_of
 
-    async def look() -> None:
-        renewal.look()
-
-    class Connection(config.http_protocol_class):  # type: ignore[misc] # known when it runs
-        """uvicorn's, which says what its client has shown."""
-
-        app: Any
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self.app = telling_certificate(self.app, transport)
-
-    config.ssl = context
-    config.http_protocol_class = Connection
-    config.callback_notify, config.timeout_notify = look, 1
+    with flight_of(home, application.access, application.appender):
+        yield
 
 
 def connection_bounds(home: Home) -> ConnectionBounds:

@@ -12,10 +12,11 @@ import weakref
 from asyncio import wrap_future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import structlog
 
+from millstream.app.control import ControlServer, have_done
 from millstream.app.locks import RoleLock, holder, writer_role
 from millstream.app.logs import leave_logs_to_application
 from millstream.app.wiring import place_compiled_code
@@ -47,6 +48,8 @@ _ASK_S: Final = 30.0
 _TRY_EVERY_S: Final = 0.05
 _LOOK_EVERY_S: Final = 0.2
 """How often a process that writes only because nobody else did looks whether `millstream run` wants to."""
+_RESHARDED_WITHIN_S: Final = 60.0
+"""How long a change of the ring may take: a commit group, new segments, and a catalog that must answer."""
 _STARTS_WITHIN_S: Final = 30.0
 """How long a process that has the writer's role may take until it listens: recovery, or a supervisor that starts it anew."""
 
@@ -125,6 +128,40 @@ class HomeAppender:
                 if self._closed or time.monotonic() > give_up_s:
                     raise
                 time.sleep(_TRY_EVERY_S)
+
+    def reshard(self, stream: str, shards: int) -> dict[str, Any]:
+        """Spread a stream's rows over another number of shards, in whatever process that has to be done; see `StreamRouting.reshard`.
+
+        Raises:
+            UnknownStream, ReshardRefused, DiskFull …: as there.
+            HomeBusy: another process writes the home, and doesn't answer.
+        """
+        _configured(self._home, stream)
+        self._begin_in_child()
+        give_up_s = time.monotonic() + _STARTS_WITHIN_S
+        while True:
+            try:
+                way = self._way()
+                if isinstance(way, _OwnWriter):
+                    return way.reshard(stream, shards)
+                return self._reshard_there(stream, shards)
+            except (WriterClosed, HomeBusy):
+                # Who writes is gone, or just begins; asked again, a change that was made is told as none.
+                if self._closed or time.monotonic() > give_up_s:
+                    raise
+                self._forget(self._client)
+                time.sleep(_TRY_EVERY_S)
+
+    def _reshard_there(self, stream: str, shards: int) -> dict[str, Any]:
+        asked = {"stream": stream, "shards": shards}
+        for role in ("owner", writer_role(self._writer)):
+            found = have_done(self._home, role, "reshard", asked, deadline_s=_RESHARDED_WITHIN_S)
+            if found is not None:
+                return found
+        raise HomeBusy(
+            "another process writes the home, and doesn't answer",
+            hint="It may be starting; `millstream status` shows who it is, and which ring is in force.",
+        )
 
     async def append_batch_async(
         self, stream: str, batch: AppendBatch, *, deadline_s: float
@@ -278,6 +315,8 @@ class _OwnWriter:
             opened.callback(self._let_go)
             server = AppendServer(append_socket(home, writer), self.appender_of)
             opened.callback(server.close)
+            acts = {"reshard": lambda asked: self.reshard(str(asked["stream"]), int(asked["shards"]))}
+            opened.enter_context(ControlServer(home, writer_role(writer), {}, acts))
             self._opened = opened.pop_all()
         threading.Thread(target=self._step_aside, name="append-steps-aside", daemon=True).start()
 
@@ -302,6 +341,14 @@ class _OwnWriter:
         return None if found is None or found[1].log.failure() is not None else found[1].appender
 
     def appender_of(self, stream: str) -> Appender:
+        """The stream's; as `writer_of`."""
+        return self.writer_of(stream).appender
+
+    def reshard(self, stream: str, shards: int) -> dict[str, Any]:
+        """As `StreamRouting.reshard`."""
+        return self.writer_of(stream).routing.reshard(shards)
+
+    def writer_of(self, stream: str) -> StreamWriter:
         """The stream's, whose log is opened where it isn't, or anew where it has failed."""
         with self._lock:
             if self.has_ended:
@@ -313,7 +360,7 @@ class _OwnWriter:
                 found = None
             if found is None:
                 found = undisturbed(lambda: self._open(stream))
-            return found[1].appender
+            return found[1]
 
     def _open(self, stream: str) -> tuple[contextlib.ExitStack, StreamWriter]:
         with contextlib.ExitStack() as stack:

@@ -6,9 +6,10 @@ import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Final
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Final
 
-from millstream.errors import BufferOutcomeUnknown, MillstreamError, StreamReadsBuffer
+from millstream.errors import BufferOutcomeUnknown, ConfigError, MillstreamError, StreamReadsBuffer
 from millstream.ingest.appender import Appender
 from millstream.model.buffers import BufferMeta, parts_of_shards, single_operations
 from millstream.model.operations import Appended, WriteOps
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from millstream.model.ids import ShardId, StreamId
     from millstream.ports import WriteBuffer
 
+ENTRY_POINTS: Final = "millstream.buffers"
+_OURS: Final = ("log", "kafka", "redis")
 _REPLICATION: Final = "replication.factor"
 
 
@@ -66,6 +69,11 @@ def open_buffer_in(folder: Path, name: str, config: BufferConfig) -> WriteBuffer
                 timeout_s=config.timeout_s,
             )
         )
+    if config.kind != "log":
+        made: WriteBuffer = _factory(config.kind)(
+            name=name, location=config.location, create_shards=create_shards, timeout_s=config.timeout_s
+        )
+        return made
     from millstream.app.config.quantities import duration_s
     from millstream.wal.buffer import LogBuffer, LogBufferOptions
 
@@ -75,6 +83,20 @@ def open_buffer_in(folder: Path, name: str, config: BufferConfig) -> WriteBuffer
             create_shards=create_shards,
             retention_age_s=duration_s(config.retention_age),
         )
+    )
+
+
+def _factory(kind: str) -> Any:
+    """What makes buffers of a kind that isn't ours. `ConfigError` where no package has it."""
+    found = entry_points(group=ENTRY_POINTS)
+    for one in found:
+        if one.name == kind:
+            return one.load()
+    known = sorted({*_OURS, *(one.name for one in found)})
+    raise ConfigError(
+        f"no write buffer is of kind {kind!r}",
+        hint=f"There are {', '.join(known)}; a package brings others as entry points `{ENTRY_POINTS}`.",
+        known=known,
     )
 
 

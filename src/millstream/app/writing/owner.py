@@ -285,8 +285,11 @@ def run_owner(
             lifeline.tell("progress", told)
             on_progress(told)
 
-        stack.enter_context(ControlServer(home, "owner", {"status": facts}))
         by_name = {stream.name: stream for stream in streams}
+        acts = {
+            "reshard": lambda asked: _writer_of(by_name, str(asked["stream"])).routing.reshard(int(asked["shards"]))
+        }
+        stack.enter_context(ControlServer(home, "owner", {"status": facts}, acts))
         server = AppendServer(
             append_socket(home, home.config.writer.name), lambda stream: _appender_of(by_name, stream)
         )
@@ -327,7 +330,12 @@ def run_owner(
 
 
 def _appender_of(streams: dict[str, OwnedStream], name: str) -> Appender:
-    """What applications append to a stream by; `WriterClosed` while it begins."""
+    """What applications append to a stream by; raises as `_writer_of`."""
+    return _writer_of(streams, name).appender
+
+
+def _writer_of(streams: dict[str, OwnedStream], name: str) -> StreamWriter:
+    """Who writes a stream; `WriterClosed` while it begins."""
     stream = streams.get(name)
     if stream is None:
         raise UnknownStream(f"the process that writes has no stream {name}: it was started before there was one")
@@ -336,7 +344,7 @@ def _appender_of(streams: dict[str, OwnedStream], name: str) -> Appender:
     writer = stream.writer
     if writer is None:
         raise WriterClosed(f"the log of {name} is just being opened; nothing of it was appended")
-    return writer.appender
+    return writer
 
 
 def _wait_for(threads: list[threading.Thread], streams: list[OwnedStream], lifeline: Lifeline) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from millstream.app.locks import LOCK_PATIENCE_S
 from millstream.app.wiring import log_options, session_limits, shard_of, write_rules
@@ -18,13 +18,16 @@ from millstream.app.writing.buffered import (
     buffer_name,
     open_buffer,
 )
+from millstream.app.writing.routing import StreamRouting, shards_to_open
 from millstream.app.writing.shared_writer import SharedWriter
+from millstream.app.writing.sinks import sinks_of
 from millstream.app.writing.writer_facts import refuse_to_own
 from millstream.errors import LogError, ShardLocked, StaleEpoch
 from millstream.ingest.appender import Appender
 from millstream.ingest.taking import OperationTaker
 from millstream.model.ids import Epoch, ShardId, StreamId, WriterId
-from millstream.model.operations import FIRST_SHARD, TableRows
+from millstream.model.operations import FIRST_SHARD
+from millstream.routing.dispatch import Dispatcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,6 +48,7 @@ class StreamWriter:
     appender: Appender
     name: str | None
     """Of one among several."""
+    routing: StreamRouting
 
 
 @contextmanager
@@ -85,6 +89,7 @@ def stream_writer(
             shared = opened.enter_context(_join(home, catalog, stream, name, config, own))
             log, writer, first_shard = shared.log, shared.writer, shared.shards[0]
         home_shard = shard_of(config, first_shard)
+        routing = StreamRouting(catalog, stream, name, config, log, first_shard=first_shard, is_shared=own is not None)
         buffer = config.buffer
         kind: type[Appender] = Appender
         if buffer is not None:
@@ -92,10 +97,10 @@ def stream_writer(
         appender = kind(
             catalog,
             stream,
-            log,
+            _with_sinks(home, name, config, log, opened),
             writer=writer,
             rules_of=write_rules(config),
-            place=lambda schema, rows: (TableRows(schema, rows, home_shard(f"{schema.namespace}.{schema.name}")),),
+            place=routing.place,
             home_shard=home_shard,
         )
         if isinstance(appender, AppenderToBuffer) and buffer is not None:
@@ -103,7 +108,17 @@ def stream_writer(
             appender.to_buffer = BufferingAppender(appender, stream, opened_buffer, buffer_name(name, buffer))
         if isinstance(appender, AppenderOfReader) and buffer is not None:
             appender.buffer_name, appender.stream_name = buffer_name(name, buffer), name
-        yield StreamWriter(stream, log, first_shard, appender, own)
+        yield StreamWriter(stream, log, first_shard, appender, own, routing)
+
+
+def _with_sinks(home: Home, name: str, config: StreamConfig, log: LogWriter, opened: contextlib.ExitStack) -> LogWriter:
+    """What applications' operations go to: the log, with the sinks beside it where there are any."""
+    sinks = sinks_of(home, name, config)
+    if not sinks or config.routing is None:
+        return log
+    dispatcher = Dispatcher(log, sinks, ignore_errors=frozenset(config.routing.ignore_errors))
+    opened.callback(dispatcher.close)
+    return cast("LogWriter", dispatcher)  # of which an appender uses what both have
 
 
 def operation_taker(catalog: Catalog, writer: StreamWriter, config: StreamConfig) -> OperationTaker:
@@ -113,7 +128,7 @@ def operation_taker(catalog: Catalog, writer: StreamWriter, config: StreamConfig
         catalog,
         writer.stream,
         rules_of=write_rules(config),
-        place=lambda schema, rows: (TableRows(schema, rows, home_shard(f"{schema.namespace}.{schema.name}")),),
+        place=writer.routing.place,
         home_shard=home_shard,
     )
 
@@ -157,7 +172,7 @@ def _own(home: Home, catalog: Catalog, stream: StreamId, name: str, config: Stre
             log = LogWriter.open(
                 str(home.wal_folder(name)),
                 stream=stream,
-                shards=[ShardId(shard) for shard in range(config.log.shards)],
+                shards=shards_to_open(catalog, stream, config),
                 epoch=epoch,
                 reservations=catalog.reservations(stream),
                 options=log_options(config),

@@ -30,6 +30,7 @@ from millstream.errors import (
     IngestError,
     MillstreamError,
     UnknownTable,
+    UnsupportedFormat,
 )
 from millstream.ingest.taking import OperationTaker, in_order
 from millstream.model.buffers import BUFFER_START, BufferedOp, BufferOffset, ReadPause
@@ -135,6 +136,7 @@ class BufferTaking:
             BufferWentBack: it ends before what was read of it.
             BufferOffsetGone: it has dropped what wasn't taken yet.
             BufferUnavailable, BufferMissing, BufferRefused: as the buffer says.
+            UnsupportedFormat: a newer Millstream wrote into it; nothing is passed over.
             OutOfOrder, DiskFull, AppendOutcomeUnknown …: as the log says. Begin again at what the log has reached.
         """
         self._check_identity()
@@ -321,6 +323,8 @@ class _ShardTaking:
         try:
             found = self._reader.read(wait_s=0.0 if self._in_flight else _WAIT_S)
         except BufferedOpUndecodable as error:
+            if isinstance(error.__cause__, UnsupportedFormat):
+                raise error.__cause__ from error  # a newer Millstream's: not to be passed over
             self._progress.undecodable += 1
             logger.warning("passed over", buffer=error.details["buffer"], code=error.code, error=error.message)
             return True

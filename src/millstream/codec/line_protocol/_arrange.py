@@ -8,15 +8,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from millstream.codec.line_protocol._scan import (
-    FIRST,
-    KEPT,
-    LINE_AT,
-    LINE_MEASUREMENT,
-    LINE_NUMBER,
-    LINE_TOKEN,
-    TEXT_ESCAPED,
-)
+from millstream.codec.line_protocol._names import FIRST, KEPT
+from millstream.codec.line_protocol._scan import LINE_AT, LINE_MEASUREMENT, LINE_NUMBER, LINE_TOKEN
+from millstream.codec.line_protocol._values import TEXT_ESCAPED
 from millstream.codec.line_protocol._words import load_word, store_word
 from millstream.codec.line_protocol.grammar import Refusal
 from millstream.codec.pgoutput._compiled import compiled

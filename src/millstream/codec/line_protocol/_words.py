@@ -30,8 +30,7 @@ def _at(context: Any, builder: Any, kind: Any, array: Any, place: Any) -> Any:
     return builder.bitcast(builder.gep(data, [place]), _WORD.as_pointer())
 
 
-@intrinsic
-def load_word(_typing: Any, array: Any, place: Any) -> Any:
+def _load_word(_typing: Any, array: Any, place: Any) -> Any:
     """The eight bytes from `place` on."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -41,8 +40,7 @@ def load_word(_typing: Any, array: Any, place: Any) -> Any:
     return types.uint64(array, types.int64), generate
 
 
-@intrinsic
-def store_word(_typing: Any, array: Any, place: Any, word: Any) -> Any:
+def _store_word(_typing: Any, array: Any, place: Any, word: Any) -> Any:
     """Put eight bytes to `place` on."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -53,14 +51,19 @@ def store_word(_typing: Any, array: Any, place: Any, word: Any) -> Any:
     return types.void(array, types.int64, types.uint64), generate
 
 
-@intrinsic
-def trailing_zeros(_typing: Any, word: Any) -> Any:
+def _trailing_zeros(_typing: Any, word: Any) -> Any:
     """Bits below the lowest that is set; 64 where none is."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], ir.IntType(1)(0))
 
     return types.int64(types.uint64), generate
+
+
+# For numba they take what comes behind the first argument.
+load_word: Any = intrinsic(_load_word)
+store_word: Any = intrinsic(_store_word)
+trailing_zeros: Any = intrinsic(_trailing_zeros)
 
 
 @inlined

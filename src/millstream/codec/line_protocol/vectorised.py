@@ -16,7 +16,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from millstream.codec.line_protocol import _arrange as arrange
+from millstream.codec.line_protocol import _names as known
 from millstream.codec.line_protocol import _scan as machine
+from millstream.codec.line_protocol import _values as reading
 from millstream.codec.line_protocol.grammar import Fault, Kind, Refusal
 
 Ints = npt.NDArray[np.int64]
@@ -95,11 +97,34 @@ class FoundTable:
     columns: list[FoundColumn]
 
 
+class Room:
+    """Memory for what is found in bodies of up to a size, one after the other: nine bytes for each of theirs, of which little is touched.
+
+    Args:
+        body_bytes_max: of one body.
+    """
+
+    __slots__ = ("body_bytes_max", "columns_of", "doubles", "kinds", "lines", "payload", "slow", "timed", "times")
+
+    def __init__(self, body_bytes_max: int) -> None:
+        line_room, value_room = body_bytes_max // _LEAST_LINE_BYTES + 2, body_bytes_max // _LEAST_VALUE_BYTES + 2
+        self.body_bytes_max = body_bytes_max
+        self.lines = np.empty((line_room, machine.LINE_FACTS), np.int32)
+        self.times = np.empty(line_room, np.int64)
+        self.timed = np.empty(line_room, np.uint8)
+        self.columns_of = np.empty(value_room, np.int32)
+        self.kinds = np.empty(value_room, np.uint8)
+        self.payload = np.empty(value_room, np.int64)
+        self.doubles = self.payload.view(np.float64)
+        self.slow = np.empty(value_room, np.int32)
+
+
 class Walk:
     """What a body of lines holds, until it is made columns of.
 
     Args:
         body: at most `BODY_BYTES_MAX`.
+        room: for what is found; of nobody else's until the tables are made.
         seed: 64 bits that nobody outside knows: of the names' hashes.
         time_min: the earliest timestamp that is taken, in the precision that they come in.
         time_max: the latest.
@@ -110,21 +135,14 @@ class Walk:
         TooManyNamesError: there are more.
     """
 
-    def __init__(self, body: bytes, *, seed: int, time_min: int, time_max: int, wrong_max: int, names_max: int) -> None:
+    def __init__(
+        self, body: bytes, room: Room, *, seed: int, time_min: int, time_max: int, wrong_max: int, names_max: int
+    ) -> None:
         self._body = body
         end = len(body)
-        assert end <= BODY_BYTES_MAX
+        assert end <= room.body_bytes_max <= BODY_BYTES_MAX
+        self._room = room
         self._buffer: Bytes = np.frombuffer(body if body.endswith(b"\n") else body + b"\n", np.uint8)
-        line_room, value_room = end // _LEAST_LINE_BYTES + 2, end // _LEAST_VALUE_BYTES + 2
-        # What isn't touched takes no memory.
-        self._lines = np.empty((line_room, machine.LINE_FACTS), np.int32)
-        self._times = np.empty(line_room, np.int64)
-        self._timed = np.empty(line_room, np.uint8)
-        self._columns_of = np.empty(value_room, np.int32)
-        self._kinds = np.empty(value_room, np.uint8)
-        self._payload = np.empty(value_room, np.int64)
-        self._doubles = self._payload.view(np.float64)
-        slow = np.empty(value_room, np.int32)
         wrong = np.empty((wrong_max, 4), np.int64)
         state = np.zeros(machine.STATE_SIZE, np.int64)
         state[machine.NUMBER] = 1
@@ -138,14 +156,14 @@ class Walk:
                 max(time_min, -(2**63)),
                 min(time_max, 2**63 - 1),
                 state,
-                self._lines,
-                self._times,
-                self._timed,
-                self._columns_of,
-                self._kinds,
-                self._payload,
-                self._doubles,
-                slow,
+                room.lines,
+                room.times,
+                room.timed,
+                room.columns_of,
+                room.kinds,
+                room.payload,
+                room.doubles,
+                room.slow,
                 measurements.facts,
                 measurements.slots,
                 columns.facts,
@@ -158,31 +176,31 @@ class Walk:
         self._line_count, self._token_count = int(state[machine.LINES]), int(state[machine.TOKENS])
         self._measurements = measurements.facts[: state[machine.MEASUREMENTS]]
         self._columns = columns.facts[: state[machine.COLUMNS]]
-        machine.count(self._line_count, self._token_count, self._lines, self._columns_of, self._kinds, self._columns)
+        machine.count(self._line_count, self._token_count, room.lines, room.columns_of, room.kinds, self._columns)
         self.wrong_count = int(state[machine.WRONG])
         self.wrong = [
             WrongLine(number, Fault(fault), (start, stop))
             for number, start, stop, fault in wrong[: min(self.wrong_count, wrong_max)].tolist()
         ]
-        self._infinite = self._read_slowly(slow[: state[machine.SLOW]])
+        self._infinite = self._read_slowly(room.slow[: state[machine.SLOW]])
 
     def _read_slowly(self, tokens: npt.NDArray[np.int32]) -> list[int]:
         """Read the numbers that machine code wasn't sure about; the lines that have one beyond a double's."""
         infinite = []
         for token in tokens.tolist():
-            text = int(self._payload[token])
+            text = int(self._room.payload[token])
             at = text >> 32
             value = float(self._body[at : at + (text & 0x7FFFFFFF)])
-            self._doubles[token] = value
+            self._room.doubles[token] = value
             if value in (float("inf"), float("-inf")):
-                starts = self._lines[: self._line_count, machine.LINE_TOKEN]
+                starts = self._room.lines[: self._line_count, machine.LINE_TOKEN]
                 infinite.append(int(np.searchsorted(starts, token, "right")) - 1)
         return infinite
 
     @property
     def measurement_count(self) -> int:
         """Measurements with lines."""
-        return sum(kept > 0 for kept in self._measurements[:, machine.KEPT].tolist())
+        return sum(kept > 0 for kept in self._measurements[:, known.KEPT].tolist())
 
     @property
     def column_count(self) -> int:
@@ -193,13 +211,13 @@ class Walk:
         """The names of measurements with lines that are right, by their places."""
         return {
             place: self._name_of_measurement(place)
-            for place, kept in enumerate(self._measurements[:, machine.KEPT].tolist())
+            for place, kept in enumerate(self._measurements[:, known.KEPT].tolist())
             if kept
         }
 
     def column_names(self) -> dict[int, tuple[int, str]]:
         """The measurements' places and the names of columns with values, by their places."""
-        facts = self._columns[:, (machine.KEPT, machine.OF_MEASUREMENT)].tolist()
+        facts = self._columns[:, (known.KEPT, known.OF_MEASUREMENT)].tolist()
         return {
             place: (measurement, self._name_of_column(place)) for place, (kept, measurement) in enumerate(facts) if kept
         }
@@ -213,16 +231,16 @@ class Walk:
         return _COMMA_EQUALS_OR_SPACE.sub(r"\1", name) if "\\" in name else name
 
     def _name(self, names: Ints, place: int) -> str:
-        at, size = names[place, : machine.NAME_HASH].tolist()
+        at, size = names[place, : known.NAME_HASH].tolist()
         return self._body[at : at + size].decode()
 
     def agrees(self, columns_max: int) -> bool:
         """Whether all lines go together: each column's values are of one kind, and no measurement has too many columns."""
-        if self._infinite or any(kinds & (kinds - 1) for kinds in self._columns[:, machine.KINDS].tolist()):
+        if self._infinite or any(kinds & (kinds - 1) for kinds in self._columns[:, known.KINDS].tolist()):
             return False
         if len(self._columns) <= columns_max:
             return True
-        return int(np.bincount(self._columns[:, machine.OF_MEASUREMENT]).max()) <= columns_max
+        return int(np.bincount(self._columns[:, known.OF_MEASUREMENT]).max()) <= columns_max
 
     def settle(
         self,
@@ -242,17 +260,17 @@ class Walk:
             columns_max: of one measurement.
             refused_max: how many lines are told of.
         """
-        count = self._line_count
+        count, room = self._line_count, self._room
         refused = np.empty((refused_max, arrange.REFUSED_FACTS), np.int64)
         self._line_count, self._token_count, gone = arrange.settle(
             count,
             self._token_count,
-            self._lines,
-            self._times,
-            self._timed,
-            self._columns_of,
-            self._kinds,
-            self._payload,
+            room.lines,
+            room.times,
+            room.timed,
+            room.columns_of,
+            room.kinds,
+            room.payload,
             self._measurements,
             self._columns,
             _marked(self._infinite, count),
@@ -276,7 +294,7 @@ class Walk:
             column=column,
             other=other,
             kind=Kind(kind),
-            span=(start, machine.line_end(self._buffer, start, len(self._body))),
+            span=(start, reading.line_end(self._buffer, start, len(self._body))),
         )
 
     def tables(self, *, unit_ns: int, now_us: int, bytes_max: int) -> list[FoundTable]:
@@ -290,18 +308,19 @@ class Walk:
         Raises:
             TooManyValuesError: they would have more.
         """
+        room = self._room
         measurements, columns = self._measurements.tolist(), self._columns.tolist()
-        rows = [facts[machine.KEPT] for facts in measurements]
+        rows = [facts[known.KEPT] for facts in measurements]
         row_at = [total - count for total, count in zip(accumulate(rows), rows, strict=True)]
-        used = sorted((facts[machine.FIRST], place) for place, facts in enumerate(columns) if facts[machine.KEPT])
+        used = sorted((facts[known.FIRST], place) for place, facts in enumerate(columns) if facts[known.KEPT])
         value_at, there_at = [0] * len(columns), [arrange.EVERYWHERE] * len(columns)
         cells = lacking = 0
         for _, place in used:
             facts = columns[place]
-            measurement = facts[machine.OF_MEASUREMENT]
+            measurement = facts[known.OF_MEASUREMENT]
             value_at[place] = cells - row_at[measurement]
             cells += rows[measurement]
-            if facts[machine.KEPT] < rows[measurement]:
+            if facts[known.KEPT] < rows[measurement]:
                 there_at[place] = lacking - row_at[measurement]
                 lacking += rows[measurement]
         size = 8 * (cells + self._line_count)
@@ -314,11 +333,11 @@ class Walk:
         arrange.spread(
             self._line_count,
             self._token_count,
-            self._lines,
-            self._times,
-            self._timed,
-            self._columns_of,
-            self._payload,
+            room.lines,
+            room.times,
+            room.timed,
+            room.columns_of,
+            room.payload,
             np.array(row_at, np.int64),
             np.array(value_at, np.int64),
             np.array(there_at, np.int64),
@@ -342,17 +361,17 @@ class Walk:
                 times_ns[piece] if is_odd[place] else None,
                 [],
             )
-            for place, piece in sorted(pieces.items(), key=lambda item: measurements[item[0]][machine.FIRST])
+            for place, piece in sorted(pieces.items(), key=lambda item: measurements[item[0]][known.FIRST])
         }
         size += sum(8 * rows[place] for place in pieces if is_odd[place])
         for first, place in used:
-            measurement = columns[place][machine.OF_MEASUREMENT]
+            measurement = columns[place][known.OF_MEASUREMENT]
             begin = value_at[place] + row_at[measurement]
             valid = None
             if there_at[place] != arrange.EVERYWHERE:
                 at = there_at[place] + row_at[measurement]
                 valid = pa.py_buffer(np.packbits(there[at : at + rows[measurement]], bitorder="little"))
-            kind = Kind(int(self._kinds[first]))
+            kind = Kind(int(self._room.kinds[first]))
             array, text_bytes = self._array(kind, values[begin : begin + rows[measurement]], valid)
             size += text_bytes
             if size > bytes_max:
@@ -386,7 +405,7 @@ class _Names:
 
     def __init__(self, names_max: int) -> None:
         self._names_max = names_max
-        self.facts: Ints = np.empty((min(_NAMES_AT_FIRST, names_max), machine.NAME_FACTS), np.int64)
+        self.facts: Ints = np.empty((min(_NAMES_AT_FIRST, names_max), known.NAME_FACTS), np.int64)
         self.slots = np.full(2 * _NAMES_AT_FIRST, -1, np.int32)
 
     def grow(self) -> None:
@@ -394,11 +413,11 @@ class _Names:
         count = len(self.facts)
         if count == self._names_max:
             raise TooManyNamesError
-        facts = np.empty((min(2 * count, self._names_max), machine.NAME_FACTS), np.int64)
+        facts = np.empty((min(2 * count, self._names_max), known.NAME_FACTS), np.int64)
         facts[:count] = self.facts
         self.facts = facts
         self.slots = np.full(2 * len(self.slots), -1, np.int32)
-        machine.enter_again(self.facts, count, self.slots)
+        known.enter_again(self.facts, count, self.slots)
 
 
 def _marked(places: list[int], count: int) -> Bytes:
@@ -410,7 +429,7 @@ def _marked(places: list[int], count: int) -> Bytes:
 def warm() -> None:
     """Compile or load the machine code; else the first body does, which takes seconds."""
     body = b'm,a=1 b="x",c=1.5\nm,a=2 b="y",c=2i 1\nm b="z" 2\n'
-    walk = Walk(body, seed=0, time_min=0, time_max=10, wrong_max=1, names_max=100)
+    walk = Walk(body, Room(len(body)), seed=0, time_min=0, time_max=10, wrong_max=1, names_max=100)
     case_of = np.arange(3, dtype=np.int64)
     walk.settle(refused_measurements=[], refused_columns=[], case_of=case_of, columns_max=10, refused_max=1)
     walk.tables(unit_ns=1, now_us=0, bytes_max=1 << 20)

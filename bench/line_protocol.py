@@ -1,0 +1,63 @@
+"""Lines of InfluxDB's line protocol to columns, in memory: machine code beside plain Python that reads a line at a time."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from bench.figures import Figure, asked, compared, measures
+from millstream.ingest.lines import Lines, tables_of_lines, warm
+from millstream.testing.oracle.line_protocol import tables_of_lines_plain
+
+ROWS: Final = 200_000
+REQUEST_ROWS: Final = 5_000
+"""What InfluxDB's documentation has clients send at once, and Telegraf five times its default."""
+_START_NS: Final = 1_700_000_000_000_000_000
+_NOW_NS: Final = 1_800_000_000_000_000_000
+
+
+def requests_of(rows: int, request_rows: int = REQUEST_ROWS) -> list[bytes]:
+    """Bodies of lines as a monitoring agent writes them: 3 tags, 4 fields of 4 types, a timestamp; 120 bytes a line."""
+    draw = random.Random(7)
+    lines = [
+        f"cpu,host=server-{n % 100:04d},rack=r{n % 17},region=eu-west-{n % 3} "
+        f'count={draw.randrange(10**6)}i,idle={"true" if n % 3 else "false"},state="running {n % 7}",usage={draw.random() * 100:.6f} '
+        f"{_START_NS + n * 1_000_000}"
+        for n in range(rows)
+    ]
+    return ["\n".join(lines[at : at + request_rows]).encode() for at in range(0, rows, request_rows)]
+
+
+@measures("line_protocol_parse_rows_per_s")
+def parse() -> Iterator[Figure]:
+    """One thread, from a request's bytes to its tables."""
+    rows = asked.rows or ROWS
+    bodies = requests_of(rows)
+    some = bodies[: max(1, len(bodies) // 20)]
+    warm()
+
+    def ours(body: bytes) -> Lines:
+        return tables_of_lines(body, precision="ns", now_ns=_NOW_NS)
+
+    def plain(body: bytes) -> Lines:
+        return tables_of_lines_plain(body, precision="ns", now_ns=_NOW_NS, columns_max=1600, rejected_max=1000)
+
+    yield compared(
+        "line_protocol_parse_rows_per_s",
+        lambda: _rows_s(bodies, ours),
+        lambda: _rows_s(some, plain),
+        unit="rows/s",
+        goal=">= 3,000,000 rows/s, >= 20 x",
+        rows=rows,
+        size_bytes=sum(len(body) for body in bodies),
+        note=f"requests of {REQUEST_ROWS:,} lines of 3 tags, 4 fields (float, integer, boolean, string) and a timestamp, {len(bodies[0]) // REQUEST_ROWS if rows >= REQUEST_ROWS else 120} B"
+        " each; from bytes to Arrow tables, in one thread; the peer reads the same lines (a twentieth of them) in plain Python, by regular expressions",
+    )
+
+
+def _rows_s(bodies: list[bytes], read: Callable[[bytes], Lines]) -> float:
+    began = time.perf_counter()
+    rows = sum(len(table.lines) for body in bodies for table in read(body).tables)
+    return rows / (time.perf_counter() - began)

@@ -1,0 +1,104 @@
+"""`route` and `reshard`: where rows of applications go, and spreading them over another number of shards."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from millstream.cli.context import (
+    Session,
+    SuggestingGroup,
+    json_option,
+    note,
+    pass_session,
+    print_json,
+    print_table,
+    stream_option,
+)
+
+
+@click.group(cls=SuggestingGroup)
+def route() -> None:
+    """Where the rows that applications append go: rules, hash ring, partitions."""
+
+
+@route.command("explain")
+@click.argument("table")
+@click.argument("row", required=False)
+@stream_option
+@json_option
+@pass_session
+def explain(
+    session: Session, table: str, row: str | None = None, stream: str | None = None, as_json: bool = False
+) -> None:
+    """Say which rule takes ROW of TABLE and why, and which shard, partition and sinks it goes to.
+
+    ROW is a JSON object, as an application appends it. Without one, everything that may take a row of the table is listed, in the order in
+    which it is tried. Nothing is written.
+    """
+    from millstream.app.routes import explain_route
+
+    found = explain_route(session.home(needs_source=False), stream, table, _object(row))
+    if as_json:
+        print_json(found)
+        return
+    titles = ["rule", "takes", "to"]
+    print_table(titles, [[one["rule"] or "-", one["why"], one["to"]] for one in found["tried"]], right=titles[:1])
+    if not found["tried"]:
+        click.echo("nothing takes rows of it: they are refused")
+    if "shard" in found:
+        click.echo(_place(found))
+
+
+def _place(found: dict[str, Any]) -> str:
+    words = []
+    if found["shard"] is not None:
+        words.append(f"shard {found['shard']}")
+    if found["partition"] is not None:
+        words.append(f"partition {found['partition']}")
+    words += found["sinks"]
+    return "goes to " + ", ".join(words)
+
+
+def _object(row: str | None) -> dict[str, Any] | None:
+    from millstream.errors import UsageError
+
+    if row is None:
+        return None
+    try:
+        found = json.loads(row)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"the row isn't JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise UsageError('the row isn\'t an object such as {"id": 1}')
+    return found
+
+
+@click.command()
+@stream_option
+@click.option("--shards", type=int, required=True, help="How many shards the hash ring spreads rows over from now on.")
+@json_option
+@pass_session
+def reshard(session: Session, shards: int, stream: str | None = None, as_json: bool = False) -> None:
+    """Spread a stream's rows over another number of shards, from a cut on.
+
+    What was appended before stays where it is; readers see each key's records in their order across the cut. Works while `millstream run`, or
+    an application, writes the home; where nobody does, this process does it. The cut is recorded: `millstream status` shows it.
+    """
+    from millstream.app.writing.appending import HomeAppender
+
+    home = session.home(needs_source=False)
+    name, _ = home.stream_config(stream)
+    appender = HomeAppender(home)
+    try:
+        found = appender.reshard(name, shards)
+    finally:
+        appender.close()
+    if as_json:
+        print_json(found)
+    elif found["changed"]:
+        note(f"{name} is spread over {shards} shards, {found['before']} before, behind {found['token']}")
+    else:
+        note(f"{name} is spread over {shards} shards already, since {found['token']}")

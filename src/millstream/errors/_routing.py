@@ -1,0 +1,42 @@
+"""Errors of routing: rows that no rule takes, rules that can't hold, and sinks of which some failed."""
+
+from __future__ import annotations
+
+from millstream.errors._root import MillstreamError, Retry
+
+
+class RoutingError(MillstreamError):
+    """Rows have no place to go; nothing of the call was appended."""
+
+    code = "routing"
+
+
+class NoRouteMatches(RoutingError):
+    """No rule takes some rows, and no hash ring does; details: table, row (the first of them, from 0), rows (how many)."""
+
+    code = "no_route_matches"
+    retry = Retry.OPERATOR
+    default_hint = 'Add a rule that takes them to [streams.S.routing] (to drop them, `to = "devnull"`), or columns for the hash ring.'
+
+
+class InvalidRoute(RoutingError):
+    """A rule can't be followed for a table: its columns have other types, or one key's rows would go to several shards; details: table."""
+
+    code = "invalid_route"
+    retry = Retry.OPERATOR
+    exit_code = 2
+    default_hint = "`millstream route explain TABLE` shows which rule it is; mend [streams.S.routing]."
+
+
+class PartialWrite(RoutingError):
+    """Some of the sinks of a write took it, and some didn't; details: succeeded (what each said, by sink), failed (the error of each)."""
+
+    code = "partial_write"
+    default_hint = "What succeeded stays written: send it again only to those that failed, or name sinks that may fail in `ignore_errors`."
+
+
+class ReshardRefused(RoutingError):
+    """The number of a stream's shards can't be changed like this; nothing was changed. Details: stream."""
+
+    code = "reshard_refused"
+    retry = Retry.OPERATOR

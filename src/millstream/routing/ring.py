@@ -1,0 +1,94 @@
+"""Which shard has a key: one map from the hashes of keys to shards, as a ring, as ranges, or all to one.
+
+All three are the same thing: points on the circle of 64-bit hashes, each with an owner. A hash belongs to the first point at or
+behind it; behind the last one the circle begins anew. So the map is total: every key has exactly one shard, whatever the points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Self, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from millstream.model.ids import ShardId
+from millstream.routing.hashing import Hashes, key_hashes
+
+VIRTUAL_NODES: Final = 128
+"""Points of a shard on a ring: with so many, the fullest of some shards has about a fifth more keys than the mean."""
+_LAST: Final = 2**64 - 1
+_BUCKETS_BITS_MAX: Final = 16
+
+Shards: TypeAlias = npt.NDArray[np.int64]
+
+
+class ShardRouter:
+    """The shard of every key. Made by `single`, `ring` or `ranges`; immutable."""
+
+    def __init__(self, points: Hashes, owners: Shards) -> None:
+        """Args: points of the circle, rising, at least one; the shard of each."""
+        if not len(points) or len(points) != len(owners) or (points[1:] <= points[:-1]).any():
+            raise AssertionError("a router's points rise, and each has an owner")
+        self.points, self.owners = points, owners
+        bits = min(_BUCKETS_BITS_MAX, int(len(points) * 4).bit_length())
+        self._shift = 64 - bits
+        firsts = np.arange(2**bits, dtype=np.uint64) << np.uint64(self._shift)
+        self._buckets = np.searchsorted(points, firsts).astype(np.int64)
+        """For the highest bits of a hash, the first point that it may belong to."""
+
+    @classmethod
+    def single(cls, shard: ShardId) -> Self:
+        """All keys on one shard."""
+        return cls(np.array([_LAST], dtype=np.uint64), np.array([shard], dtype=np.int64))
+
+    @classmethod
+    def ring(cls, shards: Sequence[ShardId], *, virtual_nodes: int = VIRTUAL_NODES) -> Self:
+        """Keys by hash: of n + 1 shards the last has keys that n of them gave up, about 1/(n + 1) of all, and nothing else moved.
+
+        Args:
+            shards: at least one. Where a shard's points lie follows from its number alone.
+            virtual_nodes: points of each, from 1.
+        """
+        numbers = np.repeat(np.array(shards, dtype=np.int64), virtual_nodes)
+        places = np.tile(np.arange(virtual_nodes, dtype=np.int64), len(shards))
+        points = key_hashes([pa.array(numbers), pa.array(places)])
+        order = np.lexsort((numbers, points))
+        points, owners = points[order], numbers[order]
+        first = np.concatenate(([True], points[1:] != points[:-1]))
+        return cls(points[first], owners[first])
+
+    @classmethod
+    def ranges(cls, starts: Sequence[int], shards: Sequence[ShardId]) -> Self:
+        """Hashes by ranges: shard n has those from start n to below the next one's.
+
+        Args:
+            starts: rising, the first 0, below 2**64.
+            shards: of each.
+        """
+        if not starts or starts[0] != 0:
+            raise AssertionError("the first range begins at 0")
+        points = np.array([*(start - 1 for start in starts[1:]), _LAST], dtype=np.uint64)
+        return cls(points, np.array(shards, dtype=np.int64))
+
+    @property
+    def shards(self) -> tuple[ShardId, ...]:
+        """Those that have keys, in order."""
+        return tuple(ShardId(int(shard)) for shard in np.unique(self.owners))
+
+    def shards_of(self, hashes: Hashes) -> Shards:
+        """The shard of each key, by its hash."""
+        from millstream.routing._splitting import owners_of
+
+        found: Shards = owners_of(hashes, self.points, self.owners, self._buckets, self._shift)
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, ShardRouter)
+            and np.array_equal(self.points, other.points)
+            and np.array_equal(self.owners, other.owners)
+        )
+
+    __hash__ = None  # type: ignore[assignment]

@@ -1,0 +1,426 @@
+"""From rules and rows to places: which shard and partition of the log each row goes to, and which sinks beside it.
+
+Whole columns at a time; order within each place is the rows' own. It is a pure function of the rules, the ring in force and the
+rows, but for counts of what went where.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from millstream.errors import InvalidRoute, NoRouteMatches, TableCaptured
+from millstream.model.ids import SchemaVersion, ShardId, TableId
+from millstream.model.operations import TableRows, WriteOps
+from millstream.model.schema import TableSchema
+from millstream.routing.hashing import is_hashable, key_hashes
+from millstream.routing.partitions import PartitionTemplate
+from millstream.routing.ring import ShardRouter
+from millstream.routing.rules import DEVNULL, HashRing, RoutingConfig, RoutingRules, ShardConfig, SpecificTarget, Target
+
+ENTRIES_MAX: Final = 4096
+"""Of one call, shards times partitions: each is an entry of the log's directory."""
+_NOWHERE: Final = -1
+_BY_RING: Final = -2
+_TABLES_KNOWN_MAX: Final = 10_000
+_CODES_COUNTED_MAX: Final = 1 << 16
+
+Places: TypeAlias = npt.NDArray[np.int64]
+"""A shard a row; -1: none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where rows go."""
+
+    shards: ShardId | Places
+    """One for all of them; else one a row."""
+    sinks: Mapping[str, npt.NDArray[np.int64] | None]
+    """By name, which rows, by number; None: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The rule that takes rows, or might."""
+
+    number: int | None
+    """Its place among the rules, from 1; None: no rule, but what is behind them."""
+    why: str
+    target: Target
+    where: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _TableRules:
+    """What concerns one version of a table."""
+
+    specific: tuple[tuple[SpecificTarget, Target], ...]
+    rest: Target | None
+    ring: tuple[str, ...]
+    template: PartitionTemplate | None
+
+
+class Router:
+    """The places of a stream's rows, under rules and one ring.
+
+    Args:
+        rules: as configured; None: none are, and each table lies on its shard.
+        shard_of_table: the shard that the configuration gives a table, by `schema.table`; None where it gives none. Looked at behind the
+            rules and in front of the ring.
+        partitions: templates, by `schema.table`.
+        ring: the one in force, where rules have one.
+        era: its number; entries bear it.
+
+    Concurrency: any number of threads.
+    """
+
+    def __init__(
+        self,
+        rules: RoutingRules | None,
+        *,
+        shard_of_table: Callable[[str], ShardId | None],
+        partitions: Mapping[str, PartitionTemplate] | None = None,
+        ring: ShardRouter | None = None,
+        era: int = 0,
+    ) -> None:
+        self.rules = rules
+        self.era = era
+        self.ring = ring
+        self.counts: Counter[str] = Counter()
+        """Rows by where they went: `shard:N`, or a sink's name."""
+        self._shard_of_table = shard_of_table
+        self._partitions = dict(partitions or {})
+        self._known: dict[tuple[TableId, SchemaVersion, str], _TableRules] = {}
+
+    def with_ring(self, ring: ShardRouter, *, era: int) -> Router:
+        """The same rules under another ring."""
+        other = Router(self.rules, shard_of_table=self._shard_of_table, partitions=self._partitions, ring=ring, era=era)
+        other.counts = self.counts
+        return other
+
+    def place(self, schema: TableSchema, rows: pa.RecordBatch) -> tuple[TableRows, ...]:
+        """The entries of rows' operations: for the log by shard and partition, then those for sinks (`TableRows.sink`).
+
+        Args:
+            schema: of the rows' table.
+            rows: in its `append_row_schema`.
+
+        Raises:
+            NoRouteMatches: of some rows no rule says anything.
+            InvalidRoute: the rules can't be followed for this table.
+            TableCaptured: its rows come from PostgreSQL: they lie whole on one shard.
+        """
+        plan = self.plan(schema, rows)
+        entries = list(self._entries(schema, rows, plan.shards))
+        for sink, at in plan.sinks.items():
+            own = rows if at is None else rows.take(pa.array(at))
+            self.counts[sink] += own.num_rows
+            if sink != DEVNULL and own.num_rows:
+                entries.append(TableRows(schema, own, sink=sink))
+        return tuple(entries)
+
+    def place_anew(self, ops: WriteOps) -> WriteOps:
+        """Operations that were placed under another ring, under this one."""
+        of_table: dict[tuple[TableId, SchemaVersion], list[TableRows]] = {}
+        for entry in ops.tables:
+            of_table.setdefault((entry.schema.table_id, entry.schema.version), []).append(entry)
+        placed: list[TableRows] = []
+        for entries in of_table.values():
+            rows = pa.concat_batches([entry.rows for entry in entries])
+            numbers = [rows.column(name).to_numpy() for name in ("__index", "__operation")]
+            whole = rows.take(pa.array(np.lexsort(numbers)))
+            placed += self._entries(entries[0].schema, whole, self.plan(entries[0].schema, whole).shards)
+        return replace(ops, tables=tuple(placed))
+
+    # --- where ---------------------------------------------------------------------------------------------------
+
+    def plan(self, schema: TableSchema, rows: pa.RecordBatch) -> Plan:
+        """Where rows go; raises as `place`. Nothing is counted."""
+        of_table = self._rules_of(schema)
+        left: npt.NDArray[np.bool_] | None = None
+        """Rows that no rule has taken; None: all of them."""
+        taken: list[tuple[Target, npt.NDArray[np.bool_] | None]] = []
+        for rule, target in of_table.specific:
+            if rule.matcher.where is None:
+                taken.append((target, left))
+                left = np.zeros(rows.num_rows, dtype=np.bool_)
+                break
+            found = rule.matcher.where.matches(rows).to_numpy(zero_copy_only=False)
+            mine = found if left is None else found & left
+            if mine.any():
+                taken.append((target, mine))
+                left = ~mine if left is None else left & ~mine
+        if left is None or left.any():
+            if of_table.rest is None:
+                raise self._no_route(schema, rows, left)
+            taken.append((of_table.rest, left))
+        return self._plan(rows, of_table, taken)
+
+    def _plan(
+        self,
+        rows: pa.RecordBatch,
+        of_table: _TableRules,
+        taken: Sequence[tuple[Target, npt.NDArray[np.bool_] | None]],
+    ) -> Plan:
+        sinks: dict[str, npt.NDArray[np.int64] | None] = {}
+        codes: Places | None = None
+        one: int = _NOWHERE
+        for target, mask in taken:
+            code = _BY_RING if target.ring else _NOWHERE if target.shard is None else int(target.shard)
+            if mask is None:
+                one = code
+            else:
+                codes = np.full(rows.num_rows, _NOWHERE, dtype=np.int64) if codes is None else codes
+                codes[mask] = code
+            for sink in target.sinks:
+                before = sinks.get(sink, np.empty(0, dtype=np.int64))
+                own = None if mask is None else np.flatnonzero(mask)
+                sinks[sink] = None if own is None or before is None else np.sort(np.concatenate((before, own)))
+        if codes is None and one != _BY_RING:
+            if one == _NOWHERE:
+                return Plan(np.full(rows.num_rows, _NOWHERE, dtype=np.int64), sinks)
+            return Plan(ShardId(one), sinks)
+        if codes is None or (codes == _BY_RING).any():
+            assert self.ring is not None
+            by_ring = self.ring.shards_of(key_hashes([rows.column(name) for name in of_table.ring]))
+            codes = by_ring if codes is None else np.where(codes == _BY_RING, by_ring, codes)
+        return Plan(codes, sinks)
+
+    def _no_route(
+        self, schema: TableSchema, rows: pa.RecordBatch, left: npt.NDArray[np.bool_] | None
+    ) -> NoRouteMatches:
+        count = rows.num_rows if left is None else int(left.sum())
+        first = 0 if left is None else int(left.argmax())
+        ring = isinstance(self.rules, ShardConfig) and self.rules.hash_ring is not None
+        why = " and it has no key for the hash ring" if ring else ""
+        return NoRouteMatches(
+            f"no rule takes {count} of {rows.num_rows} rows of {schema.full_name}, the first of them row {first}{why}",
+            hint=f'Name columns for the ring: [streams.S.routing.hash_ring.columns_of] "{_name(schema)}" = ["…"].'
+            if ring
+            else None,
+            table=schema.full_name,
+            row=first,
+            rows=count,
+        )
+
+    # --- rules of a table ----------------------------------------------------------------------------------------
+
+    def explain(self, schema: TableSchema, row: pa.RecordBatch | None = None) -> list[Chosen]:
+        """What takes a row of a table; without a row all that may, in the order in which they are tried. Raises as `place`."""
+        of_table = self._rules_of(schema)
+        found: list[Chosen] = []
+        numbers = {id(rule): n for n, rule in enumerate(_specific(self.rules), 1)}
+        for rule, target in of_table.specific:
+            where = rule.matcher.where
+            if row is not None and where is not None and not where.matches(row)[0].as_py():
+                continue
+            found.append(Chosen(numbers[id(rule)], str(rule.matcher), target, None if where is None else where.text))
+            if where is None or row is not None:
+                return found
+        if of_table.rest is None:
+            if row is not None:
+                raise self._no_route(schema, row, None)
+            return found
+        if of_table.rest.ring:
+            columns = ", ".join(of_table.ring)
+            why = f"no rule takes it: the hash ring over {columns}"
+        elif isinstance(self.rules, RoutingConfig):
+            why = "all rows of the stream go there"
+        else:
+            why = "no rule takes it: the table's shard"
+        found.append(Chosen(None, why, of_table.rest))
+        return found
+
+    def _rules_of(self, schema: TableSchema) -> _TableRules:
+        key = (schema.table_id, schema.version, schema.name)
+        known = self._known.get(key)
+        if known is None:
+            known = self._find_rules(schema)
+            if len(self._known) >= _TABLES_KNOWN_MAX:
+                self._known.clear()
+            self._known[key] = known
+        return known
+
+    def _find_rules(self, schema: TableSchema) -> _TableRules:
+        name = _name(schema)
+        if schema.source != 0:
+            raise TableCaptured(
+                f"{schema.full_name} is captured: it lies whole on one shard, and no rule moves it",
+                table=schema.full_name,
+            )
+        specific = [rule for rule in _specific(self.rules) if rule.matcher.is_for(name)]
+        for at, rule in enumerate(specific):
+            if rule.matcher.where is None:
+                specific = specific[: at + 1]
+                break
+        rest, columns = self._rest(schema, name)
+        of_ring = any(rule.to.ring for rule in specific) or (rest is not None and rest.ring)
+        if of_ring:
+            _check_ring(schema, columns, has_ring=self.ring is not None)
+        ends = not specific or specific[-1].matcher.where is not None
+        _check_keys_stay(schema, specific, rest if ends else None)
+        return _TableRules(tuple((rule, rule.to) for rule in specific), rest, columns, self._partitions.get(name))
+
+    def _rest(self, schema: TableSchema, name: str) -> tuple[Target | None, tuple[str, ...]]:
+        """Where rows go that no rule takes, and the columns that a ring spreads them by."""
+        ring: HashRing | None = self.rules.hash_ring if isinstance(self.rules, ShardConfig) else None
+        columns = () if ring is None else ring.columns_for(name, schema.key)
+        if isinstance(self.rules, RoutingConfig):
+            return self.rules.to, columns
+        own = self._shard_of_table(name)
+        if own is not None:
+            return Target(own), columns
+        return (Target(ring=True) if columns else None), columns
+
+    # --- entries -------------------------------------------------------------------------------------------------
+
+    def _entries(self, schema: TableSchema, rows: pa.RecordBatch, shards: ShardId | Places) -> list[TableRows]:
+        """The log's entries: by shard and partition, where a key goes from one partition to another stretch by stretch."""
+        if not isinstance(shards, int) and (shards == _NOWHERE).any():
+            kept = np.flatnonzero(shards != _NOWHERE)
+            shards, rows = shards[kept], _numbered_anew(rows.take(pa.array(kept)))
+        if not rows.num_rows:
+            return []
+        numbers, codes = (
+            ([int(shards)], np.zeros(rows.num_rows, dtype=np.int64)) if isinstance(shards, int) else _coded(shards)
+        )
+        template = self._rules_of(schema).template
+        names: Sequence[str | None] = [None]
+        if template is not None:
+            names, of_partition = template.partitions(schema, rows)
+            codes = codes * len(names) + of_partition
+            if len(names) > 1 and schema.key:
+                codes = _in_stretches(schema, rows, codes, len(numbers) * len(names))
+        count = len(numbers) * len(names)
+        if count == 1:
+            self.counts[f"shard:{numbers[0]}"] += rows.num_rows
+            return [TableRows(schema, rows, ShardId(numbers[0]), names[0], self.era)]
+        found = []
+        for code, at in _groups(schema, codes):
+            shard, name = numbers[code % count // len(names)], names[code % len(names)]
+            self.counts[f"shard:{shard}"] += len(at)
+            own = rows if len(at) == rows.num_rows else rows.take(pa.array(at))
+            found.append(TableRows(schema, own, ShardId(shard), name, self.era))
+        return found
+
+
+def _name(schema: TableSchema) -> str:
+    return f"{schema.namespace}.{schema.name}"
+
+
+def _specific(rules: RoutingRules | None) -> tuple[SpecificTarget, ...]:
+    return rules.specific_targets if isinstance(rules, ShardConfig) else ()
+
+
+def _check_ring(schema: TableSchema, columns: Sequence[str], *, has_ring: bool) -> None:
+    """`InvalidRoute` where a ring can't spread a table's rows."""
+    if not has_ring or not columns:
+        raise InvalidRoute(
+            f"a rule has rows of {schema.full_name} go to the hash ring, "
+            + ("which has no columns to spread them by" if has_ring else "and there is none"),
+            hint="Give the table a key ([streams.S.keys]), or name columns in [streams.S.routing.hash_ring].",
+            table=schema.full_name,
+        )
+    types = {column.name: column.arrow for column in schema.columns}
+    for name in columns:
+        if name not in types:
+            raise InvalidRoute(
+                f"{schema.full_name} has no column {name}, by which the hash ring spreads its rows",
+                hint="Append rows that have it, or name others: [streams.S.routing.hash_ring] columns.",
+                table=schema.full_name,
+                column=name,
+            )
+        if not is_hashable(types[name]):
+            raise InvalidRoute(
+                f"column {name} of {schema.full_name} is {types[name]}: the hash ring can't spread rows by it",
+                table=schema.full_name,
+                column=name,
+            )
+    strangers = [name for name in columns if schema.key and name not in schema.key]
+    if strangers:
+        raise InvalidRoute(
+            f"the hash ring spreads rows of {schema.full_name} by {', '.join(strangers)}, not of its key ({', '.join(schema.key)}): "
+            "rows of one key would lie on several shards",
+            hint="Name columns of the key alone, or none: then it is the key itself.",
+            table=schema.full_name,
+            columns=strangers,
+        )
+
+
+def _check_keys_stay(schema: TableSchema, specific: Sequence[SpecificTarget], rest: Target | None) -> None:
+    """`InvalidRoute` where predicates over other columns than the key's could put one key's rows on several shards."""
+    if not schema.key:
+        return
+    locals_of = [(rule.to, rule.matcher.where) for rule in specific]
+    if rest is not None:
+        locals_of.append((rest, None))
+    places = {(target.ring, target.shard) for target, _ in locals_of if target.is_local}
+    for target, where in locals_of:
+        if where is not None and len(places) > 1:
+            strangers = [name for name in where.columns if name not in schema.key]
+            if strangers and target.is_local:
+                raise InvalidRoute(
+                    f"rows of {schema.full_name} would go to {target} where {where.text}, which isn't of its key "
+                    f"({', '.join(schema.key)}) alone: rows of one key would lie on several shards",
+                    hint="Choose shards by the table or by its key; rules to sinks alone may look at any column.",
+                    table=schema.full_name,
+                    columns=strangers,
+                )
+
+
+def _coded(shards: Places) -> tuple[list[int], Places]:
+    """The shards that there are, in order, and for each row the place of its own among them."""
+    counts = np.bincount(shards)
+    numbers = np.flatnonzero(counts)
+    if len(numbers) == 1:
+        return numbers.tolist(), np.zeros(len(shards), dtype=np.int64)
+    rank = np.zeros(len(counts), dtype=np.int64)
+    rank[numbers] = np.arange(len(numbers))
+    return numbers.tolist(), rank[shards]
+
+
+def _in_stretches(schema: TableSchema, rows: pa.RecordBatch, codes: Places, count: int) -> Places:
+    """Codes that keep a key's rows in order: entries are numbered one behind the other, so a key that goes to another partition begins new ones."""
+    from millstream.routing._splitting import stretches
+
+    found: Places = stretches(key_hashes([rows.column(name) for name in schema.key]), codes)
+    return codes + found * count if found[-1] else codes
+
+
+def _groups(schema: TableSchema, codes: Places) -> list[tuple[int, Places]]:
+    """The rows of each code, in order of the codes."""
+    from millstream.routing._splitting import rows_by_group
+
+    if int(codes.max()) < _CODES_COUNTED_MAX:
+        used = np.flatnonzero(np.bincount(codes))
+        rank = np.zeros(int(used[-1]) + 1, dtype=np.int64)
+        rank[used] = np.arange(len(used))
+        dense = rank[codes]
+    else:
+        used, dense = np.unique(codes, return_inverse=True)
+    if len(used) > ENTRIES_MAX:
+        raise InvalidRoute(
+            f"rows of {schema.full_name} would lie in {len(used)} places of shard and partition by one call, of at most {ENTRIES_MAX}",
+            hint="Append them in several calls: each key's rows with few changes of the partition.",
+            table=schema.full_name,
+        )
+    if len(used) == 1:
+        return [(int(used[0]), np.arange(len(codes), dtype=np.int64))]
+    rows, starts = rows_by_group(dense, len(used))
+    return [(int(code), rows[starts[n] : starts[n + 1]]) for n, code in enumerate(used)]
+
+
+def _numbered_anew(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Rows of which others went elsewhere, with indexes from 0 in each operation."""
+    operation = rows.column("__operation").to_numpy()
+    first = np.flatnonzero(np.diff(operation, prepend=-1))
+    counts = np.diff(first, append=len(operation))
+    index = np.arange(len(operation), dtype=np.int64) - np.repeat(first, counts)
+    at = rows.schema.get_field_index("__index")
+    return rows.set_column(at, rows.schema.field(at), pa.array(index))

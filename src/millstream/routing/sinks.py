@@ -1,0 +1,77 @@
+"""Sinks beside the log's shards: write buffers, as routing feeds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+
+from millstream.errors import MillstreamError
+from millstream.model.buffers import BufferMeta, parts_of_shards, single_operations
+from millstream.model.ids import ShardId
+from millstream.model.operations import TableRows, WriteOps
+from millstream.ports import BufferWriting
+from millstream.routing.hashing import key_hashes
+from millstream.routing.ring import ShardRouter
+
+_TABLE_COLUMN: Final = "table"
+
+
+class BufferSink:
+    """A write buffer as a sink (`ports.RecordSink`): rows of one key go to one of its shards, a table without a key whole to one.
+
+    Args:
+        buffer: which; closed with the sink.
+
+    Raises:
+        BufferUnavailable, BufferMissing: its shards can't be told.
+    """
+
+    def __init__(self, buffer: BufferWriting) -> None:
+        self._buffer = buffer
+        self._ring = ShardRouter.ring(buffer.shards())
+
+    def append(self, ops: WriteOps, *, deadline_s: float | None) -> Mapping[str, object]:
+        """As `ports.RecordSink`: each operation is one of the buffer's on each shard that has rows of it."""
+        placed = replace(ops, tables=tuple(part for table in ops.tables for part in self._parts(table)))
+        waiting: list[tuple[ShardId, Future[BufferMeta]]] = []
+        failed: MillstreamError | None = None
+        for op in single_operations(placed):
+            for shard, part in parts_of_shards(op).items():
+                try:
+                    waiting.append((shard, self._buffer.submit(shard, part, deadline_s=deadline_s)))
+                except MillstreamError as error:
+                    failed = failed or error
+        offsets: dict[str, list[int]] = {}
+        for shard, future in waiting:
+            try:
+                meta = future.result()
+            except MillstreamError as error:
+                failed = failed or error
+            else:
+                offsets.setdefault(str(int(shard)), []).append(int(meta.offset))
+        if failed is not None:
+            # What is stored of it stays so: who sends it again knows it by its write id, or has it twice.
+            raise failed
+        return {"operations": placed.operations.num_rows, "offsets": offsets}
+
+    def close(self) -> None:
+        """As `ports.RecordSink`."""
+        self._buffer.close()
+
+    def _parts(self, table: TableRows) -> list[TableRows]:
+        rows = table.rows
+        if not table.schema.key:
+            (shard,) = self._ring.shards_of(key_hashes([pa.array([table.schema.full_name])])).tolist()
+            return [TableRows(table.schema, rows, ShardId(shard), table.partition)]
+        shards = self._ring.shards_of(key_hashes([rows.column(name) for name in table.schema.key]))
+        return [
+            TableRows(
+                table.schema, rows.take(pa.array(np.flatnonzero(shards == shard))), ShardId(int(shard)), table.partition
+            )
+            for shard in np.unique(shards)
+        ]

@@ -1,0 +1,453 @@
+"""Arrow Flight, with a real server: bulk appends that are durable when they are told of, records between tokens, and who is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import pyarrow as pa
+import pyarrow.flight as fl
+import pytest
+from tests.app.homes import done, make_home, wait_for
+from tests.serving.servers import Authority, served
+
+import millstream
+from millstream.app.home import Home
+from millstream.app.serving.access import Access
+from millstream.app.serving.flight import FlightServer
+from millstream.app.writing.appending import HomeAppender
+from millstream.errors import AddressInUse
+from millstream.model.access import Rights
+from millstream.model.operations import Appended
+
+KEYED = '[streams.shop]\n[streams.shop.keys]\n"public.orders" = ["id"]\n[streams.web]\n'
+ROWS = pa.schema([pa.field("id", pa.int64()), pa.field("name", pa.string())])
+
+
+def batch(*ids: int) -> pa.RecordBatch:
+    return pa.record_batch({"id": ids, "name": [f"n{number}" for number in ids]}, schema=ROWS)
+
+
+@contextlib.contextmanager
+def running(folder: Path, text: str = KEYED, access: Access | None = None) -> Iterator[tuple[Home, FlightServer]]:
+    home = Home(make_home(folder, text))
+    home.prepare()
+    appender = HomeAppender(home)
+    access = access or Access(None)
+    server = FlightServer(home, access, appender, ("127.0.0.1", 0), None)
+    try:
+        yield home, server
+    finally:
+        server.end()
+        appender.close()
+        access.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Home, FlightServer]]:
+    with running(tmp_path_factory.mktemp("flight") / "home") as found:
+        yield found
+
+
+def client(server: FlightServer) -> fl.FlightClient:
+    return fl.connect(f"grpc://{server.address}")
+
+
+def descriptor(**facts: Any) -> fl.FlightDescriptor:
+    return fl.FlightDescriptor.for_command(json.dumps(facts))
+
+
+def put(
+    server: FlightServer,
+    where: fl.FlightDescriptor,
+    *batches: pa.RecordBatch,
+    metadata: dict[int, dict[str, Any]] | None = None,
+) -> list[dict[str, Any]]:
+    """What was told of the batches."""
+    with client(server) as caller:
+        writer, reader = caller.do_put(where, batches[0].schema)
+        for place, rows in enumerate(batches):
+            own = (metadata or {}).get(place)
+            if own is None:
+                writer.write_batch(rows)
+            else:
+                writer.write_with_metadata(rows, json.dumps(own).encode())
+        writer.done_writing()
+        told = []
+        with contextlib.suppress(fl.FlightError):
+            while (line := reader.read()) is not None:
+                told.append(json.loads(line.to_pybytes()))
+        writer.close()  # raises what the call failed with
+        return told
+
+
+def refused(call: Any) -> dict[str, Any]:
+    with pytest.raises(fl.FlightError) as caught:
+        call()
+    facts: dict[str, Any] = json.loads(caught.value.extra_info)
+    assert facts["code"] in str(caught.value)
+    return facts
+
+
+def records(server: FlightServer, **facts: Any) -> pa.Table:
+    with client(server) as caller:
+        return caller.do_get(fl.Ticket(json.dumps(facts))).read_all()
+
+
+def test_each_batch_is_an_operation_and_told_of_once_it_is_durable(server: tuple[Home, FlightServer]) -> None:
+    home, flight = server
+    told = put(flight, fl.FlightDescriptor.for_path("shop", "public.orders"), batch(1, 2), batch(3), batch(4, 5, 6))
+    assert [line["batch"] for line in told] == [0, 1, 2]
+    appended = [Appended.from_dict(line) for line in told]
+    assert [one.row_count for one in appended] == [2, 1, 3]
+    with millstream.open(home.path) as opened:
+        found = [
+            row["id"]
+            for rows in opened.read("shop", table="public.orders", upto=appended[1].token)
+            for row in rows.to_pylist()
+        ]
+        assert found[-3:] == [1, 2, 3]
+        assert opened.token("shop") == appended[2].token
+
+
+def test_records_come_between_tokens_in_order_and_the_same_each_time(server: tuple[Home, FlightServer]) -> None:
+    _, flight = server
+    where = fl.FlightDescriptor.for_path("shop", "public.reads")
+    told = put(flight, where, *(batch(number, number + 1000) for number in range(50)))
+    tokens = [line["token"] for line in told]
+    part = records(flight, stream="shop", table="public.reads", after=tokens[9], upto=tokens[19])
+    assert part["id"].to_pylist() == [found for number in range(10, 20) for found in (number, number + 1000)]
+    assert part["__seq"].to_pylist() == sorted(part["__seq"].to_pylist())
+    with client(flight) as caller:
+        info = caller.get_flight_info(where)
+        before = caller.do_get(info.endpoints[0].ticket).read_all()
+        assert before.schema.equals(info.schema, check_metadata=True)
+        wider = pa.record_batch({"id": [9], "more": [1.5]})
+        put(flight, where, wider)
+        # Rows and columns that came since aren't in it.
+        assert caller.do_get(info.endpoints[0].ticket).read_all().equals(before, check_metadata=True)
+        assert caller.get_flight_info(where).schema.names[-3:] == ["id", "name", "more"]
+    now = records(flight, stream="shop", table="public.reads")
+    assert now.slice(0, 100)["more"].null_count == 100
+    assert now["more"].to_pylist()[-1] == 1.5
+
+
+def test_what_there_is_is_listed_with_its_columns(server: tuple[Home, FlightServer]) -> None:
+    _, flight = server
+    put(flight, fl.FlightDescriptor.for_path("web", "clicks"), batch(1))
+    put(flight, fl.FlightDescriptor.for_path("shop", "public.listed"), batch(1))
+    with client(flight) as caller:
+        found = {tuple(info.descriptor.path): info for info in caller.list_flights()}
+        assert {(b"shop", b"public.listed"), (b"web", b"public.clicks")} <= found.keys()
+        assert found[b"web", b"public.clicks"].schema.names[-2:] == ["id", "name"]
+        of_web = list(caller.list_flights(b"web"))
+        assert [tuple(info.descriptor.path) for info in of_web] == [(b"web", b"public.clicks")]
+        assert caller.do_get(of_web[0].endpoints[0].ticket).read_all()["id"].to_pylist() == [1]
+
+
+def test_a_refused_batch_ends_the_transfer_and_loses_nothing_before_it(server: tuple[Home, FlightServer]) -> None:
+    _, flight = server
+    where = fl.FlightDescriptor.for_path("shop", "public.refused")
+    put(flight, where, batch(1))
+    with client(flight) as caller:
+        writer, reader = caller.do_put(where, pa.schema([("id", pa.string())]))
+        writer.write_batch(pa.record_batch({"id": ["x"]}))
+        # Told beside, before the caller has ended: a sender in step needn't wait for ever.
+        told = json.loads(reader.read().to_pybytes())
+        assert (told["batch"], told["error"]["code"]) == (0, "invalid_value")
+        facts = refused(writer.close)
+        assert (facts["code"], facts["details"]["batch"]) == ("invalid_value", 0)
+    keyed = fl.FlightDescriptor.for_path("shop", "public.orders")
+    nulls = pa.record_batch({"id": pa.array([None], pa.int64()), "name": ["x"]}, schema=ROWS)
+    with client(flight) as caller:
+        writer, reader = caller.do_put(keyed, ROWS)
+        lines: list[dict[str, Any]] = []
+        for rows in (batch(70), nulls, batch(71)):
+            writer.write_batch(rows)
+            if len(lines) < 2:
+                lines.append(json.loads(reader.read().to_pybytes()))
+        assert lines[0]["rows"] == 1
+        assert lines[1]["error"]["hint"] is not None
+        refused(writer.close)
+    ids = records(flight, stream="shop", table="public.orders")["id"].to_pylist()
+    assert 70 in ids
+    assert 71 not in ids
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        (fl.FlightDescriptor.for_path("shop"), "a path is [stream, table]"),
+        (fl.FlightDescriptor.for_path("shop", "public", "orders"), "a path is [stream, table]"),
+        (fl.FlightDescriptor.for_command(b"{"), "isn't JSON"),
+        (fl.FlightDescriptor.for_command(b"[1]"), "JSON object"),
+        (descriptor(stream="shop"), "must be named"),
+        (descriptor(stream="shop", table="a", tabel="b"), "there is no tabel"),
+        (descriptor(stream="shop", table="a", session="s"), "go together"),
+        (descriptor(stream="shop", table="a", session="s", number=1, idempotency_key="k"), "exclude"),
+        (descriptor(stream="shop", table="a", number=True, session="s"), "number"),
+        (descriptor(stream="shop", table="a", deadline_s="soon"), "seconds"),
+        (descriptor(stream="shop", table="a", keep_valid_rows=1), "true or false"),
+    ],
+)
+def test_what_can_not_be_understood_says_why(
+    server: tuple[Home, FlightServer], where: fl.FlightDescriptor, says: str
+) -> None:
+    facts = refused(lambda: put(server[1], where, batch(1)))
+    assert facts["code"] == "usage"
+    assert says in facts["message"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "code"),
+    [
+        ({"stream": "none", "table": "a"}, "unknown_stream"),
+        ({"stream": "shop", "table": "nothing"}, "unknown_table"),
+        ({"stream": "shop", "table": "orders", "after": "x"}, "invalid_token"),
+        ({"stream": "shop", "table": "orders", "upto": 7}, "usage"),
+        ({"stream": "shop", "table": "a b"}, "usage"),
+    ],
+)
+def test_a_wrong_ticket_is_a_typed_error(server: tuple[Home, FlightServer], asked: dict[str, Any], code: str) -> None:
+    put(server[1], fl.FlightDescriptor.for_path("shop", "public.orders"), batch(1))
+    assert refused(lambda: records(server[1], **asked))["code"] == code
+
+
+def test_a_large_batch_becomes_several_operations_in_order_and_memory_is_bounded(
+    server: tuple[Home, FlightServer],
+) -> None:
+    _, flight = server
+    count = 60_000
+    wide = pa.record_batch({"id": range(count), "name": [f"{number:01000d}" for number in range(count)]}, schema=ROWS)
+    assert wide.nbytes > 48 << 20
+    told = put(flight, fl.FlightDescriptor.for_path("shop", "public.wide"), wide, batch(count))
+    assert [line["batch"] for line in told][-1] == 1
+    of_first = told[:-1]
+    assert len(of_first) >= 3
+    assert [line["row"] for line in of_first] == [
+        sum(one["rows"] for one in of_first[:at]) for at in range(len(of_first))
+    ]
+    found = records(flight, stream="shop", table="public.wide")
+    assert found["id"].to_pylist() == list(range(count + 1))
+
+
+def test_batches_without_rows_are_none(server: tuple[Home, FlightServer]) -> None:
+    _, flight = server
+    told = put(flight, fl.FlightDescriptor.for_path("shop", "public.empty"), batch(), batch(1), batch())
+    assert [line["batch"] for line in told] == [1]
+
+
+def test_a_sender_that_is_killed_has_sent_what_was_told(server: tuple[Home, FlightServer]) -> None:
+    _, flight = server
+    code = f"""
+import os, json, pyarrow as pa, pyarrow.flight as fl
+caller = fl.connect("grpc://{flight.address}")
+rows = pa.record_batch({{"id": [1], "name": ["a"]}})
+writer, reader = caller.do_put(fl.FlightDescriptor.for_path("shop", "public.killed"), rows.schema)
+for _ in range(3):
+    writer.write_batch(rows)
+    reader.read()
+os._exit(9)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
+    assert records(flight, stream="shop", table="public.killed").num_rows == 3
+    # Its call is over, and so are those of readers that go away in the midst.
+    with client(flight) as caller:
+        reading = caller.do_get(fl.Ticket(json.dumps({"stream": "shop", "table": "public.wide"})))
+        reading.read_chunk()
+        reading.cancel()
+    slots = flight._home.config.flight.calls_max
+    wait_for(lambda: (flight._reads._value, flight._writes._value) == (slots, slots), seconds=20)
+
+
+def test_more_calls_than_may_run_are_told_to_come_again(tmp_path: Path) -> None:
+    with running(tmp_path / "home", KEYED + "[flight]\ncalls_max = 1\n") as (_, flight):
+        where = fl.FlightDescriptor.for_path("shop", "public.orders")
+        with client(flight) as caller:
+            writer, reader = caller.do_put(where, ROWS)
+            writer.write_batch(batch(1))
+            assert reader.read() is not None
+            assert refused(lambda: put(flight, where, batch(2)))["code"] == "overloaded"
+            # Reading isn't held up by it.
+            assert records(flight, stream="shop", table="public.orders").num_rows == 1
+            writer.close()
+        wait_for(lambda: flight._writes._value == 1, seconds=20)
+        assert len(put(flight, where, batch(2))) == 1
+
+
+def test_an_address_that_is_taken_is_a_typed_error(server: tuple[Home, FlightServer]) -> None:
+    home, flight = server
+    with pytest.raises(AddressInUse, match="Flight can't listen"):
+        FlightServer(home, Access(None), flight._appender, ("127.0.0.1", flight.port), None)
+
+
+def test_a_server_that_ends_lets_a_running_transfer_go_on_elsewhere(tmp_path: Path) -> None:
+    told: list[dict[str, Any]] = []
+    with running(tmp_path / "home") as (home, flight), client(flight) as caller:
+        writer, reader = caller.do_put(fl.FlightDescriptor.for_path("shop", "public.ended"), ROWS)
+        writer.write_batch(batch(0))
+        told.append(json.loads(reader.read().to_pybytes()))
+        ending = threading.Thread(target=flight.end)
+        ending.start()
+        wait_for(flight._closing.is_set)
+        with contextlib.suppress(fl.FlightError):
+            for number in range(1, 10_000):
+                writer.write_batch(batch(number))
+        with contextlib.suppress(fl.FlightError):
+            while (line := reader.read()) is not None:
+                told.append(json.loads(line.to_pybytes()))
+        with pytest.raises(fl.FlightUnavailableError, match="the server ends"):
+            writer.close()
+        ending.join()
+    with millstream.open(home.path) as opened:
+        rows = sum(found.num_rows for found in opened.read("shop", table="public.ended"))
+    assert rows >= len(told) >= 1
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    folder = tmp_path / "pki"
+    folder.mkdir()
+    return Authority(folder)
+
+
+def test_flight_is_part_of_serve_with_tls_and_tokens_and_certificates(tmp_path: Path, authority: Authority) -> None:
+    certificate, key = authority.issue("server")
+    home = make_home(
+        tmp_path / "home",
+        f"""
+[streams.shop]
+[streams.web]
+[http]
+tokens_required = true
+tls_certificate = "{certificate}"
+tls_key = "{key}"
+client_ca = "{authority.file}"
+[http.clients]
+"loader.example.com" = "loader"
+[flight]
+listen = "127.0.0.1:0"
+""",
+    )
+    done(home, "token", "create", "--name", "loader", "--stream", "shop=read,write")
+    reader = done(home, "token", "create", "--stream", "shop=read").strip()
+    expired = done(home, "token", "create", "--all", "admin", "--expires", "1ms").strip()
+    with served(home) as running_server:
+        address = f"grpc+tls://localhost:{running_server.flight.rpartition(':')[2]}"
+
+        def connected(name: str | None, token: str | None = None) -> fl.FlightClient:
+            shown = {}
+            if name is not None:
+                files = authority.issue("client", [name])
+                shown = {"cert_chain": files[0].read_bytes(), "private_key": files[1].read_bytes()}
+            found = fl.connect(address, tls_root_certs=authority.file.read_bytes(), **shown)
+            return found if token is None else _Authorized(found, token)
+
+        orders = fl.FlightDescriptor.for_path("shop", "public.orders")
+        with connected("loader.example.com") as loader:
+            writer, told = loader.do_put(orders, ROWS)
+            writer.write_batch(batch(1))
+            assert json.loads(told.read().to_pybytes())["rows"] == 1
+            writer.close()
+            assert [tuple(info.descriptor.path) for info in loader.list_flights()] == [(b"shop", b"public.orders")]
+        everything: dict[str, Callable[[Any], Any]] = {
+            "do_put": lambda caller: _put_one(caller, orders),
+            "do_get": lambda caller: caller.do_get(fl.Ticket(b'{"stream": "shop", "table": "orders"}')).read_all(),
+            "get_flight_info": lambda caller: caller.get_flight_info(orders),
+            "list_flights": lambda caller: list(caller.list_flights()),
+        }
+        offered = {name for name in vars(FlightServer) if name in dir(fl.FlightServerBase)} - {"__init__", "__doc__"}
+        assert {name for name in offered if not name.startswith("_")} == set(everything)
+        for name, call in everything.items():
+            with connected("stranger.example.com") as caller:
+                assert refused(lambda: call(caller))["code"] == "unauthenticated", name  # noqa: B023 - called at once
+            for token, code in ((expired, "access_token_expired"), ("mst_wrong", "unauthenticated")):
+                with connected("loader.example.com", token) as caller:
+                    assert refused(lambda: call(caller))["code"] == code, name  # noqa: B023 - as above
+        with connected("stranger.example.com", reader) as caller:
+            assert refused(lambda: _put_one(caller, orders))["code"] == "forbidden"
+            assert everything["do_get"](caller).num_rows == 1
+            web = fl.FlightDescriptor.for_path("web", "clicks")
+            assert refused(lambda: caller.get_flight_info(web))["code"] == "forbidden"
+        with connected(None) as nobody, pytest.raises(fl.FlightError):
+            list(nobody.list_flights())
+        done(home, "token", "revoke", "loader")
+
+        def is_refused() -> bool:
+            try:
+                with connected("loader.example.com") as caller:
+                    list(caller.list_flights())
+            except fl.FlightUnauthenticatedError:
+                return True
+            return False
+
+        wait_for(is_refused, seconds=10)
+
+
+def _put_one(caller: Any, where: fl.FlightDescriptor) -> None:
+    writer, _ = caller.do_put(where, ROWS)
+    with contextlib.suppress(fl.FlightError):  # the call may have ended before; `close` says how
+        writer.write_batch(batch(1))
+    writer.close()
+
+
+class _Authorized:
+    """A client whose calls bear a token."""
+
+    def __init__(self, inner: fl.FlightClient, token: str) -> None:
+        self._inner = inner
+        self._options = fl.FlightCallOptions(headers=[(b"authorization", b"Bearer " + token.encode())])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._inner.close()
+
+    def do_put(self, where: Any, schema: Any) -> Any:
+        return self._inner.do_put(where, schema, options=self._options)
+
+    def do_get(self, ticket: Any) -> Any:
+        return self._inner.do_get(ticket, options=self._options)
+
+    def get_flight_info(self, where: Any) -> Any:
+        return self._inner.get_flight_info(where, options=self._options)
+
+    def list_flights(self) -> Any:
+        return self._inner.list_flights(options=self._options)
+
+
+def test_flight_does_not_listen_for_other_machines_without_tls_and_tokens(tmp_path: Path) -> None:
+    home = make_home(tmp_path / "home", "[streams.shop]\n[flight]\nlisten = '0.0.0.0:0'\n")
+    command = [sys.executable, "-m", "millstream.cli", "--home", str(home), "serve"]
+    environ = {**os.environ, "MILLSTREAM_HTTP__LISTEN": "127.0.0.1:0"}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environ, check=False)
+    assert ended.returncode == 2
+    assert "error[unprotected]: [flight] listens on" in ended.stderr
+
+
+def test_rights_are_asked_for_each_stream(tmp_path: Path) -> None:
+    home = Home(make_home(tmp_path / "home", KEYED + "[http]\ntokens_required = true\n"))
+    home.prepare()
+    with home.open_catalog() as catalog:
+        _, text = catalog.create_access_token(Rights.parse(["shop=write", "web=read"]))
+    tokens = KEYED + "[http]\ntokens_required = true\n"
+    with (
+        running(tmp_path / "home", tokens, Access.of_home(home)) as (_, flight),
+        _Authorized(client(flight), text) as caller,
+    ):
+        writer, told = caller.do_put(fl.FlightDescriptor.for_path("shop", "a"), ROWS)
+        writer.write_batch(batch(1))
+        assert told.read() is not None
+        writer.close()
+        assert list(caller.list_flights()) == []
+        assert refused(lambda: _put_one(caller, fl.FlightDescriptor.for_path("web", "a")))["code"] == "forbidden"
+        reading = fl.Ticket(b'{"stream": "shop", "table": "a"}')
+        assert refused(lambda: caller.do_get(reading).read_all())["code"] == "forbidden"
