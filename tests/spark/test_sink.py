@@ -334,7 +334,7 @@ def test_a_driver_that_is_killed_brings_each_row_once(
     driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environ)
     try:
         # The process that appends is killed there; then the driver itself, whatever it has made of that.
-        wait_for(lambda: (witnesses / point).exists() or driver.poll() is not None)
+        wait_for(lambda: (witnesses / point).exists() or driver.poll() is not None, seconds=600)
         driver.kill()
         output, _ = driver.communicate(timeout=60)
     finally:
