@@ -11,7 +11,9 @@ from bench import (  # noqa: F401 - they register their figures
     capture,
     commands,
     first_load,
+    flight,
     freshness,
+    http,
     lake,
     latency,
     line_protocol,
@@ -19,6 +21,7 @@ from bench import (  # noqa: F401 - they register their figures
     log_open,
     routing,
     sequencer,
+    sessions,
     spark_source,
     wal,
 )

@@ -117,6 +117,7 @@ def _stream(
             "slot_holds_bytes": captured.get("slot_holds_bytes"),
             "spilled_bytes": captured.get("source_spilled_bytes"),
         },
+        "buffer": (capture or {}).get("buffer"),
         "tokens": {
             "durable": None if durable is None else str(StreamToken.scalar(stream, durable)),
             "landed": str(StreamToken.scalar(stream, landed)),

@@ -296,6 +296,7 @@ class BufferConfig(_Section):
     )
     client: dict[str, str] = Field(
         default={},
+        repr=False,
         description='Options of Kafka\'s clients as librdkafka names them: `"security.protocol"`, `"sasl.password"` ….',
     )
     timeout: Duration = Field(
