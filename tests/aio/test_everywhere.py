@@ -113,7 +113,30 @@ def test_what_is_refused_is_refused_alike_and_the_next_goes_on(opened: Any) -> N
     for asks in ({"session": "s"}, {"number": 1}, {"session": "s", "number": 1, "idempotency_key": "k"}):
         with pytest.raises((InvalidValue, UsageError)):
             opened.append("web", "users", {"id": 2}, **asks)
-    assert [row["id"] for row in records(opened, "users")] == [1]
+    kept = opened.append(
+        "web", "users", [{"id": 2, "n": 1}, {"id": None, "n": 2}, {"id": 3, "n": 3}], keep_valid_rows=True
+    )
+    assert (kept.row_count, [(row.row, row.code) for row in kept.rejected]) == (2, [(1, "invalid_value")])
+    assert [row["id"] for row in records(opened, "users")] == [1, 2, 3]
+
+
+def test_what_is_sent_again_is_there_once(opened: Any) -> None:
+    first = opened.append("web", "clicks", {"n": 1}, idempotency_key="order 1")
+    again = opened.append("web", "clicks", {"n": 1}, idempotency_key="order 1")
+    assert (again.duplicate, again.seqs, again.offsets) == (True, first.seqs, first.offsets)
+    session = opened.session("web", "till 3")
+    acks = [session.append("clicks", {"n": number}) for number in (2, 3)]
+    with pytest.raises(InvalidValue):
+        session.append("clicks", {"n": "text"})
+    acks.append(session.append("clicks", {"n": 4}))
+    assert session.next_number == 4
+    late = opened.session("web", "till 3", next_number=3)
+    assert late.append("clicks", {"n": 4}).seqs == acks[2].seqs
+    assert late.append("clicks", {"n": 3}, number=2).duplicate
+    assert not late.append("clicks", {"n": 5}).duplicate
+    with pytest.raises(UsageError):
+        opened.session("web", "till 3", next_number=0)
+    assert [row["n"] for row in records(opened, "clicks")] == [1, 2, 3, 4, 5]
 
 
 def test_many_append_at_once_and_each_is_there_once(opened: Any) -> None:
@@ -171,7 +194,18 @@ def test_all_have_the_same_calls() -> None:
         return {n: said(c) for n, c in vars(kind).items() if not n.startswith("_") and inspect.isfunction(c)}
 
     wanted = public(HomeCalls)
-    assert set(wanted) == {"streams", "token", "read", "read_latest", "append", "query", "status", "session", "close"}
+    assert set(wanted) == {
+        "streams",
+        "token",
+        "read",
+        "read_latest",
+        "append",
+        "query",
+        "status",
+        "session",
+        "session_facts",
+        "close",
+    }
     assert public(millstream.RemoteHome) == wanted
     assert {name: call for name, call in public(millstream.OpenHome).items() if name != "lake"} == wanted
     assert public(millstream.aio.AsyncOpenHome) == wanted

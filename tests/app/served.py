@@ -13,6 +13,7 @@ import uvicorn
 from tests.app.homes import wait_for
 
 from millstream.app.home import Home
+from millstream.app.serving.access import Access
 from millstream.app.serving.application import Application
 
 
@@ -22,7 +23,7 @@ def serving(home: Path, application: Application | None = None, *, port: int = 0
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
-    made = Application(Home(home)) if application is None else application
+    made = Application(Home(home), Access.of_home(Home(home))) if application is None else application
     server = uvicorn.Server(uvicorn.Config(made.asgi(), log_config=None, access_log=False, lifespan="off", **settings))
     server.capture_signals = _leave_signals  # type: ignore[method-assign]
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -133,9 +133,8 @@ class BagHistory:
     def check(self, log: MemoryLog) -> int:
         """Every prefix of the log, operation by operation. Gives how often the table was copied."""
         shown: Counter[Row] = Counter()
-        step = copies = looked = 0
-        for kind, records in operations(log):
-            looked += 1
+        step = copies = 0
+        for looked, (kind, records) in enumerate(operations(log), 1):
             copied = False
             for table, row in records:
                 if table == "_messages":

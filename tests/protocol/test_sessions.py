@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from millstream.errors import SessionAhead, SessionExpired, WriteForgotten, WriteIdReused
-from millstream.model.appends import WriteId
+from millstream.model.appends import SessionFacts, WriteId
 from millstream.model.ids import ShardId
 from millstream.model.operations import Ack
 from millstream.model.positions import Offset, Seq, SeqRange
@@ -17,7 +17,6 @@ from millstream.protocol.sessions import (
     AHEAD_MAX,
     NO_DIGEST,
     RESULTS_KEPT,
-    SessionFacts,
     SessionLimits,
     Sessions,
 )

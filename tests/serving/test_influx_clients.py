@@ -15,11 +15,10 @@ from influxdb_client import WriteOptions as WriteOptions2
 from influxdb_client import WritePrecision as Precision2
 from influxdb_client.client.write_api import SYNCHRONOUS
 from influxdb_client.rest import ApiException
-from influxdb_client_3 import InfluxDBClient3, InfluxDBError
-from influxdb_client_3 import Point as Point3
 from influxdb_client_3 import SYNCHRONOUS as SYNCHRONOUS3
+from influxdb_client_3 import InfluxDBClient3, InfluxDBError, write_client_options
+from influxdb_client_3 import Point as Point3
 from influxdb_client_3 import WriteOptions as WriteOptions3
-from influxdb_client_3 import write_client_options
 from tests.serving.serving_process import Served, served, web_home
 
 WHEN = dt.datetime(2026, 3, 1, 12, 30, 15, 123456, tzinfo=dt.UTC)

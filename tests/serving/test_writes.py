@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -259,3 +260,66 @@ def test_what_the_server_says_of_itself(server: Served, tmp_path: Path) -> None:
         paths = client.get("/openapi.json").json()["paths"]
         assert {"/v1/streams/{stream}/tables/{table}", "/write", "/api/v2/write", "/readyz"} <= set(paths)
         assert client.get("/docs").status_code == 200
+
+
+def test_rows_that_have_no_place_are_left_out_and_named_where_that_is_asked_for(server: Served) -> None:
+    def post(rows: list[Any], **headers: str) -> Any:
+        with server.client() as client:
+            address = "/v1/streams/web/tables/clashes?on_clash=rows"
+            return client.post(address, json=rows, headers=headers)
+
+    assert post([{"n": 1, "t": "a"}]).json()["rejected"] == []
+    said = post([{"n": 2, "t": "b"}, {"n": "x", "t": "c"}, {"n": 1.5, "t": "d"}, {"n": 3}, {"t": 7}, {"n": 4.0}]).json()
+    assert [row["row"] for row in said["rejected"]] == [1, 2, 4]
+    assert {row["code"] for row in said["rejected"]} == {"invalid_value"}
+    assert [row["column"] for row in said["rejected"]] == ["n", "n", "t"]
+    assert said["rows"] == 3
+    assert [row["n"] for row in server.rows("clashes")] == [1, 2, 3, 4]
+    nothing = post([{"n": "x"}, {"n": "y"}])
+    assert (nothing.status_code, nothing.json()["code"]) == (422, "invalid_value")
+    deep = post([{"n": 5}, json.loads(nested(101))])
+    assert (deep.status_code, deep.json()["code"]) == (422, "invalid_value")
+    # Sent again with its key, the request is told what it was told the first time.
+    for duplicate in (False, True):
+        said = post([{"n": 6}, {"n": "x"}], **{"idempotency-key": "clash"}).json()
+        assert (said["rows"], said["duplicate"]) == (1, duplicate)
+    assert [row["n"] for row in server.rows("clashes")] == [1, 2, 3, 4, 6]
+
+
+def test_a_request_that_cannot_be_taken_holds_up_none_that_wait_with_it(server: Served) -> None:
+    def one(number: int) -> tuple[int, int]:
+        row: dict[str, Any] = {"n": number, **({"n": "text"} if number % 7 == 3 else {}), f"c{number % 3}": number}
+        return number, server.post("mixed", [row]).status_code
+
+    assert server.post("mixed", [{"n": -1}]).status_code == 200
+    with ThreadPoolExecutor(32) as pool:
+        statuses = dict(pool.map(one, range(200)))
+    assert {number for number, status in statuses.items() if status != 200} == {n for n in range(200) if n % 7 == 3}
+    assert set(statuses.values()) == {200, 422}
+    rows = [row for row in server.rows("mixed") if row["n"] >= 0]
+    assert sorted(row["n"] for row in rows) == [n for n in range(200) if n % 7 != 3]
+    assert all(row[f"c{row['n'] % 3}"] == row["n"] for row in rows)
+
+
+def test_a_request_that_is_sent_again_is_answered_as_the_first_time(server: Served) -> None:
+    with server.client() as client:
+        for headers in (
+            {"idempotency-key": "again"},
+            {"millstream-session": "job", "millstream-session-number": "1"},
+        ):
+            table = f"again_{len(headers)}"
+            answers = [
+                client.post(f"/v1/streams/web/tables/{table}", content=b'{"n": 1}', headers={**LINES, **headers}).json()
+                for _ in range(3)
+            ]
+            assert [answer["duplicate"] for answer in answers] == [False, True, True]
+            assert len({(answer["token"], answer["first"], answer["rows"]) for answer in answers}) == 1
+            assert len(server.rows(table)) == 1
+        lines = [
+            client.post(
+                "/write?db=web", content=b"again_lines f=1 1\nagain_more f=2 2", headers={"idempotency-key": "l"}
+            )
+            for _ in range(2)
+        ]
+        assert [answer.status_code for answer in lines] == [204, 204]
+    assert [len(server.rows(table)) for table in ("again_lines", "again_more")] == [1, 1]

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
 
-from millstream.aio.session import AsyncSession, columns_of
-from millstream.app.calls import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest
+from millstream.aio.session import AsyncSession, valid_columns
+from millstream.app.calls import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, session_of
 from millstream.app.home import Home
 from millstream.app.opened import OpenHome, home_appender, open_lake, write_id_of
 from millstream.errors import MillstreamError, WriterClosed
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from millstream.app.writing.appending import HomeAppender
     from millstream.ingest.columns import Rows
+    from millstream.model.appends import SessionFacts
     from millstream.model.operations import Appended
     from millstream.model.positions import StreamToken
 
@@ -121,16 +122,22 @@ class AsyncOpenHome:
     ) -> Appended:
         """As `OpenHome.append`. Cancelled, it may or may not be appended."""
         write_id = write_id_of(session, number, idempotency_key)
-        batch = one_request(table, await columns_of(rows), write_id, keep_valid_rows)
+        valid = await valid_columns(rows, keep_valid_rows=keep_valid_rows)
+        batch = one_request(table, valid.table, write_id, keep_valid_rows)
         appender = self._appender if self._appender is not None and not self._closed else await self._made()
         (outcome,) = await appender.append_batch_async(stream, batch, deadline_s=deadline_s)
         if isinstance(outcome, MillstreamError):
             raise outcome
-        return outcome
+        return valid.told(outcome)
 
-    def session(self, stream: str, name: str, *, next_number: int = 1) -> AsyncSession:
+    def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> AsyncSession:
         """As `OpenHome.session`."""
-        return AsyncSession(self, stream, name, next_number)
+        return AsyncSession(self, stream, *session_of(name, next_number))
+
+    async def session_facts(self, stream: str, name: str) -> SessionFacts:
+        """As `OpenHome.session_facts`."""
+        appender = self._appender if self._appender is not None and not self._closed else await self._made()
+        return await asyncio.to_thread(appender.session, stream, name)
 
     async def query(
         self, sql: str, *, stream: str | None = None, as_of: StreamToken | datetime | str | None = None

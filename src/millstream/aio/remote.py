@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import httpx
 import pyarrow as pa
 
-from millstream.aio.session import AsyncSession, columns_of
-from millstream.app.calls import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest
+from millstream.aio.session import AsyncSession, valid_columns
+from millstream.app.calls import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, session_of
 from millstream.app.remote.client import (
     TIMEOUT_S,
     answer_of,
@@ -40,8 +40,10 @@ from millstream.app.remote.steps import (
     of_stream,
     only_stream,
     query_call,
+    session_path,
     whole_table,
 )
+from millstream.model.appends import SessionFacts
 from millstream.model.positions import StreamToken
 
 if TYPE_CHECKING:
@@ -133,20 +135,25 @@ class AsyncRemoteHome:
         keep_valid_rows: bool = False,
     ) -> Appended:
         """As `RemoteHome.append`. Cancelled, it may or may not be appended."""
+        valid = await valid_columns(rows, keep_valid_rows=keep_valid_rows)
         call = append_call(
             stream,
             table,
-            await columns_of(rows),
+            valid.table,
             session=session,
             number=number,
             idempotency_key=idempotency_key,
             keep_valid_rows=keep_valid_rows,
         )
-        return await self._done(appended(call, url=self._url, deadline_s=deadline_s, now=time.monotonic))
+        return valid.told(await self._done(appended(call, url=self._url, deadline_s=deadline_s, now=time.monotonic)))
 
-    def session(self, stream: str, name: str, *, next_number: int = 1) -> AsyncSession:
+    def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> AsyncSession:
         """As `OpenHome.session`."""
-        return AsyncSession(self, stream, name, next_number)
+        return AsyncSession(self, stream, *session_of(name, next_number))
+
+    async def session_facts(self, stream: str, name: str) -> SessionFacts:
+        """As `OpenHome.session_facts`."""
+        return SessionFacts.from_dict(await self._json(Call("GET", session_path(stream, name))))
 
     async def query(
         self, sql: str, *, stream: str | None = None, as_of: StreamToken | datetime | str | None = None

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Mapping, Sized
 from typing import TYPE_CHECKING, Final, Protocol
 
-from millstream.app.calls import APPEND_DEADLINE_S, ASK_AGAIN_S, Numbers, still_unknown
-from millstream.errors import AppendOutcomeUnknown
-from millstream.ingest.columns import table_of
+from millstream.app.calls import APPEND_DEADLINE_S, Attempts, Numbers
+from millstream.errors import MillstreamError, SessionAhead, UsageError
+from millstream.ingest.valid_rows import ValidTable, columns_for
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from millstream.ingest.columns import Rows
+    from millstream.model.appends import SessionFacts
     from millstream.model.operations import Appended
 
 SMALL_ROWS: Final = 1000
@@ -38,23 +38,40 @@ class Appends(Protocol):
         """As `append` of a home."""
         ...
 
+    def session_facts(self, stream: str, name: str) -> Awaitable[SessionFacts]:
+        """As `session_facts` of a home."""
+        ...
+
 
 class AsyncSession:
     """As `millstream.Session`, for any number of tasks of one event loop. Made by `home.session`."""
 
-    def __init__(self, home: Appends, stream: str, name: str, next_number: int) -> None:
+    def __init__(self, home: Appends, stream: str, name: str, next_number: int | None) -> None:
         self._home = home
         self._stream = stream
-        self._numbers = Numbers(next_number)
+        self._numbers = Numbers(name, next_number)
+        self._asking = asyncio.Lock()
         self.name: Final = name
         """What it is called in the stream."""
 
     def __repr__(self) -> str:
-        return f"AsyncSession({self._stream!r}, {self.name!r}, next_number={self.next_number})"
+        return f"AsyncSession({self._stream!r}, {self.name!r}, next_number={self._known()})"
+
+    def _known(self) -> int | None:
+        return self._numbers.next if self._numbers.is_known else None
 
     @property
     def next_number(self) -> int:
-        """The number of the next write."""
+        """The number of the next write. `UsageError` before `resume` or the first write where none was said."""
+        if not self._numbers.is_known:
+            raise UsageError("nobody has asked the log yet", hint="Ask it: await session.resume().")
+        return self._numbers.next
+
+    async def resume(self) -> int:
+        """Ask the log which number is the next one, where none was said, and give it; raises as `millstream.Session.next_number`."""
+        async with self._asking:
+            if not self._numbers.is_known:
+                self._numbers.begin(await self._home.session_facts(self._stream, self.name))
         return self._numbers.next
 
     async def append(
@@ -67,28 +84,45 @@ class AsyncSession:
         keep_valid_rows: bool = False,
     ) -> Appended:
         """As `millstream.Session.append`. Cancelled, it may have been appended, and its number isn't given again."""
-        give_up_s = time.monotonic() + deadline_s
-        columns = await columns_of(rows)
-        with self._numbers.one(number) as given:
-            while True:
-                try:
-                    return await self._home.append(
-                        self._stream,
-                        table,
-                        columns,
-                        deadline_s=max(0.0, give_up_s - time.monotonic()),
-                        session=self.name,
-                        number=given,
-                        keep_valid_rows=keep_valid_rows,
+        valid = await valid_columns(rows, keep_valid_rows=keep_valid_rows)
+        if number is None and not self._numbers.is_known:
+            await self.resume()
+        attempts = Attempts(deadline_s)
+        while True:
+            try:
+                with self._numbers.one(number) as given:
+                    return valid.told(
+                        await self._sent(table, valid.table, given, attempts, keep_valid_rows=keep_valid_rows)
                     )
-                except AppendOutcomeUnknown as error:
-                    if time.monotonic() + ASK_AGAIN_S >= give_up_s:
-                        raise still_unknown(error, given) from error
-                    await asyncio.sleep(ASK_AGAIN_S)
+            except SessionAhead as error:
+                # Numbers of writes that were lost are to be used first.
+                if number is not None or not self._numbers.fill(
+                    await self._home.session_facts(self._stream, self.name)
+                ):
+                    await asyncio.sleep(attempts.nap_after(error))
+
+    async def _sent(
+        self, table: str, rows: pa.Table, number: int, attempts: Attempts, *, keep_valid_rows: bool
+    ) -> Appended:
+        while True:
+            try:
+                return await self._home.append(
+                    self._stream,
+                    table,
+                    rows,
+                    deadline_s=attempts.left_s,
+                    session=self.name,
+                    number=number,
+                    keep_valid_rows=keep_valid_rows,
+                )
+            except SessionAhead:
+                raise
+            except MillstreamError as error:
+                await asyncio.sleep(attempts.nap_after(error, number))
 
 
-async def columns_of(rows: Rows) -> pa.Table:
-    """As `table_of`; many rows are made columns on a thread, while other tasks go on."""
+async def valid_columns(rows: Rows, *, keep_valid_rows: bool) -> ValidTable:
+    """As `columns_for`; many rows are made columns on a thread, while other tasks go on."""
     if isinstance(rows, Mapping) or (isinstance(rows, Sized) and len(rows) <= SMALL_ROWS):
-        return table_of(rows)
-    return await asyncio.to_thread(table_of, rows)
+        return columns_for(rows, keep_valid_rows=keep_valid_rows)
+    return await asyncio.to_thread(columns_for, rows, keep_valid_rows=keep_valid_rows)

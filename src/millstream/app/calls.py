@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,12 +16,24 @@ from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
-from millstream.errors import AppendOutcomeUnknown, UsageError
+from millstream.errors import (
+    AppendOutcomeUnknown,
+    HomeBusy,
+    MillstreamError,
+    Retry,
+    SessionAhead,
+    SessionExpired,
+    UsageError,
+    WriteForgotten,
+    WriteIdReused,
+    WriterClosed,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from millstream.ingest.columns import Rows
+    from millstream.model.appends import SessionFacts
     from millstream.model.operations import Appended
     from millstream.model.positions import StreamToken
 
@@ -29,8 +42,10 @@ APPEND_DEADLINE_S: Final = 30.0
 
 LATEST_ROWS_MAX: Final = 100_000
 
-ASK_AGAIN_S: Final = 0.1
-"""How long a session waits before it sends a write again of which nobody knows what became."""
+ASK_AGAIN_S: Final = 0.05
+"""How long a session waits before it sends a write again of which nobody knows what became; then twice as long, up to …"""
+ASK_AGAIN_MAX_S: Final = 1.0
+"""… so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +124,12 @@ class HomeCalls(Protocol):
         """Append rows to a table of a stream: one operation."""
         ...
 
-    def session(self, stream: str, name: str, *, next_number: int = 1) -> Session:
+    def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> Session:
         """Writes that are numbered by themselves, so that each may be sent again."""
+        ...
+
+    def session_facts(self, stream: str, name: str) -> SessionFacts:
+        """What a stream's log has of a session."""
         ...
 
     def query(
@@ -124,68 +143,161 @@ class HomeCalls(Protocol):
         ...
 
 
+def session_of(name: str | None, next_number: int | None) -> tuple[str, int | None]:
+    """A session's name and first number: a name that nobody else has where none is given."""
+    return (uuid.uuid4().hex, next_number or 1) if name is None else (name, next_number)
+
+
 class Numbers:
     """The numbers of a session's writes: each is given once, and again only where its write was refused.
+
+    Args:
+        name: the session's.
+        next_number: the first to give; None: `begin` says it.
 
     Concurrency: any number of threads.
     """
 
-    def __init__(self, next_number: int) -> None:
-        if next_number < 1:
+    def __init__(self, name: str, next_number: int | None) -> None:
+        if next_number is not None and next_number < 1:
             raise UsageError(f"a session's writes are numbered from 1, and {next_number} was asked for")
+        self._name = name
         self._next = next_number
         self._given_back: list[int] = []
+        self._doubtful: set[int] = set()
+        """Of writes of which nobody heard what became."""
         self._lock = threading.Lock()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a next one."""
+        return self._next is not None
 
     @property
     def next(self) -> int:
         """The smallest number that no write of this session's has."""
         with self._lock:
+            assert self._next is not None, "it has begun"
             return self._given_back[0] if self._given_back else self._next
+
+    def begin(self, facts: SessionFacts) -> None:
+        """Go on where the log says, holes first. `SessionExpired` where it doesn't know the session any more."""
+        if facts.expired:
+            raise SessionExpired(
+                f"session {self._name} isn't known any more: it hasn't written for too long", session=self._name
+            )
+        with self._lock:
+            if self._next is None:
+                self._next = max((facts.mark, *facts.above)) + 1
+                self._given_back = sorted(set(range(facts.mark + 1, self._next)) - set(facts.above))
+
+    def fill(self, facts: SessionFacts) -> bool:
+        """Give those of doubtful writes again that the log lacks; whether there are any."""
+        with self._lock:
+            lacking = {number for number in self._doubtful if number > facts.mark and number not in facts.above}
+            self._doubtful.clear()
+            for number in lacking:
+                heapq.heappush(self._given_back, number)
+            return bool(lacking)
 
     @contextmanager
     def one(self, named: int | None) -> Iterator[int]:
         """A number for one write, or the one that is named. A write that is refused gives it back, so that the next one fills the hole."""
         if named is not None:
             yield named
+            self._doubtful.discard(named)
             return
         with self._lock:
+            assert self._next is not None, "it has begun"
             if self._given_back:
                 number = heapq.heappop(self._given_back)
             else:
                 number, self._next = self._next, self._next + 1
         try:
             yield number
+        except (WriteForgotten, WriteIdReused):
+            raise  # it is another one's, or was durable
         except AppendOutcomeUnknown:
-            raise  # it may be there, under this number
+            self._doubtful.add(number)  # it may be there, under this number
+            raise
         except Exception:
             with self._lock:
                 heapq.heappush(self._given_back, number)
             raise
+        except BaseException:
+            self._doubtful.add(number)
+            raise
+
+
+class Attempts:
+    """When a session's write is sent again, and when no more.
+
+    Args:
+        deadline_s: until when, in seconds from now.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        self._give_up_s = time.monotonic() + deadline_s
+        self._nap_s = ASK_AGAIN_S
+        self._unknown: AppendOutcomeUnknown | None = None
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline."""
+        return max(0.0, self._give_up_s - time.monotonic())
+
+    def nap_after(self, error: MillstreamError, number: int = 0) -> float:
+        """How many seconds to wait before it with the number is sent again. Raises what its caller hears where it isn't."""
+        if isinstance(error, AppendOutcomeUnknown):
+            self._unknown = error
+        elif isinstance(error, WriteForgotten | WriteIdReused | SessionExpired):
+            raise error
+        again = isinstance(error, AppendOutcomeUnknown | WriterClosed | HomeBusy) or error.retry is Retry.BACKOFF
+        nap_s, self._nap_s = self._nap_s, min(2 * self._nap_s, ASK_AGAIN_MAX_S)
+        if again and nap_s < self.left_s:
+            return nap_s
+        if self._unknown is not None:
+            # An earlier try may be there, whatever the last one says.
+            raise still_unknown(self._unknown, number) from error
+        raise error
 
 
 class Session:
     """Writes under one name, each with a number, from 1: one that is sent again under its number isn't appended twice.
 
-    Made by `home.session`. An application that starts anew goes on under the same name, with the number behind the last write that
-    it knows to be durable; where it doesn't know, it sends that one again under its number.
+    Made by `home.session`. An application that starts anew goes on under the same name: with the first number that the log lacks, or the one that it
+    says. A write of which it doesn't know whether it is durable it sends again under its number.
 
     Concurrency: any number of threads.
     """
 
-    def __init__(self, home: HomeCalls, stream: str, name: str, next_number: int) -> None:
+    def __init__(self, home: HomeCalls, stream: str, name: str, next_number: int | None) -> None:
         self._home = home
         self._stream = stream
-        self._numbers = Numbers(next_number)
+        self._numbers = Numbers(name, next_number)
+        self._asking = threading.Lock()
         self.name: Final = name
         """What it is called in the stream."""
 
     def __repr__(self) -> str:
-        return f"Session({self._stream!r}, {self.name!r}, next_number={self.next_number})"
+        known = self._numbers.next if self._numbers.is_known else None
+        return f"Session({self._stream!r}, {self.name!r}, next_number={known})"
 
     @property
     def next_number(self) -> int:
-        """The number of the next write."""
+        """The number of the next write, as `resume` gives it."""
+        return self.resume()
+
+    def resume(self) -> int:
+        """Ask the log which number is the next one, where none was said, and give it. The first write does so by itself.
+
+        Raises:
+            SessionExpired: the log doesn't know the session any more.
+            MillstreamError: as `session_facts` of the home.
+        """
+        with self._asking:
+            if not self._numbers.is_known:
+                self._numbers.begin(self._home.session_facts(self._stream, self.name))
         return self._numbers.next
 
     def append(
@@ -197,40 +309,53 @@ class Session:
         number: int | None = None,
         keep_valid_rows: bool = False,
     ) -> Appended:
-        """As `append` of the home. Where nobody knows what became of the write, it is sent again until the deadline.
+        """As `append` of the home. Where nobody knows what became of the write, or there is no room, it is sent again until the deadline.
 
         Args:
             table: as there.
             rows: as there.
-            deadline_s: as there.
+            deadline_s: as there, of all tries together.
             number: to send again, with the same rows, what `append_outcome_unknown` said of (`details["number"]`).
             keep_valid_rows: as there.
 
         Raises:
             AppendOutcomeUnknown: still; details: number.
+            SessionExpired: the session hasn't written for too long: go on under another name.
+            WriteIdReused: somebody else writes under this name.
+            WriteForgotten: it is durable, since an earlier call.
             MillstreamError: as `append` of the home. Nothing was appended, and the next write has this number.
         """
-        from millstream.ingest.columns import table_of
+        from millstream.ingest.valid_rows import columns_for
 
-        give_up_s = time.monotonic() + deadline_s
-        columns = table_of(rows)
-        with self._numbers.one(number) as given:
-            while True:
-                left_s = max(0.0, give_up_s - time.monotonic())
-                try:
-                    return self._home.append(
-                        self._stream,
-                        table,
-                        columns,
-                        deadline_s=left_s,
-                        session=self.name,
-                        number=given,
-                        keep_valid_rows=keep_valid_rows,
-                    )
-                except AppendOutcomeUnknown as error:
-                    if time.monotonic() + ASK_AGAIN_S >= give_up_s:
-                        raise still_unknown(error, given) from error
-                    time.sleep(ASK_AGAIN_S)
+        valid = columns_for(rows, keep_valid_rows=keep_valid_rows)
+        if number is None and not self._numbers.is_known:
+            self.resume()
+        attempts = Attempts(deadline_s)
+        while True:
+            try:
+                with self._numbers.one(number) as given:
+                    return valid.told(self._sent(table, valid.table, given, attempts, keep_valid_rows=keep_valid_rows))
+            except SessionAhead as error:
+                # Numbers of writes that were lost are to be used first.
+                if number is not None or not self._numbers.fill(self._home.session_facts(self._stream, self.name)):
+                    time.sleep(attempts.nap_after(error))
+
+    def _sent(self, table: str, rows: pa.Table, number: int, attempts: Attempts, *, keep_valid_rows: bool) -> Appended:
+        while True:
+            try:
+                return self._home.append(
+                    self._stream,
+                    table,
+                    rows,
+                    deadline_s=attempts.left_s,
+                    session=self.name,
+                    number=number,
+                    keep_valid_rows=keep_valid_rows,
+                )
+            except SessionAhead:
+                raise
+            except MillstreamError as error:
+                time.sleep(attempts.nap_after(error, number))
 
 
 def still_unknown(error: AppendOutcomeUnknown, number: int) -> AppendOutcomeUnknown:

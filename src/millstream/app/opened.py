@@ -9,11 +9,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from millstream.app.calls import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, Session
+from millstream.app.calls import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, Session, session_of
 from millstream.app.home import Home
 from millstream.app.moments import parse_as_of
 from millstream.errors import LogError, MissingExtra, UnknownTable, WriterClosed
-from millstream.model.appends import WriteId
+from millstream.model.appends import SessionFacts, WriteId
 from millstream.model.ids import StreamId, TableId
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq, StreamToken
@@ -195,18 +195,29 @@ class OpenHome:
             stream, table, rows, deadline_s=deadline_s, write_id=write_id, keep_valid_rows=keep_valid_rows
         )
 
-    def session(self, stream: str, name: str, *, next_number: int = 1) -> Session:
+    def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> Session:
         """Writes to a stream that are numbered by themselves, so that each may be sent again without being appended twice.
 
         Args:
             stream: its name.
-            name: the session's, of the application's making: it tells its writes apart from those of others.
-            next_number: that of the first write; an application that starts anew goes on behind the last that it knows to be durable.
+            name: the session's, of the application's making: it tells its writes apart from those of others. None: one that nobody else has.
+            next_number: that of the first write; None: the first that the log lacks, so that an application that starts anew goes on
+                where it was.
 
         Raises:
             UsageError: the number is below 1.
         """
-        return Session(self, stream, name, next_number)
+        return Session(self, stream, *session_of(name, next_number))
+
+    def session_facts(self, stream: str, name: str) -> SessionFacts:
+        """What a stream's log has of a session: its mark, and which numbers above that.
+
+        Raises:
+            UnknownStream: there is no such stream.
+            SessionsNeedOneWriter: several writers share it.
+            HomeBusy, WriterClosed: as `append`.
+        """
+        return self._home_appender().session(stream, name)
 
     def _home_appender(self) -> HomeAppender:
         with self._appending:

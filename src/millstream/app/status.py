@@ -132,6 +132,7 @@ def _stream(
         },
         "replay": landing.get("replay"),
         "ring": _ring(catalog, stream, problems),
+        "sinks": ((capture or {}).get("routing") or {}).get("sinks", {}),
         "log": _log(home, name, problems) | _retention(home, catalog, name, stream, counted, problems),
         "tables": tables_of(catalog, stream, captured, landing),
         "errors": {

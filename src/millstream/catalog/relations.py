@@ -215,6 +215,13 @@ class Relations(CatalogPart):
             wanted = grow(known)
             return known if wanted == known else self._number(connection, wanted)
 
+    def application_schema(self, stream: StreamId, namespace: str, name: str) -> TableSchema | None:
+        """The newest schema of a table that applications write; None where there is no such table."""
+        named = (t.tables.c.source == 0, t.tables.c.namespace == namespace, t.tables.c.name == name)
+        query = select(t.schema_versions.c.arrow).join(t.tables).where(t.tables.c.stream == str(stream), *named)
+        found = self._schemas(query.where(t.schema_versions.c.version == t.tables.c.schema_version))
+        return found[0] if found else None
+
     def _insert_table(self, connection: Connection, stream: StreamId, values: Mapping[str, Any]) -> Row[Any]:
         made = self._database.insert(t.tables).values({"stream": str(stream), **values})
         return connection.execute(made.returning(t.tables)).one()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asyncio import wrap_future
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -14,10 +15,11 @@ from millstream.ingest.digests import digests_of
 from millstream.ingest.requests import PreparedBatch, check_batch, in_log, one_request, operations_of, rows_of, said
 from millstream.ingest.schemas import WriteRules, fitted, grown
 from millstream.ingest.undisturbed import made_elsewhere, undisturbed
-from millstream.model.appends import AppendBatch, WriteId, WriteKeys
-from millstream.model.ids import ShardId, StreamId, WriterId
+from millstream.ingest.valid_rows import valid_part, without_clashes
+from millstream.model.appends import AppendBatch, SessionFacts, WriteId, WriteKeys
+from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, TableId, WriterId
 from millstream.model.names import parse_qualified_name
-from millstream.model.operations import Ack, Appended, TableRows, WriteOps
+from millstream.model.operations import Ack, Appended, RejectedRow, TableRows, WriteOps
 from millstream.model.positions import Seq, StreamToken, short_stream_id
 from millstream.model.records import LOG_ROW_PREFIX, Op, append_row_schema
 from millstream.model.schema import TableSchema
@@ -128,6 +130,14 @@ class Appender:
             return prepared.outcomes(None)
         return self._outcomes(prepared, await self._log.append_async(prepared.ops, deadline_s=deadline_s))
 
+    def session(self, name: str) -> SessionFacts:
+        """What the durable log has of a session.
+
+        Raises:
+            SessionsNeedOneWriter: the stream has several writers.
+        """
+        return self._log.session(name)
+
     def is_small(self, batch: AppendBatch) -> bool:
         """Whether `prepare` takes a moment only: few rows, and nothing of the catalog."""
         name = parse_qualified_name(batch.table)
@@ -144,34 +154,40 @@ class Appender:
         check_batch(batch)
         name = parse_qualified_name(batch.table)
         errors: dict[int, MillstreamError] = {}
-        places: Sequence[int] = range(len(batch.counts))
+        rejected: dict[int, tuple[RejectedRow, ...]] = {}
+        requests = len(batch.counts)
+        places: Sequence[int] = range(requests)
         try:
             known, arrays = self._fit(name, batch.rows)
         except (InvalidValue, UnknownTable, IngestError) as error:
-            places = self._fitting(name, batch, range(len(batch.counts)), error, errors)
-            if not places:
-                return PreparedBatch(None, len(batch.counts), (), (), errors)
+            left: AppendBatch | None = batch
+            if batch.keep_valid_rows:
+                left, places, rejected = self._valid(name, batch, errors)
+            if left is not None:
+                left, places = self._fitting_part(name, left, places, error, errors)
+            if left is None:
+                return PreparedBatch(None, requests, (), (), errors)
+            batch = left
             # Each of them fits by itself; what is too large together is for whoever made the batch.
-            known, arrays = self._fit(name, said(rows_of(batch, places)))
+            known, arrays = self._fit(name, batch.rows)
         while True:
-            counts = [batch.counts[place] for place in places]
-            rows = _rows_of(known, arrays, counts)
-            placed, refused = self._placed(known, rows, counts)
+            placed, refused = self._placed(known, _rows_of(known, arrays, batch.counts), batch.counts)
             if not refused:
                 break
             errors |= {places[number]: error for number, error in refused.items()}
-            places = [place for place in places if place not in errors]
-            if not places:
-                return PreparedBatch(None, len(batch.counts), (), (), errors)
-            known, arrays = self._fit(name, said(rows_of(batch, places)))
-        ids = [batch.write_ids[place] for place in places]
+            kept = [number for number in range(len(batch.counts)) if number not in refused]
+            if not kept:
+                return PreparedBatch(None, requests, (), (), errors)
+            batch, places = _part_of(batch, kept), [places[number] for number in kept]
+            known, arrays = self._fit(name, batch.rows)
+        ids, counts = batch.write_ids, batch.counts
         logged = in_log(placed, counts)
         keys = None
         if any(ids):
             names = [column.name for column in known.columns]
             keys = WriteKeys(ids, digests_of(names, arrays, counts, [one is not None for one in ids]), logged)
         ops = WriteOps(operations_of(ids, None if keys is None else keys.digests), placed, keys=keys)
-        return PreparedBatch(ops, len(batch.counts), tuple(places), logged, errors)
+        return PreparedBatch(ops, requests, tuple(places), logged, errors, rejected)
 
     def _placed(
         self, schema: TableSchema, rows: pa.RecordBatch, counts: Sequence[int]
@@ -193,6 +209,45 @@ class Appender:
                 refused[number] = error
             start += count
         return tuple(placed), refused
+
+    def _valid(
+        self, name: tuple[str, str], batch: AppendBatch, errors: dict[int, MillstreamError]
+    ) -> tuple[AppendBatch | None, Sequence[int], dict[int, tuple[RejectedRow, ...]]]:
+        """A batch without the rows that have no place in the table, as `without_clashes` gives it."""
+        rules = self._rules_of(*name)
+        known = self._schemas.get(name)
+        try:
+            if known is None or not {*batch.rows.column_names} <= {column.name for column in known.columns}:
+                # What it lacks, another process may have given it meanwhile.
+                known = self._catalog.application_schema(self._stream, *name) or TableSchema(
+                    TableId(0), SchemaVersion(0), SourceId(0), *name, ()
+                )
+            part = valid_part(known, batch.rows, rules)
+        except (InvalidValue, UnknownTable, IngestError):
+            return batch, range(len(batch.counts)), {}  # no single row's fault: each request hears of its own
+        return without_clashes(batch, part, errors)
+
+    def _fitting_part(
+        self,
+        name: tuple[str, str],
+        batch: AppendBatch,
+        places: Sequence[int],
+        why: MillstreamError,
+        errors: dict[int, MillstreamError],
+    ) -> tuple[AppendBatch | None, Sequence[int]]:
+        """Of a batch those requests that fit, and their places, of which `places` are the batch's; why the others don't goes to `errors`."""
+        own: dict[int, MillstreamError] = {}
+        try:
+            if batch.keep_valid_rows:
+                self._fit(name, batch.rows)
+                return batch, places
+        except (InvalidValue, UnknownTable, IngestError) as error:
+            why = error
+        fitting = self._fitting(name, batch, range(len(batch.counts)), why, own)
+        errors.update({places[place]: error for place, error in own.items()})
+        if not fitting:
+            return None, ()
+        return _part_of(batch, fitting), [places[place] for place in fitting]
 
     def _fitting(
         self,
@@ -245,6 +300,13 @@ class Appender:
             return StreamToken.scalar(self._stream, last)
         # Others are behind: who reads by vectors needn't wait for them.
         return StreamToken(short_stream_id(self._stream), Seq(shown), {self._writer: last})
+
+
+def _part_of(batch: AppendBatch, places: Sequence[int]) -> AppendBatch:
+    """Some of a batch's requests, with the columns that they say something in."""
+    counts = [batch.counts[place] for place in places]
+    ids = [batch.write_ids[place] for place in places]
+    return replace(batch, rows=said(rows_of(batch, places)), counts=counts, write_ids=ids)
 
 
 def _rows_of(schema: TableSchema, arrays: Sequence[pa.Array], counts: Sequence[int]) -> pa.RecordBatch:

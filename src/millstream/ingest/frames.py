@@ -2,7 +2,8 @@
 
 A frame is the length of a JSON text, the length of an Arrow stream (0 for none), and both. The writer begins with `{"hello": …}`, which says its version. A
 request is the head of a batch (`stream`, `table`, `deadline_s`, `counts`, `write_ids`, `keep_valid_rows`) and its rows; the answer
-`{"outcomes": […]}`, one a request in their order, each `{"appended": …}` or `{"error": …}`, or `{"error": …}` for all of them. A writer that ends says
+`{"outcomes": […]}`, one a request in their order, each `{"appended": …}` or `{"error": …}`, or `{"error": …}` for all of them. `{"stream", "session"}` asks what
+the log has of a session; the answer is `{"session": …}`. A writer that ends says
 `{"closed": true}` on each connection: what it hasn't answered before that was never appended.
 """
 
@@ -25,7 +26,7 @@ from millstream.errors import (
     error_of,
 )
 from millstream.ingest.columns import ROWS_BYTES_MAX
-from millstream.model.appends import AppendBatch, WriteId
+from millstream.model.appends import AppendBatch, SessionFacts, WriteId
 from millstream.model.operations import Appended
 
 LENGTHS: Final = struct.Struct("<II")
@@ -67,6 +68,27 @@ def asking(stream: str, batch: AppendBatch, deadline_s: float) -> tuple[bytes, p
     if len(head) > HEAD_BYTES_MAX or body.size > BODY_BYTES_MAX:
         raise oversized(len(head) + body.size)
     return LENGTHS.pack(len(head), body.size) + head, body
+
+
+def asking_session(stream: str, name: str) -> bytes:
+    """The frame of a question for a session."""
+    return frame_of({"stream": stream, "session": name})
+
+
+def session_asked(head: bytes) -> tuple[str, str] | None:
+    """The stream and the name of a question for a session; None where it is another request."""
+    try:
+        facts = json.loads(head)
+        return (str(facts["stream"]), str(facts["session"])) if "session" in facts else None
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidValue(f"a request can't be read: {error}") from error
+
+
+def session_told(answer: Mapping[str, Any]) -> SessionFacts:
+    """What an answer tells of a session; raises the error that it tells of."""
+    if "error" in answer:
+        raise error_of(answer["error"])
+    return SessionFacts.from_dict(answer["session"])
 
 
 def asked(head: bytes, body: bytes) -> tuple[str, float, AppendBatch]:

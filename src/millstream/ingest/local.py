@@ -34,11 +34,14 @@ from millstream.ingest.frames import (
     answered,
     asked,
     asking,
+    asking_session,
     frame_of,
     greeted,
     no_answer,
     outcomes_of,
     oversized,
+    session_asked,
+    session_told,
 )
 from millstream.ingest.requests import one_request
 from millstream.ingest.undisturbed import made_elsewhere
@@ -46,7 +49,7 @@ from millstream.ingest.undisturbed import made_elsewhere
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from millstream.model.appends import AppendBatch, WriteId
+    from millstream.model.appends import AppendBatch, SessionFacts, WriteId
     from millstream.model.operations import Appended
 
 _ROOM_BYTES: Final = 4 * ROWS_BYTES_MAX
@@ -164,18 +167,25 @@ class AppendServer:
 
     async def _answer(self, head: bytes, body: bytes) -> bytes:
         try:
+            if not body and (wanted := session_asked(head)) is not None:
+                appender = await self._appender(wanted[0])
+                return frame_of({"session": appender.session(wanted[1]).as_dict()})
             return answered(await self._append(head, body))
         except MillstreamError as error:
             return frame_of({"error": error.as_dict()})
+
+    async def _appender(self, stream: str) -> Appender:
+        found = self._known.get(stream)
+        if found is None:
+            # It may have a log to open first.
+            found = self._known[stream] = await wrap_future(made_elsewhere(lambda: self._appender_of(stream)))
+        return found
 
     async def _append(self, head: bytes, body: bytes) -> list[Appended | MillstreamError]:
         stream, deadline_s, batch = asked(head, body)
         if self._draining:
             raise WriterClosed("the writer's process ends; nothing of it was appended")
-        appender = self._known.get(stream)
-        if appender is None:
-            # It may have a log to open first.
-            appender = self._known[stream] = await wrap_future(made_elsewhere(lambda: self._appender_of(stream)))
+        appender = await self._appender(stream)
         try:
             try:
                 if len(body) <= _SMALL_BYTES and appender.is_small(batch):
@@ -253,6 +263,13 @@ class AppendClient:
             MillstreamError: what the writer's process raised.
         """
         head, body = asking(stream, batch, deadline_s)
+        return outcomes_of(self._asked(head, body, deadline_s))
+
+    def session(self, stream: str, name: str, *, deadline_s: float) -> SessionFacts:
+        """As `Appender.session`. Raises as `append_batch`."""
+        return session_told(self._asked(asking_session(stream, name), b"", deadline_s))
+
+    def _asked(self, head: bytes, body: Any, deadline_s: float) -> dict[str, Any]:
         connection = self._take()
         try:
             connection.settimeout(deadline_s + ANSWER_PATIENCE_S)
@@ -270,7 +287,7 @@ class AppendClient:
             raise
         with self._lock:
             self._idle.append(connection)
-        return outcomes_of(answer)
+        return answer
 
     def close(self) -> None:
         """Let go of connections that nobody uses."""

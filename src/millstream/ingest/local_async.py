@@ -17,16 +17,18 @@ from millstream.ingest.frames import (
     LENGTHS,
     answer_in,
     asking,
+    asking_session,
     greeted,
     no_answer,
     outcomes_of,
+    session_told,
 )
 from millstream.ingest.requests import one_request
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from millstream.model.appends import AppendBatch, WriteId
+    from millstream.model.appends import AppendBatch, SessionFacts, WriteId
     from millstream.model.operations import Appended
 
 CONNECTIONS_MAX: Final = 64
@@ -69,6 +71,13 @@ class AsyncAppendClient:
     ) -> list[Appended | MillstreamError]:
         """See `AppendClient.append_batch`. Cancelled, it may or may not be appended."""
         head, body = asking(stream, batch, deadline_s)
+        return outcomes_of(await self._asked(head, body, deadline_s))
+
+    async def session(self, stream: str, name: str, *, deadline_s: float) -> SessionFacts:
+        """See `AppendClient.session`."""
+        return session_told(await self._asked(asking_session(stream, name), b"", deadline_s))
+
+    async def _asked(self, head: bytes, body: Any, deadline_s: float) -> dict[str, Any]:
         async with self._room:
             connection = await self._take()
             try:
@@ -80,7 +89,7 @@ class AsyncAppendClient:
                 connection.close()
             else:
                 self._idle.append(connection)
-        return outcomes_of(answer)
+        return answer
 
     def close(self) -> None:
         """Let go of connections that nobody uses; those in use go when they aren't any more."""

@@ -177,6 +177,15 @@ def _cast(schema: TableSchema, column: Column, values: pa.ChunkedArray) -> pa.Ch
     )
 
 
+def fits(schema: TableSchema, column: Column, values: pa.Array) -> bool:
+    """Whether all of some values are exactly ones of a column's type."""
+    try:
+        _cast(schema, column, pa.chunked_array([values]))
+    except InvalidValue:
+        return False
+    return True
+
+
 def _same(one: pa.ChunkedArray, other: pa.ChunkedArray) -> pa.ChunkedArray:
     if not pa.types.is_floating(one.type):
         return pc.equal(one, other)

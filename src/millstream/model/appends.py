@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import chain
 from sys import getsizeof
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, Self, TypeAlias, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -47,6 +47,27 @@ class WriteId:
     session: str | None = None
     number: int | None = None
     key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFacts:
+    """What a log has of a session."""
+
+    mark: int
+    """All writes up to it are in the log; 0 where there is none."""
+    above: tuple[int, ...] = ()
+    """Numbers of those above it that are."""
+    expired: bool = False
+    """Whether it was forgotten: nothing more is taken of it."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able facts."""
+        return {"mark": self.mark, "above": list(self.above), "expired": self.expired}
+
+    @classmethod
+    def from_dict(cls, facts: Mapping[str, Any]) -> Self:
+        """The value that `as_dict` told of."""
+        return cls(int(facts["mark"]), tuple(int(number) for number in facts["above"]), bool(facts["expired"]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ import numpy as np
 import numpy.typing as npt
 
 from millstream.errors import SessionAhead, SessionExpired, WriteForgotten, WriteIdReused
-from millstream.model.appends import WriteId
+from millstream.model.appends import SessionFacts, WriteId
 from millstream.model.ids import ShardId
 from millstream.model.operations import Ack
 from millstream.model.positions import Offset, Seq, SeqRange
@@ -48,7 +48,7 @@ AHEAD_MAX: Final = 1024
 """How far above a session's mark a number may be: writes that are under way at a time."""
 RESULTS_KEPT: Final = 16
 EXPIRED_MAX: Final = 1 << 20
-_HOT_MAX: Final = 4096
+_HOT_MAX: Final = 1024
 """Sessions that are objects."""
 _SWEEP: Final = 256
 """How many may be forgotten at a time: taking them one by one off a dict's front costs by those taken before."""
@@ -73,18 +73,6 @@ class SessionLimits:
     keys_max: int = 1_000_000
     age_us: int = 7 * 86_400_000_000
     """Since its last write, in microseconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class SessionFacts:
-    """What the log has of a session."""
-
-    mark: int
-    """All writes up to it are in the log; 0 where there is none."""
-    above: tuple[int, ...] = ()
-    """Numbers of those above it that are."""
-    expired: bool = False
-    """Whether it was forgotten: nothing more is taken of it."""
 
 
 class _Result(NamedTuple):

@@ -5,8 +5,8 @@ Rules:
 - Tasks append nothing. They hand their rows over, in a folder that the driver sees too or in their message to it; the driver appends them
   when Spark says that all tasks are done. So a task that failed, ran twice or was given up leaves nothing behind.
 - What is appended has a key of what Spark calls it: the query's id (or `idempotency_id`) and the number of the micro-batch. One that Spark runs
-  again, because it didn't come to note that it was done, is known, however it is divided into tasks then; also where its rows came
-  out otherwise (a clock, a random number): those that are in the log stay.
+  again, because it didn't come to note that it was done, is known, however it is divided into tasks then. Where its rows came out otherwise (by a
+  clock, by chance), those that are in the log stay; under an `idempotency_id` it is refused, for then it may be another query's.
 - A micro-batch of up to `staged.PART_BYTES` is one operation: readers see it whole or not at all. A larger one is several, each with a
   key of its own (see `millstream.spark.staged`).
 
@@ -48,6 +48,7 @@ from pyspark.sql.types import (
 )
 
 import millstream
+from millstream import failpoints
 from millstream.errors import EngineError, UsageError, WriteForgotten, WriteIdReused
 from millstream.spark.staged import Staged, forget_abandoned, parts_of, stage
 
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
 _OPTIONS: Final = frozenset(
     {"path", "url", "token", "verify", "cert", "stream", "table", "idempotency_id", "staging", "deadline_s", "on_clash"}
 )
+_SPARKS_OWN: Final = frozenset({"checkpointlocation", "queryname"})
+"""Of a streaming query; Spark hands them over with the others."""
 _DEADLINE_S: Final = 60.0
 _QUERY_ID: Final = "sql.streaming.queryId"
 """Spark's name for the local property that tells a task whose it is."""
@@ -102,7 +105,7 @@ class SinkOptions:
             UsageError: an option is unknown, missing or malformed; the message names it.
         """
         given = {name.lower(): value for name, value in options.items()}
-        unknown = sorted(set(given) - _OPTIONS)
+        unknown = sorted(set(given) - _OPTIONS - _SPARKS_OWN)
         if unknown:
             raise UsageError(
                 f"the millstream sink has no option {unknown[0]!r}", hint=f"It has: {', '.join(sorted(_OPTIONS))}."
@@ -182,9 +185,12 @@ class _Sink:
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
 
     def _append(self, messages: Sequence[WriterCommitMessage | None], key: str) -> None:
+        # A key of the user's making may be another query's, too: then it must be the same rows.
+        named = self._options.idempotency_id is not None
         staged = [message for message in messages if isinstance(message, Staged)]
+        failpoints.hit("spark.sink.before_append")
         with self._options.opened() as home:
-            for number, part in enumerate(parts_of(staged, self._schema)):
+            for number, part in enumerate(parts_of(staged, self._schema, ordered=named)):
                 try:
                     home.append(
                         self._options.stream,
@@ -194,9 +200,21 @@ class _Sink:
                         idempotency_key=f"{key}:{number}",
                         keep_valid_rows=self._options.keep_valid_rows,
                     )
-                except (WriteIdReused, WriteForgotten):
-                    # It is in the log, from before: with its rows as they came out then, or so long ago that nobody knows where.
-                    continue
+                except WriteForgotten:
+                    continue  # it is in the log, since so long ago that nobody knows where
+                except WriteIdReused as error:
+                    if named:
+                        raise self._another(error, number) from error
+                    continue  # it is in the log, from before, with its rows as they came out then
+        failpoints.hit("spark.sink.appended")
+
+    def _another(self, error: WriteIdReused, number: int) -> WriteIdReused:
+        return WriteIdReused(
+            f"idempotency_id {self._options.idempotency_id} was another write's: {error.message}",
+            hint="Give each query and each job an idempotency_id of its own. A query whose rows come out otherwise each time (by a clock, by chance) "
+            "and that was broken off in the midst of a batch goes on under another one, which may bring the batch twice.",
+            **{**error.details, "part": number},
+        )
 
     def _drop(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         for message in messages:

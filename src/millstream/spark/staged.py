@@ -145,22 +145,25 @@ def _size_of(column: pa.Array) -> int:
     return (width + 1) * count
 
 
-def parts_of(staged: Sequence[Staged], schema: pa.Schema) -> Iterator[pa.Table]:
+def parts_of(staged: Sequence[Staged], schema: pa.Schema, *, ordered: bool) -> Iterator[pa.Table]:
     """The rows of all tasks, in parts that are an operation each: one, where they are few.
 
     Args:
         staged: what tasks have handed over.
         schema: the rows'.
+        ordered: whether the same rows have to come in the same order also where they are one part; else that is as tasks had them.
 
     Returns:
-        Of the same rows the same parts, in the same order, whatever tasks they come from; the order of rows in the only part is
-        that of the tasks. In memory is one part at a time.
+        Of the same rows the same parts, whatever tasks they come from. In memory is one part at a time.
     """
     total = sum(one.size for one in staged)
     if total <= PART_BYTES:
         batches = [batch for one in staged for batch in one.batches()]
-        if any(batch.num_rows for batch in batches):
-            yield pa.Table.from_batches(batches, schema)
+        rows = pa.Table.from_batches(batches, schema)
+        if ordered:
+            yield from _cut(rows)
+        elif rows.num_rows:
+            yield rows
         return
     count = min(_BUCKETS_MAX, 2 * total // PART_BYTES + 1)
     with TemporaryDirectory(prefix="millstream-sink-") as folder, ExitStack() as opened:

@@ -21,12 +21,12 @@ from millstream import failpoints
 from millstream.codec.log_frame import RecordsFrame
 from millstream.codec.log_records import first_seqs
 from millstream.errors import CorruptWal, MillstreamError
-from millstream.model.appends import Submitted, WriteId, WriteKeys
+from millstream.model.appends import SessionFacts, Submitted, WriteId, WriteKeys
 from millstream.model.ids import ShardId, StreamId
 from millstream.model.operations import Ack, OperationKind, Outcome, Repeated, WriteOps
 from millstream.model.positions import Offset, Seq, SeqRange
 from millstream.ports import Clock, Files
-from millstream.protocol.sessions import NO_DIGEST, SessionFacts, SessionLimits, Sessions
+from millstream.protocol.sessions import NO_DIGEST, SessionLimits, Sessions
 from millstream.wal.commit import GroupCommitter
 from millstream.wal.reader import StreamReader
 from millstream.wal.session_file import read_copy, write_copy

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 import pyarrow as pa
 
-from millstream.app.calls import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, Session
+from millstream.app.calls import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, Session, session_of
 from millstream.app.remote.pieces import Pieces, latest_of
 from millstream.app.remote.steps import (
     Answer,
@@ -28,9 +28,12 @@ from millstream.app.remote.steps import (
     of_stream,
     only_stream,
     query_call,
+    session_path,
     whole_table,
 )
 from millstream.errors import AnswerCutOff, MissingExtra, UsageError
+from millstream.ingest.valid_rows import columns_for
+from millstream.model.appends import SessionFacts
 from millstream.model.positions import StreamToken
 
 try:
@@ -136,20 +139,25 @@ class RemoteHome:
         keep_valid_rows: bool = False,
     ) -> Appended:
         """As `OpenHome.append`. It is sent again until the deadline where no answer came, or the server has no room just now."""
+        valid = columns_for(rows, keep_valid_rows=keep_valid_rows)
         call = append_call(
             stream,
             table,
-            rows,
+            valid.table,
             session=session,
             number=number,
             idempotency_key=idempotency_key,
             keep_valid_rows=keep_valid_rows,
         )
-        return self._done(appended(call, url=self._url, deadline_s=deadline_s, now=time.monotonic))
+        return valid.told(self._done(appended(call, url=self._url, deadline_s=deadline_s, now=time.monotonic)))
 
-    def session(self, stream: str, name: str, *, next_number: int = 1) -> Session:
+    def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> Session:
         """As `OpenHome.session`."""
-        return Session(self, stream, name, next_number)
+        return Session(self, stream, *session_of(name, next_number))
+
+    def session_facts(self, stream: str, name: str) -> SessionFacts:
+        """As `OpenHome.session_facts`."""
+        return SessionFacts.from_dict(self._json(Call("GET", session_path(stream, name))))
 
     def query(
         self, sql: str, *, stream: str | None = None, as_of: StreamToken | datetime | str | None = None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 from fastapi import Depends, FastAPI
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.requests import Request
 from starlette.routing import Route
 
@@ -110,6 +110,16 @@ class Application:
         def get_status() -> JSONResponse:
             return JSONResponse(health.status())
 
+        @app.get(
+            "/v1/streams/{stream}/sessions/{name:path}",
+            tags=["write"],
+            dependencies=[Depends(allow(Right.WRITE))],
+            summary="What a stream's log has of a session of an application: its mark, and which numbers above that.",
+        )
+        async def get_session(stream: str, name: str) -> JSONResponse:
+            found = await asyncio.to_thread(self.appender.session, stream, name)
+            return JSONResponse(found.as_dict())
+
         unwell: Any = {503: {"description": "They don't."}}
 
         @app.get(
@@ -142,7 +152,13 @@ class Application:
             ready, why = health.ready()
             return JSONResponse({"ready": True, "detail": why}) if ready else response_of(plain_problem(503, why))
 
-        @app.get("/metrics", tags=["health"], dependencies=may_read, summary="Metrics in Prometheus's text format.")
+        @app.get(
+            "/metrics",
+            tags=["health"],
+            dependencies=may_read,
+            response_class=PlainTextResponse,
+            summary="Metrics in Prometheus's text format.",
+        )
         def get_metrics() -> Response:
             from millstream.app.serving.metrics import prometheus_text
 

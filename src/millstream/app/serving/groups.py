@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import pyarrow as pa
 import structlog
 
-from millstream.errors import MillstreamError
+from millstream.errors import IngestError, InvalidValue, MillstreamError, UsageError
 from millstream.ingest.json_rows import Row, columns_of
 from millstream.model.appends import AppendBatch, WriteId
 from millstream.model.operations import Appended
@@ -134,11 +134,7 @@ class Groups:
         try:
             rows = _joined(group)
         except MillstreamError as error:
-            if len(group) == 1:
-                _fail(group[0], error)
-                return
-            for one in group:
-                await self._append_all(target, [one])
+            await self._append_each(target, group, error)
             return
         counts = [_count(one.rows) for one in group]
         batch = AppendBatch(
@@ -147,6 +143,10 @@ class Groups:
         self.batches += 1
         try:
             outcomes: Sequence[Appended | MillstreamError] = await self._append(target.stream, batch, target.deadline_s)
+        except (IngestError, InvalidValue, UsageError) as error:
+            # Of the batch: together they are too large, perhaps.
+            await self._append_each(target, group, error)
+            return
         except MillstreamError as error:
             outcomes = [error] * len(group)
         for one, outcome in zip(group, outcomes, strict=True):
@@ -155,6 +155,14 @@ class Groups:
                     one.answer.set_result(outcome)
             else:
                 _fail(one, outcome)
+
+    async def _append_each(self, target: Target, group: list[_Waiting], error: MillstreamError) -> None:
+        """Requests that can't be appended together, each alone; one that can't be alone is refused."""
+        if len(group) == 1:
+            _fail(group[0], error)
+            return
+        for one in group:
+            await self._append_all(target, [one])
 
 
 def _taken(waiting: deque[_Waiting]) -> list[_Waiting]:

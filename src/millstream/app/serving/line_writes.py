@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from asyncio import wrap_future
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Final, Literal
@@ -28,7 +29,8 @@ from millstream.app.serving.requests import (
 )
 from millstream.app.serving.writes import Writes
 from millstream.errors import MillstreamError, Retry, UsageError
-from millstream.ingest.lines import Lines, TableLines, tables_of_lines
+from millstream.ingest.lines import Lines, TableLines, tables_of_lines, warm
+from millstream.ingest.undisturbed import made_elsewhere
 from millstream.model.appends import WriteId
 from millstream.model.operations import Appended
 
@@ -75,6 +77,7 @@ class LineWrites:
     def __init__(self, writes: Writes, dialect: Dialect) -> None:
         self._writes = writes
         self._dialect = dialect
+        self._warming: asyncio.Future[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request: ASGI's way."""
@@ -121,6 +124,7 @@ class LineWrites:
         with Held(self._writes.intake) as held:
             body = await read_body(receive, headers, self._writes.intake, held)
             self._writes.weigh(held, len(body) * _LINES_FACTOR)
+            await self._warmed()
             lines = await self._writes.read(
                 len(body), lambda: tables_of_lines(body, precision=parameters.get("precision", ""), now_ns=now_ns)
             )
@@ -128,6 +132,13 @@ class LineWrites:
                 raise UsageError("the body has no lines")
             outcomes = await self._append_tables(stream, lines, deadline_s, write_id, len(body))
         return _refused(lines, outcomes)
+
+    async def _warmed(self) -> None:
+        """Have the parser's machine code made, or read: the first time that takes seconds, in which others are answered."""
+        if self._warming is None:
+            self._warming = wrap_future(made_elsewhere(warm))
+        if not self._warming.done():
+            await asyncio.shield(self._warming)
 
     async def _append_tables(
         self, stream: str, lines: Lines, deadline_s: float, write_id: WriteId | None, size_bytes: int

@@ -215,6 +215,14 @@ def _lines_path(name: str, parameter: str, summary: str) -> dict[str, Any]:
 
 def with_writes(document: dict[str, Any]) -> dict[str, Any]:
     """The document with the paths that take writes, and the schemas that it names."""
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            said = operation["responses"]
+            # What FastAPI says of what it can't read, we say otherwise.
+            if "422" in said or path.startswith("/v1/"):
+                said.update(
+                    {status: text for status, text in refusals().items() if status not in said or status == "422"}
+                )
     document["paths"].update(
         {
             "/v1/streams/{stream}/tables/{table}": _rows_path(),
@@ -227,5 +235,7 @@ def with_writes(document: dict[str, Any]) -> dict[str, Any]:
         }
     )
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
     schemas.update({"Problem": dict(PROBLEM), "Appended": dict(_APPENDED), "LineError": dict(_INFLUX_ERROR)})
     return document

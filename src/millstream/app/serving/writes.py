@@ -33,8 +33,9 @@ from millstream.app.serving.requests import (
 )
 from millstream.errors import MediaTypeUnknown, MillstreamError, RowsTooLarge, UnknownStream
 from millstream.ingest.arrow_rows import rows_of_arrow
-from millstream.ingest.json_rows import Row, columns_of, held_bytes, rows_of_json, rows_of_lines
+from millstream.ingest.json_rows import Row, columns_of, held_bytes, rows_of_json, rows_of_lines, valid_columns_of
 from millstream.ingest.undisturbed import made_elsewhere
+from millstream.ingest.valid_rows import ValidTable
 from millstream.model.access import Right
 from millstream.model.names import parse_qualified_name
 
@@ -119,20 +120,28 @@ class Writes:
             )
         with Held(self.intake) as held:
             body = await read_body(receive, headers, self.intake, held)
-            rows = await self._rows(kind, body, held)
+            rows = await self._rows(kind, body, held, keep_valid_rows=target.keep_valid_rows)
             size_bytes = len(body)
             del body
-            return await self.groups.append(target, rows, size_bytes=size_bytes, write_id=write_id)
+            if not isinstance(rows, ValidTable):
+                return await self.groups.append(target, rows, size_bytes=size_bytes, write_id=write_id)
+            appended = await self.groups.append(target, rows.table, size_bytes=size_bytes, write_id=write_id)
+            return rows.told(appended)
 
-    async def _rows(self, kind: str, body: bytes, held: Held) -> list[Row] | pa.Table:
+    async def _rows(
+        self, kind: str, body: bytes, held: Held, *, keep_valid_rows: bool
+    ) -> list[Row] | pa.Table | ValidTable:
+        """A body's rows: small ones of JSON as they are, for the group that they go with."""
         if kind == ARROW_TYPE:
             self.weigh(held, len(body) * _ARROW_FACTOR)
             return await self.read(len(body), lambda: rows_of_arrow(body, rows_max=self._rows_max))
         decode = rows_of_json if kind == JSON_TYPE else rows_of_lines
-        if len(body) < _LARGE_BYTES:
-            self.weigh(held, len(body) * _JSON_FACTOR)
+        is_small = len(body) < _LARGE_BYTES
+        self.weigh(held, len(body) * _JSON_FACTOR if is_small else held_bytes(body))
+        if keep_valid_rows:
+            return await self.read(len(body), lambda: valid_columns_of(decode(body, rows_max=self._rows_max)))
+        if is_small:
             return decode(body, rows_max=self._rows_max)
-        self.weigh(held, held_bytes(body))
         return await self.read(len(body), lambda: columns_of(decode(body, rows_max=self._rows_max)))
 
     async def admit(self, scope: Scope, stream: str, *, in_query: bool = False) -> None:

@@ -12,7 +12,7 @@ import weakref
 from asyncio import wrap_future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import structlog
 
@@ -24,21 +24,27 @@ from millstream.app.writing.stream_writer import stream_writer
 from millstream.app.writing.writer_facts import refuse_embedded_catalog
 from millstream.errors import HomeBusy, MillstreamError, UnknownStream, WriterClosed
 from millstream.ingest.appender import Appender
-from millstream.ingest.columns import Rows, table_of
+from millstream.ingest.columns import Rows
 from millstream.ingest.local import AppendClient, AppendServer
 from millstream.ingest.local_async import AsyncAppendClient
 from millstream.ingest.requests import one_request
 from millstream.ingest.undisturbed import made_elsewhere, undisturbed
+from millstream.ingest.valid_rows import columns_for
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from millstream.app.config.model import StreamConfig
     from millstream.app.home import Home
     from millstream.app.writing.stream_writer import StreamWriter
-    from millstream.model.appends import AppendBatch, WriteId
+    from millstream.model.appends import AppendBatch, SessionFacts, WriteId
     from millstream.model.operations import Appended
 
 logger = structlog.get_logger("millstream.append")
 
+_Made = TypeVar("_Made")
+
+_ASK_S: Final = 30.0
 _TRY_EVERY_S: Final = 0.05
 _LOOK_EVERY_S: Final = 0.2
 """How often a process that writes only because nobody else did looks whether `millstream run` wants to."""
@@ -91,14 +97,23 @@ class HomeAppender:
     ) -> Appended:
         """See `OpenHome.append`."""
         _configured(self._home, stream)
-        batch = one_request(table, table_of(rows), write_id, keep_valid_rows)
+        valid = columns_for(rows, keep_valid_rows=keep_valid_rows)
+        batch = one_request(table, valid.table, write_id, keep_valid_rows)
         (outcome,) = self.append_batch(stream, batch, deadline_s=deadline_s)
         if isinstance(outcome, MillstreamError):
             raise outcome
-        return outcome
+        return valid.told(outcome)
 
     def append_batch(self, stream: str, batch: AppendBatch, *, deadline_s: float) -> list[Appended | MillstreamError]:
         """As `Appender.append_batch`, in whatever process writes. Raises `UnknownStream`, `HomeBusy` beside."""
+        return self._through(stream, lambda way: way.append_batch(stream, batch, deadline_s=deadline_s))
+
+    def session(self, stream: str, name: str, *, deadline_s: float = _ASK_S) -> SessionFacts:
+        """As `Appender.session`, likewise."""
+        return self._through(stream, lambda way: way.session(stream, name, deadline_s=deadline_s))
+
+    def _through(self, stream: str, call: Callable[[AppendClient | _OwnWriter], _Made]) -> _Made:
+        """What whoever writes gives; waits for it where it has just gone, or begins."""
         _configured(self._home, stream)
         self._begin_in_child()
         give_up_s = time.monotonic() + _STARTS_WITHIN_S
@@ -106,7 +121,7 @@ class HomeAppender:
             way = None
             try:
                 way = self._way()
-                return way.append_batch(stream, batch, deadline_s=deadline_s)
+                return call(way)
             except (WriterClosed, HomeBusy):
                 # Nothing of it was appended: who wrote is gone, has failed or just begins.
                 self._forget(way)
@@ -313,6 +328,10 @@ class _OwnWriter:
     def append_batch(self, stream: str, batch: AppendBatch, *, deadline_s: float) -> list[Appended | MillstreamError]:
         """As `Appender.append_batch`."""
         return self.appender_of(stream).append_batch(batch, deadline_s=deadline_s)
+
+    def session(self, stream: str, name: str, *, deadline_s: float) -> SessionFacts:  # noqa: ARG002 (as the client's)
+        """As `Appender.session`."""
+        return self.appender_of(stream).session(name)
 
     def opened_appender_of(self, stream: str) -> Appender | None:
         """The stream's, where its log is open and takes appends; None where `appender_of` has to see to that."""

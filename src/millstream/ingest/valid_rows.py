@@ -1,0 +1,325 @@
+"""The rows of a request that have a place in their table, and why the others have none: for who asked to keep the valid ones.
+
+Columns without a clash cost nothing here but a look; in one with clashes the rows are found by whole columns where numbers are compared, and by
+halving else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from millstream.errors import IngestError, InvalidValue, MillstreamError, RowsTooLarge
+from millstream.ingest.columns import Rows, check_names, column_of, kind_of, table_of
+from millstream.ingest.requests import said
+from millstream.ingest.schemas import WriteRules, fits, grown
+from millstream.model.appends import AppendBatch
+from millstream.model.operations import Appended, RejectedRow
+from millstream.model.schema import TableSchema
+
+REJECTED_MAX: Final = 10_000
+"""Of one request: where more have no place, all of it is refused."""
+_TOLD_MAX: Final = 100
+"""In the error of a request that is refused whole."""
+_LOOKS_MAX: Final = 200_000
+"""How often a column's parts are tried, at some microseconds each."""
+Mask = npt.NDArray[np.bool_]
+
+
+class Clash(NamedTuple):
+    """Why a row has no place."""
+
+    code: str
+    reason: str
+    column: str | None
+
+    @classmethod
+    def of(cls, error: MillstreamError, column: str | None = None) -> Clash:
+        """The clash that an error tells of."""
+        return cls(error.code, error.message, error.details.get("column", column))
+
+
+@dataclass(frozen=True, slots=True)
+class ValidPart:
+    """What is left of rows."""
+
+    rows: pa.Table
+    clashes: Mapping[int, Clash]
+    """The others, by their places."""
+
+
+def valid_part(known: TableSchema, rows: pa.Table, rules: WriteRules) -> ValidPart:
+    """The rows that `grown` and `fitted` take together.
+
+    Args:
+        known: the table's newest schema; without columns where it isn't there yet.
+        rows: in the log's types.
+        rules: of the table.
+
+    Raises:
+        UnknownTable, KeyChanged, RowsTooLarge, InvalidValue: it is no single row's fault.
+    """
+    clashes: dict[int, Clash] = {}
+    rows = _known_columns(known, rows, rules, clashes)
+    wanted = grown(known, said(rows).schema, rules)
+    for column in wanted.columns:
+        place = rows.schema.get_field_index(column.name)
+        values = pa.nulls(rows.num_rows) if place < 0 else rows.column(place).combine_chunks()
+        if column.name in wanted.key and values.null_count:
+            reason = f"column {column.name} of {wanted.full_name} is of its key, and the row has none"
+            _note(clashes, values.is_null(), Clash(InvalidValue.code, reason, column.name))
+        if pa.types.is_null(values.type) or values.type == column.arrow:
+            continue
+        clashing = _clashing(values, partial(fits, wanted, column))
+        if clashing.any():
+            reason = f"{wanted.full_name}, column {column.name} ({column.arrow}) can't take this {values.type}"
+            _note(clashes, pa.array(clashing), Clash(InvalidValue.code, reason, column.name))
+    if not clashes:
+        return ValidPart(rows, clashes)
+    keep = np.ones(rows.num_rows, dtype=bool)
+    keep[list(clashes)] = False
+    return ValidPart(said(rows.filter(pa.array(keep))), clashes)
+
+
+def _known_columns(known: TableSchema, rows: pa.Table, rules: WriteRules, clashes: dict[int, Clash]) -> pa.Table:
+    """The rows without columns that the table lacks and can't get; those of them that say something there clash."""
+    have = {column.name for column in known.columns}
+    for field in rows.schema:
+        if field.name in have or pa.types.is_null(field.type):
+            continue
+        try:
+            if known.columns:
+                grown(known, pa.schema([field]), rules)
+            elif pa.types.is_list(field.type) and pa.types.is_null(field.type.value_type):
+                raise InvalidValue(f"column {field.name} is new, and its lists are all empty", column=field.name)
+        except RowsTooLarge:
+            raise
+        except (InvalidValue, IngestError) as error:
+            place = rows.schema.get_field_index(field.name)
+            _note(clashes, rows.column(place).combine_chunks().is_valid(), Clash.of(error, field.name))
+            rows = rows.set_column(place, field.name, pa.nulls(rows.num_rows))
+    return rows
+
+
+def _note(clashes: dict[int, Clash], found: pa.Array, clash: Clash) -> None:
+    """A row's first clash is told."""
+    for row in np.flatnonzero(found.to_numpy(zero_copy_only=False)).tolist():
+        clashes.setdefault(row, clash)
+
+
+def _clashing(values: pa.Array, takes: Callable[[pa.Array], bool]) -> Mask:
+    """Which values can't be taken. Nulls can."""
+    found = np.zeros(len(values), dtype=bool)
+    if takes(values):
+        return found
+    if not takes(values.slice(0, 0)):
+        # No value of this type can.
+        return np.asarray(values.is_valid().to_numpy(zero_copy_only=False))
+    looks = 0
+    parts = [(0, len(values))]
+    while parts:
+        start, end = parts.pop()
+        looks += 1
+        if looks > _LOOKS_MAX:
+            raise InvalidValue("too many values of a column aren't of its type")
+        if takes(values.slice(start, end - start)):
+            continue
+        if end - start == 1:
+            found[start] = True
+        else:
+            middle = (start + end) // 2
+            parts += [(start, middle), (middle, end)]
+    return found
+
+
+def without_clashes(
+    batch: AppendBatch, part: ValidPart, errors: dict[int, MillstreamError]
+) -> tuple[AppendBatch | None, list[int], dict[int, tuple[RejectedRow, ...]]]:
+    """A batch's valid rows; requests of which nothing is left, or too little, go to `errors`.
+
+    Returns:
+        The rest, the places of its requests in the batch, and by these what was left out of each.
+    """
+    ends = np.cumsum(batch.counts)
+    of_request: dict[int, list[RejectedRow]] = {}
+    for row, clash in sorted(part.clashes.items()):
+        request = int(np.searchsorted(ends, row, side="right"))
+        in_request = row - int(ends[request]) + batch.counts[request]
+        of_request.setdefault(request, []).append(RejectedRow(in_request, *clash))
+    places, counts, refused = [], [], set()
+    for place, count in enumerate(batch.counts):
+        gone = of_request.get(place, [])
+        if len(gone) > REJECTED_MAX or len(gone) == count:
+            errors[place] = _refusal(gone, count)
+            refused.add(place)
+        else:
+            places.append(place)
+            counts.append(count - len(gone))
+    if not places:
+        return None, [], {}
+    rows = part.rows
+    if refused:
+        left = np.array([count - len(of_request.get(place, ())) for place, count in enumerate(batch.counts)])
+        keep = np.repeat([place not in refused for place in range(len(batch.counts))], left)
+        rows = said(rows.filter(pa.array(keep)))
+    rest = replace(batch, rows=rows, counts=counts, write_ids=[batch.write_ids[place] for place in places])
+    return rest, places, {place: tuple(of_request[place]) for place in places if place in of_request}
+
+
+def _refusal(gone: Sequence[RejectedRow], count: int) -> InvalidValue:
+    many = "none of its rows has" if len(gone) == count else f"{len(gone)} of its {count} rows have"
+    return InvalidValue(
+        f"{many} {'a' if len(gone) == count else 'no'} place in the table: {gone[0].reason}",
+        hint="Mend the rows that the details name."
+        if len(gone) <= REJECTED_MAX
+        else "Mend them, or send them in several calls.",
+        column=gone[0].column,
+        rejected=[row.as_dict() for row in gone[:_TOLD_MAX]],
+    )
+
+
+# --- rows as dicts -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ValidTable:
+    """Rows as columns, without those that can't be."""
+
+    table: pa.Table
+    places: Sequence[int]
+    """Each row's, among all."""
+    rejected: tuple[RejectedRow, ...]
+    """The others."""
+
+    def told(self, appended: Appended) -> Appended:
+        """What `table`'s appending gave, with rejected rows named by their places among all."""
+        if not self.rejected:
+            return appended
+        later = (replace(row, row=self.places[row.row]) for row in appended.rejected)
+        return replace(appended, rejected=tuple(sorted((*self.rejected, *later), key=lambda row: row.row)))
+
+
+def columns_for(rows: Rows, *, keep_valid_rows: bool) -> ValidTable:
+    """`table_of_valid` where that is asked for, and else `table_of`."""
+    if keep_valid_rows:
+        return table_of_valid(rows)
+    table = table_of(rows)
+    return ValidTable(table, range(table.num_rows), ())
+
+
+def table_of_valid(
+    rows: Rows,
+    *,
+    table_made: Callable[[Any], pa.Table] = table_of,
+    column_made: Callable[[str, list[Any]], pa.Array] = column_of,
+) -> ValidTable:
+    """As `table_of`, without rows whose values are of another kind than most of their column, or of none.
+
+    Args:
+        rows: as there.
+        table_made: makes columns of rows that fit together; raises `InvalidValue` of others.
+        column_made: makes one of them of its values, likewise.
+
+    Raises:
+        InvalidValue: no row is left, more than `REJECTED_MAX` have no place, or it is no single row's fault.
+        RowsTooLarge: as `table_of`.
+    """
+    if isinstance(rows, Mapping):
+        rows = [rows]
+    of_dicts = (
+        isinstance(rows, Iterable)
+        and not hasattr(rows, "__arrow_c_stream__")
+        and not hasattr(rows, "__arrow_c_array__")
+    )
+    if not of_dicts:
+        table = table_of(rows)
+        return ValidTable(table, range(table.num_rows), ())
+    listed: list[Any] = list(rows)  # type: ignore[arg-type]
+    try:
+        return ValidTable(table_made(listed), range(len(listed)), ())
+    except InvalidValue:
+        pass
+    clashes: dict[int, Clash] = {}
+    for place, row in enumerate(listed):
+        if not isinstance(row, Mapping):
+            clashes[place] = Clash(InvalidValue.code, f"a row is a dict, not {type(row).__name__}", None)
+        elif not row:
+            clashes[place] = Clash(InvalidValue.code, "the row has no columns", None)
+        elif not all(isinstance(name, str) for name in row):
+            clashes[place] = Clash(InvalidValue.code, "a column's name is a string", None)
+    names = dict.fromkeys(name for place, row in enumerate(listed) if place not in clashes for name in row)
+    check_names(list(names))
+    for name in names:
+        values = [row.get(name) if place not in clashes else None for place, row in enumerate(listed)]
+        clashes |= dict(_clashing_values(name, values, column_made))
+    rejected = tuple(RejectedRow(place, *clash) for place, clash in sorted(clashes.items()))
+    places = [place for place in range(len(listed)) if place not in clashes]
+    if not places or len(rejected) > REJECTED_MAX:
+        raise _refusal(rejected, len(listed))
+    return ValidTable(table_made([listed[place] for place in places]), places, rejected)
+
+
+def _clashing_values(
+    name: str, values: list[Any], column_made: Callable[[str, list[Any]], pa.Array]
+) -> list[tuple[int, Clash]]:
+    """The values of a column that keep it from being one, by place."""
+    if _why_not(column_made, name, values) is None:
+        return []
+    holds_objects = any(isinstance(value, Mapping) for value in values)
+    kinds = [None if value is None else _kind(value, holds_objects=holds_objects) for value in values]
+    # The most frequent that can be taken at all, and of several the first.
+    first = dict(reversed(list(zip(kinds, values, strict=True))))
+    order = [kind for kind, _ in Counter(kind for kind in kinds if kind is not None).most_common()]
+    most = next((kind for kind in order if _why_not(column_made, name, [first[kind]]) is None), order[0])
+    found = []
+    kept: list[tuple[int, Any]] = []
+    for place, (kind, value) in enumerate(zip(kinds, values, strict=True)):
+        if kind is None:
+            continue
+        if kind == most:
+            kept.append((place, value))
+        else:
+            reason = f"column {name} has values of several kinds: most are {most}, this one is {kind}"
+            found.append((place, Clash(InvalidValue.code, reason, name)))
+    parts = [(0, len(kept))]
+    while parts:
+        start, end = parts.pop()
+        error = _why_not(column_made, name, [value for _, value in kept[start:end]])
+        if error is None:
+            continue
+        if end - start == 1:
+            found.append((kept[start][0], Clash.of(error, name)))
+        else:
+            middle = (start + end) // 2
+            parts += [(start, middle), (middle, end)]
+    return found
+
+
+def _why_not(column_made: Callable[[str, list[Any]], pa.Array], name: str, values: list[Any]) -> InvalidValue | None:
+    try:
+        column_made(name, values)
+    except InvalidValue as error:
+        return error
+    return None
+
+
+def _kind(value: Any, *, holds_objects: bool) -> str:
+    """What values of one column have in common."""
+    kind = kind_of(value)
+    if kind in {int, float}:
+        return "numbers"
+    if kind in {list, tuple, dict}:
+        if holds_objects or any(isinstance(item, list | tuple | dict) for item in value):
+            return "objects"
+        inner = sorted({_kind(item, holds_objects=False) for item in value if item is not None})
+        return f"lists of {', '.join(inner)}" if inner else "lists"
+    if hasattr(value, "tzinfo") and kind.__name__ == "datetime":
+        return "times without a zone" if value.tzinfo is None else "times with a zone"
+    return kind.__name__

@@ -1,0 +1,214 @@
+"""Rows that are kept where others of their request have no place: by their places, and each of the others by its own reason."""
+
+from __future__ import annotations
+
+import datetime as dt
+import uuid
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.app.homes import make_home
+
+import millstream
+from millstream.app.home import Home
+from millstream.app.writing.appending import HomeAppender
+from millstream.errors import InvalidValue, MillstreamError
+from millstream.ingest import valid_rows
+from millstream.ingest.columns import NESTING_MAX, table_of
+from millstream.ingest.schemas import SchemaOnWrite, WriteRules, fitted, grown
+from millstream.ingest.valid_rows import table_of_valid, valid_part
+from millstream.model.appends import AppendBatch
+from millstream.model.ids import SchemaVersion, SourceId, TableId
+from millstream.model.operations import Appended
+from millstream.model.schema import Column, TableSchema
+
+WEB = '[streams.web]\n[streams.web.keys]\n"public.users" = ["id"]\n'
+NOON = dt.datetime(2020, 1, 1, 12, tzinfo=dt.UTC)
+KEYED = WriteRules(SchemaOnWrite.CREATE, ("id",))
+KNOWN = TableSchema(
+    TableId(1), SchemaVersion(1), SourceId(0), "public", "users",
+    (Column("id", pa.int64()), Column("small", pa.int16()), Column("half", pa.float32()), Column("name", pa.string()), Column("tags", pa.list_(pa.int16()))),
+    ("id",), ("id",),
+)  # fmt: skip
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[HomeAppender]:
+    make_home(tmp_path / "web", WEB)
+    appender = HomeAppender(Home(tmp_path / "web"))
+    yield appender
+    appender.close()
+
+
+def rows_of(home: HomeAppender, table: str) -> list[dict[str, Any]]:
+    with millstream.open(home._home.path) as opened:
+        return [row for batch in opened.read("web", table=table) for row in batch.to_pylist()]
+
+
+def test_rows_that_clash_are_named_and_the_others_kept(home: HomeAppender) -> None:
+    home.append("web", "users", [{"id": 1, "name": "a", "age": 5}], deadline_s=5)
+    told = home.append(
+        "web",
+        "users",
+        [
+            {"id": 2, "name": "b", "age": 7},
+            {"name": "no id"},
+            {"id": 3, "age": "old"},
+            {"id": "x"},
+            {"id": 4, "age": 6, "new": 1},
+            5,
+        ],  # type: ignore[list-item]
+        deadline_s=5,
+        keep_valid_rows=True,
+    )
+    assert told.row_count == 2
+    assert [(row.row, row.code, row.column) for row in told.rejected] == [
+        (1, "invalid_value", "id"),
+        (2, "invalid_value", "age"),
+        (3, "invalid_value", "id"),
+        (5, "invalid_value", None),
+    ]
+    assert all(row.reason for row in told.rejected)
+    assert [(row["id"], row["age"], row.get("new")) for row in rows_of(home, "users")] == [
+        (1, 5, None),
+        (2, 7, None),
+        (4, 6, 1),
+    ]
+    with pytest.raises(InvalidValue) as refused:
+        home.append("web", "users", [{"name": "c"}, {"id": None}], deadline_s=5, keep_valid_rows=True)
+    assert [row["row"] for row in refused.value.details["rejected"]] == [0, 1]
+    with pytest.raises(InvalidValue):
+        home.append("web", "users", [{"id": 5}, {"id": None}], deadline_s=5)
+    assert len(rows_of(home, "users")) == 3
+
+
+def test_requests_of_a_batch_keep_their_own_rows(home: HomeAppender) -> None:
+    home.append("web", "users", [{"id": 0, "n": 1}], deadline_s=5)
+    rows = pa.table({"id": [1, None, 3, None, None, 6], "n": [1.0, 2.0, 0.5, 1.0, 1.0, 2.0]})
+    batch = AppendBatch("users", rows, [3, 2, 1], [None] * 3, keep_valid_rows=True)
+    first, second, third = home.append_batch("web", batch, deadline_s=5)
+    assert isinstance(first, Appended)
+    assert isinstance(third, Appended)
+    assert isinstance(second, InvalidValue)
+    assert [(row.row, row.column) for row in first.rejected] == [(1, "id"), (2, "n")]
+    assert (first.row_count, third.row_count, third.rejected) == (1, 1, ())
+    assert [(row["id"], row["n"]) for row in rows_of(home, "users")] == [(0, 1), (1, 1), (6, 2)]
+
+
+def test_a_column_that_may_not_be_added_costs_the_rows_that_have_it(home: HomeAppender) -> None:
+    home.append("web", "users", [{"id": 0}], deadline_s=5)
+    home.close()
+    make_home(home._home.path, WEB + '[streams.web.ingest]\nschema_on_write = "strict"\n')
+    strict = HomeAppender(Home(home._home.path))
+    told = strict.append("web", "users", [{"id": 1}, {"id": 2, "more": 1}], deadline_s=5, keep_valid_rows=True)
+    assert [(row.row, row.code, row.column) for row in told.rejected] == [(1, "unknown_column", "more")]
+    with pytest.raises(MillstreamError, match="may not make one"):
+        strict.append("web", "others", [{"id": 1}], deadline_s=5, keep_valid_rows=True)
+    strict.close()
+    assert [row["id"] for row in rows_of(home, "users")] == [0, 1]
+
+
+def test_more_rejected_rows_than_can_be_told_refuse_the_request(
+    home: HomeAppender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(valid_rows, "REJECTED_MAX", 3)
+    home.append("web", "users", [{"id": 0}], deadline_s=5)
+    for bad, taken in ((3, True), (4, False)):
+        rows = [{"id": 1}, *[{"id": None}] * bad]
+        mixed = [{"id": 1}, {"id": 2}, {"id": 3}, {"id": 4}, {"id": 5}, *[{"id": "x"}] * bad]
+        for some, kept in ((rows, 1), (mixed, 5)):
+            if taken:
+                told = home.append("web", "users", some, deadline_s=5, keep_valid_rows=True)
+                assert (told.row_count, len(told.rejected)) == (kept, 3)
+            else:
+                with pytest.raises(InvalidValue):
+                    home.append("web", "users", some, deadline_s=5, keep_valid_rows=True)
+    assert len(rows_of(home, "users")) == 7
+
+
+VALUES = {
+    "id": st.none() | st.integers(0, 5),
+    "small": st.none() | st.integers(-40_000, 40_000),
+    "half": st.none() | st.floats(allow_nan=True) | st.integers(-100, 1 << 60).map(float),
+    "name": st.none() | st.text(max_size=2),
+    "tags": st.none() | st.lists(st.integers(-40_000, 40_000), max_size=2),
+    "new": st.none() | st.booleans(),
+}
+
+
+@given(st.lists(st.fixed_dictionaries(VALUES), min_size=1, max_size=12))
+def test_exactly_the_rows_that_fit_alone_are_kept(rows: list[dict[str, Any]]) -> None:
+    types = [pa.int64(), pa.int64(), pa.float64(), pa.string(), pa.list_(pa.int64()), pa.bool_()]
+    table = pa.table(
+        [pa.array([row[name] for row in rows], kind) for name, kind in zip(VALUES, types, strict=True)], list(VALUES)
+    )
+    part = valid_part(KNOWN, table, KEYED)
+
+    def fits_alone(place: int) -> bool:
+        try:
+            alone = table.slice(place, 1)
+            fitted(grown(KNOWN, alone.schema, KEYED), alone)
+        except InvalidValue:
+            return False
+        return True
+
+    fitting = [fits_alone(place) for place in range(len(rows))]
+    assert [place not in part.clashes for place in range(len(rows))] == fitting
+    wanted = grown(KNOWN, part.rows.schema, KEYED)
+    assert fitted(wanted, part.rows)[0].to_pylist() == [
+        row["id"] for row, fits in zip(rows, fitting, strict=True) if fits
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "kept"),
+    [
+        ([1, "a", 2, None, 2.5], [0, 2, 3, 4]),
+        (["a", 1, "b"], [0, 2]),
+        ([1, "a"], [0]),
+        ([True, 1, True], [0, 2]),
+        ([1 << 70, 1, 2], [1, 2]),
+        ([NOON.replace(tzinfo=None), NOON.replace(tzinfo=None), NOON], [0, 1]),
+        ([[1], ["a"], [2, None], []], [0, 2]),
+        ([{"a": 1}, [1], 3, {"b": float("nan")}], [0, 1]),
+        ([Decimal(1), Decimal(2), 1.5], [0, 1]),
+        ([uuid.UUID(int=1), "text", uuid.UUID(int=2)], [0, 2]),
+        ([object(), 1], [1]),
+    ],
+)
+def test_values_of_another_kind_than_most_are_left_out(values: list[Any], kept: list[int]) -> None:
+    found = table_of_valid([{"n": i, "v": value} for i, value in enumerate(values)])
+    assert found.table.column("n").to_pylist() == list(found.places) == kept
+    assert [row.row for row in found.rejected] == [i for i in range(len(values)) if i not in kept]
+    assert {row.column for row in found.rejected} == {"v"}
+
+
+def test_rows_without_a_clash_are_made_columns_as_ever() -> None:
+    rows = [{"a": 1, "b": "x"}, {"a": 2}]
+    assert table_of_valid(rows).table == table_of(rows)
+    assert table_of_valid(table_of(rows)).rejected == ()
+    assert table_of_valid({"a": 1}).table.num_rows == 1
+    with pytest.raises(InvalidValue):
+        table_of_valid([1, 2])  # type: ignore[list-item]
+
+
+def test_values_may_lie_in_each_other_so_deep_and_no_deeper() -> None:
+    def nested(depth: int) -> Any:
+        value: Any = 1
+        for i in range(depth):
+            value = [value] if i % 2 else {"a": value}
+        return value
+
+    assert table_of([{"v": nested(NESTING_MAX)}]).num_rows == 1
+    with pytest.raises(InvalidValue, match="deep"):
+        table_of([{"v": nested(NESTING_MAX + 1)}])
+    with pytest.raises(InvalidValue, match="deep"):
+        table_of([{"v": nested(100_000)}])
+    found = table_of_valid([{"v": nested(2)}, {"v": nested(NESTING_MAX + 1)}, {"v": nested(4)}])
+    assert ([row.row for row in found.rejected], found.table.num_rows) == ([1], 2)

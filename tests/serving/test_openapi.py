@@ -1,0 +1,89 @@
+"""Whatever a request is, as far as the OpenAPI document lets one be: the server answers as the document says, and goes on.
+
+The requests are drawn from the document by schemathesis; CI draws the same ones each time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi import checks
+from tests.serving.serving_process import Served, served, web_home
+
+SENT_AS_IT_IS = ("application/vnd.apache.arrow.stream", "application/x-ndjson")
+CHECKED = [
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_headers_conformance,
+    checks.response_schema_conformance,
+    checks.unsupported_method,
+]
+EXAMPLES = 25
+"""Of requests for each operation."""
+
+
+@schemathesis.serializer(*SENT_AS_IT_IS)
+def as_it_is(_context: Any, value: Any) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    bounds = 'request_timeout = "5s"\nbody_bytes_max = "1MiB"'
+    with served(web_home(tmp_path_factory.mktemp("homes") / "web", bounds)) as found:
+        with httpx.Client(base_url=found.url, timeout=300, trust_env=False) as client:
+            # The parser's machine code is made at its first lines.
+            assert client.post("/write?db=web", content=b"warm f=1").status_code == 204
+        yield found
+
+
+WRITES = ("/v1/streams/{stream}/tables/{table}", "/write", "/api/v2/write")
+
+
+def sent(server: Served, operation: Any, mode: schemathesis.GenerationMode) -> Counter[int]:
+    """Requests that are drawn for an operation; how many were answered with which status."""
+    found: Counter[int] = Counter()
+
+    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def send(case: Any) -> None:
+        # Of a stream that is there: others are all refused alike.
+        if "stream" in (case.path_parameters or {}):
+            case.path_parameters["stream"] = "web"
+        for name in ("db", "bucket"):
+            if name in (case.query or {}):
+                case.query[name] = "web"
+        answer = case.call(base_url=server.url)
+        found[answer.status_code] += 1
+        # Of its health it says 503 as long as nothing runs but itself.
+        healthy = [] if operation.path == "/healthz" else [not_a_server_error]
+        case.validate_response(answer, checks=[*CHECKED, *healthy])
+
+    send()
+    return found
+
+
+@pytest.mark.parametrize("mode", list(schemathesis.GenerationMode))
+def test_the_server_answers_as_its_document_says(server: Served, mode: schemathesis.GenerationMode) -> None:
+    described = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    operations = [found.ok() for found in described.get_all_operations()]
+    assert {operation.path for operation in operations} >= set(WRITES)
+    for operation in operations:
+        if mode is schemathesis.GenerationMode.POSITIVE or operation.path in WRITES:
+            found = sent(server, operation, mode)
+            assert found, operation.path
+            if mode is schemathesis.GenerationMode.POSITIVE and operation.path == WRITES[0]:
+                assert found[200], found
+
+
+def test_the_server_lives_on_and_has_what_it_took(server: Served) -> None:
+    assert server.process.poll() is None
+    assert server.post("after", [{"a": 1}]).status_code == 200
+    assert [row["a"] for row in server.rows("after")] == [1]
