@@ -21,6 +21,7 @@ import pyarrow as pa
 from tests.codec.line_samples import same
 from tests.fuzz import checksums
 from tests.fuzz.harness import MORE_MEMORY
+from tests.fuzz.session_targets import decode_sessions, session_seeds, with_right_checksum
 from tests.wal.truth import FOLDER, STREAM, Truth
 
 from millstream.app.config.file import load_config
@@ -566,6 +567,7 @@ TARGETS: Final = {
     "frames": Target(_frame_seeds, _decode_frames, (CorruptFrame, UnsupportedFormat), checksums.of_frames),
     "segment": Target(lambda: [*_segments(_written()), *(path.read_bytes() for path in GOLDEN)], _decode_segment, LOG_ERRORS, checksums.of_segment, 0.15),
     "mark": Target(_mark_seeds, _decode_mark, LOG_ERRORS, checksums.of_mark, 0.05),
+    "sessions": Target(session_seeds, decode_sessions, LOG_ERRORS, with_right_checksum),
     "message": Target(_message_seeds, _decode_message, ()),
     "run": Target(_run_seeds, _decode_run, ()),
     "streamed": Target(_streamed_seeds, _decode_streamed, (ProtocolViolation, TableUndecodable)),
