@@ -567,6 +567,8 @@ def _decode_lines(data: bytes) -> None:
 
 
 LOG_ERRORS: Final = (MillstreamError,)
+
+
 def _body_seeds() -> list[bytes]:
     table = pa.table(
         {

@@ -11,7 +11,14 @@ import pyarrow as pa
 import pytest
 
 from millstream.app.serving.groups import BATCH_BYTES_MAX, IN_FLIGHT_MAX, Groups, Target
-from millstream.errors import AppendOutcomeUnknown, InvalidValue, MillstreamError, Overloaded, RowsTooLarge, WriterClosed
+from millstream.errors import (
+    AppendOutcomeUnknown,
+    InvalidValue,
+    MillstreamError,
+    Overloaded,
+    RowsTooLarge,
+    WriterClosed,
+)
 from millstream.model.appends import AppendBatch
 from millstream.model.ids import StreamId
 from millstream.model.operations import FIRST_SHARD, Appended
