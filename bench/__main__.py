@@ -11,6 +11,7 @@ from bench import (  # noqa: F401 - they register their figures
     capture,
     commands,
     first_load,
+    flight,
     freshness,
     http,
     lake,
@@ -18,7 +19,9 @@ from bench import (  # noqa: F401 - they register their figures
     line_protocol,
     log_costs,
     log_open,
+    routing,
     sequencer,
+    sessions,
     spark_source,
     wal,
 )

@@ -24,13 +24,13 @@ from millstream.app.config.interpolation import MissingVariable, interpolate, in
 from millstream.app.config.model import (
     EMBEDDED_CATALOG,
     Config,
-    HttpConfig,
     LakeConfig,
     SourceConfig,
     StreamConfig,
 )
 from millstream.app.config.quantities import disk_bytes
 from millstream.app.config.routing_checks import clashes_of_routing
+from millstream.app.config.serving_model import HttpConfig
 from millstream.app.config.toml_lines import KeyPath, key_lines
 from millstream.errors import ConfigError, LakeFormatUnsupported, MillstreamError, UsageError
 from millstream.libpq import is_address
@@ -417,6 +417,11 @@ def _clashes_of_buffer(
         yield (
             (*at, "buffer", "role"),
             f"stream {name} captures a database, whose order its log keeps: it can't {'write to' if buffer.role == 'writes' else 'read from'} a buffer besides",
+        )
+    if stream.routing is not None and stream.routing.sinks:
+        yield (
+            (*at, "buffer", "role"),
+            f"stream {name} has sinks beside its log, and a stream has its rows in one place or takes them from one: give it sinks, or a buffer",
         )
     if buffer.role == "reads" and writer is not None:
         yield (
