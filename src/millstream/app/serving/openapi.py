@@ -83,6 +83,7 @@ _REFUSED: Final[Mapping[int, str]] = {
     404: "There is no such stream or table.",
     408: "It didn't come within its time.",
     409: "The table is captured, has another key, or is set aside; or the write's session says otherwise.",
+    410: "What was asked for is gone: retention has dropped it.",
     413: "The body is too large.",
     415: "The body is of a type or encoding that isn't taken.",
     422: "The rows have no place in the table, or are too many or too large.",
