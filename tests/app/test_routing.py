@@ -23,6 +23,7 @@ import millstream
 from millstream.app.home import Home
 from millstream.app.locks import holder
 from millstream.app.routes import explain_route
+from millstream.app.serving.metrics import prometheus_text
 from millstream.app.writing.appending import HomeAppender
 from millstream.catalog.eras import RingEras
 from millstream.errors import ConfigError, InvalidRoute, NoRouteMatches, PartialWrite, ReshardRefused, UnknownStream
@@ -324,6 +325,12 @@ def test_the_process_that_runs_the_home_changes_it_for_a_command(home: Path) -> 
             load.more(40)
             again = json.loads(done(home, "reshard", "--shards", "5", "--json"))
             assert (again["changed"], again["token"]) == (False, told["token"])
+            with millstream.open(home) as opened:
+                opened.append("web", "bots", [{"x": 1}, {"x": 2}])
+            status = json.loads(done(home, "status", "--json"))
+            assert status["streams"][0]["sinks"] == {"devnull": {"rows": 2, "ignored_errors": 0}}
+            metrics = prometheus_text(lambda: status).decode()
+            assert 'millstream_sink_rows{sink="devnull",stream="web"} 2.0' in metrics
             refused = run(home, "reshard", "--shards", "1")
             assert refused.returncode == 1
             assert "shard:1" not in refused.stdout
@@ -517,3 +524,23 @@ def test_retries_are_known_across_a_change_of_the_shards(home: Path) -> None:
     with millstream.open(home) as opened:
         assert opened.append("web", "clicks", rows, idempotency_key="once").duplicate
     assert len(in_read_order(home)) == 40
+
+
+def test_an_export_keeps_each_keys_order_over_its_partitions(home: Path, tmp_path: Path) -> None:
+    with millstream.open(home) as opened:
+        for first in range(0, 300, 60):
+            opened.append("web", "clicks", [click(n * n % 13, n) for n in range(first, first + 60)])
+    done(home, "wal", "export", "--format", "arrow", "--output", str(tmp_path / "export"))
+    other = make_home(tmp_path / "other", WEB.format(shards=4))
+    done(other, "wal", "import", str(tmp_path / "export"), "--stream", "web")
+    there = sorted(in_read_order(other), key=lambda row: row["__seq"])
+    assert_order(there)
+    assert sorted(row["n"] for row in there) == list(range(300))
+    told = [
+        {
+            p["partition"]: p["records"]
+            for p in json.loads(done(one, "wal", "stats", "--partitions", "--json"))["partitions"]
+        }
+        for one in (home, other)
+    ]
+    assert told[0] == told[1] == dict.fromkeys(("2026-01-01", "2026-01-02", "2026-01-03"), 100)

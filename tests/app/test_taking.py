@@ -18,11 +18,18 @@ from millstream.buffers.memory import MemoryBuffer, MemoryServer
 from millstream.catalog import Catalog
 from millstream.codec.buffered_op import encode_op
 from millstream.codec.checksums import crc32c
-from millstream.errors import BufferOffsetGone, BufferReplaced, BufferWentBack, MillstreamError, UnsupportedFormat
+from millstream.errors import (
+    BufferOffsetGone,
+    BufferReplaced,
+    BufferWentBack,
+    CatalogError,
+    MillstreamError,
+    UnsupportedFormat,
+)
 from millstream.ingest.schemas import SchemaOnWrite, WriteRules
 from millstream.ingest.taking import OperationTaker
 from millstream.model.buffers import BufferOffset
-from millstream.model.ids import ShardId, StreamId
+from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.operations import FIRST_SHARD, TableRows, WriteOps
 from millstream.model.positions import Offset, Seq
 from millstream.testing.write_buffer import NORTH, SOUTH, application_op, every_kind_op
@@ -190,6 +197,27 @@ def test_a_value_that_does_not_fit_holds_its_table_alone(home: Home) -> None:
     assert (home.texts(), home.texts("others")) == (["one"], ["fine"])
 
 
+@pytest.mark.parametrize(
+    "told", [{"session": "s", "session_number": 7}, {"idempotency_key": "k"}], ids=["session", "key"]
+)
+def test_a_write_that_was_sent_again_is_taken_once_also_by_a_reader_that_starts_between(
+    home: Home, told: dict[str, Any]
+) -> None:
+    home.put(NORTH, "first", said=told)
+    home.take()
+    home.put(
+        NORTH, "other", said={name: f"{value}1" if name != "session_number" else 8 for name, value in told.items()}
+    )
+    home.put(NORTH, "again", said=told, moment_us=1_790_000_000_000_009)
+    home.put(SOUTH, "elsewhere", said=told)  # another shard's part of the same operation
+    assert home.take().progress.shards[NORTH].repeated == 1
+    home.put(NORTH, "and again", said=told)
+    home.put(NORTH, "last")
+    home.take()
+    assert [text for text in home.texts() if text != "elsewhere"] == ["first", "other", "last"]
+    assert home.texts().count("elsewhere") == 1
+
+
 def test_what_is_no_operation_is_passed_and_counted(home: Home) -> None:
     home.put(NORTH, "one")
     home.server.put(NAME, NORTH, b"nothing")
@@ -239,6 +267,34 @@ def test_what_the_buffer_has_lost_is_said_by_name_at_the_start_and_while_it_runs
         with pytest.raises(error) as caught:
             home.take()
         assert NAME in caught.value.message
+    assert home.texts() == ["one", "two", "three"]
+
+
+def test_a_log_whose_catalog_was_lost_is_not_written_again(home: Home, tmp_path: Path) -> None:
+    home.put(NORTH, "one")
+    home.put(SOUTH, "two")
+    home.take()
+    home.catalog.close()
+    (tmp_path / "catalog.db").unlink()
+    home.catalog = Catalog(tmp_path / "catalog.db")
+    assert home.catalog.resolve_stream("shop", found=home.stream) == home.stream
+    home.catalog.register_writer(home.stream, above=Epoch(100))
+    with pytest.raises(CatalogError):
+        home.take()
+    assert len(home.texts()) == 2
+
+
+def test_a_buffer_of_another_name_is_read_from_its_start(home: Home) -> None:
+    home.put(NORTH, "one")
+    home.take()
+    assert home.catalog.sources(home.stream) == []
+    with home.taking() as (taking, stop):
+        other = MemoryBuffer(home.server, "others", create_shards=1)
+        other.append(NORTH, application_op(texts=["two"]))
+        again = BufferTaking(other, "others", home.catalog, home.stream, taking._log, taking._taker)
+        again.run(stop, until_caught_up=True, tell=lambda: None)
+    home.put(NORTH, "three")
+    home.take()
     assert home.texts() == ["one", "two", "three"]
 
 

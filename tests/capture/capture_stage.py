@@ -183,7 +183,7 @@ class Stage:
     running: list[Running] = field(default_factory=list)
 
     def connect(self, **more: Any) -> psycopg.Connection[Any]:
-        return psycopg.connect(self.dsn, autocommit=True, **more)
+        return psycopg.connect(self.dsn, **{"autocommit": True} | more)
 
     def sql(self, *statements: str) -> None:
         with self.connect() as connection:

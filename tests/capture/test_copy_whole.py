@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pyarrow.compute as pc
@@ -22,6 +23,7 @@ from tests.capture.test_copying import copied_rows
 from millstream.app.tables import copy_table, pause_table, resume_table
 from millstream.capture import copy_whole, copying
 from millstream.capture.config import CaptureProgress
+from millstream.capture.snapshot import SourceSnapshot
 from millstream.capture.spill import SpillFolder
 from millstream.catalog import Catalog, TableState
 from millstream.errors import SourceUnreachable
@@ -241,22 +243,33 @@ def test_two_tables_that_are_written_without_a_pause_take_turns(stage: Stage) ->
         assert bag_in_log(stage, name) == bag_at_source(stage, name)
 
 
+@pytest.mark.parametrize("first", ["free", "held"])
 def test_the_stream_is_not_held_for_as_long_as_a_transaction_lasts(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
     """A snapshot waits for those that run. The stream goes on meanwhile, and the copy is whole once they have ended."""
-    monkeypatch.setattr(copy_whole, "PLAIN_TURNS", 0)
+    monkeypatch.setattr(copy_whole, "PLAIN_TURNS", 0 if first == "free" else -1)
     monkeypatch.setattr(copy_whole, "FREE_PATIENCE_S", 1.0)
+    monkeypatch.setattr(copying, "PATIENCE_S", 0.5)
     filled(stage, 100)
-    with stage.connect() as opened, written_without_a_pause(stage, "bag"):
+    asked = threading.Event()
+    take = SourceSnapshot.take.__func__  # type: ignore[attr-defined]
+    with stage.connect(autocommit=False) as opened, written_without_a_pause(stage, "bag"):
+
+        def take_late(cls: type[SourceSnapshot], dsn: str, **more: Any) -> SourceSnapshot:
+            if not asked.is_set():
+                opened.execute("INSERT INTO others VALUES (1)")
+                asked.set()
+            return take(cls, dsn, **more)  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(SourceSnapshot, "take", classmethod(take_late))
         running = stage.start()
-        wait_until(lambda: stage.state(TABLE) is TableState.COPYING, "the copy begins")
-        copy_table(stage.catalog, stage.table(TABLE).stream, TABLE)
-        with opened.transaction():
-            opened.execute("INSERT INTO others VALUES (1)")
-            for _ in range(3):
-                entries = len(stage.log.entries)
-                wait_until(lambda entries=entries: len(stage.log.entries) > entries + 200, "changes go on")
+        wait_until(asked.is_set, "a snapshot is asked for while a transaction runs")
+        for _ in range(5):
+            entries = len(stage.log.entries)
+            wait_until(lambda entries=entries: len(stage.log.entries) > entries + 100, "changes go on")
+        assert not streams(stage)
+        opened.commit()
         wait_until(lambda: streams(stage), "the copy is whole")
     running.stop()
     stage.catch_up()

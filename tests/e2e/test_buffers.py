@@ -61,6 +61,13 @@ def wait_until_there(home: Path, rows: int) -> None:
     wait_for(lambda: len(records(home, "clicks")) >= rows, seconds=120)
 
 
+def said_of(home: Path) -> bool:
+    """Whether `status` says how far each shard of the buffer is."""
+    told = json.loads(run(home, "status", "--json").stdout)["streams"][0]
+    assert told["source"]["database"] is None
+    return sorted((told["buffer"] or {}).get("shards", ())) == ["0", "1"]
+
+
 def follow_through_kills(tmp_path: Path, kind: str, location: str) -> None:
     name = f"orders{next(_numbers)}"
     north = home_with(tmp_path / "north", "writes", kind, location, name)
@@ -81,6 +88,7 @@ def follow_through_kills(tmp_path: Path, kind: str, location: str) -> None:
         with owner(south) as process:
             wanted = kill * APPENDS // (KILLS + 1)
             wait_until_there(south, wanted)
+            wait_for(lambda: said_of(south), seconds=60)
             process.send_signal(signal.SIGKILL)
             process.wait()
     writer.join()

@@ -59,3 +59,8 @@ def of_mark(data: bytes) -> bytes:
         if at + size <= len(found):
             struct.pack_into("<I", found, at + 8, crc32c(bytes(found[at + 12 : at + size])))
     return bytes(found)
+
+
+def of_operation(data: bytes) -> bytes:
+    """An operation as write buffers keep it."""
+    return data if len(data) < 8 else data[:4] + struct.pack("<I", crc32c(data[8:])) + data[8:]

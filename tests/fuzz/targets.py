@@ -10,6 +10,7 @@ import struct
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,6 +30,7 @@ from millstream.app.moments import parse_as_of
 from millstream.app.records_json import Cat, to_json
 from millstream.capture import _copy_scan
 from millstream.capture.copy_text import read_copied
+from millstream.codec.buffered_op import decode_op, encode_op
 from millstream.codec.log_frame import (
     FrameKind,
     RecordsFrame,
@@ -55,23 +57,29 @@ from millstream.codec.pgoutput._framing import split_copy_data, split_copy_rows
 from millstream.codec.pgoutput.messages import UNCHANGED, Relation
 from millstream.errors import (
     CorruptFrame,
+    InvalidBody,
     InvalidToken,
     InvalidValue,
     MillstreamError,
     PositionError,
     ProtocolViolation,
+    RowsTooLarge,
     TableUndecodable,
     UnsupportedFormat,
     UsageError,
 )
+from millstream.ingest.arrow_rows import rows_of_arrow
+from millstream.ingest.json_rows import columns_of, rows_of_json, rows_of_lines, valid_columns_of
 from millstream.model.ids import Epoch, RegionId, ShardId, SourceId
 from millstream.model.names import TablePattern, parse_qualified_name
+from millstream.model.operations import FIRST_SHARD
 from millstream.model.pgtext import INEXACT, array_of, parse_text, render_value
 from millstream.model.pgtypes import log_type, parse_lake_override
 from millstream.model.positions import Lsn, StreamToken, parse_lsn
 from millstream.testing import pgoutput as pg
 from millstream.testing.files import MemoryFiles
 from millstream.testing.pgoutput import TablesByOid
+from millstream.testing.write_buffer import application_op, every_kind_op
 from millstream.wal.inspect import inspect, ls, stats, verify
 from millstream.wal.mark import MarkFile, read_dropped, read_mark
 from millstream.wal.reader import StreamReader
@@ -562,9 +570,53 @@ def _decode_lines(data: bytes) -> None:
 
 
 LOG_ERRORS: Final = (MillstreamError,)
+
+
+def _operation_seeds() -> list[bytes]:
+    return [encode_op(every_kind_op()), encode_op(application_op(partition="p"))]
+
+
+def _decode_operation(data: bytes) -> None:
+    encode_op(decode_op(data, FIRST_SHARD))
+
+
+def _body_seeds() -> list[bytes]:
+    table = pa.table(
+        {
+            "n": [1, 2, None],
+            "t": ["a", "é", None],
+            "l": [[1.5], [], None],
+            "s": [{"x": [1]}, {"x": []}, None],
+            "d": pa.array(["a", "b", "a"]).dictionary_encode(),
+            "v": pa.array(["a", "a text that stands elsewhere", None], pa.string_view()),
+            "r": pa.RunEndEncodedArray.from_arrays(pa.array([2, 3], pa.int32()), pa.array(["q", "w"])),
+        }
+    )
+    seeds = [b'{"a": 1, "b": [1.5, null], "c": {"d": "\\u00e9"}}\n{"a": -2}\n', b'[{"a": true}, {"a": null, "b": 1e9}]']
+    for compression in (None, "lz4", "zstd"):
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as out:
+            out.write_table(table)
+        seeds.append(bytes(sink.getvalue()))
+    return seeds
+
+
+def _decode_body(data: bytes) -> None:
+    """A request's body, as each of the types that it may say it is."""
+    for decode in (rows_of_lines, rows_of_json):
+        with suppress(InvalidBody, InvalidValue, RowsTooLarge):
+            columns_of(decode(data)).validate(full=True)
+        with suppress(InvalidBody, InvalidValue, RowsTooLarge):
+            valid_columns_of(decode(data))
+    with suppress(InvalidBody, InvalidValue, RowsTooLarge):
+        rows_of_arrow(data).to_pylist()
+
+
 TARGETS: Final = {
+    "body": Target(_body_seeds, _decode_body, ()),
     "frames": Target(_frame_seeds, _decode_frames, (CorruptFrame, UnsupportedFormat), checksums.of_frames),
     "segment": Target(lambda: [*_segments(_written()), *(path.read_bytes() for path in GOLDEN)], _decode_segment, LOG_ERRORS, checksums.of_segment, 0.15),
+    "operation": Target(_operation_seeds, _decode_operation, (CorruptFrame, UnsupportedFormat), checksums.of_operation),
     "mark": Target(_mark_seeds, _decode_mark, LOG_ERRORS, checksums.of_mark, 0.05),
     "message": Target(_message_seeds, _decode_message, ()),
     "run": Target(_run_seeds, _decode_run, ()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from typing import Any
 
@@ -352,3 +353,19 @@ def test_machine_code_is_there_after_warming_up():
     warm()
     (table,) = tables_of_lines(b"m f=1 1", precision="s", now_ns=0).tables
     assert table.lines.dtype == np.int64
+
+
+def test_tables_stay_as_they_are_while_other_bodies_are_read_in_any_thread():
+    def body_of(number: int) -> bytes:
+        return b"".join(
+            b'm%d,t=t%d f=%d,i=%di,s="%d",b=t %d\n' % (n % 3, n, n, number, number, n) for n in range(50 + number)
+        )
+
+    def read(number: int) -> Lines:
+        return tables_of_lines(body_of(number), precision="ns", now_ns=0)
+
+    expected = [repr([table.rows.to_pydict() for table in same(body_of(number)).tables]) for number in range(40)]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(read, [*range(40)] * 5))
+    for number, lines in zip([*range(40)] * 5, found, strict=True):
+        assert repr([table.rows.to_pydict() for table in lines.tables]) == expected[number]

@@ -20,7 +20,7 @@ from millstream.app.home import Home
 from millstream.app.writing.appending import HomeAppender
 from millstream.errors import InvalidValue, MillstreamError
 from millstream.ingest import valid_rows
-from millstream.ingest.columns import table_of
+from millstream.ingest.columns import NESTING_MAX, table_of
 from millstream.ingest.schemas import SchemaOnWrite, WriteRules, fitted, grown
 from millstream.ingest.valid_rows import table_of_valid, valid_part
 from millstream.model.appends import AppendBatch
@@ -196,3 +196,19 @@ def test_rows_without_a_clash_are_made_columns_as_ever() -> None:
     assert table_of_valid({"a": 1}).table.num_rows == 1
     with pytest.raises(InvalidValue):
         table_of_valid([1, 2])  # type: ignore[list-item]
+
+
+def test_values_may_lie_in_each_other_so_deep_and_no_deeper() -> None:
+    def nested(depth: int) -> Any:
+        value: Any = 1
+        for i in range(depth):
+            value = [value] if i % 2 else {"a": value}
+        return value
+
+    assert table_of([{"v": nested(NESTING_MAX)}]).num_rows == 1
+    with pytest.raises(InvalidValue, match="deep"):
+        table_of([{"v": nested(NESTING_MAX + 1)}])
+    with pytest.raises(InvalidValue, match="deep"):
+        table_of([{"v": nested(100_000)}])
+    found = table_of_valid([{"v": nested(2)}, {"v": nested(NESTING_MAX + 1)}, {"v": nested(4)}])
+    assert ([row.row for row in found.rejected], found.table.num_rows) == ([1], 2)

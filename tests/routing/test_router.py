@@ -18,7 +18,7 @@ from millstream.model.positions import Offset, Seq
 from millstream.routing.hashing import key_hashes
 from millstream.routing.partitions import PartitionTemplate
 from millstream.routing.ring import ShardRouter
-from millstream.routing.router import Router
+from millstream.routing.router import Router, in_key_order
 from millstream.routing.rules import HashRing, Matcher, RoutingConfig, RoutingRules, ShardConfig, SpecificTarget, Target
 from millstream.wal.grouping import plan_group
 
@@ -273,3 +273,41 @@ def test_it_says_what_takes_a_row_and_what_might() -> None:
     assert (bot.number, bot.where) == (2, "kind = 'bot'")
     (other,) = asked.explain(KEYED, rows_of([8]))
     assert (other.number, other.why) == (None, "no rule takes it: the hash ring over id")
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 3), st.sampled_from("ab")), min_size=1, max_size=6), min_size=1, max_size=5
+    )
+)
+def test_requests_in_one_batch_have_as_many_entries_as_the_one_that_needs_most(
+    requests: list[list[tuple[int, str]]],
+) -> None:
+    """A key that changes its partition from request to request needs no entry for it: numbers go request by request."""
+    asked = router(RING, count=1, partitions="{day}")
+    ids = [key for request in requests for key, _ in request]
+    days = [day for request in requests for _, day in request]
+    operations = [number for number, request in enumerate(requests) for _ in request]
+    entries = asked.place(KEYED, rows_of(ids, days=days, operations=operations))
+    alone = [
+        len(asked.place(KEYED, rows_of([key for key, _ in request], days=[day for _, day in request])))
+        for request in requests
+    ]
+    assert len(entries) <= 2 * max(alone)
+    assert [(e.partition, e.rows.to_pylist()) for e in in_key_order(list(merged(entries)))] == [
+        (e.partition, e.rows.to_pylist()) for e in entries
+    ]
+
+
+def merged(entries: Sequence[TableRows]) -> list[TableRows]:
+    """One entry a shard and partition, as an export knows them."""
+    of_place: dict[Any, list[TableRows]] = {}
+    for entry in sorted(entries, key=lambda entry: (int(entry.shard), entry.partition or "")):
+        of_place.setdefault((entry.shard, entry.partition), []).append(entry)
+    found = []
+    for alike in of_place.values():
+        rows = pa.Table.from_batches([entry.rows for entry in alike])
+        by = [("__operation", "ascending"), ("__index", "ascending")]
+        (whole,) = rows.sort_by(by).combine_chunks().to_batches()
+        found.append(TableRows(alike[0].schema, whole, alike[0].shard, alike[0].partition, alike[0].era))
+    return found

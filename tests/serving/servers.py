@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import ssl
 import subprocess
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import trustme
+from tests.app.homes import wait_for
 
 LOCAL: Final = ("localhost", "127.0.0.1")
 
@@ -51,16 +51,11 @@ def served(home: Path, *words: str, until: str = "listening", **environ: str) ->
     environ = {**os.environ, "HOME": "/nonexistent", "MILLSTREAM_HTTP__LISTEN": "127.0.0.1:0"} | environ
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
     found = Served(process)
-    assert process.stderr is not None
+    thread = threading.Thread(target=_hear, args=(found,), daemon=True)
+    thread.start()
     try:
-        while until not in found.events():
-            assert select.select([process.stderr], [], [], 60)[0], "it says nothing"
-            line = process.stderr.readline()
-            assert line, f"it has ended: {process.wait(30)}"
-            assert line.startswith("{"), line + process.stderr.read()
-            found.said.append(json.loads(line))
-        thread = threading.Thread(target=_hear, args=(found,), daemon=True)
-        thread.start()
+        wait_for(lambda: until in found.events() or process.poll() is not None, what=lambda: found.said)
+        assert process.poll() is None, found.said
         yield found
     except BaseException:
         process.kill()
@@ -68,16 +63,16 @@ def served(home: Path, *words: str, until: str = "listening", **environ: str) ->
     finally:
         process.send_signal(signal.SIGTERM)
         code = process.wait(60)
-    thread.join(30)
-    process.stderr.close()
+        thread.join(30)
+        assert process.stderr is not None
+        process.stderr.close()
     assert code == 0, found.said
 
 
 def _hear(found: Served) -> None:
     assert found.process.stderr is not None
     for line in found.process.stderr:
-        if line.startswith("{"):
-            found.said.append(json.loads(line))
+        found.said.append(json.loads(line) if line.startswith("{") else {"event": line})
 
 
 @dataclass(frozen=True, slots=True)

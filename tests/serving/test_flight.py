@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import ssl
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from tests.serving.servers import Authority, served
 
 import millstream
 from millstream.app.home import Home
+from millstream.app.serving import flight as module
 from millstream.app.serving.access import Access
 from millstream.app.serving.flight import FlightServer
 from millstream.app.writing.appending import HomeAppender
@@ -265,6 +267,83 @@ os._exit(9)
         reading.cancel()
     slots = flight._home.config.flight.calls_max
     wait_for(lambda: (flight._reads._value, flight._writes._value) == (slots, slots), seconds=20)
+
+
+def test_a_transfer_that_is_sent_again_is_appended_once(server: tuple[Home, FlightServer]) -> None:
+    _, flight = server
+    for asked in ({"session": "nightly", "number": 1}, {"idempotency_key": "nightly"}):
+        where = descriptor(stream="web", table=f"public.again_{len(asked)}", **asked)
+        first = put(flight, where, batch(1), batch(2), batch(3))
+        again = put(flight, where, batch(1), batch(2), batch(3), batch(4))
+        assert [line["duplicate"] for line in again] == [True, True, True, False]
+        assert [line["first"] for line in again[:3]] == [line["first"] for line in first]
+        found = records(flight, stream="web", table=f"public.again_{len(asked)}")
+        assert found["id"].to_pylist() == [1, 2, 3, 4]
+    # From the middle on, each batch with a number or key of its own.
+    where = descriptor(stream="web", table="public.own", session="own", number=1)
+    assert [line["number"] for line in put(flight, where, batch(1), batch(2))] == [1, 2]
+    told = put(flight, where, batch(2), batch(3), metadata={0: {"number": 2}})
+    assert [(line["number"], line["duplicate"]) for line in told] == [(2, True), (3, False)]
+    facts = refused(lambda: put(flight, where, batch(1), metadata={0: {"nmber": 2}}))
+    assert facts["code"] == "usage"
+
+
+def stalled(flight: FlightServer) -> tuple[fl.FlightClient, Any]:
+    """A reader that has begun to read far more than connections hold, and takes nothing more."""
+    text = "x" * 1000
+    rows = pa.record_batch({"text": [f"{number}{text}" for number in range(8000)]})
+    put(flight, fl.FlightDescriptor.for_path("shop", "public.long"), *[rows] * 8)
+    caller = client(flight)
+    reading = caller.do_get(fl.Ticket(b'{"stream": "shop", "table": "public.long"}'))
+    reading.read_chunk()
+    return caller, reading
+
+
+def test_a_reader_that_takes_nothing_is_cut_off_and_others_are_not(tmp_path: Path) -> None:
+    with running(tmp_path / "home") as (_, flight):
+        flight._readers._within_s = 1.0
+        watching = threading.Thread(target=flight._readers.watch, args=(flight.port, flight._closing), daemon=True)
+        watching.start()
+        with client(flight) as other:
+            list(other.list_flights())
+            _, reading = stalled(flight)
+            slots = flight._home.config.flight.calls_max
+            assert flight._reads._value == slots - 1
+            wait_for(lambda: flight._reads._value == slots, seconds=30)
+            # Cutting one leaves the others' connections alone.
+            assert list(other.list_flights())
+        with pytest.raises(fl.FlightError):
+            reading.read_all()
+
+
+def test_a_server_ends_while_a_reader_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ENDS_WITHIN_S", 1.0)
+    with running(tmp_path / "home") as (_, flight):
+        idle, _ = stalled(flight)
+        flight.end()
+        assert not any(thread.name == "flight-ends" for thread in threading.enumerate())
+        idle.close()
+
+
+def test_a_renewed_certificate_reaches_flight(tmp_path: Path, authority: Authority) -> None:
+    certificate, key = authority.issue("server")
+    text = f"[streams.shop]\n[flight]\nlisten = '127.0.0.1:0'\n[http]\ntls_certificate = '{certificate}'\ntls_key = '{key}'\n"
+    home = make_home(tmp_path / "home", text)
+    with served(home) as running_server:
+        port = int(running_server.flight.rpartition(":")[2])
+
+        def seen() -> str:
+            try:
+                return ssl.get_server_certificate(("127.0.0.1", port)).strip()
+            except OSError:
+                return "none just now"
+
+        assert seen() in certificate.read_text()
+        files = authority.issue("renewed")
+        renewed = files[0].read_text()
+        files[1].replace(key)
+        files[0].replace(certificate)
+        wait_for(lambda: seen() in renewed, seconds=60)
 
 
 def test_more_calls_than_may_run_are_told_to_come_again(tmp_path: Path) -> None:

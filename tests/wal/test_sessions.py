@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from uuid import UUID
 
 import pytest
 
-from millstream.errors import CorruptWal, MillstreamError, SessionsNeedOneWriter, WriteIdReused
+from millstream.errors import (
+    CorruptWal,
+    MillstreamError,
+    SessionExpired,
+    SessionsNeedOneWriter,
+    WriteForgotten,
+    WriteIdReused,
+)
 from millstream.ingest.requests import operations_of
 from millstream.model.appends import SessionFacts, WriteId, WriteKeys
 from millstream.model.ids import Epoch, RegionId, ShardId, StreamId, WriterId
 from millstream.model.operations import Ack, Outcome, Repeated, TableRows, WriteOps
-from millstream.model.positions import Offset, Seq
+from millstream.model.positions import Offset, Seq, SeqRange
 from millstream.protocol.retention import Bounds, HolderKind, Retention
-from millstream.protocol.sessions import SessionLimits
+from millstream.protocol.sessions import SessionLimits, Sessions
 from millstream.testing.clock import ManualClock
 from millstream.testing.files import Crash, FaultPlan, MemoryFiles, keep_any, lose_all
 from millstream.testing.log import MemoryReservations, plain_rows, plain_table
@@ -351,3 +360,28 @@ def test_rows_stay_with_their_operation_where_others_are_left_out() -> None:
             texts = {there[shard, Offset(o)] for shard, (a, b) in repeated.offsets.items() for o in range(a, b)}
             assert texts == {str(s(1, f"{number}"))}
     committer.abandon()
+
+
+def test_a_copy_of_version_1_is_read_for_ever() -> None:
+    golden = Path(__file__).parent.parent / "golden"
+    files = MemoryFiles()
+    files.makedirs(FOLDER)
+    file = files.create(session_path(FOLDER))
+    file.pwrite((golden / "sessions-v1.state").read_bytes(), 0)
+    file.close()
+    copy = read_copy(files, FOLDER, StreamId(UUID(int=77)))
+    assert copy is not None
+    assert copy.upto == covered_upto(files, FOLDER) == 4711
+    sessions = Sessions.restored(copy.state)
+    facts = json.loads((golden / "sessions-v1.json").read_text())
+    assert {name: sessions.facts(name).as_dict() for name in facts} == facts
+    given = Ack({ShardId(0): (Offset(40), Offset(41)), ShardId(1): (Offset(40), Offset(42))}, SeqRange(Seq(401), 3))
+    assert sessions.look(s(1, "ü"), 1004) == given
+    assert sessions.look(WriteId(key="l"), 123) == Ack({ShardId(0): (Offset(92), Offset(93))}, SeqRange(Seq(902), 1))
+    with pytest.raises(WriteIdReused):
+        sessions.look(s(5, "a"), 1)
+    with pytest.raises(SessionExpired):
+        sessions.look(s(1, "gone"), 1000)
+    with pytest.raises(WriteForgotten):
+        sessions.look(WriteId(key="gone"), 7)
+    assert b"".join(sessions.copied()()) == copy.state

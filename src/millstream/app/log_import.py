@@ -29,6 +29,7 @@ from millstream.model.operations import OPERATION_SCHEMA, SpilledOp, TableRows, 
 from millstream.model.positions import Lsn, Seq
 from millstream.model.records import append_row_schema
 from millstream.model.schema import TableSchema
+from millstream.routing.router import in_key_order
 from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader
 from millstream.wal.writer import LogOptions, LogWriter
@@ -320,7 +321,7 @@ def _append_some(
             )
             (whole,) = rows.combine_chunks().to_batches()
             tables.append(TableRows(file.schema, whole, file.shard, file.partition))
-    ops = WriteOps(facts, tuple(tables), reached)
+    ops = WriteOps(facts, tuple(in_key_order(tables)), reached)
     log.append(ops)
     return ops.row_count
 
@@ -363,7 +364,7 @@ def _chunks(files: Sequence[tuple[_File, Position]], ordinal: int) -> Callable[[
                     del heads[n]
                 else:
                     heads[n] = batch.slice(end)
-            yield tuple(made)
+            yield tuple(in_key_order(made))
 
     return chunks
 

@@ -117,6 +117,7 @@ def _stream(
             "slot_holds_bytes": captured.get("slot_holds_bytes"),
             "spilled_bytes": captured.get("source_spilled_bytes"),
         },
+        "buffer": (capture or {}).get("buffer"),
         "tokens": {
             "durable": None if durable is None else str(StreamToken.scalar(stream, durable)),
             "landed": str(StreamToken.scalar(stream, landed)),
@@ -131,6 +132,7 @@ def _stream(
         },
         "replay": landing.get("replay"),
         "ring": _ring(catalog, stream, problems),
+        "sinks": ((capture or {}).get("routing") or {}).get("sinks", {}),
         "log": _log(home, name, problems) | _retention(home, catalog, name, stream, counted, problems),
         "tables": tables_of(catalog, stream, captured, landing),
         "errors": {

@@ -91,7 +91,7 @@ class CaptureProgress:
     """Records made durable by this run."""
     copies: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """By table being copied: `state` (`waiting`, `preparing`, `reading`, `paused`), `rows`, `rows_estimate`, `bytes`, `rows_per_s`,
-    `bytes_per_s`, `eta_s`, `ranges`, `ranges_done`; None for what isn't known."""
+    `bytes_per_s`, `eta_s`, `ranges`, `ranges_done`, `holds_stream` (whether the stream waits for it); None for what isn't known."""
     mode: Mode = Mode.STREAMING
     """How the source is read."""
     slot_holds_bytes: int | None = None

@@ -170,7 +170,7 @@ def ask_for_slot(
 ) -> tuple[Lsn, str | None]:
     """Run a CREATE_REPLICATION_SLOT that may take long; its consistent point, and its snapshot's name if it exports one.
 
-    `meanwhile` is told about once a second how many seconds it takes already; when it raises, the command is cancelled.
+    `meanwhile` is told about once a second how many seconds it takes already; when it raises, the command is cancelled, and the connection closed.
     """
     pgconn = replication.pgconn
     began = time.monotonic()
@@ -186,6 +186,7 @@ def ask_for_slot(
         except BaseException:
             with contextlib.suppress(psycopg.Error):
                 pgconn.get_cancel().cancel()
+            replication.close()  # nobody reads what it answers
             raise
         result = pgconn.get_result()
         while pgconn.get_result() is not None:

@@ -15,6 +15,8 @@ from millstream.errors import CatalogError
 from millstream.model.ids import SourceId, StreamId
 from millstream.model.positions import Lsn
 
+OF_A_BUFFER: Final = 0
+"""The system identifier of what is no database: a shard of a write buffer, from which a stream takes operations."""
 _CURRENT: Final = "source"
 """The fact that says which source is followed."""
 
@@ -103,7 +105,11 @@ class Sources(CatalogPart):
         return {} if found is None else dict(json.loads(found))
 
     def sources(self, stream: StreamId) -> list[SourceRow]:
-        """The stream's sources, oldest first."""
+        """The stream's sources that are databases, oldest first."""
+        return [row for row in self.all_sources(stream) if row.system_identifier != OF_A_BUFFER]
+
+    def all_sources(self, stream: StreamId) -> list[SourceRow]:
+        """Whatever the stream's log may have numbers of, oldest first: databases, and shards of write buffers (`OF_A_BUFFER`)."""
         with self._database.read() as connection:
             query = select(t.sources).where(t.sources.c.stream == str(stream)).order_by(t.sources.c.id)
             rows = connection.execute(query).all()

@@ -117,4 +117,6 @@ def copy_words(copy: dict[str, Any]) -> str:
         words += f", {human_bytes(copy['bytes'])}"
     if copy.get("bytes_per_s"):
         words += f", {human_bytes(copy['bytes_per_s'])}/s"
-    return words if copy.get("eta_s") is None else f"{words}, about {human_seconds(copy['eta_s'])} left"
+    if copy.get("eta_s") is not None:
+        words += f", about {human_seconds(copy['eta_s'])} left"
+    return words + (", the stream waits for it" if copy.get("holds_stream") else "")

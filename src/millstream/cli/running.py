@@ -113,7 +113,7 @@ def pipeline_run(session: Session, until_caught_up: bool, log_format: LogFormat)
 @_LOG_FORMAT
 @pass_session
 def serve(session: Session, log_format: LogFormat) -> None:
-    """Serve /metrics for Prometheus, /healthz and /status over HTTP."""
+    """Serve over HTTP: rows of applications in, /metrics for Prometheus, /healthz, /readyz and /status."""
     from millstream.app.logs import configure_logs
     from millstream.app.part import Lifeline
     from millstream.app.serving.server import serve_home

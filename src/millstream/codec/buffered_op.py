@@ -26,7 +26,7 @@ from millstream.errors import CorruptFrame, InvalidValue, TruncatedFrame, Unsupp
 from millstream.model.ids import ShardId, SourceId
 from millstream.model.operations import OPERATION_SCHEMA, TableRows, WriteOps
 from millstream.model.positions import Lsn
-from millstream.model.records import LOG_ROW_PREFIX, OPERATION_ORDINAL, append_row_schema
+from millstream.model.records import INSTANT, LOG_ROW_PREFIX, OPERATION_ORDINAL, append_row_schema
 from millstream.model.schema import TableSchema
 
 MAGIC: Final = b"MSOP"
@@ -37,6 +37,10 @@ OPERATION_COLUMNS: Final[Mapping[int, pa.Schema]] = MappingProxyType({1: OPERATI
 _START: Final = struct.Struct("<4sIBBHII4x")
 _REACHED: Final = struct.Struct("<IQ")
 _ENTRY: Final = struct.Struct("<IIi")
+_TYPES: Final = frozenset({
+    pa.bool_(), pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64(), pa.string(), pa.binary(), pa.date32(),
+    pa.timestamp("us"), INSTANT,
+})  # fmt: skip
 _NO_PARTITION: Final = -1
 _ROW_PREFIX: Final = (OPERATION_ORDINAL, *LOG_ROW_PREFIX[1:])
 _NEVER_NULL: Final = tuple(field.name for field in _ROW_PREFIX if not field.nullable)
@@ -113,12 +117,22 @@ def _decode_table(taken: _Taken, entry: tuple[int, int, int], shard: ShardId) ->
         raise CorruptFrame(f"an operation holds no table schema: {error!r}") from error
     if not message.equals(schema.to_arrow(_ROW_PREFIX)):
         raise CorruptFrame("an operation holds another schema than it says")
+    odd = [column.name for column in schema.columns if not _is_of_log(column.arrow)]
+    if odd:
+        raise CorruptFrame(f"columns of an operation are of types that no log has: {', '.join(odd)}")
     rows = decode_batch(taken.take(n_rows), append_row_schema(schema))
     if any(rows.column(name).null_count for name in _NEVER_NULL):
         raise CorruptFrame(f"a row of {schema.full_name} lacks its operation, index or op")
     if not rows.num_rows or (rows.column(0).to_numpy() != 0).any() or (np.diff(rows.column(1).to_numpy()) <= 0).any():
         raise CorruptFrame(f"the rows of {schema.full_name} aren't those of one operation, in their order")
     return TableRows(schema, rows, shard, name)
+
+
+def _is_of_log(kind: pa.DataType) -> bool:
+    """Whether a log has columns of that type: what somebody else encoded may be of any."""
+    if pa.types.is_list(kind):
+        return _is_of_log(kind.value_type)
+    return kind in _TYPES or pa.types.is_decimal128(kind)
 
 
 class _Taken:

@@ -17,8 +17,8 @@ import pyarrow.compute as pc
 from pyarrow import ipc
 
 from millstream.errors import InvalidBody, InvalidValue
-from millstream.ingest.columns import COLUMNS_MAX, ROWS_BYTES_MAX, table_of, too_large
-from millstream.ingest.json_rows import NESTING_MAX, ROWS_MAX
+from millstream.ingest.columns import COLUMNS_MAX, NESTING_MAX, ROWS_BYTES_MAX, table_of, too_large
+from millstream.ingest.json_rows import ROWS_MAX
 
 Sizes = npt.NDArray[np.int64]
 _NOT_A_STREAM: Final = (pa.ArrowException, OSError, EOFError, ValueError, struct.error, IndexError, OverflowError)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
+from itertools import chain
 from typing import Any, Final, Protocol, TypeAlias, cast
 from uuid import UUID
 
@@ -23,6 +24,8 @@ from millstream.model.records import RESERVED_COLUMNS
 COLUMNS_MAX: Final = 1600
 """As many as a PostgreSQL table may have."""
 NAME_BYTES_MAX: Final = 255
+NESTING_MAX: Final = 100
+"""Of lists and objects in a value."""
 ROWS_BYTES_MAX: Final = 64 << 20
 """Of one call: it is in memory whole, here and where it is written."""
 _DECIMAL_SCALE: Final = 9
@@ -150,6 +153,8 @@ def _of_dicts(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
 def column_of(name: str, values: list[Any]) -> pa.Array:
     """Python's values as a column; of one kind, or else they are refused with `InvalidValue`."""
     kinds = _check_one_kind(name, values)
+    if kinds & _JSON_KINDS:
+        check_depth(name, values)
     try:
         if dict in kinds or any(_is_nested(value) for value in values):
             return pa.array([None if value is None else json_of(value) for value in values], pa.string())
@@ -223,6 +228,24 @@ def check_names(names: Sequence[str]) -> None:
         if other is not None:
             raise InvalidValue(f"columns {other} and {name} have one name in a lake table", column=name)
         seen[name.lower()] = name
+
+
+def check_depth(name: str, values: Sequence[Any]) -> None:
+    """`InvalidValue` where lists and objects of a value lie in each other deeper than `NESTING_MAX`."""
+    if not all(_is_within(value, NESTING_MAX) for value in values):
+        raise no_value(name, f"lists and objects lie in each other more than {NESTING_MAX} deep")
+
+
+def _is_within(value: object, depth: int) -> bool:
+    """Whether a value's lists and objects lie in each other no deeper than that."""
+    level = [value] if isinstance(value, list | tuple | dict) else []
+    while level:
+        if not depth:
+            return False
+        depth -= 1
+        inner = chain.from_iterable(held.values() if isinstance(held, dict) else held for held in level)
+        level = [held for held in inner if isinstance(held, list | tuple | dict)]
+    return True
 
 
 def too_large(what: str, size: int, size_max: int) -> RowsTooLarge:

@@ -19,14 +19,12 @@ import msgspec
 import pyarrow as pa
 
 from millstream.errors import InvalidBody, InvalidValue
-from millstream.ingest.columns import ROWS_BYTES_MAX, check_names, column_of, too_large
+from millstream.ingest.columns import NESTING_MAX, ROWS_BYTES_MAX, check_depth, check_names, column_of, too_large
 from millstream.ingest.log_types import NOT_A_VALUE, no_value, stored
 from millstream.ingest.schemas import FITTED_BYTES_MAX
 from millstream.ingest.valid_rows import ValidTable, table_of_valid
 
 ROWS_MAX: Final = 1_000_000
-NESTING_MAX: Final = 100
-"""Of lists and objects in a value."""
 _VALUE_BYTES: Final = 5
 """What a value takes at the least, once all columns stand side by side."""
 _OBJECT_BYTES: Final = 232
@@ -138,7 +136,7 @@ def valid_columns_of(rows: Sequence[Row]) -> ValidTable:
     except InvalidValue:
         for row in rows:
             for name, value in row.items():
-                _check_depth(name, [value])
+                check_depth(name, [value])
         return table_of_valid(rows)
 
 
@@ -193,23 +191,6 @@ def _column(name: str, values: list[Any]) -> pa.Array:
         raise no_value(name, "a whole number has more than 64 bits; text may hold it") from error
     except NOT_A_VALUE as error:
         raise no_value(name, str(error)) from error
-    _check_depth(name, values)
+    check_depth(name, values)
     found = stored(name, pa.chunked_array([column_of(name, values)]))
     return found.chunk(0) if found.num_chunks == 1 else found.combine_chunks()
-
-
-def _check_depth(name: str, values: Sequence[Any]) -> None:
-    if not all(_is_within(value, NESTING_MAX) for value in values):
-        raise no_value(name, f"lists and objects lie in each other more than {NESTING_MAX} deep")
-
-
-def _is_within(value: object, depth: int) -> bool:
-    """Whether a value's lists and objects lie in each other no deeper than that."""
-    level = [value] if isinstance(value, list | dict) else []
-    while level:
-        if not depth:
-            return False
-        depth -= 1
-        inner = chain.from_iterable(held.values() if isinstance(held, dict) else held for held in level)
-        level = [held for held in inner if isinstance(held, list | dict)]
-    return True

@@ -200,8 +200,7 @@ class _Names:
     """The names of a walk's measurements and columns, by their places, and which of them can't be."""
 
     measurements: dict[int, str]
-    columns: dict[int, tuple[int, str]]
-    """With their measurements' places."""
+    columns: dict[int, str]
     refused_measurements: dict[int, str]
     """And why."""
     refused_columns: dict[int, str]
@@ -215,13 +214,14 @@ class _Names:
         refused_measurements = {
             place: why for place, name in measurements.items() if (why := measurement_fault(name)) is not None
         }
-        refused_columns = {
-            place: why for place, (_, name) in columns.items() if (why := column_fault(name)) is not None
-        }
+        refused_columns = {place: why for place, name in columns.items() if (why := column_fault(name)) is not None}
         case_of = np.arange(walk.column_count, dtype=np.int64)
         first: dict[tuple[int, str], int] = {}
-        for place, (measurement, name) in columns.items():
-            case_of[place] = first.setdefault((measurement, name.lower()), place)
+        of = walk.measurements_of_columns()
+        for place, name in columns.items():
+            same = first.setdefault((of[place], name.lower()), place)
+            if same != place:
+                case_of[place] = same
         are_fine = not refused_measurements and not refused_columns and len(first) == len(columns)
         return cls(measurements, columns, refused_measurements, refused_columns, case_of, are_fine)
 
@@ -235,9 +235,9 @@ class _Names:
             return too_many(columns_max)
         if line.why is Refusal.COLUMN:
             return self.refused_columns[line.column]
-        name = self.columns[line.column][1]
+        name = self.columns[line.column]
         if line.why is Refusal.OTHER_CASE:
-            return other_case(name, self.columns[line.other][1])
+            return other_case(name, self.columns[line.other])
         return other_kind(name, line.kind, Kind(line.other))
 
 

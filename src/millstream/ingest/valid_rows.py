@@ -214,8 +214,18 @@ def columns_for(rows: Rows, *, keep_valid_rows: bool) -> ValidTable:
     return ValidTable(table, range(table.num_rows), ())
 
 
-def table_of_valid(rows: Rows) -> ValidTable:
+def table_of_valid(
+    rows: Rows,
+    *,
+    table_made: Callable[[Any], pa.Table] = table_of,
+    column_made: Callable[[str, list[Any]], pa.Array] = column_of,
+) -> ValidTable:
     """As `table_of`, without rows whose values are of another kind than most of their column, or of none.
+
+    Args:
+        rows: as there.
+        table_made: makes columns of rows that fit together; raises `InvalidValue` of others.
+        column_made: makes one of them of its values, likewise.
 
     Raises:
         InvalidValue: no row is left, more than `REJECTED_MAX` have no place, or it is no single row's fault.
@@ -233,7 +243,7 @@ def table_of_valid(rows: Rows) -> ValidTable:
         return ValidTable(table, range(table.num_rows), ())
     listed: list[Any] = list(rows)  # type: ignore[arg-type]
     try:
-        return ValidTable(table_of(listed), range(len(listed)), ())
+        return ValidTable(table_made(listed), range(len(listed)), ())
     except InvalidValue:
         pass
     clashes: dict[int, Clash] = {}
@@ -248,24 +258,26 @@ def table_of_valid(rows: Rows) -> ValidTable:
     check_names(list(names))
     for name in names:
         values = [row.get(name) if place not in clashes else None for place, row in enumerate(listed)]
-        clashes |= dict(_clashing_values(name, values))
+        clashes |= dict(_clashing_values(name, values, column_made))
     rejected = tuple(RejectedRow(place, *clash) for place, clash in sorted(clashes.items()))
     places = [place for place in range(len(listed)) if place not in clashes]
     if not places or len(rejected) > REJECTED_MAX:
         raise _refusal(rejected, len(listed))
-    return ValidTable(table_of([listed[place] for place in places]), places, rejected)
+    return ValidTable(table_made([listed[place] for place in places]), places, rejected)
 
 
-def _clashing_values(name: str, values: list[Any]) -> list[tuple[int, Clash]]:
+def _clashing_values(
+    name: str, values: list[Any], column_made: Callable[[str, list[Any]], pa.Array]
+) -> list[tuple[int, Clash]]:
     """The values of a column that keep it from being one, by place."""
-    if _takes(name, values) is None:
+    if _why_not(column_made, name, values) is None:
         return []
     holds_objects = any(isinstance(value, Mapping) for value in values)
     kinds = [None if value is None else _kind(value, holds_objects=holds_objects) for value in values]
     # The most frequent that can be taken at all, and of several the first.
     first = dict(reversed(list(zip(kinds, values, strict=True))))
     order = [kind for kind, _ in Counter(kind for kind in kinds if kind is not None).most_common()]
-    most = next((kind for kind in order if _takes(name, [first[kind]]) is None), order[0])
+    most = next((kind for kind in order if _why_not(column_made, name, [first[kind]]) is None), order[0])
     found = []
     kept: list[tuple[int, Any]] = []
     for place, (kind, value) in enumerate(zip(kinds, values, strict=True)):
@@ -279,7 +291,7 @@ def _clashing_values(name: str, values: list[Any]) -> list[tuple[int, Clash]]:
     parts = [(0, len(kept))]
     while parts:
         start, end = parts.pop()
-        error = _takes(name, [value for _, value in kept[start:end]])
+        error = _why_not(column_made, name, [value for _, value in kept[start:end]])
         if error is None:
             continue
         if end - start == 1:
@@ -290,9 +302,9 @@ def _clashing_values(name: str, values: list[Any]) -> list[tuple[int, Clash]]:
     return found
 
 
-def _takes(name: str, values: list[Any]) -> InvalidValue | None:
+def _why_not(column_made: Callable[[str, list[Any]], pa.Array], name: str, values: list[Any]) -> InvalidValue | None:
     try:
-        column_of(name, values)
+        column_made(name, values)
     except InvalidValue as error:
         return error
     return None

@@ -48,7 +48,7 @@ AHEAD_MAX: Final = 1024
 """How far above a session's mark a number may be: writes that are under way at a time."""
 RESULTS_KEPT: Final = 16
 EXPIRED_MAX: Final = 1 << 20
-_HOT_MAX: Final = 4096
+_HOT_MAX: Final = 1024
 """Sessions that are objects."""
 _SWEEP: Final = 256
 """How many may be forgotten at a time: taking them one by one off a dict's front costs by those taken before."""

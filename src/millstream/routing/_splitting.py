@@ -43,10 +43,10 @@ def rows_by_group(codes: Array, groups: int) -> tuple[Array, Array]:
 
 
 @compiled
-def stretches(hashes: Array, codes: Array) -> Array:
-    """Number rows so that in each stretch of them no key is in two groups: a new one begins where a key changes its group.
+def stretches(hashes: Array, codes: Array, operations: Array) -> Array:
+    """Number rows so that in each stretch of an operation no key is in two groups: a new one begins where a key changes its group.
 
-    Keys whose hashes are the same count as one: that makes more stretches at most.
+    Each operation's stretches are numbered from 0. Keys whose hashes are the same count as one: that makes more stretches at most.
     """
     size = 4
     while size < 2 * len(hashes):
@@ -57,12 +57,17 @@ def stretches(hashes: Array, codes: Array) -> Array:
     of = np.full(size, -1, dtype=np.int64)
     found = np.empty(len(hashes), dtype=np.int64)
     now = np.int64(0)
+    first = np.int64(0)
+    """Of the row's operation."""
     for row in range(len(hashes)):
+        if row and operations[row] != operations[row - 1]:
+            now += 1
+            first = now
         at = hashes[row] & mask
         while of[at] >= 0 and key[at] != hashes[row]:
             at = (at + np.uint64(1)) & mask
         if of[at] == now and code[at] != codes[row]:
             now += 1
         key[at], code[at], of[at] = hashes[row], codes[row], now
-        found[row] = now
+        found[row] = now - first
     return found

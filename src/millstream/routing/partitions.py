@@ -35,6 +35,7 @@ _TABLE: Final = "__table"
 _VALUE_CHARS_MAX: Final = 100
 _DIRECTIVES: Final = {"Y": 86400, "m": 86400, "d": 86400, "j": 86400, "H": 3600, "M": 60, "S": 1}
 """Of each, the seconds within which it stays the same, or 86400."""
+_UNITS_COUNTED_MAX: Final = 4096
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.:+ -]")
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -178,21 +179,27 @@ def _moments(column: pa.Array, moment: str) -> tuple[list[str], Codes]:
     """As `_values`: moments are cut to the least unit that shows, so that each is spelled once."""
     unit = min((_DIRECTIVES[d] for d in re.findall(r"%(.)", moment) if d != "%"), default=86400)
     if pa.types.is_date(column.type):
-        seconds = pc.multiply(column.cast(pa.date32()).cast(pa.int32()).cast(pa.int64()), 86400)
+        whole, least = column.cast(pa.date32()).cast(pa.int32()).cast(pa.int64()), max(1, unit // 86400)
     else:
-        micros = column.cast(pa.timestamp("us", column.type.tz), safe=False).cast(pa.int64())
-        valid = pc.fill_null(micros, 0).to_numpy(zero_copy_only=False) // 1_000_000
-        seconds = pa.array(valid, mask=column.is_null().to_numpy(zero_copy_only=False))
-    cut = pc.fill_null(seconds, 0).to_numpy(zero_copy_only=False) // unit
-    found = pc.dictionary_encode(
-        pa.array(cut, mask=column.is_null().to_numpy(zero_copy_only=False)), null_encoding="encode"
-    )
-    return [_written(value, unit, moment) for value in found.dictionary.to_pylist()], _ints(found.indices)
+        whole, least = column.cast(pa.timestamp("us", column.type.tz), safe=False).cast(pa.int64()), unit * 1_000_000
+    unknown = None if whole.null_count == 0 else whole.is_null().to_numpy(zero_copy_only=False)
+    if unknown is not None and unknown.all():
+        return ["~"], np.zeros(len(whole), dtype=np.int64)
+    cut = pc.fill_null(whole, pc.min(whole)).to_numpy(zero_copy_only=False) // least
+    low, high = int(cut.min()), int(cut.max())
+    if high - low < _UNITS_COUNTED_MAX:
+        found = np.flatnonzero(np.bincount(cut - low)) + low
+        codes = np.searchsorted(found, cut) if len(found) > 1 else np.zeros(len(cut), dtype=np.int64)
+    else:
+        found, codes = np.unique(cut, return_inverse=True)
+    names = [_written(value, unit, moment) for value in found.tolist()]
+    if unknown is None:
+        return names, codes
+    # What stands in for nulls is one of the values: it may have no rows of its own, which `partitions` doesn't mind.
+    return [*names, "~"], np.where(unknown, len(names), codes)
 
 
-def _written(value: int | None, unit: int, moment: str) -> str:
-    if value is None:
-        return "~"
+def _written(value: int, unit: int, moment: str) -> str:
     try:
         when = _EPOCH + timedelta(seconds=value * unit)
     except OverflowError:
@@ -230,6 +237,10 @@ def _encoded(value: str) -> str:
 
 def _combined(names: list[str], codes: Codes, values: list[str], of_row: Codes) -> tuple[list[str], Codes]:
     """What two holes make together; only what rows have."""
+    if len(values) == 1:
+        return [name + values[0] for name in names], codes
+    if len(names) == 1:
+        return [names[0] + value for value in values], of_row
     pairs, found = np.unique(codes * len(values) + of_row, return_inverse=True)
     made = [names[pair // len(values)] + values[pair % len(values)] for pair in pairs.tolist()]
     return made, found.astype(np.int64)

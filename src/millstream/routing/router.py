@@ -6,6 +6,7 @@ rows, but for counts of what went where.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -92,6 +93,7 @@ class Router:
         self.rules = rules
         self.era = era
         self.ring = ring
+        self._counting = threading.Lock()
         self.counts: Counter[str] = Counter()
         """Rows by where they went: `shard:N`, or a sink's name."""
         self._shard_of_table = shard_of_table
@@ -101,7 +103,7 @@ class Router:
     def with_ring(self, ring: ShardRouter, *, era: int) -> Router:
         """The same rules under another ring."""
         other = Router(self.rules, shard_of_table=self._shard_of_table, partitions=self._partitions, ring=ring, era=era)
-        other.counts = self.counts
+        other.counts, other._counting = self.counts, self._counting
         return other
 
     def place(self, schema: TableSchema, rows: pa.RecordBatch) -> tuple[TableRows, ...]:
@@ -119,8 +121,8 @@ class Router:
         plan = self.plan(schema, rows)
         entries = list(self._entries(schema, rows, plan.shards))
         for sink, at in plan.sinks.items():
-            own = rows if at is None else rows.take(pa.array(at))
-            self.counts[sink] += own.num_rows
+            own = rows if at is None else _taken(rows, at)
+            self._count(sink, own.num_rows)
             if sink != DEVNULL and own.num_rows:
                 entries.append(TableRows(schema, own, sink=sink))
         return tuple(entries)
@@ -137,6 +139,10 @@ class Router:
             whole = rows.take(pa.array(np.lexsort(numbers)))
             placed += self._entries(entries[0].schema, whole, self.plan(entries[0].schema, whole).shards)
         return replace(ops, tables=tuple(placed))
+
+    def _count(self, target: str, rows: int) -> None:
+        with self._counting:
+            self.counts[target] += rows
 
     # --- where ---------------------------------------------------------------------------------------------------
 
@@ -284,7 +290,7 @@ class Router:
         """The log's entries: by shard and partition, where a key goes from one partition to another stretch by stretch."""
         if not isinstance(shards, int) and (shards == _NOWHERE).any():
             kept = np.flatnonzero(shards != _NOWHERE)
-            shards, rows = shards[kept], _numbered_anew(rows.take(pa.array(kept)))
+            shards, rows = shards[kept], _numbered_anew(_taken(rows, kept))
         if not rows.num_rows:
             return []
         numbers, codes = (
@@ -299,13 +305,13 @@ class Router:
                 codes = _in_stretches(schema, rows, codes, len(numbers) * len(names))
         count = len(numbers) * len(names)
         if count == 1:
-            self.counts[f"shard:{numbers[0]}"] += rows.num_rows
+            self._count(f"shard:{numbers[0]}", rows.num_rows)
             return [TableRows(schema, rows, ShardId(numbers[0]), names[0], self.era)]
         found = []
         for code, at in _groups(schema, codes):
             shard, name = numbers[code % count // len(names)], names[code % len(names)]
-            self.counts[f"shard:{shard}"] += len(at)
-            own = rows if len(at) == rows.num_rows else rows.take(pa.array(at))
+            self._count(f"shard:{shard}", len(at))
+            own = rows if len(at) == rows.num_rows else _taken(rows, at)
             found.append(TableRows(schema, own, ShardId(shard), name, self.era))
         return found
 
@@ -389,11 +395,36 @@ def _in_stretches(schema: TableSchema, rows: pa.RecordBatch, codes: Places, coun
     """Codes that keep a key's rows in order: entries are numbered one behind the other, so a key that goes to another partition begins new ones."""
     from millstream.routing._splitting import stretches
 
-    found: Places = stretches(key_hashes([rows.column(name) for name in schema.key]), codes)
-    return codes + found * count if found[-1] else codes
+    hashes = key_hashes([rows.column(name) for name in schema.key])
+    found: Places = stretches(hashes, codes, rows.column("__operation").to_numpy())
+    return codes + found * count if found.any() else codes
 
 
-def _groups(schema: TableSchema, codes: Places) -> list[tuple[int, Places]]:
+def in_key_order(tables: Sequence[TableRows]) -> list[TableRows]:
+    """Entries that were placed before, some of which may have become one, so that numbers keep each key's order again.
+
+    Args:
+        tables: of each table, version, shard and partition one entry, in `append_row_schema`.
+    """
+    alike: dict[tuple[TableId, SchemaVersion, ShardId], list[TableRows]] = {}
+    for table in tables:
+        alike.setdefault((table.schema.table_id, table.schema.version, table.shard), []).append(table)
+    found: list[TableRows] = []
+    for entries in alike.values():
+        schema = entries[0].schema
+        if len(entries) == 1 or not schema.key:
+            found += entries
+            continue
+        rows = pa.concat_batches([entry.rows for entry in entries])
+        order = np.lexsort([rows.column(name).to_numpy() for name in ("__index", "__operation")])
+        codes = np.repeat(np.arange(len(entries)), [entry.rows.num_rows for entry in entries])[order]
+        whole = _taken(rows, order)
+        for code, at in _groups(schema, _in_stretches(schema, whole, codes, len(entries)), entries_max=None):
+            found.append(replace(entries[code % len(entries)], rows=_taken(whole, at)))
+    return found
+
+
+def _groups(schema: TableSchema, codes: Places, *, entries_max: int | None = ENTRIES_MAX) -> list[tuple[int, Places]]:
     """The rows of each code, in order of the codes."""
     from millstream.routing._splitting import rows_by_group
 
@@ -404,9 +435,9 @@ def _groups(schema: TableSchema, codes: Places) -> list[tuple[int, Places]]:
         dense = rank[codes]
     else:
         used, dense = np.unique(codes, return_inverse=True)
-    if len(used) > ENTRIES_MAX:
+    if entries_max is not None and len(used) > entries_max:
         raise InvalidRoute(
-            f"rows of {schema.full_name} would lie in {len(used)} places of shard and partition by one call, of at most {ENTRIES_MAX}",
+            f"rows of {schema.full_name} would lie in {len(used)} places of shard and partition by one call, of at most {entries_max}",
             hint="Append them in several calls: each key's rows with few changes of the partition.",
             table=schema.full_name,
         )
@@ -414,6 +445,16 @@ def _groups(schema: TableSchema, codes: Places) -> list[tuple[int, Places]]:
         return [(int(used[0]), np.arange(len(codes), dtype=np.int64))]
     rows, starts = rows_by_group(dense, len(used))
     return [(int(code), rows[starts[n] : starts[n + 1]]) for n, code in enumerate(used)]
+
+
+def _taken(rows: pa.RecordBatch, at: Places) -> pa.RecordBatch:
+    """Some rows, in that order. Columns of nothing but nulls, as most that the log adds are, are made anew: taking lists is dear."""
+    places = pa.array(at)
+    columns = [
+        pa.nulls(len(at), column.type) if column.null_count == rows.num_rows else column.take(places)
+        for column in rows.columns
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=rows.schema)
 
 
 def _numbered_anew(rows: pa.RecordBatch) -> pa.RecordBatch:

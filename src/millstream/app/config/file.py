@@ -418,6 +418,11 @@ def _clashes_of_buffer(
             (*at, "buffer", "role"),
             f"stream {name} captures a database, whose order its log keeps: it can't {'write to' if buffer.role == 'writes' else 'read from'} a buffer besides",
         )
+    if stream.routing is not None and stream.routing.sinks:
+        yield (
+            (*at, "buffer", "role"),
+            f"stream {name} has sinks beside its log, and a stream has its rows in one place or takes them from one: give it sinks, or a buffer",
+        )
     if buffer.role == "reads" and writer is not None:
         yield (
             (*at, "buffer", "role"),

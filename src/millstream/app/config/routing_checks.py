@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 
-from millstream.app.config.model import RoutingSection, StreamConfig
+from millstream.app.config.model import StreamConfig
+from millstream.app.config.routing_model import RoutingSection
 from millstream.app.config.toml_lines import KeyPath
 from millstream.errors import MillstreamError, UsageError
 from millstream.model.names import TablePatterns, parse_qualified_name

@@ -25,6 +25,7 @@ from millstream.errors import (
     PositionError,
     RemoteError,
     ServerUnreachable,
+    SessionsNeedOneWriter,
     UnknownStream,
     UsageError,
     error_of,
@@ -61,6 +62,8 @@ class Call:
     body: bytes = b""
     in_pieces: bool = False
     """Whether an answer that is no error is taken piece by piece: it comes back open."""
+    own_key: bool = False
+    """Whether the key that tells it apart is of this client's making: where no keys are known, it goes without."""
     more_patience_s: float = 0.0
     """How much longer than others it may take until its answer begins."""
 
@@ -196,7 +199,8 @@ def append_call(
         out.write_table(columns)
     params = {"on_clash": "rows" if keep_valid_rows else "request"}
     path = of_stream(stream, f"tables/{quote(table, safe='')}")
-    return Call("POST", path, params, headers, sink.getvalue().to_pybytes())
+    own_key = session is None and idempotency_key is None
+    return Call("POST", path, params, headers, sink.getvalue().to_pybytes(), own_key=own_key)
 
 
 def appended(call: Call, *, url: str, deadline_s: float, now: Callable[[], float]) -> Steps[Appended]:
@@ -209,6 +213,7 @@ def appended(call: Call, *, url: str, deadline_s: float, now: Callable[[], float
     """
     give_up_s, nap_s = now() + deadline_s, _NAP_S
     unknown: AppendOutcomeUnknown | None = None
+    is_told_apart = True
     while True:
         left_s = max(0.0, give_up_s - now())
         params = {**call.params, "deadline_s": f"{left_s:.3f}"}
@@ -224,13 +229,18 @@ def appended(call: Call, *, url: str, deadline_s: float, now: Callable[[], float
             if got.status == 200:
                 return _appended_of(got, url)
             error = problem_of(got, url)
+            if isinstance(error, SessionsNeedOneWriter) and call.own_key:
+                headers = {name: value for name, value in call.headers.items() if name != "Idempotency-Key"}
+                call = replace(call, headers=headers, own_key=False)
+                is_told_apart = False
+                continue
             if isinstance(error, AppendOutcomeUnknown) or got.status in _UNTOLD:
                 unknown = _unknown(error.message, call, url)
             elif got.status in _BUSY:
                 wait_s = _wait_of(got, nap_s)
             else:
                 raise error
-        if now() + wait_s >= give_up_s:
+        if now() + wait_s >= give_up_s or (unknown is not None and not is_told_apart):
             raise unknown or error
         yield Nap(wait_s)
         nap_s = min(2 * nap_s, _NAP_MAX_S)

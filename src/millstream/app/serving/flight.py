@@ -24,6 +24,7 @@ from millstream.app.serving.bulk_append import BulkAppend, Room
 from millstream.app.serving.bulk_read import conformed, records
 from millstream.app.serving.certificates import Certificates
 from millstream.app.serving.exposure import check_protected
+from millstream.app.serving.flight_connections import Readers, cut_connections
 from millstream.errors import (
     AccessError,
     AddressInUse,
@@ -46,7 +47,8 @@ if TYPE_CHECKING:
 logger = structlog.get_logger("millstream.serve")
 
 _ENDS_WITHIN_S: Final = 10.0
-"""How long calls may take to end once the server does; one that nobody reads never would."""
+"""How long calls may take to end once the server does; one that waits for its caller may take for ever."""
+_AGAIN_S: Final = 2.0
 _HEADERS: Final = "millstream"
 
 
@@ -134,6 +136,7 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
         flight = home.config.flight
         self._writes = threading.BoundedSemaphore(flight.calls_max)
         self._reads = threading.BoundedSemaphore(flight.calls_max)
+        self._readers = Readers()
         self._room = Room(size_bytes(flight.inflight_bytes_max))
         host = f"[{address[0]}]" if ":" in address[0] else address[0]
         options: dict[str, Any] = {"middleware": {_HEADERS: _HeadersFactory()}}
@@ -152,16 +155,20 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
                 address=f"{host}:{address[1]}",
             ) from error
         self.address: Final = f"{host}:{self.port}"
+        watching = threading.Thread(target=self._readers.watch, args=(self.port, self._closing), daemon=True)
+        watching.start()
 
     def end(self) -> None:
-        """Take no more, and let running calls end."""
+        """Take no more, let running calls end, and cut off those whose callers don't."""
         self._closing.set()
-        # A call whose caller doesn't read what it is sent never ends by itself: nobody waits for that.
         ending = threading.Thread(target=self.shutdown, name="flight-ends", daemon=True)
         ending.start()
         ending.join(_ENDS_WITHIN_S)
         if ending.is_alive():
-            logger.warning("Flight calls that nobody reads are cut off")
+            logger.warning(
+                "Flight calls that wait for their callers are cut off", connections=cut_connections(self.port)
+            )
+            ending.join(_ENDS_WITHIN_S)
 
     # --- writing -----------------------------------------------------------------------------------------------
 
@@ -182,11 +189,12 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
         self._caller(context).check(Right.READ, asked.stream)
         reader = open_reader(self._home, asked.stream)
         schema = record_schema(_schema_of(reader, asked))
-        return fl.GeneratorStream(schema, self._sent(reader, asked, schema))
+        return fl.GeneratorStream(schema, self._sent(reader, asked, schema, context.peer()))
 
-    def _sent(self, reader: StreamReader, asked: GetRequest, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        with telling(), self._slot(self._reads):
+    def _sent(self, reader: StreamReader, asked: GetRequest, schema: pa.Schema, peer: str) -> Iterator[pa.RecordBatch]:
+        with telling(), self._slot(self._reads), self._readers.reading(peer) as caller:
             for batch in records(reader, asked):
+                caller.took()
                 if self._closing.is_set():
                     raise WriterClosed(
                         "the server ends", hint="Read on from the last record's `__seq` when it is back."
@@ -248,24 +256,71 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
             slots.release()
 
 
+class FlightService:
+    """A home's Flight server, which is made anew where its certificate was renewed: gRPC keeps the one with which it began."""
+
+    def __init__(self, make: Callable[[tuple[str, int]], FlightServer], address: tuple[str, int]) -> None:
+        self._make = make
+        self._host = address[0]
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._server: FlightServer | None = make(address)
+        self._port: Final = self._server.port
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"{host}:{self._port}"
+
+    def renew(self) -> None:
+        """End the server, whose callers are told to come again, and listen anew. It is done on a thread of its own."""
+        threading.Thread(target=self._renew, name="flight-renews", daemon=True).start()
+
+    def end(self) -> None:
+        """Listen no more."""
+        self._ended.set()
+        with self._lock:
+            if self._server is not None:
+                self._server.end()
+                self._server = None
+
+    def _renew(self) -> None:
+        with self._lock:
+            if self._server is not None:
+                self._server.end()
+                self._server = None
+            while not self._ended.is_set():
+                try:
+                    self._server = self._make((self._host, self._port))
+                except MillstreamError as error:
+                    logger.warning("Flight can't listen again", error=error.message, code=error.code, in_s=_AGAIN_S)
+                    self._ended.wait(_AGAIN_S)
+                else:
+                    logger.info("Flight has the renewed certificate")
+                    return
+
+
 @contextlib.contextmanager
-def flight_of(home: Home, access: Access, appender: HomeAppender) -> Iterator[FlightServer | None]:
-    """A home's Flight server while the block lasts, on threads of its own; None where none is configured.
+def flight_of(home: Home, access: Access, appender: HomeAppender) -> Iterator[FlightService]:
+    """A home's Flight server while the block lasts, on threads of its own; the home configures one.
 
     Raises:
         AddressInUse, Unprotected, CertificateUnusable: it can't or may not listen.
     """
     address = home.config.flight.address
-    if address is None:
-        yield None
-        return
+    assert address is not None
     check_protected("flight", address, home.config.http)
-    server = FlightServer(home, access, appender, address, Certificates.of_home(home))
+
+    def make(address: tuple[str, int]) -> FlightServer:
+        return FlightServer(home, access, appender, address, Certificates.of_home(home))
+
+    service = FlightService(make, address)
     try:
-        logger.info("flight listens", address=server.address)
-        yield server
+        logger.info("flight listens", address=service.address)
+        yield service
     finally:
-        server.end()
+        service.end()
 
 
 def _batches(reader: Any) -> Iterator[tuple[pa.RecordBatch, bytes | None]]:

@@ -51,6 +51,7 @@ class _Status(Collector):
         yield from _sources(streams)
         yield from _held(streams)
         yield from _retention(streams)
+        yield from _sinks(streams)
         yield _tables(streams)
         yield from _each_table(streams)
 
@@ -122,6 +123,19 @@ def _held(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
             for holder, facts in stream["log"]["held"].items():
                 if facts[key] is not None:
                     family.add_metric([stream["name"], holder, facts["kind"]], float(facts[key]))
+        yield family
+
+
+def _sinks(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
+    """Since the writer began."""
+    for key, text in (
+        ("rows", "Rows that routing sent to a sink beside the log; of devnull: that it dropped."),
+        ("ignored_errors", "Writes that went on though a sink that may fail didn't take them."),
+    ):
+        family = GaugeMetricFamily(f"millstream_sink_{key}", text, labels=["stream", "sink"])
+        for stream in streams:
+            for sink, facts in stream.get("sinks", {}).items():
+                family.add_metric([stream["name"], sink], float(facts[key]))
         yield family
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import resource
 import socket
 from typing import TYPE_CHECKING, Any, Final
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from millstream.app.serving.application import Application
     from millstream.app.serving.connections import ConnectionBounds
+    from millstream.app.serving.flight import FlightService
 
 logger = structlog.get_logger("millstream.serve")
 
@@ -50,19 +52,27 @@ def serve_home(home: Home, lifeline: Lifeline) -> None:
         RoleLock.take(home.run_folder, "serve", patience_s=LOCK_PATIENCE_S if lifeline.supervised else 0.5),
         _listen(host, port) as listener,
         contextlib.closing(Application(home, access)) as application,
-        _flight(home, application),
+        _flight(home, application) as flight,
     ):
         # A wildcard address isn't one that a person can open.
         address = f"{host}:{listener.getsockname()[1]}"
         lifeline.tell("listening", {"address": address})
         logger.info("listening", address=address)
         _raise_open_files()
+        # What is there by now stays: looking through it again and again takes as long as a tenth of the requests.
+        gc.collect()
+        gc.freeze()
         with asyncio.Runner(loop_factory=_new_loop) as runner:
-            runner.run(_serve(home, lifeline, application, listener, renewal))
+            runner.run(_serve(home, lifeline, application, listener, renewal, flight))
 
 
 async def _serve(
-    home: Home, lifeline: Lifeline, application: Application, listener: socket.socket, renewal: Renewal | None
+    home: Home,
+    lifeline: Lifeline,
+    application: Application,
+    listener: socket.socket,
+    renewal: Renewal | None,
+    flight: FlightService | None,
 ) -> None:
     import importlib.util
 
@@ -114,7 +124,8 @@ async def _serve(
         while renewal is not None:
             await asyncio.sleep(LOOK_EVERY_S)
             # Here, on the loop's own thread: nobody makes a connection of the context meanwhile.
-            renewal.look()
+            if renewal.look() and flight is not None:
+                flight.renew()
 
     aside = [
         asyncio.create_task(end_when_told()),
@@ -133,15 +144,15 @@ async def _serve(
 
 
 @contextlib.contextmanager
-def _flight(home: Home, application: Application) -> Iterator[None]:
+def _flight(home: Home, application: Application) -> Iterator[FlightService | None]:
     """Flight beside HTTP, where it is configured; it isn't imported elsewhere."""
     if home.config.flight.listen is None:
-        yield
+        yield None
         return
     from millstream.app.serving.flight import flight_of
 
-    with flight_of(home, application.access, application.appender):
-        yield
+    with flight_of(home, application.access, application.appender) as flight:
+        yield flight
 
 
 def connection_bounds(home: Home) -> ConnectionBounds:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from millstream.model.appends import AppendBatch
     from millstream.model.ids import ShardId, StreamId
     from millstream.ports import WriteBuffer
+
+    _Sent = list[tuple[ShardId, Future[BufferMeta]]]
+    """An operation's parts, and their answers."""
 
 ENTRY_POINTS: Final = "millstream.buffers"
 _OURS: Final = ("log", "kafka", "redis")
@@ -115,32 +120,46 @@ class BufferingAppender:
         self._name = name
         self._start: Final = StreamToken.scalar(stream, Seq(0))
 
-    def append_prepared_batch(
-        self, prepared: PreparedBatch, *, deadline_s: float | None
-    ) -> list[Appended | MillstreamError]:
-        """Store each operation of a batch; what became of each request."""
-        if prepared.ops is None:
-            return prepared.outcomes(None)
-        give_up_s = None if deadline_s is None else time.monotonic() + deadline_s
-        sent = [self._send(op, deadline_s) for op in single_operations(prepared.ops)]
-        outcomes: dict[int, Appended | MillstreamError] = dict(prepared.errors)
-        for place, count, parts in zip(prepared.places, prepared.counts, sent, strict=True):
-            outcomes[place] = self._outcome(count, parts, give_up_s)
-        return [outcomes[place] for place in range(prepared.requests)]
-
     def append_batch(self, batch: AppendBatch, *, deadline_s: float | None) -> list[Appended | MillstreamError]:
         """As `Appender.append_batch`."""
-        return self.append_prepared_batch(self._appender.prepare(batch), deadline_s=deadline_s)
+        give_up_s = _give_up_s(deadline_s)
+        prepared = self._appender.prepare(batch)
+        return self._outcomes(prepared, self._send_all(prepared, deadline_s), give_up_s)
 
-    async def append_batch_async(
-        self, batch: AppendBatch, *, deadline_s: float | None
+    async def append_prepared(
+        self, prepared: PreparedBatch, *, deadline_s: float | None
     ) -> list[Appended | MillstreamError]:
-        """As `append_batch`, for a task: it waits in a thread."""
-        return await asyncio.to_thread(self.append_batch, batch, deadline_s=deadline_s)
+        """As `Appender.append_prepared`: a thread hands the operations over, and none waits for the answers."""
+        give_up_s = _give_up_s(deadline_s)
+        sent = await asyncio.to_thread(self._send_all, prepared, deadline_s)
+        waiting = [asyncio.wrap_future(future) for parts in sent for _, future in parts if not future.done()]
+        if waiting:
+            answers = asyncio.gather(*waiting, return_exceptions=True)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(answers), _left_s(give_up_s))
+        return self._outcomes(prepared, sent, give_up_s)
 
-    def _send(self, op: WriteOps, deadline_s: float | None) -> list[tuple[ShardId, Future[BufferMeta]]]:
+    def _send_all(self, prepared: PreparedBatch, deadline_s: float | None) -> list[_Sent]:
+        """Hand each operation of a batch to the buffer."""
+        if prepared.ops is None:
+            return []
+        return [self._send(op, deadline_s) for op in single_operations(prepared.ops)]
+
+    def _outcomes(
+        self, prepared: PreparedBatch, sent: Sequence[_Sent], give_up_s: float | None
+    ) -> list[Appended | MillstreamError]:
+        """What became of each request; waits for the answers that aren't there yet."""
+        outcomes: dict[int, Appended | MillstreamError] = dict(prepared.errors)
+        for place, count, parts in zip(prepared.places, prepared.counts, sent, strict=True):
+            found = self._outcome(count, parts, give_up_s)
+            if isinstance(found, Appended):
+                found = replace(found, rejected=prepared.rejected.get(place, ()))
+            outcomes[place] = found
+        return [outcomes[place] for place in range(prepared.requests)]
+
+    def _send(self, op: WriteOps, deadline_s: float | None) -> _Sent:
         """Hand an operation's parts to the buffer. One that it doesn't take is a future that has failed."""
-        parts = []
+        parts: _Sent = []
         for shard, part in parts_of_shards(op).items():
             try:
                 future = self._buffer.submit(shard, part, deadline_s=deadline_s)
@@ -150,14 +169,12 @@ class BufferingAppender:
             parts.append((shard, future))
         return parts
 
-    def _outcome(
-        self, count: int, parts: Sequence[tuple[ShardId, Future[BufferMeta]]], give_up_s: float | None
-    ) -> Appended | MillstreamError:
+    def _outcome(self, count: int, parts: _Sent, give_up_s: float | None) -> Appended | MillstreamError:
         stored: dict[ShardId, tuple[Offset, Offset]] = {}
         failed: dict[ShardId, MillstreamError] = {}
         for shard, future in parts:
             try:
-                meta = future.result(None if give_up_s is None else max(0.0, give_up_s - time.monotonic()))
+                meta = future.result(_left_s(give_up_s))
                 stored[shard] = Offset(meta.offset), Offset(meta.offset + 1)
             except TimeoutError:
                 failed[shard] = BufferOutcomeUnknown(
@@ -179,6 +196,14 @@ class BufferingAppender:
         )
 
 
+def _give_up_s(deadline_s: float | None) -> float | None:
+    return None if deadline_s is None else time.monotonic() + deadline_s
+
+
+def _left_s(give_up_s: float | None) -> float | None:
+    return None if give_up_s is None else max(0.0, give_up_s - time.monotonic())
+
+
 class AppenderToBuffer(Appender):
     """An appender whose operations go into a write buffer."""
 
@@ -188,17 +213,11 @@ class AppenderToBuffer(Appender):
         """As `Appender.append_batch`; the offsets are the buffer's. `BufferUnavailable`, `BufferOutcomeUnknown` … as the buffer says."""
         return self.to_buffer.append_batch(batch, deadline_s=deadline_s)
 
-    async def append_batch_async(
-        self, batch: AppendBatch, *, deadline_s: float | None
-    ) -> list[Appended | MillstreamError]:
-        """As `append_batch`, for a task."""
-        return await self.to_buffer.append_batch_async(batch, deadline_s=deadline_s)
-
     async def append_prepared(
         self, prepared: PreparedBatch, *, deadline_s: float | None
     ) -> list[Appended | MillstreamError]:
-        """As `append_batch`, of what `prepare` has made."""
-        return await asyncio.to_thread(self.to_buffer.append_prepared_batch, prepared, deadline_s=deadline_s)
+        """As `append_batch`, of what `prepare` has made; `append_batch_async` ends here too."""
+        return await self.to_buffer.append_prepared(prepared, deadline_s=deadline_s)
 
 
 class AppenderOfReader(Appender):

@@ -209,12 +209,21 @@ class OwnedStream:
             "stream": self.name,
             "since": self.since_s,
             "progress": None if progress is None else dataclasses.asdict(progress),
-            "buffer": None if self.taking is None else self.taking.facts(),
+            "buffer": self._buffer_facts(),
             "writer": None if writer is None else dataclasses.asdict(writer.log.stats()),
+            "routing": None if writer is None else writer.routing.facts(),
             "outcome": self.facts_at_end,
             "error": None if self.error is None else self.error.as_dict(),
             "gave_up": self.gave_up,
         }
+
+    def _buffer_facts(self) -> dict[str, Any] | None:
+        """Of the write buffer, where there is one."""
+        if self.config.buffer is None:
+            return None
+        if self.taking is not None:
+            return self.taking.facts()
+        return {"name": buffer_name(self.name, self.config.buffer), "role": self.config.buffer.role}
 
     def drop_old_segments(self) -> None:
         """Let go of segments that nobody needs and that are too old or too many."""

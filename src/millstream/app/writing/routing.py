@@ -24,6 +24,7 @@ from millstream.routing.partitions import PartitionTemplate
 from millstream.routing.ring import ShardRouter
 from millstream.routing.router import Router
 from millstream.routing.rules import (
+    SHARD_PREFIX,
     HashRing,
     Matcher,
     RoutingConfig,
@@ -36,7 +37,8 @@ from millstream.routing.rules import (
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from millstream.app.config.model import RoutingSection, StreamConfig
+    from millstream.app.config.model import StreamConfig
+    from millstream.app.config.routing_model import RoutingSection
     from millstream.catalog import Catalog
     from millstream.model.operations import TableRows
     from millstream.model.schema import TableSchema
@@ -153,6 +155,8 @@ class StreamRouting:
         self._eras = RingEras(catalog, stream)
         self._stream, self._name, self._config, self._log = stream, name, config, log
         self._is_shared = is_shared
+        self.ignored: Mapping[str, int] = {}
+        """Writes that went on though a sink failed them, by sink."""
         _refuse_captured(catalog, stream, name, config)
         era = None
         if ring_of(config.routing) is not None:
@@ -172,6 +176,16 @@ class StreamRouting:
                 )
         self._era = era
         self.router = router_of(config, first_shard, era)
+
+    def facts(self) -> dict[str, Any]:
+        """Of each sink, `devnull` among them, how many `rows` went there and how many of its `ignored_errors` there were; JSON-able."""
+        rows = {to: count for to, count in self.router.counts.copy().items() if not to.startswith(SHARD_PREFIX)}
+        return {
+            "sinks": {
+                sink: {"rows": rows.get(sink, 0), "ignored_errors": self.ignored.get(sink, 0)}
+                for sink in sorted({*rows, *self.ignored})
+            }
+        }
 
     def place(self, schema: TableSchema, rows: pa.RecordBatch) -> tuple[TableRows, ...]:
         """As `Router.place`, by the ring in force."""

@@ -16,7 +16,8 @@ from millstream.model.records import LOG_ROW_PREFIX
 from millstream.routing.sinks import BufferSink
 
 if TYPE_CHECKING:
-    from millstream.app.config.model import SinkConfig, StreamConfig
+    from millstream.app.config.model import StreamConfig
+    from millstream.app.config.routing_model import SinkConfig
     from millstream.app.home import Home
     from millstream.app.opened import OpenHome
     from millstream.app.remote.client import RemoteHome

@@ -97,7 +97,7 @@ def stream_writer(
         appender = kind(
             catalog,
             stream,
-            _with_sinks(home, name, config, log, opened),
+            _with_sinks(home, name, config, log, routing, opened),
             writer=writer,
             rules_of=write_rules(config),
             place=routing.place,
@@ -111,13 +111,16 @@ def stream_writer(
         yield StreamWriter(stream, log, first_shard, appender, own, routing)
 
 
-def _with_sinks(home: Home, name: str, config: StreamConfig, log: LogWriter, opened: contextlib.ExitStack) -> LogWriter:
+def _with_sinks(
+    home: Home, name: str, config: StreamConfig, log: LogWriter, routing: StreamRouting, opened: contextlib.ExitStack
+) -> LogWriter:
     """What applications' operations go to: the log, with the sinks beside it where there are any."""
     sinks = sinks_of(home, name, config)
     if not sinks or config.routing is None:
         return log
     dispatcher = Dispatcher(log, sinks, ignore_errors=frozenset(config.routing.ignore_errors))
     opened.callback(dispatcher.close)
+    routing.ignored = dispatcher.ignored
     return cast("LogWriter", dispatcher)  # of which an appender uses what both have
 
 

@@ -4,6 +4,9 @@ Where in the buffer the log has got to is durable with the rows themselves: each
 operation tells the log, as capture's transactions do, that it has reached the offset behind it (`WriteOps.reached`). So nothing has to be
 agreed between two stores, and nothing is asked but the log.
 
+Who was left without an answer sends a write again under its session and number, or its key, and the buffer may have both. The second one within
+`AGAIN_WITHIN` offsets of its shard is left out: that is a matter of what lies in the buffer alone, so that a restart decides as before.
+
 A table that can't take rows (its key was configured otherwise, a column's type clashes) is held: from that operation on its rows are left
 out, by partition, while others go on; `protocol.buffer_replay` tells what is read again once it is mended, at the next start.
 """
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -20,12 +23,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
+from millstream.catalog.sources import OF_A_BUFFER
 from millstream.errors import (
     BufferedOpUndecodable,
     BufferOffsetGone,
     BufferReplaced,
     BufferSeekBeyondEnd,
     BufferWentBack,
+    CatalogError,
     CodecError,
     IngestError,
     MillstreamError,
@@ -49,8 +54,11 @@ logger = structlog.get_logger("millstream.buffer")
 _WAIT_S: Final = 0.2
 """How long a reader waits for more before it looks whether it is to stop."""
 _CHECK_IDENTITY_S: Final = 2.0
+AGAIN_WITHIN: Final = 4096
+"""Offsets of a shard within which a write that was sent again is known. As many are read at a start: a second or two, at the most."""
 _IN_FLIGHT_BYTES: Final = 32 << 20
 """Operations handed to the log and not durable yet, a shard."""
+_TOLD_BY: Final = ("session", "session_number", "idempotency_key")
 _UNFIT: Final = (CodecError, IngestError, UnknownTable)
 """What is wrong with a table's rows, and with nothing else. `CodecError`: InvalidValue is of it."""
 
@@ -65,6 +73,8 @@ class ShardProgress:
     """Of the buffer, when it was last looked."""
     taken: int = 0
     """Operations since the start of this process."""
+    repeated: int = 0
+    """Writes that were sent again, and left out."""
     undecodable: int = 0
     """Items that held no operation, likewise."""
 
@@ -88,6 +98,7 @@ class TakingProgress:
                     "place": int(one.place),
                     "end": int(one.end),
                     "taken": one.taken,
+                    "repeated": one.repeated,
                     "undecodable": one.undecodable,
                 }
                 for shard, one in sorted(self.shards.items())
@@ -133,6 +144,7 @@ class BufferTaking:
 
         Raises:
             BufferReplaced: the buffer isn't the one that was read before.
+            CatalogError: the log was written with another catalog.
             BufferWentBack: it ends before what was read of it.
             BufferOffsetGone: it has dropped what wasn't taken yet.
             BufferUnavailable, BufferMissing, BufferRefused: as the buffer says.
@@ -182,6 +194,12 @@ class BufferTaking:
     def _check_identity(self) -> None:
         known, found = self._catalog.fact(self._scope, "identity"), self._buffer.identity()
         if known is None:
+            strange = set(self._log.reached()) - {row.id for row in self._catalog.all_sources(self._stream)}
+            if strange:
+                raise CatalogError(
+                    f"the log has taken operations from sources that the catalog doesn't know ({', '.join(map(str, sorted(strange)))}): which they were can't be told",
+                    hint="Restore the catalog; with a new one the same operations would be taken again.",
+                )
             self._catalog.put_fact(self._scope, "identity", found)
         elif known != found:
             raise BufferReplaced(
@@ -204,7 +222,7 @@ class BufferTaking:
     def _source(self, shard: ShardId, part: Part | None = None) -> SourceId:
         """The number by which the log knows a shard of the buffer, or a held part of one."""
         told = self._name if part is None else f"{self._name}/{part.table}/{part.partition or ''}"
-        return self._catalog.resolve_source(self._stream, 0, f"buffer:{told}", int(shard))
+        return self._catalog.resolve_source(self._stream, OF_A_BUFFER, told, int(shard))
 
     def _reader(self, shard: ShardId, replay: Replay) -> ShardReader:
         """A reader of a shard at its own place; what isn't there any more is said by name."""
@@ -215,7 +233,9 @@ class BufferTaking:
         try:
             # What it had must be there still, also where it begins with what was held.
             reader.seek(replay.end(shard))
-            reader.seek(start)
+            reader.seek_earliest()
+            # What lies before it is looked at, not taken; where the start itself is gone, that is said.
+            reader.seek(min(start, max(reader.place, BufferOffset(start - AGAIN_WITHIN))))
         except BufferSeekBeyondEnd as error:
             reader.close()
             raise BufferWentBack(
@@ -315,6 +335,9 @@ class _ShardTaking:
         self._handed = {source: taking.reached(source) for source in (self._source, *self._catching_up.values())}
         """How far each source will be once all that was handed to the log is durable."""
         self._held: set[Part] = set()
+        self._start = replay.start(reader.shard)
+        self._recent: OrderedDict[tuple[object, ...], BufferOffset] = OrderedDict()
+        """The last writes that can be told apart, by what tells them, with where they lie; oldest first."""
         self._in_flight: deque[tuple[Future[Ack], int, BufferOffset]] = deque()
         self._in_flight_bytes = 0
 
@@ -325,6 +348,8 @@ class _ShardTaking:
         except BufferedOpUndecodable as error:
             if isinstance(error.__cause__, UnsupportedFormat):
                 raise error.__cause__ from error  # a newer Millstream's: not to be passed over
+            if error.details["offset"] < self._start:
+                return True
             self._progress.undecodable += 1
             logger.warning("passed over", buffer=error.details["buffer"], code=error.code, error=error.message)
             return True
@@ -343,8 +368,25 @@ class _ShardTaking:
         while self._in_flight:
             self._await_one()
 
+    def _is_repeated(self, found: BufferedOp) -> bool:
+        """Whether the same write lies a little before; from now on it is known."""
+        offset = found.meta.offset
+        while self._recent and next(iter(self._recent.values())) < offset - AGAIN_WITHIN:
+            self._recent.popitem(last=False)
+        told = tuple(found.op.operations.column(name)[0].as_py() for name in _TOLD_BY)
+        if told[0] is None and told[2] is None:
+            return False
+        first = self._recent.setdefault(told, offset)
+        return first != offset
+
     def _take(self, found: BufferedOp) -> None:
         offset = found.meta.offset
+        is_repeated = self._is_repeated(found)
+        if offset < self._start:
+            return
+        if is_repeated:
+            self._progress.repeated += 1
+            return
         if offset >= self._replay.place(self._reader.shard):
             self._release()
         tables: list[TableRows] = []

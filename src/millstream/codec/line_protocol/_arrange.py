@@ -13,7 +13,7 @@ from millstream.codec.line_protocol._scan import LINE_AT, LINE_MEASUREMENT, LINE
 from millstream.codec.line_protocol._values import TEXT_ESCAPED
 from millstream.codec.line_protocol._words import load_word, store_word
 from millstream.codec.line_protocol.grammar import Refusal
-from millstream.codec.pgoutput._compiled import compiled
+from millstream.codec.pgoutput._compiled import compiled, inlined
 
 Array = Any  # numba knows the element types better than a type checker could
 
@@ -204,46 +204,80 @@ def spread(
 
 
 @compiled
-def measure_texts(texts: Array, offsets: Array) -> Any:
-    """Fill a string array's offsets; the bytes in all."""
-    total = np.int64(0)
-    offsets[0] = 0
-    for row in range(len(texts)):
-        total += texts[row] & _SIZE
-        offsets[row + 1] = total
-    return total
+def measure_texts(values: Array, begins: Array, counts: Array, offsets: Array, starts: Array) -> Any:
+    """Fill string arrays' offsets, one column's behind the other's; the bytes in all.
+
+    Args:
+        begins: where each column begins in `values`.
+        counts: its rows.
+        offsets: one more than the rows for each column.
+        starts: where each column's bytes begin, and last where they end.
+    """
+    place = np.int64(0)
+    begun = np.int64(0)
+    for column in range(len(begins)):
+        starts[column] = begun
+        total = np.int64(0)
+        offsets[place] = 0
+        place += 1
+        for row in range(begins[column], begins[column] + counts[column]):
+            total += values[row] & _SIZE
+            offsets[place] = total
+            place += 1
+        begun += total
+    starts[len(begins)] = begun
+    return begun
 
 
 @compiled
-def gather_texts(buffer: Array, texts: Array, is_string: Any, offsets: Array, data: Array) -> None:
+def gather_texts(
+    buffer: Array,
+    values: Array,
+    begins: Array,
+    counts: Array,
+    are_strings: Array,
+    offsets: Array,
+    starts: Array,
+    data: Array,
+) -> None:
     """Put all texts one behind the other, without their escapes: those of strings, or of keys and tags. `data` has room for eight bytes more."""
-    for row in range(len(texts)):
-        text = texts[row]
-        at = text >> 32
-        to = np.int64(offsets[row])
-        end = np.int64(offsets[row + 1])
-        if text & TEXT_ESCAPED == 0:
-            # Eight bytes at once, some of them too many: the next text's are put over those.
-            if at + (end - to) + 8 <= len(buffer):
+    place = np.int64(0)
+    for column in range(len(begins)):
+        start = starts[column]
+        is_string = are_strings[column] != 0
+        for row in range(begins[column], begins[column] + counts[column]):
+            text = values[row]
+            at = text >> 32
+            to = start + offsets[place]
+            end = start + offsets[place + 1]
+            place += 1
+            if text & TEXT_ESCAPED != 0:
+                _unescape(buffer, at, is_string, data, to, end)
+            elif at + (end - to) + 8 <= len(buffer):
+                # Eight bytes at once, some of them too many: the next text's are put over those.
                 while to < end:
                     store_word(data, to, load_word(buffer, at))
                     to += 8
                     at += 8
-                continue
-            for i in range(end - to):
-                data[to + i] = buffer[at + i]
-            continue
-        while to < end:
-            byte = buffer[at]
-            if byte == 92:
-                behind = buffer[at + 1]
-                if is_string:
-                    is_escape = behind == 34 or behind == 92
-                else:
-                    is_escape = behind == 44 or behind == 61 or behind == 32
-                if is_escape:
-                    byte = behind
-                    at += 1
-            data[to] = byte
-            to += 1
-            at += 1
+            else:
+                for i in range(end - to):
+                    data[to + i] = buffer[at + i]
+        place += 1
+
+
+@inlined
+def _unescape(buffer: Array, at: int, is_string: Any, data: Array, to: int, end: int) -> None:
+    while to < end:
+        byte = buffer[at]
+        if byte == 92:
+            behind = buffer[at + 1]
+            if is_string:
+                is_escape = behind == 34 or behind == 92
+            else:
+                is_escape = behind == 44 or behind == 61 or behind == 32
+            if is_escape:
+                byte = behind
+                at += 1
+        data[to] = byte
+        to += 1
+        at += 1

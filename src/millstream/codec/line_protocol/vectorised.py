@@ -7,8 +7,9 @@ there are any; `_arrange.spread` puts what is left into columns.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Final
 
 import numpy as np
@@ -33,6 +34,8 @@ _LEAST_LINE_BYTES: Final = 6
 _NAMES_AT_FIRST: Final = 64
 _COMMA_OR_SPACE: Final = re.compile(r"\\([, ])")
 _COMMA_EQUALS_OR_SPACE: Final = re.compile(r"\\([,= ])")
+_TEXTS: Final = frozenset({Kind.STRING, Kind.TAG})
+_PLAIN: Final = {Kind.FLOAT: pa.float64(), Kind.INTEGER: pa.int64()}
 UNSIGNED: Final = pa.decimal128(20, 0)
 """Arrow's `uint64` as the log has it."""
 
@@ -182,6 +185,8 @@ class Walk:
             WrongLine(number, Fault(fault), (start, stop))
             for number, start, stop, fault in wrong[: min(self.wrong_count, wrong_max)].tolist()
         ]
+        self._measurement_names: dict[int, str] | None = None
+        self._column_names: dict[int, str] | None = None
         self._infinite = self._read_slowly(room.slow[: state[machine.SLOW]])
 
     def _read_slowly(self, tokens: npt.NDArray[np.int32]) -> list[int]:
@@ -209,30 +214,29 @@ class Walk:
 
     def measurement_names(self) -> dict[int, str]:
         """The names of measurements with lines that are right, by their places."""
-        return {
-            place: self._name_of_measurement(place)
-            for place, kept in enumerate(self._measurements[:, known.KEPT].tolist())
-            if kept
-        }
+        if self._measurement_names is None:
+            self._measurement_names = self._names(self._measurements, _COMMA_OR_SPACE)
+        return self._measurement_names
 
-    def column_names(self) -> dict[int, tuple[int, str]]:
-        """The measurements' places and the names of columns with values, by their places."""
-        facts = self._columns[:, (known.KEPT, known.OF_MEASUREMENT)].tolist()
-        return {
-            place: (measurement, self._name_of_column(place)) for place, (kept, measurement) in enumerate(facts) if kept
-        }
+    def column_names(self) -> dict[int, str]:
+        """The names of columns with values, by their places."""
+        if self._column_names is None:
+            self._column_names = self._names(self._columns, _COMMA_EQUALS_OR_SPACE)
+        return self._column_names
 
-    def _name_of_measurement(self, place: int) -> str:
-        name = self._name(self._measurements, place)
-        return _COMMA_OR_SPACE.sub(r"\1", name) if "\\" in name else name
+    def measurements_of_columns(self) -> list[int]:
+        """The place of each column's measurement."""
+        found: list[int] = self._columns[:, known.OF_MEASUREMENT].tolist()
+        return found
 
-    def _name_of_column(self, place: int) -> str:
-        name = self._name(self._columns, place)
-        return _COMMA_EQUALS_OR_SPACE.sub(r"\1", name) if "\\" in name else name
-
-    def _name(self, names: Ints, place: int) -> str:
-        at, size = names[place, : known.NAME_HASH].tolist()
-        return self._body[at : at + size].decode()
+    def _names(self, facts: Ints, escapes: re.Pattern[str]) -> dict[int, str]:
+        names = {}
+        body = self._body
+        for place, (at, size, kept) in enumerate(facts[:, (known.NAME_AT, known.NAME_SIZE, known.KEPT)].tolist()):
+            if kept:
+                name = body[at : at + size].decode()
+                names[place] = escapes.sub(r"\1", name) if "\\" in name else name
+        return names
 
     def agrees(self, columns_max: int) -> bool:
         """Whether all lines go together: each column's values are of one kind, and no measurement has too many columns."""
@@ -309,6 +313,7 @@ class Walk:
             TooManyValuesError: they would have more.
         """
         room = self._room
+        measurement_names, column_names = self.measurement_names(), self.column_names()
         measurements, columns = self._measurements.tolist(), self._columns.tolist()
         rows = [facts[known.KEPT] for facts in measurements]
         row_at = [total - count for total, count in zip(accumulate(rows), rows, strict=True)]
@@ -355,7 +360,7 @@ class Walk:
         }
         tables = {
             place: FoundTable(
-                self._name_of_measurement(place),
+                measurement_names[place],
                 numbers[piece],
                 times_us[piece],
                 times_ns[piece] if is_odd[place] else None,
@@ -364,40 +369,59 @@ class Walk:
             for place, piece in sorted(pieces.items(), key=lambda item: measurements[item[0]][known.FIRST])
         }
         size += sum(8 * rows[place] for place in pieces if is_odd[place])
-        for first, place in used:
+        found = [
+            (place, Kind(kind), value_at[place] + row_at[of := columns[place][known.OF_MEASUREMENT]], rows[of])
+            for (_, place), kind in zip(used, room.kinds[[first for first, _ in used]].tolist(), strict=True)
+        ]
+        texts = self._texts(values, [found_column[1:] for found_column in found], bytes_max - size)
+        for place, kind, begin, count in found:
             measurement = columns[place][known.OF_MEASUREMENT]
-            begin = value_at[place] + row_at[measurement]
             valid = None
             if there_at[place] != arrange.EVERYWHERE:
                 at = there_at[place] + row_at[measurement]
-                valid = pa.py_buffer(np.packbits(there[at : at + rows[measurement]], bitorder="little"))
-            kind = Kind(int(self._room.kinds[first]))
-            array, text_bytes = self._array(kind, values[begin : begin + rows[measurement]], valid)
-            size += text_bytes
-            if size > bytes_max:
-                raise TooManyValuesError(size)
-            tables[measurement].columns.append(FoundColumn(self._name_of_column(place), kind, array))
+                valid = pa.py_buffer(np.packbits(there[at : at + count], bitorder="little"))
+            array = _array(kind, values[begin : begin + count], valid, texts)
+            tables[measurement].columns.append(FoundColumn(column_names[place], kind, array))
         return list(tables.values())
 
-    def _array(self, kind: Kind, values: Ints, valid: pa.Buffer | None) -> tuple[pa.Array, int]:
-        """A column of its kind's type, and its texts' bytes."""
-        count = len(values)
-        if kind is Kind.FLOAT or kind is Kind.INTEGER:
-            arrow = pa.float64() if kind is Kind.FLOAT else pa.int64()
-            return pa.Array.from_buffers(arrow, count, [valid, pa.py_buffer(values)]), 0
-        if kind is Kind.BOOLEAN:
-            bits = np.packbits(values.astype(np.uint8), bitorder="little")
-            return pa.Array.from_buffers(pa.bool_(), count, [valid, pa.py_buffer(bits)]), 0
-        if kind is Kind.UNSIGNED:
-            words = np.zeros(2 * count, np.int64)
-            words[::2] = values
-            return pa.Array.from_buffers(UNSIGNED, count, [valid, pa.py_buffer(words)]), 0
-        offsets = np.empty(count + 1, np.int32)
-        size = int(arrange.measure_texts(values, offsets))
+    def _texts(
+        self, values: Ints, columns: list[tuple[Kind, int, int]], bytes_max: int
+    ) -> Iterator[tuple[pa.Buffer, pa.Buffer]]:
+        """The offsets and the bytes of each column of texts, among columns of which the kind is given, where they begin and their rows."""
+        texts = [facts for facts in columns if facts[0] in _TEXTS]
+        if not texts:
+            return iter(())
+        are_strings = np.array([kind is Kind.STRING for kind, _, _ in texts], np.uint8)
+        begins, counts = (np.array(facts, np.int64) for facts in list(zip(*texts, strict=True))[1:])
+        offsets = np.empty(int(counts.sum()) + len(texts), np.int32)
+        starts = np.empty(len(texts) + 1, np.int64)
+        size = arrange.measure_texts(values, begins, counts, offsets, starts)
+        if size > bytes_max:
+            raise TooManyValuesError(size)
         data = np.empty(size + 8, np.uint8)
-        arrange.gather_texts(self._buffer, values, kind is Kind.STRING, offsets, data)
-        buffers = [valid, pa.py_buffer(offsets), pa.py_buffer(data[:size])]
-        return pa.Array.from_buffers(pa.string(), count, buffers), size
+        arrange.gather_texts(self._buffer, values, begins, counts, are_strings, offsets, starts, data)
+        all_offsets, all_data = pa.py_buffer(offsets), pa.py_buffer(data)
+        places = accumulate((facts[2] + 1 for facts in texts), initial=0)
+        bounds = pairwise(starts.tolist())
+        return (
+            (all_offsets.slice(4 * place, 4 * (facts[2] + 1)), all_data.slice(start, end - start))
+            for facts, place, (start, end) in zip(texts, places, bounds, strict=False)
+        )
+
+
+def _array(kind: Kind, values: Ints, valid: pa.Buffer | None, texts: Iterator[tuple[pa.Buffer, pa.Buffer]]) -> pa.Array:
+    """A column of its kind's type; the next of the texts where it is of those."""
+    count = len(values)
+    if kind in _TEXTS:
+        return pa.Array.from_buffers(pa.string(), count, [valid, *next(texts)])
+    if kind is Kind.BOOLEAN:
+        bits = np.packbits(values.astype(np.uint8), bitorder="little")
+        return pa.Array.from_buffers(pa.bool_(), count, [valid, pa.py_buffer(bits)])
+    if kind is Kind.UNSIGNED:
+        words = np.zeros(2 * count, np.int64)
+        words[::2] = values
+        return pa.Array.from_buffers(UNSIGNED, count, [valid, pa.py_buffer(words)])
+    return pa.Array.from_buffers(_PLAIN[kind], count, [valid, pa.py_buffer(values)])
 
 
 class _Names:

@@ -1,0 +1,175 @@
+"""Requests that wait become one batch, and each gets its own answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+from uuid import uuid4
+
+import pyarrow as pa
+import pytest
+
+from millstream.app.serving.groups import BATCH_BYTES_MAX, IN_FLIGHT_MAX, Groups, Target
+from millstream.errors import (
+    AppendOutcomeUnknown,
+    InvalidValue,
+    MillstreamError,
+    Overloaded,
+    RowsTooLarge,
+    WriterClosed,
+)
+from millstream.model.appends import AppendBatch
+from millstream.model.ids import StreamId
+from millstream.model.operations import FIRST_SHARD, Appended
+from millstream.model.positions import Offset, Seq, SeqRange, StreamToken
+
+CLICKS = Target("web", "public.clicks", 1.0, keep_valid_rows=False)
+STREAM = StreamId(uuid4())
+
+
+class Log:
+    """Numbers rows; a batch waits until it is let go."""
+
+    def __init__(self) -> None:
+        self.batches: list[AppendBatch] = []
+        self.going = asyncio.Event()
+        self.going.set()
+        self.error: MillstreamError | None = None
+        self.rows_max = 1 << 30
+        self._next = 1
+
+    async def append(self, stream: str, batch: AppendBatch, deadline_s: float) -> list[Appended | MillstreamError]:
+        assert (stream, deadline_s) == ("web", 1.0)
+        self.batches.append(batch)
+        await self.going.wait()
+        if self.error is not None:
+            raise self.error
+        if batch.rows.num_rows > self.rows_max:
+            raise RowsTooLarge("too many together")
+        outcomes: list[Appended | MillstreamError] = []
+        for count in batch.counts:
+            token = StreamToken.scalar(STREAM, Seq(self._next + count - 1))
+            offsets = {FIRST_SHARD: (Offset(self._next - 1), Offset(self._next - 1 + count))}
+            outcomes.append(Appended(token, SeqRange(Seq(self._next), count), offsets))
+            self._next += count
+        return outcomes
+
+
+def played(story: Callable[[Log, Groups], Awaitable[None]]) -> None:
+    async def play() -> None:
+        log = Log()
+        groups = Groups(log.append)
+        async with asyncio.timeout(30):
+            await story(log, groups)
+            await groups.drain()
+        assert groups._queues == {}
+
+    asyncio.run(play())
+
+
+def sent(groups: Groups, rows: list[dict[str, Any]] | pa.Table, size_bytes: int = 10) -> asyncio.Future[Appended]:
+    return groups.append(CLICKS, rows, size_bytes=size_bytes, write_id=None)
+
+
+async def outcome(answer: asyncio.Future[Appended]) -> int | str:
+    try:
+        return int((await answer).seqs.first)
+    except MillstreamError as error:
+        return error.code
+
+
+def test_what_comes_while_a_batch_is_written_is_the_next_one() -> None:
+    async def story(log: Log, groups: Groups) -> None:
+        log.going.clear()
+        answers = []
+        for number in range(100):
+            answers.append(sent(groups, [{"n": number}]))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        assert len(log.batches) == IN_FLIGHT_MAX
+        log.going.set()
+        assert [await outcome(answer) for answer in answers] == list(range(1, 101))
+        assert [len(batch.counts) for batch in log.batches] == [1] * IN_FLIGHT_MAX + [100 - IN_FLIGHT_MAX]
+
+    played(story)
+
+
+def test_a_batch_is_bounded_by_bytes() -> None:
+    async def story(log: Log, groups: Groups) -> None:
+        answers = [sent(groups, [{"n": number}], BATCH_BYTES_MAX // 2) for number in range(6)]
+        assert [await outcome(answer) for answer in answers] == [1, 2, 3, 4, 5, 6]
+        assert [len(batch.counts) for batch in log.batches] == [2, 2, 2]
+
+    played(story)
+
+
+def test_a_request_that_makes_no_columns_with_others_leaves_them_alone() -> None:
+    async def story(log: Log, groups: Groups) -> None:
+        rows: list[Any] = [[{"n": 1}], [{"n": "x"}], [{"n": 2**64}], [{"n": 2}]]
+        answers = [sent(groups, of_one) for of_one in rows]
+        found = [await outcome(answer) for answer in answers]
+        assert found[2] == InvalidValue.code
+        # What the table takes is for the log to say.
+        assert [type(one) for one in found] == [int, int, str, int]
+        assert [batch.rows.num_rows for batch in log.batches] == [1, 1, 1]
+
+    played(story)
+
+
+def test_requests_that_are_too_large_together_go_alone() -> None:
+    async def story(log: Log, groups: Groups) -> None:
+        log.rows_max = 1
+        answers = [sent(groups, [{"n": 1}]), sent(groups, [{"n": 2}, {"n": 3}]), sent(groups, [{"n": 4}])]
+        assert [await outcome(answer) for answer in answers] == [1, RowsTooLarge.code, 2]
+
+    played(story)
+
+
+@pytest.mark.parametrize("error", [Overloaded("full"), WriterClosed("gone"), AppendOutcomeUnknown("who knows")])
+def test_what_became_of_a_batch_is_told_to_each_and_never_tried_again(error: MillstreamError) -> None:
+    async def story(log: Log, groups: Groups) -> None:
+        log.error = error
+        answers = [sent(groups, [{"n": number}]) for number in range(3)]
+        assert [await outcome(answer) for answer in answers] == [error.code] * 3
+        assert len(log.batches) == 1
+
+    played(story)
+
+
+def test_columns_and_objects_go_in_batches_of_their_own() -> None:
+    async def story(log: Log, groups: Groups) -> None:
+        one, other = pa.table({"n": [1, 2]}), pa.table({"n": ["x"]})
+        rows: list[Any] = [one, [{"n": 1}], one, other, [{"n": 2}]]
+        found = [await outcome(answer) for answer in [sent(groups, of_one) for of_one in rows]]
+        assert sorted(found) == sorted({int(one) for one in found})
+        assert sorted(len(batch.counts) for batch in log.batches) == [1, 2, 2]
+
+    played(story)
+
+
+def test_who_stops_waiting_keeps_nothing_from_being_appended() -> None:
+    async def story(log: Log, groups: Groups) -> None:
+        log.going.clear()
+        gone, stays = sent(groups, [{"n": 1}]), sent(groups, [{"n": 2}])
+        await asyncio.sleep(0)
+        gone.cancel()
+        log.going.set()
+        assert await outcome(stays) == 2
+        assert log.batches[0].rows.num_rows == 2
+
+    played(story)
+
+
+def test_a_bug_is_told_to_whoever_waits() -> None:
+    async def story(log: Log, groups: Groups) -> None:
+        del log
+
+        async def fails(*_: object) -> list[Appended | MillstreamError]:
+            raise ZeroDivisionError
+
+        groups._append = fails
+        with pytest.raises(ZeroDivisionError):
+            await sent(groups, [{"n": 1}])
+
+    played(story)
