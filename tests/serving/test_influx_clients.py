@@ -19,6 +19,7 @@ from influxdb_client_3 import SYNCHRONOUS as SYNCHRONOUS3
 from influxdb_client_3 import InfluxDBClient3, InfluxDBError, write_client_options
 from influxdb_client_3 import Point as Point3
 from influxdb_client_3 import WriteOptions as WriteOptions3
+from tests.app.homes import wait_for
 from tests.serving.serving_process import Served, served, web_home
 
 WHEN = dt.datetime(2026, 3, 1, 12, 30, 15, 123456, tzinfo=dt.UTC)
@@ -28,6 +29,9 @@ ODD = 'a "b", c=d \\ é 💧'
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with served(web_home(tmp_path_factory.mktemp("homes") / "web", 'body_bytes_max = "1MiB"')) as found:
+        # The parser's machine code is made when a server starts, which takes a while where there is none yet.
+        with found.client() as client:
+            wait_for(lambda: client.post("/write?db=web", content=b"warm f=1").status_code == 204)
         yield found
 
 

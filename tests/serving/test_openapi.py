@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
+from tests.app.homes import wait_for
 from tests.serving.serving_process import Served, served, web_home
 
 SENT_AS_IT_IS = ("application/vnd.apache.arrow.stream", "application/x-ndjson")
@@ -38,9 +38,9 @@ def as_it_is(_context: Any, value: Any) -> bytes:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     bounds = 'request_timeout = "5s"\nbody_bytes_max = "1MiB"'
     with served(web_home(tmp_path_factory.mktemp("homes") / "web", bounds)) as found:
-        with httpx.Client(base_url=found.url, timeout=300, trust_env=False) as client:
-            # The parser's machine code is made at its first lines.
-            assert client.post("/write?db=web", content=b"warm f=1").status_code == 204
+        # The parser's machine code is made when a server starts, which takes a while where there is none yet.
+        with found.client() as client:
+            wait_for(lambda: client.post("/write?db=web", content=b"warm f=1").status_code == 204)
         yield found
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from tests.app.homes import wait_for
 from tests.serving.serving_process import LINES, Served, served, web_home
 
 ARROW = {"content-type": "application/vnd.apache.arrow.stream"}
@@ -315,6 +316,7 @@ def test_a_request_that_is_sent_again_is_answered_as_the_first_time(server: Serv
             assert [answer["duplicate"] for answer in answers] == [False, True, True]
             assert len({(answer["token"], answer["first"], answer["rows"]) for answer in answers}) == 1
             assert len(server.rows(table)) == 1
+        wait_for(lambda: client.post("/write?db=web", content=b"warm f=1").status_code == 204)
         lines = [
             client.post(
                 "/write?db=web", content=b"again_lines f=1 1\nagain_more f=2 2", headers={"idempotency-key": "l"}

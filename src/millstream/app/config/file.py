@@ -24,13 +24,13 @@ from millstream.app.config.interpolation import MissingVariable, interpolate, in
 from millstream.app.config.model import (
     EMBEDDED_CATALOG,
     Config,
-    HttpConfig,
     LakeConfig,
     SourceConfig,
     StreamConfig,
 )
 from millstream.app.config.quantities import disk_bytes
 from millstream.app.config.routing_checks import clashes_of_routing
+from millstream.app.config.serving_model import HttpConfig
 from millstream.app.config.toml_lines import KeyPath, key_lines
 from millstream.errors import ConfigError, LakeFormatUnsupported, MillstreamError, UsageError
 from millstream.libpq import is_address

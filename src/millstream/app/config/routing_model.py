@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from millstream.app.config.quantities import check_duration
-
-Duration = Annotated[str, AfterValidator(check_duration)]
-"""`500ms`, `10s`, `7d`."""
+from millstream.app.config.section import Duration, Section
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class RuleConfig(_Section):
+class RuleConfig(Section):
     """A rule: which rows of which tables, and where they go."""
 
     table: str = Field(
@@ -40,7 +33,7 @@ class RuleConfig(_Section):
         return (self.to,) if isinstance(self.to, str) else tuple(self.to)
 
 
-class HashRingConfig(_Section):
+class HashRingConfig(Section):
     """What spreads rows over a stream's shards that no rule takes, so that rows of one key lie on one shard."""
 
     columns: list[str] = Field(
@@ -59,7 +52,7 @@ class HashRingConfig(_Section):
     )
 
 
-class SinkConfig(_Section):
+class SinkConfig(Section):
     """A sink beside the stream's log, which rules send rows to by its name."""
 
     kind: Literal["kafka", "redis", "log", "millstream"] = Field(
@@ -96,7 +89,7 @@ class SinkConfig(_Section):
     )
 
 
-class RoutingSection(_Section):
+class RoutingSection(Section):
     """Which shard or sink takes the rows that applications append. Captured tables lie whole on one shard, as `shards` says."""
 
     to: str | list[str] | None = Field(

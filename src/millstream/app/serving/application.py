@@ -27,6 +27,8 @@ from millstream.app.serving.writes import Writes, is_rows_path
 from millstream.app.wiring import place_compiled_code
 from millstream.app.writing.appending import HomeAppender
 from millstream.errors import MillstreamError
+from millstream.ingest.lines import warm
+from millstream.ingest.undisturbed import made_elsewhere
 from millstream.model.access import Right
 
 if TYPE_CHECKING:
@@ -59,7 +61,12 @@ class Application:
         self.groups: Final = Groups(self._append)
         self.reading: Final = Reading(home)
         self._writes = Writes(home, self.groups, self.intake, access)
-        self._of_paths = {b"/write": LineWrites(self._writes, "v1"), b"/api/v2/write": LineWrites(self._writes, "v2")}
+        # Compiled, or read, while the first requests come: the first time on a machine it takes seconds.
+        parser = made_elsewhere(warm)
+        self._of_paths = {
+            b"/write": LineWrites(self._writes, "v1", parser),
+            b"/api/v2/write": LineWrites(self._writes, "v2", parser),
+        }
 
     async def _append(self, stream: str, batch: AppendBatch, deadline_s: float) -> list[Appended | MillstreamError]:
         return await self.appender.append_batch_async(stream, batch, deadline_s=deadline_s)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from millstream.errors import Unprotected
 
 if TYPE_CHECKING:
-    from millstream.app.config.model import HttpConfig
+    from millstream.app.config.serving_model import HttpConfig
 
 
 def check_protected(section: str, address: tuple[str, int], http: HttpConfig) -> None:

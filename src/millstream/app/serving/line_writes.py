@@ -10,6 +10,7 @@ import asyncio
 import time
 from asyncio import wrap_future
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from http import HTTPStatus
 from typing import Any, Final, Literal
 
@@ -28,9 +29,8 @@ from millstream.app.serving.requests import (
     write_id_said,
 )
 from millstream.app.serving.writes import Writes
-from millstream.errors import MillstreamError, Retry, UsageError
-from millstream.ingest.lines import Lines, TableLines, tables_of_lines, warm
-from millstream.ingest.undisturbed import made_elsewhere
+from millstream.errors import MillstreamError, Retry, ServerBusy, UsageError
+from millstream.ingest.lines import Lines, TableLines, tables_of_lines
 from millstream.model.appends import WriteId
 from millstream.model.operations import Appended
 
@@ -42,6 +42,8 @@ _TOLD_MAX: Final = 20
 """Lines that a message tells of."""
 _LINES_FACTOR: Final = 12
 """How many times its size a body of lines takes while it is read, at the most."""
+_PARSER_PATIENCE_S: Final = 5.0
+"""InfluxDB's clients give up after ten."""
 _CODES: Final[Mapping[int, str]] = {
     400: "invalid",
     401: "unauthorized",
@@ -72,12 +74,13 @@ class LineWrites:
     Args:
         writes: takes rows; what is bounded is bounded together.
         dialect: of the clients.
+        parser: ends when the parser's machine code is there.
     """
 
-    def __init__(self, writes: Writes, dialect: Dialect) -> None:
+    def __init__(self, writes: Writes, dialect: Dialect, parser: Future[None]) -> None:
         self._writes = writes
+        self._parser = parser
         self._dialect = dialect
-        self._warming: asyncio.Future[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request: ASGI's way."""
@@ -121,10 +124,10 @@ class LineWrites:
         if write_id is not None and write_id.key is None:
             raise UsageError("lines of several tables are several writes: send an Idempotency-Key instead of a session")
         now_ns = time.time_ns()
+        await self._warmed()
         with Held(self._writes.intake) as held:
             body = await read_body(receive, headers, self._writes.intake, held)
             self._writes.weigh(held, len(body) * _LINES_FACTOR)
-            await self._warmed()
             lines = await self._writes.read(
                 len(body), lambda: tables_of_lines(body, precision=parameters.get("precision", ""), now_ns=now_ns)
             )
@@ -134,11 +137,16 @@ class LineWrites:
         return _refused(lines, outcomes)
 
     async def _warmed(self) -> None:
-        """Have the parser's machine code made, or read: the first time that takes seconds, in which others are answered."""
-        if self._warming is None:
-            self._warming = wrap_future(made_elsewhere(warm))
-        if not self._warming.done():
-            await asyncio.shield(self._warming)
+        """Wait for the parser's machine code; `ServerBusy` where a client wouldn't wait as long: it would send again what was taken after all."""
+        if not self._parser.done():
+            try:
+                async with asyncio.timeout(_PARSER_PATIENCE_S):
+                    await wrap_future(self._parser)
+            except TimeoutError:
+                raise ServerBusy(
+                    "the parser of lines is being compiled: nothing of these was taken",
+                    hint="Send them again in a moment.",
+                ) from None
 
     async def _append_tables(
         self, stream: str, lines: Lines, deadline_s: float, write_id: WriteId | None, size_bytes: int

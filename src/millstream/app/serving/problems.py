@@ -39,6 +39,9 @@ from millstream.errors import (
     RequestTimeout,
     Retry,
     ServerBusy,
+    SessionAhead,
+    SessionExpired,
+    SessionsNeedOneWriter,
     StaleEpoch,
     TableCaptured,
     TableSetAside,
@@ -49,6 +52,7 @@ from millstream.errors import (
     UnknownStream,
     UnknownTable,
     UsageError,
+    WriteForgotten,
     WriterClosed,
 )
 
@@ -76,6 +80,10 @@ _STATUS: Final[Mapping[type[MillstreamError], HTTPStatus]] = {
     TableSetAside: HTTPStatus.CONFLICT,
     OffsetBeyondEnd: HTTPStatus.CONFLICT,
     TokenFromFuture: HTTPStatus.CONFLICT,
+    SessionAhead: HTTPStatus.CONFLICT,
+    SessionExpired: HTTPStatus.CONFLICT,
+    SessionsNeedOneWriter: HTTPStatus.CONFLICT,
+    WriteForgotten: HTTPStatus.CONFLICT,
     TimeFromFuture: HTTPStatus.CONFLICT,
     OffsetExpired: HTTPStatus.GONE,
     BeyondRetention: HTTPStatus.GONE,
