@@ -44,7 +44,13 @@ class Endpoint:
         url = self.path
         if self.path in LINES:
             return f"{self.path}?db=shop&bucket=shop"
-        for name, value in {"{stream}": "shop", "{s}": "shop", "{table}": "orders", "{t}": "orders", "{name:path}": "job"}.items():
+        for name, value in {
+            "{stream}": "shop",
+            "{s}": "shop",
+            "{table}": "orders",
+            "{t}": "orders",
+            "{name:path}": "job",
+        }.items():
             url = url.replace(name, value)
         assert "{" not in url, f"say here what stands for the parameter of {self.path}"
         return url
