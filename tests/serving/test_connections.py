@@ -13,7 +13,7 @@ import pytest
 from tests.app.homes import wait_for
 from tests.serving.serving_process import LINES, Served, served, web_home
 
-BOUNDS = 'request_timeout = "2s"\nidle_timeout = "2s"\nconnections_max = 1100\ninflight_bytes_max = "4MiB"\nbody_bytes_max = "1MiB"'
+BOUNDS = 'request_timeout = "2s"\nidle_timeout = "2s"\nconnections_max = 1100\nbody_bytes_max = "1MiB"'
 ROW = b'{"a": 1}\n'
 
 
@@ -195,7 +195,12 @@ def test_what_is_not_http_is_refused(server: Served) -> None:
             assert ends(connection)
 
 
-def test_bodies_in_flight_are_bounded_together(server: Served) -> None:
+def test_bodies_in_flight_are_bounded_together(tmp_path: Path) -> None:
+    with served(web_home(tmp_path / "web", 'inflight_bytes_max = "4MiB"\nbody_bytes_max = "1MiB"')) as server:
+        fill_and_look(server)
+
+
+def fill_and_look(server: Served) -> None:
     waiting = []
     try:
         # Each holds what it has sent; four of them leave no room.
@@ -210,7 +215,7 @@ def test_bodies_in_flight_are_bounded_together(server: Served) -> None:
             found.append(answer.status_code)
             return answer.status_code == 429
 
-        wait_for(is_full, seconds=1.5, what=lambda: found)
+        wait_for(is_full, seconds=20, what=lambda: found)
         with server.client() as client:
             answer = client.post(
                 "/v1/streams/web/tables/bounded", content=b'{"a":"%s"}' % (b"x" * 300_000), headers=LINES
@@ -228,7 +233,7 @@ def test_bodies_in_flight_are_bounded_together(server: Served) -> None:
 
 
 def test_a_server_that_is_told_to_end_answers_what_it_was_asked(tmp_path: Path) -> None:
-    home = web_home(tmp_path / "web", 'drain_delay = "2s"\ndrain_timeout = "10s"')
+    home = web_home(tmp_path / "web", 'drain_delay = "5s"\ndrain_timeout = "30s"')
     with served(home) as server:
         assert server.post("drained", [{"n": 0}]).status_code == 200
         slow = connected(server)
@@ -237,7 +242,7 @@ def test_a_server_that_is_told_to_end_answers_what_it_was_asked(tmp_path: Path) 
         silent = connected(server)
         server.process.terminate()
         with server.client() as client:
-            wait_for(lambda: client.get("/readyz").status_code == 503, seconds=2)
+            wait_for(lambda: client.get("/readyz").status_code == 503, seconds=5)
             assert client.get("/readyz").json()["detail"] == "the server is about to end"
             # It goes on as before until its delay is over.
             assert server.post("drained", [{"n": 2}]).status_code == 200

@@ -48,6 +48,7 @@ _APPENDED: Final[Mapping[str, Any]] = {
             "type": "boolean",
             "description": "Whether it was durable already, of an earlier request with the same key or number; this is what that one got.",
         },
+        "buffer": {"description": "Where it lies in the stream's write buffer, where it has one; null else."},
         "rejected": {
             "type": "array",
             "description": "Rows that weren't appended (`on_clash=rows`).",
