@@ -53,7 +53,10 @@ def test_a_session_goes_on_over_http_and_a_retry_is_there_once(tmp_path: Path) -
         )
         assert found.status_code == 200, found.text
         assert [row["row"] for row in found.json()["rejected"]] == [1, 3]
-        assert httpx.get(f"{address}/v1/streams/web/sessions/unknown").json() == SessionFacts(0).as_dict()
+        assert (
+            httpx.get(f"{address}/v1/streams/web/session", params={"name": "unknown"}).json()
+            == SessionFacts(0).as_dict()
+        )
     with millstream.open(home) as opened:
         rows = [row["id"] for batch in opened.read("web", table="users") for row in batch.to_pylist()]
     assert sorted(rows) == [1, 1, 2, 3, 4, *range(10, 30), 100, 101]

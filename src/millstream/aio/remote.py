@@ -40,7 +40,7 @@ from millstream.app.remote.steps import (
     of_stream,
     only_stream,
     query_call,
-    session_path,
+    session_call,
     whole_table,
 )
 from millstream.model.appends import SessionFacts
@@ -153,7 +153,7 @@ class AsyncRemoteHome:
 
     async def session_facts(self, stream: str, name: str) -> SessionFacts:
         """As `OpenHome.session_facts`."""
-        return SessionFacts.from_dict(await self._json(Call("GET", session_path(stream, name))))
+        return SessionFacts.from_dict(await self._json(session_call(stream, name)))
 
     async def query(
         self, sql: str, *, stream: str | None = None, as_of: StreamToken | datetime | str | None = None

@@ -28,7 +28,7 @@ from millstream.app.remote.steps import (
     of_stream,
     only_stream,
     query_call,
-    session_path,
+    session_call,
     whole_table,
 )
 from millstream.errors import AnswerCutOff, MissingExtra, UsageError
@@ -157,7 +157,7 @@ class RemoteHome:
 
     def session_facts(self, stream: str, name: str) -> SessionFacts:
         """As `OpenHome.session_facts`."""
-        return SessionFacts.from_dict(self._json(Call("GET", session_path(stream, name))))
+        return SessionFacts.from_dict(self._json(session_call(stream, name)))
 
     def query(
         self, sql: str, *, stream: str | None = None, as_of: StreamToken | datetime | str | None = None

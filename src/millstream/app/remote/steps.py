@@ -120,9 +120,9 @@ def of_stream(stream: str, what: str) -> str:
     return f"/v1/streams/{quote(stream, safe='')}/{what}"
 
 
-def session_path(stream: str, name: str) -> str:
-    """The path of what a stream's log has of a session."""
-    return of_stream(stream, f"sessions/{quote(name, safe='')}")
+def session_call(stream: str, name: str) -> Call:
+    """The question what a stream's log has of a session."""
+    return Call("GET", of_stream(stream, "session"), {"name": name})
 
 
 def between(after: StreamToken | str | None, upto: StreamToken | str | None) -> dict[str, str]:

@@ -118,7 +118,7 @@ class Application:
             return JSONResponse(health.status())
 
         @app.get(
-            "/v1/streams/{stream}/sessions/{name:path}",
+            "/v1/streams/{stream}/session",
             tags=["write"],
             dependencies=[Depends(allow(Right.WRITE))],
             summary="What a stream's log has of a session of an application: its mark, and which numbers above that.",
