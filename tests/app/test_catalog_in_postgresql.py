@@ -19,6 +19,7 @@ from millstream.app.doctor import examine
 from millstream.app.home import Home
 from millstream.catalog import Catalog
 from millstream.errors import ConfigError
+from millstream.model.access import EVERYTHING
 from millstream.testing import EmbeddedPostgres
 from millstream.testing.pytest_plugin import Database
 
@@ -191,6 +192,7 @@ def test_a_move_that_was_cut_short_is_finished_by_the_next(tmp_path: Path, elsew
     home.prepare()
     with home.open_catalog() as catalog:
         stream = catalog.resolve_stream("shop")
+        token, _ = catalog.create_access_token(EVERYTHING, name="ops")
     kept = home.catalog_file.read_bytes()
     make_home(home.path, config("dbname=shop", elsewhere))
     done(home.path, "catalog", "move")
@@ -198,6 +200,7 @@ def test_a_move_that_was_cut_short_is_finished_by_the_next(tmp_path: Path, elsew
     done(home.path, "catalog", "move")
     with Home(home.path).open_catalog() as catalog:
         assert catalog.stream("shop").id == stream
+        assert catalog.access_tokens() == [token]
 
 
 def test_a_variable_that_is_not_set_stops_only_those_who_need_the_catalog(

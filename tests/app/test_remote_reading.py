@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import socket
 import subprocess
@@ -20,7 +19,6 @@ from tests.app.landed import LandedHome
 from tests.app.served import serving
 
 import millstream
-from millstream.app.calls import HomeCalls
 from millstream.app.opened import OpenHome
 from millstream.app.remote.client import RemoteHome
 from millstream.app.remote.pieces import END, Pieces, failed, piece
@@ -55,20 +53,6 @@ def home(tmp_path: Path) -> Iterator[Path]:
 def both(home: Path) -> Iterator[tuple[OpenHome, RemoteHome]]:
     with serving(home) as url, millstream.open(home) as here, millstream.connect(url) as there:
         yield here, there
-
-
-def test_both_have_the_same_calls() -> None:
-    def public(kind: type) -> dict[str, str]:
-        calls = {n: c for n, c in vars(kind).items() if not n.startswith("_") and inspect.isfunction(c)}
-        return {name: str(inspect.signature(call)) for name, call in calls.items()}
-
-    wanted = public(HomeCalls)
-    assert {"streams", "token", "read", "read_latest", "append", "query", "status", "session", "close"} == set(wanted)
-    assert public(RemoteHome) == wanted
-    here = public(OpenHome)
-    assert {name: here[name] for name in wanted if name != "append"} == {
-        n: s for n, s in wanted.items() if n != "append"
-    }
 
 
 def test_what_is_read_is_the_same_here_and_there(both: tuple[OpenHome, RemoteHome]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.app.homes import make_home, wait_for
+from tests.app.homes import done, make_home, wait_for
 from tests.app.test_appending import process, writes
 
 import millstream
@@ -259,3 +259,23 @@ def test_what_is_retried_by_session_is_there_once_however_often_the_writer_is_ki
         for number, first in told:
             assert sorted(found.pop((name, number))) == [first, first + 1], (name, number)
     assert found == {}
+
+
+def test_sessions_travel_with_an_exported_log(home: Path, tmp_path: Path) -> None:
+    with millstream.open(home) as opened:
+        for number in (1, 2, 4):
+            opened.append("web", "users", [{"id": number}, {"id": 10 + number}], session="app", number=number)
+        opened.append("web", "users", {"id": 3}, idempotency_key="k")
+    done(home, "wal", "export", "--format", "arrow", "-o", str(tmp_path / "out"))
+    other = make_home(tmp_path / "other", WEB)
+    done(other, "wal", "import", str(tmp_path / "out"))
+    with millstream.open(other) as opened:
+        assert opened.session_facts("web", "app") == SessionFacts(2, (4,))
+        for number in (1, 2, 4):
+            told = opened.append("web", "users", [{"id": number}, {"id": 10 + number}], session="app", number=number)
+            assert told.duplicate
+            found = [row["id"] for batch in opened.read("web", upto=told.token) for row in batch.to_pylist()]
+            assert found[-2:] == [number, 10 + number]
+        assert opened.append("web", "users", {"id": 3}, idempotency_key="k").duplicate
+        assert not opened.append("web", "users", {"id": 5}, session="app", number=3).duplicate
+    assert ids_of(other) == [1, 11, 2, 12, 4, 14, 3, 5]

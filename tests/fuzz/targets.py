@@ -22,6 +22,7 @@ import pyarrow as pa
 from tests.codec.line_samples import same
 from tests.fuzz import checksums
 from tests.fuzz.harness import MORE_MEMORY
+from tests.fuzz.session_targets import decode_sessions, session_seeds, with_right_checksum
 from tests.wal.truth import FOLDER, STREAM, Truth
 
 from millstream.app.config.file import load_config
@@ -618,6 +619,7 @@ TARGETS: Final = {
     "segment": Target(lambda: [*_segments(_written()), *(path.read_bytes() for path in GOLDEN)], _decode_segment, LOG_ERRORS, checksums.of_segment, 0.15),
     "operation": Target(_operation_seeds, _decode_operation, (CorruptFrame, UnsupportedFormat), checksums.of_operation),
     "mark": Target(_mark_seeds, _decode_mark, LOG_ERRORS, checksums.of_mark, 0.05),
+    "sessions": Target(session_seeds, decode_sessions, LOG_ERRORS, with_right_checksum),
     "message": Target(_message_seeds, _decode_message, ()),
     "run": Target(_run_seeds, _decode_run, ()),
     "streamed": Target(_streamed_seeds, _decode_streamed, (ProtocolViolation, TableUndecodable)),

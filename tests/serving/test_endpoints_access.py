@@ -49,7 +49,7 @@ class Endpoint:
             "{s}": "shop",
             "{table}": "orders",
             "{t}": "orders",
-            "{name:path}": "job",
+            "{name}": "one",
         }.items():
             url = url.replace(name, value)
         assert "{" not in url, f"say here what stands for the parameter of {self.path}"
@@ -118,7 +118,9 @@ def endpoints(app: Application) -> list[Endpoint]:
     """All of them, as the application itself says: those that answer beside FastAPI have routes in it too."""
     whole = app.make_fastapi()
     found = [
-        Endpoint(method, route.path) for route in in_routers(whole.routes) for method in sorted(route.methods or ())
+        Endpoint(method, route.path.replace(":path}", "}"))
+        for route in in_routers(whole.routes)
+        for method in sorted(route.methods or ())
     ]
     assert set(whole.openapi()["paths"]) <= {endpoint.path.replace(":path", "") for endpoint in found}
     return [one for one in found if one.method not in {"HEAD", "OPTIONS"}]

@@ -14,6 +14,7 @@ import json
 import os
 import socket
 import tempfile
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -268,7 +269,7 @@ class Home:
             for folder in (self.data, self.run_folder, self.data / "wal"):
                 folder.mkdir(parents=True, exist_ok=True)
             self._write_facts()
-            probe = self.run_folder / f".probe-{os.getpid()}"
+            probe = self.run_folder / f".probe-{os.getpid()}-{threading.get_ident()}"
             probe.touch()
             probe.unlink()
         except OSError as error:

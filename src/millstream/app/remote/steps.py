@@ -319,10 +319,15 @@ def _appended_of(answer: Answer, url: str) -> Appended:
 
 def _unknown(why: str, call: Call, url: str) -> AppendOutcomeUnknown:
     key = call.headers.get("Idempotency-Key")
-    how = "its session and number" if key is None else f"idempotency_key={key!r}"
+    if key is not None:
+        hint = f"Send the same rows again with idempotency_key={key!r}: they aren't appended twice."
+    elif "Millstream-Session" in call.headers:
+        hint = "Send the same rows again with its session and number: they aren't appended twice."
+    else:
+        hint = "Look whether they are there before you send them again."
     return AppendOutcomeUnknown(
         f"{why}: the rows may or may not be durable",
-        hint=f"Send the same rows again with {how}: they aren't appended twice.",
+        hint=hint,
         url=url,
         **({} if key is None else {"idempotency_key": key}),
     )

@@ -43,6 +43,20 @@ _SQL_MAX: Final = 1 << 20
 _GONE: Final = 499
 """The status of an answer that nobody waits for any more: it is seen in logs alone."""
 
+_BINARY: Final = {"schema": {"type": "string", "format": "binary"}}
+_PIECES: Final[dict[int | str, dict[str, Any]]] = {
+    200: {
+        "description": "Pieces: each a little-endian u32 length and an Arrow IPC stream.",
+        "content": {PIECES_TYPE: _BINARY},
+    }
+}
+_ROWS: Final[dict[int | str, dict[str, Any]]] = {
+    200: {
+        "description": "An Arrow IPC stream; pieces, for who accepts these.",
+        "content": {ARROW_TYPE: _BINARY, PIECES_TYPE: _BINARY},
+    }
+}
+
 _Found = TypeVar("_Found")
 _Text = Annotated[str | None, Query(max_length=4096)]
 
@@ -89,6 +103,7 @@ class Reading:
 
         @get(
             "/{stream}/records",
+            responses=_PIECES,
             dependencies=may_read,
             summary="Records between two tokens, in order.",
             response_class=StreamingResponse,
@@ -104,6 +119,7 @@ class Reading:
 
         @get(
             "/{stream}/latest",
+            responses=_PIECES,
             dependencies=may_read,
             summary="What became of a table's rows.",
             response_class=StreamingResponse,
@@ -124,6 +140,7 @@ class Reading:
 
         @self.router.post(
             "/{stream}/query",
+            responses=_ROWS,
             dependencies=may_read,
             summary="SQL over a stream's tables.",
             response_class=StreamingResponse,
