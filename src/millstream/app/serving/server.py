@@ -74,8 +74,6 @@ async def _serve(
     renewal: Renewal | None,
     flight: FlightService | None,
 ) -> None:
-    import importlib.util
-
     import uvicorn
 
     from millstream.app.serving.connections import bounded, watch
@@ -84,7 +82,7 @@ async def _serve(
     bounds = connection_bounds(home)
     config = uvicorn.Config(
         application.asgi(),
-        http=bounded(bounds) if importlib.util.find_spec("httptools") else "auto",
+        http=bounded(bounds),
         ws="none",
         lifespan="off",
         log_config=None,
