@@ -203,14 +203,13 @@ def test_bodies_in_flight_are_bounded_together(tmp_path: Path) -> None:
 def fill_and_look(server: Served) -> None:
     waiting = []
     try:
-        # Each holds what it has sent; four of them leave no room.
-        for _ in range(4):
-            connection = connected(server)
-            waiting.append(connection)
-            connection.sendall(request("bounded", b'{"a":"' + b"x" * ((1 << 20) - 100), length=1 << 20))
         found = []
 
         def is_full() -> bool:
+            # Each holds what it has sent; four that found room leave none.
+            connection = connected(server)
+            waiting.append(connection)
+            connection.sendall(request("bounded", b'{"a":"' + b"x" * ((1 << 20) - 100), length=1 << 20))
             answer = server.post("bounded", [{"a": "x" * 300_000}])
             found.append(answer.status_code)
             return answer.status_code == 429
