@@ -14,9 +14,9 @@ from millstream.buffers.memory import Failure, MemoryBuffer, MemoryServer, lost_
 from millstream.catalog import Catalog
 from millstream.errors import BufferOutcomeUnknown, InvalidValue, MillstreamError, Overloaded
 from millstream.ingest.schemas import SchemaOnWrite, WriteRules
-from millstream.model.appends import AppendBatch, WriteId
 from millstream.model.ids import Epoch, ShardId
 from millstream.model.operations import FIRST_SHARD, Appended, TableRows
+from millstream.model.writes import AppendBatch, WriteId
 from millstream.testing.log import MemoryReservations
 from millstream.testing.write_buffer import NORTH, SOUTH, next_op
 from millstream.wal.writer import LogWriter

@@ -27,9 +27,9 @@ from millstream.app.serving.metrics import prometheus_text
 from millstream.app.writing.appending import HomeAppender
 from millstream.catalog.eras import RingEras
 from millstream.errors import ConfigError, InvalidRoute, NoRouteMatches, PartialWrite, ReshardRefused, UnknownStream
-from millstream.model.appends import AppendBatch, WriteId
 from millstream.model.ids import ShardId
 from millstream.model.operations import Appended
+from millstream.model.writes import AppendBatch, WriteId
 from millstream.routing.hashing import key_hashes
 from millstream.routing.ring import ShardRouter
 from millstream.testing.pytest_plugin import Database

@@ -30,7 +30,7 @@ from millstream.errors import (
     WriteIdReused,
     WriterClosed,
 )
-from millstream.model.appends import SessionFacts
+from millstream.model.writes import SessionFacts
 from millstream.protocol.sessions import AHEAD_MAX
 
 WEB = '[streams.web]\n[streams.web.keys]\n"public.users" = ["id"]\n'

@@ -16,13 +16,13 @@ from millstream.ingest.requests import PreparedBatch, check_batch, in_log, one_r
 from millstream.ingest.schemas import WriteRules, fitted, grown
 from millstream.ingest.undisturbed import made_elsewhere, undisturbed
 from millstream.ingest.valid_rows import valid_part, without_clashes
-from millstream.model.appends import AppendBatch, SessionFacts, WriteId, WriteKeys
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, TableId, WriterId
 from millstream.model.names import parse_qualified_name
 from millstream.model.operations import Ack, Appended, RejectedRow, TableRows, WriteOps
 from millstream.model.positions import Seq, StreamToken, short_stream_id
 from millstream.model.records import LOG_ROW_PREFIX, Op, append_row_schema
 from millstream.model.schema import TableSchema
+from millstream.model.writes import AppendBatch, SessionFacts, WriteId, WriteKeys
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog

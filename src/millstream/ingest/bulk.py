@@ -13,8 +13,8 @@ from typing import Any, Final, Self
 import pyarrow as pa
 
 from millstream.errors import UsageError
-from millstream.model.appends import WriteId
 from millstream.model.operations import Appended
+from millstream.model.writes import WriteId
 
 PIECE_BYTES: Final = 16 << 20
 """Rows of one operation, about: larger batches become several. What is made of them on their way takes a few times as much."""

@@ -39,10 +39,10 @@ import numpy as np
 import numpy.typing as npt
 
 from millstream.errors import SessionAhead, SessionExpired, WriteForgotten, WriteIdReused
-from millstream.model.appends import SessionFacts, WriteId
 from millstream.model.ids import ShardId
 from millstream.model.operations import Ack
 from millstream.model.positions import Offset, Seq, SeqRange
+from millstream.model.writes import SessionFacts, WriteId
 
 AHEAD_MAX: Final = 1024
 """How far above a session's mark a number may be: writes that are under way at a time."""

@@ -33,8 +33,8 @@ from millstream.model.access import Right
 
 if TYPE_CHECKING:
     from millstream.app.home import Home
-    from millstream.model.appends import AppendBatch
     from millstream.model.operations import Appended
+    from millstream.model.writes import AppendBatch
 
 logger = structlog.get_logger("millstream.serve")
 

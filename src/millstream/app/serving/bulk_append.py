@@ -17,7 +17,7 @@ import pyarrow as pa
 from millstream.errors import MillstreamError, WriterClosed
 from millstream.ingest.bulk import PIECE_BYTES, Cutter, Piece, PutRequest
 from millstream.ingest.columns import table_of
-from millstream.model.appends import AppendBatch
+from millstream.model.writes import AppendBatch
 
 if TYPE_CHECKING:
     from millstream.app.writing.appending import HomeAppender
