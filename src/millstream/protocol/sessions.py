@@ -13,7 +13,7 @@ Premises
 
 What becomes of a write:
 
-    | its number, or key                | same rows as then | other rows    |
+    | its number, or key                | same rows as then | others        |
     |-----------------------------------|-------------------|---------------|
     | known, with what it was given     | answered again    | WriteIdReused |
     | known, without                    | WriteForgotten    | WriteForgotten|
@@ -178,11 +178,11 @@ class Sessions:
             return
         if write_id.key is not None:
             raise WriteIdReused(
-                f"the idempotency key {write_id.key} was another write's: its rows were others",
+                f"the idempotency key {write_id.key} was another write's: its rows, or their table, were others",
                 idempotency_key=write_id.key,
             )
         raise WriteIdReused(
-            f"write {write_id.number} of session {write_id.session} was another one: its rows were others",
+            f"write {write_id.number} of session {write_id.session} was another one: its rows, or their table, were others",
             session=write_id.session,
             number=write_id.number,
         )
