@@ -58,7 +58,9 @@ NO_DIGEST: Final = -1
 _SESSION: Final = struct.Struct("<qqH")
 """mark, last use (µs since 1970), how many results follow."""
 _RESULT: Final = struct.Struct("<qqqqB")
-"""number (a key's: last use), digest, first number of its rows, how many, on how many shards."""
+"""number (a key's: last use), digest, first number of its rows, how many, on how many shards; `_MANY` of these: `_SHARDS` says it behind them."""
+_MANY: Final = 255
+_SHARDS: Final = struct.Struct("<H")
 _PLACE: Final = struct.Struct("<iqq")
 _NAME: Final = struct.Struct("<H")
 _HASH: Final = np.dtype("<u8")
@@ -415,20 +417,32 @@ def _unpacked(packed: bytes) -> _Session:
 
 def _packed_result(number: int, result: _Result) -> bytes:
     given = result.given
-    head = _RESULT.pack(number, result.digest, given.seqs.first, given.seqs.count, len(given.offsets))
-    return head + b"".join(_PLACE.pack(shard, start, end) for shard, (start, end) in given.offsets.items())
+    shards = len(given.offsets)
+    head = _RESULT.pack(number, result.digest, given.seqs.first, given.seqs.count, min(shards, _MANY))
+    places = (_PLACE.pack(shard, start, end) for shard, (start, end) in given.offsets.items())
+    return b"".join([head, _SHARDS.pack(shards) if shards >= _MANY else b"", *places])
 
 
 def _unpacked_result(packed: bytes, at: int) -> tuple[int, _Result]:
-    number, digest, first, count, shards = _RESULT.unpack_from(packed, at)
-    at += _RESULT.size
-    places = (_PLACE.unpack_from(packed, at + i * _PLACE.size) for i in range(shards))
+    number, digest, first, count, _ = _RESULT.unpack_from(packed, at)
+    places_at, end = _places_of_result(packed, at)
+    places = (_PLACE.unpack_from(packed, place) for place in range(places_at, end, _PLACE.size))
     offsets = {ShardId(shard): (Offset(start), Offset(end)) for shard, start, end in places}
     return number, _Result(digest, Ack(offsets, SeqRange(Seq(first), count)))
 
 
+def _places_of_result(data: bytes, at: int) -> tuple[int, int]:
+    """Where a result's places begin, and where it ends."""
+    shards = int(_RESULT.unpack_from(data, at)[4])
+    at += _RESULT.size
+    if shards == _MANY:
+        (shards,) = _SHARDS.unpack_from(data, at)
+        at += _SHARDS.size
+    return at, at + shards * _PLACE.size
+
+
 def _size_of_result(data: bytes, at: int) -> int:
-    return _RESULT.size + int(_RESULT.unpack_from(data, at)[4]) * _PLACE.size
+    return _places_of_result(data, at)[1] - at
 
 
 def _size_of_session(data: bytes, at: int) -> int:
