@@ -10,6 +10,7 @@ Premises
 4. A session that hasn't written for the longest time is forgotten, by age or where there are too many; likewise a key. Its hash is
    remembered, so that it isn't taken for a new one; and of a session that nobody knows a number above `AHEAD_MAX` can't be new either. The last
    `EXPIRED_MAX` are remembered for certain: what is older than that would be.
+5. Where operations are gone that the copy lacks, sessions with numbers that are unknown below others are forgotten likewise.
 
 What becomes of a write:
 
@@ -230,6 +231,10 @@ class Sessions:
         assert name is not None
         assert number is not None
         session = self._hot.get(name)
+        if number > (self.mark(name) if session is None else session.mark) + AHEAD_MAX:
+            # Those between were there when it was taken, in a part of the log that is gone now.
+            self._forget_session(name)
+            return
         if session is None:
             session = self._thawed(name) or _Session()
             self._cold.pop(name, None)
@@ -246,6 +251,20 @@ class Sessions:
             session.mark += 1
             session.results.pop(session.mark - RESULTS_KEPT, None)
 
+    def forget_gaps(self) -> None:
+        """Some of the log's operations weren't noted, and can't be any more: sessions that lack numbers below others are forgotten.
+
+        Nobody could tell which of these are in the log; and who went on would come too far ahead of numbers that never come again.
+        """
+        whole = self._cold | {name: _packed(session) for name, session in self._hot.items()}
+        for name in [name for name, packed in whole.items() if _lacks_some(_unpacked(packed))]:
+            self._forget_session(name)
+
+    def _forget_session(self, name: str) -> None:
+        self._hot.pop(name, None)
+        self._cold.pop(name, None)
+        self._expired.add(_hash_of("s", name))
+
     def _thawed(self, name: str) -> _Session | None:
         packed = self._cold.get(name)
         return None if packed is None else _unpacked(packed)
@@ -261,16 +280,14 @@ class Sessions:
                 break
             gone.append(name)
         for name in gone:
-            del self._cold[name]
-            self._expired.add(_hash_of("s", name))
+            self._forget_session(name)
         while self._hot and not self._cold:
             name, oldest = next(iter(self._hot.items()))
             if oldest.used_us >= limit and len(self._hot) <= self._limits.sessions_max:
                 return
             if len(self._hot) == 1:
                 return  # the one that is just being used
-            del self._hot[name]
-            self._expired.add(_hash_of("s", name))
+            self._forget_session(name)
 
     def _forget_keys(self, now_us: int) -> None:
         limit = now_us - self._limits.age_us
@@ -329,6 +346,10 @@ class Sessions:
         if at != len(data):
             raise ValueError(f"the copy has {len(data)} bytes, {at} of them make sense")
         return sessions
+
+
+def _lacks_some(session: _Session) -> bool:
+    return any(number > session.mark for number in session.results)
 
 
 def _slack(limit: int) -> int:
