@@ -300,6 +300,18 @@ def test_what_the_buffer_has_lost_is_said_by_name_at_the_start_and_while_it_runs
     assert home.texts() == ["one", "two", "three"]
 
 
+def test_what_is_dropped_between_the_first_start_and_the_first_operation_is_said_by_name(home: Home) -> None:
+    home.put(NORTH, "before")
+    home.server.drop_before(NAME, NORTH, BufferOffset(1))
+    assert home.take().progress.shards[NORTH].place == 0  # there was nothing for it
+    home.put(NORTH, "lost", "there")
+    home.server.drop_before(NAME, NORTH, BufferOffset(2))
+    for _ in range(2):
+        with pytest.raises(BufferOffsetGone):
+            home.take()
+    assert home.texts() == []
+
+
 def test_a_log_whose_catalog_was_lost_is_not_written_again(home: Home, tmp_path: Path) -> None:
     home.put(NORTH, "one")
     home.put(SOUTH, "two")

@@ -231,7 +231,13 @@ class BufferTaking:
         reader = self._buffer.reader(shard)
         start = replay.start(shard)
         if start == BUFFER_START:
-            return reader  # at the smallest offset that there is
+            # At the smallest offset that there was when it was first looked at.
+            began = self._catalog.fact(self._scope, f"began/{shard}")
+            if began is None:
+                self._catalog.put_fact(self._scope, f"began/{shard}", int(reader.place))
+            elif began < reader.place:
+                reader.seek(BufferOffset(began))  # what was dropped meanwhile is said when it is read
+            return reader
         try:
             # What it had must be there still, also where it begins with what was held.
             reader.seek(replay.end(shard))
