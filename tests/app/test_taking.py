@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 from tests.app.homes import wait_for
 
+from millstream.app.writing import taking as taking_module
 from millstream.app.writing.taking import BufferTaking
 from millstream.buffers.memory import MemoryBuffer, MemoryServer
 from millstream.catalog import Catalog
@@ -218,6 +219,35 @@ def test_a_write_that_was_sent_again_is_taken_once_also_by_a_reader_that_starts_
     assert home.texts().count("elsewhere") == 1
 
 
+@pytest.mark.parametrize("stops_at", [0, 5, 9, 10, 13])
+def test_what_counts_as_sent_again_is_a_matter_of_the_buffer_alone(
+    home: Home, monkeypatch: pytest.MonkeyPatch, stops_at: int
+) -> None:
+    """Sent three times, the third within reach of the second alone: a reader that had seen the first took it, one that began behind it didn't."""
+    monkeypatch.setattr(taking_module, "AGAIN_WITHIN", 6)
+    for number in range(14):
+        if number and number == stops_at:
+            home.take()
+        home.put(
+            NORTH,
+            f"k{number}" if number % 5 == 0 else "other",
+            said={"idempotency_key": "k"} if number % 5 == 0 else {},
+        )
+    home.take()
+    assert [text for text in home.texts() if text != "other"] == ["k0"]
+
+
+def test_other_rows_under_a_known_id_are_taken_since_they_were_acknowledged(home: Home) -> None:
+    for text, digest in [("first", 7), ("first", 7), ("others", 8), ("others", 8)]:
+        op = application_op("clicks", [text], said={"idempotency_key": "k"})
+        at = op.operations.schema.get_field_index("commit_end_lsn")
+        digests = pa.array([digest], op.operations.schema.field(at).type)
+        told = op.operations.set_column(at, op.operations.schema.field(at), digests)
+        home.buffer.append(NORTH, replace(op, operations=told))
+    assert home.take().progress.shards[NORTH].repeated == 2
+    assert home.texts() == ["first", "others"]
+
+
 def test_what_is_no_operation_is_passed_and_counted(home: Home) -> None:
     home.put(NORTH, "one")
     home.server.put(NAME, NORTH, b"nothing")
@@ -268,6 +298,18 @@ def test_what_the_buffer_has_lost_is_said_by_name_at_the_start_and_while_it_runs
             home.take()
         assert NAME in caught.value.message
     assert home.texts() == ["one", "two", "three"]
+
+
+def test_what_is_dropped_between_the_first_start_and_the_first_operation_is_said_by_name(home: Home) -> None:
+    home.put(NORTH, "before")
+    home.server.drop_before(NAME, NORTH, BufferOffset(1))
+    assert home.take().progress.shards[NORTH].place == 0  # there was nothing for it
+    home.put(NORTH, "lost", "there")
+    home.server.drop_before(NAME, NORTH, BufferOffset(2))
+    for _ in range(2):
+        with pytest.raises(BufferOffsetGone):
+            home.take()
+    assert home.texts() == []
 
 
 def test_a_log_whose_catalog_was_lost_is_not_written_again(home: Home, tmp_path: Path) -> None:

@@ -142,6 +142,36 @@ def test_numbers_that_come_out_of_order_are_all_taken() -> None:
     assert [sent(sessions, WriteId("s", number), ack(99)) for number in (5, 6, 7)] == [ack(5), ack(6), ack(7)]
 
 
+@pytest.mark.parametrize("shards", [0, 1, 254, 255, 256, 1024])
+def test_a_write_may_lie_on_as_many_shards_as_a_stream_has(shards: int) -> None:
+    """A count of one byte: the first keyed write on more than 255 shards broke the writer, and the copy every one after it."""
+    sessions = Sessions()
+    ids = [WriteId(key="k"), WriteId("s", 1), WriteId("s", 3)]
+    for n, write_id in enumerate(ids):
+        sessions.note(write_id, n, ack(n, shards), n)
+    restored = Sessions.restored(b"".join(sessions.copied()()))
+    for state in (sessions, restored):
+        assert [state.look(write_id, n) for n, write_id in enumerate(ids)] == [ack(n, shards) for n in range(3)]
+
+
+def test_numbers_of_a_log_that_lacks_those_before_are_none_to_go_on_from() -> None:
+    """Noted one by one, seventy thousand of them were more than a copy has room for, and no writer could open the log."""
+    sessions = Sessions()
+    for number in range(5_000, 75_000):
+        sessions.note(WriteId("s", number), 7, ack(number), number)
+    sessions.note(WriteId("t", 3), 7, ack(1), 1)
+    sessions.note(WriteId("u", 1), 7, ack(1), 1)
+    sessions.forget_gaps()
+    restored = Sessions.restored(b"".join(sessions.copied()()))
+    for state in (sessions, restored):
+        assert [state.facts(name) for name in "stu"] == [
+            SessionFacts(0, expired=True), SessionFacts(0, expired=True), SessionFacts(1),
+        ]  # fmt: skip
+        for number in (1, 74_999, 75_000):
+            with pytest.raises(SessionExpired):
+                state.look(WriteId("s", number), 7)
+
+
 def test_rows_that_nobody_summed_are_any_rows() -> None:
     sessions = Sessions()
     sessions.note(WriteId("s", 1), NO_DIGEST, ack(1), 0)

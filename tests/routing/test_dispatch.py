@@ -12,7 +12,7 @@ import pytest
 from tests.routing.rows import batch_of, ops_of, schema_of, shards
 
 from millstream.buffers.memory import MemoryBuffer, MemoryServer
-from millstream.errors import DiskFull, MillstreamError, Overloaded, PartialWrite
+from millstream.errors import DiskFull, MillstreamError, Overloaded, PartialWrite, RowsTooLarge
 from millstream.model.buffers import ReadPause
 from millstream.model.ids import ShardId
 from millstream.model.operations import Ack, TableRows, WriteOps
@@ -122,6 +122,25 @@ def test_where_all_fail_nothing_is_partial(by_task: bool) -> None:
         append(to, write((None, [1]), ("audit", [1])), by_task=by_task)
     with pytest.raises(Overloaded):
         append(to, write(("audit", [1])), by_task=by_task)
+
+
+@pytest.mark.parametrize("by_task", WAYS)
+def test_a_sink_that_took_a_part_is_never_told_as_one_that_took_nothing(by_task: bool) -> None:
+    """Of two requests in one call one is too large for the buffer: the error said that nothing was appended, and both were sent again."""
+    buffer = MemoryBuffer(MemoryServer(), "copies", create_shards=1, op_bytes_max=10_000)
+    to = Dispatcher(Log(), {"copies": BufferSink(buffer)})
+    sizes = [1, 5_000]
+    ns = [n for n, size in enumerate(sizes) for _ in range(size)]
+    rows = batch_of(KEYED, {"id": ns, "n": list(range(len(ns)))}, ns)
+    with pytest.raises(PartialWrite, match=r"copies \(in part\) took the write") as caught:
+        append(to, ops_of([TableRows(KEYED, rows, sink="copies")], count=2), by_task=by_task)
+    assert caught.value.details["failed"]["copies"]["code"] == "rows_too_large"
+    assert caught.value.details["failed"]["copies"]["details"]["took"] == {"0": [0]}
+    with pytest.raises(RowsTooLarge):
+        append(
+            to, ops_of([TableRows(KEYED, batch_of(KEYED, {"id": ns[1:], "n": ns[1:]}), sink="copies")]), by_task=by_task
+        )
+    to.close()
 
 
 @pytest.mark.parametrize("by_task", WAYS)

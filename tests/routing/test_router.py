@@ -209,6 +209,25 @@ def test_placed_anew_is_as_if_placed_then(ids: list[int | None], before: int, af
     assert all(a.rows.equals(b.rows) for a, b in zip(anew.tables, straight, strict=True))
 
 
+@given(IDS, st.integers(1, 4))
+def test_placed_anew_rows_stay_in_partitions_that_others_made(ids: list[int | None], after: int) -> None:
+    """As a write buffer's operations have them, of which our configuration knows nothing."""
+    made = router(RING, count=3, partitions="{day}").place(
+        KEYED, rows_of(ids, days=["xy"[n * n % 3 % 2] for n in range(len(ids))])
+    )
+    new = router(RING, count=3).with_ring(ShardRouter.ring(shards(after)), era=2)
+    straight = router(RING, count=3, partitions="{day}").with_ring(ShardRouter.ring(shards(after)), era=2)
+    found, wanted = (one.place_anew(ops_of(made)).tables for one in (new, straight))
+    of_keys: list[dict[int | None, list[tuple[int, int, str | None, int]]]] = []
+    for entries in (found, wanted):
+        of_keys.append({})
+        for entry in entries:
+            for row in entry.rows.to_pylist():
+                told = (row["__operation"], row["__index"], entry.partition, int(entry.shard))
+                of_keys[-1].setdefault(row["id"], []).append(told)
+    assert of_keys[0] == of_keys[1]
+
+
 def test_a_ring_over_other_columns_than_the_keys_is_refused() -> None:
     with pytest.raises(InvalidRoute, match="several shards"):
         router(ShardConfig((), HashRing(("kind",)))).place(KEYED, rows_of([1]))

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pyarrow as pa
 import pytest
+from tests.app.homes import make_home
 
+from millstream.app.home import Home
 from millstream.app.serving.groups import BATCH_BYTES_MAX, IN_FLIGHT_MAX, Groups, Target
+from millstream.app.writing.appending import HomeAppender
 from millstream.errors import (
     AppendOutcomeUnknown,
     InvalidValue,
@@ -173,3 +178,38 @@ def test_a_bug_is_told_to_whoever_waits() -> None:
             await sent(groups, [{"n": 1}])
 
     played(story)
+
+
+def test_company_changes_nothing_of_what_a_request_is(tmp_path: Path) -> None:
+    """Lists were text beside another request's object, and whole numbers fractions beside others'.
+
+    So a write that was there was refused when it was sent again alone, and one that a decimal column takes was refused in company.
+    """
+    home = Home(make_home(tmp_path / "home", "[streams.web]\n"))
+    appender = HomeAppender(home)
+    appender.append("web", "t", [{"of": [1], "sum": Decimal("1.5")}], deadline_s=5)
+
+    async def story() -> None:
+        groups = Groups(lambda stream, batch, deadline: appender.append_batch_async(stream, batch, deadline_s=deadline))
+
+        def sent(table: str, rows: list[dict[str, Any]], key: str) -> asyncio.Future[Appended]:
+            target = Target("web", table, 5.0, keep_valid_rows=False)
+            return groups.append(target, rows, size_bytes=10, write_id=WriteId(key=key))
+
+        for table, requests in {
+            "t": [[{"of": [1]}], [{"of": {"a": 1}}], [{"sum": 2}], [{"sum": 2.5}], [{"of": [2], "sum": 3}]],
+            "new": [[{"x": [1]}], [{"x": [{"a": 1}]}], [{"x": [2.5]}], [{"x": []}], [{"x": None, "y": [[1]]}]],
+        }.items():
+            answers = [sent(table, rows, f"{table}/{n}") for n, rows in enumerate(requests)]
+            told = [await outcome(answer) for answer in answers]
+            assert [isinstance(one, str) for one in told] == (
+                [False, True, False, True, False] if table == "t" else [False, True, True, False, False]
+            ), told
+            # Each alone is what it was with the others.
+            assert [await outcome(sent(table, rows, f"{table}/{n}")) for n, rows in enumerate(requests)] == told
+        await groups.drain()
+
+    try:
+        asyncio.run(story())
+    finally:
+        appender.close()

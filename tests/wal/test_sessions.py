@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
+from errno import ENOSPC
 from pathlib import Path
 from uuid import UUID
 
@@ -313,6 +314,58 @@ def test_retention_keeps_what_the_copy_lacks() -> None:
     assert [type(outcome) for outcome in ack.each] == [Repeated, Ack]
     committer.abandon()
     assert not HolderKind.SESSIONS.can_be_cut_off
+
+
+def test_without_its_copy_a_session_of_which_retention_dropped_a_part_is_forgotten() -> None:
+    """Its numbers were taken for ones far ahead of a mark of 0: kept one by one, until there were too many for a copy."""
+    files, life = MemoryFiles(), Life(every_bytes=1 << 30)
+    committer, keyed = life.open(files)
+    for number in range(1, 30):
+        keyed.commit([write((s(number), 5))])
+        committer.roll()
+    keyed.commit([write((s(30), 1), (s(1, "begun later"), 1), (WriteId(key="k"), 1))])
+    keyed.close()
+    committer.close()
+    bounds = Bounds(0.0, 0, 1 << 40)
+    assert drop_segments(FOLDER, Retention([]), bounds, files=files, clock=ManualClock(10**18)).dropped
+    files.remove(session_path(FOLDER))
+    for _ in range(2):
+        committer, keyed = life.open(files)
+        assert keyed.facts("s") == SessionFacts(0, expired=True)
+        (ack,) = keyed.commit([write((s(31), 1), (s(1, "begun later"), 1), (WriteId(key="k"), 1))])
+        assert [type(outcome) for outcome in ack.each] == [SessionExpired, Repeated, Repeated]
+        keyed.close()
+        committer.close()
+
+
+def test_a_copy_that_knows_more_than_the_log_is_gone_before_the_log_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no disk for another one, it was taken for the log's own once that had come as far: of writes that aren't there."""
+    files, life = MemoryFiles(), Life()
+    committer, keyed = life.open(files)
+    keyed.commit([write((s(1), 1))])
+    earlier = files.crash(None)
+    keyed.commit([write((s(2), 1))])
+    keyed.close()
+    copy = files.read(session_path(FOLDER))
+    committer.abandon()
+    earlier.remove(session_path(FOLDER))
+    file = earlier.create(session_path(FOLDER))
+    file.pwrite(copy, 0)
+    file.sync()
+    file.close()
+
+    def full(*_: object) -> int:
+        raise OSError(ENOSPC, "no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("millstream.wal.keyed.write_copy", full)
+        committer, keyed = life.open(earlier)
+        keyed.commit([write((s(1, "other"), 9))])
+        committer.abandon()
+    committer, keyed = life.open(earlier)
+    assert keyed.facts("s") == SessionFacts(1)
+    assert isinstance(keyed.commit([write((s(2), 1))])[0].each[0], Ack)
+    committer.abandon()
 
 
 def test_a_damaged_copy_is_told_and_no_other_streams_is_taken() -> None:

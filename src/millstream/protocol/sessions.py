@@ -10,6 +10,7 @@ Premises
 4. A session that hasn't written for the longest time is forgotten, by age or where there are too many; likewise a key. Its hash is
    remembered, so that it isn't taken for a new one; and of a session that nobody knows a number above `AHEAD_MAX` can't be new either. The last
    `EXPIRED_MAX` are remembered for certain: what is older than that would be.
+5. Where operations are gone that the copy lacks, sessions with numbers that are unknown below others are forgotten likewise.
 
 What becomes of a write:
 
@@ -58,7 +59,9 @@ NO_DIGEST: Final = -1
 _SESSION: Final = struct.Struct("<qqH")
 """mark, last use (µs since 1970), how many results follow."""
 _RESULT: Final = struct.Struct("<qqqqB")
-"""number (a key's: last use), digest, first number of its rows, how many, on how many shards."""
+"""number (a key's: last use), digest, first number of its rows, how many, on how many shards; `_MANY` of these: `_SHARDS` says it behind them."""
+_MANY: Final = 255
+_SHARDS: Final = struct.Struct("<H")
 _PLACE: Final = struct.Struct("<iqq")
 _NAME: Final = struct.Struct("<H")
 _HASH: Final = np.dtype("<u8")
@@ -228,6 +231,10 @@ class Sessions:
         assert name is not None
         assert number is not None
         session = self._hot.get(name)
+        if number > (self.mark(name) if session is None else session.mark) + AHEAD_MAX:
+            # Those between were there when it was taken, in a part of the log that is gone now.
+            self._forget_session(name)
+            return
         if session is None:
             session = self._thawed(name) or _Session()
             self._cold.pop(name, None)
@@ -244,6 +251,20 @@ class Sessions:
             session.mark += 1
             session.results.pop(session.mark - RESULTS_KEPT, None)
 
+    def forget_gaps(self) -> None:
+        """Some of the log's operations weren't noted, and can't be any more: sessions that lack numbers below others are forgotten.
+
+        Nobody could tell which of these are in the log; and who went on would come too far ahead of numbers that never come again.
+        """
+        whole = self._cold | {name: _packed(session) for name, session in self._hot.items()}
+        for name in [name for name, packed in whole.items() if _lacks_some(_unpacked(packed))]:
+            self._forget_session(name)
+
+    def _forget_session(self, name: str) -> None:
+        self._hot.pop(name, None)
+        self._cold.pop(name, None)
+        self._expired.add(_hash_of("s", name))
+
     def _thawed(self, name: str) -> _Session | None:
         packed = self._cold.get(name)
         return None if packed is None else _unpacked(packed)
@@ -259,16 +280,14 @@ class Sessions:
                 break
             gone.append(name)
         for name in gone:
-            del self._cold[name]
-            self._expired.add(_hash_of("s", name))
+            self._forget_session(name)
         while self._hot and not self._cold:
             name, oldest = next(iter(self._hot.items()))
             if oldest.used_us >= limit and len(self._hot) <= self._limits.sessions_max:
                 return
             if len(self._hot) == 1:
                 return  # the one that is just being used
-            del self._hot[name]
-            self._expired.add(_hash_of("s", name))
+            self._forget_session(name)
 
     def _forget_keys(self, now_us: int) -> None:
         limit = now_us - self._limits.age_us
@@ -327,6 +346,10 @@ class Sessions:
         if at != len(data):
             raise ValueError(f"the copy has {len(data)} bytes, {at} of them make sense")
         return sessions
+
+
+def _lacks_some(session: _Session) -> bool:
+    return any(number > session.mark for number in session.results)
 
 
 def _slack(limit: int) -> int:
@@ -415,20 +438,32 @@ def _unpacked(packed: bytes) -> _Session:
 
 def _packed_result(number: int, result: _Result) -> bytes:
     given = result.given
-    head = _RESULT.pack(number, result.digest, given.seqs.first, given.seqs.count, len(given.offsets))
-    return head + b"".join(_PLACE.pack(shard, start, end) for shard, (start, end) in given.offsets.items())
+    shards = len(given.offsets)
+    head = _RESULT.pack(number, result.digest, given.seqs.first, given.seqs.count, min(shards, _MANY))
+    places = (_PLACE.pack(shard, start, end) for shard, (start, end) in given.offsets.items())
+    return b"".join([head, _SHARDS.pack(shards) if shards >= _MANY else b"", *places])
 
 
 def _unpacked_result(packed: bytes, at: int) -> tuple[int, _Result]:
-    number, digest, first, count, shards = _RESULT.unpack_from(packed, at)
-    at += _RESULT.size
-    places = (_PLACE.unpack_from(packed, at + i * _PLACE.size) for i in range(shards))
+    number, digest, first, count, _ = _RESULT.unpack_from(packed, at)
+    places_at, end = _places_of_result(packed, at)
+    places = (_PLACE.unpack_from(packed, place) for place in range(places_at, end, _PLACE.size))
     offsets = {ShardId(shard): (Offset(start), Offset(end)) for shard, start, end in places}
     return number, _Result(digest, Ack(offsets, SeqRange(Seq(first), count)))
 
 
+def _places_of_result(data: bytes, at: int) -> tuple[int, int]:
+    """Where a result's places begin, and where it ends."""
+    shards = int(_RESULT.unpack_from(data, at)[4])
+    at += _RESULT.size
+    if shards == _MANY:
+        (shards,) = _SHARDS.unpack_from(data, at)
+        at += _SHARDS.size
+    return at, at + shards * _PLACE.size
+
+
 def _size_of_result(data: bytes, at: int) -> int:
-    return _RESULT.size + int(_RESULT.unpack_from(data, at)[4]) * _PLACE.size
+    return _places_of_result(data, at)[1] - at
 
 
 def _size_of_session(data: bytes, at: int) -> int:

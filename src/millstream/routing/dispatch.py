@@ -16,6 +16,7 @@ from millstream.model.appends import Submitted
 from millstream.model.operations import Ack, TableRows, WriteOps
 from millstream.model.positions import Seq, SeqRange
 from millstream.ports import RecordSink
+from millstream.routing.sinks import TOOK
 
 logger = structlog.get_logger("millstream.routing")
 
@@ -131,10 +132,13 @@ class Dispatcher:
             failed = {LOG: outcome, **failed}
         if not failed:
             return outcome if isinstance(outcome, Ack) else Ack({}, SeqRange(Seq(self.persisted_upto() + 1), 0))
-        if not succeeded:
+        in_part = [name for name, error in failed.items() if TOOK in error.details]
+        if not succeeded and not in_part:
             raise next(iter(failed.values()))
+        # Never the error of a sink alone that has a part of it: many of them mean that nothing was taken, and who hears them tries again.
+        took = ", ".join([*succeeded, *(f"{name} (in part)" for name in in_part)])
         raise PartialWrite(
-            f"{', '.join(succeeded)} took the write, {', '.join(failed)} didn't: "
+            f"{took} took the write, {', '.join(failed)} didn't: "
             + "; ".join(f"{name}: {error.message}" for name, error in failed.items()),
             succeeded=succeeded,
             failed={name: error.as_dict() for name, error in failed.items()},

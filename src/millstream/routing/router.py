@@ -133,17 +133,29 @@ class Router:
         like.place(schema, rows)
 
     def place_anew(self, ops: WriteOps) -> WriteOps:
-        """Operations that were placed under another ring, under this one."""
+        """Operations that were placed under another ring, under this one; in partitions of another's making they stay."""
         of_table: dict[tuple[TableId, SchemaVersion], list[TableRows]] = {}
         for entry in ops.tables:
             of_table.setdefault((entry.schema.table_id, entry.schema.version), []).append(entry)
         placed: list[TableRows] = []
         for entries in of_table.values():
-            rows = pa.concat_batches([entry.rows for entry in entries])
-            numbers = [rows.column(name).to_numpy() for name in ("__index", "__operation")]
-            whole = rows.take(pa.array(np.lexsort(numbers)))
-            placed += self._entries(entries[0].schema, whole, self.plan(entries[0].schema, whole).shards)
+            schema = entries[0].schema
+            if self._rules_of(schema).template is not None:
+                placed += self._placed_anew(schema, entries, None)
+                continue
+            names = dict.fromkeys(entry.partition for entry in entries)
+            apart = [(name, [entry for entry in entries if entry.partition == name]) for name in names]
+            found = [entry for name, own in apart for entry in self._placed_anew(schema, own, name)]
+            placed += found if len(names) == 1 else in_key_order(found)
         return replace(ops, tables=tuple(placed))
+
+    def _placed_anew(self, schema: TableSchema, entries: Sequence[TableRows], partition: str | None) -> list[TableRows]:
+        """The entries that rows of entries of one table are now; in that partition, where there is one."""
+        rows = pa.concat_batches([entry.rows for entry in entries])
+        numbers = [rows.column(name).to_numpy() for name in ("__index", "__operation")]
+        whole = rows.take(pa.array(np.lexsort(numbers)))
+        found = self._entries(schema, whole, self.plan(schema, whole).shards)
+        return found if partition is None else [replace(entry, partition=partition) for entry in found]
 
     def _count(self, target: str, rows: int) -> None:
         with self._counting:

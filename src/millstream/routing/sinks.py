@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future
+from copy import copy
 from dataclasses import replace
 from typing import Final
 
@@ -19,6 +20,16 @@ from millstream.routing.hashing import key_hashes
 from millstream.routing.ring import ShardRouter
 
 _TABLE_COLUMN: Final = "table"
+TOOK: Final = "took"
+"""Of a sink's error: what it has taken of the operations all the same."""
+
+
+def took_part(error: MillstreamError, what: object) -> MillstreamError:
+    """The error of a sink that has taken a part of what it was given: who sends all of it again has that part twice."""
+    told = copy(error)  # others may have been given the same one
+    told.details[TOOK] = what
+    told.__cause__ = error
+    return told
 
 
 class BufferSink:
@@ -56,7 +67,7 @@ class BufferSink:
                 offsets.setdefault(str(int(shard)), []).append(int(meta.offset))
         if failed is not None:
             # What is stored of it stays so: who sends it again knows it by its write id, or has it twice.
-            raise failed
+            raise (took_part(failed, offsets) if offsets else failed)
         return {"operations": placed.operations.num_rows, "offsets": offsets}
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ from millstream.ports import Clock, Files
 from millstream.protocol.sessions import NO_DIGEST, SessionLimits, Sessions
 from millstream.wal.commit import GroupCommitter
 from millstream.wal.reader import StreamReader
-from millstream.wal.session_file import read_copy, write_copy
+from millstream.wal.session_file import read_copy, remove_copy, write_copy
 from millstream.wal.submissions import parts_of
 
 logger = structlog.get_logger("millstream.wal")
@@ -108,6 +108,8 @@ class KeyedCommits:
         if copy is not None and copy.upto > persisted:
             logger.warning("sessions: the log was taken back", known_upto=int(copy.upto), log_upto=int(persisted))
             copy = None
+            # Where none can be written in its place, it would be taken for the log's own once that has come as far again.
+            remove_copy(files, folder)
         try:
             sessions = Sessions(limits) if copy is None else Sessions.restored(copy.state, limits)
         except ValueError as error:
@@ -122,6 +124,8 @@ class KeyedCommits:
         for group in reader.read_groups(max(upto, Seq(first - 1)), persisted):
             for write_id, digest, given, now_us in writes_of(group):
                 sessions.note(write_id, digest, given, now_us)
+        if upto + 1 < first:
+            sessions.forget_gaps()
         opened = cls(
             committer,
             sessions,

@@ -93,6 +93,12 @@ def read_copy(files: Files, folder: str, stream: StreamId) -> SessionCopy | None
     return SessionCopy(Seq(upto), data[_HEAD.size :])
 
 
+def remove_copy(files: Files, folder: str) -> None:
+    """Take the copy away, durably."""
+    files.remove(session_path(folder))
+    files.sync_dir(folder)
+
+
 def covered_upto(files: Files, folder: str) -> Seq | None:
     """The last number that the copy knows of; None where there is none that could be read: nothing of the log is kept for it then."""
     path = session_path(folder)

@@ -2,7 +2,7 @@
 
 A batch of columns costs by its columns, not by its rows, and a commit group by its fsync: apart, requests of a few rows would pay for both each. Each
 request stays an operation of its own, with its own answer; where all together can't be made columns, each is tried alone, so that one that can't be
-taken holds up none.
+taken holds up none. Nor do others change what a request is: sent again alone, it must be the same write.
 """
 
 from __future__ import annotations
@@ -153,6 +153,8 @@ class Groups:
             if isinstance(outcome, Appended):
                 if not one.answer.done():
                     one.answer.set_result(outcome)
+            elif isinstance(outcome, InvalidValue) and len(group) > 1 and _is_other_alone(one, rows):
+                await self._append_all(target, [one])
             else:
                 _fail(one, outcome)
 
@@ -192,7 +194,18 @@ def _joined(group: list[_Waiting]) -> pa.Table:
     rows: list[Row] = first
     if len(group) > 1:
         rows = [row for one in group for row in one.rows]
-    return columns_of(rows)
+    return columns_of(rows, [_count(one.rows) for one in group])
+
+
+def _is_other_alone(one: _Waiting, together: pa.Table) -> bool:
+    """Whether a request's columns alone are of other types than with others: whole numbers that others' have made fractions."""
+    if not isinstance(one.rows, list):
+        return False
+    try:
+        alone = columns_of(one.rows).schema
+    except MillstreamError:
+        return False
+    return any(field.type not in {pa.null(), together.schema.field(field.name).type} for field in alone)
 
 
 def _count(rows: list[Row] | pa.Table) -> int:

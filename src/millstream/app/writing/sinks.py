@@ -13,7 +13,7 @@ from millstream.app.writing.buffered import open_buffer_in
 from millstream.errors import MillstreamError
 from millstream.model.buffers import single_operations
 from millstream.model.records import LOG_ROW_PREFIX
-from millstream.routing.sinks import BufferSink
+from millstream.routing.sinks import BufferSink, took_part
 
 if TYPE_CHECKING:
     from millstream.app.config.model import StreamConfig
@@ -100,8 +100,7 @@ class OtherStream:
                         self._stream, table.schema.full_name, pa.table(named), deadline_s=deadline_s
                     )
                 except MillstreamError as error:
-                    error.details["appended"] = numbers
-                    raise
+                    raise (took_part(error, numbers) if numbers else error) from error.__cause__
                 numbers.append({"first": int(appended.seqs.first), "rows": appended.row_count})
         return {"stream": self._stream, "appended": numbers}
 

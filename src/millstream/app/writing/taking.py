@@ -5,7 +5,8 @@ operation tells the log, as capture's transactions do, that it has reached the o
 agreed between two stores, and nothing is asked but the log.
 
 Who was left without an answer sends a write again under its session and number, or its key, and the buffer may have both. The second one within
-`AGAIN_WITHIN` offsets of its shard is left out: that is a matter of what lies in the buffer alone, so that a restart decides as before.
+`AGAIN_WITHIN` offsets of its shard is left out: that is a matter of what lies in the buffer alone, so that a restart decides as before. Other rows
+under the same id are another write: the buffer has acknowledged them.
 
 A table that can't take rows (its key was configured otherwise, a column's type clashes) is held: from that operation on its rows are left
 out, by partition, while others go on; `protocol.buffer_replay` tells what is read again once it is mended, at the next start.
@@ -58,7 +59,8 @@ AGAIN_WITHIN: Final = 4096
 """Offsets of a shard within which a write that was sent again is known. As many are read at a start: a second or two, at the most."""
 _IN_FLIGHT_BYTES: Final = 32 << 20
 """Operations handed to the log and not durable yet, a shard."""
-_TOLD_BY: Final = ("session", "session_number", "idempotency_key")
+_TOLD_BY: Final = ("session", "session_number", "idempotency_key", "commit_end_lsn")
+"""The last is the digest of an application's rows, where its sender made one."""
 _UNFIT: Final = (CodecError, IngestError, UnknownTable)
 """What is wrong with a table's rows, and with nothing else. `CodecError`: InvalidValue is of it."""
 
@@ -229,7 +231,13 @@ class BufferTaking:
         reader = self._buffer.reader(shard)
         start = replay.start(shard)
         if start == BUFFER_START:
-            return reader  # at the smallest offset that there is
+            # At the smallest offset that there was when it was first looked at.
+            began = self._catalog.fact(self._scope, f"began/{shard}")
+            if began is None:
+                self._catalog.put_fact(self._scope, f"began/{shard}", int(reader.place))
+            elif began < reader.place:
+                reader.seek(BufferOffset(began))  # what was dropped meanwhile is said when it is read
+            return reader
         try:
             # What it had must be there still, also where it begins with what was held.
             reader.seek(replay.end(shard))
@@ -337,7 +345,7 @@ class _ShardTaking:
         self._held: set[Part] = set()
         self._start = replay.start(reader.shard)
         self._recent: OrderedDict[tuple[object, ...], BufferOffset] = OrderedDict()
-        """The last writes that can be told apart, by what tells them, with where they lie; oldest first."""
+        """The last writes that can be told apart, by what tells them, with where they lie last; oldest first."""
         self._in_flight: deque[tuple[Future[Ack], int, BufferOffset]] = deque()
         self._in_flight_bytes = 0
 
@@ -376,8 +384,11 @@ class _ShardTaking:
         told = tuple(found.op.operations.column(name)[0].as_py() for name in _TOLD_BY)
         if told[0] is None and told[2] is None:
             return False
-        first = self._recent.setdefault(told, offset)
-        return first != offset
+        # From the last one on, not from the first: a reader that begins between them may not see that one.
+        is_repeated = told in self._recent
+        self._recent[told] = offset
+        self._recent.move_to_end(told)
+        return is_repeated
 
     def _take(self, found: BufferedOp) -> None:
         offset = found.meta.offset
