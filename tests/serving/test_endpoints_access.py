@@ -259,3 +259,12 @@ def test_a_question_is_bounded_and_json(app: Application, tokens: Tokens) -> Non
     assert status == 422
     assert "secret of mine" not in said
     assert app.intake.held_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1%2Fstreams/shop/tables/orders", "/v1/streams%2Fshop/tables/orders", "/v1/streams/shop/tables%2Forders"],
+)
+def test_a_slash_in_a_name_parts_no_path(app: Application, tokens: Tokens, path: str) -> None:
+    answer = call(app, Endpoint("POST", path), tokens.header("admin"))
+    assert (answer.status_code, answer.json()["title"]) == (404, "Not Found")
