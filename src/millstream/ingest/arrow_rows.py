@@ -82,14 +82,9 @@ def written_bytes(rows: pa.RecordBatch) -> int:
     Raises:
         RowsTooLarge, InvalidValue: as `rows_of_arrow`, of a column that can't be taken.
     """
-    return (
-        int(rows.nbytes)
-        + _NUMBER_BYTES * rows.num_rows
-        + sum(
-            _check_unfolded(field, pa.chunked_array([column]))
-            for field, column in zip(rows.schema, rows.columns, strict=True)
-        )
-    )
+    columns = zip(rows.schema, rows.columns, strict=True)
+    meant = sum(_check_unfolded(field, pa.chunked_array([column])) for field, column in columns)
+    return meant + int(rows.nbytes + _NUMBER_BYTES * rows.num_rows)
 
 
 def _check_messages(body: bytes, rows_max: int) -> None:
