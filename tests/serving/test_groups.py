@@ -27,7 +27,7 @@ from millstream.errors import (
 from millstream.model.ids import StreamId
 from millstream.model.operations import FIRST_SHARD, Appended
 from millstream.model.positions import Offset, Seq, SeqRange, StreamToken
-from millstream.model.writes import AppendBatch
+from millstream.model.writes import AppendBatch, WriteId
 
 CLICKS = Target("web", "public.clicks", 1.0, keep_valid_rows=False)
 STREAM = StreamId(uuid4())
