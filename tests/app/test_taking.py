@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from structlog.testing import capture_logs
 from tests.app.homes import wait_for
 
 from millstream.app.writing.taking import BufferTaking
@@ -216,6 +217,19 @@ def test_a_write_that_was_sent_again_is_taken_once_also_by_a_reader_that_starts_
     home.take()
     assert [text for text in home.texts() if text != "elsewhere"] == ["first", "other", "last"]
     assert home.texts().count("elsewhere") == 1
+
+
+def test_other_rows_under_a_number_that_was_used_are_told(home: Home) -> None:
+    told = {"session": "s", "session_number": 1}
+    for text, digest in (("one", 5), ("one again", 5), ("two", 6)):
+        home.put(NORTH, text, said=told | {"commit_end_lsn": digest})
+    with capture_logs() as said:
+        assert home.take().progress.shards[NORTH].repeated == 2
+        home.take()
+    line, *_ = [line for line in said if "other rows" in line["event"]]
+    assert (line["log_level"], line["session"], line["session_number"]) == ("warning", "s", 1)
+    assert (line["offset"], line["before"]) == (2, 0)
+    assert home.texts() == ["one"]
 
 
 def test_what_is_no_operation_is_passed_and_counted(home: Home) -> None:

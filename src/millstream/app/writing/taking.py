@@ -59,6 +59,8 @@ AGAIN_WITHIN: Final = 4096
 _IN_FLIGHT_BYTES: Final = 32 << 20
 """Operations handed to the log and not durable yet, a shard."""
 _TOLD_BY: Final = ("session", "session_number", "idempotency_key")
+_DIGEST: Final = "commit_end_lsn"
+"""Where an application's operation has it."""
 _UNFIT: Final = (CodecError, IngestError, UnknownTable)
 """What is wrong with a table's rows, and with nothing else. `CodecError`: InvalidValue is of it."""
 
@@ -336,7 +338,7 @@ class _ShardTaking:
         """How far each source will be once all that was handed to the log is durable."""
         self._held: set[Part] = set()
         self._start = replay.start(reader.shard)
-        self._recent: OrderedDict[tuple[object, ...], BufferOffset] = OrderedDict()
+        self._recent: OrderedDict[tuple[object, ...], tuple[BufferOffset, object]] = OrderedDict()
         """The last writes that can be told apart, by what tells them, with where they lie; oldest first."""
         self._in_flight: deque[tuple[Future[Ack], int, BufferOffset]] = deque()
         self._in_flight_bytes = 0
@@ -371,12 +373,22 @@ class _ShardTaking:
     def _is_repeated(self, found: BufferedOp) -> bool:
         """Whether the same write lies a little before; from now on it is known."""
         offset = found.meta.offset
-        while self._recent and next(iter(self._recent.values())) < offset - AGAIN_WITHIN:
+        while self._recent and next(iter(self._recent.values()))[0] < offset - AGAIN_WITHIN:
             self._recent.popitem(last=False)
         told = tuple(found.op.operations.column(name)[0].as_py() for name in _TOLD_BY)
         if told[0] is None and told[2] is None:
             return False
-        first = self._recent.setdefault(told, offset)
+        digest = found.op.operations.column(_DIGEST)[0].as_py()
+        first, known = self._recent.setdefault(told, (offset, digest))
+        if first != offset and offset >= self._start and None not in (digest, known) and digest != known:
+            logger.warning(
+                "left out: a session's number, or a key, that other rows had before",
+                buffer=self._taking.progress.buffer,
+                shard=int(self._reader.shard),
+                offset=int(offset),
+                before=int(first),
+                **dict(zip(_TOLD_BY, told, strict=True)),
+            )
         return first != offset
 
     def _take(self, found: BufferedOp) -> None:
