@@ -503,13 +503,15 @@ def test_rows_from_a_pipe(home: Path, tmp_path: Path) -> None:
         ('{"id": 4}\n{"id": "x"}\n', "error[invalid_value]"),
         ('{"id": 5}\n[1]\n', "line 2 isn't an object"),
         ('{"id": 6}\n{"id": \n', "line 2 isn't JSON"),
+        ('{"id": 7}\n{"size": 1e999}\n', "line 2 isn't JSON: 1e999 is no number"),
+        ('{"id": 8}\n{"size": NaN}\n', "line 2 isn't JSON: NaN is no number"),
     ):
         file.write_text(text)
         failed = run(home, "append", "users", str(file), "--rows", "1")
         assert failed.returncode in {1, 2}
         assert said in failed.stderr
         assert "appended before this, and durable: 1 rows" in failed.stderr
-    assert [row["id"] for row in rows_of(home, "users")] == [1, 2, 3, 4, 5, 6]
+    assert [row["id"] for row in rows_of(home, "users")] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_captured_tables_are_nobody_elses_and_a_written_name_sets_the_captured_one_aside(

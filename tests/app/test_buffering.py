@@ -12,7 +12,7 @@ import pytest
 from millstream.app.writing.buffered import AppenderToBuffer, BufferingAppender
 from millstream.buffers.memory import Failure, MemoryBuffer, MemoryServer, lost_answer
 from millstream.catalog import Catalog
-from millstream.errors import BufferOutcomeUnknown, InvalidValue, MillstreamError, Overloaded
+from millstream.errors import BufferOutcomeUnknown, InvalidValue, MillstreamError, Overloaded, SessionsNotKnown
 from millstream.ingest.schemas import SchemaOnWrite, WriteRules
 from millstream.model.ids import Epoch, ShardId
 from millstream.model.operations import FIRST_SHARD, Appended, TableRows
@@ -63,6 +63,7 @@ def appender(tmp_path: Path, server: MemoryServer) -> Iterator[AppenderToBuffer]
             writer=writer,
             rules_of=lambda *_: WriteRules(SchemaOnWrite.CREATE),
             place=place,
+            check_place=lambda *_: None,
             home_shard=lambda _: ShardId(0),
         )
         buffer = MemoryBuffer(server, "orders", create_shards=2)
@@ -114,6 +115,13 @@ def test_a_request_that_fails_leaves_the_others_alone_and_half_a_one_is_not_call
     (half,) = append(appender, batch([6, 7], [2]))
     assert isinstance(half, BufferOutcomeUnknown)
     assert half.details["shards"] == {"0": "overloaded"}
+
+
+def test_what_sessions_wrote_is_not_known_where_a_buffer_is_written(appender: AppenderToBuffer) -> None:
+    """A session that took this for nothing would use the numbers of its last life again, and a reader leaves out what it has."""
+    appender.append_batch(batch([1], [1]), deadline_s=5)
+    with pytest.raises(SessionsNotKnown, match="orders"):
+        appender.session("s")
 
 
 def test_rows_that_are_none_never_reach_the_buffer(appender: AppenderToBuffer, server: MemoryServer) -> None:

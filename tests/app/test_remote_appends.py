@@ -208,13 +208,14 @@ def test_a_server_proves_who_it_is_and_its_caller_too(home: Path, tmp_path: Path
     with serving(home, **settings) as url:
         with millstream.connect(url, verify=files["authority"], cert=files["client"]) as there:
             assert there.append("web", "clicks", {"n": 1}).row_count == 1
-        for asks in (
-            {"verify": files["authority"]},
-            {"verify": files["other"], "cert": files["client"]},
-            {"cert": files["client"]},
+        for asks, is_trusted in (
+            ({"verify": files["authority"]}, True),
+            ({"verify": files["other"], "cert": files["client"]}, False),
+            ({"cert": files["client"]}, False),
         ):
-            with millstream.connect(url, timeout_s=0.3, **asks) as there, pytest.raises(ServerUnreachable):
+            with millstream.connect(url, timeout_s=0.3, **asks) as there, pytest.raises(ServerUnreachable) as caught:
                 there.token("web")
+            assert ("verify=" in caught.value.hint) is not is_trusted
     for wrong in ({"verify": False}, {"verify": "/nonexistent"}, {"cert": files["authority"]}):
         with pytest.raises(UsageError):
             millstream.connect("https://127.0.0.1", **wrong)

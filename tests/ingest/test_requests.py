@@ -6,10 +6,13 @@ from uuid import uuid4
 
 import numpy as np
 import pyarrow as pa
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.ingest.requests import operations_of
+from millstream.errors import InvalidValue
+from millstream.ingest.requests import check_write_id, operations_of
+from millstream.model.appends import WriteId
 from millstream.model.ids import Epoch, SchemaVersion, ShardId, SourceId, StreamId, TableId
 from millstream.model.operations import TableRows, WriteOps
 from millstream.model.positions import Offset, SeqRange
@@ -100,3 +103,21 @@ def test_no_two_requests_are_of_one_moment() -> None:
     ]
     assert len(set(found)) == len(found)
     assert found == sorted(found)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        WriteId(key=""),
+        WriteId(key=7),  # type: ignore[arg-type]
+        WriteId(key=b"k"),  # type: ignore[arg-type]
+        WriteId(session="s"),
+        WriteId(number=1),
+        WriteId(session="s", number=0),
+        WriteId(session="s", number="1"),  # type: ignore[arg-type]
+        WriteId(session="s", number=1, key="k"),
+    ],
+)
+def test_what_tells_no_write_apart_is_refused_by_name(wrong: WriteId) -> None:
+    with pytest.raises(InvalidValue):
+        check_write_id(wrong)

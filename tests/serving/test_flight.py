@@ -168,6 +168,17 @@ def test_a_refused_batch_ends_the_transfer_and_loses_nothing_before_it(server: t
         assert (told["batch"], told["error"]["code"]) == (0, "invalid_value")
         facts = refused(writer.close)
         assert (facts["code"], facts["details"]["batch"]) == ("invalid_value", 0)
+    # So is what refuses all that came at once.
+    for asked, code in (
+        ({"stream": "nowhere", "table": "a"}, "unknown_stream"),
+        ({"stream": "shop", "table": "a", "session": "s", "number": 0}, "invalid_value"),
+    ):
+        with client(flight) as caller:
+            writer, reader = caller.do_put(descriptor(**asked), ROWS)
+            writer.write_batch(batch(1))
+            told = json.loads(reader.read().to_pybytes())
+            assert (told["batch"], told["error"]["code"]) == (0, code)
+            assert refused(writer.close)["code"] == code
     keyed = fl.FlightDescriptor.for_path("shop", "public.orders")
     nulls = pa.record_batch({"id": pa.array([None], pa.int64()), "name": ["x"]}, schema=ROWS)
     with client(flight) as caller:

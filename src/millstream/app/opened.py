@@ -215,6 +215,7 @@ class OpenHome:
         Raises:
             UnknownStream: there is no such stream.
             SessionsNeedOneWriter: several writers share it.
+            SessionsNotKnown: it writes to a buffer.
             HomeBusy, WriterClosed: as `append`.
         """
         return self._home_appender().session(stream, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from itertools import islice
 from typing import IO, Any
@@ -52,6 +53,14 @@ def append(
             note(f"{done:,} row{' is' if done == 1 else 's are'} durable")
 
 
+def _finite(text: str) -> float:
+    """A number that JSON has: neither NaN nor an infinity, and none that would become one."""
+    found = float(text)
+    if not math.isfinite(found):
+        raise ValueError(f"{text} is no number that JSON and 64 bits have; null or text may stand for it")
+    return found
+
+
 def _objects(file: IO[str]) -> Iterator[dict[str, Any]]:
     from millstream.errors import UsageError
 
@@ -59,7 +68,7 @@ def _objects(file: IO[str]) -> Iterator[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            found = json.loads(line)
+            found = json.loads(line, parse_float=_finite, parse_constant=_finite)
         except (ValueError, RecursionError) as error:
             raise UsageError(f"line {number} isn't JSON: {error}") from error
         if not isinstance(found, dict):

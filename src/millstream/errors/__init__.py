@@ -25,6 +25,7 @@ from millstream.errors._buffers import BufferReplaced as BufferReplaced
 from millstream.errors._buffers import BufferSeekBeyondEnd as BufferSeekBeyondEnd
 from millstream.errors._buffers import BufferUnavailable as BufferUnavailable
 from millstream.errors._buffers import BufferWentBack as BufferWentBack
+from millstream.errors._buffers import SessionsNotKnown as SessionsNotKnown
 from millstream.errors._buffers import StreamReadsBuffer as StreamReadsBuffer
 from millstream.errors._buffers import UnknownBufferShard as UnknownBufferShard
 from millstream.errors._buffers import WriteBufferError as WriteBufferError

@@ -97,6 +97,14 @@ class BufferedOpUndecodable(WriteBufferError):
     default_hint = "Look who else writes into the buffer; what follows is read."
 
 
+class SessionsNotKnown(WriteBufferError):
+    """What a session wrote lies in a write buffer, and the home that writes there doesn't know of it; details: session, buffer."""
+
+    code = "sessions_not_known"
+    retry = Retry.OPERATOR
+    default_hint = "Number its writes yourself: `next_number=` says where a session begins. Or leave its name out, or give each write an idempotency key."
+
+
 class StreamReadsBuffer(WriteBufferError):
     """The stream takes its rows from a write buffer, so that applications can't append to it; details: stream, buffer."""
 

@@ -123,6 +123,9 @@ def check_write_id(write_id: WriteId) -> None:
             "a write is told apart by a session and its number in it, or by an idempotency key",
             hint="Give both of the former, or the latter alone.",
         )
+    given: tuple[tuple[object, type], ...] = ((session, str), (key, str), (number, int))
+    if not all(one is None or isinstance(one, kind) for one, kind in given):
+        raise InvalidValue("a session's name and an idempotency key are text, and a number in a session is a whole one")
     if number is not None and not 1 <= number <= _NUMBER_MAX:
         raise InvalidValue(f"{number} can't be a write's number: a session's writes are numbered from 1")
     text = session or key
@@ -135,7 +138,7 @@ def check_write_id(write_id: WriteId) -> None:
     if size > WRITE_ID_BYTES_MAX:
         what = "session's name" if session else "idempotency key"
         raise RowsTooLarge(
-            f"a {what} has {size} bytes, of at most {WRITE_ID_BYTES_MAX}",
+            f"the {what} has {size} bytes, of at most {WRITE_ID_BYTES_MAX}",
             what=what,
             size=size,
             size_max=WRITE_ID_BYTES_MAX,

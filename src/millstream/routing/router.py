@@ -221,7 +221,7 @@ class Router:
         count = rows.num_rows if left is None else int(left.sum())
         first = 0 if left is None else int(left.argmax())
         ring = isinstance(self.rules, ShardConfig) and self.rules.hash_ring is not None
-        why = " and it has no key for the hash ring" if ring else ""
+        why = ", and the table has no key for the hash ring" if ring else ""
         return NoRouteMatches(
             f"no rule takes {count} of {rows.num_rows} rows of {schema.full_name}, the first of them row {first}{why}",
             hint=f'Name columns for the ring: [streams.S.routing.hash_ring.columns_of] "{_name(schema)}" = ["…"].'

@@ -149,7 +149,7 @@ def asked(call: Call, *, url: str, patience_s: float, now: Callable[[], float]) 
         got = yield call
         error: MillstreamError
         if isinstance(got, Lost):
-            error, wait_s = ServerUnreachable(f"{url} gives no answer: {got.why}", url=url), nap_s
+            error, wait_s = _unreachable(f"{url} gives no answer: {got.why}", url), nap_s
         else:
             assert got is not None, "a call is answered"
             if got.status == 200:
@@ -221,7 +221,7 @@ def appended(call: Call, *, url: str, deadline_s: float, now: Callable[[], float
         error: MillstreamError
         wait_s = nap_s
         if isinstance(got, Lost):
-            error = ServerUnreachable(f"{url} gives no answer: {got.why}; nothing was appended", url=url)
+            error = _unreachable(f"{url} gives no answer: {got.why}; nothing was appended", url)
             if got.sent:
                 unknown = _unknown(f"{url} gave no answer: {got.why}", call, url)
         else:
@@ -315,6 +315,14 @@ def _appended_of(answer: Answer, url: str) -> Appended:
         return Appended.from_dict(facts)
     except (KeyError, ValueError, TypeError) as error:
         raise _no_answer(answer, url) from error
+
+
+def _unreachable(why: str, url: str) -> ServerUnreachable:
+    """With a hint of what it is where somebody is there, and isn't trusted."""
+    hint = None
+    if "CERTIFICATE_VERIFY_FAILED" in why:
+        hint = "Name the file of its certificate, or of the authority that signed it: verify='server.pem'."
+    return ServerUnreachable(why, hint=hint, url=url)
 
 
 def _unknown(why: str, call: Call, url: str) -> AppendOutcomeUnknown:

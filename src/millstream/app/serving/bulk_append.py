@@ -10,7 +10,7 @@ import json
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import pyarrow as pa
 
@@ -155,7 +155,10 @@ class BulkAppend:
             [piece.write_id for piece in group],
             self._asked.keep_valid_rows,
         )
-        outcomes = self._appender.append_batch(self._asked.stream, batch, deadline_s=self._asked.deadline_s)
+        try:
+            outcomes = self._appender.append_batch(self._asked.stream, batch, deadline_s=self._asked.deadline_s)
+        except MillstreamError as error:  # all of them: no such stream, no room, nobody who writes
+            self._tell_refused(group[0], error)
         refused: list[tuple[Piece, MillstreamError]] = []
         for piece, outcome in zip(group, outcomes, strict=True):
             if isinstance(outcome, MillstreamError):
@@ -168,7 +171,7 @@ class BulkAppend:
     def _tell_appended(self, piece: Piece, outcome: Appended) -> None:
         self._tell(json.dumps(piece.told(outcome)).encode())
 
-    def _tell_refused(self, piece: Piece, error: MillstreamError) -> None:
+    def _tell_refused(self, piece: Piece, error: MillstreamError) -> NoReturn:
         """Who sends a batch only once the one before is told of hears of it here: a call can't be ended while it is waited for."""
         self._tell(json.dumps({"batch": piece.batch, "row": piece.row, "error": error.as_dict()}, default=str).encode())
         error.details.setdefault("batch", piece.batch)

@@ -157,7 +157,11 @@ class Writes:
         if self._access.is_asked:
             await self._access.allowed(scope, Right.WRITE, stream, in_query=in_query)
         if stream not in self._streams:
-            raise UnknownStream(f"there is no stream {stream!r} here", hint="`GET /status` lists them.", stream=stream)
+            raise UnknownStream(
+                f"there is no stream {stream!r} here",
+                hint="`GET /v1/streams` lists those that have a log.",
+                stream=stream,
+            )
 
     def weigh(self, held: Held, size_bytes: int) -> None:
         """Count what will be made of a body; `RowsTooLarge` where that could never be within bounds."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final
 
-from millstream.errors import BufferOutcomeUnknown, ConfigError, MillstreamError, StreamReadsBuffer
+from millstream.errors import BufferOutcomeUnknown, ConfigError, MillstreamError, SessionsNotKnown, StreamReadsBuffer
 from millstream.ingest.appender import Appender
 from millstream.model.buffers import BufferMeta, parts_of_shards, single_operations
 from millstream.model.operations import Appended, WriteOps
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from millstream.app.home import Home
     from millstream.ingest.requests import PreparedBatch
     from millstream.model.ids import ShardId, StreamId
-    from millstream.model.writes import AppendBatch
+    from millstream.model.writes import AppendBatch, SessionFacts
     from millstream.ports import WriteBuffer
 
     _Sent = list[tuple[ShardId, Future[BufferMeta]]]
@@ -120,6 +120,14 @@ class BufferingAppender:
         self._name = name
         self._start: Final = StreamToken.scalar(stream, Seq(0))
 
+    def session(self, name: str) -> SessionFacts:
+        """Refuse: a session that took "nothing" for an answer would begin anew, with numbers that it has used. `SessionsNotKnown`, always."""
+        raise SessionsNotKnown(
+            f"what session {name} wrote lies in write buffer {self._name}, and how far it is isn't known here",
+            session=name,
+            buffer=self._name,
+        )
+
     def append_batch(self, batch: AppendBatch, *, deadline_s: float | None) -> list[Appended | MillstreamError]:
         """As `Appender.append_batch`."""
         give_up_s = _give_up_s(deadline_s)
@@ -208,6 +216,10 @@ class AppenderToBuffer(Appender):
     """An appender whose operations go into a write buffer."""
 
     to_buffer: BufferingAppender
+
+    def session(self, name: str) -> SessionFacts:
+        """As `BufferingAppender.session`."""
+        return self.to_buffer.session(name)
 
     def append_batch(self, batch: AppendBatch, *, deadline_s: float | None) -> list[Appended | MillstreamError]:
         """As `Appender.append_batch`; the offsets are the buffer's. `BufferUnavailable`, `BufferOutcomeUnknown` … as the buffer says."""
