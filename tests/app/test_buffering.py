@@ -12,7 +12,7 @@ import pytest
 from millstream.app.writing.buffered import AppenderToBuffer, BufferingAppender
 from millstream.buffers.memory import Failure, MemoryBuffer, MemoryServer, lost_answer
 from millstream.catalog import Catalog
-from millstream.errors import BufferOutcomeUnknown, InvalidValue, MillstreamError, Overloaded
+from millstream.errors import BufferOutcomeUnknown, InvalidValue, MillstreamError, Overloaded, SessionNotKept
 from millstream.ingest.schemas import SchemaOnWrite, WriteRules
 from millstream.model.appends import AppendBatch, WriteId
 from millstream.model.ids import Epoch, ShardId
@@ -114,6 +114,20 @@ def test_a_request_that_fails_leaves_the_others_alone_and_half_a_one_is_not_call
     (half,) = append(appender, batch([6, 7], [2]))
     assert isinstance(half, BufferOutcomeUnknown)
     assert half.details["shards"] == {"0": "overloaded"}
+
+
+def test_a_session_goes_on_in_a_buffer_only_where_its_number_is_said(appender: AppenderToBuffer) -> None:
+    """The log, which has nothing of it, said that it begins at 1: who takes the buffer left an application's second life out."""
+    assert isinstance(append_of("s", 1, appender), Appended)
+    with pytest.raises(SessionNotKept) as caught:
+        appender.session("s")
+    assert "next_number" in caught.value.hint
+
+
+def append_of(session: str, number: int, appender: AppenderToBuffer) -> Appended | MillstreamError:
+    rows = pa.table({"id": pa.array([number], pa.int64())})
+    (outcome,) = by_thread(appender, AppendBatch("clicks", rows, [1], [WriteId(session, number)]))
+    return outcome
 
 
 def test_rows_that_are_none_never_reach_the_buffer(appender: AppenderToBuffer, server: MemoryServer) -> None:

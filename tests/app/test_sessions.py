@@ -22,8 +22,10 @@ import millstream.aio
 from millstream.app.calls import Attempts, Numbers
 from millstream.errors import (
     AppendOutcomeUnknown,
+    BufferOutcomeUnknown,
     InvalidValue,
     Overloaded,
+    PartialWrite,
     SessionAhead,
     SessionExpired,
     UsageError,
@@ -183,6 +185,33 @@ def test_what_may_be_sent_again_is_under_its_own_number(monkeypatch: pytest.Monk
         with pytest.raises(WriteIdReused):
             session.append("t", {"x": 1})
         assert session.next_number == 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        AppendOutcomeUnknown("?"),
+        BufferOutcomeUnknown("?"),
+        PartialWrite("the log took it"),
+        RuntimeError("our bug"),
+        KeyboardInterrupt(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_the_number_of_a_write_that_may_be_there_is_no_other_writes(error: BaseException) -> None:
+    """The next write had it: with other rows it was refused, with the same ones taken for the first one sent again."""
+    numbers = Numbers("s", 1)
+    with pytest.raises(type(error)), numbers.one(None) as first:
+        raise error
+    with pytest.raises(InvalidValue), numbers.one(None) as second:
+        raise InvalidValue("refused")
+    with numbers.one(None) as third:
+        assert (first, second, third) == (1, 2, 2)
+    assert not numbers.fill(SessionFacts(2))
+    with pytest.raises(type(error)), numbers.one(None) as fourth:
+        raise error
+    assert numbers.fill(SessionFacts(2))
+    assert numbers.next == fourth
 
 
 def test_numbers_of_many_threads_have_no_holes_and_none_twice() -> None:

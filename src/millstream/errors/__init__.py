@@ -39,6 +39,7 @@ from millstream.errors._ingest import KeyChanged as KeyChanged
 from millstream.errors._ingest import RowsTooLarge as RowsTooLarge
 from millstream.errors._ingest import SessionAhead as SessionAhead
 from millstream.errors._ingest import SessionExpired as SessionExpired
+from millstream.errors._ingest import SessionNotKept as SessionNotKept
 from millstream.errors._ingest import SessionsNeedOneWriter as SessionsNeedOneWriter
 from millstream.errors._ingest import TableCaptured as TableCaptured
 from millstream.errors._ingest import UnknownColumn as UnknownColumn

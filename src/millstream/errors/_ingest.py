@@ -75,6 +75,14 @@ class SessionAhead(IngestError):
     default_hint = "Send the session's earlier writes first: no number may be left out, and one that was refused is used for the next rows."
 
 
+class SessionNotKept(IngestError):
+    """The stream writes to a buffer: which writes of a session are there, who takes them out of it knows; details: session."""
+
+    code = "session_not_kept"
+    retry = Retry.OPERATOR
+    default_hint = "Keep the session's number yourself, and say it: next_number=…; or begin a session of a name that was never used."
+
+
 class SessionsNeedOneWriter(IngestError):
     """The stream has several writers, none of which knows the others' sessions and keys."""
 

@@ -11,7 +11,13 @@ from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final
 
-from millstream.errors import BufferOutcomeUnknown, ConfigError, MillstreamError, StreamReadsBuffer
+from millstream.errors import (
+    BufferOutcomeUnknown,
+    ConfigError,
+    MillstreamError,
+    SessionNotKept,
+    StreamReadsBuffer,
+)
 from millstream.ingest.appender import Appender
 from millstream.model.buffers import BufferMeta, parts_of_shards, single_operations
 from millstream.model.operations import Appended, WriteOps
@@ -23,7 +29,7 @@ if TYPE_CHECKING:
     from millstream.app.config.model import BufferConfig
     from millstream.app.home import Home
     from millstream.ingest.requests import PreparedBatch
-    from millstream.model.appends import AppendBatch
+    from millstream.model.appends import AppendBatch, SessionFacts
     from millstream.model.ids import ShardId, StreamId
     from millstream.ports import WriteBuffer
 
@@ -117,7 +123,8 @@ class BufferingAppender:
     def __init__(self, appender: Appender, stream: StreamId, buffer: WriteBuffer, name: str) -> None:
         self._appender = appender
         self._buffer = buffer
-        self._name = name
+        self.name: Final = name
+        """What the buffer is called."""
         self._start: Final = StreamToken.scalar(stream, Seq(0))
 
     def append_batch(self, batch: AppendBatch, *, deadline_s: float | None) -> list[Appended | MillstreamError]:
@@ -178,20 +185,20 @@ class BufferingAppender:
                 stored[shard] = Offset(meta.offset), Offset(meta.offset + 1)
             except TimeoutError:
                 failed[shard] = BufferOutcomeUnknown(
-                    f"write buffer {self._name} didn't say in time whether it has the rows",
-                    buffer=self._name,
+                    f"write buffer {self.name} didn't say in time whether it has the rows",
+                    buffer=self.name,
                     shard=int(shard),
                 )
             except MillstreamError as error:
                 failed[shard] = error
         if not failed:
-            return Appended(self._start, SeqRange(Seq(0), count), stored, buffer=self._name)
+            return Appended(self._start, SeqRange(Seq(0), count), stored, buffer=self.name)
         first = next(iter(failed.values()))
         if not stored:
             return first
         return BufferOutcomeUnknown(
-            f"write buffer {self._name} has the rows of shards {sorted(stored)}, and not all of {sorted(failed)}: {first.message}",
-            buffer=self._name,
+            f"write buffer {self.name} has the rows of shards {sorted(stored)}, and not all of {sorted(failed)}: {first.message}",
+            buffer=self.name,
             shards={str(shard): error.code for shard, error in failed.items()},
         )
 
@@ -218,6 +225,12 @@ class AppenderToBuffer(Appender):
     ) -> list[Appended | MillstreamError]:
         """As `append_batch`, of what `prepare` has made; `append_batch_async` ends here too."""
         return await self.to_buffer.append_prepared(prepared, deadline_s=deadline_s)
+
+    def session(self, name: str) -> SessionFacts:
+        """`SessionNotKept`, always: the log has nothing of it, and who began again at 1 would be taken for who wrote before."""
+        raise SessionNotKept(
+            f"which writes of session {name} write buffer {self.to_buffer.name} has can't be told here", session=name
+        )
 
 
 class AppenderOfReader(Appender):
