@@ -17,6 +17,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 from millstream.errors import (
+    AnswerCutOff,
+    AnswerUnreadable,
     AppendOutcomeUnknown,
     BufferOutcomeUnknown,
     HomeBusy,
@@ -150,7 +152,7 @@ def session_of(name: str | None, next_number: int | None) -> tuple[str, int | No
     return (uuid.uuid4().hex, next_number or 1) if name is None else (name, next_number)
 
 
-_DOUBTFUL: Final = (AppendOutcomeUnknown, BufferOutcomeUnknown, PartialWrite)
+_DOUBTFUL: Final = (AppendOutcomeUnknown, BufferOutcomeUnknown, PartialWrite, AnswerCutOff, AnswerUnreadable)
 """Errors of writes that may be there, or a part of them: another one under their number would be taken for them sent again."""
 
 
