@@ -65,6 +65,18 @@ def test_a_write_that_is_sent_again_is_told_what_it_got_the_first_time(home: Pat
     assert Counter(ids_of(home)) == {1: 2, 2: 2, 9: 3}
 
 
+def test_the_same_rows_for_another_table_are_another_write(home: Path) -> None:
+    """They were answered with the first table's positions, and weren't in theirs."""
+    with millstream.open(home) as opened:
+        session = opened.session("web", "s")
+        for told in ({"idempotency_key": "k"}, {"session": "s", "number": 1}):
+            opened.append("web", "users", {"id": 1}, **told)
+            with pytest.raises(WriteIdReused):
+                opened.append("web", "others", {"id": 1}, **told)
+            assert opened.append("web", "public.users", {"id": 1}, **told).duplicate
+        assert session.next_number == 2
+
+
 def test_a_session_goes_on_where_it_was(home: Path) -> None:
     with millstream.open(home) as opened:
         session = opened.session("web", "app")

@@ -185,7 +185,8 @@ class Appender:
         keys = None
         if any(ids):
             names = [column.name for column in known.columns]
-            keys = WriteKeys(ids, digests_of(names, arrays, counts, [one is not None for one in ids]), logged)
+            wanted = [one is not None for one in ids]
+            keys = WriteKeys(ids, digests_of(names, arrays, counts, wanted, table=known.full_name), logged)
         ops = WriteOps(operations_of(ids, None if keys is None else keys.digests), placed, keys=keys)
         return PreparedBatch(ops, requests, tuple(places), logged, errors, rejected)
 
