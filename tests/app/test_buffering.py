@@ -12,7 +12,14 @@ import pytest
 from millstream.app.writing.buffered import AppenderToBuffer, BufferingAppender
 from millstream.buffers.memory import Failure, MemoryBuffer, MemoryServer, lost_answer
 from millstream.catalog import Catalog
-from millstream.errors import BufferOutcomeUnknown, InvalidValue, MillstreamError, Overloaded, SessionNotKept
+from millstream.errors import (
+    BufferOutcomeUnknown,
+    InvalidValue,
+    MillstreamError,
+    Overloaded,
+    SessionNotKept,
+    WriterClosed,
+)
 from millstream.ingest.schemas import SchemaOnWrite, WriteRules
 from millstream.model.appends import AppendBatch, WriteId
 from millstream.model.ids import Epoch, ShardId
@@ -128,6 +135,15 @@ def append_of(session: str, number: int, appender: AppenderToBuffer) -> Appended
     rows = pa.table({"id": pa.array([number], pa.int64())})
     (outcome,) = by_thread(appender, AppendBatch("clicks", rows, [1], [WriteId(session, number)]))
     return outcome
+
+
+@pytest.mark.parametrize("append", [by_thread, by_task])
+def test_a_buffer_that_was_closed_is_told_as_a_log_that_was(appender: AppenderToBuffer, append: Append) -> None:
+    """Each request heard of it by itself: so who had kept the appender never asked for the one that had taken its place."""
+    assert isinstance(append(appender, batch([0], [1]))[0], Appended)
+    appender.to_buffer._buffer.close()
+    with pytest.raises(WriterClosed):
+        append(appender, batch([2, 4], [1, 1]))
 
 
 def test_rows_that_are_none_never_reach_the_buffer(appender: AppenderToBuffer, server: MemoryServer) -> None:

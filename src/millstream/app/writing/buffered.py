@@ -17,6 +17,7 @@ from millstream.errors import (
     MillstreamError,
     SessionNotKept,
     StreamReadsBuffer,
+    WriterClosed,
 )
 from millstream.ingest.appender import Appender
 from millstream.model.buffers import BufferMeta, parts_of_shards, single_operations
@@ -155,13 +156,17 @@ class BufferingAppender:
     def _outcomes(
         self, prepared: PreparedBatch, sent: Sequence[_Sent], give_up_s: float | None
     ) -> list[Appended | MillstreamError]:
-        """What became of each request; waits for the answers that aren't there yet."""
+        """What became of each request; waits for the answers that aren't there yet. `WriterClosed` where the buffer was closed before all of them."""
         outcomes: dict[int, Appended | MillstreamError] = dict(prepared.errors)
         for place, count, parts in zip(prepared.places, prepared.counts, sent, strict=True):
             found = self._outcome(count, parts, give_up_s)
             if isinstance(found, Appended):
                 found = replace(found, rejected=prepared.rejected.get(place, ()))
             outcomes[place] = found
+        sent_ones = [outcomes[place] for place in prepared.places]
+        if sent_ones and all(isinstance(outcome, WriterClosed) for outcome in sent_ones):
+            # As a log says it, so that who keeps this appender asks for another one.
+            raise WriterClosed(f"write buffer {self.name} was closed; nothing was stored")
         return [outcomes[place] for place in range(prepared.requests)]
 
     def _send(self, op: WriteOps, deadline_s: float | None) -> _Sent:
