@@ -12,7 +12,14 @@ import pytest
 from millstream.app.writing.buffered import AppenderToBuffer, BufferingAppender
 from millstream.buffers.memory import Failure, MemoryBuffer, MemoryServer, lost_answer
 from millstream.catalog import Catalog
-from millstream.errors import BufferOutcomeUnknown, InvalidValue, MillstreamError, Overloaded, SessionsNotKnown
+from millstream.errors import (
+    BufferOutcomeUnknown,
+    InvalidValue,
+    MillstreamError,
+    Overloaded,
+    SessionsNotKnown,
+    WriterClosed,
+)
 from millstream.ingest.schemas import SchemaOnWrite, WriteRules
 from millstream.model.ids import Epoch, ShardId
 from millstream.model.operations import FIRST_SHARD, Appended, TableRows
@@ -117,11 +124,27 @@ def test_a_request_that_fails_leaves_the_others_alone_and_half_a_one_is_not_call
     assert half.details["shards"] == {"0": "overloaded"}
 
 
-def test_what_sessions_wrote_is_not_known_where_a_buffer_is_written(appender: AppenderToBuffer) -> None:
-    """A session that took this for nothing would use the numbers of its last life again, and a reader leaves out what it has."""
-    appender.append_batch(batch([1], [1]), deadline_s=5)
-    with pytest.raises(SessionsNotKnown, match="orders"):
+def test_a_session_goes_on_in_a_buffer_only_where_its_number_is_said(appender: AppenderToBuffer) -> None:
+    """The log, which has nothing of it, said that it begins at 1: who takes the buffer left an application's second life out."""
+    assert isinstance(append_of("s", 1, appender), Appended)
+    with pytest.raises(SessionsNotKnown) as caught:
         appender.session("s")
+    assert "next_number" in caught.value.hint
+
+
+def append_of(session: str, number: int, appender: AppenderToBuffer) -> Appended | MillstreamError:
+    rows = pa.table({"id": pa.array([number], pa.int64())})
+    (outcome,) = by_thread(appender, AppendBatch("clicks", rows, [1], [WriteId(session, number)]))
+    return outcome
+
+
+@pytest.mark.parametrize("append", [by_thread, by_task])
+def test_a_buffer_that_was_closed_is_told_as_a_log_that_was(appender: AppenderToBuffer, append: Append) -> None:
+    """Each request heard of it by itself: so who had kept the appender never asked for the one that had taken its place."""
+    assert isinstance(append(appender, batch([0], [1]))[0], Appended)
+    appender.to_buffer._buffer.close()
+    with pytest.raises(WriterClosed):
+        append(appender, batch([2, 4], [1, 1]))
 
 
 def test_rows_that_are_none_never_reach_the_buffer(appender: AppenderToBuffer, server: MemoryServer) -> None:

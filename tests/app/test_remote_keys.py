@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from millstream.app.remote.steps import Answer, Call, Lost, append_call, appended
-from millstream.errors import AppendOutcomeUnknown, MillstreamError, SessionsNeedOneWriter
+from millstream.app.serving.problems import status_of
+from millstream.errors import (
+    AppendOutcomeUnknown,
+    MillstreamError,
+    NoRouteMatches,
+    PartialWrite,
+    SessionsNeedOneWriter,
+)
 
 PROBLEM = {"content-type": "application/problem+json"}
 NO_KEYS = Answer(409, PROBLEM, json.dumps({"code": SessionsNeedOneWriter.code, "detail": "several writers"}).encode())
 
 
-def calls_of(answers: list[Answer | Lost], *, key: str | None) -> tuple[list[Call], MillstreamError]:
+def calls_of(
+    answers: list[Answer | Lost], *, key: str | None, deadline_s: float = 0.0
+) -> tuple[list[Call], MillstreamError]:
     """What is asked, one answer after the other, and how it ends."""
     call = append_call("web", "t", [{"x": 1}], session=None, number=None, idempotency_key=key, keep_valid_rows=False)
-    steps = appended(call, url="http://there", deadline_s=0.0, now=lambda: 0.0)
+    steps = appended(call, url="http://there", deadline_s=deadline_s, now=lambda: 0.0)
     asked = []
     wish = next(steps)
     for answer in answers:
@@ -32,6 +43,19 @@ def test_a_key_of_the_clients_own_is_left_out_where_a_stream_has_several_writers
     assert ["Idempotency-Key" in call.headers for call in asked] == [True, False]
     assert asked[0].body == asked[1].body
     assert isinstance(ended, AppendOutcomeUnknown)
+
+
+@pytest.mark.parametrize("error", [PartialWrite, NoRouteMatches])
+def test_what_routing_says_is_told_and_not_tried_again(error: type[MillstreamError]) -> None:
+    """A partial write was sent again until the deadline, to the sinks that had taken it, too."""
+    said = Answer(int(status_of(error)), PROBLEM, json.dumps({"code": error.code, "detail": "no"}).encode())
+    asked, ended = calls_of([said], key=None, deadline_s=30.0)
+    assert (len(asked), type(ended)) == (1, error)
+
+
+def test_a_partial_write_is_no_status_that_clients_try_again() -> None:
+    assert 400 <= status_of(PartialWrite) < 500
+    assert status_of(PartialWrite) not in {408, 425, 429}
 
 
 def test_a_key_of_the_callers_is_not() -> None:

@@ -22,8 +22,10 @@ import millstream.aio
 from millstream.app.calls import Attempts, Numbers
 from millstream.errors import (
     AppendOutcomeUnknown,
+    BufferOutcomeUnknown,
     InvalidValue,
     Overloaded,
+    PartialWrite,
     SessionAhead,
     SessionExpired,
     UsageError,
@@ -63,6 +65,18 @@ def test_a_write_that_is_sent_again_is_told_what_it_got_the_first_time(home: Pat
             # Columns that came since, and others' rows, change nothing about it.
             opened.append("web", "users", {"id": 9, "other": 1.5})
     assert Counter(ids_of(home)) == {1: 2, 2: 2, 9: 3}
+
+
+def test_the_same_rows_for_another_table_are_another_write(home: Path) -> None:
+    """They were answered with the first table's positions, and weren't in theirs."""
+    with millstream.open(home) as opened:
+        session = opened.session("web", "s")
+        for told in ({"idempotency_key": "k"}, {"session": "s", "number": 1}):
+            opened.append("web", "users", {"id": 1}, **told)
+            with pytest.raises(WriteIdReused):
+                opened.append("web", "others", {"id": 1}, **told)
+            assert opened.append("web", "public.users", {"id": 1}, **told).duplicate
+        assert session.next_number == 2
 
 
 def test_a_session_goes_on_where_it_was(home: Path) -> None:
@@ -185,6 +199,33 @@ def test_what_may_be_sent_again_is_under_its_own_number(monkeypatch: pytest.Monk
         with pytest.raises(WriteIdReused):
             session.append("t", {"x": 1})
         assert session.next_number == 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        AppendOutcomeUnknown("?"),
+        BufferOutcomeUnknown("?"),
+        PartialWrite("the log took it"),
+        RuntimeError("our bug"),
+        KeyboardInterrupt(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_the_number_of_a_write_that_may_be_there_is_no_other_writes(error: BaseException) -> None:
+    """The next write had it: with other rows it was refused, with the same ones taken for the first one sent again."""
+    numbers = Numbers("s", 1)
+    with pytest.raises(type(error)), numbers.one(None) as first:
+        raise error
+    with pytest.raises(InvalidValue), numbers.one(None) as second:
+        raise InvalidValue("refused")
+    with numbers.one(None) as third:
+        assert (first, second, third) == (1, 2, 2)
+    assert not numbers.fill(SessionFacts(2))
+    with pytest.raises(type(error)), numbers.one(None) as fourth:
+        raise error
+    assert numbers.fill(SessionFacts(2))
+    assert numbers.next == fourth
 
 
 def test_numbers_of_many_threads_have_no_holes_and_none_twice() -> None:

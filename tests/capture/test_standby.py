@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from structlog.testing import capture_logs
 from tests.capture.capture_stage import wait_until
 from tests.capture.test_timelines import Servers, copy_slot, make_servers
 
@@ -126,7 +127,7 @@ def is_paused(connection: psycopg.Connection[tuple[object, ...]]) -> bool:
     return row == ("paused",)
 
 
-def test_a_standby_that_lags_behind_the_log_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_standby_that_lags_behind_the_log_is_waited_for(tmp_path: Path) -> None:
     with make_servers(18, tmp_path) as servers:
         stage, standby = servers.stage, servers.standby()
         on_primary(servers, PUBLISH)
@@ -145,10 +146,12 @@ def test_a_standby_that_lags_behind_the_log_is_waited_for(tmp_path: Path, capsys
                 row = old.execute("SELECT pg_current_wal_flush_lsn() - '0/0'").fetchone()
             assert row is not None
             stage.catalog.move_reached(current.id, int(row[0]) - 64)  # type: ignore[arg-type]
-            running = stage.start()
-            wait_until(
-                lambda: running.ended or SourceBehind.code in capsys.readouterr().out, "it waits for the standby"
-            )
+            with capture_logs() as said:
+                running = stage.start()
+                wait_until(
+                    lambda: running.ended or any(line.get("code") == SourceBehind.code for line in said),
+                    "it waits for the standby",
+                )
             assert not running.ended
             assert not stage.slot_active()
             connection.execute("SELECT pg_wal_replay_resume()")

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from millstream.errors import InvalidValue
 from millstream.ingest.requests import check_write_id, operations_of
-from millstream.model.appends import WriteId
 from millstream.model.ids import Epoch, SchemaVersion, ShardId, SourceId, StreamId, TableId
 from millstream.model.operations import TableRows, WriteOps
 from millstream.model.positions import Offset, SeqRange
 from millstream.model.records import Op, append_row_schema
 from millstream.model.schema import Column, TableSchema
+from millstream.model.writes import WriteId
 from millstream.testing.files import MemoryFiles
 from millstream.testing.log import MemoryReservations
 from millstream.wal.reader import StreamReader

@@ -12,7 +12,7 @@ import pytest
 from tests.routing.rows import batch_of, ops_of, schema_of, shards
 
 from millstream.buffers.memory import MemoryBuffer, MemoryServer
-from millstream.errors import DiskFull, MillstreamError, Overloaded, PartialWrite, RowsTooLarge
+from millstream.errors import DiskFull, MillstreamError, Overloaded, PartialWrite, RowsTooLarge, WriterClosed
 from millstream.model.buffers import ReadPause
 from millstream.model.ids import ShardId
 from millstream.model.operations import Ack, TableRows, WriteOps
@@ -141,6 +141,17 @@ def test_a_sink_that_took_a_part_is_never_told_as_one_that_took_nothing(by_task:
             to, ops_of([TableRows(KEYED, batch_of(KEYED, {"id": ns[1:], "n": ns[1:]}), sink="copies")]), by_task=by_task
         )
     to.close()
+
+
+@pytest.mark.parametrize("by_task", WAYS)
+def test_what_comes_after_the_end_is_told_that_nothing_of_it_was_taken(by_task: bool) -> None:
+    """Who writes the home changes while applications append: those try again with the next one, and only where they hear this."""
+    log, copies, audit = Log(), Sink(), Sink()
+    to = Dispatcher(log, {"copies": copies, "audit": audit})
+    to.close()
+    with pytest.raises(WriterClosed):
+        append(to, write((None, [1]), ("copies", [1]), ("audit", [1])), by_task=by_task)
+    assert (log.taken, copies.rows, audit.rows) == ([], [], [])
 
 
 @pytest.mark.parametrize("by_task", WAYS)

@@ -368,6 +368,26 @@ def test_a_copy_that_knows_more_than_the_log_is_gone_before_the_log_grows(monkey
     committer.abandon()
 
 
+def test_without_a_copy_each_group_tries_to_make_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retention goes by the copy: where the first one found no space, it dropped what only the log knew."""
+    files, life = MemoryFiles(), Life(every_bytes=1 << 30)
+
+    def full(*_: object) -> int:
+        raise OSError(ENOSPC, "no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("millstream.wal.keyed.write_copy", full)
+        committer, keyed = life.open(files)
+        keyed.commit([write((s(1), 1))])
+        keyed.after_group()
+        assert covered_upto(files, FOLDER) is None
+    for number in (2, 3):
+        keyed.commit([write((s(number), 1))])
+        keyed.after_group()
+    assert covered_upto(files, FOLDER) == 2
+    committer.abandon()
+
+
 def test_a_damaged_copy_is_told_and_no_other_streams_is_taken() -> None:
     files, life = MemoryFiles(), Life()
     committer, keyed = life.open(files)

@@ -17,9 +17,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 from millstream.errors import (
+    AnswerCutOff,
+    AnswerUnreadable,
     AppendOutcomeUnknown,
+    BufferOutcomeUnknown,
     HomeBusy,
     MillstreamError,
+    PartialWrite,
     Retry,
     SessionAhead,
     SessionExpired,
@@ -148,6 +152,10 @@ def session_of(name: str | None, next_number: int | None) -> tuple[str, int | No
     return (uuid.uuid4().hex, next_number or 1) if name is None else (name, next_number)
 
 
+_DOUBTFUL: Final = (AppendOutcomeUnknown, BufferOutcomeUnknown, PartialWrite, AnswerCutOff, AnswerUnreadable)
+"""Errors of writes that may be there, or a part of them: another one under their number would be taken for them sent again."""
+
+
 class Numbers:
     """The numbers of a session's writes: each is given once, and again only where its write was refused.
 
@@ -217,10 +225,10 @@ class Numbers:
             yield number
         except (WriteForgotten, WriteIdReused):
             raise  # it is another one's, or was durable
-        except AppendOutcomeUnknown:
+        except _DOUBTFUL:
             self._doubtful.add(number)  # it may be there, under this number
             raise
-        except Exception:
+        except MillstreamError:
             with self._lock:
                 heapq.heappush(self._given_back, number)
             raise
@@ -239,7 +247,7 @@ class Attempts:
     def __init__(self, deadline_s: float) -> None:
         self._give_up_s = time.monotonic() + deadline_s
         self._nap_s = ASK_AGAIN_S
-        self._unknown: AppendOutcomeUnknown | None = None
+        self._unknown: AppendOutcomeUnknown | BufferOutcomeUnknown | None = None
 
     @property
     def left_s(self) -> float:
@@ -248,11 +256,14 @@ class Attempts:
 
     def nap_after(self, error: MillstreamError, number: int = 0) -> float:
         """How many seconds to wait before it with the number is sent again. Raises what its caller hears where it isn't."""
-        if isinstance(error, AppendOutcomeUnknown):
+        if isinstance(error, AppendOutcomeUnknown | BufferOutcomeUnknown):
             self._unknown = error
         elif isinstance(error, WriteForgotten | WriteIdReused | SessionExpired):
             raise error
-        again = isinstance(error, AppendOutcomeUnknown | WriterClosed | HomeBusy) or error.retry is Retry.BACKOFF
+        again = (
+            isinstance(error, AppendOutcomeUnknown | BufferOutcomeUnknown | WriterClosed | HomeBusy)
+            or error.retry is Retry.BACKOFF
+        )
         nap_s, self._nap_s = self._nap_s, min(2 * self._nap_s, ASK_AGAIN_MAX_S)
         if again and nap_s < self.left_s:
             return nap_s
@@ -358,7 +369,7 @@ class Session:
                 time.sleep(attempts.nap_after(error, number))
 
 
-def still_unknown(error: AppendOutcomeUnknown, number: int) -> AppendOutcomeUnknown:
+def still_unknown(error: AppendOutcomeUnknown | BufferOutcomeUnknown, number: int) -> AppendOutcomeUnknown:
     """That a session's write may be there, with the number to send it again under."""
     return AppendOutcomeUnknown(
         f"write {number} of the session: {error.message}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +12,7 @@ from typing import Any, Final, Protocol
 
 import structlog
 
-from millstream.errors import MillstreamError, PartialWrite
+from millstream.errors import MillstreamError, PartialWrite, WriterClosed
 from millstream.model.appends import Submitted
 from millstream.model.operations import Ack, TableRows, WriteOps
 from millstream.model.positions import Seq, SeqRange
@@ -54,6 +55,9 @@ class Dispatcher:
         self._sinks = dict(sinks)
         self._ignore_errors = ignore_errors
         self._threads = ThreadPoolExecutor(_THREADS_OF_A_SINK * max(1, len(sinks)), "routing-sink")
+        self._closing = threading.Lock()
+        """Held to ask sinks, and to take no more."""
+        self._closed = False
         self.ignored: Counter[str] = Counter()
         """Writes that a sink failed and that went on all the same, by sink."""
 
@@ -62,6 +66,7 @@ class Dispatcher:
 
         Raises:
             PartialWrite: some took it and some didn't.
+            WriterClosed: it was closed; nothing of it was appended.
             MillstreamError: none took it: the log's error, or that of the first sink.
         """
         local, by_sink = _apart(ops)
@@ -97,7 +102,9 @@ class Dispatcher:
         return self._log.persisted_upto()
 
     def close(self) -> None:
-        """Answer what is on its way; the sinks are closed, the log isn't."""
+        """Answer what is on its way, and take nothing more for sinks; they are closed, the log isn't."""
+        with self._closing:
+            self._closed = True
         self._threads.shutdown()
         for sink in self._sinks.values():
             sink.close()
@@ -105,10 +112,13 @@ class Dispatcher:
     def _ask(
         self, by_sink: Mapping[str, WriteOps], deadline_s: float | None
     ) -> dict[str, Future[Mapping[str, object]]]:
-        return {
-            name: self._threads.submit(self._sinks[name].append, ops, deadline_s=deadline_s)
-            for name, ops in by_sink.items()
-        }
+        with self._closing:
+            if self._closed:
+                raise WriterClosed("the stream was closed meanwhile; nothing of it was appended")
+            return {
+                name: self._threads.submit(self._sinks[name].append, ops, deadline_s=deadline_s)
+                for name, ops in by_sink.items()
+            }
 
     def _ack(
         self,

@@ -171,10 +171,12 @@ class KeyedCommits:
     # --- copies ----------------------------------------------------------------------------------------------------
 
     def after_group(self, *, sealed: bool = False) -> None:
-        """Make a copy where enough was written since the last."""
+        """Make a copy where enough was written since the last, or where there is none: without one retention keeps nothing for it."""
         since = self._committer.counts.bytes_written - self._written_at
-        if since >= max(self._every_bytes, _LARGE_COPIES * self._copy_bytes) or (
-            sealed and since >= _LARGE_COPIES * self._copy_bytes
+        if (
+            self._upto is None
+            or since >= max(self._every_bytes, _LARGE_COPIES * self._copy_bytes)
+            or (sealed and since >= _LARGE_COPIES * self._copy_bytes)
         ):
             self._copy(beside=self._in_background)
 

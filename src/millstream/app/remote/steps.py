@@ -24,6 +24,7 @@ from millstream.errors import (
     MillstreamError,
     PositionError,
     RemoteError,
+    RoutingError,
     ServerUnreachable,
     SessionsNeedOneWriter,
     UnknownStream,
@@ -234,6 +235,8 @@ def appended(call: Call, *, url: str, deadline_s: float, now: Callable[[], float
                 call = replace(call, headers=headers, own_key=False)
                 is_told_apart = False
                 continue
+            if isinstance(error, RoutingError):
+                raise error  # nobody took it, or some did, who would have it once more with each try
             if isinstance(error, AppendOutcomeUnknown) or got.status in _UNTOLD:
                 unknown = _unknown(error.message, call, url)
             elif got.status in _BUSY:

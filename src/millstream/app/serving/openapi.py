@@ -88,6 +88,7 @@ _REFUSED: Final[Mapping[int, str]] = {
     413: "The body is too large.",
     415: "The body is of a type or encoding that isn't taken.",
     422: "The rows have no place in the table, or are too many or too large.",
+    424: "Some of the places that the rows go to took them, and some didn't: sent again, they would be twice in the former.",
     429: "There is no room now: send it again after `Retry-After` seconds.",
     500: "A failure of the server's; with `append_outcome_unknown` the rows may be durable.",
     503: "Nobody writes now: send it again after `Retry-After` seconds.",

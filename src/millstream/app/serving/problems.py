@@ -35,6 +35,7 @@ from millstream.errors import (
     OffsetBeyondEnd,
     OffsetExpired,
     Overloaded,
+    PartialWrite,
     PositionError,
     RequestTimeout,
     Retry,
@@ -94,6 +95,8 @@ _STATUS: Final[Mapping[type[MillstreamError], HTTPStatus]] = {
     IngestError: HTTPStatus.UNPROCESSABLE_ENTITY,
     UnknownColumn: HTTPStatus.UNPROCESSABLE_ENTITY,
     InvalidValue: HTTPStatus.UNPROCESSABLE_ENTITY,
+    # Not a 5xx: clients send those again, and the sinks that took it would have it twice.
+    PartialWrite: HTTPStatus.FAILED_DEPENDENCY,
     # What may go another time.
     Overloaded: HTTPStatus.TOO_MANY_REQUESTS,
     ServerBusy: HTTPStatus.TOO_MANY_REQUESTS,

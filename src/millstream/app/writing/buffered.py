@@ -11,7 +11,14 @@ from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final
 
-from millstream.errors import BufferOutcomeUnknown, ConfigError, MillstreamError, SessionsNotKnown, StreamReadsBuffer
+from millstream.errors import (
+    BufferOutcomeUnknown,
+    ConfigError,
+    MillstreamError,
+    SessionsNotKnown,
+    StreamReadsBuffer,
+    WriterClosed,
+)
 from millstream.ingest.appender import Appender
 from millstream.model.buffers import BufferMeta, parts_of_shards, single_operations
 from millstream.model.operations import Appended, WriteOps
@@ -117,15 +124,16 @@ class BufferingAppender:
     def __init__(self, appender: Appender, stream: StreamId, buffer: WriteBuffer, name: str) -> None:
         self._appender = appender
         self._buffer = buffer
-        self._name = name
+        self.name: Final = name
+        """What the buffer is called."""
         self._start: Final = StreamToken.scalar(stream, Seq(0))
 
     def session(self, name: str) -> SessionFacts:
         """Refuse: a session that took "nothing" for an answer would begin anew, with numbers that it has used. `SessionsNotKnown`, always."""
         raise SessionsNotKnown(
-            f"what session {name} wrote lies in write buffer {self._name}, and how far it is isn't known here",
+            f"what session {name} wrote lies in write buffer {self.name}, and how far it is isn't known here",
             session=name,
-            buffer=self._name,
+            buffer=self.name,
         )
 
     def append_batch(self, batch: AppendBatch, *, deadline_s: float | None) -> list[Appended | MillstreamError]:
@@ -156,13 +164,17 @@ class BufferingAppender:
     def _outcomes(
         self, prepared: PreparedBatch, sent: Sequence[_Sent], give_up_s: float | None
     ) -> list[Appended | MillstreamError]:
-        """What became of each request; waits for the answers that aren't there yet."""
+        """What became of each request; waits for the answers that aren't there yet. `WriterClosed` where the buffer was closed before all of them."""
         outcomes: dict[int, Appended | MillstreamError] = dict(prepared.errors)
         for place, count, parts in zip(prepared.places, prepared.counts, sent, strict=True):
             found = self._outcome(count, parts, give_up_s)
             if isinstance(found, Appended):
                 found = replace(found, rejected=prepared.rejected.get(place, ()))
             outcomes[place] = found
+        sent_ones = [outcomes[place] for place in prepared.places]
+        if sent_ones and all(isinstance(outcome, WriterClosed) for outcome in sent_ones):
+            # As a log says it, so that who keeps this appender asks for another one.
+            raise WriterClosed(f"write buffer {self.name} was closed; nothing was stored")
         return [outcomes[place] for place in range(prepared.requests)]
 
     def _send(self, op: WriteOps, deadline_s: float | None) -> _Sent:
@@ -186,20 +198,20 @@ class BufferingAppender:
                 stored[shard] = Offset(meta.offset), Offset(meta.offset + 1)
             except TimeoutError:
                 failed[shard] = BufferOutcomeUnknown(
-                    f"write buffer {self._name} didn't say in time whether it has the rows",
-                    buffer=self._name,
+                    f"write buffer {self.name} didn't say in time whether it has the rows",
+                    buffer=self.name,
                     shard=int(shard),
                 )
             except MillstreamError as error:
                 failed[shard] = error
         if not failed:
-            return Appended(self._start, SeqRange(Seq(0), count), stored, buffer=self._name)
+            return Appended(self._start, SeqRange(Seq(0), count), stored, buffer=self.name)
         first = next(iter(failed.values()))
         if not stored:
             return first
         return BufferOutcomeUnknown(
-            f"write buffer {self._name} has the rows of shards {sorted(stored)}, and not all of {sorted(failed)}: {first.message}",
-            buffer=self._name,
+            f"write buffer {self.name} has the rows of shards {sorted(stored)}, and not all of {sorted(failed)}: {first.message}",
+            buffer=self.name,
             shards={str(shard): error.code for shard, error in failed.items()},
         )
 

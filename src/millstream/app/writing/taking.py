@@ -379,7 +379,7 @@ class _ShardTaking:
     def _is_repeated(self, found: BufferedOp) -> bool:
         """Whether the same write lies a little before; from now on it is known."""
         offset = found.meta.offset
-        while self._recent and next(iter(self._recent.values()))[0] < offset - AGAIN_WITHIN:
+        while self._recent and next(iter(self._recent.values())) < offset - AGAIN_WITHIN:
             self._recent.popitem(last=False)
         told = tuple(found.op.operations.column(name)[0].as_py() for name in _TOLD_BY)
         if told[0] is None and told[2] is None:
