@@ -19,6 +19,7 @@ from tests.app.served import serving
 from tests.app.test_remote_reading import answering, http
 
 import millstream
+import millstream.aio
 from millstream.errors import (
     AppendOutcomeUnknown,
     Forbidden,
@@ -127,8 +128,39 @@ def test_a_server_that_goes_and_comes_back_is_waited_for(home: Path, way: str) -
     assert numbers(home) == [1, 3]
 
 
+@pytest.mark.parametrize("way", REMOTE)
+def test_a_deadline_may_be_longer_than_a_server_lets_a_request_wait(home: Path, way: str) -> None:
+    with serving(home) as url, a_home(way, url) as there:
+        assert there.append("web", "clicks", {"n": 1}, deadline_s=3600).row_count == 1
+
+
+@pytest.mark.parametrize("way", REMOTE)
+def test_what_is_meant_for_this_machine_goes_to_no_proxy(home: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with serving(home) as url, a_home(way, url) as there:
+        assert there.append("web", "clicks", {"n": 1}, deadline_s=1).row_count == 1
+
+
+def test_an_address_with_a_secret_in_it_is_refused_without_telling_it() -> None:
+    for connect in (millstream.connect, millstream.aio.connect):
+        with pytest.raises(UsageError) as caught:
+            connect("http://me:s3cret@127.0.0.1:8787")
+        assert "s3cret" not in str(caught.value)
+
+
 BUSY = json.dumps({"code": "overloaded", "detail": "full", "hint": "", "details": {}}).encode()
 FULL = http(BUSY, status="429 Too Many Requests", kind="application/problem+json", more="retry-after: 0\r\n")
+
+
+def refusing(code: str, status: str) -> bytes:
+    """An answer that refuses an append."""
+    said = json.dumps({"code": code, "detail": "no", "hint": "", "details": {}}).encode()
+    return http(said, status=status, kind="application/problem+json")
+
+
 CUT = b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{"
 
 
@@ -141,6 +173,10 @@ CUT = b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{"
         ([b""], AppendOutcomeUnknown),
         # The first may be there, whatever is said of the second.
         ([CUT, FULL], AppendOutcomeUnknown),
+        ([CUT, refusing("unauthenticated", "401 Unauthorized")], AppendOutcomeUnknown),
+        # Without its key it would be there twice.
+        ([CUT, refusing("sessions_need_one_writer", "409 Conflict")], AppendOutcomeUnknown),
+        ([http(b"oops", more="content-encoding: gzip\r\n")], AppendOutcomeUnknown),
         ([http(b"oops", status="502 Bad Gateway", kind="text/plain")], AppendOutcomeUnknown),
     ],
 )

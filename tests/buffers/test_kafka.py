@@ -21,6 +21,10 @@ from millstream.testing.write_buffer import NORTH, WriteBufferConformance, appli
 _numbers = itertools.count(1)
 
 
+def test_options_are_shown_without_their_secrets() -> None:
+    assert "s3cret" not in repr(KafkaOptions("h:9092", "orders", client_options={"sasl.password": "s3cret"}))
+
+
 class KafkaStage:
     def __init__(self, kafka: EmbeddedKafka) -> None:
         self.kafka = kafka

@@ -206,6 +206,38 @@ def test_chunks_of_a_byte_each_are_taken(server: Served) -> None:
     assert len(server.rows("bytewise")) == 20_000
 
 
+def test_who_offers_another_protocol_is_heard_in_this_one(server: Served) -> None:
+    """Java's client and `curl --http2` offer one with each first request: its body was lost, or heard as the next request."""
+    offer = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
+    offering = request("offers", more=offer)
+    with connected(server) as connection:
+        for pieces in ([offering], [offering[: -len(ROW)], ROW], [request("offers")], [offering[:50], offering[50:]]):
+            for piece in pieces:
+                connection.sendall(piece)
+            assert answer_of(connection)[0] == 200
+        connection.sendall(offering * 20)
+        assert [answer_of_next(connection) for _ in range(20)] == [200] * 20
+    with connected(server) as connection:
+        connection.sendall(request("offers", more=offer.replace("Upgrade,", "Upgrade, close,")))
+        assert answer_of(connection)[0] == 200
+        assert ends(connection)
+    assert len(server.rows("offers")) == 25
+    with connected(server) as connection:
+        connection.sendall(b"CONNECT here:80 HTTP/1.1\r\nHost: here\r\n\r\n")
+        assert answer_of(connection)[0] == 400
+
+
+def answer_of_next(connection: socket.socket) -> int:
+    """The status of one answer of several, and not a byte more."""
+    heard = b""
+    while not heard.endswith(b"\r\n\r\n"):
+        heard += connection.recv(1)
+    length = int(heard.lower().partition(b"content-length: ")[2].partition(b"\r")[0])
+    while length:
+        length -= len(connection.recv(length))
+    return int(heard.split()[1])
+
+
 def test_requests_that_follow_each_other_on_a_connection_are_answered_in_order(server: Served) -> None:
     with connected(server) as connection:
         connection.sendall(b"".join(request("pipeline", b'{"n": %d}' % number) for number in range(20)))

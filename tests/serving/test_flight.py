@@ -22,14 +22,17 @@ from tests.serving.servers import Authority, served
 
 import millstream
 from millstream.app.home import Home
+from millstream.app.opened import open_reader
+from millstream.app.serving import bulk_read
 from millstream.app.serving import flight as module
-from millstream.app.serving.access import Access
+from millstream.app.serving.access import Access, Credentials, TokenBook
 from millstream.app.serving.flight import FlightServer
 from millstream.app.writing.appending import HomeAppender
 from millstream.errors import AddressInUse
-from millstream.ingest.bulk import Cutter, PutRequest
+from millstream.ingest.bulk import Cutter, GetRequest, PutRequest
 from millstream.model.access import Rights
 from millstream.model.operations import Appended
+from millstream.model.records import record_schema
 
 KEYED = '[streams.shop]\n[streams.shop.keys]\n"public.orders" = ["id"]\n[streams.web]\n'
 ROWS = pa.schema([pa.field("id", pa.int64()), pa.field("name", pa.string())])
@@ -587,3 +590,30 @@ def test_rights_are_asked_for_each_stream(tmp_path: Path) -> None:
         assert refused(lambda: _put_one(caller, fl.FlightDescriptor.for_path("web", "a")))["code"] == "forbidden"
         reading = fl.Ticket(b'{"stream": "shop", "table": "a"}')
         assert refused(lambda: caller.do_get(reading).read_all())["code"] == "forbidden"
+
+
+def test_a_transfer_does_not_outlast_its_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was asked for at the transfer's beginning alone, which may be days ago."""
+    monkeypatch.setattr(bulk_read, "BATCH_BYTES", 1 << 10)
+    text = KEYED + "[http]\ntokens_required = true\n"
+    home = Home(make_home(tmp_path / "home", text))
+    home.prepare()
+    with (
+        home.open_catalog() as catalog,
+        running(tmp_path / "home", text, Access(TokenBook(lambda: catalog, fresh_s=0.0))) as (_, flight),
+    ):
+        made, token = catalog.create_access_token(Rights.parse(["shop=read,write"]))
+        with _Authorized(client(flight), token) as caller:
+            writer, told = caller.do_put(fl.FlightDescriptor.for_path("shop", "a"), ROWS)
+            writer.write_batch(batch(*range(1000)))
+            assert told.read() is not None
+            # What the transport has taken is on its way: so the server's own side is asked.
+            log, asked = open_reader(home, "shop"), GetRequest("shop", "a")
+            schema = record_schema(next(iter(log.schemas().values())))
+            reading = flight._sent(log, asked, schema, "ipv4:127.0.0.1:1", Credentials(token))
+            assert next(reading).num_rows
+            catalog.revoke_access_token(made.id)
+            assert refused(lambda: next(reading))["code"] == "unauthenticated"
+            writer.write_batch(batch(40))
+            assert json.loads(told.read().to_pybytes())["error"]["code"] == "unauthenticated"
+            assert refused(writer.close)["code"] == "unauthenticated"

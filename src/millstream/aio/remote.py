@@ -179,7 +179,7 @@ class AsyncRemoteHome:
             async for data in response.aiter_bytes():
                 for piece in pieces.feed(data):
                     yield piece
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise cut_off(self._url, str(error)) from error
         finally:
             await response.aclose()
@@ -210,7 +210,7 @@ class AsyncRemoteHome:
                 return answer_of(response, await response.aread(), None)
             finally:
                 await response.aclose()
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             return lost_of(error)
 
 

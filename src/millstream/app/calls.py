@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 APPEND_DEADLINE_S: Final = 30.0
 """How long an append waits for room in the writer's queue, where its caller doesn't say."""
 
+SERVER_DEADLINE_S_MAX: Final = 60.0
+"""How long a request to a server may wait for room: its caller may ask once more."""
+
 LATEST_ROWS_MAX: Final = 100_000
 
 ASK_AGAIN_S: Final = 0.05

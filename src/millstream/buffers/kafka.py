@@ -60,7 +60,7 @@ class KafkaOptions:
     """Of a topic that is made; -1: the brokers' own default."""
     topic_options: Mapping[str, str] = field(default_factory=dict)
     """Of a topic that is made: `retention.ms`, `min.insync.replicas` …"""
-    client_options: Mapping[str, str] = field(default_factory=dict)
+    client_options: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Of every client, as librdkafka names them: `security.protocol`, `sasl.password` …"""
     timeout_s: float = 30.0
     """How long an operation may be on its way, retries included, before its outcome counts as unknown; likewise an answer to a question."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import time
 from collections.abc import Iterator
 from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from urllib.parse import urlsplit
 
 import pyarrow as pa
 
@@ -183,7 +185,7 @@ class RemoteHome:
             try:
                 for data in response.iter_bytes():
                     yield from pieces.feed(data)
-            except httpx.TransportError as error:
+            except httpx.RequestError as error:
                 raise cut_off(self._url, str(error)) from error
         if not pieces.ended:
             raise cut_off(self._url, "the connection was closed")
@@ -212,7 +214,7 @@ class RemoteHome:
                     unless_open.pop_all()
                     return answer_of(response, b"", response)
                 return answer_of(response, response.read(), None)
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             return lost_of(error)
 
 
@@ -275,13 +277,24 @@ def client_settings(url: str, token: str | None, tls: ssl.SSLContext | bool, tim
     headers = {"User-Agent": f"millstream/{__version__}"}
     if token is not None:
         headers["Authorization"] = f"Bearer {token}"
+    host = str(urlsplit(url).hostname)
     return {
         "base_url": url,
+        # A proxy that the environment names is another machine: what is meant for this one isn't sent there, with its token.
+        "mounts": {f"all://{f'[{host}]' if ':' in host else host}": None} if is_own(host) else None,
         "headers": headers,
         "verify": tls,
         "timeout": timeout_s,
         "limits": httpx.Limits(max_connections=_CONNECTIONS_MAX, max_keepalive_connections=_CONNECTIONS_MAX),
     }
+
+
+def is_own(host: str) -> bool:
+    """Whether a host is this machine, as it is written."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def request_of(client: httpx.Client | httpx.AsyncClient, call: Call, timeout_s: float) -> httpx.Request:
@@ -302,7 +315,7 @@ def answer_of(response: httpx.Response, body: bytes, opened: object) -> Answer:
     return Answer(response.status_code, {name.lower(): value for name, value in response.headers.items()}, body, opened)
 
 
-def lost_of(error: httpx.TransportError) -> Lost:
+def lost_of(error: httpx.RequestError) -> Lost:
     """That no answer came, and whether the request may have arrived."""
     sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
     return Lost(str(error) or type(error).__name__, sent)

@@ -17,8 +17,10 @@ from urllib.parse import quote, urlsplit
 
 import pyarrow as pa
 
+from millstream.app.calls import SERVER_DEADLINE_S_MAX
 from millstream.app.remote.pieces import ARROW_TYPE, PIECES_TYPE
 from millstream.errors import (
+    AccessError,
     AnswerUnreadable,
     AppendOutcomeUnknown,
     MillstreamError,
@@ -104,9 +106,11 @@ def check_url(url: str) -> str:
     """The address without a slash at its end.
 
     Raises:
-        UsageError: it isn't one of HTTP.
+        UsageError: it isn't one of HTTP, or has a secret in it, which would stand in every error.
     """
     parts = urlsplit(url)
+    if parts.username is not None:
+        raise UsageError("an address has no user or password in it", hint="Give the access token beside it: token=….")
     if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query or parts.fragment:
         raise UsageError(f"{url!r} is no address of a server", hint="It reads like http://127.0.0.1:8787.")
     return url.rstrip("/")
@@ -217,8 +221,9 @@ def appended(call: Call, *, url: str, deadline_s: float, now: Callable[[], float
     is_told_apart = True
     while True:
         left_s = max(0.0, give_up_s - now())
-        params = {**call.params, "deadline_s": f"{left_s:.3f}"}
-        got = yield replace(call, params=params, more_patience_s=left_s)
+        at_once_s = min(left_s, SERVER_DEADLINE_S_MAX)
+        params = {**call.params, "deadline_s": f"{at_once_s:.3f}"}
+        got = yield replace(call, params=params, more_patience_s=at_once_s)
         error: MillstreamError
         wait_s = nap_s
         if isinstance(got, Lost):
@@ -230,7 +235,7 @@ def appended(call: Call, *, url: str, deadline_s: float, now: Callable[[], float
             if got.status == 200:
                 return _appended_of(got, url)
             error = problem_of(got, url)
-            if isinstance(error, SessionsNeedOneWriter) and call.own_key:
+            if isinstance(error, SessionsNeedOneWriter) and call.own_key and unknown is None:
                 headers = {name: value for name, value in call.headers.items() if name != "Idempotency-Key"}
                 call = replace(call, headers=headers, own_key=False)
                 is_told_apart = False
@@ -241,6 +246,8 @@ def appended(call: Call, *, url: str, deadline_s: float, now: Callable[[], float
                 unknown = _unknown(error.message, call, url)
             elif got.status in _BUSY:
                 wait_s = _wait_of(got, nap_s)
+            elif unknown is not None and isinstance(error, AccessError | SessionsNeedOneWriter):
+                raise unknown from error  # of this try it is said before anybody looks what became of the one before
             else:
                 raise error
         if now() + wait_s >= give_up_s or (unknown is not None and not is_told_apart):

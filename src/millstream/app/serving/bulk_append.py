@@ -69,12 +69,18 @@ class BulkAppend:
         self._has_all = False
         self._failure: Exception | None = None
 
-    def run(self, batches: Iterable[tuple[pa.RecordBatch, bytes | None]], closing: threading.Event) -> None:
+    def run(
+        self,
+        batches: Iterable[tuple[pa.RecordBatch, bytes | None]],
+        closing: threading.Event,
+        admit: Callable[[], None] = lambda: None,
+    ) -> None:
         """Append them all; return once everything is durable and told.
 
         Args:
             batches: with what was sent beside each. Iterating blocks until the next has come.
             closing: set when the server ends: what has come then is appended, and no more is taken.
+            admit: called with each batch; raises where its sender may send no more.
 
         Raises:
             MillstreamError: a batch was refused, or couldn't be appended. Those that were told of are durable; of the one that the error
@@ -88,6 +94,7 @@ class BulkAppend:
         try:
             for place, (rows, metadata) in enumerate(batches):
                 try:
+                    admit()
                     check_batch(rows)
                     for piece in cutter.pieces(rows, metadata):
                         self._offer(piece)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
+import httptools
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -74,7 +75,7 @@ class BoundedConnection(HttpToolsProtocol):
         """See asyncio.Protocol."""
         self._begun_here = False
         self._beside_bytes += len(data)
-        super().data_received(data)
+        self._parse(data)
         if self._head_bytes is None and self._beside_bytes > HEAD_BYTES_MAX + len(data):
             self.refuse(plain_problem(431, f"a body has more than {HEAD_BYTES_MAX} bytes beside its chunks"))
         # Where a head begins in the midst of what came, or behind it, the rest of that is none of it; as much comes at once as a read takes.
@@ -82,6 +83,39 @@ class BoundedConnection(HttpToolsProtocol):
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES_MAX:
                 self.refuse(plain_problem(431, f"a request's head has more than {HEAD_BYTES_MAX} bytes"))
+
+    def _parse(self, data: bytes) -> None:
+        """As uvicorn, but for a request that would go on in another protocol. It needn't (RFC 9110, 7.8).
+
+        httptools takes what is behind its head for that protocol's, so that its body was lost, or heard as a request of its own. It is parsed
+        once more without the offer.
+        """
+        self._unset_keepalive_if_required()
+        while True:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserError:
+                self.send_400_response("Invalid HTTP request received.")
+            except httptools.HttpParserUpgrade as offered:
+                if self.parser.get_method() == b"CONNECT":
+                    self.send_400_response("This is no proxy.")
+                    return
+                data = self._without_offer() + data[offered.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+                continue
+            return
+
+    def _without_offer(self) -> bytes:
+        """The head of the request that was parsed last."""
+        version = self.parser.get_http_version().encode()
+        head = [self.parser.get_method(), b" ", self.url, b" HTTP/", version, b"\r\n"]
+        for name, value in self.headers:
+            if name == b"connection" and b"close" in value.lower():
+                head.append(b"connection: close\r\n")
+            elif name not in {b"upgrade", b"connection"}:
+                head += [name, b": ", value, b"\r\n"]
+        return b"".join((*head, b"\r\n"))
 
     def on_message_begin(self) -> None:
         """See httptools."""
@@ -99,6 +133,8 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """See httptools."""
+        if self.parser.should_upgrade():
+            return  # see `_parse`
         self._head_bytes = None
         self._beside_bytes = 0
         super().on_headers_complete()
@@ -115,6 +151,8 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """See httptools."""
+        if self.parser.should_upgrade():
+            return
         self._coming_since = None
         self._head_bytes = 0
         self._begun_here = True

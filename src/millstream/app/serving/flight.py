@@ -176,9 +176,11 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
     def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """Append what comes: see `BulkAppend`."""
         asked = PutRequest.parse(descriptor.path, descriptor.command)
-        self._caller(context).check(Right.WRITE, asked.stream)
+        shown = self._shown(context)
+        self._check(shown, Right.WRITE, asked.stream)
         with self._slot(self._writes):
-            BulkAppend(asked, self._appender, self._room, writer.write).run(_batches(reader), self._closing)
+            append = BulkAppend(asked, self._appender, self._room, writer.write)
+            append.run(_batches(reader), self._closing, lambda: self._check(shown, Right.WRITE, asked.stream))
 
     # --- reading -----------------------------------------------------------------------------------------------
 
@@ -186,15 +188,19 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
     def do_get(self, context: Any, ticket: Any) -> Any:
         """Send the records that a ticket names."""
         asked = GetRequest.parse(None, ticket.ticket)
-        self._caller(context).check(Right.READ, asked.stream)
+        shown = self._shown(context)
+        self._check(shown, Right.READ, asked.stream)
         reader = open_reader(self._home, asked.stream)
         schema = record_schema(_schema_of(reader, asked))
-        return fl.GeneratorStream(schema, self._sent(reader, asked, schema, context.peer()))
+        return fl.GeneratorStream(schema, self._sent(reader, asked, schema, context.peer(), shown))
 
-    def _sent(self, reader: StreamReader, asked: GetRequest, schema: pa.Schema, peer: str) -> Iterator[pa.RecordBatch]:
+    def _sent(
+        self, reader: StreamReader, asked: GetRequest, schema: pa.Schema, peer: str, shown: Credentials
+    ) -> Iterator[pa.RecordBatch]:
         with telling(), self._slot(self._reads), self._readers.reading(peer) as caller:
             for batch in records(reader, asked):
                 caller.took()
+                self._check(shown, Right.READ, asked.stream)
                 if self._closing.is_set():
                     raise WriterClosed(
                         "the server ends", hint="Read on from the last record's `__seq` when it is back."
@@ -235,11 +241,18 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
 
     # --- who, and how many -------------------------------------------------------------------------------------
 
+    def _check(self, shown: Credentials, right: Right, stream: str) -> None:
+        """Asked with each batch too: a transfer may outlast the token that it began with."""
+        self._access.caller(shown).check(right, stream)
+
     def _caller(self, context: Any) -> Caller:
+        return self._access.caller(self._shown(context))
+
+    def _shown(self, context: Any) -> Credentials:
         authorization = context.get_middleware(_HEADERS).authorization
         token = None if authorization is None else token_said(authorization)
         certificate = context.peer_identity().decode(errors="replace") if self._mutual else ""
-        return self._access.caller(Credentials(token, certificate or None))
+        return Credentials(token, certificate or None)
 
     @contextlib.contextmanager
     def _slot(self, slots: threading.BoundedSemaphore) -> Iterator[None]:

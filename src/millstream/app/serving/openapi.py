@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from millstream.app.calls import SERVER_DEADLINE_S_MAX
 from millstream.app.serving.problems import MEDIA_TYPE
-from millstream.app.serving.requests import DEADLINE_S_MAX
 from millstream.app.serving.writes import ARROW_TYPE, JSON_TYPE
 
 PROBLEM: Final[Mapping[str, Any]] = {
@@ -110,7 +110,7 @@ _KEY: Final = {
 _DEADLINE: Final = {
     "name": "deadline_s",
     "in": "query",
-    "schema": {"type": "number", "minimum": 0, "maximum": DEADLINE_S_MAX},
+    "schema": {"type": "number", "minimum": 0, "maximum": SERVER_DEADLINE_S_MAX},
     "description": "How long to wait for room in the log's queue, in seconds.",
 }
 

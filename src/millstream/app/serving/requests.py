@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, Final
 from urllib.parse import parse_qsl, unquote_to_bytes
 
+from millstream.app.calls import SERVER_DEADLINE_S_MAX
 from millstream.app.serving.problems import encoded, headers_of, problem_of
 from millstream.errors import InvalidValue, MillstreamError, UsageError
 from millstream.ingest.requests import check_write_id
@@ -16,7 +17,6 @@ Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 """ASGI's."""
 _PARAMETERS_MAX: Final = 32
-DEADLINE_S_MAX: Final = 60.0
 _DIGITS_MAX: Final = 18
 
 
@@ -55,8 +55,8 @@ def deadline_said(parameters: Mapping[str, str], default_s: float) -> float:
         found = float(text)
     except ValueError:
         found = math.nan
-    if not 0 <= found <= DEADLINE_S_MAX:
-        raise UsageError(f"deadline_s={text!r}: it is a number of seconds, from 0 to {DEADLINE_S_MAX:g}")
+    if not 0 <= found <= SERVER_DEADLINE_S_MAX:
+        raise UsageError(f"deadline_s={text!r}: it is a number of seconds, from 0 to {SERVER_DEADLINE_S_MAX:g}")
     return found
 
 
