@@ -15,10 +15,10 @@ from bench.figures import Figure, asked, compared, measures, say
 from bench.places import folder
 from millstream.app.home import Home
 from millstream.app.writing.appending import HomeAppender
-from millstream.model.appends import AppendBatch, WriteId
 from millstream.model.ids import ShardId
 from millstream.model.operations import Ack
 from millstream.model.positions import Offset, Seq, SeqRange
+from millstream.model.writes import AppendBatch, WriteId
 from millstream.protocol.sessions import Sessions
 
 REQUESTS = 40

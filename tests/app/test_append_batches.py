@@ -25,8 +25,8 @@ from millstream.ingest.columns import table_of
 from millstream.ingest.local import AppendClient
 from millstream.ingest.local_async import AsyncAppendClient
 from millstream.ingest.requests import REQUESTS_MAX, WRITE_ID_BYTES_MAX
-from millstream.model.appends import AppendBatch, WriteId
 from millstream.model.operations import Appended
+from millstream.model.writes import AppendBatch, WriteId
 
 WEB = '[streams.web]\nlog.shards = 2\n[streams.web.keys]\n"public.users" = ["id"]\n'
 

@@ -21,9 +21,9 @@ from millstream.errors import (
     WriterClosed,
 )
 from millstream.ingest.schemas import SchemaOnWrite, WriteRules
-from millstream.model.appends import AppendBatch, WriteId
 from millstream.model.ids import Epoch, ShardId
 from millstream.model.operations import FIRST_SHARD, Appended, TableRows
+from millstream.model.writes import AppendBatch, WriteId
 from millstream.testing.log import MemoryReservations
 from millstream.testing.write_buffer import NORTH, SOUTH, next_op
 from millstream.wal.writer import LogWriter
@@ -70,6 +70,7 @@ def appender(tmp_path: Path, server: MemoryServer) -> Iterator[AppenderToBuffer]
             writer=writer,
             rules_of=lambda *_: WriteRules(SchemaOnWrite.CREATE),
             place=place,
+            check_place=lambda *_: None,
             home_shard=lambda _: ShardId(0),
         )
         buffer = MemoryBuffer(server, "orders", create_shards=2)

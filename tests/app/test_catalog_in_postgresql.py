@@ -262,7 +262,7 @@ def test_doctor_looks_at_the_catalog_and_changes_nothing(
                 catalog.put_fact("a", "x", 1)
             assert "GRANT USAGE" in found(looker)[2]
             connection.execute("GRANT USAGE ON SCHEMA millstream TO looker")
-            assert "not read and write alembic_version" in found(looker)[1]
+            assert "not read and write access_tokens, alembic_version" in found(looker)[1]
             connection.execute("GRANT ALL ON ALL TABLES IN SCHEMA millstream TO looker")
             connection.execute("GRANT ALL ON ALL SEQUENCES IN SCHEMA millstream TO looker")
             assert found(looker)[0] == "ok"

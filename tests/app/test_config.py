@@ -80,6 +80,22 @@ def test_what_is_shown_holds_no_secret(tmp_path: Path) -> None:
     assert shown["region"] == "eu"
 
 
+def test_no_secret_is_shown_of_what_others_take(tmp_path: Path) -> None:
+    text = (
+        '[streams.web.routing]\nto = "far"\n[streams.web.routing.sinks.far]\nkind = "kafka"\nlocation = "h:9092"\n'
+        '[streams.web.routing.sinks.far.client]\n"sasl.password" = "s3cret"\n"ssl.key.pem" = "s3cret"\n"client.id" = "me"\n'
+        '[streams.web.routing.sinks.beside]\nkind = "redis"\nlocation = "redis://:s3cret@h:6379/0"\n'
+        '[streams.web.routing.sinks.away]\nkind = "millstream"\nlocation = "https://h:1"\ntoken = "s3cret"\n'
+        '[streams.shop.lake.storage_options]\naws_secret_access_key = "s3cret"\n'
+    )
+    azure = '[spark.conf]\n"spark.hadoop.fs.azure.account.key.x.dfs.core.windows.net" = "s3cret"\n'
+    loaded = load(tmp_path, GOOD.replace("[spark.conf]\n", azure) + text)
+    shown = {path[-1]: value for path, value, _ in loaded.items()}
+    assert shown["client.id"] == "me"
+    assert "s3cret" not in repr(list(loaded.items()))
+    assert "s3cret" not in repr(loaded.config)
+
+
 def test_the_environment_can_set_what_the_file_leaves_out(tmp_path: Path) -> None:
     environ = {"MILLSTREAM_STREAMS__SHOP__SOURCE__DSN": "host=x", "MILLSTREAM_STREAMS__SHOP__LOG__SHARDS": "3"}
     config = load(tmp_path, '[streams.shop.source]\ntables = ["a"]\n', environ).config

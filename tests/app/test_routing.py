@@ -27,9 +27,9 @@ from millstream.app.serving.metrics import prometheus_text
 from millstream.app.writing.appending import HomeAppender
 from millstream.catalog.eras import RingEras
 from millstream.errors import ConfigError, InvalidRoute, NoRouteMatches, PartialWrite, ReshardRefused, UnknownStream
-from millstream.model.appends import AppendBatch, WriteId
 from millstream.model.ids import ShardId
 from millstream.model.operations import Appended
+from millstream.model.writes import AppendBatch, WriteId
 from millstream.routing.hashing import key_hashes
 from millstream.routing.ring import ShardRouter
 from millstream.testing.pytest_plugin import Database
@@ -158,6 +158,22 @@ def test_rows_that_nothing_takes_are_refused_and_the_others_stay(home: Path) -> 
             opened.append("web", "other", [{"x": 1}])
         opened.append("web", "clicks", [click(1, 2)])
     assert [row["n"] for row in in_read_order(home)] == [1, 2]
+
+
+def test_rows_that_have_nowhere_to_go_make_no_table_and_no_column(home: Path) -> None:
+    """A time as text, for a table that is partitioned by moments: its column would be text for good, and the table of no use."""
+    with millstream.open(home) as opened:
+        for _ in range(2):
+            with pytest.raises(InvalidRoute, match="is string") as caught:
+                opened.append("web", "clicks", [click(1, 1) | {"at": "2026-01-01"}])
+            assert "datetime" in (caught.value.hint or "")
+        with pytest.raises(NoRouteMatches):
+            opened.append("web", "other", [{"x": 1}])
+        opened.append("web", "clicks", [click(1, 1)])
+    assert [row["n"] for row in in_read_order(home)] == [1]
+    with Home(home).open_catalog() as catalog:
+        (stream,) = catalog.streams()
+        assert [schema.name for schema in catalog.latest_schemas(stream.id).values()] == ["clicks"]
 
 
 def test_the_ring_stays_as_it_is_recorded_when_the_configuration_names_more_shards(home: Path) -> None:

@@ -32,7 +32,7 @@ from millstream.errors import (
     WriteIdReused,
     WriterClosed,
 )
-from millstream.model.appends import SessionFacts
+from millstream.model.writes import SessionFacts
 from millstream.protocol.sessions import AHEAD_MAX
 
 WEB = '[streams.web]\n[streams.web.keys]\n"public.users" = ["id"]\n'
@@ -60,6 +60,8 @@ def test_a_write_that_is_sent_again_is_told_what_it_got_the_first_time(home: Pat
                     assert found.duplicate == (i > 0 or found is not first)
                 with pytest.raises(WriteIdReused):
                     opened.append("web", "users", [{"id": 1}, {"id": 3}], **how)  # type: ignore[arg-type]
+                with pytest.raises(WriteIdReused):
+                    opened.append("web", "guests", [{"id": 1}, {"id": 2, "name": "x"}], **how)  # type: ignore[arg-type]
             # Columns that came since, and others' rows, change nothing about it.
             opened.append("web", "users", {"id": 9, "other": 1.5})
     assert Counter(ids_of(home)) == {1: 2, 2: 2, 9: 3}

@@ -8,10 +8,10 @@ from uuid import UUID
 
 from millstream.codec.checksums import crc32c
 from millstream.errors import CorruptWal, IngestError
-from millstream.model.appends import WriteId
 from millstream.model.ids import ShardId, StreamId
 from millstream.model.operations import Ack
 from millstream.model.positions import Offset, Seq, SeqRange
+from millstream.model.writes import WriteId
 from millstream.protocol.sessions import Sessions
 from millstream.testing.files import MemoryFiles
 from millstream.wal.session_file import covered_upto, read_copy, session_path

@@ -9,10 +9,10 @@ import json
 from pathlib import Path
 from uuid import UUID
 
-from millstream.model.appends import WriteId
 from millstream.model.ids import ShardId, StreamId
 from millstream.model.operations import Ack
 from millstream.model.positions import Offset, Seq, SeqRange
+from millstream.model.writes import WriteId
 from millstream.protocol.sessions import SessionLimits, Sessions
 from millstream.testing.files import MemoryFiles
 from millstream.wal.session_file import session_path, write_copy

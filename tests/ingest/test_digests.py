@@ -1,4 +1,4 @@
-"""Digests of requests: of the rows alone, whichever others they came with."""
+"""Digests of requests: of the table and the rows alone, whichever others they came with."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def columns_of(rows: list[dict[str, Any]], names: list[str]) -> list[pa.Array]:
 
 
 def digest(rows: list[dict[str, Any]], names: list[str]) -> int:
-    return digests_of(names, columns_of(rows, names), [len(rows)], [True])[0]
+    return digests_of("public.t", names, columns_of(rows, names), [len(rows)], [True])[0]
 
 
 @given(REQUESTS, st.data())
@@ -43,10 +43,10 @@ def test_a_digest_is_the_rows_own(requests: list[list[dict[str, Any]]], data: st
     names = list(TYPES)
     columns = columns_of([row for request in requests for row in request], names)
     counts = [len(request) for request in requests]
-    together = digests_of(names, columns, counts, [True] * len(counts))
+    together = digests_of("public.t", names, columns, counts, [True] * len(counts))
     # As a slice of others, too.
     shifted = [pa.concat_arrays([column[:1], column])[1:] for column in columns]
-    assert digests_of(names, shifted, counts, [True] * len(counts)) == together
+    assert digests_of("public.t", names, shifted, counts, [True] * len(counts)) == together
     for request, found in zip(requests, together, strict=True):
         some = [name for name in names if any(row[name] is not None for row in request)]
         order = data.draw(st.permutations(some + data.draw(st.lists(st.sampled_from(names), unique=True))))
@@ -56,7 +56,9 @@ def test_a_digest_is_the_rows_own(requests: list[list[dict[str, Any]]], data: st
     for one, found in zip(requests, together, strict=True):
         for other, another in zip(requests, together, strict=True):
             assert (one == other) == (found == another)
-    skipped = digests_of(names, columns, counts, [i == 0 for i in range(len(counts))])
+    elsewhere = digests_of("public.u", names, columns, counts, [True] * len(counts))
+    assert not set(elsewhere) & set(together)
+    skipped = digests_of("public.t", names, columns, counts, [i == 0 for i in range(len(counts))])
     assert skipped == [together[0], *[0] * (len(counts) - 1)]
 
 

@@ -23,10 +23,10 @@ from millstream.ingest import valid_rows
 from millstream.ingest.columns import NESTING_MAX, table_of
 from millstream.ingest.schemas import SchemaOnWrite, WriteRules, fitted, grown
 from millstream.ingest.valid_rows import table_of_valid, valid_part
-from millstream.model.appends import AppendBatch
 from millstream.model.ids import SchemaVersion, SourceId, TableId
 from millstream.model.operations import Appended
 from millstream.model.schema import Column, TableSchema
+from millstream.model.writes import AppendBatch
 
 WEB = '[streams.web]\n[streams.web.keys]\n"public.users" = ["id"]\n'
 NOON = dt.datetime(2020, 1, 1, 12, tzinfo=dt.UTC)

@@ -218,6 +218,11 @@ def test_types_and_times_come_out_as_they_went_in(layout: LakeLayout, orders: Ta
         "SELECT * FROM sys_path_of_python",
         "WITH x AS (COPY (SELECT 1) TO '{folder}/lake/shop/x.csv') FROM x",
         "EXPLAIN ANALYZE COPY (SELECT 1) TO '{folder}/lake/shop/x.csv'",
+        # Hidden in what looks like a string to who doesn't know all of DuckDB's.
+        "WITH z AS (SELECT E'\\'' AS x), y AS (COPY (SELECT 1 AS q) TO '{folder}/lake/shop/x.csv') FROM y",
+        "WITH z AS (SELECT 1 AS a$$), y AS (COPY (SELECT 1 AS q) TO '{folder}/lake/shop/x.csv'), x AS (SELECT 1 AS b$$) FROM y",
+        "EXPLAIN ANALYZE WITH z AS (SELECT E'\\'' AS x), y AS (COPY (SELECT 1 AS q) TO '{folder}/lake/shop/x.csv') FROM y",
+        "WITH y AS (\u2003CoPy/**/(SELECT 1 AS q) TO '{folder}/lake/shop/x.csv') FROM y",
         "SELECT 1; SELECT 2",
         "CHECKPOINT",
     ],
@@ -236,6 +241,20 @@ def test_bad_or_harmful_sql_is_an_error_and_touches_nothing(
     # The tables are of help only where one wasn't found.
     assert ("public.orders" in caught.value.hint) == ("no table" in caught.value.message)
     assert sorted(str(p) for p in tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT '(copy x' AS copy",
+        "EXPLAIN SELECT '(copy (x'",
+        "SUMMARIZE SELECT 1 AS copy",
+        "SELECT copy FROM (SELECT 1 AS copy) WHERE (copy) = 1",
+    ],
+)
+def test_the_word_copy_alone_writes_nothing(layout: LakeLayout, sql: str):
+    with LakeSession(layout) as session:
+        assert session.query(sql).num_rows
 
 
 def test_an_empty_lake_says_so(layout: LakeLayout):

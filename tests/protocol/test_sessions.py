@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from millstream.errors import SessionAhead, SessionExpired, WriteForgotten, WriteIdReused
-from millstream.model.appends import SessionFacts, WriteId
 from millstream.model.ids import ShardId
 from millstream.model.operations import Ack
 from millstream.model.positions import Offset, Seq, SeqRange
+from millstream.model.writes import SessionFacts, WriteId
 from millstream.protocol import sessions as module
 from millstream.protocol.sessions import (
     AHEAD_MAX,

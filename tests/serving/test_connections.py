@@ -57,6 +57,16 @@ def ends(connection: socket.socket) -> bool:
     return True
 
 
+def sent_until_cut_off(connection: socket.socket, piece: bytes, most: int) -> int:
+    """How many bytes go out before the other side closes, in pieces."""
+    for sent in range(0, most, len(piece)):
+        try:
+            connection.sendall(piece)
+        except OSError:
+            return sent
+    return most
+
+
 def test_a_thousand_idle_connections_hold_nobody_up(server: Served) -> None:
     idle = [connected(server) for _ in range(1000)]
     try:
@@ -160,6 +170,42 @@ def test_a_head_is_bounded(server: Served) -> None:
     assert len(server.rows("head")) == 1
 
 
+CHUNKED = (
+    b"POST /v1/streams/web/tables/%s HTTP/1.1\r\nHost: here\r\nContent-Type: application/x-ndjson\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n"
+)
+
+
+@pytest.mark.parametrize("field", [b"x-more: " + b"a" * 100 + b"\r\n", b"a" * 110])
+def test_what_stands_behind_a_body_is_bounded(server: Served, field: bytes) -> None:
+    """Its fields were kept, whatever their number, for as long as a request may take to come."""
+    for body in (b"9\r\n" + ROW + b"\r\n0\r\n", b"9;"):
+        with connected(server) as connection:
+            connection.sendall(CHUNKED % b"behind" + body)
+            assert sent_until_cut_off(connection, field * 1000, 64 << 20) < 16 << 20
+    assert server.rows("behind") == []
+
+
+def test_what_stands_behind_a_body_says_nothing_of_its_request(server: Served) -> None:
+    for _ in range(2):
+        with connected(server) as connection:
+            behind = b"Idempotency-Key: one\r\nAuthorization: Bearer mst_\r\n"
+            connection.sendall(CHUNKED % b"trailed" + b"9\r\n" + ROW + b"\r\n0\r\n" + behind + b"\r\n")
+            status, said = answer_of(connection)
+            assert (status, said["duplicate"]) == (200, False)
+            connection.sendall(request("trailed"))
+            assert answer_of(connection)[0] == 200
+    assert len(server.rows("trailed")) == 4
+
+
+def test_chunks_of_a_byte_each_are_taken(server: Served) -> None:
+    body = b"".join(ROW for _ in range(20_000))
+    with connected(server) as connection:
+        connection.sendall(CHUNKED % b"bytewise" + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
+        assert answer_of(connection)[0] == 200
+    assert len(server.rows("bytewise")) == 20_000
+
+
 def test_requests_that_follow_each_other_on_a_connection_are_answered_in_order(server: Served) -> None:
     with connected(server) as connection:
         connection.sendall(b"".join(request("pipeline", b'{"n": %d}' % number) for number in range(20)))
@@ -203,14 +249,13 @@ def test_bodies_in_flight_are_bounded_together(tmp_path: Path) -> None:
 def fill_and_look(server: Served) -> None:
     waiting = []
     try:
-        # Each holds what it has sent; four of them leave no room.
-        for _ in range(4):
-            connection = connected(server)
-            waiting.append(connection)
-            connection.sendall(request("bounded", b'{"a":"' + b"x" * ((1 << 20) - 100), length=1 << 20))
         found = []
 
         def is_full() -> bool:
+            # Each holds what it has sent; four that found room leave none.
+            connection = connected(server)
+            waiting.append(connection)
+            connection.sendall(request("bounded", b'{"a":"' + b"x" * ((1 << 20) - 100), length=1 << 20))
             answer = server.post("bounded", [{"a": "x" * 300_000}])
             found.append(answer.status_code)
             return answer.status_code == 429

@@ -207,3 +207,64 @@ def test_where_no_token_is_asked_for_a_wrong_one_opens_as_well(home: Home, tmp_p
         for endpoint in endpoints(app):
             assert call(app, endpoint, {"Authorization": "Token anything"}).status_code not in {401, 403}, endpoint
     assert home.config.http.tokens_required
+
+
+@pytest.mark.parametrize("kind", ["none", "of another stream", "write"])
+def test_nothing_is_taken_of_what_somebody_sends_who_may_not(app: Application, tokens: Tokens, kind: str) -> None:
+    """FastAPI reads a body whole, whatever its size, before it asks who sends it: one without a token filled the server's memory."""
+    for endpoint in guarded(app):
+        if endpoint.method != "POST" or (kind == "write" and not endpoint.path.endswith("/query")):
+            continue
+        path, _, parameters = endpoint.url.partition("?")
+        headers = {"content-type": "application/json", **tokens.header(kind)}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": parameters.encode(),
+            "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
+        }
+        said: list[Any] = []
+
+        async def receive(endpoint: Endpoint = endpoint) -> Any:
+            raise AssertionError(f"{endpoint} takes the body")
+
+        async def send(message: Any, said: list[Any] = said) -> None:
+            said.append(message)
+
+        asyncio.run(app.asgi()(scope, receive, send))
+        assert said[0]["status"] == (401 if kind == "none" else 403), endpoint
+
+
+def test_a_question_is_bounded_and_json(app: Application, tokens: Tokens) -> None:
+    endpoint = Endpoint("POST", "/v1/streams/{stream}/query")
+    header = tokens.header("read")
+
+    def asked(body: bytes, kind: str = "application/json") -> tuple[int, str]:
+        async def post() -> httpx.Response:
+            transport = httpx.ASGITransport(app=app.asgi())
+            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+                return await client.post(endpoint.url, content=body, headers={**header, "content-type": kind})
+
+        answer = asyncio.run(post())
+        return answer.status_code, answer.text
+
+    too_large = b'{"sql": "' + b" " * app.intake.body_bytes_max + b'"}'
+    assert asked(too_large)[0] == 413
+    assert asked(b'{"sql": "SELECT 1"}', "text/plain")[0] == 415
+    for wrong in (b"{", b"[]", b'{"sql": 1}', b'{"sql": "", "more": 1}', b'{"sql": "' + b" " * (2 << 20) + b'"}'):
+        assert asked(wrong)[0] == 422, wrong[:20]
+    status, said = asked(b'{"sql": "secret of mine", "more": 1}')
+    assert status == 422
+    assert "secret of mine" not in said
+    assert app.intake.held_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1%2Fstreams/shop/tables/orders", "/v1/streams%2Fshop/tables/orders", "/v1/streams/shop/tables%2Forders"],
+)
+def test_a_slash_in_a_name_parts_no_path(app: Application, tokens: Tokens, path: str) -> None:
+    answer = call(app, Endpoint("POST", path), tokens.header("admin"))
+    assert (answer.status_code, answer.json()["title"]) == (404, "Not Found")

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import ssl
+import struct
 import subprocess
 import sys
 import threading
@@ -26,6 +27,7 @@ from millstream.app.serving.access import Access
 from millstream.app.serving.flight import FlightServer
 from millstream.app.writing.appending import HomeAppender
 from millstream.errors import AddressInUse
+from millstream.ingest.bulk import Cutter, PutRequest
 from millstream.model.access import Rights
 from millstream.model.operations import Appended
 
@@ -196,6 +198,7 @@ def test_a_refused_batch_ends_the_transfer_and_loses_nothing_before_it(server: t
         (descriptor(stream="shop", table="a", session="s", number=1, idempotency_key="k"), "exclude"),
         (descriptor(stream="shop", table="a", number=True, session="s"), "number"),
         (descriptor(stream="shop", table="a", deadline_s="soon"), "seconds"),
+        (descriptor(stream="shop", table="a", deadline_s=float("inf")), "seconds, up to"),
         (descriptor(stream="shop", table="a", keep_valid_rows=1), "true or false"),
     ],
 )
@@ -238,6 +241,49 @@ def test_a_large_batch_becomes_several_operations_in_order_and_memory_is_bounded
     ]
     found = records(flight, stream="shop", table="public.wide")
     assert found["id"].to_pylist() == list(range(count + 1))
+
+
+def of_another_shape(rows: pa.RecordBatch, was: bytes, is_now: bytes) -> pa.RecordBatch:
+    """A batch with other bytes in one of its buffers: what who means harm sends."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, rows.schema) as out:
+        out.write_batch(rows)
+    sent = sink.getvalue().to_pybytes()
+    assert sent.count(was) == 1
+    with pa.ipc.open_stream(pa.py_buffer(sent.replace(was, is_now))) as stream:
+        return stream.read_next_batch()
+
+
+def test_a_batch_that_is_not_what_it_says_is_refused_and_the_server_lives_on(server: tuple[Home, FlightServer]) -> None:
+    """The size of such a batch was asked for first, which ended the process."""
+    _, flight = server
+    offsets, beyond = struct.pack("<3i", 0, 3, 7), struct.pack("<3i", 0, 1 << 30, (1 << 30) + 100)
+    lists = pa.ListArray.from_arrays(pa.array([0, 3, 7], pa.int32()), pa.array(["a", "b"] * 4))
+    rows = pa.RecordBatch.from_arrays([lists], ["x"])
+    where = fl.FlightDescriptor.for_path("web", "shapes")
+    put(flight, where, rows)
+    assert refused(lambda: put(flight, where, of_another_shape(rows, offsets, beyond)))["code"] == "invalid_body"
+    assert put(flight, where, rows)[0]["rows"] == 2
+
+
+def test_what_a_batch_means_many_times_counts_as_often(server: tuple[Home, FlightServer]) -> None:
+    """Written out, a dictionary's values were gigabytes before anybody looked."""
+    _, flight = server
+    where = fl.FlightDescriptor.for_path("web", "often")
+
+    def often(rows: int, size: int) -> pa.RecordBatch:
+        column = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array(["x" * size]))
+        return pa.RecordBatch.from_arrays([column], ["x"])
+
+    assert refused(lambda: put(flight, where, often(20_000, 100_000)))["code"] == "rows_too_large"
+    asked = PutRequest("web", "often")
+    assert next(Cutter(asked).pieces(often(200, 100_000))).size_bytes > 200 * 100_000
+    assert [piece.rows.num_rows for piece in Cutter(asked).pieces(nulls(9 << 20))] == [4 << 20, 4 << 20, 1 << 20]
+    assert all(piece.size_bytes > 4 << 20 for piece in Cutter(asked).pieces(nulls(9 << 20)))
+
+
+def nulls(rows: int) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays([pa.nulls(rows)], ["x"])
 
 
 def test_batches_without_rows_are_none(server: tuple[Home, FlightServer]) -> None:

@@ -24,10 +24,10 @@ from millstream.errors import (
     RowsTooLarge,
     WriterClosed,
 )
-from millstream.model.appends import AppendBatch, WriteId
 from millstream.model.ids import StreamId
 from millstream.model.operations import FIRST_SHARD, Appended
 from millstream.model.positions import Offset, Seq, SeqRange, StreamToken
+from millstream.model.writes import AppendBatch, WriteId
 
 CLICKS = Target("web", "public.clicks", 1.0, keep_valid_rows=False)
 STREAM = StreamId(uuid4())

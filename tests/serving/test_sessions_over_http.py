@@ -13,7 +13,7 @@ from tests.serving.serving_process import served
 import millstream
 import millstream.aio
 from millstream.errors import WriteIdReused
-from millstream.model.appends import SessionFacts
+from millstream.model.writes import SessionFacts
 
 
 def test_a_session_goes_on_over_http_and_a_retry_is_there_once(tmp_path: Path) -> None:

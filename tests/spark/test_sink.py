@@ -24,7 +24,7 @@ import millstream
 from millstream.errors import UsageError
 from millstream.spark import staged
 from millstream.spark.sink import SinkOptions, check_type
-from millstream.spark.staged import parts_of, stage
+from millstream.spark.staged import forget_abandoned, parts_of, stage
 
 WEB = '[streams.web]\n[streams.web.keys]\n"public.users" = ["id"]\n'
 
@@ -133,6 +133,27 @@ def test_a_type_that_the_log_lacks_is_refused_by_name(spark: SparkSession, web: 
 def test_a_wrong_option_is_named(options: dict[str, str]) -> None:
     with pytest.raises(UsageError):
         SinkOptions.parse(options)
+
+
+def test_a_token_is_no_part_of_what_is_shown() -> None:
+    options = SinkOptions.parse({"url": "http://a", "stream": "web", "table": "t", "token": "mst_secret"})
+    assert options.token == "mst_secret"
+    assert "secret" not in repr(options)
+
+
+def test_what_others_keep_in_a_shared_folder_stays(tmp_path: Path) -> None:
+    """`staging` names a folder that executors share; whatever was older than a day went from it with the first query."""
+    for name in ("others", "a" * 32, "b" * 32, "c" * 32):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rows.arrow").write_bytes(b"")
+    (tmp_path / ("b" * 32) / "thesis.odt").write_bytes(b"")
+    (tmp_path / ("d" * 32)).symlink_to(tmp_path / "others")
+    for name in ("others", "a" * 32, "b" * 32):
+        os.utime(tmp_path / name, (1, 1))
+    forget_abandoned(tmp_path)
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    assert left == ["b" * 32 + "/thesis.odt", "c" * 32 + "/rows.arrow", "others/rows.arrow"]
+    assert not (tmp_path / ("a" * 32)).exists()
 
 
 def test_a_job_is_appended_whole_here_and_through_a_server(spark: SparkSession, web: Path, tmp_path: Path) -> None:

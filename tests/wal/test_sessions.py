@@ -20,10 +20,10 @@ from millstream.errors import (
     WriteIdReused,
 )
 from millstream.ingest.requests import operations_of
-from millstream.model.appends import SessionFacts, WriteId, WriteKeys
 from millstream.model.ids import Epoch, RegionId, ShardId, StreamId, WriterId
 from millstream.model.operations import Ack, Outcome, Repeated, TableRows, WriteOps
 from millstream.model.positions import Offset, Seq, SeqRange
+from millstream.model.writes import SessionFacts, WriteId, WriteKeys
 from millstream.protocol.retention import Bounds, HolderKind, Retention
 from millstream.protocol.sessions import SessionLimits, Sessions
 from millstream.testing.clock import ManualClock

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     from millstream.app.writing.appending import HomeAppender
     from millstream.ingest.columns import Rows
-    from millstream.model.appends import SessionFacts
     from millstream.model.operations import Appended
     from millstream.model.positions import StreamToken
+    from millstream.model.writes import SessionFacts
 
 _QUERIES_AT_ONCE: Final = 4
 """DuckDB takes all cores for one already."""

@@ -43,8 +43,8 @@ from millstream.app.remote.steps import (
     session_call,
     whole_table,
 )
-from millstream.model.appends import SessionFacts
 from millstream.model.positions import StreamToken
+from millstream.model.writes import SessionFacts
 
 if TYPE_CHECKING:
     import ssl

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from millstream.ingest.columns import Rows
-    from millstream.model.appends import SessionFacts
     from millstream.model.operations import Appended
+    from millstream.model.writes import SessionFacts
 
 SMALL_ROWS: Final = 1000
 """Rows up to here are made columns on the loop's own thread: handing them to another takes longer."""

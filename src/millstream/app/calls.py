@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from millstream.ingest.columns import Rows
-    from millstream.model.appends import SessionFacts
     from millstream.model.operations import Appended
     from millstream.model.positions import StreamToken
+    from millstream.model.writes import SessionFacts
 
 APPEND_DEADLINE_S: Final = 30.0
 """How long an append waits for room in the writer's queue, where its caller doesn't say."""

@@ -13,11 +13,11 @@ from millstream.app.calls import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, Ses
 from millstream.app.home import Home
 from millstream.app.moments import parse_as_of
 from millstream.errors import LogError, MissingExtra, UnknownTable, WriterClosed
-from millstream.model.appends import SessionFacts, WriteId
 from millstream.model.ids import StreamId, TableId
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.schema import TableKind, TableSchema
+from millstream.model.writes import SessionFacts, WriteId
 
 if TYPE_CHECKING:
     import pyarrow as pa

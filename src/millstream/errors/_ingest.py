@@ -47,7 +47,7 @@ class WriterVersionDiffers(IngestError):
 
 
 class WriteIdReused(IngestError):
-    """A session's number, or an idempotency key, was another write's, with other rows; details: session and number, or idempotency_key."""
+    """A session's number, or an idempotency key, was another write's, with other rows or for another table; details: session and number, or idempotency_key."""
 
     code = "write_id_reused"
     default_hint = "Give each write a number or a key of its own, and send a write again with the rows that it had."

@@ -16,13 +16,13 @@ from millstream.ingest.requests import PreparedBatch, check_batch, in_log, one_r
 from millstream.ingest.schemas import WriteRules, fitted, grown
 from millstream.ingest.undisturbed import made_elsewhere, undisturbed
 from millstream.ingest.valid_rows import valid_part, without_clashes
-from millstream.model.appends import AppendBatch, SessionFacts, WriteId, WriteKeys
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, TableId, WriterId
 from millstream.model.names import parse_qualified_name
 from millstream.model.operations import Ack, Appended, RejectedRow, TableRows, WriteOps
 from millstream.model.positions import Seq, StreamToken, short_stream_id
 from millstream.model.records import LOG_ROW_PREFIX, Op, append_row_schema
 from millstream.model.schema import TableSchema
+from millstream.model.writes import AppendBatch, SessionFacts, WriteId, WriteKeys
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog
@@ -43,6 +43,7 @@ class Appender:
         writer: that one's number.
         rules_of: what is configured for a table, by its schema and name.
         place: where a table's rows go: the entries of their operations, by shard and partition.
+        check_place: raises as `place`, of a table that is to be made, or to get columns: what has nowhere to go makes none.
         home_shard: the shard that the catalog notes for a table that is new, by `schema.name`.
 
     Concurrency: any number of threads and event loops.
@@ -57,6 +58,7 @@ class Appender:
         writer: WriterId,
         rules_of: Callable[[str, str], WriteRules],
         place: Callable[[TableSchema, pa.RecordBatch], tuple[TableRows, ...]],
+        check_place: Callable[[TableSchema, pa.RecordBatch], None],
         home_shard: Callable[[str], ShardId],
     ) -> None:
         self._catalog = catalog
@@ -65,6 +67,7 @@ class Appender:
         self._writer = writer
         self._rules_of = rules_of
         self._place = place
+        self._check_place = check_place
         self._home_shard = home_shard
         self._schemas: dict[tuple[str, str], TableSchema] = {}
         """The newest that this process has seen."""
@@ -146,7 +149,7 @@ class Appender:
             return False
         try:
             return grown(known, batch.rows.schema, self._rules_of(*name)) is known
-        except (InvalidValue, UnknownTable, IngestError):
+        except (InvalidValue, UnknownTable, IngestError, RoutingError):
             return False
 
     def prepare(self, batch: AppendBatch) -> PreparedBatch:
@@ -159,7 +162,7 @@ class Appender:
         places: Sequence[int] = range(requests)
         try:
             known, arrays = self._fit(name, batch.rows)
-        except (InvalidValue, UnknownTable, IngestError) as error:
+        except (InvalidValue, UnknownTable, IngestError, RoutingError) as error:
             left: AppendBatch | None = batch
             if batch.keep_valid_rows:
                 left, places, rejected = self._valid(name, batch, errors)
@@ -186,7 +189,7 @@ class Appender:
         if any(ids):
             names = [column.name for column in known.columns]
             wanted = [one is not None for one in ids]
-            keys = WriteKeys(ids, digests_of(names, arrays, counts, wanted, table=known.full_name), logged)
+            keys = WriteKeys(ids, digests_of(known.full_name, names, arrays, counts, wanted), logged)
         ops = WriteOps(operations_of(ids, None if keys is None else keys.digests), placed, keys=keys)
         return PreparedBatch(ops, requests, tuple(places), logged, errors, rejected)
 
@@ -224,7 +227,7 @@ class Appender:
                     TableId(0), SchemaVersion(0), SourceId(0), *name, ()
                 )
             part = valid_part(known, batch.rows, rules)
-        except (InvalidValue, UnknownTable, IngestError):
+        except (InvalidValue, UnknownTable, IngestError, RoutingError):
             return batch, range(len(batch.counts)), {}  # no single row's fault: each request hears of its own
         return without_clashes(batch, part, errors)
 
@@ -242,7 +245,7 @@ class Appender:
             if batch.keep_valid_rows:
                 self._fit(name, batch.rows)
                 return batch, places
-        except (InvalidValue, UnknownTable, IngestError) as error:
+        except (InvalidValue, UnknownTable, IngestError, RoutingError) as error:
             why = error
         fitting = self._fitting(name, batch, range(len(batch.counts)), why, own)
         errors.update({places[place]: error for place, error in own.items()})
@@ -267,7 +270,7 @@ class Appender:
         for half in (range(places.start, middle), range(middle, places.stop)):
             try:
                 self._fit(name, said(rows_of(batch, half)))
-            except (InvalidValue, UnknownTable, IngestError) as error:
+            except (InvalidValue, UnknownTable, IngestError, RoutingError) as error:
                 fitting += self._fitting(name, batch, half, error, errors)
             else:
                 fitting += half
@@ -283,7 +286,8 @@ class Appender:
 
             def grow(newest: TableSchema) -> TableSchema:
                 wanted = grown(newest, rows.schema, rules)
-                fitted(wanted, rows)  # what doesn't fit makes no table and no column
+                arrays = fitted(wanted, rows)  # what doesn't fit, or has nowhere to go, makes no table and no column
+                self._check_place(wanted, _rows_of(wanted, arrays, [rows.num_rows]))
                 return wanted
 
             known = undisturbed(

@@ -26,6 +26,8 @@ _RECORD_BATCH: Final = 3
 _DICTIONARY_BATCH: Final = 2
 _VALUES_MAX: Final = 64 << 20
 """Over all columns and what is nested in them."""
+_NUMBER_BYTES: Final = 4
+"""A row's place in the stream, of which most are told by the one before. Columns of nulls have no other bytes."""
 _NESTED_VALUES_MAX: Final = 8 << 20
 """They become text, by way of Python's values."""
 _BODY_BYTES_MAX: Final = 2 * ROWS_BYTES_MAX
@@ -57,6 +59,32 @@ def rows_of_arrow(body: bytes, *, rows_max: int = ROWS_MAX) -> pa.Table:
     for field, column in zip(table.schema, table.columns, strict=True):
         _check_unfolded(field, column)
     return table_of(table)
+
+
+def check_batch(rows: pa.RecordBatch) -> None:
+    """See that a batch that was decoded without a look is what it says, before anything is asked of it: offsets beyond its buffers end the process.
+
+    Raises:
+        InvalidBody: it isn't.
+        RowsTooLarge: it has more columns than are taken.
+    """
+    try:
+        rows.validate(full=True)
+    except _NOT_A_STREAM as error:
+        raise InvalidBody(f"a batch isn't whole: {error}") from error
+    if rows.num_columns > COLUMNS_MAX:
+        raise too_large("its columns", rows.num_columns, COLUMNS_MAX)
+
+
+def written_bytes(rows: pa.RecordBatch) -> int:
+    """About what rows take while they are appended: their own bytes, those of values that they mean many times, and a number for each.
+
+    Raises:
+        RowsTooLarge, InvalidValue: as `rows_of_arrow`, of a column that can't be taken.
+    """
+    columns = zip(rows.schema, rows.columns, strict=True)
+    meant = sum(_check_unfolded(field, pa.chunked_array([column])) for field, column in columns)
+    return meant + int(rows.nbytes + _NUMBER_BYTES * rows.num_rows)
 
 
 def _check_messages(body: bytes, rows_max: int) -> None:
@@ -168,8 +196,8 @@ class _BatchHead:
         return int(struct.unpack_from("<q", self._data, place)[0])
 
 
-def _check_unfolded(field: pa.Field, column: pa.ChunkedArray) -> None:
-    """Refuse a column that would be larger than any append, written out."""
+def _check_unfolded(field: pa.Field, column: pa.ChunkedArray) -> int:
+    """Refuse a column that would be larger than any append, written out; else the bytes of what it means many times."""
     kind = column.type
     if pa.types.is_nested(kind):
         if not _is_within(kind, NESTING_MAX):
@@ -181,10 +209,11 @@ def _check_unfolded(field: pa.Field, column: pa.ChunkedArray) -> None:
         nested = sum(_values_in(chunk) for chunk in column.chunks)
         if nested > _NESTED_VALUES_MAX:
             raise too_large(f"the nested values of column {field.name}", nested, _NESTED_VALUES_MAX)
-        return
+        return 0
     size = sum(_unfolded_bytes(chunk) for chunk in column.chunks)
     if size > ROWS_BYTES_MAX:
         raise too_large(f"the bytes of column {field.name}, written out,", size, ROWS_BYTES_MAX)
+    return size
 
 
 def _is_within(kind: pa.DataType, depth: int) -> bool:

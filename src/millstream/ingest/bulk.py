@@ -13,12 +13,16 @@ from typing import Any, Final, Self
 import pyarrow as pa
 
 from millstream.errors import UsageError
-from millstream.model.appends import WriteId
+from millstream.ingest.arrow_rows import written_bytes
 from millstream.model.operations import Appended
+from millstream.model.writes import WriteId
 
 PIECE_BYTES: Final = 16 << 20
 """Rows of one operation, about: larger batches become several. What is made of them on their way takes a few times as much."""
 DEADLINE_S: Final = 30.0
+_PIECE_ROWS: Final = 4 << 20
+"""Of rows that take hardly a byte each."""
+DEADLINE_S_MAX: Final = 600.0
 _COMMAND_BYTES_MAX: Final = 64 << 10
 
 
@@ -49,7 +53,7 @@ class PutRequest:
         _check((found.session is None) == (found.number is None), "session and number go together")
         _check(found.session is None or found.idempotency_key is None, "session and idempotency_key exclude each other")
         _check(isinstance(found.keep_valid_rows, bool), "keep_valid_rows must be true or false")
-        _check(_is_time(found.deadline_s), "deadline_s must be seconds")
+        _check(_is_time(found.deadline_s), f"deadline_s must be seconds, up to {DEADLINE_S_MAX:g}")
         return found
 
 
@@ -90,11 +94,8 @@ class Piece:
     row: int
     """The first row's place in its batch."""
     write_id: WriteId | None
-
-    @property
-    def size_bytes(self) -> int:
-        """What it counts for."""
-        return int(self.rows.nbytes) + 1024
+    size_bytes: int = 0
+    """What it counts for."""
 
     def told(self, outcome: Appended) -> dict[str, object]:
         """What its sender is told."""
@@ -119,21 +120,24 @@ class Cutter:
         """The operations of the next batch; none of one without rows.
 
         Args:
-            rows: the batch.
+            rows: the batch, that `check_batch` has seen.
             metadata: what was sent beside it: JSON with `number` or `idempotency_key`, the batch's own, or nothing.
 
         Raises:
             UsageError: the metadata says something else.
+            RowsTooLarge, InvalidValue: a column can't be taken.
         """
         batch, self._batches = self._batches, self._batches + 1
         key = None if self._asked.idempotency_key is None else f"{self._asked.idempotency_key}/{batch}"
         if metadata:
             key = self._own(metadata, key)
         count = rows.num_rows
-        step = max(1, min(count, count * self._piece_bytes // max(1, rows.nbytes)))
+        step = max(1, min(count, count * self._piece_bytes // max(1, rows.nbytes), _PIECE_ROWS))
         for row in range(0, count, step):
             part = key if count <= step else f"{key}/{row}"
-            yield Piece(rows.slice(row, step), batch, row, self._next_id(None if key is None else part))
+            piece = rows.slice(row, step)
+            size_bytes = written_bytes(piece) + 1024
+            yield Piece(piece, batch, row, self._next_id(None if key is None else part), size_bytes)
 
     def _next_id(self, key: str | None) -> WriteId | None:
         if self._number is None:
@@ -188,7 +192,7 @@ def _is_number(value: object) -> bool:
 
 
 def _is_time(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= DEADLINE_S_MAX
 
 
 def _check(holds: bool, what: str) -> None:  # noqa: FBT001 - it reads as an assertion does

@@ -1,4 +1,4 @@
-"""Digests of requests' rows: the same for the same rows of a table, whichever others they came with, and whatever columns it has got since.
+"""Digests of requests: the same for the same rows of the same table, whichever others they came with, and whatever columns the table has got since.
 
 A column that a request says nothing in has no part in it. Its purpose is to notice a session's number, or a key, that is used again for another
 write: no attacker has to be kept from making two writes with one digest.
@@ -23,20 +23,20 @@ _MIX: Final = 0x9E37_79B9_7F4A_7C15
 
 
 def digests_of(
-    names: Sequence[str], columns: Sequence[pa.Array], counts: Sequence[int], wanted: Sequence[bool], *, table: str = ""
+    table: str, names: Sequence[str], columns: Sequence[pa.Array], counts: Sequence[int], wanted: Sequence[bool]
 ) -> list[int]:
-    """A digest of each request's rows, from 0 to 2^63 - 1.
+    """A digest of each request's rows and of their table, from 0 to 2^63 - 1.
 
     Args:
+        table: its name: the same rows for another table are another write.
         names: the columns'.
         columns: the rows of all requests, one request behind the other, in the table's types.
         counts: each request's rows, at least one.
         wanted: which requests have a digest made; 0 of the others.
-        table: theirs, by its full name: the same rows of another one are another write.
     """
     ends = list(accumulate(counts))
-    of_table = _seed(table) * _MIX
-    digests = [(count + of_table) & _MASK if one else 0 for count, one in zip(counts, wanted, strict=True)]
+    placed = _seed(table) * _MIX
+    digests = [(placed + count) & _MASK if one else 0 for count, one in zip(counts, wanted, strict=True)]
     bounds = [(i, end - count, end) for i, (count, end) in enumerate(zip(counts, ends, strict=True)) if wanted[i]]
     for name, column in zip(names, columns, strict=True):
         if column.null_count == len(column):

@@ -26,8 +26,8 @@ from millstream.errors import (
     error_of,
 )
 from millstream.ingest.columns import ROWS_BYTES_MAX
-from millstream.model.appends import AppendBatch, SessionFacts, WriteId
 from millstream.model.operations import Appended
+from millstream.model.writes import AppendBatch, SessionFacts, WriteId
 
 LENGTHS: Final = struct.Struct("<II")
 """Of the JSON, and of what comes behind it."""

@@ -49,8 +49,8 @@ from millstream.ingest.undisturbed import made_elsewhere
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from millstream.model.appends import AppendBatch, SessionFacts, WriteId
     from millstream.model.operations import Appended
+    from millstream.model.writes import AppendBatch, SessionFacts, WriteId
 
 _ROOM_BYTES: Final = 4 * ROWS_BYTES_MAX
 """Of requests that are being read or written, all connections together; others wait in their senders."""

@@ -28,8 +28,8 @@ from millstream.ingest.requests import one_request
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from millstream.model.appends import AppendBatch, SessionFacts, WriteId
     from millstream.model.operations import Appended
+    from millstream.model.writes import AppendBatch, SessionFacts, WriteId
 
 CONNECTIONS_MAX: Final = 64
 """Of one client: a writer's commit groups take as many batches as come meanwhile, and more than these only wait elsewhere."""

@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 
 from millstream.errors import InvalidValue, MillstreamError, RowsTooLarge
-from millstream.model.appends import AppendBatch, WriteId
 from millstream.model.ids import SourceId
 from millstream.model.operations import (
     OPERATION_SCHEMA,
@@ -25,6 +24,7 @@ from millstream.model.operations import (
     WriteOps,
 )
 from millstream.model.positions import SeqRange, StreamToken
+from millstream.model.writes import AppendBatch, WriteId
 from millstream.wal.submissions import parts_of
 
 REQUESTS_MAX: Final = 10_000

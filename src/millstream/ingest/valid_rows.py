@@ -20,9 +20,9 @@ from millstream.errors import IngestError, InvalidValue, MillstreamError, RowsTo
 from millstream.ingest.columns import Rows, check_names, column_of, kind_of, table_of
 from millstream.ingest.requests import said
 from millstream.ingest.schemas import WriteRules, fits, grown
-from millstream.model.appends import AppendBatch
 from millstream.model.operations import Appended, RejectedRow
 from millstream.model.schema import TableSchema
+from millstream.model.writes import AppendBatch
 
 REJECTED_MAX: Final = 10_000
 """Of one request: where more have no place, all of it is refused."""

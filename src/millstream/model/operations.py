@@ -21,7 +21,7 @@ from millstream.model.records import INSTANT
 from millstream.model.schema import TableSchema
 
 if TYPE_CHECKING:
-    from millstream.model.appends import WriteKeys
+    from millstream.model.writes import WriteKeys
 
 FIRST_SHARD: Final = ShardId(0)
 _COLUMN_BYTES: Final = 1024

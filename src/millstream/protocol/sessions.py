@@ -14,7 +14,7 @@ Premises
 
 What becomes of a write:
 
-    | its number, or key                | same rows as then | other rows    |
+    | its number, or key                | same rows as then | others        |
     |-----------------------------------|-------------------|---------------|
     | known, with what it was given     | answered again    | WriteIdReused |
     | known, without                    | WriteForgotten    | WriteForgotten|
@@ -40,10 +40,10 @@ import numpy as np
 import numpy.typing as npt
 
 from millstream.errors import SessionAhead, SessionExpired, WriteForgotten, WriteIdReused
-from millstream.model.appends import SessionFacts, WriteId
 from millstream.model.ids import ShardId
 from millstream.model.operations import Ack
 from millstream.model.positions import Offset, Seq, SeqRange
+from millstream.model.writes import SessionFacts, WriteId
 
 AHEAD_MAX: Final = 1024
 """How far above a session's mark a number may be: writes that are under way at a time."""
@@ -181,11 +181,11 @@ class Sessions:
             return
         if write_id.key is not None:
             raise WriteIdReused(
-                f"the idempotency key {write_id.key} was another write's: its rows were others",
+                f"the idempotency key {write_id.key} was another write's: its rows, or their table, were others",
                 idempotency_key=write_id.key,
             )
         raise WriteIdReused(
-            f"write {write_id.number} of session {write_id.session} was another one: its rows were others",
+            f"write {write_id.number} of session {write_id.session} was another one: its rows, or their table, were others",
             session=write_id.session,
             number=write_id.number,
         )

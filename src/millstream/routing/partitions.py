@@ -166,6 +166,9 @@ def _values(text: str, hole: _Hole, schema: TableSchema, rows: pa.RecordBatch) -
         raise InvalidRoute(
             f"column {hole.column} of {schema.full_name} is {column.type}, and its partitions {text!r} take "
             + ("a moment or a date" if hole.moment is not None else "a value that rows can be told apart by"),
+            hint="Text isn't parsed, that of a time in JSON neither: send Arrow, or a datetime from Python; or change [streams.S.partitions]."
+            if pa.types.is_string(column.type)
+            else "Append rows whose column is one, or name another one in [streams.S.partitions].",
             table=schema.full_name,
             column=hole.column,
         )

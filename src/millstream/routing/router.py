@@ -127,6 +127,11 @@ class Router:
                 entries.append(TableRows(schema, own, sink=sink))
         return tuple(entries)
 
+    def check(self, schema: TableSchema, rows: pa.RecordBatch) -> None:
+        """Raise as `place` would, of a table that isn't as yet, or not with these columns. Nothing is counted, and nothing kept of it."""
+        like = Router(self.rules, shard_of_table=self._shard_of_table, partitions=self._partitions, ring=self.ring)
+        like.place(schema, rows)
+
     def place_anew(self, ops: WriteOps) -> WriteOps:
         """Operations that were placed under another ring, under this one; in partitions of another's making they stay."""
         of_table: dict[tuple[TableId, SchemaVersion], list[TableRows]] = {}

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
@@ -89,7 +89,7 @@ class SinkOptions:
     table: str
     path: str | None = None
     url: str | None = None
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     verify: str | None = None
     cert: str | None = None
     idempotency_id: str | None = None
@@ -159,8 +159,8 @@ class _Sink:
             raise UsageError(
                 "a stream's rows can't be written over", hint='Append them: .mode("append"), .outputMode("append").'
             )
-        for field in schema.fields:
-            check_type(field.name, field.dataType)
+        for column in schema.fields:
+            check_type(column.name, column.dataType)
         self._options = options
         self._schema = to_arrow_schema(schema, timezone="UTC")
         self._job = uuid.uuid4().hex
@@ -179,8 +179,8 @@ class _Sink:
     def _in_utc(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """As declared: Spark gives moments in the session's zone, and the same moment must be the same bytes."""
         columns = [
-            column if column.type == field.type else column.cast(field.type)
-            for column, field in zip(batch.columns, self._schema, strict=True)
+            column if column.type == declared.type else column.cast(declared.type)
+            for column, declared in zip(batch.columns, self._schema, strict=True)
         ]
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
 
@@ -281,8 +281,8 @@ def check_type(name: str, kind: DataType) -> None:
     if isinstance(kind, ArrayType):
         check_type(f"{name}.element", kind.elementType)
     elif isinstance(kind, StructType):
-        for field in kind.fields:
-            check_type(f"{name}.{field.name}", field.dataType)
+        for inner in kind.fields:
+            check_type(f"{name}.{inner.name}", inner.dataType)
     elif not isinstance(kind, _EXACT):
         raise UsageError(
             f"column {name} is {kind.simpleString()}, which the log has no type for",

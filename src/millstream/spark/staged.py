@@ -6,7 +6,7 @@ again, divided otherwise, comes to the same parts. So a part that was appended b
 
 from __future__ import annotations
 
-import shutil
+import re
 import time
 import uuid
 import zlib
@@ -31,6 +31,8 @@ _BUCKETS_MAX: Final = 256
 """Files that are open at a time."""
 _ABANDONED_S: Final = 86_400.0
 """After which what a job has left is nobody's: no batch takes so long."""
+_OF_A_JOB: Final = re.compile(r"[0-9a-f]{32}\Z")
+"""The name of a folder that a job makes: what else lies beside it may be anybody's."""
 _NOT_OF_ROWS: Final = 5
 """Bytes of a value beside its own: whether there is one, and where it begins."""
 
@@ -118,12 +120,20 @@ def stage(batches: Iterator[pa.RecordBatch], schema: pa.Schema, folder: Path | N
 
 
 def forget_abandoned(folder: Path) -> None:
-    """Take away what jobs have left that ended without a word."""
+    """Take away what jobs have left that ended without a word; others may use the folder, too."""
     before = time.time() - _ABANDONED_S
     with suppress(OSError):
         for entry in folder.iterdir():
-            if entry.is_dir() and entry.stat().st_mtime < before:
-                shutil.rmtree(entry, ignore_errors=True)
+            if _OF_A_JOB.match(entry.name) and not entry.is_symlink() and entry.is_dir():
+                with suppress(OSError):
+                    _forget(entry, before)
+
+
+def _forget(job: Path, before: float) -> None:
+    if job.stat().st_mtime < before:
+        for file in job.glob("*.arrow"):
+            file.unlink()
+        job.rmdir()
 
 
 def measure(batch: pa.RecordBatch) -> int:

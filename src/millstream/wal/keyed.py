@@ -21,10 +21,11 @@ from millstream import failpoints
 from millstream.codec.log_frame import RecordsFrame
 from millstream.codec.log_records import first_seqs
 from millstream.errors import CorruptWal, MillstreamError
-from millstream.model.appends import SessionFacts, Submitted, WriteId, WriteKeys
+from millstream.model.appends import Submitted
 from millstream.model.ids import ShardId, StreamId
 from millstream.model.operations import Ack, OperationKind, Outcome, Repeated, WriteOps
 from millstream.model.positions import Offset, Seq, SeqRange
+from millstream.model.writes import SessionFacts, WriteId, WriteKeys
 from millstream.ports import Clock, Files
 from millstream.protocol.sessions import NO_DIGEST, SessionLimits, Sessions
 from millstream.wal.commit import GroupCommitter

@@ -19,10 +19,11 @@ from dataclasses import dataclass, replace
 from typing import Final, Self
 
 from millstream.errors import InvalidValue, MillstreamError, OutOfOrder, SessionsNeedOneWriter, WriterClosed
-from millstream.model.appends import AppendOp, SessionFacts, Submitted, columns_of
+from millstream.model.appends import AppendOp, Submitted, columns_of
 from millstream.model.ids import Epoch, RegionId, ShardId, SourceId, StreamId, WriterId
 from millstream.model.operations import Ack, SpilledOp, WriteOps
 from millstream.model.positions import Lsn, Offset, Seq, StreamToken
+from millstream.model.writes import SessionFacts
 from millstream.ports import Clock, Files, SeqReservations
 from millstream.protocol.sequencer import LedgerView
 from millstream.protocol.sessions import SessionLimits

@@ -20,7 +20,7 @@ _KEYWORD_VARIABLE: Final = re.compile(r"(?P<key>\w+\s*=\s*)(?P<quote>'?)\$\{(?P<
 
 MASK: Final = "***"
 _SECRET_KEY: Final = re.compile(
-    r"pass(word|wd|phrase)?$|secret|token|credential|access_?key|account_?key|sas", re.IGNORECASE
+    r"pass(word|wd|phrase)?$|secret|token|credential|(access|account|private)[_.]?key|key[_.]pem|sas", re.IGNORECASE
 )
 _KEYWORD_PASSWORD: Final = re.compile(r"(\b(?:ssl)?password\s*=\s*)('(?:\\.|[^'\\])*'|(?:\\.|\S)+)", re.IGNORECASE)
 _QUERY_PASSWORD: Final = re.compile(r"([?&](?:ssl)?password=)[^&#]*", re.IGNORECASE)

@@ -141,7 +141,7 @@ class LakeConfig(Section):
         default=200, ge=2, description="Small files of one day of a table's history from which on they are made one."
     )
     storage_options: dict[str, str] = Field(
-        default={}, description="Keys, region, endpoint … of the object store, as delta-rs names them."
+        default={}, repr=False, description="Keys, region, endpoint … of the object store, as delta-rs names them."
     )
 
     @property
@@ -360,7 +360,9 @@ class SparkConfig(Section):
     )
     trigger_interval: Duration = Field(default="500ms", description="The least time between two batches.")
     batch_bytes: Size = Field(default="64MiB", description="Bytes of the log that one batch takes, about.")
-    conf: dict[str, str] = Field(default={}, description='Passed through to Spark: `"spark.driver.memory" = "2g"`.')
+    conf: dict[str, str] = Field(
+        default={}, repr=False, description='Passed through to Spark: `"spark.driver.memory" = "2g"`.'
+    )
 
 
 class WriterConfig(Section):

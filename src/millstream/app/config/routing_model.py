@@ -80,7 +80,9 @@ class SinkConfig(Section):
     shards: int = Field(
         default=1, ge=1, le=1024, description="Of what is made: partitions of a topic, streams in Redis."
     )
-    client: dict[str, str] = Field(default={}, description="Options of Kafka's clients as librdkafka names them.")
+    client: dict[str, str] = Field(
+        default={}, repr=False, description="Options of Kafka's clients as librdkafka names them."
+    )
     timeout: Duration = Field(
         default="30s", description="How long a write may take before nobody knows what became of it."
     )

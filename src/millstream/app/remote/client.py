@@ -33,8 +33,8 @@ from millstream.app.remote.steps import (
 )
 from millstream.errors import AnswerCutOff, MissingExtra, UsageError
 from millstream.ingest.valid_rows import columns_for
-from millstream.model.appends import SessionFacts
 from millstream.model.positions import StreamToken
+from millstream.model.writes import SessionFacts
 
 try:
     import httpx

@@ -33,8 +33,8 @@ from millstream.model.access import Right
 
 if TYPE_CHECKING:
     from millstream.app.home import Home
-    from millstream.model.appends import AppendBatch
     from millstream.model.operations import Appended
+    from millstream.model.writes import AppendBatch
 
 logger = structlog.get_logger("millstream.serve")
 
@@ -59,7 +59,7 @@ class Application:
         self.appender: Final = HomeAppender(home)
         self.intake: Final = Intake(size_bytes(http.inflight_bytes_max), size_bytes(http.body_bytes_max))
         self.groups: Final = Groups(self._append)
-        self.reading: Final = Reading(home)
+        self.reading: Final = Reading(home, self.intake)
         self._writes = Writes(home, self.groups, self.intake, access)
         # Compiled, or read, while the first requests come: the first time on a machine it takes seconds.
         parser = made_elsewhere(warm)

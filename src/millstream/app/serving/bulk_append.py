@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Final
 import pyarrow as pa
 
 from millstream.errors import MillstreamError, WriterClosed
+from millstream.ingest.arrow_rows import check_batch
 from millstream.ingest.bulk import PIECE_BYTES, Cutter, Piece, PutRequest
 from millstream.ingest.columns import table_of
-from millstream.model.appends import AppendBatch
+from millstream.model.writes import AppendBatch
 
 if TYPE_CHECKING:
     from millstream.app.writing.appending import HomeAppender
@@ -83,10 +84,16 @@ class BulkAppend:
         cutter = Cutter(self._asked)
         worker = threading.Thread(target=self._append_all, name="flight-append", daemon=True)
         worker.start()
+        refused: tuple[Piece, MillstreamError] | None = None
         try:
-            for rows, metadata in batches:
-                for piece in cutter.pieces(rows, metadata):
-                    self._offer(piece)
+            for place, (rows, metadata) in enumerate(batches):
+                try:
+                    check_batch(rows)
+                    for piece in cutter.pieces(rows, metadata):
+                        self._offer(piece)
+                except MillstreamError as error:
+                    refused = Piece(rows, place, 0, None), error
+                    break
                 if closing.is_set():
                     raise WriterClosed("the server ends; batches that it hasn't told of weren't appended")
                 if self._failure is not None:
@@ -98,6 +105,8 @@ class BulkAppend:
             worker.join()
         if self._failure is not None:
             raise self._failure
+        if refused is not None:
+            self._tell_refused(*refused)
 
     def _offer(self, piece: Piece) -> None:
         self._room.take(piece.size_bytes, lambda: self._failure is not None)

@@ -60,6 +60,8 @@ class BoundedConnection(HttpToolsProtocol):
         self._begun_here = False
         """Whether a request began or ended in what is being read."""
         self._unread_bytes = 0
+        self._beside_bytes = 0
+        """Of a body that comes in chunks, what came beside them since the last one: their lengths, and what stands behind them."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's
         """See asyncio.Protocol."""
@@ -71,7 +73,10 @@ class BoundedConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
         self._begun_here = False
+        self._beside_bytes += len(data)
         super().data_received(data)
+        if self._head_bytes is None and self._beside_bytes > HEAD_BYTES_MAX + len(data):
+            self.refuse(plain_problem(431, f"a body has more than {HEAD_BYTES_MAX} bytes beside its chunks"))
         # Where a head begins in the midst of what came, or behind it, the rest of that is none of it; as much comes at once as a read takes.
         if self._head_bytes is not None and not self._begun_here:
             self._head_bytes += len(data)
@@ -87,13 +92,20 @@ class BoundedConnection(HttpToolsProtocol):
         if self._coming_since is None:
             self._coming_since = time.monotonic()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """See httptools. What stands behind a body is dropped: a field there is none of the head, where it may say who sends it."""
+        if self._head_bytes is not None:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         """See httptools."""
         self._head_bytes = None
+        self._beside_bytes = 0
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """See httptools."""
+        self._beside_bytes = 0
         if self.cycle.response_complete:
             # Read on for a while: a connection that is reset takes the answer away from who hasn't read it yet.
             self._unread_bytes += len(body)

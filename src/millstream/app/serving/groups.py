@@ -18,8 +18,8 @@ import structlog
 
 from millstream.errors import IngestError, InvalidValue, MillstreamError, UsageError
 from millstream.ingest.json_rows import Row, columns_of
-from millstream.model.appends import AppendBatch, WriteId
 from millstream.model.operations import Appended
+from millstream.model.writes import AppendBatch, WriteId
 
 logger = structlog.get_logger("millstream.serve")
 

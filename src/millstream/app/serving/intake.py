@@ -17,6 +17,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 """ASGI's."""
 _INFLATED_BYTES: Final = 1 << 20
 """At a time: then it is others' turn."""
+_DEFLATED_BYTES: Final = 64 << 10
+"""Handed over at a time."""
 _MEMBERS_MAX: Final = 1000
 """Of one body: each takes as long as some kilobytes, however short it is."""
 _GZIP: Final = zlib.MAX_WBITS | 16
@@ -127,16 +129,19 @@ async def _received(receive: Receive, intake: Intake, held: Held) -> bytes:
 async def _inflated(body: bytes, intake: Intake, held: Held) -> bytes:
     """What a body of gzip members holds; never more at once than a megabyte beyond the bound."""
     pieces: list[bytes] = []
-    size = 0
-    left = body
+    size = at = 0
+    whole = memoryview(body)
     try:
         for _ in range(_MEMBERS_MAX):
-            if not left:
+            if at == len(whole):
                 break
             inflate = zlib.decompressobj(_GZIP)
             while not inflate.eof:
-                piece = inflate.decompress(left, _INFLATED_BYTES)
-                left = inflate.unconsumed_tail or inflate.unused_data
+                # What isn't used of it is copied each time.
+                taken = whole[at : at + _DEFLATED_BYTES]
+                piece = inflate.decompress(taken, _INFLATED_BYTES)
+                at += len(taken) - len(inflate.unconsumed_tail or inflate.unused_data)
+                left = at < len(whole)
                 size += len(piece)
                 if size > intake.body_bytes_max:
                     raise _too_large(intake)
@@ -146,7 +151,7 @@ async def _inflated(body: bytes, intake: Intake, held: Held) -> bytes:
                     raise InvalidBody("the body's gzip data is cut off")
                 if len(piece) == _INFLATED_BYTES or left:
                     await asyncio.sleep(0)
-        if left:
+        if at < len(whole):
             raise InvalidBody(f"the body has more than {_MEMBERS_MAX} gzip members")
     except zlib.error as error:
         raise InvalidBody(f"the body isn't gzip: {error}") from error

@@ -31,8 +31,8 @@ from millstream.app.serving.requests import (
 from millstream.app.serving.writes import Writes
 from millstream.errors import MillstreamError, Retry, ServerBusy, UsageError
 from millstream.ingest.lines import Lines, TableLines, tables_of_lines
-from millstream.model.appends import WriteId
 from millstream.model.operations import Appended
+from millstream.model.writes import WriteId
 
 logger = structlog.get_logger("millstream.serve")
 

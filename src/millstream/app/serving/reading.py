@@ -17,15 +17,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 import anyio
 import pyarrow as pa
 from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 from starlette.types import Message, Receive, Scope, Send
 
 from millstream.app.calls import LATEST_ROWS_MAX
 from millstream.app.opened import OpenHome
 from millstream.app.remote.pieces import ARROW_TYPE, END, PART_BYTES, PIECES_TYPE, failed, latest_piece, piece
 from millstream.app.serving.access import Access, allow
-from millstream.errors import MillstreamError, Overloaded
+from millstream.app.serving.intake import ClientGoneError, Held, Intake, read_body
+from millstream.app.serving.requests import headers_said
+from millstream.app.serving.writes import JSON_TYPE, media_type
+from millstream.errors import MediaTypeUnknown, MillstreamError, Overloaded
 from millstream.model.access import Right
 
 if TYPE_CHECKING:
@@ -70,11 +74,18 @@ class Question(BaseModel, extra="forbid"):
     )
 
 
+_QUESTION: Final[dict[str, Any]] = {
+    "required": True,
+    "content": {"application/json": {"schema": Question.model_json_schema()}},
+}
+
+
 class Reading:
     """The reading side of a home's server: `router` has its endpoints. The application has an `Access` in `app.state.access`."""
 
-    def __init__(self, home: Home) -> None:
+    def __init__(self, home: Home, intake: Intake) -> None:
         self._home = home
+        self._intake = intake
         self._idle: list[OpenHome] = []
         self._lock = threading.Lock()
         self._answers = 0
@@ -144,8 +155,13 @@ class Reading:
             dependencies=may_read,
             summary="SQL over a stream's tables.",
             response_class=StreamingResponse,
+            openapi_extra={"requestBody": _QUESTION},
         )
-        async def query(request: Request, stream: str, question: Question) -> Response:
+        async def query(request: Request, stream: str) -> Response:
+            try:
+                question = await self._question(request)
+            except ClientGoneError:
+                return Response(status_code=_GONE)
             interrupts: list[Callable[[], None]] = []
             in_pieces = PIECES_TYPE in request.headers.get("accept", "")
 
@@ -161,6 +177,23 @@ class Reading:
 
             media_type = PIECES_TYPE if in_pieces else ARROW_TYPE
             return await self._answer(request, made, media_type, interrupt=interrupt)
+
+    async def _question(self, request: Request) -> Question:
+        """What a request asks. FastAPI would take the whole body, of any size, before it looks at who sends it."""
+        headers = headers_said(request.scope)
+        if media_type(headers) != JSON_TYPE:
+            raise MediaTypeUnknown(
+                "a query comes as JSON",
+                hint=f'Send {{"sql": "…"}}, and {JSON_TYPE} in Content-Type.',
+                header="Content-Type",
+                value=media_type(headers),
+            )
+        with Held(self._intake) as held:
+            body = await read_body(request.receive, headers, self._intake, held)
+            try:
+                return Question.model_validate_json(body)
+            except ValidationError as error:
+                raise RequestValidationError(error.errors(include_url=False, include_input=False)) from error
 
     async def _asked(self, ask: Callable[[OpenHome], _Found]) -> _Found:
         """A short answer."""

@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, unquote_to_bytes
 from millstream.app.serving.problems import encoded, headers_of, problem_of
 from millstream.errors import InvalidValue, MillstreamError, UsageError
 from millstream.ingest.requests import check_write_id
-from millstream.model.appends import WriteId
+from millstream.model.writes import WriteId
 
 Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]

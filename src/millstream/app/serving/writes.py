@@ -84,6 +84,9 @@ class Writes:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request: ASGI's way."""
+        if not is_rows_path(scope["raw_path"]):  # `%2F` parts no path
+            await answer(send, 404, encoded(plain_problem(404)), headers_of(404))
+            return
         try:
             appended = await self._append(scope, receive)
         except MillstreamError as error:

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from millstream.app.config.model import StreamConfig
     from millstream.app.home import Home
     from millstream.app.writing.stream_writer import StreamWriter
-    from millstream.model.appends import AppendBatch, SessionFacts, WriteId
     from millstream.model.operations import Appended
+    from millstream.model.writes import AppendBatch, SessionFacts, WriteId
 
 logger = structlog.get_logger("millstream.append")
 

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from millstream.app.config.model import BufferConfig
     from millstream.app.home import Home
     from millstream.ingest.requests import PreparedBatch
-    from millstream.model.appends import AppendBatch, SessionFacts
     from millstream.model.ids import ShardId, StreamId
+    from millstream.model.writes import AppendBatch, SessionFacts
     from millstream.ports import WriteBuffer
 
     _Sent = list[tuple[ShardId, Future[BufferMeta]]]

@@ -191,6 +191,10 @@ class StreamRouting:
         """As `Router.place`, by the ring in force."""
         return self.router.place(schema, rows)
 
+    def check(self, schema: TableSchema, rows: pa.RecordBatch) -> None:
+        """As `Router.check`, by the ring in force."""
+        self.router.check(schema, rows)
+
     def reshard(self, shards: int) -> dict[str, Any]:
         """Spread rows over another number of shards from a cut on; see `LogWriter.reshard`.
 

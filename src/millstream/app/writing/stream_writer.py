@@ -101,6 +101,7 @@ def stream_writer(
             writer=writer,
             rules_of=write_rules(config),
             place=routing.place,
+            check_place=routing.check,
             home_shard=home_shard,
         )
         if isinstance(appender, AppenderToBuffer) and buffer is not None:
