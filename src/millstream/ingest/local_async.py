@@ -103,6 +103,9 @@ class AsyncAppendClient:
             async with asyncio.timeout(patience_s):
                 await loop.sock_sendall(connection, head)
                 await loop.sock_sendall(connection, body)
+        except TimeoutError as error:
+            # Its last byte may have gone just then.
+            raise no_answer(error) from error
         except OSError as error:
             # Not all of it was sent. Who refused it meanwhile has said why.
             with suppress(OSError, EOFError, ValueError):

@@ -1,0 +1,41 @@
+"""What a caller learns whose writer doesn't take what it sends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from millstream.errors import AppendOutcomeUnknown
+from millstream.ingest import local_async
+from millstream.ingest.local import HELLO, LENGTHS
+from millstream.ingest.local_async import AsyncAppendClient
+
+
+def test_a_request_that_is_cut_off_by_time_may_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told as refused it was sent again: and its last byte may have gone just as the time was over."""
+    monkeypatch.setattr(local_async, "ANSWER_PATIENCE_S", 0.2)
+    rows = pa.table({"text": ["x" * 1000] * 10_000})
+    path = tmp_path / "w.sock"
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen(1)
+
+        async def append() -> None:
+            loop = asyncio.get_running_loop()
+            listening.setblocking(False)
+            client = AsyncAppendClient(path)
+            asked = asyncio.create_task(client.append("web", "clicks", rows, deadline_s=0.1))
+            connection, _ = await loop.sock_accept(listening)
+            with connection:
+                hello = json.dumps(HELLO).encode()
+                await loop.sock_sendall(connection, LENGTHS.pack(len(hello), 0) + hello)
+                with pytest.raises(AppendOutcomeUnknown):
+                    await asked
+            client.close()
+
+        asyncio.run(append())
