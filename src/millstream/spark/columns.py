@@ -2,7 +2,7 @@
 
 Spark compares what a Python source yields with the schema that it declared, field by field, types and nullability;
 anything else is an error. So the declared schema decides: `spark_schema` makes it from a record's schema, and
-`conform` brings rows of any version of the table into it.
+`millstream.model.conforming` brings rows of any version of the table into it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 import pyarrow as pa
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import StructType
-
-from millstream.errors import UsageError
 
 _DECIMAL_DIGITS_MAX = 38
 _NUMBERS = (pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64())
@@ -62,37 +60,3 @@ def spark_schema(arrow: pa.Schema) -> StructType:
 def arrow_schema(declared: StructType) -> pa.Schema:
     """The Arrow schema that Spark will compare batches with."""
     return to_arrow_schema(declared, timezone="UTC")
-
-
-def conform(batch: pa.RecordBatch, target: pa.Schema) -> pa.RecordBatch:
-    """The rows of `batch` in the columns and types of `target`.
-
-    A column that the rows don't have is null; one that `target` doesn't name is left out.
-
-    Raises:
-        UsageError: values of an older version of the table don't fit the declared type; nothing is rounded or cut.
-    """
-    columns = []
-    has = batch.schema
-    for field in target:
-        index = has.get_field_index(field.name)
-        if index < 0:
-            columns.append(pa.nulls(batch.num_rows, field.type))
-            continue
-        column = batch.column(index)
-        columns.append(column if column.type.equals(field.type) else _cast(column, field))
-    return pa.RecordBatch.from_arrays(columns, schema=target)
-
-
-def _cast(column: pa.Array, field: pa.Field) -> pa.Array:
-    try:
-        if pa.types.is_integer(column.type) and pa.types.is_decimal128(field.type):
-            # Arrow asks for room for every int64, be the values small or not.
-            column = column.cast(pa.decimal128(_DECIMAL_DIGITS_MAX, field.type.scale))
-        return column.cast(field.type)
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise UsageError(
-            f"column {field.name} was {column.type} once, and a value of then is no {field.type}: {error}",
-            hint="Read from a token after the change, leave the column out (`columns`), or read envelopes (no `table`).",
-            column=field.name,
-        ) from error

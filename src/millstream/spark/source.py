@@ -40,11 +40,12 @@ from pyspark.sql.streaming.datasource import (
 from pyspark.sql.types import StructType
 
 from millstream.errors import CheckpointForeign, InvalidToken, TokenFromFuture, UnknownStream, UnknownTable, UsageError
+from millstream.model.conforming import conform
 from millstream.model.ids import StreamId, TableId
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.records import record_schema
 from millstream.model.schema import TableKind, TableSchema
-from millstream.spark.columns import arrow_schema, conform, spark_schema
+from millstream.spark.columns import arrow_schema, spark_schema
 from millstream.spark.envelope import ENVELOPE_SCHEMA, envelopes
 from millstream.spark.frames import FRAMES_SCHEMA, INLINE_BYTES_MAX, is_raw, marker, pack, refer
 from millstream.spark.workers import spare_the_collector
@@ -54,6 +55,9 @@ PARTITION_BYTES: Final = 16 << 20
 """Of the log, a partition: about a quarter of a second's work for a Python worker, several times what a task costs."""
 BATCH_ROWS: Final = 16_384
 """Small frames are put together to about this many rows: an Arrow batch costs Spark some 50 µs, whatever its size."""
+_OTHER_COLUMNS: Final = (
+    "Read from a token after the change, leave the column out (`columns`), or read envelopes (no `table`)."
+)
 
 _OPTIONS: Final = frozenset(
     {"path", "wal", "stream", "table", "tables", "columns", "starting", "ending", "layout"}
@@ -273,7 +277,7 @@ class _Scan:
     def _rows(self, pieces: Iterator[TableRecords], target: pa.Schema) -> Iterator[pa.RecordBatch]:
         for piece in pieces:
             rows = piece.batch if self.options.table is not None else envelopes(piece.schema, piece.batch, target.names)
-            yield conform(rows, target)
+            yield conform(rows, target, hint=_OTHER_COLUMNS)
 
     def _existing(self, text: str) -> Seq:
         seq = self._parse(text)

@@ -1,4 +1,4 @@
-"""One bulk read: a table's records between two tokens, in order, in batches of a size that suits a network, and in one set of columns."""
+"""One bulk read: a table's records between two tokens, in order, in batches of a size that suits a network."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final
 import pyarrow as pa
 
 from millstream.app.opened import read_records
-from millstream.errors import InvalidValue
 
 if TYPE_CHECKING:
     from millstream.ingest.bulk import GetRequest
@@ -35,33 +34,6 @@ def records(reader: StreamReader, asked: GetRequest) -> Iterator[pa.RecordBatch]
         held.append(batch)
         rows += batch.num_rows
     yield from _pieces(held)
-
-
-def conformed(batch: pa.RecordBatch, target: pa.Schema) -> pa.RecordBatch:
-    """The rows in the columns of `target`: one that they don't have is null, one that it doesn't name is left out.
-
-    Raises:
-        InvalidValue: a column had another type once, and a value of then is none of the newer one: nothing is rounded or cut.
-    """
-    has = batch.schema
-    if has.equals(target):
-        return pa.RecordBatch.from_arrays(batch.columns, schema=target)
-    columns = []
-    for field in target:
-        place = has.get_field_index(field.name)
-        if place < 0:
-            columns.append(pa.nulls(batch.num_rows, field.type))
-            continue
-        column = batch.column(place)
-        try:
-            columns.append(column if column.type.equals(field.type) else column.cast(field.type))
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-            raise InvalidValue(
-                f"column {field.name} was {column.type} once, and a value of then is no {field.type}: {error}",
-                hint="Read up to a token before the change and from it on: two calls, each in the columns of its time (`version`).",
-                column=field.name,
-            ) from error
-    return pa.RecordBatch.from_arrays(columns, schema=target)
 
 
 def _pieces(held: list[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -21,7 +21,7 @@ from millstream.app.config.quantities import size_bytes
 from millstream.app.opened import open_reader, table_ids
 from millstream.app.serving.access import Access, Caller, Credentials, token_said
 from millstream.app.serving.bulk_append import BulkAppend, Room
-from millstream.app.serving.bulk_read import conformed, records
+from millstream.app.serving.bulk_read import records
 from millstream.app.serving.certificates import Certificates
 from millstream.app.serving.exposure import check_protected
 from millstream.app.serving.flight_connections import Readers, cut_connections
@@ -36,6 +36,7 @@ from millstream.errors import (
 )
 from millstream.ingest.bulk import GetRequest, PutRequest
 from millstream.model.access import Right
+from millstream.model.conforming import conform
 from millstream.model.records import record_schema
 
 if TYPE_CHECKING:
@@ -50,6 +51,9 @@ _ENDS_WITHIN_S: Final = 10.0
 """How long calls may take to end once the server does; one that waits for its caller may take for ever."""
 _AGAIN_S: Final = 2.0
 _HEADERS: Final = "millstream"
+_OTHER_COLUMNS: Final = (
+    "Read up to a token before the change and from it on: two calls, each in the columns of its time (`version`)."
+)
 
 
 class _Headers(fl.ServerMiddleware):  # type: ignore[misc] # pyarrow ships no types
@@ -205,7 +209,7 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
                     raise WriterClosed(
                         "the server ends", hint="Read on from the last record's `__seq` when it is back."
                     )
-                yield conformed(batch, schema)
+                yield conform(batch, schema, hint=_OTHER_COLUMNS)
 
     @_told
     def get_flight_info(self, context: Any, descriptor: Any) -> Any:

@@ -1,0 +1,52 @@
+"""Rows of any version of a table in the columns of one."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pyarrow as pa
+
+from millstream.errors import UsageError
+
+_DECIMAL_DIGITS_MAX: Final = 38
+
+
+def conform(batch: pa.RecordBatch, target: pa.Schema, *, hint: str) -> pa.RecordBatch:
+    """The rows of `batch` in the columns and types of `target`.
+
+    A column that the rows don't have is null; one that `target` doesn't name is left out.
+
+    Args:
+        batch: rows of some version of the table.
+        target: the columns of another.
+        hint: what to do where that can't be, for who asked for the columns.
+
+    Raises:
+        UsageError: values of an older version of the table don't fit the type of now; nothing is rounded or cut. Details: column.
+    """
+    has = batch.schema
+    if has.equals(target):
+        return pa.RecordBatch.from_arrays(batch.columns, schema=target)
+    columns = []
+    for field in target:
+        index = has.get_field_index(field.name)
+        if index < 0:
+            columns.append(pa.nulls(batch.num_rows, field.type))
+            continue
+        column = batch.column(index)
+        columns.append(column if column.type.equals(field.type) else _cast(column, field, hint))
+    return pa.RecordBatch.from_arrays(columns, schema=target)
+
+
+def _cast(column: pa.Array, field: pa.Field, hint: str) -> pa.Array:
+    try:
+        if pa.types.is_integer(column.type) and pa.types.is_decimal128(field.type):
+            # Arrow asks for room for every int64, be the values small or not.
+            column = column.cast(pa.decimal128(_DECIMAL_DIGITS_MAX, field.type.scale))
+        return column.cast(field.type)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise UsageError(
+            f"column {field.name} was {column.type} once, and a value of then is no {field.type}: {error}",
+            hint=hint,
+            column=field.name,
+        ) from error
