@@ -14,6 +14,7 @@ from millstream.app.config.quantities import (
     duration_s,
     size_bytes,
 )
+from millstream.app.config.replication_model import ReplicationConfig
 from millstream.app.config.routing_model import RoutingSection
 from millstream.app.config.section import Duration, Section, Size, SizeAboveZero, SizeOrShare
 from millstream.app.config.serving_model import FlightConfig, HttpConfig
@@ -433,3 +434,6 @@ class Config(Section):
         default_factory=WriterConfig, description="Which writer this is, where several share a stream."
     )
     catalog: CatalogConfig = Field(default_factory=CatalogConfig, description="Where the catalog lies.")
+    replication: ReplicationConfig = Field(
+        default_factory=ReplicationConfig, description="Other machines that have its streams."
+    )

@@ -1,0 +1,69 @@
+"""A catalog's rows, taken out of one and put into another: of all its streams, or of some. Numbers stay: they stand in the logs' records."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import Connection, Table, select
+
+from millstream.catalog import Catalog
+from millstream.catalog import tables as t
+from millstream.errors import CatalogError
+from millstream.model.ids import StreamId
+
+Rows = Mapping[Table, Sequence[dict[str, Any]]]
+
+
+def rows_of(catalog: Catalog, streams: Collection[StreamId] | None = None) -> Rows:
+    """Every row, or those of some streams alone, without access tokens then. Tables stand so that each comes behind what it refers to."""
+    with catalog.database.read() as connection:
+        rows: dict[Table, list[dict[str, Any]]] = {
+            table: [dict(row) for row in connection.execute(select(table)).mappings()]
+            for table in t.metadata.sorted_tables
+        }
+    if streams is None:
+        return rows
+    ids = {str(stream) for stream in streams}
+    of_table = {row["id"] for row in rows[t.tables] if row["stream"] in ids}
+    found: dict[Table, list[dict[str, Any]]] = {}
+    for table, its in rows.items():
+        if table is t.access_tokens:
+            found[table] = []
+        elif table is t.facts:
+            # `kind/<stream>`, `kind/<stream>/more`
+            found[table] = [row for row in its if ids & set(row["scope"].split("/")[1:2])]
+        elif table is t.streams:
+            found[table] = [row for row in its if row["id"] in ids]
+        elif "stream" in table.c:
+            found[table] = [row for row in its if row["stream"] in ids]
+        else:
+            found[table] = [row for row in its if row["table_id"] in of_table]
+    return found
+
+
+def put_rows(connection: Connection, catalog: Catalog, rows: Rows) -> None:
+    """Put rows into a catalog that has none that they clash with (`check_free`), and note that its home has the streams."""
+    for table, found in rows.items():
+        if found:
+            connection.execute(catalog.database.insert(table), found)
+    for table in (t.sources, t.tables):
+        catalog.database.number_above(connection, table)
+    for row in rows[t.streams]:
+        stream = StreamId(UUID(row["id"]))
+        catalog.claim(connection, row["name"], stream, found=stream)
+
+
+def check_free(connection: Connection, place: str, rows: Rows, *, hint: str) -> None:
+    """`CatalogError` where the database has something that the rows would clash with."""
+    for column, what in (
+        (t.streams.c.name, "a stream of the name"),
+        (t.streams.c.id, "the stream"),
+        (t.sources.c.id, "a source of the number"),
+        (t.tables.c.id, "a table of the number"),
+    ):
+        ours = [row[column.name] for row in rows[column.table]]
+        taken = connection.execute(select(column).where(column.in_(ours)).order_by(column).limit(1)).scalar()
+        if taken is not None:
+            raise CatalogError(f"the {place} has {what} {taken} already, of another home", hint=hint)
