@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Connection, Table, select
+from sqlalchemy import Connection, Table, delete, select
 
 from millstream.catalog import Catalog
 from millstream.catalog import tables as t
@@ -67,3 +67,27 @@ def check_free(connection: Connection, place: str, rows: Rows, *, hint: str) -> 
         taken = connection.execute(select(column).where(column.in_(ours)).order_by(column).limit(1)).scalar()
         if taken is not None:
             raise CatalogError(f"the {place} has {what} {taken} already, of another home", hint=hint)
+
+
+def replace_rows(catalog: Catalog, rows: Rows, *, place: str, hint: str) -> None:
+    """Put a stream's rows, or several's, into a catalog in the place of what it has of them: all of it, or nothing.
+
+    Raises:
+        CatalogError: the catalog has something of other streams that they clash with; the hint says what to do.
+    """
+    ids = [row["id"] for row in rows[t.streams]]
+    with catalog.database.write() as connection:
+        of_table = select(t.tables.c.id).where(t.tables.c.stream.in_(ids))
+        for table in reversed(t.metadata.sorted_tables):
+            if table is t.facts:
+                for one in ids:
+                    of_stream = t.facts.c.scope.like(f"%/{one}") | t.facts.c.scope.like(f"%/{one}/%")
+                    connection.execute(delete(t.facts).where(of_stream))
+            elif table is t.streams:
+                connection.execute(delete(table).where(table.c.id.in_(ids)))
+            elif "stream" in table.c:
+                connection.execute(delete(table).where(table.c.stream.in_(ids)))
+            elif "table_id" in table.c:
+                connection.execute(delete(table).where(table.c.table_id.in_(of_table)))
+        check_free(connection, place, rows, hint=hint)
+        put_rows(connection, catalog, rows)
