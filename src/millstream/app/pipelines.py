@@ -16,6 +16,7 @@ from millstream.app.control import ControlServer
 from millstream.app.home import Home
 from millstream.app.locks import LOCK_PATIENCE_S, RoleLock
 from millstream.app.part import Lifeline
+from millstream.app.replicating.roles import Roles, ending_with_lead
 from millstream.app.wiring import pipeline_config, spark_options
 from millstream.errors import LogError, MillstreamError, MissingExtra, Retry
 from millstream.model.ids import StreamId
@@ -151,12 +152,12 @@ class StreamPipeline:
         }
 
     def _wait_for_log(self, lifeline: Lifeline) -> StreamId | None:
-        """The stream's id once there is a log to read; None where the work ended before."""
+        """The stream's id once there is a log to read, and this node leads it; None where the work ended before."""
         from millstream.wal.reader import StreamReader
 
         while not lifeline.stop.is_set():
             folder = self._home.wal_folder(self.name)
-            if folder.is_dir():
+            if folder.is_dir() and Roles(self._home).leads(self.name):
                 with contextlib.suppress(LogError):
                     return StreamReader(str(folder)).stream_id
             if lifeline.drain.is_set():
@@ -201,6 +202,8 @@ def run_pipelines(home: Home, lifeline: Lifeline, *, on_progress: Callable[[dict
             on_progress(told)
 
         stack.enter_context(ControlServer(home, "pipeline", {"status": facts}))
+        if not _wait_for_lead(home, lifeline):
+            return {}
         # Spark starts while capture is still finding its place; the threads below share the session.
         if not _start_spark(lifeline, lambda: open_session(spark_options(home))):
             return {}
@@ -214,8 +217,9 @@ def run_pipelines(home: Home, lifeline: Lifeline, *, on_progress: Callable[[dict
         ]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        with ending_with_lead(home, lifeline):
+            for thread in threads:
+                thread.join()
     for pipeline in pipelines:
         if pipeline.crash is not None:
             raise pipeline.crash
@@ -225,6 +229,15 @@ def run_pipelines(home: Home, lifeline: Lifeline, *, on_progress: Callable[[dict
         if pipeline.error is not None:
             raise pipeline.error
     return outcome
+
+
+def _wait_for_lead(home: Home, lifeline: Lifeline) -> bool:
+    """Wait until this node leads one of its streams: what another one leads, that one lands. False where the work ended before."""
+    roles = Roles(home)
+    while not any(roles.leads(name) for name in home.config.streams):
+        if lifeline.drain.is_set() or lifeline.stop.wait(_LOOK_EVERY_S):
+            return False
+    return True
 
 
 def _start_spark(lifeline: Lifeline, start: Callable[[], object]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,10 @@ from millstream.model.replication import NodeName
 
 if TYPE_CHECKING:
     from millstream.app.home import Home
+    from millstream.app.part import Lifeline
+
+LOOK_EVERY_S: Final = 0.2
+"""How often a process looks whether its node still leads."""
 
 
 class Part(StrEnum):
@@ -72,6 +77,10 @@ class Roles:
             self._known[stream] = known
         return known[1]
 
+    def leads(self, stream: str) -> bool:
+        """Whether this node leads a stream."""
+        return self.of(stream).part is Part.LEADS
+
     def follows_any(self) -> bool:
         """Whether a stream is followed here."""
         return any(self.of(stream).part is Part.FOLLOWS for stream in self.streams())
@@ -110,6 +119,28 @@ class Roles:
         with (folder / ".role.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield Changing(role_file(self._home, stream), self.of(stream))
+
+
+@contextmanager
+def ending_with_lead(home: Home, lifeline: Lifeline) -> Iterator[None]:
+    """Have a part of a home end once this node leads a stream no more that it led when the block began; the supervisor starts it anew."""
+    roles = Roles(home)
+    led = [name for name in home.config.streams if roles.leads(name)]
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(LOOK_EVERY_S):
+            if not all(roles.leads(name) for name in led):
+                lifeline.stop.set()
+                return
+
+    watching = threading.Thread(target=watch, name="lead-watch", daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watching.join()
 
 
 class Changing:

@@ -19,6 +19,7 @@ import structlog
 from millstream.app.control import ControlServer, have_done
 from millstream.app.locks import RoleLock, holder, writer_role
 from millstream.app.logs import leave_logs_to_application
+from millstream.app.replicating.roles import Roles
 from millstream.app.wiring import place_compiled_code
 from millstream.app.writing.stream_writer import stream_writer
 from millstream.app.writing.writer_facts import refuse_embedded_catalog
@@ -271,6 +272,8 @@ def _configured(home: Home, stream: str) -> StreamConfig:
             hint=f"Add [streams.{stream}] to it: a stream that only applications write needs nothing else. Streams here: {known or 'none'}.",
             stream=stream,
         )
+    if home.config.replication.nodes:
+        Roles(home).check_leads(stream)
     return found
 
 

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -19,6 +19,7 @@ from millstream.app.control import ControlServer
 from millstream.app.home import Home
 from millstream.app.locks import LOCK_PATIENCE_S, RoleLock, writer_role
 from millstream.app.part import Lifeline
+from millstream.app.replicating.roles import Roles
 from millstream.app.retention import sweep
 from millstream.app.wiring import capture_config, place_compiled_code
 from millstream.app.writing.appending import append_socket
@@ -26,7 +27,7 @@ from millstream.app.writing.buffered import buffer_name, open_buffer
 from millstream.app.writing.stream_writer import StreamWriter, operation_taker, stream_writer
 from millstream.app.writing.taking import BufferTaking
 from millstream.app.writing.writer_facts import note_capturing_writer, refuse_embedded_catalog, refuse_to_capture
-from millstream.errors import DiskFull, MillstreamError, Retry, UnknownStream, WriterClosed
+from millstream.errors import DiskFull, Fenced, MillstreamError, ReadOnly, Retry, UnknownStream, WriterClosed
 from millstream.ingest.local import AppendServer
 from millstream.model.ids import StreamId
 
@@ -88,14 +89,24 @@ class OwnedStream:
             tell: called when there is progress.
             supervised: whether a supervisor says the last error: said twice it would look like two.
         """
+        roles = Roles(self.home)
         while True:
             try:
-                with stream_writer(
-                    self.home, self.catalog, self.name, self.config, check=self._check_captures
-                ) as writer:
+                if not self._wait_for_lead(roles, stop, until_caught_up=until_caught_up, tell=tell):
+                    return
+                with (
+                    stream_writer(
+                        self.home, self.catalog, self.name, self.config, check=self._check_captures
+                    ) as writer,
+                    _until_led_no_more(self.home, self.name, stop) as ended,
+                ):
                     self.writer = writer
-                    self._run_with(writer, stop, until_caught_up=until_caught_up, tell=tell, supervised=supervised)
-                return
+                    self._run_with(writer, ended, until_caught_up=until_caught_up, tell=tell, supervised=supervised)
+                if stop.is_set() or roles.leads(self.name):
+                    return
+                logger.warning("another node leads", stream=self.name, leader=roles.of(self.name).leader)
+            except (ReadOnly, Fenced):
+                continue  # just now
             except MillstreamError as error:
                 if not self._again(error, stop, until_caught_up=until_caught_up, supervised=supervised):
                     return
@@ -105,6 +116,19 @@ class OwnedStream:
                 return
             finally:
                 self.writer = None
+
+    def _wait_for_lead(
+        self, roles: Roles, stop: threading.Event, *, until_caught_up: bool, tell: Callable[[], None]
+    ) -> bool:
+        """Wait until this node leads the stream; False where it is to end before. A job doesn't wait: there is nothing to capture here."""
+        while not roles.leads(self.name):
+            if until_caught_up:
+                self.facts_at_end = _NOTHING_CAPTURED | {"caught_up": True}
+                tell()
+                return False
+            if stop.wait(_LOOK_EVERY_S):
+                return False
+        return True
 
     def _check_captures(self, stream: StreamId) -> None:
         own = self.home.config.writer.name
@@ -250,6 +274,28 @@ class OwnedStream:
         )
 
 
+@contextlib.contextmanager
+def _until_led_no_more(home: Home, name: str, stop: threading.Event) -> Iterator[threading.Event]:
+    """An event that is set with `stop`, and once this node leads the stream no more."""
+    if not home.config.replication.nodes:
+        yield stop
+        return
+    roles, ended, over = Roles(home), threading.Event(), threading.Event()
+
+    def watch() -> None:
+        while not over.is_set() and not stop.wait(_LOOK_EVERY_S) and roles.leads(name):
+            continue
+        ended.set()
+
+    watching = threading.Thread(target=watch, name=f"lead-{name}", daemon=True)
+    watching.start()
+    try:
+        yield ended
+    finally:
+        over.set()
+        watching.join()
+
+
 def run_owner(
     home: Home, lifeline: Lifeline, *, until_caught_up: bool = False, on_progress: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
@@ -352,6 +398,7 @@ def _writer_of(streams: dict[str, OwnedStream], name: str) -> StreamWriter:
         raise stream.error
     writer = stream.writer
     if writer is None:
+        Roles(stream.home).check_leads(name)
         raise WriterClosed(f"the log of {name} is just being opened; nothing of it was appended")
     return writer
 

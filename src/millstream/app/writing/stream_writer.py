@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from millstream.app.locks import LOCK_PATIENCE_S
+from millstream.app.replicating.roles import Roles
 from millstream.app.wiring import log_options, session_limits, shard_of, write_rules
 from millstream.app.writing.buffered import (
     AppenderOfReader,
@@ -74,8 +75,10 @@ def stream_writer(
             embedded.
         ShardLocked: another process holds a shard, and goes on holding it.
         LeaseTooShort, WriterNameTaken, ShardTaken, SequenceUnusable: as `SharedWriter.open`, of one among several.
+        ReadOnly, Fenced: another node leads the stream.
         CorruptWal, DiskFull …: as `LogWriter.open`.
     """
+    Roles(home).check_leads(name)
     stream = resolve_stream(home, catalog, name)
     if check is not None:
         check(stream)
