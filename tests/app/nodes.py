@@ -1,0 +1,132 @@
+"""Several homes as nodes of one stream that applications write, each with its own processes: who writes, who serves, who follows."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from tests.app.homes import make_home, run, wait_for
+
+from millstream.model.positions import Seq
+from millstream.wal.reader import StreamReader
+
+STREAM: Final = "shop"
+
+
+def free_port() -> int:
+    """A port of loopback that nobody has now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Node:
+    """One home, and its processes by name. `start` and `kill` as often as one likes."""
+
+    def __init__(self, folder: Path, name: str, ports: dict[str, int], *, acks: str = "local", more: str = "") -> None:
+        self.name: Final = name
+        nodes = "\n".join(f'{node} = "grpc://127.0.0.1:{port}"' for node, port in ports.items())
+        self.home: Final = make_home(
+            folder,
+            f'[streams.{STREAM}]\nacks = "{acks}"\n[streams.{STREAM}.ingest]\nschema_on_write = "create"\n'
+            f'[http]\nlisten = "127.0.0.1:0"\n[flight]\nlisten = "127.0.0.1:{ports[name]}"\n'
+            f'[replication]\nnode = "{name}"\n{more}[replication.nodes]\n{nodes}\n',
+        )
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, part: str, *words: str) -> subprocess.Popen[bytes]:
+        """Start one of its processes: `owner`, `serve` or `follow`; more words go to the command."""
+        command = {"owner": ["capture", "run"], "serve": ["serve"], "follow": ["follow"]}[part]
+        with (self.home / f"{part}.log").open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "millstream.cli", "--home", str(self.home), *command, *words],
+                stdout=output,
+                stderr=output,
+                env={**os.environ, "HOME": "/nonexistent"},
+            )
+        self._processes[part] = process
+        return process
+
+    def end(self, part: str, how: signal.Signals = signal.SIGTERM) -> int:
+        """End a process, and wait for it."""
+        process = self._processes.pop(part)
+        process.send_signal(how)
+        return process.wait(60)
+
+    def kill(self) -> None:
+        """SIGKILL all that it runs."""
+        for part in list(self._processes):
+            self.end(part, signal.SIGKILL)
+
+    def runs(self, part: str) -> bool:
+        """Whether the process is there."""
+        return part in self._processes and self._processes[part].poll() is None
+
+    def signal(self, part: str, how: signal.Signals) -> None:
+        """Send it a signal."""
+        self._processes[part].send_signal(how)
+
+    def log(self, part: str) -> str:
+        """What a process has said."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self.home / f"{part}.log").read_text()
+        return ""
+
+    def ask(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """A command, to its end."""
+        return run(self.home, *words)
+
+    def answer(self, *words: str) -> Any:
+        """What a command prints with `--json`; it has to succeed."""
+        done = run(self.home, *words, "--json")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def rows(self, column: str = "id") -> list[Any]:
+        """A column of all records, in the log's order; none where there is no log yet."""
+        folder = self.home / "data" / "wal" / STREAM
+        if not folder.is_dir():
+            return []
+        reader = StreamReader(str(folder))
+        found: list[Any] = []
+        for some in reader.read_between(Seq(reader.first_seq() - 1), reader.persisted_upto()):
+            found += some.batch.column(column).to_pylist()
+        return found
+
+    def bytes_of_log(self) -> dict[str, bytes]:
+        """The log's files as they are, marks aside."""
+        folder = self.home / "data" / "wal" / STREAM
+        return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.glob("*/*.wal"))}
+
+
+@contextlib.contextmanager
+def nodes(folder: Path, names: str = "ab", *, acks: str = "local", more: str = "") -> Iterator[list[Node]]:
+    """Nodes that know of each other; whatever they run is killed at the end."""
+    ports = {name: free_port() for name in names}
+    made = [Node(folder / name, name, ports, acks=acks, more=more) for name in names]
+    try:
+        yield made
+    finally:
+        for node in made:
+            node.kill()
+
+
+def eventually(condition: Any, what: str, *of: Node) -> None:
+    """Wait until it holds; what the nodes have said is told where it doesn't come to that."""
+    wait_for(
+        condition,
+        what=lambda: (
+            what
+            + "".join(
+                f"\n--- {n.name} {part}\n{n.log(part)[-3000:]}" for n in of for part in ("owner", "serve", "follow")
+            )
+        ),
+    )
