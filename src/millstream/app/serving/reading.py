@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
@@ -234,24 +234,14 @@ class Reading:
         if first is None:
             await self._let_go(making)
             return Response(status_code=_GONE)
-        return _Answer(self._sent(first, making, media_type), media_type)
-
-    async def _sent(self, first: bytes, making: _Making, media_type: str) -> AsyncGenerator[bytes, None]:
-        try:
-            yield first
-            while (part := await making.next()) is not None:
-                yield part
-        except MillstreamError as error:
-            if media_type != PIECES_TYPE:
-                raise  # the connection breaks off: nothing else can be said in the midst of an Arrow stream
-            yield failed(error)
-        finally:
-            await self._let_go(making)
+        return _Answer(_sent(first, making, media_type), media_type, lambda: self._let_go(making))
 
     async def _let_go(self, making: _Making) -> None:
-        with anyio.CancelScope(shield=True):
-            await making.close()
-        self._answers -= 1
+        try:
+            with anyio.CancelScope(shield=True):
+                await making.close()
+        finally:
+            self._answers -= 1
 
     @contextmanager
     def _opened(self) -> Iterator[OpenHome]:
@@ -302,9 +292,12 @@ class _Making:
 class _Answer(StreamingResponse):
     """A response whose parts are let go however it ends, and whose caller has to take them."""
 
-    def __init__(self, parts: AsyncGenerator[bytes, None], media_type: str) -> None:
+    def __init__(
+        self, parts: AsyncGenerator[bytes, None], media_type: str, let_go: Callable[[], Awaitable[None]]
+    ) -> None:
         super().__init__(parts, media_type=media_type)
         self._parts = parts
+        self._let_go = let_go
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def within_patience(message: Message) -> None:
@@ -314,8 +307,23 @@ class _Answer(StreamingResponse):
         try:
             await super().__call__(scope, receive, within_patience)
         finally:
+            # Not by the parts themselves: where the caller goes before the first is sent, they never begin, and have nothing to end.
             with anyio.CancelScope(shield=True):
-                await self._parts.aclose()
+                try:
+                    await self._parts.aclose()
+                finally:
+                    await self._let_go()
+
+
+async def _sent(first: bytes, making: _Making, media_type: str) -> AsyncGenerator[bytes, None]:
+    try:
+        yield first
+        while (part := await making.next()) is not None:
+            yield part
+    except MillstreamError as error:
+        if media_type != PIECES_TYPE:
+            raise  # the connection breaks off: nothing else can be said in the midst of an Arrow stream
+        yield failed(error)
 
 
 async def _unless_gone(request: Request, making: _Making) -> bytes | None:
