@@ -61,6 +61,10 @@ from millstream.errors._lake import LakeSchemaConflict as LakeSchemaConflict
 from millstream.errors._lake import LakeTableExists as LakeTableExists
 from millstream.errors._lake import LakeTableForeign as LakeTableForeign
 from millstream.errors._lake import LakeUnavailable as LakeUnavailable
+from millstream.errors._lake import QueryBound as QueryBound
+from millstream.errors._lake import QueryMemoryFull as QueryMemoryFull
+from millstream.errors._lake import QuerySpillFull as QuerySpillFull
+from millstream.errors._lake import QueryTimeout as QueryTimeout
 from millstream.errors._remote import AnswerCutOff as AnswerCutOff
 from millstream.errors._remote import AnswerUnreadable as AnswerUnreadable
 from millstream.errors._remote import RemoteError as RemoteError
