@@ -69,10 +69,14 @@ from millstream.errors._remote import AnswerCutOff as AnswerCutOff
 from millstream.errors._remote import AnswerUnreadable as AnswerUnreadable
 from millstream.errors._remote import RemoteError as RemoteError
 from millstream.errors._remote import ServerUnreachable as ServerUnreachable
+from millstream.errors._replication import ClockAhead as ClockAhead
 from millstream.errors._replication import Diverged as Diverged
 from millstream.errors._replication import Fenced as Fenced
 from millstream.errors._replication import LinkLost as LinkLost
+from millstream.errors._replication import MergeStateUnreadable as MergeStateUnreadable
+from millstream.errors._replication import MergeUnsuitable as MergeUnsuitable
 from millstream.errors._replication import NotCaughtUp as NotCaughtUp
+from millstream.errors._replication import OtherRegion as OtherRegion
 from millstream.errors._replication import OtherStream as OtherStream
 from millstream.errors._replication import PromotionLost as PromotionLost
 from millstream.errors._replication import ReadOnly as ReadOnly
