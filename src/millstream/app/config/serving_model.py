@@ -75,6 +75,27 @@ class HttpConfig(Section):
         default="10s",
         description="How long an append waits for room in the log's queue where the request doesn't say (`deadline_s`); then it is answered 429.",
     )
+    queries_max: int = Field(
+        default=4,
+        ge=1,
+        le=6,
+        description="Queries (SQL) that run at a time, each with the memory, the room and the time below; more are answered 429.",
+    )
+    query_memory_bytes_max: SizeAboveZero = Field(
+        default="512MiB",
+        description="Memory of DuckDB for one query (`query_memory_full` beyond it: answered 422). What doesn't fit goes to the disk where SQL can do with "
+        "that. What becomes of a table's rows (`read_latest`) is read in stretches that fit in as much.",
+    )
+    query_spill_bytes_max: SizeAboveZero = Field(
+        default="4GiB",
+        description="Room on the disk for what one query puts aside, in `data/queries` (`query_spill_full`: 422). All queries together may take "
+        "`queries_max` times as much of the home's disk.",
+    )
+    query_timeout: Duration = Field(
+        default="5m",
+        description="How long a query may take until its answer is whole, with the time that its caller takes to read it (`query_timeout`: 422, or an "
+        "answer that breaks off where it has begun).",
+    )
     drain_delay: Duration = Field(
         default="0s",
         description="How long a server that was told to end goes on as before, but for `/readyz`, which answers 503: so that load balancers send "

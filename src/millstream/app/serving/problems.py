@@ -37,6 +37,7 @@ from millstream.errors import (
     Overloaded,
     PartialWrite,
     PositionError,
+    QueryBound,
     RequestTimeout,
     Retry,
     ServerBusy,
@@ -95,6 +96,7 @@ _STATUS: Final[Mapping[type[MillstreamError], HTTPStatus]] = {
     IngestError: HTTPStatus.UNPROCESSABLE_ENTITY,
     UnknownColumn: HTTPStatus.UNPROCESSABLE_ENTITY,
     InvalidValue: HTTPStatus.UNPROCESSABLE_ENTITY,
+    QueryBound: HTTPStatus.UNPROCESSABLE_ENTITY,
     # Not a 5xx: clients send those again, and the sinks that took it would have it twice.
     PartialWrite: HTTPStatus.FAILED_DEPENDENCY,
     # What may go another time.
