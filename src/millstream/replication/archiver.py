@@ -1,0 +1,137 @@
+"""Ships one stream's log to an object store: what is stored there is told to the stream's shipper, which has a level for it."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Final
+
+import structlog
+
+from millstream.errors import Fenced, LogError, MillstreamError
+from millstream.model.ids import Epoch, GroupNumber
+from millstream.model.replication import Document, NodeName
+from millstream.ports import Clock, Files, FollowerLink, Transport
+from millstream.protocol.replication.backoff import Backoff
+from millstream.protocol.replication.roles import NOBODY, Promise
+from millstream.protocol.replication.shipping import Heard, Stored
+from millstream.wal.files import SystemClock
+from millstream.wal.shipping import ShipSource
+
+logger = structlog.get_logger("millstream.ship")
+
+_ACCEPTS_WITHIN_S: Final = 10.0
+_LOOKS_EVERY_S: Final = 0.5
+
+
+class WalArchiver:
+    """The archiver of one stream; a thread of its own, from `start` until `stop`.
+
+    Args:
+        name: the stream's.
+        folder: its log's.
+        promise: under which this node leads.
+        store: the object store, as a transport: what is sent there is durable when `send` returns.
+        tell: hears of what is stored, and of another node's claim.
+        documents: what goes along, as it is now.
+        files, clock: the world.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: str,
+        promise: Promise,
+        store: Transport,
+        tell: Callable[[Stored | Heard], None],
+        *,
+        documents: Callable[[], tuple[Document, ...]] = tuple,
+        files: Files | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._name = name
+        self._promise = promise
+        self._store = store
+        self._tell = tell
+        self._documents = documents
+        self._clock: Clock = SystemClock() if clock is None else clock
+        self._source = ShipSource(folder, files=files, clock=clock)
+        self._ending = threading.Event()
+        self._backoff = Backoff()
+        self.stored_group = GroupNumber(0)
+        self.error: MillstreamError | None = None
+        """Why nothing is stored just now."""
+        self._thread = threading.Thread(target=self._run, name=f"archive-{name}", daemon=True)
+
+    def start(self) -> None:
+        """Begin, once there is a log."""
+        self._thread.start()
+
+    def stop(self, within_s: float) -> None:
+        """End, once what is durable now is stored, or after so long."""
+        self._ending.set()
+        self._thread.join(within_s)
+        self._store.close()
+
+    def facts(self) -> dict[str, object]:
+        """What is known now, JSON-able."""
+        return {"group": int(self.stored_group), "error": None if self.error is None else self.error.as_dict()}
+
+    def _run(self) -> None:
+        link: FollowerLink | None = None
+        while True:
+            try:
+                if link is None:
+                    link = self._store.accept(_ACCEPTS_WITHIN_S)
+                if link is not None:
+                    self._store_all(link)
+                    self._backoff.succeeded()
+                    self.error = None
+            except Fenced as error:
+                self.error = error
+                claimed = Promise(Epoch(int(error.details.get("epoch", 0))), NodeName(str(error.details.get("leader", NOBODY))))
+                self._tell(Heard(claimed))
+                return
+            except (MillstreamError, OSError) as error:
+                self.error = error if isinstance(error, MillstreamError) else LogError(f"the log can't be read: {error}")
+                logger.warning("the object store lacks what is new", stream=self._name, error=self.error.message, code=self.error.code)
+                link = None
+                if self._ending.wait(self._backoff.after_failure(random.random())):  # noqa: S311 - no secret
+                    return
+                continue
+            if self._ending.is_set():
+                return
+
+    def _store_all(self, link: FollowerLink) -> None:
+        """Store until it is to end and nothing is left, or something fails."""
+        position = dict(link.hello.position)
+        versions: Mapping[str, int] = dict(link.hello.documents)
+        self._source.restart()
+        while True:
+            documents = tuple(one for one in self._documents() if one.version != versions.get(one.name))
+            shipment = self._source.read(position)
+            if shipment is None and not documents:
+                if self._ending.is_set() or self._source.wait_beyond(_LOOKS_EVERY_S, self._ending.is_set):
+                    if self._ending.is_set():
+                        return
+                    continue
+                continue
+            if shipment is None:
+                return  # documents alone wait for the next records
+            position = dict(self._source.position_after(position))
+            link.send(
+                replace(
+                    shipment,
+                    epoch=self._promise.epoch,
+                    leader=self._promise.node,
+                    documents=documents,
+                    sent_ns=self._clock.now_ns(),
+                    leader_end=self._source.leader_end(),
+                )
+            )
+            versions = {**versions, **{one.name: one.version for one in documents}}
+            if shipment.marks:
+                self.stored_group = max(mark.group for mark in shipment.marks.values())
+                self._tell(Stored(self.stored_group))

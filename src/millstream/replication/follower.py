@@ -1,0 +1,295 @@
+"""Follows a leader in one stream: carries out what `protocol.replication.Follower` decides, on a log of this node's own.
+
+One thread: it hears the leader, writes, syncs and answers. The position is the log itself, so there is nothing to be kept in step with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Final, Protocol
+
+import structlog
+
+from millstream.errors import Diverged, LinkLost, LogError, MillstreamError
+from millstream.model.ids import GroupNumber
+from millstream.model.replication import Document, Hello, NodeName
+from millstream.ports import Clock, Files, LeaderLink
+from millstream.protocol.replication.follower import (
+    Applied,
+    Apply,
+    ApplyFailed,
+    Asked,
+    BreakLink,
+    Connect,
+    Connected,
+    Effect,
+    Event,
+    Follower,
+    Holding,
+    Lag,
+    LinkGone,
+    PersistDocuments,
+    Received,
+    Say,
+    SetAside,
+    Stop,
+    Tick,
+    WasSetAside,
+)
+from millstream.protocol.replication.roles import Promise, RoleFact
+from millstream.protocol.replication.shipping import PersistRole, Tell
+from millstream.wal.files import RealFiles, SystemClock
+from millstream.wal.replica import ReplicaLog
+
+logger = structlog.get_logger("millstream.follow")
+
+_HEARS_FOR_S: Final = 0.1
+"""How long it waits for the leader's next word before it looks whether somebody else wants something."""
+_CONNECTS_WITHIN_S: Final = 5.0
+
+
+class FollowerNotes(Protocol):
+    """What a follower makes durable beside the log. Called from its one thread; what raises ends it."""
+
+    def role(self, fact: RoleFact) -> None:
+        """Durably: whom it has promised what."""
+
+    def documents(self, documents: tuple[Document, ...]) -> None:
+        """Durably, in place of the older ones."""
+
+    def set_aside(self, log: ReplicaLog, behind: GroupNumber) -> None:
+        """Durably: keep for people what lies behind a group, and take it out of the log."""
+
+    def lag(self, lag: Lag) -> None:
+        """For readers of other processes: now and then."""
+
+
+class WalFollower:
+    """A follower of one stream, on a log of its own.
+
+    Args:
+        name: the stream's.
+        folder: its log's.
+        node: this one.
+        fact: what it has noted.
+        connect: a link to the leader that is named, or to who leads by now, with that one's name. Raises `LinkLost` or what the leader says.
+        notes: where to note things.
+        documents: versions of those that it has.
+        files, clock: the world.
+
+    Raises (from making it):
+        ShardLocked, CorruptWal, UnexpectedFile, DiskFull …: as `ReplicaLog.open`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: str,
+        node: NodeName,
+        fact: RoleFact,
+        connect: Callable[[NodeName, Hello, float], tuple[NodeName, LeaderLink]],
+        notes: FollowerNotes,
+        *,
+        documents: Mapping[str, int] | None = None,
+        files: Files | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._name = name
+        self._connect = connect
+        self._notes = notes
+        self._clock: Clock = SystemClock() if clock is None else clock
+        self._log = ReplicaLog.open(folder, files=RealFiles() if files is None else files)
+        self._machine = Follower(node, fact, self._log.stream, self._holding(), documents)
+        self._link: LeaderLink | None = None
+        self._leader: NodeName | None = None
+        self._asked: queue.SimpleQueue[tuple[Promise, Future[tuple[RoleFact, Holding]]]] = queue.SimpleQueue()
+        self._lag_told_s = 0.0
+
+    # --- asked from other threads --------------------------------------------------------------------------------------
+
+    def promise(self, promise: Promise, timeout_s: float) -> tuple[RoleFact, Holding]:
+        """Give a promise, durably, and say what is here.
+
+        Raises:
+            Fenced: another was given that is higher.
+            TimeoutError: it is busy; the promise may be given yet.
+        """
+        asked: Future[tuple[RoleFact, Holding]] = Future()
+        self._asked.put((promise, asked))
+        return asked.result(timeout_s)
+
+    def facts(self) -> dict[str, object]:
+        """What is known now, JSON-able."""
+        machine = self._machine
+        lag, stopped = machine.lag(time.monotonic()), machine.stopped_by
+        return {
+            "phase": machine.phase.value,
+            "leader": machine.fact.leader or None,
+            "promised": int(machine.fact.promise.epoch),
+            "group": int(machine.holding.group),
+            "persisted_upto": int(machine.holding.persisted_upto),
+            "records_behind": lag.records,
+            "bytes_behind": lag.size_bytes,
+            "lag_s": None if lag.age_s == float("inf") else round(lag.age_s, 3),
+            "leader_clock_off_s": round(machine.clock_off_s, 3),
+            "error": None if stopped is None else stopped.as_dict(),
+        }
+
+    @property
+    def fact(self) -> RoleFact:
+        """What it has noted."""
+        return self._machine.fact
+
+    @property
+    def stopped_by(self) -> MillstreamError | None:
+        """Why it takes nothing any more, where a person has to look."""
+        return self._machine.stopped_by
+
+    def lag(self) -> Lag:
+        """How far behind it is now."""
+        return self._machine.lag(time.monotonic())
+
+    # --- the one thread ------------------------------------------------------------------------------------------------
+
+    def run(self, stop: threading.Event, *, until_caught_up: bool = False) -> None:
+        """Follow until told to stop; or, with `until_caught_up`, until everything is here that the leader has.
+
+        Raises:
+            Diverged, OtherStream, FollowerBehindRetention: what a person has to look after.
+            ReplicaFailed: the disk failed.
+            CatalogError, OSError …: what couldn't be made durable.
+        """
+        try:
+            while not stop.is_set():
+                self._step(Tick())
+                self._answer_asked()
+                if self._machine.stopped_by is not None:
+                    raise self._machine.stopped_by
+                if self._log.failure is not None:
+                    raise self._log.failure
+                self._tell_lag()
+                if self._link is None:
+                    stop.wait(_HEARS_FOR_S / 2)
+                    continue
+                self._hear(self._link)
+                if until_caught_up and self._has_all():
+                    return
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Break the link, and give up the log's locks."""
+        self._break_link()
+        self._log.close()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                _, asked = self._asked.get_nowait()
+                asked.set_exception(LinkLost("this node's follower has ended"))
+
+    def _has_all(self) -> bool:
+        lag = self.lag()
+        return lag.age_s < float("inf") and lag.records == 0 and lag.size_bytes == 0
+
+    def _hear(self, link: LeaderLink) -> None:
+        try:
+            shipment = link.recv(_HEARS_FOR_S)
+        except MillstreamError as error:
+            self._break_link()
+            self._step(LinkGone(error, random.random()))  # noqa: S311 - no secret
+            return
+        if shipment is not None:
+            self._step(Received(shipment, self._clock.now_ns()))
+
+    def _answer_asked(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                promise, asked = self._asked.get_nowait()
+                try:
+                    self._step(Asked(promise))
+                except MillstreamError as error:
+                    asked.set_exception(error)
+                else:
+                    asked.set_result((self._machine.fact, self._machine.holding))
+
+    def _step(self, event: Event) -> None:
+        """One event, and what follows from it at once."""
+        events: list[Event] = [event]
+        while events:
+            for effect in self._machine.step(events.pop(0), time.monotonic()):
+                found = self._carry_out(effect)
+                if found is not None:
+                    events.append(found)
+                    if isinstance(found, LinkGone):
+                        break
+
+    def _carry_out(self, effect: Effect) -> Event | None:
+        match effect:
+            case Connect(leader):
+                self._leader = leader
+                return Connected(leader)
+            case Say(word):
+                return self._say(word)
+            case Apply(shipment):
+                try:
+                    self._log.apply(shipment)
+                except MillstreamError as error:
+                    return ApplyFailed(error, random.random())  # noqa: S311 - no secret
+                return Applied(self._holding(), self._clock.now_ns())
+            case SetAside(behind):
+                self._notes.set_aside(self._log, behind)
+                return WasSetAside(self._holding())
+            case PersistRole(fact):
+                self._notes.role(fact)
+            case PersistDocuments(documents):
+                self._notes.documents(documents)
+            case BreakLink():
+                self._break_link()
+            case Stop(error):
+                level = logger.error if isinstance(error, Diverged) else logger.warning
+                level("follows no more", stream=self._name, error=error.message, code=error.code, hint=error.hint)
+            case Tell(node, what, error):
+                told = {} if error is None else {"error": error.message, "code": error.code}
+                logger.warning(f"this node {what}", stream=self._name, node=node, **told)
+        return None
+
+    def _say(self, word: object) -> Event | None:
+        try:
+            if self._link is None:
+                if not isinstance(word, Hello) or self._leader is None:
+                    return None
+                leader, self._link = self._connect(self._leader, word, _CONNECTS_WITHIN_S)
+                if leader != self._leader:
+                    logger.info("another node leads", stream=self._name, leader=leader)
+                    self._leader = leader
+                return None
+            self._link.send(word)  # type: ignore[arg-type] # a Hello, an Acknowledgement or an error
+        except MillstreamError as error:
+            self._break_link()
+            return LinkGone(error, random.random())  # noqa: S311 - no secret
+        return None
+
+    def _break_link(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+    def _holding(self) -> Holding:
+        end = self._log.end()
+        return Holding(self._log.position(), end.group, end.persisted_upto)
+
+    def _tell_lag(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._lag_told_s >= _LAG_EVERY_S:
+            self._lag_told_s = now_s
+            with contextlib.suppress(OSError, LogError):
+                self._notes.lag(self.lag())
+
+
+_LAG_EVERY_S: Final = 0.2
+"""How often readers of other processes are told how old what they see is: below what anybody bounds it by."""

@@ -1,0 +1,389 @@
+"""Ships one stream's log to whoever follows it: carries out what `protocol.replication.Leader` decides.
+
+One thread steps the machine and makes durable what has to be; each follower's link has a thread that reads and sends, and one that hears. So a
+disk that is slow for one, or a follower that stands still, holds up nobody else. The log is read as any reader reads it: whoever writes it
+may be another process, and may be gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Final, Protocol
+
+import structlog
+
+from millstream.errors import LinkLost, LogError, MillstreamError
+from millstream.model.ids import GroupNumber, RegionId, StreamId
+from millstream.model.positions import Seq
+from millstream.model.replication import Acknowledgement, Document, Hello, NodeName, ReplicaPosition, Shipment
+from millstream.ports import Clock, Files, FollowerLink, Transport
+from millstream.protocol.replication.leader import Leader
+from millstream.protocol.replication.levels import Acks
+from millstream.protocol.replication.roles import LINEAGE, Greeting, Promise, RoleFact
+from millstream.protocol.replication.shipping import (
+    Acked,
+    Asked,
+    CutOff,
+    DropLink,
+    Durable,
+    Effect,
+    Event,
+    Greet,
+    Heard,
+    Joined,
+    LinkGone,
+    LinkId,
+    PersistAcks,
+    PersistCursor,
+    PersistRole,
+    ReadAndSend,
+    ReadFailed,
+    Sent,
+    ShipOptions,
+    Stopped,
+    Stopping,
+    Stored,
+    Tell,
+    Tick,
+)
+from millstream.wal.files import RealFiles, SystemClock
+from millstream.wal.shipping import ShipSource, durable_marks
+
+logger = structlog.get_logger("millstream.ship")
+
+_TICK_S: Final = 0.1
+_HEARS_FOR_S: Final = 0.5
+"""How long a link is listened to before it is looked whether it has gone."""
+_ENDS_WITHIN_S: Final = 5.0
+
+
+class ShipperNotes(Protocol):
+    """What the shipper makes durable, or tells to other processes. Called from one thread; what raises ends the shipper."""
+
+    def role(self, fact: RoleFact) -> None:
+        """Durably: who leads."""
+
+    def cursor(self, node: NodeName, needed_from: Seq, *, anew: bool) -> None:
+        """Durably: from where on retention keeps the log for a follower. `anew`: it has less than it had."""
+
+    def acks(self, acks: Acks) -> None:
+        """To whoever waits for a level."""
+
+
+class WalShipper:
+    """The shipper of one stream; it runs from `start` until `stop`, or until another node leads.
+
+    Args:
+        name: the stream's, for what is told.
+        folder: its log's. It may be empty yet.
+        fact: what this node has noted: it leads.
+        nodes: who may follow.
+        transport: where they come.
+        notes: where to note things.
+        documents: what goes along, as it is now: called now and then, from one thread.
+        options: how much at once.
+        only: as `Leader`'s.
+        files, clock: the world.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: str,
+        fact: RoleFact,
+        nodes: frozenset[NodeName],
+        transport: Transport,
+        notes: ShipperNotes,
+        *,
+        documents: Callable[[], tuple[Document, ...]] = tuple,
+        options: ShipOptions | None = None,
+        only: NodeName | None = None,
+        files: Files | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._name = name
+        self._folder = folder
+        self._fact = fact
+        self._nodes = nodes
+        self._transport = transport
+        self._notes = notes
+        self._documents = documents
+        self._options = options
+        self._only = only
+        self._files: Files = RealFiles() if files is None else files
+        self._clock: Clock = SystemClock() if clock is None else clock
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._links: dict[LinkId, _Link] = {}
+        self._next_link = 0
+        self._ending = threading.Event()
+        self._leader: Leader | None = None
+        self._newest_documents: tuple[Document, ...] = ()
+        self._threads: list[threading.Thread] = []
+        self.failure: BaseException | None = None
+        """Why it ended by itself: an error of the tree, or a bug."""
+        self.ended: Final = threading.Event()
+        self.lacking: tuple[NodeName, ...] = ()
+        """After `stop`: who hasn't everything."""
+
+    def start(self) -> None:
+        """Begin, once there is a log."""
+        for name, run in (("ship", self._run), ("ship-watch", self._watch), ("ship-accept", self._accept)):
+            thread = threading.Thread(target=run, name=f"{name}-{self._name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def stop(self, within_s: float) -> tuple[NodeName, ...]:
+        """Ship what is durable now, for so long; then end. Returns who lacks some of it."""
+        self._events.put(Stopping(time.monotonic() + within_s))
+        self.ended.wait(within_s + _ENDS_WITHIN_S)
+        self._end()
+        for thread in self._threads:
+            thread.join(_ENDS_WITHIN_S)
+        return self.lacking
+
+    def hear(self, event: Stored | CutOff | Heard) -> None:
+        """Tell it what came from elsewhere. Any thread."""
+        self._events.put(event)
+
+    def facts(self) -> list[dict[str, object]]:
+        """What is known of each follower, JSON-able. Any thread."""
+        leader = self._leader
+        if leader is None:
+            return []
+        found: list[dict[str, object]] = []
+        for node, one in sorted(dict(leader.followers).items()):
+            acked = one.acked
+            found.append(
+                {
+                    "node": node,
+                    "phase": one.phase.value,
+                    "group": None if acked is None else int(acked.group),
+                    "persisted_upto": None if acked is None else int(acked.persisted_upto),
+                    "records_behind": None if acked is None else acked.records_behind,
+                    "bytes_behind": None if acked is None else acked.bytes_behind,
+                    "lag_s": None if acked is None or acked.lag_s < 0 else acked.lag_s,
+                    "acknowledged_s": None if acked is None else acked.applied_ns / 1e9,
+                    "cut_off": None if one.cut_off is None else one.cut_off.as_dict(),
+                }
+            )
+        return found
+
+    # --- the one thread that decides ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            stream = self._wait_for_stream()
+            if stream is None:
+                return
+            self._leader = leader = Leader(stream, self._fact, self._nodes, self._options, only=self._only)
+            while not leader.is_stopped and not leader.is_fenced and not self._ending.is_set():
+                try:
+                    event = self._events.get(timeout=_TICK_S)
+                except queue.Empty:
+                    event = Tick()
+                self._carry_out(leader.step(event, time.monotonic()))
+        except BaseException as error:
+            self.failure = error
+            if not isinstance(error, MillstreamError):
+                logger.exception("the shipper fails", stream=self._name)
+        finally:
+            self._end()
+            self.ended.set()
+
+    def _wait_for_stream(self) -> StreamId | None:
+        while not self._ending.is_set():
+            with contextlib.suppress(LogError, FileNotFoundError):
+                marks = durable_marks(self._files, self._folder)
+                if marks:
+                    return next(iter(marks.values())).stream
+            try:
+                event = self._events.get(timeout=_TICK_S)
+            except queue.Empty:
+                continue
+            if isinstance(event, Stopping):
+                return None
+            self._events.put(event)
+            self._ending.wait(_TICK_S)
+        return None
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case PersistRole(fact):
+                    self._notes.role(fact)
+                case PersistCursor(node, needed_from, anew):
+                    self._notes.cursor(node, needed_from, anew=anew)
+                case PersistAcks(acks):
+                    self._notes.acks(acks)
+                case Greet(link) | ReadAndSend(link):
+                    if link in self._links:
+                        self._links[link].jobs.put(effect)
+                case DropLink(link, why):
+                    found = self._links.pop(link, None)
+                    if found is not None:
+                        found.drop(why)
+                case Tell(node, what, error):
+                    say = logger.info if error is None else logger.warning
+                    told = {} if error is None else {"error": error.message, "code": error.code}
+                    say(f"follower {what}", stream=self._name, node=node, **told)
+                case Stopped(lacking):
+                    self.lacking = lacking
+
+    def _end(self) -> None:
+        self._ending.set()
+        for link in list(self._links.values()):
+            link.drop(None)
+        self._links.clear()
+
+    # --- what it hears -------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while not self._ending.is_set():
+            try:
+                came = self._transport.accept(_HEARS_FOR_S)
+            except MillstreamError as error:
+                logger.warning("followers can't come", stream=self._name, error=error.message, code=error.code)
+                self._ending.wait(1.0)
+                continue
+            if came is not None:
+                self._next_link += 1
+                number = LinkId(self._next_link)
+                link = _Link(self, number, came)
+                self._links[number] = link
+                self._events.put(Joined(number, came.hello))
+                link.start()
+
+    def _watch(self) -> None:
+        """Tell the machine of marks and documents when they have changed."""
+        source = ShipSource(self._folder, files=self._files, clock=self._clock)
+        told: Durable | None = None
+        pause = _WATCH_S[0]
+        while not self._ending.is_set():
+            try:
+                self._newest_documents = self._documents()
+                now = Durable(source.marks(), {one.name: one.version for one in self._newest_documents})
+            except MillstreamError as error:
+                logger.warning("the log can't be read", stream=self._name, error=error.message, code=error.code)
+                self._ending.wait(1.0)
+                continue
+            except FileNotFoundError:
+                self._ending.wait(_TICK_S)
+                continue
+            if now == told or not now.marks:
+                self._ending.wait(pause)
+                pause = min(2 * pause, _WATCH_S[1])
+                continue
+            self._events.put(now)
+            told, pause = now, _WATCH_S[0]
+
+    # --- for links -----------------------------------------------------------------------------------------------------
+
+    def newer_documents(self, than: Mapping[str, int]) -> tuple[Document, ...]:
+        """Those that somebody with these versions lacks."""
+        return tuple(one for one in self._newest_documents if one.version != than.get(one.name))
+
+
+_WATCH_S: Final = (0.0005, 0.01)
+"""How long a look at the marks waits for the next: twice as long each time nothing has moved."""
+
+
+class _Link:
+    """One follower's: two threads."""
+
+    def __init__(self, shipper: WalShipper, number: LinkId, link: FollowerLink) -> None:
+        self._shipper = shipper
+        self._number = number
+        self._link = link
+        self._source = ShipSource(shipper._folder, files=shipper._files, clock=shipper._clock)
+        self._position: ReplicaPosition = link.hello.position
+        self._dropped = threading.Event()
+        self.jobs: Final[queue.SimpleQueue[Greet | ReadAndSend | None]] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        """Hear and send."""
+        for name, run in (("hear", self._hear), ("send", self._send)):
+            threading.Thread(target=run, name=f"ship-{name}-{self._link.hello.node}", daemon=True).start()
+
+    def drop(self, why: MillstreamError | None) -> None:
+        """Break it, and say why."""
+        self._dropped.set()
+        self.jobs.put(None)
+        # It may wait for a follower that stands still.
+        threading.Thread(target=self._part, args=(why,), name="ship-part", daemon=True).start()
+
+    def _part(self, why: MillstreamError | None) -> None:
+        if why is not None:
+            self._link.refuse(why)
+        self._link.close()
+
+    def _hear(self) -> None:
+        events = self._shipper._events
+        try:
+            while not self._dropped.is_set():
+                word = self._link.recv(_HEARS_FOR_S)
+                if isinstance(word, Hello):
+                    self._position = word.position
+                    self._source.restart()
+                    events.put(Asked(self._number, word))
+                elif isinstance(word, Acknowledgement):
+                    events.put(Acked(self._number, word))
+        except MillstreamError as error:
+            if not self._dropped.is_set():
+                events.put(LinkGone(self._number, None if isinstance(error, LinkLost) else error))
+
+    def _send(self) -> None:
+        events = self._shipper._events
+        while (job := self.jobs.get()) is not None:
+            try:
+                shipment, position, is_all = self._made(job)
+            except (MillstreamError, OSError) as error:
+                told = error if isinstance(error, MillstreamError) else LogError(f"the log can't be read: {error}")
+                events.put(ReadFailed(self._number, told, random.random()))  # noqa: S311 - no secret
+                continue
+            try:
+                self._link.send(shipment)
+            except MillstreamError as error:
+                events.put(LinkGone(self._number, None if isinstance(error, LinkLost) else error))
+                return
+            events.put(Sent(self._number, position, shipment.size_bytes, is_all))
+
+    def _made(self, job: Greet | ReadAndSend) -> tuple[Shipment, ReplicaPosition, bool]:
+        """What goes, up to where the follower has everything then, and whether that is all there is."""
+        shipper = self._shipper
+        leader = shipper._leader
+        assert leader is not None, "who is greeted was let in"
+        documents = shipper.newer_documents(job.documents)
+        marks = self._source.marks()
+        found: Shipment | None = None
+        position, is_all = self._position, False
+        if isinstance(job, Greet):
+            group = max((mark.group for mark in marks.values()), default=GroupNumber(0))
+            greeting = Document(LINEAGE, leader.fact.promise.epoch, Greeting(leader.lineage, group).to_json())
+            documents = (greeting, *documents)
+        else:
+            position = job.after
+            found = self._source.read(job.after, job.bytes_max)
+            if found is None:
+                is_all = True
+            else:
+                position = self._source.position_after(job.after)
+                is_all = _covers(found, marks)
+        promise: Promise = leader.fact.promise
+        facts = {
+            "epoch": promise.epoch,
+            "leader": promise.node,
+            "documents": documents,
+            "leader_end": self._source.leader_end(),
+            "bytes_left": self._source.bytes_behind(position),
+            "sent_ns": shipper._clock.now_ns(),
+        }
+        if found is None:
+            stream = next(iter(marks.values())).stream
+            found = Shipment(stream, RegionId(0), promise.epoch)
+        return replace(found, **facts), position, is_all
