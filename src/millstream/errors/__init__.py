@@ -12,8 +12,10 @@ from millstream.errors._access import AccessTokenExists as AccessTokenExists
 from millstream.errors._access import AccessTokenExpired as AccessTokenExpired
 from millstream.errors._access import CertificateUnusable as CertificateUnusable
 from millstream.errors._access import Forbidden as Forbidden
+from millstream.errors._access import ForeignOrigin as ForeignOrigin
 from millstream.errors._access import Unauthenticated as Unauthenticated
 from millstream.errors._access import UnknownAccessToken as UnknownAccessToken
+from millstream.errors._access import UnknownHost as UnknownHost
 from millstream.errors._access import Unprotected as Unprotected
 from millstream.errors._buffers import BufferedOpUndecodable as BufferedOpUndecodable
 from millstream.errors._buffers import BufferMissing as BufferMissing
