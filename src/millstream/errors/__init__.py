@@ -12,8 +12,10 @@ from millstream.errors._access import AccessTokenExists as AccessTokenExists
 from millstream.errors._access import AccessTokenExpired as AccessTokenExpired
 from millstream.errors._access import CertificateUnusable as CertificateUnusable
 from millstream.errors._access import Forbidden as Forbidden
+from millstream.errors._access import ForeignOrigin as ForeignOrigin
 from millstream.errors._access import Unauthenticated as Unauthenticated
 from millstream.errors._access import UnknownAccessToken as UnknownAccessToken
+from millstream.errors._access import UnknownHost as UnknownHost
 from millstream.errors._access import Unprotected as Unprotected
 from millstream.errors._buffers import BufferedOpUndecodable as BufferedOpUndecodable
 from millstream.errors._buffers import BufferMissing as BufferMissing
@@ -84,6 +86,7 @@ from millstream.errors._replication import ReplicaGap as ReplicaGap
 from millstream.errors._replication import ReplicasMissing as ReplicasMissing
 from millstream.errors._replication import ReplicationError as ReplicationError
 from millstream.errors._replication import ReplicaTooStale as ReplicaTooStale
+from millstream.errors._replication import RoleUnreadable as RoleUnreadable
 from millstream.errors._replication import ShipmentUnreadable as ShipmentUnreadable
 from millstream.errors._replication import StoreUnavailable as StoreUnavailable
 from millstream.errors._replication import StoreUnusable as StoreUnusable

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Annotated, Final
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from millstream.app.config.section import Duration, Section, SizeAboveZero
 
 _ADDRESS: Final = r"^(\[[0-9a-fA-F:.]+\]|[^:\s\[\]]*):\d{1,5}$"
+
+HostName = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?$|^\[?[0-9A-Fa-f:.]+\]?$")
+]
+"""A name or an address, without scheme and port."""
 
 
 def _apart(listen: str) -> tuple[str, int]:
@@ -49,6 +54,12 @@ class HttpConfig(Section):
         description='Which access token a client certificate stands for, by the name in it: `"loader.example.com" = "loader"`. The name is the '
         "certificate's first subject alternative name, or its common name where it has none; the token is named as `millstream token ls` does. A call that "
         "brings a token itself has that one's rights.",
+    )
+    hosts: list[HostName] = Field(
+        default=[],
+        description="Names by which callers reach the server beside localhost, 127.0.0.1 and that of `listen`: those of a proxy on this machine, as in "
+        '`["millstream.example.com"]`. Without `tokens_required` requests to other names are refused (`unknown_host`), and in any case those that pages of '
+        "other servers have made in a browser (`foreign_origin`).",
     )
     body_bytes_max: SizeAboveZero = Field(
         default="32MiB",
