@@ -25,6 +25,7 @@ from millstream.protocol.replication.backoff import Backoff
 from millstream.protocol.replication.follower import Follower, Holding, Lag
 from millstream.protocol.replication.leader import Leader, end_of, is_covered
 from millstream.protocol.replication.levels import Acks, level_kept, promises_wanted
+from millstream.protocol.replication.promotion import Promotion, Standing
 from millstream.protocol.replication.roles import (
     LINEAGE,
     NOBODY,
@@ -54,11 +55,13 @@ __all__ = [
     "Lineage",
     "LinkId",
     "Promise",
+    "Promotion",
     "Rank",
     "Reign",
     "Role",
     "RoleFact",
     "ShipOptions",
+    "Standing",
     "end_of",
     "fenced_error",
     "is_covered",

@@ -3,6 +3,7 @@
     | event              | apart             | waiting (Hello said)                      | following                    | stopped |
     |--------------------|-------------------|-------------------------------------------|------------------------------|---------|
     | Tick, when due     | Connect           | -                                         | -                            | -       |
+    | Tick, nothing came for long |          | the link goes                             | the link goes                | -       |
     | Connected          | SayHello -> waiting | -                                       | -                            | -       |
     | Received, of a lower promise | -       | Refuse(Fenced), the link goes             | the same                     | -       |
     | Received, of a higher one    | -       | PersistRole, then as below                | the same                     | -       |
@@ -242,6 +243,7 @@ class Follower:
         holding: what of it.
         documents: the versions of those it keeps.
         backoff: how long it waits between attempts.
+        silence_s: a leader that says nothing for longer is given up: it says every second that there is nothing.
     """
 
     def __init__(
@@ -253,9 +255,12 @@ class Follower:
         documents: Mapping[str, int] | None = None,
         *,
         backoff: Backoff | None = None,
+        silence_s: float = 30.0,
     ) -> None:
         self._node: Final = node
         self._backoff: Final = Backoff() if backoff is None else backoff
+        self._silence_s: Final = silence_s
+        self._heard_at = -math.inf
         self.fact = fact
         self.stream = stream
         self.holding = Holding() if holding is None else holding
@@ -310,15 +315,14 @@ class Follower:
             return []
         match event:
             case Tick():
-                if self.phase is Phase.APART and now_s >= self._connect_at:
-                    self.phase = Phase.CONNECTING
-                    return [Connect(self.fact.leader)]
-                return []
+                return self._tick(now_s)
             case Connected(leader):
                 if self.fact.role is not Role.LEADS and leader != self.fact.leader:
                     self.fact = replace(self.fact, leader=leader)
+                self._heard_at = now_s
                 return self._say_hello()
             case Received(shipment, wall_ns):
+                self._heard_at = now_s
                 return self._received(shipment, now_s, wall_ns)
             case Applied(holding, wall_ns):
                 return self._applied(holding, now_s, wall_ns)
@@ -330,6 +334,15 @@ class Follower:
                 return self._link_gone(error, chance, now_s)
             case _:
                 raise AssertionError(f"{event} is none of a follower's")
+
+    def _tick(self, now_s: float) -> list[Effect]:
+        if self.phase is Phase.APART and now_s >= self._connect_at and self.fact.leader != self._node:
+            self.phase = Phase.CONNECTING
+            return [Connect(self.fact.leader)]
+        if self.phase in {Phase.WAITING, Phase.FOLLOWING} and now_s >= self._heard_at + self._silence_s:
+            self._later(0.5, now_s)
+            return [Tell(self._node, f"its leader said nothing for {self._silence_s:g} s"), BreakLink()]
+        return []
 
     def _say_hello(self) -> list[Effect]:
         self.phase, self._greeting, self._taken = Phase.WAITING, None, None

@@ -144,6 +144,11 @@ class RoleFact:
             raise fenced_error(self.promise)
         return self.heard_of(promise)
 
+    def standing_for(self, promise: Promise) -> RoleFact:
+        """It asks the others for that promise, and has given it itself; whom it follows is as before."""
+        assert promise > self.promise, "a candidate stands for more than it has promised"
+        return replace(self, role=Role.FENCED if self.role is Role.LEADS else self.role, promise=promise)
+
     def promoted(self, behind: GroupNumber) -> RoleFact:
         """It leads under its own promise; the log ends at that group."""
         lineage = self.lineage.covered_by(behind).with_reign(self.promise, behind)
