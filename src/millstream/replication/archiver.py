@@ -91,12 +91,21 @@ class WalArchiver:
                     self.error = None
             except Fenced as error:
                 self.error = error
-                claimed = Promise(Epoch(int(error.details.get("epoch", 0))), NodeName(str(error.details.get("leader", NOBODY))))
+                claimed = Promise(
+                    Epoch(int(error.details.get("epoch", 0))), NodeName(str(error.details.get("leader", NOBODY)))
+                )
                 self._tell(Heard(claimed))
                 return
             except (MillstreamError, OSError) as error:
-                self.error = error if isinstance(error, MillstreamError) else LogError(f"the log can't be read: {error}")
-                logger.warning("the object store lacks what is new", stream=self._name, error=self.error.message, code=self.error.code)
+                self.error = (
+                    error if isinstance(error, MillstreamError) else LogError(f"the log can't be read: {error}")
+                )
+                logger.warning(
+                    "the object store lacks what is new",
+                    stream=self._name,
+                    error=self.error.message,
+                    code=self.error.code,
+                )
                 link = None
                 if self._ending.wait(self._backoff.after_failure(random.random())):  # noqa: S311 - no secret
                     return

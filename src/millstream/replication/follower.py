@@ -255,7 +255,7 @@ class WalFollower:
                 level("follows no more", stream=self._name, error=error.message, code=error.code, hint=error.hint)
             case Tell(node, what, error):
                 told = {} if error is None else {"error": error.message, "code": error.code}
-                logger.warning(f"this node {what}", stream=self._name, node=node, **told)
+                logger.warning("following", stream=self._name, node=node, what=what, **told)
         return None
 
     def _say(self, word: object) -> Event | None:

@@ -13,19 +13,20 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import structlog
 
 from millstream.errors import LinkLost, LogError, MillstreamError
-from millstream.model.ids import GroupNumber, RegionId, StreamId
+from millstream.model.ids import GroupNumber, RegionId, ShardId, StreamId
+from millstream.model.marks import DurableMark
 from millstream.model.positions import Seq
 from millstream.model.replication import Acknowledgement, Document, Hello, NodeName, ReplicaPosition, Shipment
 from millstream.ports import Clock, Files, FollowerLink, Transport
 from millstream.protocol.replication.leader import Leader
 from millstream.protocol.replication.levels import Acks
-from millstream.protocol.replication.roles import LINEAGE, Greeting, Promise, RoleFact
+from millstream.protocol.replication.roles import LINEAGE, Greeting, RoleFact
 from millstream.protocol.replication.shipping import (
     Acked,
     Asked,
@@ -72,8 +73,8 @@ class ShipperNotes(Protocol):
     def cursor(self, node: NodeName, needed_from: Seq, *, anew: bool) -> None:
         """Durably: from where on retention keeps the log for a follower. `anew`: it has less than it had."""
 
-    def acks(self, acks: Acks) -> None:
-        """To whoever waits for a level."""
+    def acks(self, acks: Acks, persisted: dict[NodeName, Seq], now_ns: int) -> None:
+        """To whoever waits for a level; `persisted` is how far each follower shows its log."""
 
 
 class WalShipper:
@@ -125,6 +126,7 @@ class WalShipper:
         self._leader: Leader | None = None
         self._newest_documents: tuple[Document, ...] = ()
         self._threads: list[threading.Thread] = []
+        self._world = _World(folder, self._files, self._clock, self._events.put, self._fact_now, self._newer_documents)
         self.failure: BaseException | None = None
         """Why it ended by itself: an error of the tree, or a bug."""
         self.ended: Final = threading.Event()
@@ -150,6 +152,11 @@ class WalShipper:
     def hear(self, event: Stored | CutOff | Heard) -> None:
         """Tell it what came from elsewhere. Any thread."""
         self._events.put(event)
+
+    @property
+    def fact(self) -> RoleFact:
+        """What this node has noted, as far as the shipper knows. Any thread."""
+        return self._fact_now()
 
     def facts(self) -> list[dict[str, object]]:
         """What is known of each follower, JSON-able. Any thread."""
@@ -199,9 +206,8 @@ class WalShipper:
     def _wait_for_stream(self) -> StreamId | None:
         while not self._ending.is_set():
             with contextlib.suppress(LogError, FileNotFoundError):
-                marks = durable_marks(self._files, self._folder)
-                if marks:
-                    return next(iter(marks.values())).stream
+                for mark in durable_marks(self._files, self._folder).values():
+                    return mark.stream
             try:
                 event = self._events.get(timeout=_TICK_S)
             except queue.Empty:
@@ -220,7 +226,11 @@ class WalShipper:
                 case PersistCursor(node, needed_from, anew):
                     self._notes.cursor(node, needed_from, anew=anew)
                 case PersistAcks(acks):
-                    self._notes.acks(acks)
+                    followers = {} if self._leader is None else self._leader.followers
+                    persisted = {
+                        node: one.acked.persisted_upto for node, one in followers.items() if one.acked is not None
+                    }
+                    self._notes.acks(acks, persisted, self._clock.now_ns())
                 case Greet(link) | ReadAndSend(link):
                     if link in self._links:
                         self._links[link].jobs.put(effect)
@@ -231,7 +241,7 @@ class WalShipper:
                 case Tell(node, what, error):
                     say = logger.info if error is None else logger.warning
                     told = {} if error is None else {"error": error.message, "code": error.code}
-                    say(f"follower {what}", stream=self._name, node=node, **told)
+                    say("follower", stream=self._name, node=node, what=what, **told)
                 case Stopped(lacking):
                     self.lacking = lacking
 
@@ -254,7 +264,7 @@ class WalShipper:
             if came is not None:
                 self._next_link += 1
                 number = LinkId(self._next_link)
-                link = _Link(self, number, came)
+                link = _Link(self._world, number, came)
                 self._links[number] = link
                 self._events.put(Joined(number, came.hello))
                 link.start()
@@ -282,26 +292,40 @@ class WalShipper:
             self._events.put(now)
             told, pause = now, _WATCH_S[0]
 
-    # --- for links -----------------------------------------------------------------------------------------------------
-
-    def newer_documents(self, than: Mapping[str, int]) -> tuple[Document, ...]:
+    def _newer_documents(self, than: Mapping[str, int]) -> tuple[Document, ...]:
         """Those that somebody with these versions lacks."""
         return tuple(one for one in self._newest_documents if one.version != than.get(one.name))
+
+    def _fact_now(self) -> RoleFact:
+        return self._fact if self._leader is None else self._leader.fact
 
 
 _WATCH_S: Final = (0.0005, 0.01)
 """How long a look at the marks waits for the next: twice as long each time nothing has moved."""
 
 
+@dataclass(frozen=True, slots=True)
+class _World:
+    """What links need of their shipper."""
+
+    folder: str
+    files: Files
+    clock: Clock
+    tell: Callable[[Event], None]
+    fact: Callable[[], RoleFact]
+    newer_documents: Callable[[Mapping[str, int]], tuple[Document, ...]]
+
+
 class _Link:
     """One follower's: two threads."""
 
-    def __init__(self, shipper: WalShipper, number: LinkId, link: FollowerLink) -> None:
-        self._shipper = shipper
+    def __init__(self, world: _World, number: LinkId, link: FollowerLink) -> None:
+        self._world = world
         self._number = number
         self._link = link
-        self._source = ShipSource(shipper._folder, files=shipper._files, clock=shipper._clock)
+        self._source = ShipSource(world.folder, files=world.files, clock=world.clock)
         self._position: ReplicaPosition = link.hello.position
+        self._asked_anew = threading.Event()
         self._dropped = threading.Event()
         self.jobs: Final[queue.SimpleQueue[Greet | ReadAndSend | None]] = queue.SimpleQueue()
 
@@ -323,67 +347,74 @@ class _Link:
         self._link.close()
 
     def _hear(self) -> None:
-        events = self._shipper._events
+        tell = self._world.tell
         try:
             while not self._dropped.is_set():
                 word = self._link.recv(_HEARS_FOR_S)
                 if isinstance(word, Hello):
                     self._position = word.position
-                    self._source.restart()
-                    events.put(Asked(self._number, word))
+                    self._asked_anew.set()
+                    tell(Asked(self._number, word))
                 elif isinstance(word, Acknowledgement):
-                    events.put(Acked(self._number, word))
+                    tell(Acked(self._number, word))
         except MillstreamError as error:
             if not self._dropped.is_set():
-                events.put(LinkGone(self._number, None if isinstance(error, LinkLost) else error))
+                tell(LinkGone(self._number, None if isinstance(error, LinkLost) else error))
 
     def _send(self) -> None:
-        events = self._shipper._events
+        tell = self._world.tell
         while (job := self.jobs.get()) is not None:
             try:
                 shipment, position, is_all = self._made(job)
             except (MillstreamError, OSError) as error:
                 told = error if isinstance(error, MillstreamError) else LogError(f"the log can't be read: {error}")
-                events.put(ReadFailed(self._number, told, random.random()))  # noqa: S311 - no secret
+                tell(ReadFailed(self._number, told, random.random()))  # noqa: S311 - no secret
                 continue
             try:
                 self._link.send(shipment)
             except MillstreamError as error:
-                events.put(LinkGone(self._number, None if isinstance(error, LinkLost) else error))
+                tell(LinkGone(self._number, None if isinstance(error, LinkLost) else error))
                 return
-            events.put(Sent(self._number, position, shipment.size_bytes, is_all))
+            tell(Sent(self._number, position, shipment.size_bytes, is_all))
 
     def _made(self, job: Greet | ReadAndSend) -> tuple[Shipment, ReplicaPosition, bool]:
         """What goes, up to where the follower has everything then, and whether that is all there is."""
-        shipper = self._shipper
-        leader = shipper._leader
-        assert leader is not None, "who is greeted was let in"
-        documents = shipper.newer_documents(job.documents)
-        marks = self._source.marks()
+        world, source, fact = self._world, self._source, self._world.fact()
+        documents = world.newer_documents(job.documents)
+        marks = source.marks()
         found: Shipment | None = None
-        position, is_all = self._position, False
         if isinstance(job, Greet):
+            position, is_all = self._position, False
             group = max((mark.group for mark in marks.values()), default=GroupNumber(0))
-            greeting = Document(LINEAGE, leader.fact.promise.epoch, Greeting(leader.lineage, group).to_json())
+            greeting = Document(LINEAGE, fact.promise.epoch, Greeting(fact.lineage, group).to_json())
             documents = (greeting, *documents)
         else:
-            position = job.after
-            found = self._source.read(job.after, job.bytes_max)
-            if found is None:
-                is_all = True
-            else:
-                position = self._source.position_after(job.after)
-                is_all = _covers(found, marks)
-        promise: Promise = leader.fact.promise
-        facts = {
-            "epoch": promise.epoch,
-            "leader": promise.node,
-            "documents": documents,
-            "leader_end": self._source.leader_end(),
-            "bytes_left": self._source.bytes_behind(position),
-            "sent_ns": shipper._clock.now_ns(),
-        }
+            if self._asked_anew.is_set():
+                self._asked_anew.clear()
+                source.restart()
+            found = source.read(job.after, job.bytes_max)
+            position = source.position_after(job.after)
+            is_all = found is None or _is_of_now(found.marks, marks)
         if found is None:
-            stream = next(iter(marks.values())).stream
-            found = Shipment(stream, RegionId(0), promise.epoch)
-        return replace(found, **facts), position, is_all
+            stream = next(mark.stream for mark in marks.values())
+            found = Shipment(stream, source.region or RegionId(0), fact.promise.epoch)
+        shipment = replace(
+            found,
+            epoch=fact.promise.epoch,
+            leader=fact.promise.node,
+            documents=documents,
+            leader_end=source.leader_end(),
+            bytes_left=source.bytes_behind(position),
+            sent_ns=world.clock.now_ns(),
+        )
+        return shipment, position, is_all
+
+
+def _is_of_now(marks: Mapping[ShardId, DurableMark], now: Mapping[ShardId, DurableMark]) -> bool:
+    """Whether marks say at least what those of now do."""
+    return bool(marks) and all(
+        shard in marks
+        and (marks[shard].base_offset, marks[shard].byte_end, marks[shard].persisted_upto, marks[shard].group)
+        >= (mark.base_offset, mark.byte_end, mark.persisted_upto, mark.group)
+        for shard, mark in now.items()
+    )

@@ -1,26 +1,21 @@
 """Who leads a stream, as this node has it: durable facts, a file a stream, that every process of the home goes by.
 
-`data/replication/STREAM/role.json`. A home without the file leads: it is alone. Promises only grow, and are durable before anybody is told of
-them; so a node that has promised an epoch never again takes anything from a leader of a lower one, whatever becomes of it.
+`data/replication/STREAM/role.json` holds a `RoleFact`, and is replaced by name. A home without the file leads: it is alone. What the facts mean is
+`protocol.replication.roles`'.
 """
 
 from __future__ import annotations
 
 import fcntl
-import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.app.home import replace_file
-from millstream.errors import CatalogError, Fenced, ReadOnly
-from millstream.model.ids import Epoch
-from millstream.model.replication import NodeName
+from millstream.errors import Fenced, ReadOnly
+from millstream.protocol.replication.roles import Role, RoleFact
 
 if TYPE_CHECKING:
     from millstream.app.home import Home
@@ -30,60 +25,38 @@ LOOK_EVERY_S: Final = 0.2
 """How often a process looks whether its node still leads."""
 
 
-class Part(StrEnum):
-    """What a node does with a stream."""
-
-    LEADS = "leads"
-    FOLLOWS = "follows"
-    FENCED = "fenced"
-    """It has led, and another node was promoted since: it writes nothing, and what it alone has is still here."""
-
-
-@dataclass(frozen=True, slots=True)
-class StreamRole:
-    """What a node does with a stream, and what it has promised."""
-
-    part: Part = Part.LEADS
-    promised: Epoch = Epoch(0)  # a NewType of int
-    """The greatest epoch of leaders that this node has promised, or has itself."""
-    leader: NodeName | None = None
-    """Who leads, as far as it knows."""
-    since_s: float = 0.0
-    """When it became so: seconds since 1970 UTC."""
-
-
 class Roles:
     """A home's roles. Cheap to ask again and again; any thread, any process."""
 
     def __init__(self, home: Home) -> None:
         self._home: Final = home
-        self._known: dict[str, tuple[tuple[int, int, int], StreamRole]] = {}
+        self._known: dict[str, tuple[tuple[int, int, int], RoleFact]] = {}
 
-    def of(self, stream: str) -> StreamRole:
+    def of(self, stream: str) -> RoleFact:
         """What is so now.
 
         Raises:
-            CatalogError: the file is damaged.
+            RoleUnreadable: the file is damaged.
         """
         file = role_file(self._home, stream)
         try:
             stat = file.stat()
         except FileNotFoundError:
-            return StreamRole()
+            return RoleFact()
         seen = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
         known = self._known.get(stream)
         if known is None or known[0] != seen:
-            known = seen, _read(file)
+            known = seen, RoleFact.from_json(file.read_bytes())
             self._known[stream] = known
         return known[1]
 
     def leads(self, stream: str) -> bool:
         """Whether this node leads a stream."""
-        return self.of(stream).part is Part.LEADS
+        return self.of(stream).role is Role.LEADS
 
     def follows_any(self) -> bool:
         """Whether a stream is followed here."""
-        return any(self.of(stream).part is Part.FOLLOWS for stream in self.streams())
+        return any(self.of(stream).role is Role.FOLLOWS for stream in self.streams())
 
     def streams(self) -> list[str]:
         """Those that have a file."""
@@ -96,20 +69,21 @@ class Roles:
             ReadOnly: it follows; `leader` says whom.
             Fenced: another node was promoted.
         """
-        role = self.of(stream)
-        if role.part is Part.LEADS:
+        fact = self.of(stream)
+        if fact.role is Role.LEADS:
             return
-        leader = role.leader or "another node"
-        address = self._home.config.replication.nodes.get(str(role.leader))
+        leader = fact.leader or "another node"
+        address = self._home.config.replication.nodes.get(str(fact.leader))
         at = f" ({address})" if address else ""
-        kind, what = (ReadOnly, "follows") if role.part is Part.FOLLOWS else (Fenced, "has led, and is followed by")
-        raise kind(
-            f"this node {what} {leader}{at} in stream {stream}",
-            stream=stream,
-            leader=role.leader,
-            address=address,
-            epoch=int(role.promised),
-        )
+        facts: dict[str, Any] = {
+            "stream": stream,
+            "leader": fact.leader or None,
+            "address": address,
+            "epoch": int(fact.promise.epoch),
+        }
+        if fact.role is Role.FOLLOWS:
+            raise ReadOnly(f"this node follows {leader}{at} in stream {stream}: writes go there", **facts)
+        raise Fenced(f"this node leads stream {stream} no more: {leader}{at} was promoted", **facts)
 
     @contextmanager
     def changing(self, stream: str) -> Iterator[Changing]:
@@ -146,17 +120,16 @@ def ending_with_lead(home: Home, lifeline: Lifeline) -> Iterator[None]:
 class Changing:
     """A stream's role while it is changed."""
 
-    def __init__(self, file: Path, role: StreamRole) -> None:
+    def __init__(self, file: Path, fact: RoleFact) -> None:
         self._file = file
-        self.role = role
+        self.fact = fact
 
-    def put(self, part: Part, promised: Epoch, leader: NodeName | None) -> StreamRole:
+    def put(self, fact: RoleFact) -> None:
         """Make it so, durably. A promise never shrinks."""
-        assert promised >= self.role.promised, "a promise never shrinks"
-        self.role = StreamRole(part, promised, leader, time.time())
-        facts = {"part": part.value, "promised": promised, "leader": leader, "since": self.role.since_s}
-        replace_file(self._file, json.dumps(facts) + "\n")
-        return self.role
+        assert fact.promise >= self.fact.promise, "a promise never shrinks"
+        if fact != self.fact or not self._file.exists():
+            replace_file(self._file, fact.to_json().decode())
+            self.fact = fact
 
 
 def role_file(home: Home, stream: str) -> Path:
@@ -172,20 +145,3 @@ def replication_folder(home: Home, stream: str) -> Path:
 def acks_file(home: Home, stream: str) -> Path:
     """What followers hold, as the shipper tells the owner."""
     return home.data / "replication" / f"{stream}.acks"
-
-
-def _read(file: Path) -> StreamRole:
-    try:
-        facts: dict[str, Any] = json.loads(file.read_bytes())
-        leader = facts["leader"]
-        return StreamRole(
-            Part(facts["part"]),
-            Epoch(int(facts["promised"])),
-            None if leader is None else NodeName(leader),
-            float(facts["since"]),
-        )
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise CatalogError(
-            f"{file} can't be read: {error}",
-            hint="It says whether this node leads the stream. Where it leads for certain, remove the file; else follow the leader anew: millstream follow --rebuild.",
-        ) from error

@@ -1,0 +1,244 @@
+"""Ships what this home leads: part of `serve`, which has the Flight server that followers come to.
+
+A thread a stream goes by the stream's role: where this node leads it ships to all nodes; where it was fenced it gives what it has to whom it has
+promised that, so that nothing is lost of what was durable here; where it follows it says whom.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from millstream.app.config.quantities import duration_s
+from millstream.app.replicating.catalog_document import CatalogDocument
+from millstream.app.replicating.roles import LOOK_EVERY_S, Roles, acks_file, replication_folder
+from millstream.app.replicating.session_document import SessionDocument
+from millstream.app.writing.stream_writer import resolve_stream
+from millstream.errors import FollowerBehindRetention, MillstreamError, UnknownStream
+from millstream.model.ids import StreamId
+from millstream.model.positions import Seq
+from millstream.model.replication import Document, Holding, NodeName
+from millstream.protocol.replication.levels import Acks
+from millstream.protocol.replication.roles import Role, RoleFact
+from millstream.protocol.replication.shipping import CutOff, Heard
+from millstream.protocol.retention import HolderKind
+from millstream.replication.archiver import WalArchiver
+from millstream.replication.flight import FlightTransport, FollowRequest
+from millstream.replication.shipper import WalShipper
+from millstream.wal.acks import AcksFile
+from millstream.wal.files import RealFiles
+
+if TYPE_CHECKING:
+    from millstream.app.home import Home
+    from millstream.catalog import Catalog
+
+logger = structlog.get_logger("millstream.ship")
+
+_AGAIN_S: Final = 2.0
+
+
+class Shipping:
+    """A home's shippers, one a stream, while `serve` runs. Made where the home names itself a node.
+
+    Concurrency: any number of threads.
+    """
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._within_s = duration_s(home.config.replication.ship_timeout)
+        self._ending = threading.Event()
+        self._streams = {name: _StreamShipping(home, name, self._ending) for name in home.config.streams}
+
+    def start(self) -> None:
+        """Begin to ship."""
+        for stream in self._streams.values():
+            stream.thread.start()
+
+    def end(self) -> None:
+        """Ship what is durable now, within the configured time; then end."""
+        self._ending.set()
+        for stream in self._streams.values():
+            stream.thread.join(self._within_s + 10)
+            stream.transport.close()
+
+    def facts(self) -> dict[str, Any]:
+        """By stream, what is known of its followers, JSON-able."""
+        return {name: stream.facts() for name, stream in self._streams.items()}
+
+    def serve_exchange(
+        self, request: FollowRequest, reader: Any, writer: Any, *, cut: Callable[[], object], check: Callable[[], None]
+    ) -> None:
+        """What Flight's `do_exchange` does with a follower: see `FlightTransport.serve_exchange`.
+
+        Raises:
+            UnknownStream: there is none of that name.
+            ReadOnly: this node follows another one, which the details name.
+        """
+        stream = self._streams.get(request.stream)
+        if stream is None:
+            raise UnknownStream(
+                f"no stream {request.stream} here", hint=f"Streams: {', '.join(sorted(self._streams)) or 'none'}."
+            )
+        if Roles(self._home).of(request.stream).role is Role.FOLLOWS:
+            Roles(self._home).check_leads(request.stream)
+        stream.transport.serve_exchange(request, reader, writer, cut=cut, check=check)
+
+
+class _StreamShipping:
+    """One stream's, by its role as that changes."""
+
+    def __init__(self, home: Home, name: str, ending: threading.Event) -> None:
+        self._home = home
+        self._name = name
+        self._ending = ending
+        self._roles = Roles(home)
+        self.transport: Final = FlightTransport(name)
+        self.thread: Final = threading.Thread(target=self._run, name=f"shipping-{name}", daemon=True)
+        self._shipper: WalShipper | None = None
+        self._archiver: WalArchiver | None = None
+
+    def facts(self) -> dict[str, Any]:
+        shipper, archiver = self._shipper, self._archiver
+        return {
+            "followers": [] if shipper is None else shipper.facts(),
+            "object_store": None if archiver is None else archiver.facts(),
+        }
+
+    def _run(self) -> None:
+        while not self._ending.is_set():
+            try:
+                fact = self._roles.of(self._name)
+                # Without a log there is nothing to ship, and no need to make a stream of it: this node may follow yet.
+                if fact.role is not Role.FOLLOWS and self._home.wal_folder(self._name).is_dir():
+                    self._ship(fact)
+            except MillstreamError as error:
+                logger.warning("can't ship", stream=self._name, error=error.message, code=error.code, in_s=_AGAIN_S)
+                self._ending.wait(_AGAIN_S)
+            except Exception:
+                logger.exception("shipping fails", stream=self._name)
+                self._ending.wait(_AGAIN_S)
+            self._ending.wait(LOOK_EVERY_S)
+
+    def _ship(self, fact: RoleFact) -> None:
+        """Ship under a role until that changes, or until this process is to end."""
+        replication = self._home.config.replication
+        others = frozenset(NodeName(node) for node in replication.nodes if node != replication.node)
+        only = fact.promise.node if fact.role is Role.FENCED else None
+        with contextlib.ExitStack() as stack:
+            catalog = stack.enter_context(self._home.open_catalog())
+            stream = resolve_stream(self._home, catalog, self._name)
+            notes = stack.enter_context(contextlib.closing(_Notes(self._home, self._name, catalog, stream, fact)))
+            documents = _Documents(self._home, self._name)
+            stack.callback(documents.close)
+            shipper = WalShipper(
+                self._name,
+                str(self._home.wal_folder(self._name)),
+                fact,
+                others,
+                self.transport,
+                notes,
+                documents=documents.now,
+                only=only,
+            )
+            notes.tell = shipper.hear
+            self._shipper = shipper
+            shipper.start()
+            if replication.object_store is not None and only is None:
+                self._archiver = stack.enter_context(self._archiving(fact, shipper, documents))
+            try:
+                while not self._ending.wait(LOOK_EVERY_S) and not shipper.ended.is_set():
+                    if self._roles.of(self._name) != shipper.fact:
+                        shipper.hear(Heard(self._roles.of(self._name).promise))
+            finally:
+                within_s = duration_s(replication.ship_timeout) if self._ending.is_set() else 0.0
+                lacking = shipper.stop(within_s)
+                self._shipper, self._archiver = None, None
+                if lacking and within_s:
+                    logger.warning("ends before all followers have everything", stream=self._name, lacking=list(lacking))
+        if shipper.failure is not None:
+            raise shipper.failure
+
+    @contextlib.contextmanager
+    def _archiving(self, fact: RoleFact, shipper: WalShipper, documents: _Documents) -> Iterator[WalArchiver]:
+        from millstream.replication.object_store import ObjectStoreTransport
+
+        url = self._home.config.replication.object_store
+        assert url is not None
+        archiver = WalArchiver(
+            self._name,
+            str(self._home.wal_folder(self._name)),
+            fact.promise,
+            ObjectStoreTransport(url, self._name),
+            shipper.hear,
+            documents=documents.now,
+        )
+        archiver.start()
+        try:
+            yield archiver
+        finally:
+            archiver.stop(duration_s(self._home.config.replication.ship_timeout))
+
+
+class _Documents:
+    """What goes along with a stream's log. Any thread."""
+
+    def __init__(self, home: Home, name: str) -> None:
+        self._lock = threading.Lock()
+        self._catalog = CatalogDocument(home)
+        self._sessions = SessionDocument(home.wal_folder(name))
+
+    def now(self) -> tuple[Document, ...]:
+        with self._lock:
+            return tuple(one for one in (self._catalog.newest(), self._sessions.newest()) if one is not None)
+
+    def close(self) -> None:
+        with self._lock:
+            self._catalog.close()
+
+
+class _Notes:
+    """See `ShipperNotes`."""
+
+    def __init__(self, home: Home, name: str, catalog: Catalog, stream: StreamId, fact: RoleFact) -> None:
+        self._roles = Roles(home)
+        self._name = name
+        self._catalog = catalog
+        self._stream = stream
+        replication_folder(home, name).mkdir(parents=True, exist_ok=True)
+        self._acks = AcksFile(RealFiles(), str(acks_file(home, name)), stream, fact.promise.epoch)
+        self.tell: Callable[[CutOff], None] = lambda _: None
+
+    def role(self, fact: RoleFact) -> None:
+        with self._roles.changing(self._name) as changing:
+            if fact.promise > changing.fact.promise:
+                changing.put(fact)
+
+    def cursor(self, node: NodeName, needed_from: Seq, *, anew: bool) -> None:
+        if anew:
+            self._catalog.release(self._stream, holder_of(node))
+            return
+        try:
+            self._catalog.set_needed_from(self._stream, holder_of(node), needed_from, kind=HolderKind.FOLLOWER)
+        except FollowerBehindRetention as error:
+            self.tell(CutOff(node, error))
+
+    def acks(self, acks: Acks, persisted: dict[NodeName, Seq], now_ns: int) -> None:
+        self._acks.promise(acks.epoch)
+        for node in {place.name for place in self._acks.holdings.places if not place.is_store} - set(acks.groups):
+            self._acks.forget(node)
+        for node, group in acks.groups.items():
+            self._acks.tell(Holding(node, acks.epoch, group, persisted.get(node, Seq(0)), now_ns))
+        if acks.stored:
+            self._acks.tell(Holding("object-store", acks.epoch, acks.stored, Seq(0), now_ns, is_store=True))
+
+    def close(self) -> None:
+        self._acks.close()
+
+
+def holder_of(node: NodeName) -> str:
+    """A follower's name among those who hold segments."""
+    return f"follower {node}"

@@ -1,0 +1,144 @@
+"""What nodes ask of one another beside shipments: how somebody stands with a stream, and a promise. Over Flight's `DoAction`, as JSON.
+
+Who asks needs the right to admin the stream there, as a follower does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from millstream.errors import ConfigError, LinkLost, ShipmentUnreadable, UnknownNode
+from millstream.model.ids import Epoch, GroupNumber
+from millstream.model.positions import Seq
+from millstream.model.replication import NodeName
+from millstream.protocol.replication.roles import Promise, Rank, RoleFact
+from millstream.replication.flight_address import LeaderAddress
+from millstream.replication.flight_wire import FLIGHT_FAILURES, error_of_flight
+
+if TYPE_CHECKING:
+    from millstream.app.home import Home
+
+ACTION: Final = "millstream-node"
+_ANSWER_BYTES_MAX: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class NodeState:
+    """How a node stands with a stream."""
+
+    node: NodeName
+    fact: RoleFact
+    group: GroupNumber
+    """The last commit group that it has, whole and durable."""
+    persisted_upto: Seq
+
+    @property
+    def rank(self) -> Rank:
+        """How much it has of what was acknowledged."""
+        return self.fact.rank(self.group)
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {
+            "node": self.node,
+            "fact": json.loads(self.fact.to_json()),
+            "group": int(self.group),
+            "persisted_upto": int(self.persisted_upto),
+        }
+
+    @classmethod
+    def of_dict(cls, facts: Mapping[str, Any]) -> NodeState:
+        """What `as_dict` gave; `ShipmentUnreadable` where it is something else."""
+        try:
+            fact = RoleFact.from_json(json.dumps(facts["fact"]).encode())
+            return cls(
+                NodeName(str(facts["node"])), fact, GroupNumber(int(facts["group"])), Seq(int(facts["persisted_upto"]))
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ShipmentUnreadable(f"a node answers what can't be read: {error!r}") from error
+
+
+def this_node(home: Home) -> NodeName:
+    """This node's name. `ConfigError` where the configuration gives it none."""
+    name = home.config.replication.node
+    if name is None:
+        raise ConfigError(
+            f"{home.config_file} doesn't say which node this is",
+            hint="Set [replication] node, and in [replication.nodes] the address of each node.",
+        )
+    return NodeName(name)
+
+
+def address_of(home: Home, node: str) -> LeaderAddress:
+    """Where a node's Flight server is. `UnknownNode` where the configuration doesn't say."""
+    replication = home.config.replication
+    address = replication.nodes.get(node)
+    if address is None:
+        known = ", ".join(sorted(replication.nodes)) or "none"
+        raise UnknownNode(f"{home.config_file} names no node {node}; nodes: {known}", node=node)
+    scheme, _, place = address.partition("://")
+
+    def file(path: str | None) -> Path | None:
+        return None if path is None else home.path / Path(path).expanduser()
+
+    return LeaderAddress(
+        place,
+        is_tls=scheme == "grpc+tls",
+        authority=file(replication.authority),
+        certificate=file(replication.certificate),
+        key=file(replication.key),
+        token=lambda: replication.token,
+    )
+
+
+def ask_node(home: Home, node: str, asked: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
+    """A node's answer.
+
+    Raises:
+        UnknownNode: as `address_of`.
+        LinkLost: it can't be reached, or doesn't answer in time: what was asked of it may be done all the same.
+        Whatever of our tree of errors it raised.
+    """
+    import pyarrow.flight as fl
+
+    address = address_of(home, node)
+    address.probe(timeout_s)
+    options = fl.FlightCallOptions(headers=address.headers(), timeout=timeout_s)
+    try:
+        with address.client() as client:
+            answers = list(client.do_action(fl.Action(ACTION, json.dumps(dict(asked)).encode()), options))
+            body = answers[0].body.to_pybytes()
+    except FLIGHT_FAILURES as error:
+        raise error_of_flight(error) from error
+    except IndexError as error:
+        raise LinkLost(f"node {node} answers nothing") from error
+    if len(body) > _ANSWER_BYTES_MAX:
+        raise ShipmentUnreadable(f"node {node} answers {len(body)} bytes")
+    try:
+        found = json.loads(body)
+    except ValueError as error:
+        raise ShipmentUnreadable(f"node {node} answers no JSON") from error
+    if not isinstance(found, dict):
+        raise ShipmentUnreadable(f"node {node} answers no object")
+    return found
+
+
+def state_of_node(home: Home, node: str, stream: str, *, timeout_s: float = 5.0) -> NodeState:
+    """How a node stands with a stream. Raises as `ask_node`."""
+    return NodeState.of_dict(ask_node(home, node, {"op": "state", "stream": stream}, timeout_s=timeout_s))
+
+
+def ask_promise(home: Home, node: str, stream: str, promise: Promise, *, timeout_s: float) -> NodeState:
+    """A node's promise, and how it stands once it has given it. Raises `Fenced` where it has promised something higher; else as `ask_node`."""
+    asked = {"op": "promise", "stream": stream, "epoch": int(promise.epoch), "to": promise.node}
+    return NodeState.of_dict(ask_node(home, node, asked, timeout_s=timeout_s))
+
+
+def promise_in(asked: Mapping[str, Any]) -> Promise:
+    """The promise that a call asks for."""
+    return Promise(Epoch(int(asked["epoch"])), NodeName(str(asked["to"])))
+
