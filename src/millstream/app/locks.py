@@ -17,8 +17,8 @@ from millstream.errors import HomeBusy
 
 WriterRole = NewType("WriterRole", str)
 """Who appends to the home's logs, by the writer's name: see `writer_role`."""
-Role = Literal["run", "owner", "pipeline", "serve", "replay"]
-"""`run`: the supervisor. `owner`: capture, the streams' writer. `pipeline`: the Spark driver. `serve`: HTTP. `replay`: writes a
+Role = Literal["run", "owner", "pipeline", "serve", "follow", "promote", "replay"]
+"""`run`: the supervisor. `owner`: capture, the streams' writer. `pipeline`: the Spark driver. `serve`: HTTP and Flight. `follow`: takes what other nodes lead. `promote`: makes this node a leader. `replay`: writes a
 range of records into a table of its own."""
 
 _HELD: Final[weakref.WeakSet[RoleLock]] = weakref.WeakSet()
@@ -28,6 +28,8 @@ _WORDS: Final[dict[str, str]] = {
     "owner": "`millstream capture run`",
     "pipeline": "`millstream pipeline run`",
     "serve": "`millstream serve`",
+    "follow": "`millstream follow`",
+    "promote": "`millstream promote`",
     "replay": "`millstream pipeline replay`",
 }
 LOCK_PATIENCE_S: Final = 30.0

@@ -88,6 +88,8 @@ class _Conductor:
         ]
         if not until_caught_up:
             parts.append(Part("serve", part_command(home, "serve")))
+            if home.config.replication.node is not None:
+                parts.append(Part("follow", part_command(home, "follow")))
         self.supervisor: Final = Supervisor(parts, on_event=self._heard)
 
     def _heard(self, event: Event) -> None:

@@ -13,7 +13,7 @@ from millstream.cli.context import Session, SuggestingGroup, note, on_terminal, 
 if TYPE_CHECKING:
     from millstream.app.logs import LogFormat
 
-_LOG_FORMAT = click.option(
+log_format_option = click.option(
     "--log-format",
     type=click.Choice(["text", "json"]),
     default="text",
@@ -31,7 +31,7 @@ _UNTIL = click.option(
 
 @click.command()
 @_UNTIL
-@_LOG_FORMAT
+@log_format_option
 @pass_session
 def run(session: Session, until_caught_up: bool, log_format: LogFormat) -> None:
     """Run everything that the configuration names, until SIGINT or SIGTERM.
@@ -64,7 +64,7 @@ def capture() -> None:
 
 @capture.command("run")
 @_UNTIL
-@_LOG_FORMAT
+@log_format_option
 @pass_session
 def capture_run(session: Session, until_caught_up: bool, log_format: LogFormat) -> None:
     """Capture every configured stream; own their logs."""
@@ -89,7 +89,7 @@ def pipeline() -> None:
 
 @pipeline.command("run")
 @_UNTIL
-@_LOG_FORMAT
+@log_format_option
 @pass_session
 def pipeline_run(session: Session, until_caught_up: bool, log_format: LogFormat) -> None:
     """Land every configured stream in the lake, on Spark. With --until-caught-up: what is in the log now, then fold, then end."""
@@ -110,7 +110,7 @@ def pipeline_run(session: Session, until_caught_up: bool, log_format: LogFormat)
 
 
 @click.command()
-@_LOG_FORMAT
+@log_format_option
 @pass_session
 def serve(session: Session, log_format: LogFormat) -> None:
     """Serve over HTTP: rows of applications in, /metrics for Prometheus, /healthz, /readyz and /status."""

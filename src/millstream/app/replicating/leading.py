@@ -158,7 +158,9 @@ class _StreamShipping:
                 lacking = shipper.stop(within_s)
                 self._shipper, self._archiver = None, None
                 if lacking and within_s:
-                    logger.warning("ends before all followers have everything", stream=self._name, lacking=list(lacking))
+                    logger.warning(
+                        "ends before all followers have everything", stream=self._name, lacking=list(lacking)
+                    )
         if shipper.failure is not None:
             raise shipper.failure
 

@@ -141,4 +141,3 @@ def ask_promise(home: Home, node: str, stream: str, promise: Promise, *, timeout
 def promise_in(asked: Mapping[str, Any]) -> Promise:
     """The promise that a call asks for."""
     return Promise(Epoch(int(asked["epoch"])), NodeName(str(asked["to"])))
-

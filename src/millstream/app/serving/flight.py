@@ -19,6 +19,8 @@ import structlog
 
 from millstream.app.config.quantities import size_bytes
 from millstream.app.opened import open_reader, table_ids
+from millstream.app.replicating.desk import answer_node
+from millstream.app.replicating.node_calls import ACTION
 from millstream.app.serving.access import Access, Caller, Credentials, token_said
 from millstream.app.serving.bulk_append import BulkAppend, Room
 from millstream.app.serving.bulk_read import records
@@ -32,15 +34,18 @@ from millstream.errors import (
     Overloaded,
     Retry,
     Unauthenticated,
+    UsageError,
     WriterClosed,
 )
 from millstream.ingest.bulk import GetRequest, PutRequest
 from millstream.model.access import Right
 from millstream.model.conforming import conform
 from millstream.model.records import record_schema
+from millstream.replication.flight_wire import FollowRequest
 
 if TYPE_CHECKING:
     from millstream.app.home import Home
+    from millstream.app.replicating.leading import Shipping
     from millstream.app.writing.appending import HomeAppender
     from millstream.model.schema import TableSchema
     from millstream.wal.reader import StreamReader
@@ -118,6 +123,7 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
         appender: the way to the logs.
         address: host and port; port 0 for any that is free.
         certificates: for TLS; None for none.
+        shipping: what other nodes follow; None where the home is none.
 
     Raises:
         AddressInUse: it can't listen there.
@@ -131,8 +137,10 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
         appender: HomeAppender,
         address: tuple[str, int],
         certificates: Certificates | None,
+        shipping: Shipping | None = None,
     ) -> None:
         self._home = home
+        self._shipping = shipping
         self._access = access
         self._appender = appender
         self._mutual = certificates is not None and certificates.client_ca is not None
@@ -210,6 +218,41 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
                         "the server ends", hint="Read on from the last record's `__seq` when it is back."
                     )
                 yield conform(batch, schema, hint=_OTHER_COLUMNS)
+
+    # --- other nodes -----------------------------------------------------------------------------------------------
+
+    @_told
+    def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
+        """Another node follows a stream that this one leads: see `Shipping.serve_exchange`. It lasts as long as that."""
+        request = FollowRequest.parse(descriptor.command)
+        shown = self._shown(context)
+        self._check(shown, Right.ADMIN, request.stream)
+        if self._shipping is None:
+            raise UsageError(
+                "this home is no node, so that nobody can follow it",
+                hint="Set [replication] node and nodes in its millstream.toml.",
+            )
+        peer = context.peer()
+        self._shipping.serve_exchange(
+            request,
+            reader,
+            writer,
+            cut=lambda: cut_connections(self.port, peer),
+            check=lambda: self._check(shown, Right.ADMIN, request.stream),
+        )
+
+    @_told
+    def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
+        """What other nodes ask: see `app.replicating.desk`."""
+        if action.type != ACTION:
+            raise UsageError(f"there is no action {action.type}", hint=f"There is {ACTION}, for nodes alone.")
+        try:
+            asked = json.loads(action.body.to_pybytes())
+            stream = str(asked["stream"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"a node's question that can't be read: {error!r}") from error
+        self._check(self._shown(context), Right.ADMIN, stream)
+        return iter([json.dumps(answer_node(self._home, asked)).encode()])
 
     @_told
     def get_flight_info(self, context: Any, descriptor: Any) -> Any:
@@ -319,7 +362,9 @@ class FlightService:
 
 
 @contextlib.contextmanager
-def flight_of(home: Home, access: Access, appender: HomeAppender) -> Iterator[FlightService]:
+def flight_of(
+    home: Home, access: Access, appender: HomeAppender, shipping: Shipping | None = None
+) -> Iterator[FlightService]:
     """A home's Flight server while the block lasts, on threads of its own; the home configures one.
 
     Raises:
@@ -330,7 +375,7 @@ def flight_of(home: Home, access: Access, appender: HomeAppender) -> Iterator[Fl
     check_protected("flight", address, home.config.http)
 
     def make(address: tuple[str, int]) -> FlightServer:
-        return FlightServer(home, access, appender, address, Certificates.of_home(home))
+        return FlightServer(home, access, appender, address, Certificates.of_home(home), shipping)
 
     service = FlightService(make, address)
     try:

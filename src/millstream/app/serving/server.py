@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from millstream.app.replicating.leading import Shipping
     from millstream.app.serving.application import Application
     from millstream.app.serving.connections import ConnectionBounds
     from millstream.app.serving.flight import FlightService
@@ -54,7 +55,9 @@ def serve_home(home: Home, lifeline: Lifeline) -> None:
         RoleLock.take(home.run_folder, "serve", patience_s=LOCK_PATIENCE_S if lifeline.supervised else 0.5),
         _listen(host, port) as listener,
         contextlib.closing(Application(home, access)) as application,
-        _flight(home, application) as flight,
+        _shipping(home) as shipping,
+        _flight(home, application, shipping) as flight,
+        _told(home, shipping),
     ):
         # A wildcard address isn't one that a person can open.
         address = f"{host}:{listener.getsockname()[1]}"
@@ -145,14 +148,42 @@ async def _serve(
 
 
 @contextlib.contextmanager
-def _flight(home: Home, application: Application) -> Iterator[FlightService | None]:
+def _shipping(home: Home) -> Iterator[Shipping | None]:
+    """What other nodes follow, where the home is a node; what they lack at the end is shipped first."""
+    if home.config.replication.node is None or home.config.flight.listen is None:
+        yield None
+        return
+    from millstream.app.replicating.leading import Shipping
+
+    shipping = Shipping(home)
+    shipping.start()
+    yield shipping
+
+
+@contextlib.contextmanager
+def _told(home: Home, shipping: Shipping | None) -> Iterator[None]:
+    """The server's control socket; and the end of shipping, while followers' links still stand."""
+    if shipping is None:
+        yield
+        return
+    from millstream.app.control import ControlServer
+
+    try:
+        with ControlServer(home, "serve", {"replication": shipping.facts}):
+            yield
+    finally:
+        shipping.end()
+
+
+@contextlib.contextmanager
+def _flight(home: Home, application: Application, shipping: Shipping | None) -> Iterator[FlightService | None]:
     """Flight beside HTTP, where it is configured; it isn't imported elsewhere."""
     if home.config.flight.listen is None:
         yield None
         return
     from millstream.app.serving.flight import flight_of
 
-    with flight_of(home, application.access, application.appender) as flight:
+    with flight_of(home, application.access, application.appender, shipping) as flight:
         yield flight
 
 

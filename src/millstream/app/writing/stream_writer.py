@@ -26,9 +26,11 @@ from millstream.app.writing.writer_facts import refuse_to_own
 from millstream.errors import LogError, ShardLocked, StaleEpoch
 from millstream.ingest.appender import Appender
 from millstream.ingest.taking import OperationTaker
-from millstream.model.ids import Epoch, ShardId, StreamId, WriterId
+from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId, WriterId
 from millstream.model.operations import FIRST_SHARD
 from millstream.routing.dispatch import Dispatcher
+from millstream.wal.files import RealFiles
+from millstream.wal.shipping import durable_marks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from millstream.app.config.model import StreamConfig
     from millstream.app.home import Home
     from millstream.catalog import Catalog
+    from millstream.model.positions import Seq
     from millstream.wal.writer import LogWriter
 
 
@@ -198,3 +201,26 @@ def _own(home: Home, catalog: Catalog, stream: StreamId, name: str, config: Stre
             time.sleep(0.2)
         else:
             return log, writer
+
+
+def take_over(
+    home: Home, catalog: Catalog, stream: StreamId, name: str, config: StreamConfig, *, reserved: Seq
+) -> GroupNumber:
+    """Recover a log that another node has written, under an epoch of this one's, and write nothing; returns its last commit group.
+
+    Args:
+        home: whose stream.
+        catalog: the home's, which has the stream's rows.
+        stream: its id.
+        name: its name.
+        config: its configuration.
+        reserved: numbers up to it may have been given out: what is written from now on lies above.
+
+    Raises:
+        ShardLocked, CorruptWal, DiskFull …: as `LogWriter.open`.
+    """
+    _, epoch = catalog.register_writer(stream)
+    catalog.reservations(stream).reserve_to(reserved, epoch=epoch)
+    log, _ = _own(home, catalog, stream, name, config)
+    log.close()
+    return max(mark.group for mark in durable_marks(RealFiles(), str(home.wal_folder(name))).values())

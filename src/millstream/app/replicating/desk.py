@@ -1,0 +1,97 @@
+"""What this node answers other nodes: how it stands with a stream, and its promises. Part of `serve`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from millstream.app.control import have_done
+from millstream.app.locks import holder
+from millstream.app.replicating.node_calls import NodeState, promise_in, this_node
+from millstream.app.replicating.roles import Roles
+from millstream.errors import HomeBusy, ShardLocked, UnknownStream, UsageError
+from millstream.model.ids import GroupNumber
+from millstream.model.positions import Seq
+from millstream.protocol.replication.roles import Promise, Role
+from millstream.wal.files import RealFiles
+from millstream.wal.layout import list_shards
+from millstream.wal.mark import stream_cut
+from millstream.wal.shards import lock_shards
+from millstream.wal.shipping import durable_marks
+
+if TYPE_CHECKING:
+    from millstream.app.home import Home
+
+_ENDS_WITHIN_S: Final = 10.0
+"""How long this node's writer may take to end: the group that it is writing, and those who wait."""
+_LOOK_EVERY_S: Final = 0.05
+
+
+def answer_node(home: Home, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer to another node's call; who asks has the right to admin the stream.
+
+    Raises:
+        UnknownStream, UsageError: there is none of that name, or no such call.
+        Fenced: this node has promised something higher.
+        HomeBusy: it has promised; but its writer, or its follower, doesn't end: asked again, it answers once that has.
+    """
+    stream = str(asked.get("stream"))
+    if stream not in home.config.streams:
+        raise UnknownStream(f"no stream {stream} in {home.config_file}", stream=stream)
+    op = asked.get("op")
+    if op == "state":
+        return node_state(home, stream).as_dict()
+    if op == "promise":
+        try:
+            promise = promise_in(asked)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"a promise that can't be read: {error!r}") from error
+        return give_promise(home, stream, promise).as_dict()
+    raise UsageError(f"nodes can't be asked for {op!r}")
+
+
+def node_state(home: Home, stream: str) -> NodeState:
+    """How this node stands with a stream."""
+    fact = Roles(home).of(stream)
+    folder = home.wal_folder(stream)
+    marks = durable_marks(RealFiles(), str(folder)) if folder.is_dir() else {}
+    group = min((mark.group for mark in marks.values()), default=GroupNumber(0))
+    return NodeState(this_node(home), fact, group, stream_cut(marks.values()) if marks else Seq(0))
+
+
+def give_promise(home: Home, stream: str, promise: Promise) -> NodeState:
+    """Give a promise, durably; what was under way of a lower one has ended when this returns. Raises as `answer_node`."""
+    roles = Roles(home)
+    if roles.of(stream).role is Role.FOLLOWS and holder(home.run_folder, "follow"):
+        asked = {"stream": stream, "epoch": int(promise.epoch), "to": promise.node}
+        answer = have_done(home, "follow", "promise", asked, deadline_s=_ENDS_WITHIN_S)
+        if answer is None:
+            raise HomeBusy(
+                "this node's follower doesn't answer", hint="Ask again; `millstream status` shows who it is."
+            )
+        return NodeState.of_dict(answer)
+    with roles.changing(stream) as changing:
+        changing.put(changing.fact.asked(promise))
+    wait_for_writer(home, stream)
+    return node_state(home, stream)
+
+
+def wait_for_writer(home: Home, stream: str) -> None:
+    """Wait until nobody has the log's locks."""
+    folder = str(home.wal_folder(stream))
+    files = RealFiles()
+    deadline = time.monotonic() + _ENDS_WITHIN_S
+    while files.exists(folder):
+        try:
+            for mark in lock_shards(files, folder, list_shards(files, folder)).values():
+                mark.close()
+        except ShardLocked:
+            if time.monotonic() > deadline:
+                raise HomeBusy(
+                    f"this node has promised to write stream {stream} no more, but who writes it hasn't ended",
+                    hint="Ask again; `millstream status` shows who it is.",
+                ) from None
+            time.sleep(_LOOK_EVERY_S)
+        else:
+            return

@@ -1,0 +1,421 @@
+"""`follow`: this home's copy of streams that other nodes lead. A part of `run`, or a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from millstream.app.config.quantities import duration_s
+from millstream.app.control import ControlServer
+from millstream.app.locks import LOCK_PATIENCE_S, RoleLock, holder, nobody_writes
+from millstream.app.replicating.node_calls import (
+    NodeState,
+    address_of,
+    promise_in,
+    state_of_node,
+    this_node,
+)
+from millstream.app.replicating.roles import LOOK_EVERY_S, Roles, replication_folder
+from millstream.errors import (
+    Fenced,
+    HomeBusy,
+    LinkLost,
+    MillstreamError,
+    ReplicationError,
+    Retry,
+    UnknownStream,
+    UsageError,
+)
+from millstream.model.ids import GroupNumber
+from millstream.model.replication import Document, Hello, NodeName
+from millstream.protocol.replication.follower import Lag
+from millstream.protocol.replication.roles import Role, RoleFact
+from millstream.replication.flight import FlightTransport
+from millstream.replication.follower import WalFollower
+
+if TYPE_CHECKING:
+    from millstream.app.home import Home
+    from millstream.app.part import Lifeline
+    from millstream.ports import LeaderLink
+    from millstream.wal.replica import ReplicaLog
+
+logger = structlog.get_logger("millstream.follow")
+
+_AGAIN_S: Final = 1.0
+_PROMISES_WITHIN_S: Final = 8.0
+_VERSIONS: Final = "documents.json"
+
+
+def begin_to_follow(home: Home, leader: NodeName | None, streams: Sequence[str]) -> dict[str, RoleFact]:
+    """Note durably that this home follows a node in streams; nothing is taken yet.
+
+    Args:
+        home: whose.
+        leader: the node; None: whom it follows already, else the only other one.
+        streams: names; empty for all that are configured.
+
+    Raises:
+        UnknownStream, UnknownNode, ConfigError: there is no such stream or node.
+        UsageError: it isn't said whom.
+        ReplicationError: this node leads the stream, and the other one wasn't promoted.
+    """
+    me = this_node(home)
+    home.prepare()
+    found: dict[str, RoleFact] = {}
+    roles = Roles(home)
+    for stream in streams or sorted(home.config.streams):
+        if stream not in home.config.streams:
+            raise UnknownStream(f"no stream {stream} in {home.config_file}", stream=stream)
+        whom = leader or _only_other(home, me, roles.of(stream))
+        if whom == me:
+            raise UsageError(f"{me} is this node itself")
+        address_of(home, whom)
+        with roles.changing(stream) as changing:
+            fact = changing.fact
+            if fact.role is Role.LEADS:
+                fact = _led_so_far(home, stream, whom, fact)
+            changing.put(fact.following(whom))
+            found[stream] = changing.fact
+    return found
+
+
+def _only_other(home: Home, me: NodeName, fact: RoleFact) -> NodeName:
+    if fact.role is Role.FOLLOWS and fact.leader:
+        return fact.leader
+    others = sorted(node for node in home.config.replication.nodes if node != me)
+    if len(others) != 1:
+        raise UsageError(
+            "it isn't said whom to follow", hint=f"Name the node: {', '.join(others) or 'none is configured'}."
+        )
+    return NodeName(others[0])
+
+
+def _led_so_far(home: Home, stream: str, whom: NodeName, fact: RoleFact) -> RoleFact:
+    """The fact of one that led as one that doesn't: where it never wrote anything, or another node was promoted since."""
+    if not any(home.wal_folder(stream).glob("*/*.wal")):
+        return replace(fact, role=Role.FENCED, leader=whom)
+    theirs = state_of_node(home, whom, stream).fact
+    fenced = fact.heard_of(theirs.promise)
+    if fenced.role is Role.LEADS:
+        raise ReplicationError(
+            f"this node leads stream {stream} itself, and {whom} wasn't promoted",
+            hint=f"Run `millstream promote` on {whom}; then this one can follow it. To throw away the log here instead, move "
+            f"{home.wal_folder(stream)} away first.",
+        )
+    return fenced
+
+
+def follow_home(
+    home: Home, lifeline: Lifeline, *, until_caught_up: bool = False, on_progress: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Follow every stream that this node follows, until told to stop, or until it has everything.
+
+    Returns:
+        By stream, what is known of it at the end.
+
+    Raises:
+        HomeBusy: another process follows already.
+        Diverged, FollowerBehindRetention, OtherStream …: a stream can't go on (the first one's error, after the others have ended).
+    """
+    this_node(home)
+    home.prepare()
+    with RoleLock.take(home.run_folder, "follow", patience_s=LOCK_PATIENCE_S if lifeline.supervised else 0.5):
+        streams = {name: _FollowedStream(home, name, lifeline.stop) for name in sorted(home.config.streams)}
+
+        def facts() -> dict[str, Any]:
+            return {"streams": {name: stream.facts() for name, stream in streams.items()}}
+
+        def promise(asked: Mapping[str, Any]) -> dict[str, Any]:
+            return streams[str(asked["stream"])].promise(asked).as_dict()
+
+        with ControlServer(home, "follow", {"status": facts}, {"promise": promise}):
+            threads = [
+                threading.Thread(target=stream.run, kwargs={"until_caught_up": until_caught_up}, name=f"follow-{name}")
+                for name, stream in streams.items()
+            ]
+            for thread in threads:
+                thread.start()
+            while any(thread.is_alive() for thread in threads):
+                lifeline.tell("progress", facts())
+                on_progress(facts())
+                for thread in threads:
+                    thread.join(1.0 / len(threads))
+        found = facts()["streams"]
+    lifeline.tell("outcome", {"streams": found})
+    for stream in streams.values():
+        if stream.crash is not None:
+            raise stream.crash
+    for stream in streams.values():
+        if stream.error is not None:
+            raise stream.error
+    return found
+
+
+class _FollowedStream:
+    """One stream, by its role as that changes."""
+
+    def __init__(self, home: Home, name: str, stop: threading.Event) -> None:
+        self._home = home
+        self._name = name
+        self._stop = stop
+        self._roles = Roles(home)
+        self._follower: WalFollower | None = None
+        self._told: dict[str, Any] = {}
+        self.error: MillstreamError | None = None
+        self.crash: Exception | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """What is known of it now, JSON-able."""
+        follower = self._follower
+        if follower is not None:
+            self._told = follower.facts()
+        role = self._roles.of(self._name).role
+        error = None if self.error is None else self.error.as_dict()
+        return {
+            "stream": self._name,
+            "role": role.value,
+            **({"error": error} if role is not Role.FOLLOWS else self._told | {"error": error}),
+        }
+
+    def promise(self, asked: Mapping[str, Any]) -> NodeState:
+        """Give a promise, durably. Raises `Fenced`, and `HomeBusy` where it is busy."""
+        from millstream.app.replicating.desk import node_state
+
+        promise = promise_in(asked)
+        follower = self._follower
+        if follower is None:
+            with self._roles.changing(self._name) as changing:
+                changing.put(changing.fact.asked(promise))
+            return node_state(self._home, self._name)
+        try:
+            fact, holding = follower.promise(promise, _PROMISES_WITHIN_S)
+        except (FutureTimeoutError, LinkLost) as error:
+            raise HomeBusy("this node's follower is busy", hint="Ask again.") from error
+        return NodeState(this_node(self._home), fact, holding.group, holding.persisted_upto)
+
+    def run(self, *, until_caught_up: bool) -> None:
+        """Follow while this node does, and nobody promotes it."""
+        while not self._stop.is_set():
+            try:
+                if self._roles.of(self._name).role is Role.FOLLOWS and not holder(self._home.run_folder, "promote"):
+                    self._follow(until_caught_up=until_caught_up)
+                    self.error = None
+                if until_caught_up:
+                    return
+            except MillstreamError as error:
+                self.error = error
+                if error.retry in {Retry.OPERATOR, Retry.NEVER} and not isinstance(error, Fenced):
+                    return
+                logger.warning("begins again", stream=self._name, error=error.message, code=error.code, in_s=_AGAIN_S)
+                self._stop.wait(_AGAIN_S)
+            except Exception as error:
+                logger.exception("following fails", stream=self._name)
+                self.crash = error
+                self._stop.set()
+                return
+            self._stop.wait(LOOK_EVERY_S)
+
+    def _follow(self, *, until_caught_up: bool) -> None:
+        fact = self._roles.of(self._name)
+        follower = make_follower(self._home, self._name, fact, notes=FollowingNotes(self._home, self._name))
+        ended, over = threading.Event(), threading.Event()
+
+        def watch() -> None:
+            while not over.is_set() and not self._stop.wait(LOOK_EVERY_S):
+                now = self._roles.of(self._name)
+                if now.role is not Role.FOLLOWS or now.promise > follower.fact.promise:
+                    break
+                if holder(self._home.run_folder, "promote"):
+                    break
+            ended.set()
+
+        watching = threading.Thread(target=watch, name=f"follow-watch-{self._name}", daemon=True)
+        watching.start()
+        self._follower = follower
+        try:
+            follower.run(ended, until_caught_up=until_caught_up)
+        finally:
+            self._told, self._follower = follower.facts(), None
+            over.set()
+            watching.join()
+
+
+def make_follower(
+    home: Home, name: str, fact: RoleFact, *, notes: FollowingNotes, only: NodeName | None = None
+) -> WalFollower:
+    """A follower of a stream; with `only`, of that node and no other one. Raises as `WalFollower`."""
+    return WalFollower(
+        name,
+        str(home.wal_folder(name)),
+        this_node(home),
+        fact,
+        _Connecting(home, name, only).connect,
+        notes,
+        documents=notes.versions(),
+    )
+
+
+class _Connecting:
+    """A link to who leads: to the node that led last, else to one that says that it leads."""
+
+    def __init__(self, home: Home, stream: str, only: NodeName | None) -> None:
+        self._home = home
+        self._stream = stream
+        self._only = only
+
+    def connect(self, leader: NodeName, hello: Hello, timeout_s: float) -> tuple[NodeName, LeaderLink]:
+        """See `WalFollower`."""
+        if self._only is not None:
+            return self._only, self._link(self._only, hello, timeout_s)
+        try:
+            return leader, self._link(leader, hello, timeout_s)
+        except MillstreamError:
+            other = self._who_leads(leader, hello)
+            if other is None:
+                raise
+        return other, self._link(other, hello, timeout_s)
+
+    def _link(self, node: NodeName, hello: Hello, timeout_s: float) -> LeaderLink:
+        return FlightTransport(self._stream, address_of(self._home, node)).connect(hello, timeout_s)
+
+    def _who_leads(self, but: NodeName, hello: Hello) -> NodeName | None:
+        found: list[NodeState] = []
+        for node in sorted(self._home.config.replication.nodes):
+            if node not in (but, hello.node):
+                with contextlib.suppress(MillstreamError):
+                    found.append(state_of_node(self._home, node, self._stream, timeout_s=2.0))
+        leads = [
+            one
+            for one in found
+            if one.fact.role is Role.LEADS and one.fact.promise >= (hello.promised, hello.promised_to)
+        ]
+        return max(leads, key=lambda one: one.fact.promise).node if leads else None
+
+
+class FollowingNotes:
+    """See `FollowerNotes`."""
+
+    def __init__(self, home: Home, name: str) -> None:
+        self._roles = Roles(home)
+        self._name = name
+        self._folder = replication_folder(home, name)
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def versions(self) -> dict[str, int]:
+        """Of the documents that are kept."""
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            found = json.loads((self._folder / _VERSIONS).read_bytes())
+            return {str(name): int(version) for name, version in found.items()}
+        return {}
+
+    def document(self, name: str) -> bytes | None:
+        """One that is kept; None where none came."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self._folder / f"{name}.document").read_bytes()
+        return None
+
+    def role(self, fact: RoleFact) -> None:
+        """As the port says. Raises `Fenced` where another process has given a higher promise meanwhile."""
+        with self._roles.changing(self._name) as changing:
+            if changing.fact.promise > fact.promise:
+                raise Fenced(f"{changing.fact.promise.node} was promised something higher meanwhile")
+            changing.put(fact)
+
+    def documents(self, documents: tuple[Document, ...]) -> None:
+        """As the port says."""
+        for document in documents:
+            _replace(self._folder / f"{document.name}.document", document.data)
+        versions = self.versions() | {one.name: one.version for one in documents}
+        _replace(self._folder / _VERSIONS, json.dumps(versions).encode())
+
+    def set_aside(self, log: ReplicaLog, behind: GroupNumber) -> None:
+        """As the port says: into a folder that reads as a log by itself, with what was in it for people."""
+        folder = self._folder / f"aside-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+        found = log.set_aside(behind, str(folder))
+        if found is not None:
+            logger.warning(
+                "what the leader doesn't have was set aside", stream=self._name, folder=found, behind_group=int(behind)
+            )
+
+    def lag(self, lag: Lag) -> None:
+        """As the port says."""
+        fresh_ns = None if lag.age_s == float("inf") else _boot_ns() - int(lag.age_s * 1e9)
+        facts = {"fresh_ns": fresh_ns, "records": lag.records, "bytes": lag.size_bytes, "boot": _boot_id()}
+        file = self._folder / "lag.json"
+        fresh = file.with_name(f".lag.{os.getpid()}")
+        fresh.write_text(json.dumps(facts))
+        fresh.rename(file)
+
+
+def age_of_replica(home: Home, stream: str) -> float | None:
+    """How old what this node shows of a stream is at most, in seconds; None where nobody knows."""
+    try:
+        facts = json.loads((replication_folder(home, stream) / "lag.json").read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    if facts.get("fresh_ns") is None or facts.get("boot") != _boot_id():
+        return None
+    return max(0.0, (_boot_ns() - int(facts["fresh_ns"])) / 1e9)
+
+
+def staleness_max_s(home: Home) -> float | None:
+    """The configured bound; None where there is none."""
+    text = home.config.replication.max_staleness
+    return None if text is None else duration_s(text)
+
+
+def start_anew(home: Home, stream: str) -> Path | None:
+    """Set this node's copy of a stream aside whole, so that it is built anew; where it went, or None where there was none.
+
+    Raises:
+        HomeBusy: somebody follows or writes here.
+        ReplicationError: this node leads the stream.
+    """
+    if Roles(home).of(stream).role is not Role.FOLLOWS:
+        raise ReplicationError(f"this node doesn't follow anybody in stream {stream}", hint="`millstream follow NODE`.")
+    home.prepare()
+    with RoleLock.take(home.run_folder, "follow"), nobody_writes(home.run_folder):
+        folder = home.wal_folder(stream)
+        if not folder.is_dir():
+            return None
+        aside = replication_folder(home, stream) / f"replaced-{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}"
+        folder.rename(aside)
+        return aside
+
+
+def _replace(file: Path, data: bytes) -> None:
+    """Durably, whole or not at all."""
+    fresh = file.with_name(f".{file.name}.{os.getpid()}")
+    with fresh.open("wb") as output:
+        output.write(data)
+        output.flush()
+        os.fsync(output.fileno())
+    fresh.rename(file)
+    folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _boot_ns() -> int:
+    """A clock that all processes of this machine share, and that nobody sets."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME if hasattr(time, "CLOCK_BOOTTIME") else time.CLOCK_MONOTONIC)
+
+
+def _boot_id() -> str:
+    """Which start of the machine that clock belongs to."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""

@@ -1,0 +1,314 @@
+"""`promote`: carries out what `protocol.replication.Promotion` decides, in a process of its own, while nobody follows or writes here."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+from uuid import UUID
+
+import structlog
+
+from millstream.app.locks import RoleLock, nobody_writes
+from millstream.app.replicating.catalog_document import CATALOG, adopt_catalog
+from millstream.app.replicating.desk import node_state
+from millstream.app.replicating.following import FollowingNotes, make_follower
+from millstream.app.replicating.node_calls import NodeState, ask_promise, state_of_node, this_node
+from millstream.app.replicating.roles import Roles
+from millstream.app.replicating.session_document import SESSIONS
+from millstream.app.writing.stream_writer import resolve_stream, take_over
+from millstream.errors import (
+    CatalogError,
+    Fenced,
+    LogError,
+    MillstreamError,
+    NotCaughtUp,
+    PromotionLost,
+    UnknownStream,
+)
+from millstream.model.ids import Epoch, GroupNumber, StreamId
+from millstream.model.replication import LOCAL, AckLevel, NodeName
+from millstream.protocol.replication.promotion import (
+    STORE,
+    Answered,
+    AskPromise,
+    Begin,
+    CatchUp,
+    CatchUpFailed,
+    CaughtUp,
+    Claim,
+    Claimed,
+    ClaimFailed,
+    Effect,
+    Event,
+    Failed,
+    Lead,
+    Overtaken,
+    Promotion,
+    Standing,
+    Survey,
+    TakeOver,
+    Tick,
+    TookOver,
+    Unanswered,
+)
+from millstream.protocol.replication.roles import Promise, Role, RoleFact
+from millstream.protocol.replication.shipping import PersistRole
+from millstream.wal.files import RealFiles
+from millstream.wal.layout import SESSIONS_NAME
+from millstream.wal.shipping import durable_marks
+
+if TYPE_CHECKING:
+    from millstream.app.home import Home
+
+logger = structlog.get_logger("millstream.promote")
+
+_SURVEYS_S: Final = 5.0
+_PROMISES_S: Final = 15.0
+"""A leader ends its writes before it answers."""
+_CATCHES_UP_WITHIN_S: Final = 600.0
+_TICK_S: Final = 0.1
+_STEPS_ASIDE_S: Final = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Promoted:
+    """What became of one stream."""
+
+    stream: str
+    epoch: Epoch
+    group: GroupNumber
+    """The last one that this node goes on behind."""
+    losses: tuple[str, ...]
+    """What may be lost, where that was accepted."""
+    seconds: float
+
+
+def promote(
+    home: Home, stream: str, *, accept_loss: bool = False, tell: Callable[[str], None] = lambda _: None
+) -> Promoted:
+    """Make this node the leader of a stream that it follows, or has led.
+
+    Args:
+        home: whose.
+        stream: its name.
+        accept_loss: though something that was acknowledged may be lost: what, is said.
+        tell: told what happens, a line each.
+
+    Raises:
+        UnknownStream, ConfigError: there is no such stream, or the configuration names no nodes.
+        NotCaughtUp: too few nodes answer, or one has more that can't be had; this node goes on as it was.
+        PromotionLost: another node is being promoted, or was.
+        HomeBusy: somebody writes here.
+        CatalogError, StoreUnavailable …: this node can't take over; nothing is lost, and it can be tried again.
+    """
+    if stream not in home.config.streams:
+        raise UnknownStream(f"no stream {stream} in {home.config_file}", stream=stream)
+    began_s = time.monotonic()
+    me = this_node(home)
+    home.prepare()
+    with contextlib.ExitStack() as held:
+        # Who follows here sees this lock, and steps aside for as long.
+        held.enter_context(RoleLock.take(home.run_folder, "promote"))
+        attempt = _Attempt(home, stream, me, accept_loss=accept_loss, tell=tell)
+        fact, losses = attempt.run()
+    return Promoted(stream, fact.promise.epoch, fact.lineage.last.behind, losses, time.monotonic() - began_s)
+
+
+class _Attempt:
+    """One promotion, on the thread of whoever asks; other nodes are asked side by side."""
+
+    def __init__(
+        self, home: Home, stream: str, me: NodeName, *, accept_loss: bool, tell: Callable[[str], None]
+    ) -> None:
+        self._home = home
+        self._stream = stream
+        self._me = me
+        self._tell = tell
+        self._roles = Roles(home)
+        config = home.config.streams[stream]
+        level = LOCAL if config.acks is None else AckLevel.parse(config.acks)
+        nodes = frozenset(NodeName(node) for node in home.config.replication.nodes) | {me}
+        _refuse_several_writers(home, stream)
+        self._machine = Promotion(
+            me,
+            nodes,
+            self._roles.of(stream),
+            node_state(home, stream).group,
+            level,
+            has_store=home.config.replication.object_store is not None,
+            accept_loss=accept_loss,
+            answer_s=_PROMISES_S,
+        )
+        self._asking = ThreadPoolExecutor(max(1, len(nodes)), thread_name_prefix="promote")
+        self._asked: set[Future[Event]] = set()
+        self._error: MillstreamError | None = None
+        self._lead: Lead | None = None
+
+    def run(self) -> tuple[RoleFact, tuple[str, ...]]:
+        try:
+            self._step(Begin())
+            while self._lead is None and self._error is None:
+                done, self._asked = wait(self._asked, timeout=_TICK_S, return_when="FIRST_COMPLETED")
+                for answer in done:
+                    self._step(answer.result())
+                if not done:
+                    time.sleep(0 if self._asked else _TICK_S)
+                    self._step(Tick())
+        finally:
+            self._asking.shutdown(wait=False, cancel_futures=True)
+        if self._error is not None:
+            raise self._error
+        assert self._lead is not None, "it ends in one of the two"
+        return self._lead.fact, self._lead.losses
+
+    def _step(self, event: Event) -> None:
+        events = [event]
+        while events:
+            for effect in self._machine.step(events.pop(0), time.monotonic()):
+                found = self._carry_out(effect)
+                if found is not None:
+                    events.append(found)
+
+    def _carry_out(self, effect: Effect) -> Event | None:
+        match effect:
+            case Survey(node):
+                self._asked.add(self._asking.submit(self._survey, node))
+            case AskPromise(node, promise):
+                self._asked.add(self._asking.submit(self._ask, node, promise))
+            case PersistRole(fact):
+                with self._roles.changing(self._stream) as changing:
+                    if changing.fact.promise > fact.promise:
+                        return Overtaken(changing.fact.promise)
+                    changing.put(fact)
+                self._wait_until_alone()
+            case Claim(promise):
+                return self._claim(promise)
+            case CatchUp(node):
+                return self._catch_up(node)
+            case TakeOver():
+                return TookOver(self._take_over())
+            case Lead():
+                self._lead = effect
+            case Failed(error):
+                self._error = error
+        return None
+
+    # --- others --------------------------------------------------------------------------------------------------------
+
+    def _survey(self, node: NodeName) -> Event:
+        try:
+            state = state_of_node(self._home, node, self._stream, timeout_s=_SURVEYS_S)
+        except MillstreamError as error:
+            self._tell(f"{node} doesn't answer: {error.message}")
+            return Unanswered(node)
+        return Answered(node, _standing(state))
+
+    def _ask(self, node: NodeName, promise: Promise) -> Event:
+        try:
+            state = ask_promise(self._home, node, self._stream, promise, timeout_s=_PROMISES_S)
+        except Fenced as error:
+            higher = Promise(Epoch(int(error.details.get("epoch", 0))), NodeName(str(error.details.get("leader", ""))))
+            return Overtaken(higher)
+        except MillstreamError as error:
+            self._tell(f"{node} doesn't promise: {error.message}")
+            return Unanswered(node)
+        self._tell(f"{node} has promised, and has group {state.group}")
+        return Answered(node, _standing(state))
+
+    def _claim(self, promise: Promise) -> Event:
+        from millstream.app.replicating.stores import open_store
+
+        try:
+            with contextlib.closing(open_store(self._home, self._stream)) as store:
+                if not store.claim(promise):
+                    return ClaimFailed(PromotionLost(f"epoch {promise.epoch} was claimed by another node"))
+                stored = store.rank()
+        except MillstreamError as error:
+            return ClaimFailed(error)
+        return Claimed(stored)
+
+    def _catch_up(self, node: NodeName) -> Event:
+        """Follow a node that has promised until everything is here that it has."""
+        self._tell(f"takes what it lacks from {node or 'the object store'}")
+        try:
+            fact = self._roles.of(self._stream)
+            notes = FollowingNotes(self._home, self._stream)
+            if node == STORE:
+                from millstream.app.replicating.stores import follower_of_store
+
+                follower = follower_of_store(self._home, self._stream, fact, notes)
+            else:
+                follower = make_follower(self._home, self._stream, fact, notes=notes, only=node)
+            stop = threading.Event()
+            giving_up = threading.Timer(_CATCHES_UP_WITHIN_S, stop.set)
+            giving_up.start()
+            try:
+                follower.run(stop, until_caught_up=True)
+            finally:
+                giving_up.cancel()
+        except MillstreamError as error:
+            self._tell(f"{node} can't be followed: {error.message}")
+            return CatchUpFailed(error)
+        return CaughtUp(self._roles.of(self._stream), node_state(self._home, self._stream).group)
+
+    # --- this one ------------------------------------------------------------------------------------------------------
+
+    def _wait_until_alone(self) -> None:
+        """Until whoever follows or writes here has stepped aside: they look at the role, and at who promotes."""
+        from millstream.app.replicating.desk import wait_for_writer
+
+        wait_for_writer(self._home, self._stream)
+
+    def _take_over(self) -> GroupNumber:
+        """The leader's catalog and sessions become this node's, then the log is recovered under a new epoch."""
+        folder = self._home.wal_folder(self._stream)
+        marks = durable_marks(RealFiles(), str(folder)) if folder.is_dir() else {}
+        notes = FollowingNotes(self._home, self._stream)
+        if not marks:
+            return GroupNumber(0)
+        stream = next(mark.stream for mark in marks.values())
+        catalog = notes.document(CATALOG)
+        if self._machine.fact.role is Role.FOLLOWS:
+            if catalog is not None:
+                adopt_catalog(self._home, catalog, [stream])
+            elif self._home.catalog_address() is None:
+                raise CatalogError(
+                    f"the leader of {self._stream} has never sent its catalog here",
+                    hint="Where its catalog lies in PostgreSQL, this node's has to lie there as well: [catalog] url.",
+                )
+            sessions = notes.document(SESSIONS)
+            if sessions is not None and not (folder / SESSIONS_NAME).exists():
+                (folder / SESSIONS_NAME).write_bytes(sessions)
+        with self._home.open_catalog() as known, nobody_writes(self._home.run_folder):
+            found: StreamId = resolve_stream(self._home, known, self._stream)
+            assert UUID(str(found)) == UUID(str(stream)), "the log's own stream"
+            group = take_over(
+                self._home,
+                known,
+                found,
+                self._stream,
+                self._home.config.streams[self._stream],
+                reserved=max(mark.reserved_to for mark in marks.values()),
+            )
+        self._tell(f"has taken over, behind group {group}")
+        return group
+
+
+def _standing(state: NodeState) -> Standing:
+    return Standing(state.fact.promise, state.fact.role, state.rank, state.persisted_upto)
+
+
+def _refuse_several_writers(home: Home, stream: str) -> None:
+    folder = home.wal_folder(stream)
+    with contextlib.suppress(LogError, FileNotFoundError):
+        writers = {mark.writer for mark in durable_marks(RealFiles(), str(folder)).values()}
+        if len(writers) > 1:
+            raise NotCaughtUp(
+                f"stream {stream} has {len(writers)} writers: a node of a stream of several can't be promoted",
+                hint="Promotion is for streams that one process writes: leave [writer] name out.",
+            )

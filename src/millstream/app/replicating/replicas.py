@@ -1,0 +1,54 @@
+"""`replicas`: who has a stream, and how far each is, as this node knows it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from millstream.app.control import ask
+from millstream.app.replicating.desk import node_state
+from millstream.app.replicating.following import age_of_replica
+from millstream.app.replicating.node_calls import this_node
+from millstream.app.replicating.roles import Roles
+from millstream.protocol.replication.roles import Role
+
+if TYPE_CHECKING:
+    from millstream.app.home import Home
+
+
+def list_replicas(home: Home) -> dict[str, Any]:
+    """This node, and by stream its part, who leads, and who follows; JSON-able.
+
+    Raises:
+        ConfigError: the home is no node.
+        RoleUnreadable, CorruptWal: as what it reads.
+    """
+    serving = ask(home, "serve", "replication") or {}
+    following = (ask(home, "follow", "status") or {}).get("streams", {})
+    found = []
+    for name in sorted(home.config.streams):
+        fact = Roles(home).of(name)
+        state = node_state(home, name)
+        shipped = serving.get(name, {})
+        found.append(
+            {
+                "stream": name,
+                "role": fact.role.value,
+                "leader": fact.leader or (str(this_node(home)) if fact.role is Role.LEADS else None),
+                "promised": {"epoch": int(fact.promise.epoch), "node": fact.promise.node or None},
+                "group": int(state.group),
+                "persisted_upto": int(state.persisted_upto),
+                "age_s": age_of_replica(home, name) if fact.role is Role.FOLLOWS else None,
+                "following": following.get(name) if fact.role is Role.FOLLOWS else None,
+                "followers": shipped.get("followers", []),
+                "object_store": shipped.get("object_store"),
+                "lineage": json.loads(fact.to_json())["lineage"],
+            }
+        )
+    return {
+        "node": this_node(home),
+        "nodes": dict(home.config.replication.nodes),
+        "serves": bool(serving),
+        "follows": bool(following),
+        "streams": found,
+    }

@@ -1,0 +1,190 @@
+"""`follow`, `replicas`, `promote`, `restore`: a log on several machines."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from millstream.cli.context import (
+    Session,
+    human_bytes,
+    human_seconds,
+    json_option,
+    note,
+    pass_session,
+    print_json,
+    print_table,
+)
+from millstream.cli.running import log_format_option
+
+if TYPE_CHECKING:
+    from millstream.app.logs import LogFormat
+
+
+@click.command()
+@click.argument("node", required=False)
+@click.option(
+    "--stream",
+    "streams",
+    multiple=True,
+    metavar="S",
+    help="Only this stream; may be repeated. Else all that are configured.",
+)
+@click.option("--rebuild", is_flag=True, help="Set this node's copy aside first, and build it anew from the leader's.")
+@click.option("--until-caught-up", is_flag=True, help="End when everything is here that the leader has.")
+@click.option("--only-note", is_flag=True, help="Only note whom this node follows; `millstream run` does the rest.")
+@log_format_option
+@pass_session
+def follow(
+    session: Session,
+    node: str | None,
+    streams: tuple[str, ...],
+    rebuild: bool,
+    until_caught_up: bool,
+    only_note: bool,
+    log_format: LogFormat,
+) -> None:
+    """Follow NODE: keep a copy of its streams' logs here, byte for byte, and go on with it until SIGINT or SIGTERM.
+
+    NODE is one of [replication] nodes; it may be left out where there is only one other, or where this node follows already. What this node
+    has noted outlives the command: `millstream run` follows as well. What this node has and its leader doesn't (it led before) is set aside.
+    """
+    from millstream.app.logs import configure_logs
+    from millstream.app.part import Lifeline
+    from millstream.app.replicating.following import begin_to_follow, follow_home, start_anew
+    from millstream.model.replication import check_node_name
+
+    home = session.home(needs_source=False)
+    lifeline = Lifeline()
+    with lifeline.held():
+        configure_logs(part="follow", style=log_format)
+        if not lifeline.supervised:
+            facts = begin_to_follow(home, None if node is None else check_node_name(node), streams)
+            for name, fact in facts.items():
+                aside = start_anew(home, name) if rebuild else None
+                note(
+                    f"stream {name} follows {fact.leader}"
+                    + ("" if aside is None else f"; the copy so far is in {aside}")
+                )
+            if only_note:
+                return
+        found = follow_home(home, lifeline, until_caught_up=until_caught_up, on_progress=lambda _: None)
+    if until_caught_up and not lifeline.supervised:
+        lacking = [name for name, facts in found.items() if facts.get("records_behind") or facts.get("lag_s") is None]
+        sys.exit(1 if lacking else 0)
+
+
+@click.command()
+@json_option
+@pass_session
+def replicas(session: Session, as_json: bool) -> None:
+    """Who has the streams of this home, and how far each is behind."""
+    from millstream.app.replicating.replicas import list_replicas
+
+    found = list_replicas(session.home(needs_source=False))
+    if as_json:
+        print_json(found)
+        return
+    titles = ["stream", "node", "part", "group", "upto", "records behind", "bytes behind", "age"]
+    rows: list[list[Any]] = []
+    for one in found["streams"]:
+        own = one["following"] or {}
+        rows.append(
+            [one["stream"], f"{found['node']} (this)", _part(one), one["group"], one["persisted_upto"], own.get("records_behind"),
+             _bytes(own.get("bytes_behind")), _age(one["age_s"])]
+        )  # fmt: skip
+        rows += [
+            [one["stream"], its["node"], its["phase"], its["group"], its["persisted_upto"], its["records_behind"],
+             _bytes(its["bytes_behind"]), _age(its["lag_s"])]
+            for its in one["followers"]
+        ]  # fmt: skip
+        if one["object_store"] is not None:
+            rows.append([one["stream"], "object store", "stores", one["object_store"]["group"], None, None, None, None])
+    print_table(titles, rows, right=titles[3:])
+    if not found["serves"] and any(one["role"] == "leads" for one in found["streams"]):
+        note("`millstream serve` doesn't run here: nobody can follow this node")
+    if not found["follows"] and any(one["role"] == "follows" for one in found["streams"]):
+        note("`millstream follow` doesn't run here: this node's copy stays as it is")
+
+
+def _part(one: dict[str, Any]) -> str:
+    role: str = one["role"]
+    return role if role == "leads" else f"{role}: {one['leader']}" if role == "fenced" else f"follows {one['leader']}"
+
+
+def _bytes(count: int | None) -> str | None:
+    return None if count is None else human_bytes(count)
+
+
+def _age(seconds: float | None) -> str | None:
+    return None if seconds is None else human_seconds(seconds)
+
+
+@click.command()
+@click.option(
+    "--stream",
+    "streams",
+    multiple=True,
+    metavar="S",
+    help="Only this stream; may be repeated. Else all that are configured.",
+)
+@click.option(
+    "--accept-loss", is_flag=True, help="Promote it though something acknowledged may be lost; what, is said."
+)
+@json_option
+@pass_session
+def promote(session: Session, streams: tuple[str, ...], accept_loss: bool, as_json: bool) -> None:
+    """Make this node the leader of its streams.
+
+    The old leader is asked to stop first, and gives what it has. Where it doesn't answer, as many other nodes must promise not to take anything from it as the
+    streams' level (`acks`) asks for: with `local` all of them, so that --accept-loss is needed where the old leader is dead. What happened can be repeated.
+    """
+    from millstream.app.replicating.promoting import promote as promote_stream
+
+    home = session.home(needs_source=False)
+    found = [
+        promote_stream(home, name, accept_loss=accept_loss, tell=note)
+        for name in streams or sorted(home.config.streams)
+    ]
+    if as_json:
+        print_json(
+            [
+                {
+                    "stream": one.stream,
+                    "epoch": int(one.epoch),
+                    "group": int(one.group),
+                    "losses": list(one.losses),
+                    "seconds": round(one.seconds, 3),
+                }
+                for one in found
+            ]
+        )
+        return
+    for one in found:
+        click.echo(
+            f"this node leads stream {one.stream} with epoch {one.epoch}, behind group {one.group} ({one.seconds:.1f} s)"
+        )
+        for loss in one.losses:
+            note(f"may be lost: {loss}")
+
+
+@click.command()
+@click.option(
+    "--from", "store", required=True, metavar="URL", help="The object store: s3://bucket/prefix, file:///folder …"
+)
+@click.option("--stream", required=True, metavar="S", help="Which stream of it.")
+@click.option("--at", metavar="TOKEN", help="Restore up to that token; else everything.")
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
+@json_option
+def restore(store: str, stream: str, at: str | None, folder: Path, as_json: bool) -> None:
+    """Bring a stream back from an object store alone, into FOLDER: a home that has its log, its catalog and its sessions."""
+    from millstream.app.replicating.restoring import restore_stream
+
+    found = restore_stream(store, stream, folder, at=at, tell=note)
+    if as_json:
+        print_json(found)
+        return
+    click.echo(f"{folder} has stream {stream} up to number {found['persisted_upto']:,} ({human_bytes(found['bytes'])})")
