@@ -29,9 +29,10 @@ from millstream.protocol.sessions import SessionLimits, Sessions
 from millstream.testing.clock import ManualClock
 from millstream.testing.files import Crash, FaultPlan, MemoryFiles, keep_any, lose_all
 from millstream.testing.log import MemoryReservations, plain_rows, plain_table
-from millstream.wal.commit import GroupCommitter, LogOptions, WriterIdentity
+from millstream.wal.commit import GroupCommitter, WriterIdentity
 from millstream.wal.keyed import KeyedCommits
 from millstream.wal.numbers import BlockNumbers
+from millstream.wal.options import LogOptions
 from millstream.wal.reader import StreamReader
 from millstream.wal.retain import drop_segments
 from millstream.wal.session_file import covered_upto, read_copy, session_path

@@ -11,8 +11,9 @@ from millstream.model.operations import Ack, SpilledOp, WriteOps
 from millstream.testing.clock import ManualClock
 from millstream.testing.files import MemoryFiles
 from millstream.testing.log import MemoryReservations, plain_ops, plain_spilled, plain_table
-from millstream.wal.commit import GroupCommitter, LogOptions
+from millstream.wal.commit import GroupCommitter
 from millstream.wal.numbers import BlockNumbers
+from millstream.wal.options import LogOptions
 from millstream.wal.own_shards import WriterIdentity
 from millstream.wal.reader import StreamReader
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from millstream import failpoints
-from millstream.codec.log_directory import Numbering
 from millstream.codec.log_segment import NO_HASH
 from millstream.errors import (
     AppendOutcomeUnknown,
@@ -32,6 +31,7 @@ from millstream.errors import (
 )
 from millstream.model.appends import Submitted
 from millstream.model.ids import GroupNumber, ShardId, SourceId, TableId
+from millstream.model.marks import DurableMark
 from millstream.model.operations import Ack, SpilledOp, WriteOps
 from millstream.model.positions import Lsn, Offset, Seq, SeqRange
 from millstream.ports import Clock, Files
@@ -39,8 +39,9 @@ from millstream.protocol.sequencer import LedgerView
 from millstream.wal.files import NO_SPACE
 from millstream.wal.grouping import FramePlan, plan_chunk, plan_group
 from millstream.wal.layout import shard_folder
-from millstream.wal.mark import DurableMark, MarkFile
+from millstream.wal.mark import MarkFile
 from millstream.wal.numbers import GroupNumbers
+from millstream.wal.options import LogOptions
 from millstream.wal.own_shards import OwnShard, WriterIdentity, begin_shards, next_header
 from millstream.wal.recover import Recovered, keep_spare, recover
 from millstream.wal.repair import set_tail_aside
@@ -52,28 +53,6 @@ _MIB: Final = 1 << 20
 _Found = TypeVar("_Found")
 _SPARE_EXTRA_BYTES: Final = 4 * _MIB
 """A tail may exceed its segment's size by its last group and its footer."""
-
-
-@dataclass(frozen=True, slots=True)
-class LogOptions:
-    """How a log is written."""
-
-    segment_bytes: int = 64 * _MIB
-    """A segment is sealed once it has reached this size …"""
-    segment_age_s: float = 3600.0
-    """… or this age, where it holds records."""
-    queue_bytes_max: int = 64 * _MIB
-    """Memory of what waits; one larger submission may stretch it."""
-    group_bytes_max: int = 16 * _MIB
-    """Memory of the submissions that go into one commit group; a single one may stretch it."""
-    group_commit_delay_s: float = 0.0
-    """How long the first of a commit group waits for company. Without, a group is what waited while the last fsync ran."""
-    disk_used_max: float = 0.9
-    """Share of the disk above which appends get `DiskFull`."""
-    frame_bytes_max: int = 16 * _MIB
-    """Rows of a group beyond this go on in further frames."""
-    numbering: Numbering = Numbering.BATCH
-    """Which numbers frames carry. `BOTH` is for going back to a version that knows none but an operation's."""
 
 
 @dataclass(slots=True)

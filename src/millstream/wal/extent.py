@@ -12,11 +12,12 @@ from millstream.codec.log_frame import FrameHeader, FrameKind
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
 from millstream.errors import CorruptWal, LogError, OffsetExpired, TokenFromFuture
 from millstream.model.ids import ShardId
+from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.ports import Files
 from millstream.wal.index import OnDamage
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard_folder
-from millstream.wal.mark import DurableMark, missing_shards, read_dropped, read_mark, stream_cut
+from millstream.wal.mark import missing_shards, read_dropped, read_mark, stream_cut
 from millstream.wal.scan import ScannedFrame
 from millstream.wal.walk import walk_segment
 from millstream.wal.whole import marks_of_whole_groups

@@ -21,6 +21,7 @@ from millstream.codec.log_schemas import SchemaSet
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SegmentFooter, SegmentHeader
 from millstream.errors import CorruptFrame, CorruptWal, MillstreamError, UnexpectedFile, UnsupportedFormat
 from millstream.model.ids import Epoch, GroupNumber, SchemaVersion, ShardId, TableId
+from millstream.model.marks import DurableMark
 from millstream.model.positions import SEQ_MAX, Offset, Seq
 from millstream.ports import Files
 from millstream.wal.files import RealFiles
@@ -33,7 +34,7 @@ from millstream.wal.layout import (
     shard_folder,
     shards_and_strays,
 )
-from millstream.wal.mark import DurableMark, is_mark_damaged, missing_shards, read_dropped, read_mark, stream_cut
+from millstream.wal.mark import is_mark_damaged, missing_shards, read_dropped, read_mark, stream_cut
 from millstream.wal.repair_plan import footer_hash_of
 from millstream.wal.scan import ScannedFrame, Window, commit_times, reader_of
 from millstream.wal.survey import Checked, KnownSchemas, accepted_loss, survey_segment

@@ -33,12 +33,13 @@ from millstream.codec.log_segment import (
 )
 from millstream.errors import CorruptFrame, CorruptWal, DiskFull, LogError, StaleEpoch
 from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, SourceId, StreamId
+from millstream.model.marks import DurableMark
 from millstream.model.positions import Lsn, Offset, Seq
 from millstream.ports import Files
 from millstream.wal.files import NO_SPACE
 from millstream.wal.index import damage
 from millstream.wal.layout import SPARE_NAME, SegmentFile, list_segments, shard_folder
-from millstream.wal.mark import DurableMark, read_dropped, read_mark
+from millstream.wal.mark import read_dropped, read_mark
 from millstream.wal.scan import (
     ScannedFrame,
     Window,

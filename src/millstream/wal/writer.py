@@ -28,10 +28,11 @@ from millstream.ports import Clock, Files, SeqReservations
 from millstream.protocol.sequencer import LedgerView
 from millstream.protocol.sessions import SessionLimits
 from millstream.wal.answers import Awaited, Blocked, Promised, Waiting, answer
-from millstream.wal.commit import GroupCommitter, LogOptions
+from millstream.wal.commit import GroupCommitter
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.keyed import KeyedCommits
 from millstream.wal.numbers import BlockNumbers, SharedNumbers
+from millstream.wal.options import LogOptions
 from millstream.wal.own_shards import WriterIdentity
 from millstream.wal.queue import SubmissionQueue
 from millstream.wal.submissions import follow, shards_of
