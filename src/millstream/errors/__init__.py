@@ -12,8 +12,10 @@ from millstream.errors._access import AccessTokenExists as AccessTokenExists
 from millstream.errors._access import AccessTokenExpired as AccessTokenExpired
 from millstream.errors._access import CertificateUnusable as CertificateUnusable
 from millstream.errors._access import Forbidden as Forbidden
+from millstream.errors._access import ForeignOrigin as ForeignOrigin
 from millstream.errors._access import Unauthenticated as Unauthenticated
 from millstream.errors._access import UnknownAccessToken as UnknownAccessToken
+from millstream.errors._access import UnknownHost as UnknownHost
 from millstream.errors._access import Unprotected as Unprotected
 from millstream.errors._buffers import BufferedOpUndecodable as BufferedOpUndecodable
 from millstream.errors._buffers import BufferMissing as BufferMissing
@@ -61,6 +63,10 @@ from millstream.errors._lake import LakeSchemaConflict as LakeSchemaConflict
 from millstream.errors._lake import LakeTableExists as LakeTableExists
 from millstream.errors._lake import LakeTableForeign as LakeTableForeign
 from millstream.errors._lake import LakeUnavailable as LakeUnavailable
+from millstream.errors._lake import QueryBound as QueryBound
+from millstream.errors._lake import QueryMemoryFull as QueryMemoryFull
+from millstream.errors._lake import QuerySpillFull as QuerySpillFull
+from millstream.errors._lake import QueryTimeout as QueryTimeout
 from millstream.errors._remote import AnswerCutOff as AnswerCutOff
 from millstream.errors._remote import AnswerUnreadable as AnswerUnreadable
 from millstream.errors._remote import RemoteError as RemoteError
@@ -80,6 +86,7 @@ from millstream.errors._replication import ReplicaGap as ReplicaGap
 from millstream.errors._replication import ReplicasMissing as ReplicasMissing
 from millstream.errors._replication import ReplicationError as ReplicationError
 from millstream.errors._replication import ReplicaTooStale as ReplicaTooStale
+from millstream.errors._replication import RoleUnreadable as RoleUnreadable
 from millstream.errors._replication import ShipmentUnreadable as ShipmentUnreadable
 from millstream.errors._replication import StoreUnavailable as StoreUnavailable
 from millstream.errors._replication import StoreUnusable as StoreUnusable

@@ -42,6 +42,14 @@ class OtherStream(ReplicationError):
     default_hint = "Follow it in a home of its own, or move the folder data/wal/STREAM away first."
 
 
+class RoleUnreadable(ReplicationError):
+    """What a node has noted of its part in a stream can't be read: whom it has promised what isn't known."""
+
+    code = "role_unreadable"
+    retry = Retry.OPERATOR
+    default_hint = "Have it follow anew: move its folder of the stream, and the file that is named, away, then `millstream follow --rebuild`."
+
+
 class Fenced(ReplicationError):
     """Another node was promoted: this one leads no more."""
 

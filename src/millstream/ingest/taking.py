@@ -30,6 +30,7 @@ class OperationTaker:
         stream: ours.
         rules_of: what is configured for a table, by its schema and name; one without a key has that of the rows.
         place: where a table's rows go: the entries of their operation, by shard and partition.
+        check_place: as of `Appender`.
         home_shard: the shard that the catalog notes for a table that is new, by `schema.name`.
 
     Concurrency: any number of threads.
@@ -42,12 +43,14 @@ class OperationTaker:
         *,
         rules_of: Callable[[str, str], WriteRules],
         place: Callable[[TableSchema, pa.RecordBatch], tuple[TableRows, ...]],
+        check_place: Callable[[TableSchema, pa.RecordBatch], None],
         home_shard: Callable[[str], ShardId],
     ) -> None:
         self._catalog = catalog
         self._stream = stream
         self._rules_of = rules_of
         self._place = place
+        self._check_place = check_place
         self._home_shard = home_shard
         self._schemas: dict[tuple[str, str], TableSchema] = {}
         """The newest that this process has seen."""
@@ -57,18 +60,26 @@ class OperationTaker:
 
         Raises:
             InvalidValue, UnknownTable, UnknownColumn, KeyChanged, TableCaptured, RowsTooLarge: the table can't take them.
+            RoutingError: they have nowhere to go.
         """
         namespace, name = table.schema.namespace, table.schema.name
         rules = self._rules_of(namespace, name)
         if not rules.key:
             rules = replace(rules, key=table.schema.key)
+
         own = pa.Table.from_batches([table.rows]).select(table.rows.schema.names[_PREFIX:])
+
+        def ours(schema: TableSchema) -> pa.RecordBatch:
+            columns = [*table.rows.columns[:_PREFIX], *fitted(schema, own)]
+            return pa.RecordBatch.from_arrays(columns, schema=append_row_schema(schema))
+
         known = self._schemas.get((namespace, name))
         if known is None or grown(known, own.schema, rules) is not known:
 
             def grow(newest: TableSchema) -> TableSchema:
                 wanted = grown(newest, own.schema, rules)
-                fitted(wanted, own)  # what doesn't fit makes no table and no column
+                # What doesn't fit, or has nowhere to go, makes no table and no column.
+                self._check_place(wanted, ours(wanted))
                 return wanted
 
             shard = self._home_shard(f"{namespace}.{name}")
@@ -76,9 +87,7 @@ class OperationTaker:
                 lambda: self._catalog.application_table(self._stream, namespace, name, shard=shard, grow=grow)
             )
             self._schemas[namespace, name] = known
-        columns = [*table.rows.columns[:_PREFIX], *fitted(known, own)]
-        rows = pa.RecordBatch.from_arrays(columns, schema=append_row_schema(known))
-        return tuple(replace(t, partition=t.partition or table.partition) for t in self._place(known, rows))
+        return tuple(replace(t, partition=t.partition or table.partition) for t in self._place(known, ours(known)))
 
 
 def in_order(

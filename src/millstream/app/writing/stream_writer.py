@@ -133,6 +133,7 @@ def operation_taker(catalog: Catalog, writer: StreamWriter, config: StreamConfig
         writer.stream,
         rules_of=write_rules(config),
         place=writer.routing.place,
+        check_place=writer.routing.check,
         home_shard=home_shard,
     )
 
