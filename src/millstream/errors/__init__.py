@@ -37,6 +37,7 @@ from millstream.errors._http import InvalidBody as InvalidBody
 from millstream.errors._http import MediaTypeUnknown as MediaTypeUnknown
 from millstream.errors._http import RequestTimeout as RequestTimeout
 from millstream.errors._http import ServerBusy as ServerBusy
+from millstream.errors._http import TransferIdle as TransferIdle
 from millstream.errors._ingest import IngestError as IngestError
 from millstream.errors._ingest import KeyChanged as KeyChanged
 from millstream.errors._ingest import RowsTooLarge as RowsTooLarge
