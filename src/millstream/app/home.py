@@ -132,6 +132,11 @@ class Home:
         return self.data / "spark" / PIPELINE
 
     @property
+    def queries_folder(self) -> Path:
+        """Where queries of `serve`'s callers put aside what memory doesn't hold; nothing stays in it."""
+        return self.data / "queries"
+
+    @property
     def prompt_history(self) -> Path:
         """What was typed at `query`'s prompt."""
         return self.data / "query_history"

@@ -87,11 +87,11 @@ def reshard(session: Session, shards: int, stream: str | None = None, as_json: b
     What was appended before stays where it is; readers see each key's records in their order across the cut. Works while `millstream run`, or
     an application, writes the home; where nobody does, this process does it. The cut is recorded: `millstream status` shows it.
     """
-    from millstream.app.writing.appending import HomeAppender
+    from millstream.app.opened import home_appender
 
     home = session.home(needs_source=False)
     name, _ = home.stream_config(stream)
-    appender = HomeAppender(home)
+    appender = home_appender(home)
     try:
         found = appender.reshard(name, shards)
     finally:

@@ -70,7 +70,7 @@ class Document:
     """Something beside the log that a promoted node needs: the newest counts, whole."""
 
     name: str
-    """`catalog`, `sessions`."""
+    """`catalog`, `sessions`, and `lineage`: who has led from which group on, with which everything begins on a connection."""
     version: int
     """Grows with each change."""
     data: bytes
@@ -95,6 +95,11 @@ class Shipment:
     """How far the leader itself is durable: lag is measured against it."""
     sent_ns: int = 0
     """The leader's clock, nanoseconds since 1970 UTC."""
+    leader: NodeName = NodeName("")
+    """To whom the promise was given that `epoch` numbers: two nodes may have begun with one number, never with one pair. Empty:
+    nobody was ever promoted."""
+    bytes_left: int = 0
+    """What the sender has of the stream, durably, beyond this."""
 
     @property
     def size_bytes(self) -> int:
@@ -114,6 +119,8 @@ class Hello:
     position: ReplicaPosition
     documents: Mapping[str, int] = field(default_factory=dict)
     """Their versions."""
+    promised_to: NodeName = NodeName("")
+    """To whom it has; empty: to nobody, nobody was ever promoted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +139,7 @@ class Acknowledgement:
     """Of what the leader had when it sent."""
     bytes_behind: int = 0
     lag_s: float = 0.0
-    """How old what it shows is, by the leader's clock, as of the last shipment."""
+    """How old what it shows is, at most; -1 where it never had all that the leader had."""
 
 
 class AckKind(StrEnum):

@@ -63,6 +63,7 @@ class CommitCounts:
     operations: int = 0
     records: int = 0
     bytes_written: int = 0
+    segments_sealed: int = 0
     recovered_cut_bytes: int = 0
 
 
@@ -89,10 +90,9 @@ class GroupCommitter:
         self._identity = identity
         self._shards = shards
         self._numbers = numbers
-        self._is_settled = False
         self._has_spares = True
         """Whether the next recovery has all the space that it may need."""
-        self._group = recovered.last_group
+        self._is_settled, self._group = False, recovered.last_group
         self._shown, self._shown_elsewhere = recovered.shown, numbers.elsewhere
         self._side_by_side = side_by_side
         self._syncers = ThreadPoolExecutor(len(shards), "wal-sync") if side_by_side and len(shards) > 1 else None
@@ -292,8 +292,7 @@ class GroupCommitter:
         self.uninterrupted(self._roll)
 
     def _roll(self) -> None:
-        age_ns = int(self._options.segment_age_s * 1e9)
-        now = self._clock.now_ns()
+        now, age_ns = self._clock.now_ns(), int(self._options.segment_age_s * 1e9)
         due = [
             shard.segment
             for shard in self._shards.values()
@@ -522,6 +521,7 @@ class GroupCommitter:
                 continue
             try:
                 segment.seal()
+                self.counts.segments_sealed += 1
             except OSError as error:
                 if error.errno not in NO_SPACE:
                     self.poison("sealing a segment failed", error)

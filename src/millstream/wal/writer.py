@@ -149,7 +149,9 @@ class LogWriter:
         keyed = None
         if sessions is not None and not isinstance(reservations, SharedNumbers):
             try:
-                keyed = KeyedCommits.open(committer, files, clock, folder, stream, sessions)
+                keyed = KeyedCommits.open(
+                    committer, files, clock, folder, stream, sessions, every_s=options.segment_age_s
+                )
             except BaseException:
                 committer.abandon()
                 raise

@@ -2,18 +2,21 @@
 
 Where in the buffer the log has got to is durable with the rows themselves: each shard of the buffer is a *source* of the stream, and each
 operation tells the log, as capture's transactions do, that it has reached the offset behind it (`WriteOps.reached`). So nothing has to be
-agreed between two stores, and nothing is asked but the log.
+agreed between two stores. What puts no row into the log (dropped by a rule, sent again, no operation) moves nothing there: that it was passed is
+noted in the catalog (`passed`), together with what the log had reached, and holds for a log that has as much. Else a buffer that has dropped
+such items would seem to have lost what was never taken.
 
 Who was left without an answer sends a write again under its session and number, or its key, and the buffer may have both. The second one within
 `AGAIN_WITHIN` offsets of its shard is left out: that is a matter of what lies in the buffer alone, so that a restart decides as before. Other rows
 under the same id are another write: the buffer has acknowledged them.
 
-A table that can't take rows (its key was configured otherwise, a column's type clashes) is held: from that operation on its rows are left
-out, by partition, while others go on; `protocol.buffer_replay` tells what is read again once it is mended, at the next start.
+A table that can't take rows (its key was configured otherwise, a column's type clashes, no rule takes them) is held: from that operation on its
+rows are left out, by partition, while others go on; `protocol.buffer_replay` tells what is read again once it is mended, at the next start.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import OrderedDict, deque
@@ -33,8 +36,10 @@ from millstream.errors import (
     BufferWentBack,
     CatalogError,
     CodecError,
+    DiskFull,
     IngestError,
     MillstreamError,
+    RoutingError,
     UnknownTable,
     UnsupportedFormat,
 )
@@ -55,13 +60,15 @@ logger = structlog.get_logger("millstream.buffer")
 _WAIT_S: Final = 0.2
 """How long a reader waits for more before it looks whether it is to stop."""
 _CHECK_IDENTITY_S: Final = 2.0
+_NOTE_PASSED_S: Final = 2.0
+"""How often it is noted, at the most, what was passed: a write of the catalog a shard."""
 AGAIN_WITHIN: Final = 4096
 """Offsets of a shard within which a write that was sent again is known. As many are read at a start: a second or two, at the most."""
 _IN_FLIGHT_BYTES: Final = 32 << 20
 """Operations handed to the log and not durable yet, a shard."""
 _TOLD_BY: Final = ("session", "session_number", "idempotency_key", "commit_end_lsn")
 """The last is the digest of an application's rows, where its sender made one."""
-_UNFIT: Final = (CodecError, IngestError, UnknownTable)
+_UNFIT: Final = (CodecError, IngestError, RoutingError, UnknownTable)
 """What is wrong with a table's rows, and with nothing else. `CodecError`: InvalidValue is of it."""
 
 
@@ -213,8 +220,15 @@ class BufferTaking:
 
     def _plan(self, shards: tuple[ShardId, ...]) -> Replay:
         """What the log says, and what is held."""
-        checkpoints = [Checkpoint.of_shard(shard, self.reached(self._source(shard))) for shard in shards]
-        for fact in self._catalog.facts(self._scope).values():
+        facts = self._catalog.facts(self._scope)
+        checkpoints = []
+        for shard in shards:
+            reached = self.reached(self._source(shard))
+            checkpoints.append(Checkpoint.of_shard(shard, reached))
+            passed = facts.get(f"passed/{shard}")
+            if passed is not None and passed["behind"] <= reached:
+                checkpoints.append(Checkpoint.of_shard(shard, BufferOffset(passed["place"])))
+        for fact in facts.values():
             if isinstance(fact, dict) and "held_from" in fact:
                 part = Part(ShardId(fact["shard"]), fact["table"], fact["partition"])
                 start = max(BufferOffset(fact["held_from"]), self.reached(self._source(part.shard, part)))
@@ -273,7 +287,9 @@ class BufferTaking:
                     break
                 if one.step():
                     tell()
+                one.note_passed()
             one.drain()
+            one.note_passed(at_once=True)
         except MillstreamError as error:
             self._fail(error)
             ended.set()
@@ -321,6 +337,10 @@ class BufferTaking:
             hint=f"{why.hint} Then start anew: what it lacks is taken from the buffer.".strip(),
         )
 
+    def passed(self, shard: ShardId, place: BufferOffset, *, behind: BufferOffset) -> None:
+        """Note durably that nothing of a shard below a place is lacking in a log that has reached `behind`."""
+        self._catalog.put_fact(self._scope, f"passed/{shard}", {"behind": int(behind), "place": int(place)})
+
     def release(self, part: Part) -> None:
         """Note durably that a part has all that it lacked."""
         self._catalog.drop_fact(self._scope, _fact_name(part))
@@ -348,6 +368,9 @@ class _ShardTaking:
         """The last writes that can be told apart, by what tells them, with where they lie last; oldest first."""
         self._in_flight: deque[tuple[Future[Ack], int, BufferOffset]] = deque()
         self._in_flight_bytes = 0
+        self._noted = replay.place(reader.shard)
+        """What was noted as passed, or begun with."""
+        self._noted_s = time.monotonic()
 
     def step(self) -> bool:
         """Take the next operation; whether there was one. Raises what taking it, or one before it, has met."""
@@ -375,6 +398,21 @@ class _ShardTaking:
         """Wait until all that was handed to the log is durable; raises what it says."""
         while self._in_flight:
             self._await_one()
+
+    def note_passed(self, *, at_once: bool = False) -> None:
+        """Note where the reader is, if the log won't say so by itself; from time to time, or at once."""
+        place = self._reader.place
+        if place <= max(self._noted, self._handed[self._source]):
+            return
+        if not at_once and time.monotonic() - self._noted_s < _NOTE_PASSED_S:
+            return
+        self.drain()
+        self._noted_s = time.monotonic()
+        # An older note says too little, never too much: the next one makes up for it.
+        with contextlib.suppress(CatalogError, DiskFull):
+            self._taking.passed(self._reader.shard, place, behind=self._handed[self._source])
+            self._noted = place
+        self._progress.place = max(self._progress.place, place)
 
     def _is_repeated(self, found: BufferedOp) -> bool:
         """Whether the same write lies a little before; from now on it is known."""
