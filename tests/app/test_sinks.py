@@ -39,7 +39,9 @@ class Home:
             raise self.refusing[number]
         self.appended.append((number, idempotency_key))
         first = Seq(len(self.appended))
-        return Appended(StreamToken.parse("00000000.s1"), SeqRange(first, 1), {ShardId(0): (Offset(first), Offset(first + 1))})
+        return Appended(
+            StreamToken.parse("00000000.s1"), SeqRange(first, 1), {ShardId(0): (Offset(first), Offset(first + 1))}
+        )
 
 
 def ops(*numbers: int, **told: Any) -> WriteOps:
