@@ -382,6 +382,9 @@ class FollowerLink(Protocol):
         None where nothing came in time. Raises `LinkLost`, or the error with which the follower has refused to go on.
         """
 
+    def refuse(self, error: MillstreamError) -> None:
+        """Tell the follower why it gets nothing more, behind what was sent before; then the link is closed. Raises nothing."""
+
     def close(self) -> None:
         """Break it; whoever waits in it gets `LinkLost`."""
 

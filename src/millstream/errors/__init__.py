@@ -83,6 +83,7 @@ from millstream.errors._replication import OtherRegion as OtherRegion
 from millstream.errors._replication import OtherStream as OtherStream
 from millstream.errors._replication import PromotionLost as PromotionLost
 from millstream.errors._replication import ReadOnly as ReadOnly
+from millstream.errors._replication import ReplicaFailed as ReplicaFailed
 from millstream.errors._replication import ReplicaGap as ReplicaGap
 from millstream.errors._replication import ReplicasMissing as ReplicasMissing
 from millstream.errors._replication import ReplicationError as ReplicationError

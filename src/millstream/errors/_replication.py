@@ -34,6 +34,14 @@ class ShipmentUnreadable(ReplicationError):
     default_hint = "It is sent again. If this repeats, both sides need the same version of Millstream."
 
 
+class ReplicaFailed(ReplicationError):
+    """The follower's disk failed: what was on its way may or may not be durable. Only opening its log anew decides."""
+
+    code = "replica_failed"
+    retry = Retry.REOPEN
+    default_hint = "Nothing: the follower opens its log anew, and goes on behind what it finds. If this repeats, look after the disk."
+
+
 class OtherStream(ReplicationError):
     """The follower has another stream under that name."""
 

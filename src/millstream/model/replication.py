@@ -14,7 +14,7 @@ from typing import Final, NewType
 
 from millstream.errors import UsageError
 from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, StreamId
-from millstream.model.marks import DurableMark
+from millstream.model.marks import DroppedMark, DurableMark
 from millstream.model.positions import Offset, Seq
 
 NodeName = NewType("NodeName", str)
@@ -40,7 +40,7 @@ class ByteEnd:
     base_offset: Offset
     """The segment."""
     position: int
-    """In its file; 0 where the segment has nothing yet."""
+    """In its file; 0 where the segment has nothing yet: behind a footer stands the next segment's 0."""
 
 
 ReplicaPosition = Mapping[ShardId, ByteEnd]
@@ -49,13 +49,13 @@ ReplicaPosition = Mapping[ShardId, ByteEnd]
 
 @dataclass(frozen=True, slots=True)
 class SegmentPart:
-    """Bytes of one segment's file, as they stand there: header, frames, footer. Cut between them, or anywhere in a long frame."""
+    """Bytes of one segment's file, as they stand there: header, frames, footer. Only frames are cut, anywhere."""
 
     shard: ShardId
     base_offset: Offset
     position: int
     """Of the first byte in the file."""
-    data: bytes
+    data: bytes | memoryview
     is_end: bool = False
     """The file ends with it: it is sealed."""
 
@@ -88,8 +88,8 @@ class Shipment:
     marks: Mapping[ShardId, DurableMark] = field(default_factory=dict)
     """All marks of the stream as of one moment, whose bytes have been sent with these parts at the latest. Empty: what was sent
     isn't whole yet."""
-    first_kept: Mapping[ShardId, Offset] = field(default_factory=dict)
-    """The first offset that the leader still has of each shard, where it has dropped any."""
+    first_kept: Mapping[ShardId, DroppedMark] = field(default_factory=dict)
+    """What retention has dropped at the leader, of each shard of which it has: a follower that has nothing yet begins behind it."""
     documents: tuple[Document, ...] = ()
     leader_end: Seq = Seq(0)  # a NewType of int
     """How far the leader itself is durable: lag is measured against it."""
