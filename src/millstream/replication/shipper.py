@@ -19,7 +19,7 @@ from typing import Final, Protocol
 import structlog
 
 from millstream.errors import LinkLost, LogError, MillstreamError
-from millstream.model.ids import GroupNumber, RegionId, ShardId, StreamId
+from millstream.model.ids import GroupNumber, ShardId, StreamId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Seq
 from millstream.model.replication import Acknowledgement, Document, Hello, NodeName, ReplicaPosition, Shipment
@@ -397,14 +397,14 @@ class _Link:
             is_all = found is None or _is_of_now(found.marks, marks)
         if found is None:
             stream = next(mark.stream for mark in marks.values())
-            found = Shipment(stream, source.region or RegionId(0), fact.promise.epoch)
+            found = Shipment(stream, source.region(), fact.promise.epoch)
         shipment = replace(
             found,
             epoch=fact.promise.epoch,
             leader=fact.promise.node,
             documents=documents,
             leader_end=source.leader_end(),
-            bytes_left=source.bytes_behind(position),
+            bytes_left=source.bytes_behind(position, marks),
             sent_ns=world.clock.now_ns(),
         )
         return shipment, position, is_all

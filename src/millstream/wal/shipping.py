@@ -15,6 +15,7 @@ piece ended: a follower that has other bytes than this log finds out there, befo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Final
 
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SEGMENT_TRAILER_SIZE, SegmentFooter
@@ -142,6 +143,35 @@ class ShipSource:
     def leader_end(self) -> Seq:
         """How far the log is durable now."""
         return stream_cut(durable_marks(self._files, self._folder).values())
+
+    def marks(self) -> Mapping[ShardId, DurableMark]:
+        """What is durable now. Raises `CorruptWal` where shards are missing."""
+        return durable_marks(self._files, self._folder)
+
+    def position_after(self, position: ReplicaPosition) -> ReplicaPosition:
+        """Where a follower that stood at a position stands once it has what the last `read` gave it."""
+        return {**position, **self._expected}
+
+    def bytes_behind(self, position: ReplicaPosition, marks: Mapping[ShardId, DurableMark]) -> int:
+        """How many bytes lie between a position and marks: of segments that are gone meanwhile, none."""
+        count = 0
+        for shard, mark in marks.items():
+            at = position.get(shard, ByteEnd(Offset(0), 0))
+            if at.base_offset == mark.base_offset:
+                count += max(0, mark.byte_end - at.position)
+                continue
+            shard_dir = shard_folder(self._folder, shard)
+            for segment in list_segments(self._files, shard_dir):
+                if at.base_offset <= segment.base_offset < mark.base_offset:
+                    with suppress(FileNotFoundError):
+                        count += self._files.size(segment.path)
+            count += mark.byte_end - (at.position if at.base_offset < mark.base_offset else 0)
+        return max(0, count)
+
+    def region(self) -> RegionId:
+        """Whose log it is. Raises `CorruptWal` where a header is damaged, `FileNotFoundError` where there is no segment."""
+        self._target = self._target or durable_marks(self._files, self._folder)
+        return self._region_of_log()
 
     def _shipment(
         self,

@@ -107,7 +107,9 @@ def ask_node(home: Home, node: str, asked: Mapping[str, Any], *, timeout_s: floa
 
     address = address_of(home, node)
     address.probe(timeout_s)
-    options = fl.FlightCallOptions(headers=address.headers(), timeout=timeout_s)
+    token = address.token()
+    headers = [] if token is None else [(b"authorization", f"Bearer {token}".encode())]
+    options = fl.FlightCallOptions(headers=headers, timeout=timeout_s)
     try:
         with address.client() as client:
             answers = list(client.do_action(fl.Action(ACTION, json.dumps(dict(asked)).encode()), options))
