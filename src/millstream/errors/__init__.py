@@ -67,6 +67,7 @@ from millstream.errors._remote import RemoteError as RemoteError
 from millstream.errors._remote import ServerUnreachable as ServerUnreachable
 from millstream.errors._replication import Diverged as Diverged
 from millstream.errors._replication import Fenced as Fenced
+from millstream.errors._replication import LevelUnknown as LevelUnknown
 from millstream.errors._replication import LinkLost as LinkLost
 from millstream.errors._replication import NotCaughtUp as NotCaughtUp
 from millstream.errors._replication import OtherStream as OtherStream
