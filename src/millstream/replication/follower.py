@@ -63,8 +63,8 @@ class FollowerNotes(Protocol):
     def documents(self, documents: tuple[Document, ...]) -> None:
         """Durably, in place of the older ones."""
 
-    def set_aside(self, log: ReplicaLog, behind: GroupNumber) -> None:
-        """Durably: keep for people what lies behind a group, and take it out of the log."""
+    def set_aside(self, behind: GroupNumber) -> None:
+        """Durably: keep for people what lies behind a group, and take it out of the log, which is closed meanwhile."""
 
     def lag(self, lag: Lag) -> None:
         """For readers of other processes: now and then."""
@@ -104,7 +104,9 @@ class WalFollower:
         self._connect = connect
         self._notes = notes
         self._clock: Clock = SystemClock() if clock is None else clock
-        self._log = ReplicaLog.open(folder, files=RealFiles() if files is None else files)
+        self._folder = folder
+        self._files: Files = RealFiles() if files is None else files
+        self._log = self._open_log()
         self._machine = Follower(node, fact, self._log.stream, self._holding(), documents)
         self._link: LeaderLink | None = None
         self._leader: NodeName | None = None
@@ -192,6 +194,9 @@ class WalFollower:
                 _, asked = self._asked.get_nowait()
                 asked.set_exception(LinkLost("this node's follower has ended"))
 
+    def _open_log(self) -> ReplicaLog:
+        return ReplicaLog.open(self._folder, files=self._files)
+
     def _has_all(self) -> bool:
         lag = self.lag()
         return lag.age_s < float("inf") and lag.records == 0 and lag.size_bytes == 0
@@ -242,7 +247,9 @@ class WalFollower:
                     return ApplyFailed(error, random.random())  # noqa: S311 - no secret
                 return Applied(self._holding(), self._clock.now_ns())
             case SetAside(behind):
-                self._notes.set_aside(self._log, behind)
+                self._log.close()
+                self._notes.set_aside(behind)
+                self._log = self._open_log()
                 return WasSetAside(self._holding())
             case PersistRole(fact):
                 self._notes.role(fact)

@@ -43,12 +43,15 @@ from millstream.protocol.replication.follower import Lag
 from millstream.protocol.replication.roles import Role, RoleFact
 from millstream.replication.flight import FlightTransport
 from millstream.replication.follower import WalFollower
+from millstream.wal.files import RealFiles
+from millstream.wal.group_ends import ends_behind
+from millstream.wal.history import truncate_to
+from millstream.wal.layout import SESSIONS_NAME
 
 if TYPE_CHECKING:
     from millstream.app.home import Home
     from millstream.app.part import Lifeline
     from millstream.ports import LeaderLink
-    from millstream.wal.replica import ReplicaLog
 
 logger = structlog.get_logger("millstream.follow")
 
@@ -311,6 +314,7 @@ class FollowingNotes:
         self._name = name
         self._folder = replication_folder(home, name)
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._wal_folder = home.wal_folder(name)
 
     def versions(self) -> dict[str, int]:
         """Of the documents that are kept."""
@@ -339,13 +343,20 @@ class FollowingNotes:
         versions = self.versions() | {one.name: one.version for one in documents}
         _replace(self._folder / _VERSIONS, json.dumps(versions).encode())
 
-    def set_aside(self, log: ReplicaLog, behind: GroupNumber) -> None:
-        """As the port says: into a folder that reads as a log by itself, with what was in it for people."""
-        folder = self._folder / f"aside-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
-        found = log.set_aside(behind, str(folder))
+    def set_aside(self, behind: GroupNumber) -> None:
+        """As the port says: into a folder that reads as a log by itself."""
+        files, folder = RealFiles(), str(self._wal_folder)
+        # By the group alone: a call that was cut short is repeated.
+        aside = self._folder / f"aside-behind-{behind}"
+        found = truncate_to(folder, ends_behind(files, folder, behind), aside=str(aside), files=files)
+        (self._wal_folder / SESSIONS_NAME).unlink(missing_ok=True)
         if found is not None:
             logger.warning(
-                "what the leader doesn't have was set aside", stream=self._name, folder=found, behind_group=int(behind)
+                "set aside what the leader doesn't have",
+                stream=self._name,
+                folder=found.folder,
+                bytes=found.size_bytes,
+                hint="`millstream wal cat` reads it.",
             )
 
     def lag(self, lag: Lag) -> None:

@@ -31,7 +31,7 @@ from millstream.errors import (
     UnknownStream,
 )
 from millstream.model.ids import Epoch, GroupNumber, StreamId
-from millstream.model.replication import LOCAL, AckLevel, NodeName
+from millstream.model.replication import AckLevel, NodeName
 from millstream.protocol.replication.promotion import (
     STORE,
     Answered,
@@ -131,7 +131,7 @@ class _Attempt:
         self._tell = tell
         self._roles = Roles(home)
         config = home.config.streams[stream]
-        level = LOCAL if config.acks is None else AckLevel.parse(config.acks)
+        level = AckLevel.parse(getattr(config, "acks", "local"))
         nodes = frozenset(NodeName(node) for node in home.config.replication.nodes) | {me}
         _refuse_several_writers(home, stream)
         self._machine = Promotion(
