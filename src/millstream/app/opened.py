@@ -251,6 +251,8 @@ class OpenHome:
         name = self._home.pick_stream(stream)
         if name not in self._readers:
             self._readers[name] = open_reader(self._home, name)
+        else:
+            check_age_of_copy(self._home, name)
         return self._readers[name]
 
 
@@ -296,11 +298,21 @@ def open_other(place: str | Path, token: str | None) -> HomeCalls:
 def open_reader(
     home: Home, stream: str, *, without_mark: bool = False, on_damage: OnDamage | None = None
 ) -> StreamReader:
-    """A reader of a stream's log. `UnknownStream` where the home has none of that name; see `StreamReader`."""
+    """A reader of a stream's log. `UnknownStream` where the home has none of that name; see `StreamReader` and `check_age_of_copy`."""
     from millstream.wal.reader import StreamReader
 
-    folder = str(home.wal_folder(home.pick_stream(stream)))
+    name = home.pick_stream(stream)
+    check_age_of_copy(home, name)
+    folder = str(home.wal_folder(name))
     return StreamReader(folder, without_mark=without_mark, on_damage=on_damage)
+
+
+def check_age_of_copy(home: Home, stream: str) -> None:
+    """`ReplicaTooStale` where this home follows another one in a stream, and what it has is older than `[replication] max_staleness` allows."""
+    if (home.data / "replication" / stream / "role.json").exists():
+        from millstream.app.replicating.ages import check_age
+
+        check_age(home, stream)
 
 
 def read_records(

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
@@ -16,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from millstream.app.config.quantities import duration_s
 from millstream.app.control import ControlServer
 from millstream.app.locks import LOCK_PATIENCE_S, RoleLock, holder, nobody_writes
+from millstream.app.replicating.ages import note_age
 from millstream.app.replicating.node_calls import (
     NodeState,
     address_of,
@@ -154,7 +153,7 @@ def follow_home(
                 on_progress(facts())
                 for thread in threads:
                     thread.join(1.0 / len(threads))
-        found = facts()["streams"]
+        found: dict[str, Any] = facts()["streams"]
     lifeline.tell("outcome", {"streams": found})
     for stream in streams.values():
         if stream.crash is not None:
@@ -346,8 +345,8 @@ class FollowingNotes:
     def set_aside(self, behind: GroupNumber) -> None:
         """As the port says: into a folder that reads as a log by itself."""
         files, folder = RealFiles(), str(self._wal_folder)
-        # By the group alone: a call that was cut short is repeated.
-        aside = self._folder / f"aside-behind-{behind}"
+        # Not by the time: a call that was cut short is repeated.
+        aside = self._folder / f"aside-behind-{behind}-for-{self._roles.of(self._name).promise.epoch}"
         found = truncate_to(folder, ends_behind(files, folder, behind), aside=str(aside), files=files)
         (self._wal_folder / SESSIONS_NAME).unlink(missing_ok=True)
         if found is not None:
@@ -361,29 +360,7 @@ class FollowingNotes:
 
     def lag(self, lag: Lag) -> None:
         """As the port says."""
-        fresh_ns = None if lag.age_s == float("inf") else _boot_ns() - int(lag.age_s * 1e9)
-        facts = {"fresh_ns": fresh_ns, "records": lag.records, "bytes": lag.size_bytes, "boot": _boot_id()}
-        file = self._folder / "lag.json"
-        fresh = file.with_name(f".lag.{os.getpid()}")
-        fresh.write_text(json.dumps(facts))
-        fresh.rename(file)
-
-
-def age_of_replica(home: Home, stream: str) -> float | None:
-    """How old what this node shows of a stream is at most, in seconds; None where nobody knows."""
-    try:
-        facts = json.loads((replication_folder(home, stream) / "lag.json").read_bytes())
-    except (FileNotFoundError, ValueError):
-        return None
-    if facts.get("fresh_ns") is None or facts.get("boot") != _boot_id():
-        return None
-    return max(0.0, (_boot_ns() - int(facts["fresh_ns"])) / 1e9)
-
-
-def staleness_max_s(home: Home) -> float | None:
-    """The configured bound; None where there is none."""
-    text = home.config.replication.max_staleness
-    return None if text is None else duration_s(text)
+        note_age(self._folder, None if lag.age_s == float("inf") else lag.age_s)
 
 
 def start_anew(home: Home, stream: str) -> Path | None:
@@ -418,15 +395,3 @@ def _replace(file: Path, data: bytes) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
-
-
-def _boot_ns() -> int:
-    """A clock that all processes of this machine share, and that nobody sets."""
-    return time.clock_gettime_ns(time.CLOCK_BOOTTIME if hasattr(time, "CLOCK_BOOTTIME") else time.CLOCK_MONOTONIC)
-
-
-def _boot_id() -> str:
-    """Which start of the machine that clock belongs to."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""

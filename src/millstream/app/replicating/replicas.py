@@ -6,8 +6,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from millstream.app.control import ask
+from millstream.app.replicating.ages import age_of_replica
 from millstream.app.replicating.desk import node_state
-from millstream.app.replicating.following import age_of_replica
 from millstream.app.replicating.node_calls import this_node
 from millstream.app.replicating.roles import Roles
 from millstream.protocol.replication.roles import Role
