@@ -21,6 +21,7 @@ from typing import Final, TypeVar
 
 from millstream import failpoints
 from millstream.codec.log_segment import NO_HASH
+from millstream.crdt.hlc import HybridTime, check_drift, next_wall_ns
 from millstream.errors import (
     AppendOutcomeUnknown,
     DiskFull,
@@ -94,6 +95,9 @@ class GroupCommitter:
         """Whether the next recovery has all the space that it may need."""
         self._group = recovered.last_group
         self._shown, self._shown_elsewhere = recovered.shown, numbers.elsewhere
+        self._hybrid_ns = recovered.hybrid_ns
+        """Of the last group, or what was heard of elsewhere: the next one is later."""
+        self._heard_ns = 0
         self._side_by_side = side_by_side
         self._syncers = ThreadPoolExecutor(len(shards), "wal-sync") if side_by_side and len(shards) > 1 else None
         self.persisted_upto = numbers.position
@@ -250,7 +254,7 @@ class GroupCommitter:
             region=self._identity.region,
             writer=self._identity.writer,
             reserved_to=self._numbers.reserved_to,
-            hybrid_time=self._clock.now_ns(),
+            hybrid_time=self._next_hybrid_ns(),
             reached=reached,
             shards=frozenset(shard for ops in group for shard in shards_of(ops)),
         )
@@ -275,6 +279,16 @@ class GroupCommitter:
         self.counts.records += count
         self.counts.operations += sum(1 if isinstance(ops, SpilledOp) else ops.operations.num_rows for ops in group)
         return acks_of(submitted, given.first, starts)
+
+    def _next_hybrid_ns(self) -> int:
+        """The hybrid time of a group: later than that of every group before it, and than whatever was heard of."""
+        self._hybrid_ns = next_wall_ns(max(self._hybrid_ns, self._heard_ns), self._clock.now_ns())
+        return self._hybrid_ns
+
+    def hear(self, time: HybridTime, name: str) -> None:
+        """Another region's time: groups from here on are later. By any thread, one at a time. Raises `ClockAhead`."""
+        check_drift(time, self._clock.now_ns(), name=name)
+        self._heard_ns = max(self._heard_ns, time.wall_ns)
 
     def _confirm(self, touched: frozenset[ShardId]) -> None:
         """What was fsynced belongs to the log: a mark that is still in its place says so, as who replaces it reads the log only then.
