@@ -28,7 +28,7 @@ from millstream.errors import (
     MillstreamError,
     UnsupportedFormat,
 )
-from millstream.ingest.schemas import SchemaOnWrite, WriteRules
+from millstream.ingest.schemas import SchemaOnWrite, TableRules, WriteRules
 from millstream.ingest.taking import OperationTaker
 from millstream.model.buffers import BufferOffset
 from millstream.model.ids import Epoch, ShardId, StreamId
@@ -67,14 +67,13 @@ class Home:
             writer=writer,
         ) as log:
             router = Router(self.rules, shard_of_table=lambda _: None if self.rules else FIRST_SHARD)
-            taker = OperationTaker(
-                self.catalog,
-                self.stream,
+            rules = TableRules(
                 rules_of=lambda _, name: WriteRules(SchemaOnWrite.CREATE, self.keys.get(name, ())),
                 place=router.place,
                 check_place=router.check,
                 home_shard=lambda _: FIRST_SHARD,
             )
+            taker = OperationTaker(self.catalog, self.stream, rules)
             yield BufferTaking(self.buffer, NAME, self.catalog, self.stream, log, taker), threading.Event()
 
     def take(self) -> BufferTaking:

@@ -22,6 +22,7 @@ from millstream.model.writes import SessionFacts, WriteId
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from millstream.app.calls import HomeCalls
     from millstream.app.writing.appending import HomeAppender
     from millstream.catalog import TableRow
     from millstream.ingest.columns import Rows
@@ -309,7 +310,16 @@ def home_appender(home: Home) -> HomeAppender:
         raise MissingExtra(
             f"appending needs {error.name}, which isn't installed", hint="pip install 'millstream[run]'", extra="run"
         ) from error
-    return HomeAppender(home)
+    return HomeAppender(home, open_other)
+
+
+def open_other(place: str | Path, token: str | None) -> HomeCalls:
+    """Another home, which a sink's rows go to: behind an address, by its token, or in a folder. Raises as `open` and `connect`."""
+    if isinstance(place, Path):
+        return open(place)
+    from millstream.app.remote.client import connect
+
+    return connect(place, token=token)
 
 
 def open_reader(

@@ -33,6 +33,7 @@ from millstream.model.ids import StreamId
 
 if TYPE_CHECKING:
     from millstream.app.config.model import BufferConfig, StreamConfig
+    from millstream.app.writing.sinks import OpenOther
     from millstream.app.writing.taking import TakingProgress
     from millstream.capture import CaptureOutcome, CaptureProgress
     from millstream.catalog import Catalog
@@ -58,10 +59,11 @@ _ATTEMPTS_OF_A_JOB: Final = 5
 class OwnedStream:
     """One stream of the owner; all but `run` may be looked at from any thread."""
 
-    def __init__(self, home: Home, catalog: Catalog, name: str, config: StreamConfig) -> None:
+    def __init__(self, home: Home, catalog: Catalog, name: str, config: StreamConfig, open_other: OpenOther) -> None:
         self.name: Final = name
         self.config: Final = config
         self.home: Final = home
+        self._open_other: Final = open_other
         self.catalog: Final = catalog
         self.writer: StreamWriter | None = None
         self.progress: CaptureProgress | None = None
@@ -94,7 +96,7 @@ class OwnedStream:
         while True:
             try:
                 with stream_writer(
-                    self.home, self.catalog, self.name, self.config, check=self._check_captures
+                    self.home, self.catalog, self.name, self.config, self._open_other, check=self._check_captures
                 ) as writer:
                     self.writer = writer
                     self._run_with(writer, stop, until_caught_up=until_caught_up, tell=tell, supervised=supervised)
@@ -265,13 +267,19 @@ class OwnedStream:
 
 
 def run_owner(
-    home: Home, lifeline: Lifeline, *, until_caught_up: bool = False, on_progress: Callable[[dict[str, Any]], None]
+    home: Home,
+    lifeline: Lifeline,
+    *,
+    open_other: OpenOther,
+    until_caught_up: bool = False,
+    on_progress: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
     """Own a home until told to stop, or until all its streams have caught up.
 
     Args:
         home: whose configured streams to capture.
         lifeline: says when to stop, and hears progress.
+        open_other: opens the homes that its sinks are.
         until_caught_up: end when all that the sources had committed at the call is durable and copied.
         on_progress: called about once a second a stream, from their threads.
 
@@ -298,7 +306,7 @@ def run_owner(
         home.open_catalog() as catalog,
         contextlib.ExitStack() as stack,
     ):
-        streams = [OwnedStream(home, catalog, name, config) for name, config in home.config.streams.items()]
+        streams = [OwnedStream(home, catalog, name, config, open_other) for name, config in home.config.streams.items()]
 
         def facts() -> dict[str, Any]:
             return {"streams": {stream.name: stream.facts() for stream in streams}}
