@@ -39,6 +39,7 @@ _COMMANDS: Final = {
     "restore": "millstream.cli.replicating:restore",
     "query": "millstream.cli.querying:query",
     "diff": "millstream.cli.differing:diff",
+    "reconcile": "millstream.cli.reconciling:reconcile",
     "wal": "millstream.cli.wal:wal",
     "demo": "millstream.cli.running:demo",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
@@ -12,9 +12,10 @@ import structlog
 
 from millstream.errors import Fenced, LogError, MillstreamError
 from millstream.model.ids import Epoch, GroupNumber
-from millstream.model.replication import Document, NodeName
+from millstream.model.replication import Acknowledgement, Document, NodeName
 from millstream.ports import Clock, Files, FollowerLink, Transport
 from millstream.protocol.replication.backoff import Backoff
+from millstream.protocol.replication.leader import is_covered
 from millstream.protocol.replication.roles import NOBODY, Promise
 from millstream.protocol.replication.shipping import Heard, Stored
 from millstream.wal.files import SystemClock
@@ -23,7 +24,8 @@ from millstream.wal.shipping import ShipSource
 logger = structlog.get_logger("millstream.ship")
 
 _ACCEPTS_WITHIN_S: Final = 10.0
-_LOOKS_EVERY_S: Final = 0.5
+_HEARS_FOR_S: Final = 0.02
+"""How long it listens for what is stored before it looks for more: a store takes as long for any object."""
 
 
 class WalArchiver:
@@ -33,8 +35,9 @@ class WalArchiver:
         name: the stream's.
         folder: its log's.
         promise: under which this node leads.
-        store: the object store, as a transport: what is sent there is durable when `send` returns.
+        store: the object store, as a transport: what it acknowledges is durable there.
         tell: hears of what is stored, and of another node's claim.
+        lineage: the document that says who has led.
         documents: what goes along, as it is now.
         files, clock: the world.
     """
@@ -46,6 +49,7 @@ class WalArchiver:
         promise: Promise,
         store: Transport,
         tell: Callable[[Stored | Heard], None],
+        lineage: Document,
         *,
         documents: Callable[[], tuple[Document, ...]] = tuple,
         files: Files | None = None,
@@ -55,6 +59,7 @@ class WalArchiver:
         self._promise = promise
         self._store = store
         self._tell = tell
+        self._lineage = lineage
         self._documents = documents
         self._clock: Clock = SystemClock() if clock is None else clock
         self._source = ShipSource(folder, files=files, clock=clock)
@@ -116,31 +121,34 @@ class WalArchiver:
     def _store_all(self, link: FollowerLink) -> None:
         """Store until it is to end and nothing is left, or something fails."""
         position = dict(link.hello.position)
-        versions: Mapping[str, int] = dict(link.hello.documents)
+        versions = dict(link.hello.documents)
         self._source.restart()
+        under_way = 0
         while True:
-            documents = tuple(one for one in self._documents() if one.version != versions.get(one.name))
-            shipment = self._source.read(position)
-            if shipment is None and not documents:
-                if self._ending.is_set() or self._source.wait_beyond(_LOOKS_EVERY_S, self._ending.is_set):
-                    if self._ending.is_set():
-                        return
-                    continue
-                continue
-            if shipment is None:
-                return  # documents alone wait for the next records
-            position = dict(self._source.position_after(position))
-            link.send(
-                replace(
-                    shipment,
-                    epoch=self._promise.epoch,
-                    leader=self._promise.node,
-                    documents=documents,
-                    sent_ns=self._clock.now_ns(),
-                    leader_end=self._source.leader_end(),
-                )
+            documents = tuple(
+                one for one in (self._lineage, *self._documents()) if one.version != versions.get(one.name)
             )
-            versions = {**versions, **{one.name: one.version for one in documents}}
-            if shipment.marks:
-                self.stored_group = max(mark.group for mark in shipment.marks.values())
-                self._tell(Stored(self.stored_group))
+            shipment = self._source.read(position)
+            if shipment is not None:
+                position = dict(self._source.position_after(position))
+                link.send(
+                    replace(
+                        shipment,
+                        epoch=self._promise.epoch,
+                        leader=self._promise.node,
+                        documents=documents,
+                        sent_ns=self._clock.now_ns(),
+                        leader_end=self._source.leader_end(),
+                    )
+                )
+                versions |= {one.name: one.version for one in documents}
+                under_way += 1
+            elif self._ending.is_set() and not under_way:
+                return
+            while (word := link.recv(_HEARS_FOR_S if shipment is None else 0.0)) is not None:
+                if isinstance(word, Acknowledgement):
+                    # Shipments that waited go as one object: what is acknowledged is all that came before, or some.
+                    under_way = 0 if is_covered(position, word.position) else under_way
+                    if word.group > self.stored_group:
+                        self.stored_group = word.group
+                        self._tell(Stored(word.group))

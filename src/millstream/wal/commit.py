@@ -49,6 +49,7 @@ from millstream.wal.segment import GroupFacts, OpenSegment, WriteFailed
 from millstream.wal.shards import check_not_gone, folder_lock, greatest_known, holds_mark, lock_shards, own_shards
 from millstream.wal.shown import ShownMarks, show_all
 from millstream.wal.submissions import acks_of, in_columns, shards_of
+from millstream.wal.times import GroupTimes
 
 _Found = TypeVar("_Found")
 
@@ -96,6 +97,7 @@ class GroupCommitter:
         self.shown: ShownMarks | None = None
         """Where readers are shown only what others hold, too."""
         self._shown, self._shown_elsewhere = recovered.shown, numbers.elsewhere
+        self.times = GroupTimes(clock, recovered.hybrid_ns)
         self._side_by_side = side_by_side
         self._syncers = ThreadPoolExecutor(len(shards), "wal-sync") if side_by_side and len(shards) > 1 else None
         self.persisted_upto = numbers.position
@@ -267,7 +269,7 @@ class GroupCommitter:
             region=self._identity.region,
             writer=self._identity.writer,
             reserved_to=self._numbers.reserved_to,
-            hybrid_time=self._clock.now_ns(),
+            hybrid_time=self.times.next_ns(),
             reached=reached,
             shards=frozenset(shard for ops in group for shard in shards_of(ops)),
         )

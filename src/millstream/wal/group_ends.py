@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
+from millstream.codec.log_frame import FrameHeader
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
 from millstream.errors import CorruptFrame, TruncatedFrame
 from millstream.model.ids import GroupNumber, ShardId
-from millstream.model.positions import Offset
+from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ByteEnd
 from millstream.ports import Files
 from millstream.wal.index import read_header
@@ -28,6 +29,27 @@ def ends_behind(files: Files, folder: str, group: GroupNumber) -> Mapping[ShardI
         shard: _end(files, list_segments(files, shard_folder(folder, shard)), group)
         for shard in list_shards(files, folder)
     }
+
+
+def last_group_upto(files: Files, folder: str, seq: Seq) -> GroupNumber:
+    """The last commit group of a log whose numbers all lie at or below one; 0 where there is none."""
+    found = 0
+    for shard in list_shards(files, folder):
+        for segment in reversed(list_segments(files, shard_folder(folder, shard))):
+            groups = [header.group for header in _headers(files, segment) if header.group_last_seq <= seq]
+            found = max(found, max(groups, default=0))
+            if groups:
+                break
+    return GroupNumber(found)
+
+
+def _headers(files: Files, segment: SegmentFile) -> Iterator[FrameHeader]:
+    if files.size(segment.path) > SEGMENT_HEADER_SIZE:
+        with suppress(CorruptFrame, TruncatedFrame):
+            for frame in scan_frames(
+                Window(reader_of(files, segment.path)), read_header(files, segment), payload=False
+            ):
+                yield frame.header
 
 
 def _end(files: Files, segments: list[SegmentFile], group: GroupNumber) -> ByteEnd:

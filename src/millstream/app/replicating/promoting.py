@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 from uuid import UUID
 
@@ -221,16 +221,15 @@ class _Attempt:
         return Answered(node, _standing(state))
 
     def _claim(self, promise: Promise) -> Event:
-        from millstream.app.replicating.stores import open_store
+        from millstream.app.replicating.stores import store_of, store_rank
 
         try:
-            with contextlib.closing(open_store(self._home, self._stream)) as store:
-                if not store.claim(promise):
+            with contextlib.closing(store_of(self._home, self._stream)) as store:
+                if not store.claim(promise.epoch, promise.node):
                     return ClaimFailed(PromotionLost(f"epoch {promise.epoch} was claimed by another node"))
-                stored = store.rank()
+                return Claimed(*store_rank(store))
         except MillstreamError as error:
             return ClaimFailed(error)
-        return Claimed(stored)
 
     def _catch_up(self, node: NodeName) -> Event:
         """Follow a node that has promised until everything is here that it has."""
@@ -239,11 +238,8 @@ class _Attempt:
             fact = self._roles.of(self._stream)
             notes = FollowingNotes(self._home, self._stream)
             if node == STORE:
-                from millstream.app.replicating.stores import follower_of_store
-
-                follower = follower_of_store(self._home, self._stream, fact, notes)
-            else:
-                follower = make_follower(self._home, self._stream, fact, notes=notes, only=node)
+                return self._fetch(fact)
+            follower = make_follower(self._home, self._stream, fact, notes=notes, only=node)
             stop = threading.Event()
             giving_up = threading.Timer(_CATCHES_UP_WITHIN_S, stop.set)
             giving_up.start()
@@ -255,6 +251,17 @@ class _Attempt:
             self._tell(f"{node} can't be followed: {error.message}")
             return CatchUpFailed(error)
         return CaughtUp(self._roles.of(self._stream), node_state(self._home, self._stream).group)
+
+    def _fetch(self, fact: RoleFact) -> Event:
+        """Take what the object store has more."""
+        from millstream.app.replicating.stores import fetch, store_of
+
+        with contextlib.closing(store_of(self._home, self._stream)) as store:
+            found = fetch(store, self._stream, self._home.wal_folder(self._stream), tell=self._tell)
+        fact = replace(fact, lineage=found.lineage)
+        with self._roles.changing(self._stream) as changing:
+            changing.put(fact)
+        return CaughtUp(fact, found.end.group)
 
     # --- this one ------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,118 @@
+"""`restore`: a stream brought back from an object store alone, into a home of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from millstream.app.home import FILE_NAME, Home, replace_file
+from millstream.app.replicating.catalog_document import CATALOG, adopt_catalog
+from millstream.app.replicating.roles import Roles
+from millstream.app.replicating.session_document import SESSIONS
+from millstream.app.replicating.stores import fetch
+from millstream.errors import TokenFromFuture, UsageError
+from millstream.model.ids import GroupNumber, check_stream_name
+from millstream.model.positions import Seq, StreamToken
+from millstream.protocol.replication.roles import RoleFact
+from millstream.replication.object_store import ObjectStoreTransport
+from millstream.wal.files import RealFiles
+from millstream.wal.group_ends import ends_behind, last_group_upto
+from millstream.wal.history import truncate_to
+from millstream.wal.layout import SESSIONS_NAME
+from millstream.wal.reader import StreamReader
+from millstream.wal.shipping import durable_marks
+
+if TYPE_CHECKING:
+    from millstream.model.ids import StreamId
+
+
+def restore_stream(
+    url: str, stream: str, folder: Path, *, at: str | None = None, tell: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """Bring a stream back from an object store.
+
+    Args:
+        url: the store's, as `[replication] object_store` has it.
+        stream: its name there.
+        folder: a home to make, or one that was begun by a call that was cut short. It gets a millstream.toml where it has none.
+        at: a token of the stream: what came behind it stays away. None: everything.
+        tell: told what happens, a line each.
+
+    Returns:
+        `stream`, `id`, `persisted_upto`, `token`, `group`, `bytes`: JSON-able.
+
+    Raises:
+        UsageError: the folder has a log that is written already; or the store's address is none.
+        UnknownStream: the store has nothing of that name.
+        InvalidToken, TokenFromFuture: the token is another stream's, or lies beyond what is stored.
+        StoreUnavailable, ShipmentUnreadable, DiskFull …: it can be begun again, and goes on where it was.
+    """
+    check_stream_name(stream)
+    home = _home_at(folder, stream)
+    wal, replication = home.wal_folder(stream), home.data / "replication" / stream
+    with contextlib.closing(ObjectStoreTransport(url, stream, node="restore")) as store:
+        found = fetch(store, stream, wal, tell=tell)
+    stream_id = StreamReader(str(wal)).stream_id
+    if at is not None:
+        _cut_at(wal, StreamToken.parse(at, stream=stream_id).linear(), found.end.persisted_upto, replication)
+    elif (sessions := found.documents.get(SESSIONS)) is not None:
+        (wal / SESSIONS_NAME).write_bytes(sessions)
+    _adopt(home, stream_id, found.documents.get(CATALOG), wal)
+    with Roles(home).changing(stream) as changing:
+        # It leads what it has; nodes that went on from somewhere else have a lineage of their own.
+        changing.put(RoleFact(lineage=found.lineage, promise=found.lineage.last.promise))
+    reader = StreamReader(str(wal))
+    marks = durable_marks(RealFiles(), str(wal))
+    return {
+        "stream": stream,
+        "id": str(stream_id),
+        "persisted_upto": int(reader.persisted_upto()),
+        "token": str(reader.token()),
+        "group": int(max((mark.group for mark in marks.values()), default=GroupNumber(0))),
+        "bytes": found.size_bytes,
+    }
+
+
+def _home_at(folder: Path, stream: str) -> Home:
+    folder = folder.expanduser().absolute()
+    begun = folder / "data" / "restoring.json"
+    if folder.exists() and any(folder.iterdir()) and not begun.exists():
+        raise UsageError(f"{folder} isn't empty", hint="Name a new folder; what is restored becomes a home of its own.")
+    if begun.exists() and json.loads(begun.read_bytes()).get("stream") != stream:
+        raise UsageError(f"{folder} was begun for another stream", hint="Name a new folder.")
+    begun.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(begun, json.dumps({"stream": stream}) + "\n")
+    if not (folder / FILE_NAME).exists():
+        replace_file(
+            folder / FILE_NAME,
+            f"# Restored from an object store. Put in what the stream had: its source, its keys, its lake.\n[streams.{stream}]\n",
+        )
+    home = Home(folder, needs_source=False)
+    home.prepare()
+    return home
+
+
+def _cut_at(wal: Path, token: Seq, persisted: Seq, replication: Path) -> None:
+    """Take out of the log what lies behind a token."""
+    if token > persisted:
+        raise TokenFromFuture(f"the store has the stream up to number {persisted}; the token says {token}")
+    files, aside = RealFiles(), replication / "behind-token"
+    group = last_group_upto(files, str(wal), token)
+    replication.mkdir(parents=True, exist_ok=True)
+    truncate_to(str(wal), ends_behind(files, str(wal), group), aside=str(aside), files=files)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _adopt(home: Home, stream: StreamId, catalog: bytes | None, wal: Path) -> None:
+    """The leader's catalog as of then; and no number that it may have given out is given again."""
+    if catalog is not None:
+        adopt_catalog(home, catalog, [stream])
+    reserved = max((mark.reserved_to for mark in durable_marks(RealFiles(), str(wal)).values()), default=Seq(0))
+    with home.open_catalog() as known:
+        known.resolve_stream(wal.name, found=stream)
+        _, epoch = known.register_writer(stream)
+        known.reservations(stream).reserve_to(reserved, epoch=epoch)

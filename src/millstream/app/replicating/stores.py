@@ -1,0 +1,113 @@
+"""The object store of a home, for who ships to it, who stands for leader, and who brings a log back from it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from millstream.app.replicating.node_calls import this_node
+from millstream.errors import ConfigError, StoreUnavailable, UnknownStream
+from millstream.model.ids import Epoch, GroupNumber
+from millstream.model.positions import Seq
+from millstream.model.replication import Document, Hello, NodeName
+from millstream.protocol.replication.roles import LINEAGE, Greeting, Lineage, Rank, RoleFact
+from millstream.replication.object_store import ObjectStoreTransport
+from millstream.wal.replica import ReplicaEnd, ReplicaLog
+
+if TYPE_CHECKING:
+    from millstream.app.home import Home
+
+_CONNECTS_WITHIN_S: Final = 10.0
+_LOOKS_FOR_S: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What came out of a store."""
+
+    end: ReplicaEnd
+    documents: dict[str, bytes]
+    size_bytes: int
+
+    @property
+    def lineage(self) -> Lineage:
+        """Who has led, as far as this log goes."""
+        data = self.documents.get(LINEAGE)
+        return Lineage() if data is None else Greeting.from_json(data).lineage.covered_by(self.end.group)
+
+
+def store_of(home: Home, stream: str) -> ObjectStoreTransport:
+    """The object store that the home's configuration names, for one of its streams. `ConfigError` where it names none."""
+    url = home.config.replication.object_store
+    if url is None:
+        raise ConfigError(f"{home.config_file} names no object store", hint="Set [replication] object_store.")
+    return ObjectStoreTransport(url, stream, node=this_node(home))
+
+
+def store_rank(store: ObjectStoreTransport) -> tuple[Rank | None, Seq]:
+    """How much a store has of what was acknowledged, and up to which number; None where it has nothing. Raises `StoreUnavailable`."""
+    found = store.newest()
+    if found is None:
+        return None, Seq(0)
+    group = max((mark.group for mark in found.marks.values()), default=GroupNumber(0))
+    lineage = next((one for one in found.documents if one.name == LINEAGE), None)
+    past = Lineage() if lineage is None else Greeting.from_json(lineage.data).lineage
+    upto = max((mark.persisted_upto for mark in found.marks.values()), default=Seq(0))
+    return Rank(past.covered_by(group).last.promise, group), upto
+
+
+def lineage_document(fact: RoleFact) -> Document:
+    """Who has led, as a document for a store: one a promise."""
+    greeting = Greeting(fact.lineage, fact.lineage.last.behind)
+    return Document(LINEAGE, int(fact.promise.epoch), greeting.to_json())
+
+
+def fetch(
+    store: ObjectStoreTransport,
+    stream: str,
+    folder: Path,
+    *,
+    tell: Callable[[str], None] = lambda _: None,
+    must_have: GroupNumber | None = None,
+) -> Fetched:
+    """Take everything that a store has of a stream and a log hasn't into that log.
+
+    Args:
+        store: the store.
+        stream: its name, for errors.
+        folder: the log's; nobody has it open. It is made where it isn't there.
+        tell: told how far it is, now and then.
+        must_have: a group that the store is known to have.
+
+    Raises:
+        UnknownStream: the store has nothing of that stream, nor has the folder.
+        Diverged: the log has other bytes than the store; nothing of it was changed.
+        ShipmentUnreadable, StoreUnavailable, FollowerBehindRetention, DiskFull …: as what it does.
+    """
+    documents: dict[str, bytes] = {}
+    size_bytes = 0
+    log = ReplicaLog.open(str(folder))
+    try:
+        hello = Hello(log.stream, NodeName("restore"), Epoch(0), log.position())
+        link = store.connect(hello, _CONNECTS_WITHIN_S)
+        told_s = time.monotonic()
+        while (shipment := link.recv(_LOOKS_FOR_S)) is not None:
+            documents |= {document.name: document.data for document in shipment.documents}
+            if shipment.parts or shipment.marks:
+                log.apply(shipment)
+                size_bytes += sum(len(part.data) for part in shipment.parts)
+            if time.monotonic() - told_s > 1.0:
+                told_s = time.monotonic()
+                tell(f"{size_bytes >> 20} MiB are here")
+        link.close()
+        if log.stream is None:
+            raise UnknownStream(f"the store has nothing of stream {stream}", stream=stream)
+        end = log.end()
+    finally:
+        log.close()
+    if must_have is not None and end.group < must_have:
+        raise StoreUnavailable(f"the store said that it has group {must_have}, and gave groups up to {end.group}")
+    return Fetched(end, documents, size_bytes)
