@@ -19,11 +19,8 @@ from millstream.app.control import ControlServer
 from millstream.app.home import Home
 from millstream.app.locks import LOCK_PATIENCE_S, RoleLock, writer_role
 from millstream.app.part import Lifeline
-<<<<<<< HEAD
-from millstream.app.replicating.roles import Roles
-=======
 from millstream.app.regions import hear_regions
->>>>>>> 0481d4fb7ac5aa20bf76ce5fd8060d02a3274bf8
+from millstream.app.replicating.roles import Roles
 from millstream.app.retention import sweep
 from millstream.app.wiring import capture_config, place_compiled_code
 from millstream.app.writing.appending import append_socket

@@ -10,11 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from millstream.app.locks import LOCK_PATIENCE_S
-<<<<<<< HEAD
-from millstream.app.replicating.roles import Roles
-=======
 from millstream.app.regions import check_merges, hear_regions
->>>>>>> 0481d4fb7ac5aa20bf76ce5fd8060d02a3274bf8
+from millstream.app.replicating.roles import Roles
 from millstream.app.wiring import log_options, session_limits, shard_of, write_rules
 from millstream.app.writing.buffered import (
     AppenderOfReader,
@@ -30,11 +27,7 @@ from millstream.errors import ClockAhead, LogError, OtherRegion, ShardLocked, St
 from millstream.ingest.appender import Appender
 from millstream.ingest.schemas import TableRules
 from millstream.ingest.taking import OperationTaker
-<<<<<<< HEAD
-from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId, WriterId
-=======
-from millstream.model.ids import Epoch, RegionId, ShardId, StreamId, WriterId
->>>>>>> 0481d4fb7ac5aa20bf76ce5fd8060d02a3274bf8
+from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, StreamId, WriterId
 from millstream.model.operations import FIRST_SHARD
 from millstream.routing.dispatch import Dispatcher
 from millstream.wal.files import RealFiles
