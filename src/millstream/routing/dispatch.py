@@ -16,6 +16,8 @@ from millstream.errors import MillstreamError, PartialWrite, WriterClosed
 from millstream.model.appends import Submitted
 from millstream.model.operations import Ack, TableRows, WriteOps
 from millstream.model.positions import Seq, SeqRange
+from millstream.model.replication import AckLevel
+from millstream.model.writes import SessionFacts
 from millstream.ports import RecordSink
 from millstream.routing.sinks import TOOK
 
@@ -29,11 +31,16 @@ _THREADS_OF_A_SINK: Final = 8
 class AppendingLog(Protocol):
     """What of the log's writer is needed here."""
 
-    def append(self, ops: Submitted, *, deadline_s: float | None = None) -> Ack:
+    def append(self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None) -> Ack:
         """As `LogWriter.append`."""
 
-    async def append_async(self, ops: Submitted, *, deadline_s: float | None = None) -> Ack:
+    async def append_async(
+        self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None
+    ) -> Ack:
         """As `LogWriter.append_async`."""
+
+    def session(self, name: str, *, deadline_s: float | None = None) -> SessionFacts:
+        """As `LogWriter.session`."""
 
     def persisted_upto(self) -> Seq:
         """As `LogWriter.persisted_upto`."""
@@ -61,7 +68,7 @@ class Dispatcher:
         self.ignored: Counter[str] = Counter()
         """Writes that a sink failed and that went on all the same, by sink."""
 
-    def append(self, ops: Submitted, *, deadline_s: float | None = None) -> Ack:
+    def append(self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None) -> Ack:
         """As `LogWriter.append`, and to sinks.
 
         Raises:
@@ -71,31 +78,37 @@ class Dispatcher:
         """
         local, by_sink = _apart(ops)
         if not by_sink:
-            return self._log.append(ops, deadline_s=deadline_s)
+            return self._log.append(ops, deadline_s=deadline_s, acks=acks)
         asked = self._ask(by_sink, deadline_s)
         outcome: Ack | MillstreamError | None = None
         if local is not None:
             try:
-                outcome = self._log.append(local, deadline_s=deadline_s)
+                outcome = self._log.append(local, deadline_s=deadline_s, acks=acks)
             except MillstreamError as error:
                 outcome = error
         told = {name: _outcome(future) for name, future in asked.items()}
         return self._ack(outcome, told)
 
-    async def append_async(self, ops: Submitted, *, deadline_s: float | None = None) -> Ack:
+    async def append_async(
+        self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None
+    ) -> Ack:
         """As `append`, for a task."""
         local, by_sink = _apart(ops)
         if not by_sink:
-            return await self._log.append_async(ops, deadline_s=deadline_s)
+            return await self._log.append_async(ops, deadline_s=deadline_s, acks=acks)
         asked = self._ask(by_sink, deadline_s)
         outcome: Ack | MillstreamError | None = None
         if local is not None:
             try:
-                outcome = await self._log.append_async(local, deadline_s=deadline_s)
+                outcome = await self._log.append_async(local, deadline_s=deadline_s, acks=acks)
             except MillstreamError as error:
                 outcome = error
         await asyncio.gather(*map(asyncio.wrap_future, asked.values()), return_exceptions=True)
         return self._ack(outcome, {name: _outcome(future) for name, future in asked.items()})
+
+    def session(self, name: str, *, deadline_s: float | None = None) -> SessionFacts:
+        """As `LogWriter.session`."""
+        return self._log.session(name, deadline_s=deadline_s)
 
     def persisted_upto(self) -> Seq:
         """As `LogWriter.persisted_upto`."""
