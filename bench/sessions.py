@@ -14,6 +14,7 @@ import pyarrow as pa
 from bench.figures import Figure, asked, compared, measures, say
 from bench.places import folder
 from millstream.app.home import Home
+from millstream.app.opened import home_appender
 from millstream.app.writing.appending import HomeAppender
 from millstream.model.ids import ShardId
 from millstream.model.operations import Ack
@@ -93,4 +94,4 @@ def session_bytes() -> Iterator[Figure]:
 
 def _appender(path: Path) -> HomeAppender:
     (path / "millstream.toml").write_text("[streams.web]\n")
-    return HomeAppender(Home(path))
+    return home_appender(Home(path))
