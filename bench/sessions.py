@@ -15,6 +15,7 @@ import pyarrow as pa
 from bench.figures import Figure, asked, compared, measures, say
 from bench.places import folder
 from millstream.app.home import Home
+from millstream.app.opened import home_appender
 from millstream.app.writing.appending import HomeAppender
 from millstream.model.ids import ShardId
 from millstream.model.operations import Ack
@@ -176,4 +177,4 @@ def _rows() -> pa.Table:
 
 def _appender(path: Path) -> HomeAppender:
     (path / "millstream.toml").write_text("[streams.web]\n")
-    return HomeAppender(Home(path))
+    return home_appender(Home(path))

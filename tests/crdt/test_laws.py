@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.crdt.counters import Actor, GrowCounters, PnCounters
@@ -24,6 +24,8 @@ from millstream.crdt.signals import DECAY_TERMS, DecayedSignals, Signal, decay
 from millstream.errors import InvalidValue, MergeStateUnreadable
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "crdt-v1.json"
+HALF = settings(max_examples=settings().max_examples // 2)
+"""For each of seven kinds."""
 DAY_NS = 86_400 * 10**9
 
 SCALARS = st.one_of(
@@ -98,6 +100,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@HALF
 @given(data=st.data())
 def test_joins_commute_associate_repeat_without_effect_and_only_grow(name: str, data: st.DataObject) -> None:
     lattice, states = CASES[name].lattice, data.draw(CASES[name].states)
@@ -111,6 +114,7 @@ def test_joins_commute_associate_repeat_without_effect_and_only_grow(name: str, 
 
 
 @pytest.mark.parametrize("name", CASES)
+@HALF
 @given(data=st.data())
 def test_any_order_duplication_and_batching_of_deliveries_converges(name: str, data: st.DataObject) -> None:
     lattice, states = CASES[name].lattice, data.draw(CASES[name].states)
@@ -124,6 +128,7 @@ def test_any_order_duplication_and_batching_of_deliveries_converges(name: str, d
 
 
 @pytest.mark.parametrize("name", CASES)
+@HALF
 @given(data=st.data())
 def test_bytes_come_back_as_their_state_and_damaged_ones_are_refused(name: str, data: st.DataObject) -> None:
     lattice, states = CASES[name].lattice, data.draw(CASES[name].states)

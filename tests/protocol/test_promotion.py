@@ -29,7 +29,7 @@ class Contest:
 
     def __init__(
         self, level: str = "durable(1)", *, group: int = 5, accept_loss: bool = False, has_store: bool = False
-    ):
+    ) -> None:
         fact = RoleFact(Role.FOLLOWS, leader=A)
         self.one = Promotion(
             B,

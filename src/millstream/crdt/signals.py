@@ -86,7 +86,7 @@ class DecayedSignals:
 
 def decay(age_ns: int, half_life_ns: int) -> float:
     """What is left of 1 after that time; 1 where the time lies ahead."""
-    halvings = max(age_ns, 0) / half_life_ns
+    halvings = float(max(age_ns, 0)) / float(half_life_ns)  # as columns divide: a long quotient rounds otherwise
     if halvings >= HALVINGS_MAX:
         return 0.0
     full = math.floor(halvings)

@@ -37,6 +37,7 @@ from millstream.errors._http import InvalidBody as InvalidBody
 from millstream.errors._http import MediaTypeUnknown as MediaTypeUnknown
 from millstream.errors._http import RequestTimeout as RequestTimeout
 from millstream.errors._http import ServerBusy as ServerBusy
+from millstream.errors._http import TransferIdle as TransferIdle
 from millstream.errors._ingest import IngestError as IngestError
 from millstream.errors._ingest import KeyChanged as KeyChanged
 from millstream.errors._ingest import RowsTooLarge as RowsTooLarge
@@ -74,6 +75,7 @@ from millstream.errors._remote import ServerUnreachable as ServerUnreachable
 from millstream.errors._replication import ClockAhead as ClockAhead
 from millstream.errors._replication import Diverged as Diverged
 from millstream.errors._replication import Fenced as Fenced
+from millstream.errors._replication import LevelUnknown as LevelUnknown
 from millstream.errors._replication import LinkLost as LinkLost
 from millstream.errors._replication import MergeStateUnreadable as MergeStateUnreadable
 from millstream.errors._replication import MergeUnsuitable as MergeUnsuitable
@@ -82,6 +84,7 @@ from millstream.errors._replication import OtherRegion as OtherRegion
 from millstream.errors._replication import OtherStream as OtherStream
 from millstream.errors._replication import PromotionLost as PromotionLost
 from millstream.errors._replication import ReadOnly as ReadOnly
+from millstream.errors._replication import ReplicaFailed as ReplicaFailed
 from millstream.errors._replication import ReplicaGap as ReplicaGap
 from millstream.errors._replication import ReplicasMissing as ReplicasMissing
 from millstream.errors._replication import ReplicationError as ReplicationError

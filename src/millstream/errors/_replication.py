@@ -34,6 +34,14 @@ class ShipmentUnreadable(ReplicationError):
     default_hint = "It is sent again. If this repeats, both sides need the same version of Millstream."
 
 
+class ReplicaFailed(ReplicationError):
+    """The follower's disk failed: what was on its way may or may not be durable. Only opening its log anew decides."""
+
+    code = "replica_failed"
+    retry = Retry.REOPEN
+    default_hint = "Nothing: the follower opens its log anew, and goes on behind what it finds. If this repeats, look after the disk."
+
+
 class OtherStream(ReplicationError):
     """The follower has another stream under that name."""
 
@@ -80,6 +88,14 @@ class ReplicasMissing(ReplicationError):
     default_hint = (
         "Send it again under the same session or key: it is taken once. `millstream replicas` tells who doesn't answer."
     )
+
+
+class LevelUnknown(ReplicationError):
+    """Nobody can say whether what is written is held as an acknowledgement level asks: nothing was written."""
+
+    code = "level_unknown"
+    retry = Retry.OPERATOR
+    default_hint = 'Append with acks = "local", to a stream that is kept in a log and has one writer.'
 
 
 class NotCaughtUp(ReplicationError):

@@ -142,6 +142,12 @@ class FlightConfig(Section):
         "beside, of the size that its sender makes it.",
     )
 
+    idle_timeout: Duration = Field(
+        default="5m",
+        description="How long a caller that appends may send nothing while its next batch is waited for, or leave what it is told untaken. Then it is told so "
+        "(`transfer_idle`), and its connection is cut where it doesn't end the call: it would keep one of `calls_max` for ever.",
+    )
+
     @property
     def address(self) -> tuple[str, int] | None:
         """Host and port, apart; None where there is no Flight."""
