@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from millstream.testing.postgres import EmbeddedPostgres, PostgresStartError, PostgresUnavailable
     from millstream.testing.redis import EmbeddedRedis
     from millstream.testing.shop import ShopWorkload
+    from millstream.testing.transport import LinkConformance, TransportConformance, TransportStage
     from millstream.testing.workload import StepInfo, Workload
     from millstream.testing.write_buffer import BufferStage, WriteBufferConformance
 
@@ -28,12 +29,15 @@ _HOMES = {
     "EmbeddedPostgres": "postgres",
     "EmbeddedRedis": "redis",
     "FaultPlan": "files",
+    "LinkConformance": "transport",
     "ManualClock": "clock",
     "MemoryFiles": "files",
     "PostgresStartError": "postgres",
     "PostgresUnavailable": "postgres",
     "ShopWorkload": "shop",
     "StepInfo": "workload",
+    "TransportConformance": "transport",
+    "TransportStage": "transport",
     "Workload": "workload",
     "WriteBufferConformance": "write_buffer",
     "keep_any": "files",
@@ -49,12 +53,15 @@ __all__ = [
     "EmbeddedPostgres",
     "EmbeddedRedis",
     "FaultPlan",
+    "LinkConformance",
     "ManualClock",
     "MemoryFiles",
     "PostgresStartError",
     "PostgresUnavailable",
     "ShopWorkload",
     "StepInfo",
+    "TransportConformance",
+    "TransportStage",
     "Workload",
     "WriteBufferConformance",
     "keep_any",
