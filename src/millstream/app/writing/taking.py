@@ -82,7 +82,7 @@ class ShardProgress:
     """How far a shard of the buffer is in the log."""
 
     place: BufferOffset
-    """All below is in the log, but for what is held."""
+    """All below is in the log, or puts nothing there; but for what is held."""
     end: BufferOffset
     """Of the buffer, when it was last looked."""
     taken: int = 0
