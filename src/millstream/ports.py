@@ -12,10 +12,10 @@ from typing import Protocol, Self, TypeAlias
 from millstream.errors import MillstreamError
 from millstream.model.appends import Submitted
 from millstream.model.buffers import BufferedOp, BufferMeta, BufferOffset, ReadPause
-from millstream.model.ids import Epoch, ShardId, SourceId, WriterId
+from millstream.model.ids import Epoch, GroupNumber, ShardId, SourceId, WriterId
 from millstream.model.operations import Ack, WriteOps
 from millstream.model.positions import Lsn, Seq, SeqRange
-from millstream.model.replication import Acknowledgement, Hello, Shipment
+from millstream.model.replication import Acknowledgement, Hello, Holdings, Shipment
 from millstream.model.writes import SessionFacts
 from millstream.protocol.sequencer import Announcement, Drawn, LedgerView, Registration, WriterEntry
 
@@ -204,6 +204,32 @@ class LogAppender(Protocol):
 
     def reached(self) -> Mapping[SourceId, Lsn]:
         """For each source, the commit end LSN up to which the durable log has everything."""
+
+    def settled(self) -> Future[Ack] | None:
+        """None where all that is durable here is held elsewhere as the stream's level says; else a future that ends when it is.
+
+        A source may be told of what the log has reached only then.
+        """
+
+    def is_written(self) -> bool:
+        """Whether all that was submitted is durable here, so that futures which haven't ended wait for others alone."""
+
+
+class HighWater(Protocol):
+    """Where the writer of a stream learns how much of its log is held elsewhere.
+
+    Concurrency: one thread at a time.
+    """
+
+    def begin(self, newest: GroupNumber) -> None:
+        """The log was opened and ends with that group: who says now that it holds more has another log, and doesn't count before it says otherwise."""
+
+    def look(self) -> Holdings:
+        """What is known now. Cheap: it is called up to several thousand times a second while somebody waits.
+
+        Raises:
+            LogError: what tells it is of a newer version.
+        """
 
 
 class ApplicationLog(Protocol):

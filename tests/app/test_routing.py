@@ -26,7 +26,16 @@ from millstream.app.opened import home_appender
 from millstream.app.routes import explain_route
 from millstream.app.serving.metrics import prometheus_text
 from millstream.catalog.eras import RingEras
-from millstream.errors import ConfigError, InvalidRoute, NoRouteMatches, PartialWrite, ReshardRefused, UnknownStream
+from millstream.errors import (
+    ConfigError,
+    InvalidRoute,
+    InvalidTime,
+    NoRouteMatches,
+    PartialWrite,
+    ReshardRefused,
+    UnknownStream,
+    UsageError,
+)
 from millstream.model.buffers import ReadPause
 from millstream.model.ids import ShardId
 from millstream.model.operations import Appended
@@ -399,6 +408,46 @@ def test_explain_says_what_takes_a_row_and_where_it_goes(home: Path) -> None:
     assert "kind = 'bot'" in told
     assert "devnull" in told
     assert json.loads(done(home, "route", "explain", "public.audit", '{"x": 1}', "--json"))["shard"] == 1
+
+
+def test_explain_says_where_a_row_lies_by_its_moments_and_by_the_ring_of_then(home: Path) -> None:
+    keys = range(40)
+    with millstream.open(home) as opened:
+        opened.append("web", "clicks", [click(key, 0) for key in keys])
+        before = str(opened.token("web"))
+        opened._home_appender().reshard("web", 7)
+        opened.append("web", "clicks", [click(key, 1) for key in keys])
+        after = str(opened.token("web"))
+    lies: dict[int, dict[int, int]] = {0: {}, 1: {}}
+    for shard, row in shards_by_offset(home):
+        lies[row["n"]][row["id"]] = shard
+    assert lies[0] != lies[1]
+    at = {"at": DAY}
+    for n, tokens in ((0, [before]), (1, [after, None])):
+        for token in tokens:
+            found = [explain_route(Home(home), "web", "clicks", {"id": key}, moments=at, as_of=token) for key in keys]
+            assert {key: one["shard"] for key, one in zip(keys, found, strict=True)} == lies[n]
+            assert {(one["partition"], one["shards"], one["era"]) for one in found} == {
+                ("2026-01-01", 4 + 3 * n, 1 + n)
+            }
+    words = (
+        "route",
+        "explain",
+        "clicks",
+        '{"id": 7}',
+        "--moment",
+        "at=2026-01-02T23:00-05:00",
+        "--as-of",
+        "now",
+        "--json",
+    )
+    told = json.loads(done(home, *words))
+    assert (told["partition"], told["shard"]) == ("2026-01-03", lies[1][7])
+    for as_of in ("2020-01-01", f"{before.partition('.')[0]}.s0"):
+        with pytest.raises(UsageError, match="no hash ring was in force"):
+            explain_route(Home(home), "web", "clicks", {"id": 1}, moments=at, as_of=as_of)
+    with pytest.raises(InvalidTime):
+        explain_route(Home(home), "web", "clicks", {"id": 1}, moments=at, as_of="noon")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 _COMPRESSED: Final = 4
 """How many times as large as its frame a record's columns are taken to be, where that isn't known yet."""
+
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class OpenHome:
@@ -137,6 +140,32 @@ class OpenHome:
             QueryMemoryFull: one operation changes more rows of the table than are read at once behind an address.
         """
         yield from latest_stretches(self.reader(stream), table, after=after, upto=upto, rows_max=rows_max)
+
+    def merged(self, stream: str, table: str, *, at: datetime | None = None) -> pa.Table:
+        """A table that several regions write, as all of them together say it is: one row a key, merged as `[streams.S.merge]` has it.
+
+        Args:
+            stream: the stream's name.
+            table: `schema.table`, of one that applications write, with a key.
+            at: as of which moment signals have decayed (without a zone: UTC); that of the newest record where None, so that two homes that
+                have the same records see the same.
+
+        Returns:
+            The table's own columns, in the order of its key. Read from the logs that this home has: its own, and those of the regions that
+            it follows.
+
+        Raises:
+            UnknownTable: no region has records of it.
+            MergeUnsuitable: it can't merge so.
+            OtherRegion, OtherStream: a log isn't what its folder, or what was merged before, says.
+            OffsetExpired: retention has dropped what wasn't merged yet (`millstream reconcile`).
+            InvalidValue: a counter's sum is beyond its type.
+        """
+        from millstream.app.regions import merged_table
+
+        moment = at if at is None or at.tzinfo is not None else at.replace(tzinfo=UTC)
+        at_ns = None if moment is None else (moment - _EPOCH) // timedelta(microseconds=1) * 1000
+        return merged_table(self._home, self._home.pick_stream(stream), table, at_ns=at_ns)
 
     def append(
         self,

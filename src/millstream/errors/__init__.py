@@ -75,6 +75,7 @@ from millstream.errors._remote import ServerUnreachable as ServerUnreachable
 from millstream.errors._replication import ClockAhead as ClockAhead
 from millstream.errors._replication import Diverged as Diverged
 from millstream.errors._replication import Fenced as Fenced
+from millstream.errors._replication import LevelUnknown as LevelUnknown
 from millstream.errors._replication import LinkLost as LinkLost
 from millstream.errors._replication import MergeStateUnreadable as MergeStateUnreadable
 from millstream.errors._replication import MergeUnsuitable as MergeUnsuitable

@@ -90,6 +90,14 @@ class ReplicasMissing(ReplicationError):
     )
 
 
+class LevelUnknown(ReplicationError):
+    """Nobody can say whether what is written is held as an acknowledgement level asks: nothing was written."""
+
+    code = "level_unknown"
+    retry = Retry.OPERATOR
+    default_hint = 'Append with acks = "local", to a stream that is kept in a log and has one writer.'
+
+
 class NotCaughtUp(ReplicationError):
     """The node that is to be promoted lacks records that were acknowledged elsewhere."""
 

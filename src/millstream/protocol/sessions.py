@@ -23,7 +23,8 @@ What becomes of a write:
     | of a session that was forgotten   | SessionExpired    | SessionExpired|
     | a key that was forgotten          | WriteForgotten    | WriteForgotten|
 
-Sessions that were used lately are objects, others a few bytes each.
+Sessions that were used lately are objects, others a few bytes each. What a write was given becomes an object where it is asked for: who writes
+again in one of many sessions needs only its mark.
 """
 
 from __future__ import annotations
@@ -63,6 +64,10 @@ _RESULT: Final = struct.Struct("<qqqqB")
 _MANY: Final = 255
 _SHARDS: Final = struct.Struct("<H")
 _PLACE: Final = struct.Struct("<iqq")
+_PLAIN_SIZE: Final = _RESULT.size + _PLACE.size
+"""Of a result on one shard, as most are."""
+_NUMBERS: Final = struct.Struct(f"<q{_PLAIN_SIZE - 8}x")
+_NUMBER: Final = struct.Struct("<q")
 _NAME: Final = struct.Struct("<H")
 _HASH: Final = np.dtype("<u8")
 _Hashes = npt.NDArray[np.uint64]
@@ -86,8 +91,8 @@ _Result: TypeAlias = tuple[int, Ack]
 class _Session:
     mark: int = 0
     used_us: int = 0
-    results: dict[int, _Result] = field(default_factory=dict)
-    """By number: all above the mark, and the last ones up to it."""
+    results: dict[int, _Result | bytes] = field(default_factory=dict)
+    """By number: all above the mark, and the last ones up to it; as bytes where they come from some."""
 
 
 class Sessions:
@@ -149,12 +154,17 @@ class Sessions:
         name, number = write_id.session, write_id.number
         assert name is not None
         assert number is not None
-        session = self._hot.get(name) or self._thawed(name)
+        session = self._hot.get(name)
+        if session is None and (packed := self._cold.get(name)) is not None:
+            if mark is None and _SESSION.unpack_from(packed)[0] == number - 1:
+                return None  # the mark would be farther
+            session = _unpacked(packed)
         if session is not None:
             found = session.results.get(number)
             if found is not None:
-                self.check_same(found[0], digest, write_id)
-                return found[1]
+                known, given = _unpacked_result(found, 0)[1] if isinstance(found, bytes) else found
+                self.check_same(known, digest, write_id)
+                return given
             if number <= session.mark:
                 raise WriteForgotten(
                     f"write {number} of session {name} was appended; where isn't known any more",
@@ -441,20 +451,34 @@ def _packed(session: _Session) -> bytes:
     return b"".join(
         [
             _SESSION.pack(session.mark, session.used_us, len(session.results)),
-            *(_packed_result(number, result) for number, result in session.results.items()),
+            *(
+                result if isinstance(result, bytes) else _packed_result(number, result)
+                for number, result in session.results.items()
+            ),
         ]
     )
 
 
 def _unpacked(packed: bytes) -> _Session:
     mark, used_us, count = _SESSION.unpack_from(packed)
-    results = {}
+    results: dict[int, _Result | bytes] = {}
     at = _SESSION.size
-    for _ in range(count):
-        number, result = _unpacked_result(packed, at)
-        results[number] = result
-        at += _size_of_result(packed, at)
+    if _are_plain(packed, at, count):
+        for (number,) in _NUMBERS.iter_unpack(packed[at:]):
+            results[number] = packed[at : at + _PLAIN_SIZE]
+            at += _PLAIN_SIZE
+    else:
+        for _ in range(count):
+            (number,) = _NUMBER.unpack_from(packed, at)
+            end = at + _size_of_result(packed, at)
+            results[number] = packed[at:end]
+            at = end
     return _Session(mark, used_us, results)
+
+
+def _are_plain(data: bytes, at: int, count: int) -> bool:
+    """Whether each of so many results that begin there lies on one shard: then they are of one size."""
+    return data[at + _RESULT.size - 1 : at + count * _PLAIN_SIZE : _PLAIN_SIZE] == b"\x01" * count
 
 
 def _packed_result(number: int, result: _Result) -> bytes:
@@ -488,7 +512,9 @@ def _size_of_result(data: bytes, at: int) -> int:
 
 
 def _size_of_session(data: bytes, at: int) -> int:
-    size = _SESSION.size
-    for _ in range(_SESSION.unpack_from(data, at)[2]):
+    size, count = _SESSION.size, int(_SESSION.unpack_from(data, at)[2])
+    if _are_plain(data, at + size, count):
+        return size + count * _PLAIN_SIZE
+    for _ in range(count):
         size += _size_of_result(data, at + size)
     return size

@@ -125,7 +125,7 @@ class KeyedCommits:
         except ValueError as error:
             raise CorruptWal(f"the sessions' copy in {folder} makes no sense: {error}", file=folder) from error
         upto = Seq(0) if copy is None else copy.upto
-        reader = StreamReader(folder, files=files)
+        reader = StreamReader(folder, files=files, durable=True)
         first = reader.first_seq()
         if upto + 1 < first:
             logger.warning(

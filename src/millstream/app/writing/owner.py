@@ -19,6 +19,7 @@ from millstream.app.control import ControlServer
 from millstream.app.home import Home
 from millstream.app.locks import LOCK_PATIENCE_S, RoleLock, writer_role
 from millstream.app.part import Lifeline
+from millstream.app.regions import hear_regions
 from millstream.app.retention import sweep
 from millstream.app.wiring import capture_config, place_compiled_code
 from millstream.app.writing.appending import append_socket
@@ -78,6 +79,8 @@ class OwnedStream:
         """Set when no stream captures any more."""
         self.since_s = time.time()
         self._attempt = 0
+        self._unheard: str | None = None
+        """Why a region was not heard, as it was told."""
 
     def run(
         self, stop: threading.Event, *, until_caught_up: bool, tell: Callable[[], None], supervised: bool = False
@@ -130,7 +133,7 @@ class OwnedStream:
             tell()
             # Of a job: for as long as the others take, so that applications can append meanwhile.
             while not stop.wait(_LOOK_EVERY_S) and not (until_caught_up and self.others_done.is_set()):
-                continue
+                self._hear_regions(writer)
             self.facts_at_end = _NOTHING_CAPTURED | {"caught_up": until_caught_up}
             return
         if writer.name is not None:
@@ -146,6 +149,17 @@ class OwnedStream:
             else:
                 self.error, self.facts_at_end = outcome.error, _outcome_facts(outcome)
                 return
+
+    def _hear_regions(self, writer: StreamWriter) -> None:
+        """Have what is written here be later than what has come from other regions. A clock that is wrong elsewhere stops nothing here."""
+        try:
+            hear_regions(self.home, self.name, self.config, writer.log)
+        except MillstreamError as error:
+            if self._unheard != error.message:
+                logger.warning("a region isn't heard", stream=self.name, code=error.code, error=error.message)
+            self._unheard = error.message
+        else:
+            self._unheard = None
 
     def _take_from_buffer(
         self,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from millstream.app.locks import LOCK_PATIENCE_S
+from millstream.app.regions import check_merges, hear_regions
 from millstream.app.wiring import log_options, session_limits, shard_of, write_rules
 from millstream.app.writing.buffered import (
     AppenderOfReader,
@@ -21,11 +22,11 @@ from millstream.app.writing.routing import StreamRouting, shards_to_open
 from millstream.app.writing.shared_writer import SharedWriter
 from millstream.app.writing.sinks import sinks_of
 from millstream.app.writing.writer_facts import refuse_to_own
-from millstream.errors import LogError, ShardLocked, StaleEpoch
+from millstream.errors import ClockAhead, LogError, OtherRegion, ShardLocked, StaleEpoch
 from millstream.ingest.appender import Appender
 from millstream.ingest.schemas import TableRules
 from millstream.ingest.taking import OperationTaker
-from millstream.model.ids import Epoch, ShardId, StreamId, WriterId
+from millstream.model.ids import Epoch, RegionId, ShardId, StreamId, WriterId
 from millstream.model.operations import FIRST_SHARD
 from millstream.routing.dispatch import Dispatcher
 
@@ -79,10 +80,14 @@ def stream_writer(
         ShardLocked: another process holds a shard, and goes on holding it.
         LeaseTooShort, WriterNameTaken, ShardTaken, SequenceUnusable: as `SharedWriter.open`, of one among several.
         CorruptWal, DiskFull …: as `LogWriter.open`.
+        MergeUnsuitable: a table can't merge as the configuration says.
+        OtherRegion: the log is another region's than the configuration says.
     """
     stream = resolve_stream(home, catalog, name)
     if check is not None:
         check(stream)
+    if config.merge:
+        check_merges(config, catalog.latest_schemas(stream).values())
     with contextlib.ExitStack() as opened:
         own = home.config.writer.name
         if own is None:
@@ -92,6 +97,8 @@ def stream_writer(
         else:
             shared = opened.enter_context(_join(home, catalog, stream, name, config, own))
             log, writer, first_shard = shared.log, shared.writer, shared.shards[0]
+        with contextlib.suppress(ClockAhead, OtherRegion):  # the owner tells of it, again and again
+            hear_regions(home, name, config, log)
         routing = StreamRouting(catalog, stream, name, config, log, first_shard=first_shard, is_shared=own is not None)
         rules, buffer = _table_rules(config, routing, first_shard), config.buffer
         if buffer is None:
@@ -197,6 +204,7 @@ def _own(home: Home, catalog: Catalog, stream: StreamId, name: str, config: Stre
                 epoch=epoch,
                 reservations=catalog.reservations(stream),
                 options=log_options(config),
+                region=RegionId(config.region),
                 writer=writer,
                 sessions=session_limits(config),
             )
