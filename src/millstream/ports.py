@@ -446,7 +446,7 @@ class Transport(Protocol):
     """
 
     def accept(self, timeout_s: float) -> FollowerLink | None:
-        """The next follower that came, at the leader; None where none did in time."""
+        """The next follower that came, at the leader; None where none did in time. Raises `StoreUnavailable`, `StoreUnusable` of an object store."""
 
     def connect(self, hello: Hello, timeout_s: float) -> LeaderLink:
         """A link to the leader, at a follower. Raises `LinkLost` where it can't be reached in time, `StoreUnavailable`, `AccessError`."""

@@ -263,7 +263,7 @@ def main(arguments: list[str]) -> int:
             continue
         broken, _ = search(1, SEEDS_MAX, mutation)
         missed += not broken
-        print(f"{mutation.__name__}: {next(iter(broken.items()), 'not found')}")
+        sys.stdout.write(f"{mutation.__name__}: {next(iter(broken.items()), 'not found')}\n")
     return 1 if missed else 0
 
 

@@ -1012,10 +1012,13 @@ def search(
 def main(arguments: list[str]) -> int:
     """Play seeds; 1 where one broke something."""
     first, count = int(arguments[0]), int(arguments[1])
-    time.monotonic()
-    broken, _counts = search(first, count, until=5)
-    for _seed, _what in broken.items():
-        pass
+    began = time.monotonic()
+    broken, counts = search(first, count, until=5)
+    for seed, what in broken.items():
+        sys.stdout.write(f"seed {seed}: {what}\n")
+    sys.stdout.write(
+        f"{counts['seeds']} seeds, {len(broken)} broken, {time.monotonic() - began:.1f} s; {dict(counts.most_common())}\n"
+    )
     return 1 if broken else 0
 
 
