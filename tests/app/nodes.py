@@ -36,7 +36,7 @@ class Node:
         nodes = "\n".join(f'{node} = "grpc://127.0.0.1:{port}"' for node, port in ports.items())
         self.home: Final = make_home(
             folder,
-            f'[streams.{STREAM}]\n[streams.{STREAM}.ingest]\nschema_on_write = "create"\n'
+            f'[streams.{STREAM}]\nacks = "{acks}"\n[streams.{STREAM}.ingest]\nschema_on_write = "create"\n'
             f'[http]\nlisten = "127.0.0.1:0"\n[flight]\nlisten = "127.0.0.1:{ports[name]}"\n'
             f'[replication]\nnode = "{name}"\n{more}[replication.nodes]\n{nodes}\n',
         )
@@ -102,9 +102,11 @@ class Node:
         return found
 
     def bytes_of_log(self) -> dict[str, bytes]:
-        """The log's files as they are, marks aside."""
+        """The log's files as they are, marks and room for what comes aside."""
         folder = self.home / "data" / "wal" / STREAM
-        return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.glob("*/*.wal"))}
+        return {
+            str(file.relative_to(folder)): file.read_bytes().rstrip(b"\0") for file in sorted(folder.glob("*/*.wal"))
+        }
 
 
 @contextlib.contextmanager

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from millstream.errors import LinkLost
-from millstream.model.ids import Epoch, RegionId
+from millstream.model.ids import Epoch, RegionId, ShardId
+from millstream.model.marks import DurableMark
 from millstream.model.replication import Hello
 from millstream.ports import FollowerLink, LeaderLink
 from millstream.replication import object_layout
@@ -22,6 +24,15 @@ from millstream.replication.queues import WINDOW_BYTES
 __all__ = ["STORE_NODE", "ObjectStoreTransport", "SegmentBytes"]
 
 _ONE_REGION = RegionId(0)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredState:
+    """What a store has of a log."""
+
+    marks: Mapping[ShardId, DurableMark]
+    """The newest; empty where nothing is stored."""
+    documents: Mapping[str, bytes]
 
 
 class ObjectStoreTransport:
@@ -131,3 +142,13 @@ class ObjectStoreTransport:
     def stored(self) -> Hello:
         """What the store has, as a follower would say it. Raises as `accept`."""
         return stored_of(self._objects, self._layout).hello(self.greatest_claim())
+
+    def newest(self) -> StoredState:
+        """What the store has of the log: the newest marks, and the newest documents. Raises as `accept`."""
+        found = stored_of(self._objects, self._layout)
+        documents = {}
+        for name, version in found.documents.items():
+            data = self._objects.get(self._layout.document(name, version))
+            if data is not None:
+                documents[name] = bytes(data)
+        return StoredState(found.marks, documents)

@@ -17,7 +17,6 @@ from millstream.app.config.quantities import duration_s
 from millstream.app.replicating.catalog_document import CatalogDocument
 from millstream.app.replicating.roles import LOOK_EVERY_S, Roles, acks_file, replication_folder
 from millstream.app.replicating.session_document import SessionDocument
-from millstream.app.replicating.stores import lineage_document, store_of
 from millstream.app.writing.stream_writer import resolve_stream
 from millstream.errors import FollowerBehindRetention, MillstreamError, UnknownStream
 from millstream.model.ids import StreamId
@@ -168,6 +167,8 @@ class _StreamShipping:
     @contextlib.contextmanager
     def _archiving(self, fact: RoleFact, shipper: WalShipper, documents: _Documents) -> Iterator[WalArchiver]:
         """The object store's part."""
+        from millstream.app.replicating.stores import lineage_document, store_of
+
         archiver = WalArchiver(
             self._name,
             str(self._home.wal_folder(self._name)),

@@ -131,7 +131,7 @@ class _Attempt:
         self._tell = tell
         self._roles = Roles(home)
         config = home.config.streams[stream]
-        level = AckLevel.parse(getattr(config, "acks", "local"))
+        level = AckLevel.parse(config.acks)
         nodes = frozenset(NodeName(node) for node in home.config.replication.nodes) | {me}
         _refuse_several_writers(home, stream)
         self._machine = Promotion(

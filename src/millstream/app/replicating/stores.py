@@ -15,6 +15,7 @@ from millstream.model.positions import Seq
 from millstream.model.replication import Document, Hello, NodeName
 from millstream.protocol.replication.roles import LINEAGE, Greeting, Lineage, Rank, RoleFact
 from millstream.replication.object_store import ObjectStoreTransport
+from millstream.wal.mark import stream_cut
 from millstream.wal.replica import ReplicaEnd, ReplicaLog
 
 if TYPE_CHECKING:
@@ -50,13 +51,12 @@ def store_of(home: Home, stream: str) -> ObjectStoreTransport:
 def store_rank(store: ObjectStoreTransport) -> tuple[Rank | None, Seq]:
     """How much a store has of what was acknowledged, and up to which number; None where it has nothing. Raises `StoreUnavailable`."""
     found = store.newest()
-    if found is None:
+    if not found.marks:
         return None, Seq(0)
-    group = max((mark.group for mark in found.marks.values()), default=GroupNumber(0))
-    lineage = next((one for one in found.documents if one.name == LINEAGE), None)
-    past = Lineage() if lineage is None else Greeting.from_json(lineage.data).lineage
-    upto = max((mark.persisted_upto for mark in found.marks.values()), default=Seq(0))
-    return Rank(past.covered_by(group).last.promise, group), upto
+    group = max(mark.group for mark in found.marks.values())
+    lineage = found.documents.get(LINEAGE)
+    past = Lineage() if lineage is None else Greeting.from_json(lineage).lineage
+    return Rank(past.covered_by(group).last.promise, group), stream_cut(found.marks.values())
 
 
 def lineage_document(fact: RoleFact) -> Document:
