@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from tests.app.homes import make_home, run, wait_for
 
+from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
 from millstream.model.positions import Seq
 from millstream.wal.reader import StreamReader
 
@@ -102,11 +103,10 @@ class Node:
         return found
 
     def bytes_of_log(self) -> dict[str, bytes]:
-        """The log's files as they are, marks and room for what comes aside."""
+        """The log's files as they are: without marks, room for what comes, and segments that have nothing yet."""
         folder = self.home / "data" / "wal" / STREAM
-        return {
-            str(file.relative_to(folder)): file.read_bytes().rstrip(b"\0") for file in sorted(folder.glob("*/*.wal"))
-        }
+        found = {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.glob("*/*.wal"))}
+        return {name: data.rstrip(b"\0") for name, data in found.items() if any(data[SEGMENT_HEADER_SIZE:])}
 
 
 @contextlib.contextmanager

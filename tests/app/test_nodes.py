@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
+from tests.app.homes import run
 from tests.app.nodes import STREAM, Node, eventually, nodes
 
 import millstream
 from millstream.errors import Fenced, ReadOnly
+from millstream.wal.reader import StreamReader
 
 
 def append(node: Node, *ids: int, acks: str | None = None) -> None:
@@ -58,3 +62,80 @@ def test_a_promotion_beside_a_living_leader_loses_nothing(tmp_path: Path) -> Non
         a.start("follow", "b")
         eventually(lambda: a.rows() == [1, 2, 3, 4], "the old leader follows", a, b)
         eventually(lambda: b.bytes_of_log() == a.bytes_of_log(), "the bytes are the same", a, b)
+
+
+def test_what_a_dead_leader_alone_had_takes_a_word_and_is_set_aside(tmp_path: Path) -> None:
+    with nodes(tmp_path) as (a, b):
+        a.start("owner")
+        a.start("serve")
+        append(a, 1, 2)
+        b.start("serve")
+        b.start("follow", "a")
+        eventually(lambda: b.rows() == [1, 2], "what was there comes", a, b)
+        a.end("serve", signal.SIGKILL)
+        append(a, 3)
+        a.kill()
+        refused = b.ask("promote")
+        assert refused.returncode == 1, refused.stderr
+        assert "not_caught_up" in refused.stderr
+        assert "a can't be asked" in refused.stderr
+        promoted = b.answer("promote", "--accept-loss")
+        assert "a" in promoted[0]["losses"][0]
+        b.start("owner")
+        append(b, 4)
+        a.start("serve")
+        a.start("owner")
+        a.start("follow", "b")
+        eventually(lambda: a.rows() == [1, 2, 4], "the old leader follows", a, b)
+        (report,) = (a.home / "data" / "replication" / STREAM).glob("aside-*-report")
+        lines = [json.loads(line) for line in (report / "records.jsonl").read_text().splitlines()]
+        assert [line["row"]["id"] for line in lines] == [3]
+        facts = json.loads((report / "report.json").read_text())
+        assert (facts["records"], facts["tables"]) == (1, {"public.orders": 1})
+        assert StreamReader(facts["log"]).persisted_upto() == facts["last_seq"]
+
+
+def test_a_write_that_followers_have_acknowledged_outlives_its_leader(tmp_path: Path) -> None:
+    """… and one that was sent again to the new leader, in its session, is there once."""
+    with nodes(tmp_path, acks="durable(1)") as (a, b):
+        a.start("owner")
+        a.start("serve")
+        b.start("serve")
+        b.start("follow", "a")
+        with millstream.open(a.home) as home:
+            session = home.session(STREAM, "till")
+            for one in range(1, 21):
+                session.append("orders", [{"id": one}], deadline_s=100)
+        a.kill()
+        b.answer("promote")
+        b.start("owner")
+        # With both nodes needed for a level of one follower, the old one has to follow before anything is acknowledged.
+        a.start("serve")
+        a.start("follow", "b")
+        with millstream.open(b.home) as home:
+            again = home.append(STREAM, "orders", [{"id": 20}], session="till", number=20, deadline_s=100)
+            assert again.duplicate
+            assert home.session(STREAM, "till").append("orders", [{"id": 21}], deadline_s=100).duplicate is False
+        assert b.rows() == list(range(1, 22))
+        eventually(lambda: a.rows() == b.rows(), "the old leader has it", a, b)
+
+
+def test_a_stream_comes_back_from_an_object_store_alone(tmp_path: Path) -> None:
+    store = (tmp_path / "store").as_uri()
+    (tmp_path / "store").mkdir()
+    with nodes(tmp_path, "a", acks="object", more=f'object_store = "{store}"\n') as (a,):
+        a.start("owner")
+        a.start("serve")
+        append(a, 1, 2)
+        with millstream.open(a.home) as home:
+            token = str(home.token(STREAM))
+        append(a, 3)
+        a.kill()
+        shutil.rmtree(a.home)
+        for folder, more, there in (("all", (), [1, 2, 3]), ("then", ("--at", token), [1, 2])):
+            done = run(tmp_path, "restore", "--from", store, "--stream", STREAM, *more, str(tmp_path / folder))
+            assert done.returncode == 0, done.stderr
+            with millstream.open(tmp_path / folder) as home:
+                assert [row for batch in home.read(STREAM) for row in batch.column("id").to_pylist()] == there
+                home.append(STREAM, "orders", [{"id": 9}])
+                assert [row for batch in home.read(STREAM) for row in batch.column("id").to_pylist()] == [*there, 9]

@@ -237,7 +237,7 @@ class WalFollower:
         match effect:
             case Connect(leader):
                 self._leader = leader
-                return Connected(leader)
+                return Connected()
             case Say(word):
                 return self._say(word)
             case Apply(shipment):

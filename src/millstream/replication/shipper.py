@@ -223,7 +223,7 @@ class WalShipper:
             match effect:
                 case PersistRole(fact):
                     self._notes.role(fact)
-                case PersistCursor(node, needed_from, anew):
+                case PersistCursor(node, needed_from, _, anew):
                     self._notes.cursor(node, needed_from, anew=anew)
                 case PersistAcks(acks):
                     followers = {} if self._leader is None else self._leader.followers

@@ -18,6 +18,7 @@ import structlog
 from millstream.app.control import ControlServer
 from millstream.app.locks import LOCK_PATIENCE_S, RoleLock, holder, nobody_writes
 from millstream.app.replicating.ages import note_age
+from millstream.app.replicating.aside_report import write_report
 from millstream.app.replicating.node_calls import (
     NodeState,
     address_of,
@@ -349,14 +350,17 @@ class FollowingNotes:
         aside = self._folder / f"aside-behind-{behind}-for-{self._roles.of(self._name).promise.epoch}"
         found = truncate_to(folder, ends_behind(files, folder, behind), aside=str(aside), files=files)
         (self._wal_folder / SESSIONS_NAME).unlink(missing_ok=True)
-        if found is not None:
-            logger.warning(
-                "set aside what the leader doesn't have",
-                stream=self._name,
-                folder=found.folder,
-                bytes=found.size_bytes,
-                hint="`millstream wal cat` reads it.",
-            )
+        if found is None:
+            return
+        logger.warning(
+            "set aside what the leader doesn't have", stream=self._name, folder=found.folder, bytes=found.size_bytes
+        )
+        try:
+            report = write_report(self._name, found, aside.with_name(f"{aside.name}-report"))
+        except (MillstreamError, OSError) as error:
+            logger.warning("what was set aside can't be told of", stream=self._name, error=str(error))
+        else:
+            logger.warning("its records stand in a report", stream=self._name, folder=str(report))
 
     def lag(self, lag: Lag) -> None:
         """As the port says."""

@@ -15,7 +15,7 @@ import structlog
 
 from millstream.app.locks import RoleLock, nobody_writes
 from millstream.app.replicating.catalog_document import CATALOG, adopt_catalog
-from millstream.app.replicating.desk import node_state
+from millstream.app.replicating.desk import node_state, wait_for_writer
 from millstream.app.replicating.following import FollowingNotes, make_follower
 from millstream.app.replicating.node_calls import NodeState, ask_promise, state_of_node, this_node
 from millstream.app.replicating.roles import Roles
@@ -49,7 +49,9 @@ from millstream.protocol.replication.promotion import (
     Lead,
     Overtaken,
     Promotion,
+    Stand,
     Standing,
+    Stood,
     Survey,
     TakeOver,
     Tick,
@@ -138,7 +140,6 @@ class _Attempt:
             me,
             nodes,
             self._roles.of(stream),
-            node_state(home, stream).group,
             level,
             has_store=home.config.replication.object_store is not None,
             accept_loss=accept_loss,
@@ -180,12 +181,13 @@ class _Attempt:
                 self._asked.add(self._asking.submit(self._survey, node))
             case AskPromise(node, promise):
                 self._asked.add(self._asking.submit(self._ask, node, promise))
+            case Stand(promise):
+                return self._stand(promise)
             case PersistRole(fact):
                 with self._roles.changing(self._stream) as changing:
                     if changing.fact.promise > fact.promise:
                         return Overtaken(changing.fact.promise)
                     changing.put(fact)
-                self._wait_until_alone()
             case Claim(promise):
                 return self._claim(promise)
             case CatchUp(node):
@@ -265,11 +267,14 @@ class _Attempt:
 
     # --- this one ------------------------------------------------------------------------------------------------------
 
-    def _wait_until_alone(self) -> None:
-        """Until whoever follows or writes here has stepped aside: they look at the role, and at who promotes."""
-        from millstream.app.replicating.desk import wait_for_writer
-
+    def _stand(self, promise: Promise) -> Event:
+        """Once whoever follows or writes here has stepped aside: they look at the role, and at who promotes."""
         wait_for_writer(self._home, self._stream)
+        with self._roles.changing(self._stream) as changing:
+            if changing.fact.promise >= promise:
+                return Overtaken(changing.fact.promise)
+            changing.put(changing.fact.standing_for(promise))
+        return Stood(changing.fact, node_state(self._home, self._stream).group)
 
     def _take_over(self) -> GroupNumber:
         """The leader's catalog and sessions become this node's, then the log is recovered under a new epoch."""

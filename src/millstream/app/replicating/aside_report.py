@@ -1,0 +1,50 @@
+"""What was set aside of a log, for people: its records as `wal cat` prints them, and how many of which table."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Final
+
+from millstream.app.records_json import Cat, to_json
+from millstream.model.positions import Seq
+from millstream.wal.history import SetAside
+from millstream.wal.reader import StreamReader
+
+RECORDS: Final = "records.jsonl"
+REPORT: Final = "report.json"
+
+
+def write_report(stream: str, found: SetAside, folder: Path) -> Path:
+    """Write both files; returns the folder that they are in.
+
+    Args:
+        stream: its name.
+        found: what was set aside.
+        folder: where to make one; it may be there from a call that was cut short.
+
+    Raises:
+        CorruptWal, OSError: it can't be read, or written; what was set aside is there all the same.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    reader = StreamReader(found.folder)
+    counts: Counter[str] = Counter()
+    with (folder / RECORDS).open("w") as output:
+        for line in Cat(stream, reader, numbers=(Seq(found.first_seq - 1), None)).lines():
+            counts[line["table"] or "_messages"] += 1
+            output.write(to_json(line) + "\n")
+        output.flush()
+        os.fsync(output.fileno())
+    report = {
+        "stream": stream,
+        "log": found.folder,
+        "records": counts.total(),
+        "tables": dict(sorted(counts.items())),
+        "first_seq": int(found.first_seq),
+        "last_seq": int(reader.persisted_upto()),
+        "bytes": found.size_bytes,
+    }
+    (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n")
+    return folder
