@@ -149,7 +149,12 @@ class Home:
     def streams_on_disk(self) -> list[str]:
         """Names of the streams that have a log here, sorted."""
         try:
-            return sorted(entry.name for entry in (self.data / "wal").iterdir() if entry.is_dir())
+            return sorted(
+                entry.name
+                for entry in (self.data / "wal").iterdir()
+                # What is built anew, or was set aside, lies beside as `STREAM.…`: no stream's name has a dot.
+                if entry.is_dir() and "." not in entry.name
+            )
         except FileNotFoundError:
             return []
 

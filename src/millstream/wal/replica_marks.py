@@ -44,22 +44,15 @@ def placeholder(shipment: Shipment, dropped: DroppedMark | None) -> DurableMark:
 
 
 def is_newer(mark: DurableMark, shown: DurableMark | None) -> bool:
-    """Whether a mark that came says more than the one that is there. One shard's marks are ordered by what they cover."""
-    if shown is None or shown.writer == NOBODY:
+    """Whether a mark that came says more than the one that is there: of one shard, each that is later covers no less, of anything."""
+    if shown is None:
         return True
-    return mark != shown and _age(mark) >= _age(shown)
+    later = (_place(mark) >= _place(shown), mark.group >= shown.group, mark.persisted_upto >= shown.persisted_upto)
+    return mark != shown and all(later)
 
 
-def _age(mark: DurableMark) -> tuple[int, ...]:
-    return (
-        mark.epoch,
-        mark.base_offset,
-        mark.byte_end,
-        mark.group,
-        mark.persisted_upto,
-        mark.reserved_to,
-        mark.is_settled,
-    )
+def _place(mark: DurableMark) -> tuple[int, ...]:
+    return mark.base_offset, mark.byte_end, mark.epoch, mark.reserved_to, mark.is_settled
 
 
 def check_mark(files: Files, shard_dir: str, mark: DurableMark, arriving: ArrivingShard) -> None:
