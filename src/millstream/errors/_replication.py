@@ -50,6 +50,14 @@ class OtherStream(ReplicationError):
     default_hint = "Follow it in a home of its own, or move the folder data/wal/STREAM away first."
 
 
+class RoleUnreadable(ReplicationError):
+    """What a node has noted of its part in a stream can't be read: whom it has promised what isn't known."""
+
+    code = "role_unreadable"
+    retry = Retry.OPERATOR
+    default_hint = "Have it follow anew: move its folder of the stream, and the file that is named, away, then `millstream follow --rebuild`."
+
+
 class Fenced(ReplicationError):
     """Another node was promoted: this one leads no more."""
 
@@ -80,6 +88,14 @@ class ReplicasMissing(ReplicationError):
     default_hint = (
         "Send it again under the same session or key: it is taken once. `millstream replicas` tells who doesn't answer."
     )
+
+
+class LevelUnknown(ReplicationError):
+    """Nobody can say whether what is written is held as an acknowledgement level asks: nothing was written."""
+
+    code = "level_unknown"
+    retry = Retry.OPERATOR
+    default_hint = 'Append with acks = "local", to a stream that is kept in a log and has one writer.'
 
 
 class NotCaughtUp(ReplicationError):
@@ -126,3 +142,36 @@ class UnknownNode(ReplicationError):
     code = "unknown_node"
     retry = Retry.OPERATOR
     default_hint = "`millstream replicas` lists them; [replication] nodes in millstream.toml names them."
+
+
+class ClockAhead(ReplicationError):
+    """Another node's clock runs further ahead of this one's than is allowed: what it says would win over everything that is written here meanwhile."""
+
+    code = "clock_ahead"
+    retry = Retry.OPERATOR
+    default_hint = "Set that node's clock, or this one's, right (NTP): nothing was taken from it meanwhile."
+
+
+class MergeStateUnreadable(ReplicationError):
+    """The bytes of a merged state are damaged, or of another version."""
+
+    code = "merge_state_unreadable"
+    retry = Retry.OPERATOR
+    default_hint = "Delete it: it is made anew from the logs of the regions."
+
+
+class MergeUnsuitable(ReplicationError):
+    """A table or a column can't merge as the configuration says."""
+
+    code = "merge_unsuitable"
+    retry = Retry.OPERATOR
+    exit_code = 2
+    default_hint = "Mend [streams.S.merge] in millstream.toml: counters are for numbers, sets for lists, hide for booleans, lww for anything."
+
+
+class OtherRegion(ReplicationError):
+    """A log is another region's than its folder, or the configuration, says."""
+
+    code = "other_region"
+    retry = Retry.OPERATOR
+    default_hint = "The log of region N of a stream lies in data/wal/STREAM@N, a home's own in data/wal/STREAM: `region` in [streams.STREAM] says which region it is."

@@ -1,4 +1,4 @@
-"""What a shard's mark says: how far its writer has made it durable, and what retention has dropped. `wal.mark` writes and reads them."""
+"""What a shard's mark says: how far its writer has made it durable, how far readers may read, and what retention has dropped. `wal.mark` writes and reads them."""
 
 from __future__ import annotations
 
@@ -34,6 +34,16 @@ class DurableMark:
     (`SEQ_MAX` where there are none). None: it is the only one."""
     is_settled: bool = False
     """Nothing of this writer is undecided, and it was given no number since."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShownMark:
+    """How far readers may read, where that isn't simply what is durable: a log that must be held elsewhere, too, before it is shown."""
+
+    mark: DurableMark
+    """As the writer moved it when that was its newest group."""
+    required: bool
+    """Whether readers go by it; else by what is durable."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,7 @@ class Document:
     """Something beside the log that a promoted node needs: the newest counts, whole."""
 
     name: str
-    """`catalog`, `sessions`."""
+    """`catalog`, `sessions`, and `lineage`: who has led from which group on, with which everything begins on a connection."""
     version: int
     """Grows with each change."""
     data: bytes
@@ -116,6 +116,11 @@ class Shipment:
     """How far the leader itself is durable: lag is measured against it."""
     sent_ns: int = 0
     """The leader's clock, nanoseconds since 1970 UTC."""
+    leader: NodeName = NodeName("")
+    """To whom the promise was given that `epoch` numbers: two nodes may have begun with one number, never with one pair. Empty:
+    nobody was ever promoted."""
+    bytes_left: int = 0
+    """What the sender has of the stream, durably, beyond this."""
 
     @property
     def size_bytes(self) -> int:
@@ -135,6 +140,8 @@ class Hello:
     position: ReplicaPosition
     documents: Mapping[str, int] = field(default_factory=dict)
     """Their versions."""
+    promised_to: NodeName = NodeName("")
+    """To whom it has; empty: to nobody, nobody was ever promoted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +160,7 @@ class Acknowledgement:
     """Of what the leader had when it sent."""
     bytes_behind: int = 0
     lag_s: float = 0.0
-    """How old what it shows is, by the leader's clock, as of the last shipment."""
+    """How old what it shows is, at most; -1 where it never had all that the leader had."""
 
 
 class AckKind(StrEnum):
@@ -190,5 +197,63 @@ class AckLevel:
     def __str__(self) -> str:
         return f"durable({self.followers})" if self.kind is AckKind.DURABLE else self.kind.value
 
+    def covers(self, other: AckLevel) -> bool:
+        """Whether what is held as this one says is held as the other one says, too."""
+        if other.kind is AckKind.LOCAL or self == other:
+            return True
+        return self.kind is other.kind is AckKind.DURABLE and self.followers >= other.followers
+
 
 LOCAL: Final = AckLevel(AckKind.LOCAL)
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What one other place holds durably of a stream: a follower, or the object store."""
+
+    name: str
+    """The node's; of the object store what its leader calls it."""
+    promised: Epoch
+    """It takes nothing of a leader with a lower one."""
+    group: GroupNumber
+    """The last commit group of which it has all."""
+    persisted_upto: Seq
+    told_ns: int
+    """When it said so, by the leader's clock, in nanoseconds since 1970 UTC."""
+    is_store: bool = False
+    """Whether it is the object store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """Who holds how much of a stream beside the node that leads it, as of one moment."""
+
+    promised: Epoch = Epoch(0)  # a NewType of int
+    """The leader's own: what a place holds counts only where it hasn't promised another leader since."""
+    places: tuple[Holding, ...] = ()
+
+    def group_reached(self, level: AckLevel) -> GroupNumber:
+        """The last commit group that is held as the level says; of `local` it is none's to say."""
+        return GroupNumber(self._reached(level, [int(place.group) for place in self._counting(level)]))
+
+    def seq_reached(self, level: AckLevel) -> Seq:
+        """As `group_reached`, of numbers."""
+        return Seq(self._reached(level, [int(place.persisted_upto) for place in self._counting(level)]))
+
+    def behind(self, group: GroupNumber, level: AckLevel) -> tuple[str, ...]:
+        """Names of the places that would count for the level, and lack a group."""
+        is_store = level.kind is AckKind.OBJECT
+        return tuple(
+            place.name
+            for place in self.places
+            if place.is_store == is_store and (place.group < group or place.promised > self.promised)
+        )
+
+    def _counting(self, level: AckLevel) -> list[Holding]:
+        is_store = level.kind is AckKind.OBJECT
+        return [place for place in self.places if place.is_store == is_store and place.promised <= self.promised]
+
+    @staticmethod
+    def _reached(level: AckLevel, ends: list[int]) -> int:
+        needed = max(level.followers, 1)
+        return sorted(ends, reverse=True)[needed - 1] if len(ends) >= needed else 0

@@ -84,7 +84,7 @@ class ArrivingShard:
     """Bytes of it that count."""
     end_offset: Offset = Offset(0)
     """Of the records that count, exclusive."""
-    group: GroupNumber = GroupNumber(0)  # noqa: RUF009 - a NewType of int
+    group: GroupNumber = GroupNumber(0)
     """The last frame's."""
     more: bool = False
     """It goes on behind it."""

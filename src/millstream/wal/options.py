@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from millstream.codec.log_directory import Numbering
+from millstream.model.replication import LOCAL, AckLevel
 
 _MIB: Final = 1 << 20
+_SPARE_EXTRA_BYTES: Final = 4 * _MIB
+"""A tail may exceed its segment's size by its last group and its footer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +33,12 @@ class LogOptions:
     """Rows of a group beyond this go on in further frames."""
     numbering: Numbering = Numbering.BATCH
     """Which numbers frames carry. `BOTH` is for going back to a version that knows none but an operation's."""
+    acks: AckLevel = LOCAL
+    """Where an append has to be before it is acknowledged, at the least. With any other than `local` readers see nothing before that, either."""
+    acks_patience_s: float = 5.0
+    """How long closing waits for what isn't there yet."""
+
+    @property
+    def spare_bytes(self) -> int:
+        """Space that a shard's recovery may need."""
+        return self.segment_bytes + min(self.segment_bytes, _SPARE_EXTRA_BYTES)

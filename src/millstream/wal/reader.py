@@ -56,6 +56,7 @@ class StreamReader:
         folder: `data/wal/<stream>`.
         files: the file system.
         without_mark: show every valid whole group instead of what marks say: for a folder that was copied without them.
+        durable: go by what is durable here, also where readers are shown less: for the log's own writer, and who ships it.
         on_damage: told of what is damaged, which `read` and `read_between` then leave out; without it they raise `CorruptWal`.
 
     Concurrency: one thread a reader; any number of readers.
@@ -67,11 +68,12 @@ class StreamReader:
         *,
         files: Files | None = None,
         without_mark: bool = False,
+        durable: bool = False,
         on_damage: OnDamage | None = None,
     ) -> None:
         self._folder = folder
         self._files: Files = RealFiles() if files is None else files
-        self._extent = LogExtent(self._files, folder, without_mark=without_mark, on_damage=on_damage)
+        self._extent = LogExtent(self._files, folder, without_mark=without_mark, on_damage=on_damage, durable=durable)
         self._on_damage = on_damage
         self._indexes: dict[ShardId, ShardIndex] = {}
         self._stream: StreamId | None = None
