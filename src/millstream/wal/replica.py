@@ -42,7 +42,7 @@ from millstream.wal.arriving import ArrivingShard, WholeFrame, footer_start
 from millstream.wal.files import NO_SPACE, RealFiles
 from millstream.wal.layout import list_shards, segment_path, shard_folder
 from millstream.wal.mark import MarkFile, read_dropped, read_mark, stream_cut
-from millstream.wal.replica_marks import check_mark, is_newer, moves, placeholder
+from millstream.wal.replica_marks import allow_all, check_mark, is_newer, moves, placeholder
 from millstream.wal.replica_recovery import fresh_shard, recover_replica
 from millstream.wal.shards import lock_shards
 from millstream.wal.shown_groups import GroupEnds, PartialGroups
@@ -178,6 +178,8 @@ class ReplicaLog:
                     mark.close()
                     continue
                 stream = arriving.stream
+                if (durable := found[shard]) is not None:
+                    allow_all(files, shard_dir, mark, durable)
                 shards[shard] = _Shard(shard_dir, mark, found[shard], dropped, arriving)
         except BaseException as error:
             for mark in marks.values():
@@ -302,12 +304,9 @@ class ReplicaLog:
             frames = start - (end - len(data))
             arriving.feed(data[:frames], plan.whole)
             arriving.finish(data[frames:])
-        last = plan.pieces[-1] if plan.pieces else None
-        if last is not None and (last.shard, last.base, last.position + last.size) == (
-            piece.shard,
-            piece.base,
-            piece.position,
-        ):
+        # Of one shard they follow each other, whatever lies between them: one piece a file.
+        last = next((made for made in reversed(plan.pieces) if made.shard == piece.shard), None)
+        if last is not None and last.base == piece.base:
             last.buffers += piece.buffers
             last.size += piece.size
             last.is_end = piece.is_end
