@@ -71,7 +71,7 @@ class SharedPlace(World):
 class IdleTail(World):
     """What becomes durable is sent when the next does: the last of it never."""
 
-    found_by = 1
+    found_by = 3
 
     def tell_durable(self, node: Node) -> None:
         if node.disk.log.group % 2 == 0:
@@ -159,7 +159,7 @@ class NothingSetAside(Follower):
 class NotSetAside(World):
     """What only the old leader's followers have stays in their logs."""
 
-    found_by = 19
+    found_by = 73
 
     follower_type = NothingSetAside
 
@@ -202,7 +202,7 @@ class TrustingLeader(Leader):
 class WipedDiskCounts(World):
     """A follower whose disk was replaced counts for what was on the old one."""
 
-    found_by = 56
+    found_by = 164
 
     leader_type = TrustingLeader
 
@@ -210,7 +210,7 @@ class WipedDiskCounts(World):
 class ShownAtOnce(World):
     """Readers of the leader see what only it has."""
 
-    found_by = 19
+    found_by = 45
 
     shows_by_level = False
 
