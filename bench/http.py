@@ -82,7 +82,7 @@ class _Sender(asyncio.Protocol):
 
 def _http_rows_s(port: int, seconds: float) -> float:
     request = (
-        b"POST /v1/streams/bench/tables/clicks HTTP/1.1\r\nHost: here\r\nContent-Type: application/x-ndjson\r\n"
+        b"POST /v1/streams/bench/tables/clicks HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-ndjson\r\n"
         b"Content-Length: %d\r\n\r\n%s" % (len(_BODY), _BODY)
     )
     counts: dict[bytes, int] = {}

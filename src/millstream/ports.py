@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeAlias
 
 from millstream.errors import MillstreamError
 from millstream.model.appends import Submitted
@@ -15,7 +15,8 @@ from millstream.model.buffers import BufferedOp, BufferMeta, BufferOffset, ReadP
 from millstream.model.ids import Epoch, GroupNumber, ShardId, SourceId, WriterId
 from millstream.model.operations import Ack, WriteOps
 from millstream.model.positions import Lsn, Seq, SeqRange
-from millstream.model.replication import Acknowledgement, Hello, Holdings, Shipment
+from millstream.model.replication import AckLevel, Acknowledgement, Hello, Holdings, Shipment
+from millstream.model.writes import SessionFacts
 from millstream.protocol.sequencer import Announcement, Drawn, LedgerView, Registration, WriterEntry
 
 
@@ -231,6 +232,24 @@ class HighWater(Protocol):
         """
 
 
+class ApplicationLog(Protocol):
+    """What applications' rows are appended to: a log's writer, or one with sinks beside it."""
+
+    def append(self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None) -> Ack:
+        """Append, and return once it is durable; raises what `LogAppender.submit`'s future would end with."""
+
+    async def append_async(
+        self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None
+    ) -> Ack:
+        """As `LogAppender.append_async`."""
+
+    def persisted_upto(self) -> Seq:
+        """All numbers up to it are durable, or never will be."""
+
+    def session(self, name: str, *, deadline_s: float | None = None) -> SessionFacts:
+        """What the durable log has of an application's session; `SessionsNeedOneWriter` where this writer knows none."""
+
+
 class BufferWriting(Protocol):
     """The half of a write buffer that operations go into.
 
@@ -343,21 +362,25 @@ class WriteBuffer(BufferWriting, BufferReading, Protocol):
     """Both halves: what holds operations between those who write them and those who take them into a log."""
 
 
+SinkOutcome: TypeAlias = Mapping[str, object] | MillstreamError
+"""JSON-able facts of where a sink has an operation's rows; else why they aren't known to be stored there, which says whether they may be."""
+
+
 class RecordSink(Protocol):
     """What takes rows of applications beside the log's shards, as routing sends them.
 
     Concurrency: any number of threads.
     """
 
-    def append(self, ops: WriteOps, *, deadline_s: float | None) -> Mapping[str, object]:
-        """Take operations' rows; return JSON-able facts of where they are once they are stored there.
+    def append(self, ops: WriteOps, *, deadline_s: float | None) -> Sequence[SinkOutcome]:
+        """Take operations' rows; return what became of each operation, in their order, once that is known.
 
         Args:
-            ops: at least one row; an operation without any is left out.
+            ops: each with at least one row.
             deadline_s: how long to wait for room, and for the answer.
 
         Raises:
-            MillstreamError: of some of it, it isn't known to be stored; the error says whether it may be.
+            MillstreamError: what would have become of each.
         """
 
     def close(self) -> None:
@@ -386,6 +409,9 @@ class FollowerLink(Protocol):
 
         None where nothing came in time. Raises `LinkLost`, or the error with which the follower has refused to go on.
         """
+
+    def refuse(self, error: MillstreamError) -> None:
+        """Tell the follower why it gets nothing more, behind what was sent before; then the link is closed. Raises nothing."""
 
     def close(self) -> None:
         """Break it; whoever waits in it gets `LinkLost`."""
@@ -420,7 +446,7 @@ class Transport(Protocol):
     """
 
     def accept(self, timeout_s: float) -> FollowerLink | None:
-        """The next follower that came, at the leader; None where none did in time."""
+        """The next follower that came, at the leader; None where none did in time. Raises `StoreUnavailable`, `StoreUnusable` of an object store."""
 
     def connect(self, hello: Hello, timeout_s: float) -> LeaderLink:
         """A link to the leader, at a follower. Raises `LinkLost` where it can't be reached in time, `StoreUnavailable`, `AccessError`."""

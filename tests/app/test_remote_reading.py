@@ -255,7 +255,7 @@ def test_readers_that_go_away_are_let_go_and_too_many_are_told(home: Path) -> No
             assert len(half_read) < 200
             connection = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            connection.sendall(b"GET /v1/streams/web/records?table=big HTTP/1.1\r\nhost: x\r\n\r\n")
+            connection.sendall(b"GET /v1/streams/web/records?table=big HTTP/1.1\r\nhost: localhost\r\n\r\n")
             status = connection.recv(12)
             half_read.append(connection)
             refused += status.endswith(b"429")

@@ -28,7 +28,7 @@ def connected(server: Served) -> socket.socket:
 
 
 def request(table: str, body: bytes = ROW, *, length: int | None = None, more: str = "") -> bytes:
-    head = f"POST /v1/streams/web/tables/{table} HTTP/1.1\r\nHost: here\r\nContent-Type: application/x-ndjson\r\n{more}"
+    head = f"POST /v1/streams/web/tables/{table} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-ndjson\r\n{more}"
     return head.encode() + b"Content-Length: %d\r\n\r\n" % (len(body) if length is None else length) + body
 
 
@@ -171,7 +171,7 @@ def test_a_head_is_bounded(server: Served) -> None:
 
 
 CHUNKED = (
-    b"POST /v1/streams/web/tables/%s HTTP/1.1\r\nHost: here\r\nContent-Type: application/x-ndjson\r\n"
+    b"POST /v1/streams/web/tables/%s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-ndjson\r\n"
     b"Transfer-Encoding: chunked\r\n\r\n"
 )
 
@@ -223,7 +223,7 @@ def test_who_offers_another_protocol_is_heard_in_this_one(server: Served) -> Non
         assert ends(connection)
     assert len(server.rows("offers")) == 25
     with connected(server) as connection:
-        connection.sendall(b"CONNECT here:80 HTTP/1.1\r\nHost: here\r\n\r\n")
+        connection.sendall(b"CONNECT here:80 HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert answer_of(connection)[0] == 400
 
 

@@ -22,13 +22,12 @@ from tests.serving.servers import Authority, served
 
 import millstream
 from millstream.app.home import Home
-from millstream.app.opened import open_reader
+from millstream.app.opened import home_appender, open_reader
 from millstream.app.serving import bulk_read
 from millstream.app.serving import flight as module
 from millstream.app.serving.access import Access, Credentials, TokenBook
-from millstream.app.serving.flight import FlightServer
-from millstream.app.writing.appending import HomeAppender
-from millstream.errors import AddressInUse
+from millstream.app.serving.flight import FlightServer, flight_error
+from millstream.errors import AddressInUse, InvalidValue
 from millstream.ingest.bulk import Cutter, GetRequest, PutRequest
 from millstream.model.access import Rights
 from millstream.model.operations import Appended
@@ -46,7 +45,7 @@ def batch(*ids: int) -> pa.RecordBatch:
 def running(folder: Path, text: str = KEYED, access: Access | None = None) -> Iterator[tuple[Home, FlightServer]]:
     home = Home(make_home(folder, text))
     home.prepare()
-    appender = HomeAppender(home)
+    appender = home_appender(home)
     access = access or Access(None)
     server = FlightServer(home, access, appender, ("127.0.0.1", 0), None)
     try:
@@ -419,6 +418,64 @@ def test_more_calls_than_may_run_are_told_to_come_again(tmp_path: Path) -> None:
             writer.close()
         wait_for(lambda: flight._writes._value == 1, seconds=20)
         assert len(put(flight, where, batch(2))) == 1
+
+
+def test_a_sender_of_nothing_is_told_so_and_gives_its_place_back(tmp_path: Path) -> None:
+    """It kept it for ever. One that listens ends its call by itself; one that doesn't is cut off."""
+    with running(tmp_path / "home", KEYED + '[flight]\ncalls_max = 1\nidle_timeout = "1500ms"\n') as (_, flight):
+        where = fl.FlightDescriptor.for_path("shop", "public.orders")
+        put(flight, where, batch(0))  # the first one takes long
+        for listens in (True, False):
+            with client(flight) as caller:
+                writer, reader = caller.do_put(where, ROWS)
+                writer.write_batch(batch(1))
+                told = json.loads(reader.read().to_pybytes())
+                assert told.get("rows") == 1, told
+                if listens:
+                    error = json.loads(reader.read().to_pybytes())["error"]
+                    assert error["code"] == "transfer_idle"
+                    assert "[flight] idle_timeout" in error["hint"]
+                    writer.close()
+                wait_for(lambda: flight._writes._value == 1, seconds=20)
+                if not listens:
+                    with pytest.raises(fl.FlightError):
+                        writer.close()
+        assert len(put(flight, where, batch(2))) == 1
+    with millstream.open(tmp_path / "home") as opened:
+        assert sum(found.num_rows for found in opened.read("shop", table="public.orders")) == 4
+
+
+def test_who_takes_no_word_of_what_it_sent_gives_its_place_back(tmp_path: Path) -> None:
+    """What there is to tell waits for its caller, the next batches behind it, and the call with them."""
+    with running(tmp_path / "home", KEYED + '[flight]\ncalls_max = 1\nidle_timeout = "1500ms"\n') as (_, flight):
+        put(flight, fl.FlightDescriptor.for_path("shop", "public.orders"), batch(1))
+        wrong = pa.record_batch({"id": ["no number"] * 20_000})
+        with client(flight) as caller:
+            writer, _ = caller.do_put(
+                descriptor(stream="shop", table="public.orders", keep_valid_rows=True), wrong.schema
+            )
+
+            def send() -> None:
+                for _ in range(1000):
+                    writer.write_batch(wrong)
+
+            with pytest.raises(fl.FlightError):
+                send()
+            wait_for(lambda: flight._writes._value == 1, seconds=20)
+
+
+def test_an_error_with_long_details_comes_as_what_it_is() -> None:
+    """In headers there is room for so much: beyond it the caller heard of nothing but headers that are too long."""
+    for error in (
+        InvalidValue(
+            "ü" * 10_000, hint="h" * 10_000, rejected=[{"row": n, "reason": "no number"} for n in range(1000)], row=7
+        ),
+        InvalidValue("m", **{f"d{n}": "x" * 150 for n in range(100)}),
+    ):
+        told = flight_error(error)
+        assert len(told.extra_info) * 4 / 3 + 3 * len(str(told).encode()) < 7_500
+        facts = json.loads(told.extra_info)
+        assert (facts["code"], facts["details"].get("row")) == ("invalid_value", error.details.get("row"))
 
 
 def test_an_address_that_is_taken_is_a_typed_error(server: tuple[Home, FlightServer]) -> None:

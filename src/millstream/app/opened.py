@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from millstream.app.calls import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, Session, session_of
 from millstream.app.home import Home
 from millstream.app.moments import parse_as_of
-from millstream.errors import LogError, MissingExtra, UnknownTable, WriterClosed
+from millstream.errors import LogError, MissingExtra, QueryMemoryFull, UnknownTable, WriterClosed
 from millstream.model.ids import StreamId, TableId
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq, StreamToken
@@ -23,14 +23,23 @@ from millstream.model.writes import SessionFacts, WriteId
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from millstream.app.calls import HomeCalls
     from millstream.app.writing.appending import HomeAppender
     from millstream.catalog import TableRow
     from millstream.ingest.columns import Rows
     from millstream.lake.known import KnownTable
     from millstream.lake.query import LakeSession
+    from millstream.lake.query_bounds import QueryBounds
     from millstream.model.operations import Appended
     from millstream.wal.index import OnDamage
     from millstream.wal.reader import StreamReader
+    from millstream.wal.source import TableRecords
+
+_COMPRESSED: Final = 4
+"""How many times as large as its frame a record's columns are taken to be, where that isn't known yet."""
+
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class OpenHome:
@@ -73,7 +82,7 @@ class OpenHome:
 
     def token(self, stream: str, *, vector: bool = False) -> StreamToken:
         """The newest consistent cut of a stream's log; with `vector`, how far each writer is, which waits for none of them."""
-        reader = self._reader(stream)
+        reader = self.reader(stream)
         return reader.vector_token() if vector else reader.token()
 
     def read(
@@ -103,7 +112,7 @@ class OpenHome:
             OffsetExpired: retention has dropped part of it.
             TokenFromFuture: `upto` lies beyond what is durable.
         """
-        yield from read_records(self._reader(stream), table=table, after=after, upto=upto)
+        yield from read_records(self.reader(stream), table=table, after=after, upto=upto)
 
     def read_latest(
         self,
@@ -129,24 +138,35 @@ class OpenHome:
         Raises:
             UnknownStream, UnknownTable, InvalidToken, OffsetExpired, TokenFromFuture: as `read`.
             UsageError: the table has no key, or a token is a vector token.
+            QueryMemoryFull: one operation changes more rows of the table than are read at once behind an address.
         """
-        from millstream.lake.latest import latest_rows
+        yield from latest_stretches(self.reader(stream), table, after=after, upto=upto, rows_max=rows_max)
 
-        reader = self._reader(stream)
-        start, end = _parse(reader.stream_id, after), _parse(reader.stream_id, upto)
-        low = Seq(reader.first_seq() - 1) if start is None else reader.whole_upto(start.linear())
-        high = reader.persisted_upto() if end is None else reader.whole_upto(end.linear())
-        wanted = table_ids(reader, table)
-        one = wanted[0] if len(wanted) == 1 else None
-        while low < high:
-            reach = min(high, reader.cut(low, rows_max=rows_max))
-            if reach <= low:
-                return
-            found = [part for part in reader.read_between(low, reach, table=one) if part.schema.table_id in wanted]
-            if found:
-                rows = latest_rows(found[-1].schema, [part.batch for part in found])
-                yield Latest(rows.emptied, rows.rows, StreamToken.scalar(reader.stream_id, reach))
-            low = reach
+    def merged(self, stream: str, table: str, *, at: datetime | None = None) -> pa.Table:
+        """A table that several regions write, as all of them together say it is: one row a key, merged as `[streams.S.merge]` has it.
+
+        Args:
+            stream: the stream's name.
+            table: `schema.table`, of one that applications write, with a key.
+            at: as of which moment signals have decayed (without a zone: UTC); that of the newest record where None, so that two homes that
+                have the same records see the same.
+
+        Returns:
+            The table's own columns, in the order of its key. Read from the logs that this home has: its own, and those of the regions that
+            it follows.
+
+        Raises:
+            UnknownTable: no region has records of it.
+            MergeUnsuitable: it can't merge so.
+            OtherRegion, OtherStream: a log isn't what its folder, or what was merged before, says.
+            OffsetExpired: retention has dropped what wasn't merged yet (`millstream reconcile`).
+            InvalidValue: a counter's sum is beyond its type.
+        """
+        from millstream.app.regions import merged_table
+
+        moment = at if at is None or at.tzinfo is not None else at.replace(tzinfo=UTC)
+        at_ns = None if moment is None else (moment - _EPOCH) // timedelta(microseconds=1) * 1000
+        return merged_table(self._home, self._home.pick_stream(stream), table, at_ns=at_ns)
 
     def append(
         self,
@@ -267,7 +287,8 @@ class OpenHome:
 
         return collect_status(self._home)
 
-    def _reader(self, stream: str) -> StreamReader:
+    def reader(self, stream: str) -> StreamReader:
+        """What reads a stream's log: kept, for a new one reads the log's last segment from its beginning."""
         name = self._home.pick_stream(stream)
         if name not in self._readers:
             self._readers[name] = open_reader(self._home, name)
@@ -306,7 +327,16 @@ def home_appender(home: Home) -> HomeAppender:
         raise MissingExtra(
             f"appending needs {error.name}, which isn't installed", hint="pip install 'millstream[run]'", extra="run"
         ) from error
-    return HomeAppender(home)
+    return HomeAppender(home, open_other)
+
+
+def open_other(place: str | Path, token: str | None) -> HomeCalls:
+    """Another home, which a sink's rows go to: behind an address, by its token, or in a folder. Raises as `open` and `connect`."""
+    if isinstance(place, Path):
+        return open(place)
+    from millstream.app.remote.client import connect
+
+    return connect(place, token=token)
 
 
 def open_reader(
@@ -340,6 +370,72 @@ def read_records(
         high = reader.persisted_upto() if end is None else reader.whole_upto(end.minimum)
         pieces = reader.read_between(low, high, table=one)
     yield from (found.batch for found in pieces if wanted is None or found.schema.table_id in wanted)
+
+
+def latest_stretches(
+    reader: StreamReader,
+    table: str,
+    *,
+    after: StreamToken | str | None = None,
+    upto: StreamToken | str | None = None,
+    rows_max: int = LATEST_ROWS_MAX,
+    bytes_max: int | None = None,
+) -> Iterator[Latest]:
+    """What became of a table's rows; see `OpenHome.read_latest`.
+
+    Args:
+        reader: the log.
+        table: as there.
+        after: as there.
+        upto: as there.
+        rows_max: as there.
+        bytes_max: bytes of the table's records in one stretch; None for any number.
+
+    Raises:
+        QueryMemoryFull: the records of one commit group, which isn't parted, have more.
+    """
+    from millstream.lake.latest import latest_rows
+
+    start, end = _parse(reader.stream_id, after), _parse(reader.stream_id, upto)
+    low = Seq(reader.first_seq() - 1) if start is None else reader.whole_upto(start.linear())
+    high = reader.persisted_upto() if end is None else reader.whole_upto(end.linear())
+    wanted = table_ids(reader, table)
+    one = wanted[0] if len(wanted) == 1 else None
+    while low < high:
+        # In frames they are compressed.
+        frames_max = None if bytes_max is None else max(1, bytes_max // _COMPRESSED)
+        reach = min(high, reader.cut(low, rows_max=rows_max, bytes_max=frames_max))
+        if reach <= low:
+            return
+        found = _records_within(reader, low, reach, wanted, one, bytes_max)
+        if found is None:
+            reach = min(high, reader.cut(low, rows_max=1))
+            found = _records_within(reader, low, reach, wanted, one, bytes_max)
+        if found is None:
+            raise QueryMemoryFull(
+                f"what was written to {table} at once, behind {StreamToken.scalar(reader.stream_id, low)}, has more than {bytes_max} bytes",
+                hint="Read its records instead (`read`), or raise `[http] query_memory_bytes_max`.",
+                size_max=bytes_max,
+            )
+        if found:
+            rows = latest_rows(found[-1].schema, [part.batch for part in found])
+            yield Latest(rows.emptied, rows.rows, StreamToken.scalar(reader.stream_id, reach))
+        low = reach
+
+
+def _records_within(
+    reader: StreamReader, low: Seq, reach: Seq, wanted: list[TableId], one: TableId | None, bytes_max: int | None
+) -> list[TableRecords] | None:
+    """A table's records in a stretch; None where they have more bytes."""
+    found: list[TableRecords] = []
+    size = 0
+    for part in reader.read_between(low, reach, table=one):
+        if part.schema.table_id in wanted:
+            size += part.batch.nbytes
+            if bytes_max is not None and size > bytes_max:
+                return None
+            found.append(part)
+    return found
 
 
 def _parse(stream: StreamId, token: StreamToken | str | None) -> StreamToken | None:
@@ -379,7 +475,11 @@ def table_ids(reader: StreamReader, table: str) -> list[TableId]:
 
 
 def open_lake(
-    home: Home, stream: str | None = None, *, as_of: StreamToken | datetime | str | None = None
+    home: Home,
+    stream: str | None = None,
+    *,
+    as_of: StreamToken | datetime | str | None = None,
+    bounds: QueryBounds | None = None,
 ) -> LakeSession:
     """A stream's lake tables at one token, for SQL.
 
@@ -387,6 +487,7 @@ def open_lake(
         home: the home.
         stream: its name; None where the home has only one.
         as_of: a token, a moment (UTC where it has no zone), or the text of either; None for the newest cut.
+        bounds: what the session may take; None for all that there is.
 
     Raises:
         InvalidTime, InvalidToken: the text is neither.
@@ -413,6 +514,7 @@ def open_lake(
         as_of=moment,
         held=lambda: _set_aside(home, stream_id),
         known=lambda: _known(home, name, stream_id),
+        bounds=bounds,
     )
 
 

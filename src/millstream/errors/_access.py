@@ -60,3 +60,19 @@ class CertificateUnusable(AccessError):
 
     code = "certificate_unusable"
     exit_code = 2
+
+
+class UnknownHost(AccessError):
+    """The request was sent to a name that isn't this server's: its address was made to stand for this machine, or a proxy hands it on. Details: host."""
+
+    code = "unknown_host"
+    default_hint = "Ask for localhost or 127.0.0.1; where a proxy on this machine is asked by that name, put it into `[http] hosts`."
+
+
+class ForeignOrigin(AccessError):
+    """A page of another server has made the request, in somebody's browser; nothing was done. Details: origin."""
+
+    code = "foreign_origin"
+    default_hint = (
+        "Ask from a page of this server, or from what isn't a browser; a proxy's name has a place in `[http] hosts`."
+    )

@@ -44,3 +44,13 @@ class RequestTimeout(HttpError):
     code = "request_timeout"
     retry = Retry.BACKOFF
     default_hint = "Send it in smaller parts, or raise `[http] request_timeout`."
+
+
+class TransferIdle(HttpError):
+    """A bulk transfer's caller sent nothing for too long while it was waited for; what it was told of is durable. Details: time_s."""
+
+    code = "transfer_idle"
+    retry = Retry.BACKOFF
+    default_hint = (
+        "Send each batch within `[flight] idle_timeout` of the one before, or begin another call when there is one."
+    )

@@ -114,3 +114,30 @@ class LakeInDatabase(LakeError):
     exit_code = 2
     retry = Retry.OPERATOR
     default_hint = "Ask that database itself, with psql or any other client; `millstream tables copy T` writes a table's rows anew."
+
+
+class QueryBound(LakeError):
+    """A query takes more of the server than it may; the server goes on with others."""
+
+    code = "query_bound"
+
+
+class QueryMemoryFull(QueryBound):
+    """A query needs more memory at once than one may have, or a table's changes do; details: size_max (bytes)."""
+
+    code = "query_memory_full"
+    default_hint = "Ask for less at once (fewer columns, a narrower WHERE), or raise `[http] query_memory_bytes_max`."
+
+
+class QuerySpillFull(QueryBound):
+    """A query puts more aside on the disk than one may: sorting, joining or grouping what memory doesn't hold. Details: size_max (bytes)."""
+
+    code = "query_spill_full"
+    default_hint = "Ask for less at once (fewer columns, a narrower WHERE), or raise `[http] query_spill_bytes_max`."
+
+
+class QueryTimeout(QueryBound):
+    """A query wasn't computed and taken by its caller within its time; details: time_s."""
+
+    code = "query_timeout"
+    default_hint = "Ask for less at once, take the answer faster, or raise `[http] query_timeout`."

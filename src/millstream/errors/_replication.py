@@ -34,12 +34,28 @@ class ShipmentUnreadable(ReplicationError):
     default_hint = "It is sent again. If this repeats, both sides need the same version of Millstream."
 
 
+class ReplicaFailed(ReplicationError):
+    """The follower's disk failed: what was on its way may or may not be durable. Only opening its log anew decides."""
+
+    code = "replica_failed"
+    retry = Retry.REOPEN
+    default_hint = "Nothing: the follower opens its log anew, and goes on behind what it finds. If this repeats, look after the disk."
+
+
 class OtherStream(ReplicationError):
     """The follower has another stream under that name."""
 
     code = "other_stream"
     retry = Retry.OPERATOR
     default_hint = "Follow it in a home of its own, or move the folder data/wal/STREAM away first."
+
+
+class RoleUnreadable(ReplicationError):
+    """What a node has noted of its part in a stream can't be read: whom it has promised what isn't known."""
+
+    code = "role_unreadable"
+    retry = Retry.OPERATOR
+    default_hint = "Have it follow anew: move its folder of the stream, and the file that is named, away, then `millstream follow --rebuild`."
 
 
 class Fenced(ReplicationError):
@@ -126,3 +142,36 @@ class UnknownNode(ReplicationError):
     code = "unknown_node"
     retry = Retry.OPERATOR
     default_hint = "`millstream replicas` lists them; [replication] nodes in millstream.toml names them."
+
+
+class ClockAhead(ReplicationError):
+    """Another node's clock runs further ahead of this one's than is allowed: what it says would win over everything that is written here meanwhile."""
+
+    code = "clock_ahead"
+    retry = Retry.OPERATOR
+    default_hint = "Set that node's clock, or this one's, right (NTP): nothing was taken from it meanwhile."
+
+
+class MergeStateUnreadable(ReplicationError):
+    """The bytes of a merged state are damaged, or of another version."""
+
+    code = "merge_state_unreadable"
+    retry = Retry.OPERATOR
+    default_hint = "Delete it: it is made anew from the logs of the regions."
+
+
+class MergeUnsuitable(ReplicationError):
+    """A table or a column can't merge as the configuration says."""
+
+    code = "merge_unsuitable"
+    retry = Retry.OPERATOR
+    exit_code = 2
+    default_hint = "Mend [streams.S.merge] in millstream.toml: counters are for numbers, sets for lists, hide for booleans, lww for anything."
+
+
+class OtherRegion(ReplicationError):
+    """A log is another region's than its folder, or the configuration, says."""
+
+    code = "other_region"
+    retry = Retry.OPERATOR
+    default_hint = "The log of region N of a stream lies in data/wal/STREAM@N, a home's own in data/wal/STREAM: `region` in [streams.STREAM] says which region it is."

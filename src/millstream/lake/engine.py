@@ -19,6 +19,7 @@ import pyarrow as pa
 from millstream.errors import InvalidQuery, LakeError, LakeUnavailable, MissingExtra
 from millstream.lake.delta import OpenTable, lake_errors
 from millstream.lake.layout import LakeLayout
+from millstream.lake.query_bounds import QueryBounds, Watch
 
 if TYPE_CHECKING:
     import duckdb
@@ -50,12 +51,13 @@ def names(columns: Sequence[str], table: str = "") -> str:
 class Engine:
     """A private DuckDB connection that reads a lake. For one thread, but for `interrupt` of the connection."""
 
-    def __init__(self, layout: LakeLayout, scratch: str) -> None:
+    def __init__(self, layout: LakeLayout, scratch: str, bounds: QueryBounds | None = None) -> None:
         """Begin to connect, which takes as long as finding out what to read: both go on at once.
 
         Args:
             layout: the lake.
             scratch: a folder of its own.
+            bounds: what it may take.
 
         Raises:
             MissingExtra: DuckDB isn't installed.
@@ -65,15 +67,20 @@ class Engine:
                 "SQL needs DuckDB, which isn't installed", hint="pip install 'millstream[run]'", extra="run"
             )
         self._connected: Future[duckdb.DuckDBPyConnection] = Future()
-        Thread(target=self._connect, args=(scratch, layout), name="millstream-duckdb", daemon=True).start()
+        Thread(target=self._connect, args=(scratch, layout, bounds), name="millstream-duckdb", daemon=True).start()
+        self.watch: Final = Watch(bounds, scratch, self._interrupt)
         self._scratch = scratch
         self._named = 0
 
-    def _connect(self, scratch: str, layout: LakeLayout) -> None:
+    def _connect(self, scratch: str, layout: LakeLayout, bounds: QueryBounds | None) -> None:
         try:
-            self._connected.set_result(_connect(scratch, layout))
+            self._connected.set_result(_connect(scratch, layout, bounds))
         except BaseException as error:  # noqa: BLE001 - whoever needs the connection raises it
             self._connected.set_exception(error)
+
+    def _interrupt(self) -> None:
+        if self._connected.done() and self._connected.exception() is None:
+            self.connection.interrupt()
 
     @property
     def connection(self) -> duckdb.DuckDBPyConnection:
@@ -82,6 +89,7 @@ class Engine:
 
     def close(self) -> None:
         """End the connection."""
+        self.watch.end()
         self.connection.close()
 
     def register(self, data: object) -> str:
@@ -231,7 +239,7 @@ def files_gone(said: str) -> bool:
     return said.startswith("IO Error") and _GONE.search(said) is not None
 
 
-def _connect(scratch: str, layout: LakeLayout) -> duckdb.DuckDBPyConnection:
+def _connect(scratch: str, layout: LakeLayout, bounds: QueryBounds | None) -> duckdb.DuckDBPyConnection:
     """A private connection that reaches what is registered and the lake's own files, and nothing else."""
     import duckdb
 
@@ -246,6 +254,7 @@ def _connect(scratch: str, layout: LakeLayout) -> duckdb.DuckDBPyConnection:
     )
     own = [scratch, *([layout.root] if _is_local(layout.root) else [])]
     for setting in (
+        *(() if bounds is None else bounds.settings()),
         "TimeZone = 'UTC'",
         f"allowed_directories = [{', '.join(literal(folder + '/') for folder in own)}]",
         "enable_external_access = false",

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self, cast
 
@@ -27,10 +27,8 @@ from millstream.errors import (
     LakeTableForeign,
     LakeUnavailable,
     MillstreamError,
-    TimeFromFuture,
-    TokenFromFuture,
 )
-from millstream.lake.commits import Cut, CutTable, cut_at, cut_at_time, cut_from, first_cut, last_cut
+from millstream.lake.commits import Cut, CutTable, cut_from, last_cut
 from millstream.lake.current import current_columns
 from millstream.lake.delta import OpenTable, open_table
 from millstream.lake.engine import Engine, files_gone, quote
@@ -39,9 +37,10 @@ from millstream.lake.folder import history_begun, history_from
 from millstream.lake.known import KnownTable, empty_records, empty_rows, is_meant
 from millstream.lake.layout import MESSAGES, LakeLayout, folder_name, has_current
 from millstream.lake.moves import open_left_behind
-from millstream.lake.operations import whole_upto
 from millstream.lake.overlay import SEQ
+from millstream.lake.query_bounds import QueryBounds
 from millstream.lake.rows import Run, bag_sql, built_sql, keyed_sql, left_sql
+from millstream.lake.standing import standing_at
 from millstream.lake.version_rows import versions_sql
 from millstream.model.ids import TableId
 from millstream.model.names import parse_qualified_name, qualified_name
@@ -83,6 +82,7 @@ class LakeSession:
         as_of: Seq | datetime | None = None,
         held: Callable[[], Mapping[str, str]] | None = None,
         known: Callable[[], Sequence[KnownTable]] | None = None,
+        bounds: QueryBounds | None = None,
     ) -> None:
         """Open a session.
 
@@ -95,6 +95,7 @@ class LakeSession:
                 of a query has got nothing lately: that may take longer than the query.
             known: gives the source's tables as capture knows them. Asked at most once, where a query names one that the lake hasn't,
                 or may list all: those without a record are then empty, and those renamed since can be named as they are called now.
+            bounds: what it may take; None for all that there is.
 
         Raises:
             MissingExtra: DuckDB isn't installed.
@@ -104,11 +105,12 @@ class LakeSession:
             LakeTableForeign: somebody else wrote into `_commits`.
         """
         self._layout = layout
-        self._scratch = tempfile.TemporaryDirectory(prefix="millstream-query-")
-        self._engine = Engine(layout, self._scratch.name)
+        folder = None if bounds is None else bounds.folder
+        self._scratch = tempfile.TemporaryDirectory(prefix="millstream-query-", dir=folder)
+        self._engine = Engine(layout, self._scratch.name, bounds)
         self._past = as_of is not None
         try:
-            self._n, self._cut = _place(layout, as_of)
+            self._n, self._cut = standing_at(layout, as_of)
             moved = as_of is not None and not isinstance(as_of, datetime) and as_of != self._n
             self._asked = cast("Seq", as_of) if moved else None
             self._tables: dict[str, CutTable] = {} if self._cut is None else dict(self._cut.tables)
@@ -240,6 +242,10 @@ class LakeSession:
         """End the query that runs, from another thread or a signal handler."""
         self._engine.connection.interrupt()
 
+    def give_up(self) -> None:
+        """End what a session with bounds does, now and from here on; from another thread."""
+        self._engine.watch.give_up(LakeError("the query was given up: nobody waits for it"))
+
     def _run(self, sql: str, batch_rows: int) -> pa.RecordBatchReader:
         import duckdb
 
@@ -262,6 +268,7 @@ class LakeSession:
         return self._reader(sql, batch_rows)
 
     def _reader(self, sql: str, batch_rows: int) -> pa.RecordBatchReader:
+        self._engine.watch.check()
         relation = self._engine.connection.sql(sql)
         # What gives no rows gives no relation, though DuckDB's stubs say that there always is one.
         if relation is None:
@@ -273,12 +280,19 @@ class LakeSession:
         import duckdb
 
         try:
-            yield from reader
+            for batch in reader:
+                self._engine.watch.check()
+                yield batch
         except (duckdb.Error, pa.ArrowException, OSError) as error:
             raise self._translated(error) from error
 
     def _translated(self, error: Exception) -> MillstreamError:
+        import duckdb
+
         said = str(error)
+        out_of_memory = isinstance(error, duckdb.OutOfMemoryException | MemoryError)
+        if (bound := self._engine.watch.told(said, out_of_memory=out_of_memory)) is not None:
+            return bound
         if files_gone(said):
             return LakeUnavailable(f"files of the lake are gone: {said}", hint="Ask again, in a new session.")
         table = _unknown_table(said)
@@ -550,48 +564,6 @@ class LakeSession:
         except LakeUnavailable:
             return None  # its log entry or its files have gone
         return old
-
-
-def _place(layout: LakeLayout, as_of: Seq | datetime | None) -> tuple[Seq, Cut | None]:
-    """The position to show, which parts no operation, and the last cut at or below it."""
-    if as_of is None:
-        cut = last_cut(layout)
-        return (Seq(0), None) if cut is None else (cut.n, cut)
-    if isinstance(as_of, datetime):
-        now = datetime.now(UTC)
-        if as_of > now:
-            raise TimeFromFuture(f"{as_of.isoformat()} lies in the future", hint=f"It is {now.isoformat()} now.")
-        cut = cut_at_time(layout, as_of)
-        if cut is None:
-            raise _before(layout, as_of.isoformat())
-        return cut.n, cut
-    last = last_cut(layout)
-    reached = Seq(0) if last is None else last.n
-    if as_of > reached:
-        token, asked = (StreamToken.scalar(layout.stream_id, n) for n in (reached, as_of))
-        raise TokenFromFuture(
-            f"the lake stands at {token}, {asked} is beyond it",
-            hint=f"Ask for {token} or an earlier one; `millstream status` shows what the pipeline has still to land.",
-            reached=int(reached),
-        )
-    cut = cut_at(layout, as_of)
-    first = None if cut is not None else first_cut(layout)
-    if first is not None and first.number > 1:
-        raise _before(layout, str(StreamToken.scalar(layout.stream_id, as_of)))
-    return whole_upto(layout, as_of), cut
-
-
-def _before(layout: LakeLayout, asked: str) -> BeyondRetention:
-    first = first_cut(layout)
-    if first is None:
-        return BeyondRetention(f"nothing has landed in the lake yet, and so not at {asked}", first=None)
-    at = first.commit_ts_max or first.committed_at
-    token = StreamToken.scalar(layout.stream_id, first.n)
-    return BeyondRetention(
-        f"the lake begins at {at.isoformat()} ({token}), after {asked}",
-        hint=f"Ask for {at.isoformat()} or later.",
-        first=str(token),
-    )
 
 
 def _unknown_table(said: str) -> str | None:

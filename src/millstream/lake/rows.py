@@ -179,6 +179,7 @@ def built_sql(engine: Engine, upto: Seq, history: OpenTable, schema: TableSchema
     path = engine.scratch_file(".parquet")
     with pq.ParquetWriter(path, shape, compression="zstd", compression_level=1) as writer:
         for part in parts:
+            engine.watch.check()
             writer.write_table(conform(build_rows(history, schema, columns, upto, part), shape))
     shown = [column.name for column in schema.columns] + ([EXACT.name] if exact else [])
     return f"SELECT {names(shown)} FROM read_parquet('{path}', hive_partitioning = false)"

@@ -14,7 +14,7 @@ from typing import Final, NewType
 
 from millstream.errors import UsageError
 from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, StreamId
-from millstream.model.marks import DurableMark
+from millstream.model.marks import DroppedMark, DurableMark
 from millstream.model.positions import Offset, Seq
 
 NodeName = NewType("NodeName", str)
@@ -40,7 +40,7 @@ class ByteEnd:
     base_offset: Offset
     """The segment."""
     position: int
-    """In its file; 0 where the segment has nothing yet."""
+    """In its file; 0 where the segment has nothing yet: behind a footer stands the next segment's 0."""
 
 
 ReplicaPosition = Mapping[ShardId, ByteEnd]
@@ -49,13 +49,13 @@ ReplicaPosition = Mapping[ShardId, ByteEnd]
 
 @dataclass(frozen=True, slots=True)
 class SegmentPart:
-    """Bytes of one segment's file, as they stand there: header, frames, footer. Cut between them, or anywhere in a long frame."""
+    """Bytes of one segment's file, as they stand there: header, frames, footer. Only frames are cut, anywhere."""
 
     shard: ShardId
     base_offset: Offset
     position: int
     """Of the first byte in the file."""
-    data: bytes
+    data: bytes | memoryview
     is_end: bool = False
     """The file ends with it: it is sealed."""
 
@@ -66,11 +66,32 @@ class SegmentPart:
 
 
 @dataclass(frozen=True, slots=True)
+class SegmentHistory:
+    """What two nodes compare of a segment: that its frames are the same up to some byte."""
+
+    base_offset: Offset
+    header_hash: bytes
+    """SHA-256 of its header."""
+    frames_end: int
+    """Exclusive end of its frames in the file."""
+    end_offset: Offset
+    """Exclusive end of their records."""
+    frames_hash: bytes
+    """SHA-256 over the heads of these frames; heads hold the checksums of what lies behind them."""
+    footer_hash: bytes = b""
+    """SHA-256 of its footer; empty where it has none."""
+
+
+LogHistory = Mapping[ShardId, tuple[SegmentHistory, ...]]
+"""Of every shard all segments that are there, in order."""
+
+
+@dataclass(frozen=True, slots=True)
 class Document:
     """Something beside the log that a promoted node needs: the newest counts, whole."""
 
     name: str
-    """`catalog`, `sessions`."""
+    """`catalog`, `sessions`, and `lineage`: who has led from which group on, with which everything begins on a connection."""
     version: int
     """Grows with each change."""
     data: bytes
@@ -88,13 +109,18 @@ class Shipment:
     marks: Mapping[ShardId, DurableMark] = field(default_factory=dict)
     """All marks of the stream as of one moment, whose bytes have been sent with these parts at the latest. Empty: what was sent
     isn't whole yet."""
-    first_kept: Mapping[ShardId, Offset] = field(default_factory=dict)
-    """The first offset that the leader still has of each shard, where it has dropped any."""
+    first_kept: Mapping[ShardId, DroppedMark] = field(default_factory=dict)
+    """What retention has dropped at the leader, of each shard of which it has: a follower that has nothing yet begins behind it."""
     documents: tuple[Document, ...] = ()
     leader_end: Seq = Seq(0)  # a NewType of int
     """How far the leader itself is durable: lag is measured against it."""
     sent_ns: int = 0
     """The leader's clock, nanoseconds since 1970 UTC."""
+    leader: NodeName = NodeName("")
+    """To whom the promise was given that `epoch` numbers: two nodes may have begun with one number, never with one pair. Empty:
+    nobody was ever promoted."""
+    bytes_left: int = 0
+    """What the sender has of the stream, durably, beyond this."""
 
     @property
     def size_bytes(self) -> int:
@@ -114,6 +140,8 @@ class Hello:
     position: ReplicaPosition
     documents: Mapping[str, int] = field(default_factory=dict)
     """Their versions."""
+    promised_to: NodeName = NodeName("")
+    """To whom it has; empty: to nobody, nobody was ever promoted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +160,7 @@ class Acknowledgement:
     """Of what the leader had when it sent."""
     bytes_behind: int = 0
     lag_s: float = 0.0
-    """How old what it shows is, by the leader's clock, as of the last shipment."""
+    """How old what it shows is, at most; -1 where it never had all that the leader had."""
 
 
 class AckKind(StrEnum):

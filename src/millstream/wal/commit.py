@@ -49,6 +49,7 @@ from millstream.wal.segment import GroupFacts, OpenSegment, WriteFailed
 from millstream.wal.shards import check_not_gone, folder_lock, greatest_known, holds_mark, lock_shards, own_shards
 from millstream.wal.shown import ShownMarks, show_all
 from millstream.wal.submissions import acks_of, in_columns, shards_of
+from millstream.wal.times import GroupTimes
 
 _Found = TypeVar("_Found")
 
@@ -61,6 +62,7 @@ class CommitCounts:
     operations: int = 0
     records: int = 0
     bytes_written: int = 0
+    segments_sealed: int = 0
     recovered_cut_bytes: int = 0
 
 
@@ -87,14 +89,15 @@ class GroupCommitter:
         self._identity = identity
         self._shards = shards
         self._numbers = numbers
-        self._is_settled = False
         self._has_spares = True
         """Whether the next recovery has all the space that it may need."""
+        self._is_settled = False
         self.group = recovered.last_group
         """The last one that is durable."""
         self.shown: ShownMarks | None = None
         """Where readers are shown only what others hold, too."""
         self._shown, self._shown_elsewhere = recovered.shown, numbers.elsewhere
+        self.times = GroupTimes(clock, recovered.hybrid_ns)
         self._side_by_side = side_by_side
         self._syncers = ThreadPoolExecutor(len(shards), "wal-sync") if side_by_side and len(shards) > 1 else None
         self.persisted_upto = numbers.position
@@ -266,7 +269,7 @@ class GroupCommitter:
             region=self._identity.region,
             writer=self._identity.writer,
             reserved_to=self._numbers.reserved_to,
-            hybrid_time=self._clock.now_ns(),
+            hybrid_time=self.times.next_ns(),
             reached=reached,
             shards=frozenset(shard for ops in group for shard in shards_of(ops)),
         )
@@ -308,8 +311,7 @@ class GroupCommitter:
         self.uninterrupted(self._roll)
 
     def _roll(self) -> None:
-        age_ns = int(self._options.segment_age_s * 1e9)
-        now = self._clock.now_ns()
+        now, age_ns = self._clock.now_ns(), int(self._options.segment_age_s * 1e9)
         due = [
             shard.segment
             for shard in self._shards.values()
@@ -543,6 +545,7 @@ class GroupCommitter:
                 continue
             try:
                 segment.seal()
+                self.counts.segments_sealed += 1
             except OSError as error:
                 if error.errno not in NO_SPACE:
                     self.poison("sealing a segment failed", error)

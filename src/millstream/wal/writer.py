@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Final, Self
 
+from millstream.crdt.hlc import HybridTime
 from millstream.errors import InvalidValue, MillstreamError, OutOfOrder, SessionsNeedOneWriter, WriterClosed
 from millstream.model.appends import AppendOp, Submitted, columns_of
 from millstream.model.ids import Epoch, RegionId, ShardId, SourceId, StreamId, WriterId
@@ -175,7 +176,9 @@ class LogWriter:
         keyed = None
         if sessions is not None and not isinstance(reservations, SharedNumbers):
             try:
-                keyed = KeyedCommits.open(committer, files, clock, folder, stream, sessions)
+                keyed = KeyedCommits.open(
+                    committer, files, clock, folder, stream, sessions, every_s=options.segment_age_s
+                )
             except BaseException:
                 committer.abandon()
                 raise
@@ -250,6 +253,18 @@ class LogWriter:
     def durable_offset(self, shard: ShardId) -> Offset:
         """Exclusive end of what is durable on a shard."""
         return self._committer.durable_offset(shard)
+
+    def hear(self, time: HybridTime, *, name: str = "") -> None:
+        """Take in another region's time: what is appended from here on is later, whatever this machine's clock says.
+
+        Args:
+            time: of what has come from there.
+            name: the other's, for the error.
+
+        Raises:
+            ClockAhead: its clock is too far ahead of this one; nothing was taken in.
+        """
+        self._committer.times.hear(time, name)
 
     def follow(self) -> LedgerView | None:
         """Of a writer among several: tell the others where it stands, and let readers pass what others were given while it is idle.

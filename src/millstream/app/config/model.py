@@ -349,6 +349,19 @@ class StreamConfig(Section):
         default=None,
         description="Which shard or sink takes the rows that applications append. Without it each table lies on its shard.",
     )
+    region: int = Field(
+        default=0,
+        ge=0,
+        lt=1 << 32,
+        description="Which of several sites that each write the stream this home is: of its own among them, and for good. The others' logs lie beside its "
+        "own, region N's in `data/wal/<stream>@N`.",
+    )
+    merge: dict[str, dict[str, str]] = Field(
+        default={},
+        description='How columns of tables that several regions write come together: `[streams.S.merge."public.posts"]`, `likes = "pn_counter"`. There are '
+        "`lww` (the last write wins; what isn't named merges so), `pn_counter`, `g_counter`, `or_set`, `union_set`, `hide`, and `signal(7d)` with a "
+        "half-life. A table needs a key.",
+    )
     partitions: dict[str, str] = Field(
         default={},
         description='Partitions of tables that applications write, by templates: `"public.clicks" = "{created_at:%Y-%m-%d}"`. `{column}` is a column\'s '

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Annotated, Final
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from millstream.app.config.section import Duration, Section, SizeAboveZero
 
 _ADDRESS: Final = r"^(\[[0-9a-fA-F:.]+\]|[^:\s\[\]]*):\d{1,5}$"
+
+HostName = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?$|^\[?[0-9A-Fa-f:.]+\]?$")
+]
+"""A name or an address, without scheme and port."""
 
 
 def _apart(listen: str) -> tuple[str, int]:
@@ -50,6 +55,12 @@ class HttpConfig(Section):
         "certificate's first subject alternative name, or its common name where it has none; the token is named as `millstream token ls` does. A call that "
         "brings a token itself has that one's rights.",
     )
+    hosts: list[HostName] = Field(
+        default=[],
+        description="Names by which callers reach the server beside localhost, 127.0.0.1 and that of `listen`: those of a proxy on this machine, as in "
+        '`["millstream.example.com"]`. Without `tokens_required` requests to other names are refused (`unknown_host`), and in any case those that pages of '
+        "other servers have made in a browser (`foreign_origin`).",
+    )
     body_bytes_max: SizeAboveZero = Field(
         default="32MiB",
         description="Bytes of one request's body, inflated where it is compressed; larger ones are answered 413.",
@@ -74,6 +85,27 @@ class HttpConfig(Section):
     append_timeout: Duration = Field(
         default="10s",
         description="How long an append waits for room in the log's queue where the request doesn't say (`deadline_s`); then it is answered 429.",
+    )
+    queries_max: int = Field(
+        default=4,
+        ge=1,
+        le=6,
+        description="Queries (SQL) that run at a time, each with the memory, the room and the time below; more are answered 429.",
+    )
+    query_memory_bytes_max: SizeAboveZero = Field(
+        default="512MiB",
+        description="Memory of DuckDB for one query (`query_memory_full` beyond it: answered 422). What doesn't fit goes to the disk where SQL can do with "
+        "that. What becomes of a table's rows (`read_latest`) is read in stretches that fit in as much.",
+    )
+    query_spill_bytes_max: SizeAboveZero = Field(
+        default="4GiB",
+        description="Room on the disk for what one query puts aside, in `data/queries` (`query_spill_full`: 422). All queries together may take "
+        "`queries_max` times as much of the home's disk.",
+    )
+    query_timeout: Duration = Field(
+        default="5m",
+        description="How long a query may take until its answer is whole, with the time that its caller takes to read it (`query_timeout`: 422, or an "
+        "answer that breaks off where it has begun).",
     )
     drain_delay: Duration = Field(
         default="0s",
@@ -108,6 +140,12 @@ class FlightConfig(Section):
         default="256MiB",
         description="Bytes of rows that have come and aren't durable yet, over all calls; beyond it their senders wait. Each call holds one more batch "
         "beside, of the size that its sender makes it.",
+    )
+
+    idle_timeout: Duration = Field(
+        default="5m",
+        description="How long a caller that appends may send nothing while its next batch is waited for, or leave what it is told untaken. Then it is told so "
+        "(`transfer_idle`), and its connection is cut where it doesn't end the call: it would keep one of `calls_max` for ever.",
     )
 
     @property

@@ -14,19 +14,20 @@ from starlette.routing import Route
 
 from millstream import __version__
 from millstream.app.config.quantities import size_bytes
+from millstream.app.opened import home_appender
 from millstream.app.serving.access import Access, allow
 from millstream.app.serving.groups import Groups
 from millstream.app.serving.health import Health
 from millstream.app.serving.intake import Intake, Receive
 from millstream.app.serving.line_writes import VERSION, LineWrites
 from millstream.app.serving.openapi import with_writes
+from millstream.app.serving.origins import Origins
 from millstream.app.serving.problems import MEDIA_TYPE, plain_problem, response_of, tell_problems
 from millstream.app.serving.reading import Reading
-from millstream.app.serving.requests import Scope, Send
+from millstream.app.serving.requests import Scope, Send, answer_problem
 from millstream.app.serving.writes import Writes, is_rows_path
 from millstream.app.wiring import place_compiled_code
-from millstream.app.writing.appending import HomeAppender
-from millstream.errors import MillstreamError
+from millstream.errors import AccessError, MillstreamError
 from millstream.ingest.lines import warm
 from millstream.ingest.undisturbed import made_elsewhere
 from millstream.model.access import Right
@@ -56,10 +57,11 @@ class Application:
         self.home: Final = home
         self.access: Final = access
         self.health: Final = Health(home)
-        self.appender: Final = HomeAppender(home)
+        self.appender: Final = home_appender(home)
         self.intake: Final = Intake(size_bytes(http.inflight_bytes_max), size_bytes(http.body_bytes_max))
         self.groups: Final = Groups(self._append)
         self.reading: Final = Reading(home, self.intake)
+        self._origins = Origins(http.address[0], http.hosts, any_host=access.is_asked)
         self._writes = Writes(home, self.groups, self.intake, access)
         # Compiled, or read, while the first requests come: the first time on a machine it takes seconds.
         parser = made_elsewhere(warm)
@@ -84,9 +86,15 @@ class Application:
     def asgi(self) -> Any:
         """The application, as a server calls it."""
         others = self.make_fastapi()
-        rows, lines = self._writes, self._of_paths
+        rows, lines, origins = self._writes, self._of_paths, self._origins
 
         async def application(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http":
+                try:
+                    origins.check(scope["headers"])
+                except AccessError as error:
+                    await answer_problem(send, error)
+                    return
             if scope["type"] == "http" and scope["method"] == "POST":
                 path = scope["raw_path"]
                 if is_rows_path(path):

@@ -67,7 +67,13 @@ class BulkAppend:
         self._changed = threading.Condition()
         self._waiting: deque[Piece] = deque()
         self._has_all = False
+        self._open = 0
+        """Pieces that have come and aren't told of."""
         self._failure: Exception | None = None
+
+    def has_work(self) -> bool:
+        """Whether something that has come isn't told of yet."""
+        return self._open > 0
 
     def run(
         self,
@@ -119,6 +125,7 @@ class BulkAppend:
         self._room.take(piece.size_bytes, lambda: self._failure is not None)
         with self._changed:
             self._waiting.append(piece)
+            self._open += 1
             self._changed.notify_all()
 
     def _append_all(self) -> None:
@@ -130,6 +137,8 @@ class BulkAppend:
                 self._failure = error
             finally:
                 self._room.give(sum(piece.size_bytes for piece in group))
+                with self._changed:
+                    self._open -= len(group)
 
     def _next_group(self) -> list[Piece]:
         """What has come, as much as goes at once; nothing when all is done."""

@@ -17,14 +17,14 @@ import pyarrow as pa
 import pyarrow.flight as fl
 import structlog
 
-from millstream.app.config.quantities import size_bytes
+from millstream.app.config.quantities import duration_s, size_bytes
 from millstream.app.opened import open_reader, table_ids
 from millstream.app.serving.access import Access, Caller, Credentials, token_said
 from millstream.app.serving.bulk_append import BulkAppend, Room
 from millstream.app.serving.bulk_read import records
 from millstream.app.serving.certificates import Certificates
 from millstream.app.serving.exposure import check_protected
-from millstream.app.serving.flight_connections import Readers, cut_connections
+from millstream.app.serving.flight_connections import Readers, Sender, Senders, cut_connections
 from millstream.errors import (
     AccessError,
     AddressInUse,
@@ -51,6 +51,11 @@ _ENDS_WITHIN_S: Final = 10.0
 """How long calls may take to end once the server does; one that waits for its caller may take for ever."""
 _AGAIN_S: Final = 2.0
 _HEADERS: Final = "millstream"
+_FACTS_BYTES_MAX: Final = 2500
+"""Of an error: gRPC's clients take 8 KiB of headers, where it stands once, in base64, and its words three times."""
+_WORDS_MAX: Final = 300
+"""Characters of a message, and of a hint."""
+_DETAIL_MAX: Final = 200
 _OTHER_COLUMNS: Final = (
     "Read up to a token before the change and from it on: two calls, each in the columns of its time (`version`)."
 )
@@ -60,14 +65,31 @@ class _Headers(fl.ServerMiddleware):  # type: ignore[misc] # pyarrow ships no ty
     """What a call says of who sends it."""
 
     def __init__(self, authorization: str | None) -> None:
-        self.authorization = authorization
+        self.token = None if authorization is None else token_said(authorization)
 
 
 class _HeadersFactory(fl.ServerMiddlewareFactory):  # type: ignore[misc] # as above
+    """Hears who calls before anything of the call is read: what comes first may be as large as gRPC takes it.
+
+    Args:
+        access: who may call.
+        mutual: whether a client certificate may stand for a token: of it nothing is known here.
+    """
+
+    def __init__(self, access: Access, *, mutual: bool) -> None:
+        super().__init__()
+        self._access = access
+        self._mutual = mutual
+
     def start_call(self, info: object, headers: dict[str, list[str]]) -> _Headers:
-        """Keep the one header that counts."""
+        """Keep the one header that counts, and refuse who isn't known by it."""
         del info
-        return _Headers(next(iter(headers.get("authorization", ())), None))
+        found = _Headers(next(iter(headers.get("authorization", ())), None))
+        token = found.token
+        if token is not None or not self._mutual:
+            with telling():
+                self._access.caller(Credentials(token))
+        return found
 
 
 def _told(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,9 +118,16 @@ def telling() -> Iterator[None]:
 
 
 def flight_error(error: MillstreamError) -> fl.FlightError:
-    """The nearest of Flight's errors, with ours as JSON in `extra_info`."""
-    facts = json.dumps(error.as_dict(), default=str).encode()
-    words = f"{error.code}: {error.message}" + (f" ({error.hint})" if error.hint else "")
+    """The nearest of Flight's errors, with ours as JSON in `extra_info`: what is long is left out of it, for it travels in headers."""
+    said = error.as_dict()
+    said |= {name: _shortened(said[name]) for name in ("message", "hint")}
+    facts = json.dumps(said, default=str).encode()
+    if len(facts) > _FACTS_BYTES_MAX:
+        said["details"] = {name: value for name, value in said["details"].items() if len(str(value)) <= _DETAIL_MAX}
+        facts = json.dumps(said, default=str).encode()
+    if len(facts) > _FACTS_BYTES_MAX:
+        facts = json.dumps(said | {"details": {}}, default=str).encode()
+    words = f"{error.code}: {_shortened(error.message)}" + (f" ({_shortened(error.hint)})" if error.hint else "")
     kind = fl.FlightServerError
     if isinstance(error, Unauthenticated):
         kind = fl.FlightUnauthenticatedError
@@ -107,6 +136,10 @@ def flight_error(error: MillstreamError) -> fl.FlightError:
     elif error.retry in {Retry.BACKOFF, Retry.REOPEN}:
         kind = fl.FlightUnavailableError
     return kind(words, facts)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _WORDS_MAX else f"{text[:_WORDS_MAX]}…"
 
 
 class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
@@ -141,9 +174,10 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
         self._writes = threading.BoundedSemaphore(flight.calls_max)
         self._reads = threading.BoundedSemaphore(flight.calls_max)
         self._readers = Readers()
+        self._senders = Senders(duration_s(flight.idle_timeout))
         self._room = Room(size_bytes(flight.inflight_bytes_max))
         host = f"[{address[0]}]" if ":" in address[0] else address[0]
-        options: dict[str, Any] = {"middleware": {_HEADERS: _HeadersFactory()}}
+        options: dict[str, Any] = {"middleware": {_HEADERS: _HeadersFactory(access, mutual=self._mutual)}}
         if certificates is not None:
             certificate, key, client_ca = certificates.read()
             options |= {"tls_certificates": [(certificate, key)]}
@@ -159,8 +193,8 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
                 address=f"{host}:{address[1]}",
             ) from error
         self.address: Final = f"{host}:{self.port}"
-        watching = threading.Thread(target=self._readers.watch, args=(self.port, self._closing), daemon=True)
-        watching.start()
+        for callers in (self._readers, self._senders):
+            threading.Thread(target=callers.watch, args=(self.port, self._closing), daemon=True).start()
 
     def end(self) -> None:
         """Take no more, let running calls end, and cut off those whose callers don't."""
@@ -182,9 +216,10 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
         asked = PutRequest.parse(descriptor.path, descriptor.command)
         shown = self._shown(context)
         self._check(shown, Right.WRITE, asked.stream)
-        with self._slot(self._writes):
-            append = BulkAppend(asked, self._appender, self._room, writer.write)
-            append.run(_batches(reader), self._closing, lambda: self._check(shown, Right.WRITE, asked.stream))
+        with self._slot(self._writes), self._senders.sending(context.peer(), writer.write) as sender:
+            append = BulkAppend(asked, self._appender, self._room, sender.tell)
+            sender.has_work = append.has_work
+            append.run(_batches(reader, sender), self._closing, lambda: self._check(shown, Right.WRITE, asked.stream))
 
     # --- reading -----------------------------------------------------------------------------------------------
 
@@ -253,8 +288,7 @@ class FlightServer(fl.FlightServerBase):  # type: ignore[misc] # as above
         return self._access.caller(self._shown(context))
 
     def _shown(self, context: Any) -> Credentials:
-        authorization = context.get_middleware(_HEADERS).authorization
-        token = None if authorization is None else token_said(authorization)
+        token = context.get_middleware(_HEADERS).token
         certificate = context.peer_identity().decode(errors="replace") if self._mutual else ""
         return Credentials(token, certificate or None)
 
@@ -340,11 +374,12 @@ def flight_of(home: Home, access: Access, appender: HomeAppender) -> Iterator[Fl
         service.end()
 
 
-def _batches(reader: Any) -> Iterator[tuple[pa.RecordBatch, bytes | None]]:
+def _batches(reader: Any, sender: Sender) -> Iterator[tuple[pa.RecordBatch, bytes | None]]:
     """What a caller sends; who goes away has sent what came whole."""
     while True:
         try:
-            chunk = reader.read_chunk()
+            with sender.waited_for():
+                chunk = reader.read_chunk()
         except StopIteration:
             return
         metadata = None if chunk.app_metadata is None else chunk.app_metadata.to_pybytes()

@@ -7,21 +7,27 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
 
+import pyarrow as pa
 import structlog
+
+from millstream.errors import TransferIdle
 
 logger = structlog.get_logger("millstream.serve")
 
 READS_WITHIN_S: Final = 60.0
 """How long a reader may take for one batch, of 4 MiB at the most."""
+_LEAVES_WITHIN_S: Final = 2.0
+"""How long a sender has to end its call by itself, once it was told that it sends nothing."""
 
 
 def cut_connections(port: int, peer: str | None = None) -> int:
@@ -91,6 +97,112 @@ class Readers:
         """A caller took what it was sent."""
         with self._lock:
             self._taken[reader] = (peer, time.monotonic())
+
+
+class Senders:
+    """Calls that append. One that is waited for and sends nothing for too long, or takes none of what it is told, is cut off.
+
+    Args:
+        within_s: how long that is.
+    """
+
+    def __init__(self, within_s: float) -> None:
+        self._within_s = within_s
+        self._lock = threading.Lock()
+        self._calls: set[Sender] = set()
+
+    @contextlib.contextmanager
+    def sending(self, peer: str, write: Callable[[bytes], None]) -> Iterator[Sender]:
+        """One call, for as long as it lasts.
+
+        Args:
+            peer: its caller, as gRPC names it.
+            write: tells the caller a line; blocks while that takes none.
+        """
+        sender = Sender(peer, write)
+        with self._lock:
+            self._calls.add(sender)
+        try:
+            yield sender
+        finally:
+            with self._lock:
+                self._calls.discard(sender)
+            sender.end()
+
+    def watch(self, port: int, ended: threading.Event) -> None:
+        """Look now and then, until `ended`."""
+        while not ended.wait(min(self._within_s / 4, 1.0)):
+            now = time.monotonic()
+            with self._lock:
+                calls = list(self._calls)
+            for call in calls:
+                self._look(call, now, port)
+
+    def _look(self, call: Sender, now: float, port: int) -> None:
+        if call.has_work():
+            call.worked_s = now
+        # Who waits for word of what it has sent sends nothing meanwhile.
+        silent_s = now - max(call.waits_since_s or now, call.worked_s)
+        untaken_s = now - (call.tells_since_s or now)
+        if untaken_s <= self._within_s and silent_s > self._within_s and not call.is_told:
+            # By a thread of its own: who sends nothing may take nothing either.
+            call.is_told = True
+            threading.Thread(target=call.tell_idle, args=(self._within_s,), daemon=True).start()
+        elif max(untaken_s, silent_s - _LEAVES_WITHIN_S) > self._within_s:
+            does_not = "send" if silent_s > self._within_s else "take"
+            logger.warning("a Flight sender is cut off", peer=call.peer, does_not=does_not, after_s=self._within_s)
+            cut_connections(port, call.peer)
+
+
+class Sender:
+    """A call that appends, and what it is waited for. `tell` from any thread."""
+
+    def __init__(self, peer: str, write: Callable[[bytes], None]) -> None:
+        self.peer: Final = peer
+        self.waits_since_s: float | None = None
+        """Since when its next batch is waited for."""
+        self.tells_since_s: float | None = None
+        """Since when it is being told a line."""
+        self.is_told = False
+        """Whether it has heard that it is going to be cut off."""
+        self.has_work: Callable[[], bool] = lambda: False
+        """Whether something that it sent isn't told of yet."""
+        self.worked_s = 0.0
+        """When that was so last."""
+        self._write = write
+        self._telling = threading.Lock()
+        self._has_ended = False
+
+    def end(self) -> None:
+        """Tell nothing from here on: what was made for the call goes with it, and who wrote to it then would write into nowhere."""
+        with self._telling:
+            self._has_ended = True
+
+    @contextlib.contextmanager
+    def waited_for(self) -> Iterator[None]:
+        """While its next batch is."""
+        self.is_told, self.waits_since_s = False, time.monotonic()
+        try:
+            yield
+        finally:
+            self.waits_since_s = None
+
+    def tell(self, line: bytes) -> None:
+        """Tell it a line; one at a time, as gRPC takes them."""
+        with self._telling:
+            if self._has_ended:
+                return
+            self.tells_since_s = time.monotonic()
+            try:
+                self._write(line)
+            finally:
+                self.tells_since_s = None
+
+    def tell_idle(self, within_s: float) -> None:
+        """Tell it that it was waited for too long."""
+        error = TransferIdle(f"no batch came within {within_s:g} s; the call is going to be cut off", time_s=within_s)
+        with contextlib.suppress(pa.ArrowException, OSError):  # it has gone
+            self.tell(json.dumps({"error": error.as_dict()}).encode())
 
 
 class _Reader:

@@ -38,6 +38,7 @@ from millstream.errors import (
     Overloaded,
     PartialWrite,
     PositionError,
+    QueryBound,
     ReplicasMissing,
     RequestTimeout,
     Retry,
@@ -53,6 +54,7 @@ from millstream.errors import (
     TokenFromFuture,
     Unauthenticated,
     UnknownColumn,
+    UnknownHost,
     UnknownStream,
     UnknownTable,
     UsageError,
@@ -76,6 +78,7 @@ _STATUS: Final[Mapping[type[MillstreamError], HTTPStatus]] = {
     Unauthenticated: HTTPStatus.UNAUTHORIZED,
     Forbidden: HTTPStatus.FORBIDDEN,
     AccessError: HTTPStatus.FORBIDDEN,
+    UnknownHost: HTTPStatus.MISDIRECTED_REQUEST,
     UnknownStream: HTTPStatus.NOT_FOUND,
     UnknownTable: HTTPStatus.NOT_FOUND,
     RequestTimeout: HTTPStatus.REQUEST_TIMEOUT,
@@ -98,6 +101,7 @@ _STATUS: Final[Mapping[type[MillstreamError], HTTPStatus]] = {
     IngestError: HTTPStatus.UNPROCESSABLE_ENTITY,
     UnknownColumn: HTTPStatus.UNPROCESSABLE_ENTITY,
     InvalidValue: HTTPStatus.UNPROCESSABLE_ENTITY,
+    QueryBound: HTTPStatus.UNPROCESSABLE_ENTITY,
     # Not a 5xx: clients send those again, and the sinks that took it would have it twice.
     PartialWrite: HTTPStatus.FAILED_DEPENDENCY,
     # What may go another time.

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import anyio
@@ -23,20 +23,23 @@ from pydantic import BaseModel, Field, ValidationError
 from starlette.types import Message, Receive, Scope, Send
 
 from millstream.app.calls import LATEST_ROWS_MAX
-from millstream.app.opened import OpenHome
+from millstream.app.config.quantities import duration_s, size_bytes
+from millstream.app.opened import OpenHome, latest_stretches, open_lake
 from millstream.app.remote.pieces import ARROW_TYPE, END, PART_BYTES, PIECES_TYPE, failed, latest_piece, piece
 from millstream.app.serving.access import Access, allow
 from millstream.app.serving.intake import ClientGoneError, Held, Intake, read_body
 from millstream.app.serving.requests import headers_said
 from millstream.app.serving.writes import JSON_TYPE, media_type
 from millstream.errors import MediaTypeUnknown, MillstreamError, Overloaded
+from millstream.lake.query_bounds import QueryBounds
 from millstream.model.access import Right
 
 if TYPE_CHECKING:
     from millstream.app.home import Home
+    from millstream.lake.query import LakeSession
 
 _AT_ONCE: Final = 8
-"""Threads that make answers: each holds a batch, or what DuckDB needs for a query."""
+"""Threads that make answers: each holds a batch, a stretch of `latest`, or what DuckDB needs for a query. Queries leave some of them free."""
 _ANSWERS_MAX: Final = 32
 """Answers that are under way, most of them waiting for their callers: each holds a batch."""
 _KEPT: Final = 8
@@ -44,6 +47,8 @@ _KEPT: Final = 8
 _TAKES_WITHIN_S: Final = 60.0
 """How long a caller may take nothing of what is sent."""
 _SQL_MAX: Final = 1 << 20
+_FOLDED: Final = 4
+"""How many times as much as its records a stretch of `latest` takes while it is folded."""
 _GONE: Final = 499
 """The status of an answer that nobody waits for any more: it is seen in logs alone."""
 
@@ -88,10 +93,24 @@ class Reading:
         self._intake = intake
         self._idle: list[OpenHome] = []
         self._lock = threading.Lock()
-        self._answers = 0
+        http = home.config.http
+        again = "Ask again a little later, or read with fewer callers."
+        self._answers = _Places(_ANSWERS_MAX, "answers are being read", again)
+        self._queries = _Places(
+            http.queries_max,
+            "queries run, as many as may",
+            "Ask again a little later; `[http] queries_max` says how many run at a time.",
+        )
+        self._bounds = QueryBounds(
+            size_bytes(http.query_memory_bytes_max),
+            size_bytes(http.query_spill_bytes_max),
+            duration_s(http.query_timeout),
+            home.queries_folder,
+        )
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="reading")
         self.router: Final = APIRouter(prefix="/v1/streams", tags=["read"])
         self._add()
+        self._add_query()
 
     def close(self) -> None:
         """Let go of threads and open homes; answers that are under way come to their ends."""
@@ -144,15 +163,20 @@ class Reading:
             rows_max: Annotated[int, Query(ge=1, le=LATEST_ROWS_MAX)] = LATEST_ROWS_MAX,
         ) -> Response:
             def made(home: OpenHome) -> Iterator[bytes]:
-                for found in home.read_latest(stream, table, after=after, upto=upto, rows_max=rows_max):
+                bytes_max = max(1, self._bounds.memory_bytes // _FOLDED)
+                stretches = latest_stretches(
+                    home.reader(stream), table, after=after, upto=upto, rows_max=rows_max, bytes_max=bytes_max
+                )
+                for found in stretches:
                     yield from latest_piece(found.emptied, found.rows, found.token)
 
             return await self._answer(request, made, PIECES_TYPE)
 
+    def _add_query(self) -> None:
         @self.router.post(
             "/{stream}/query",
             responses=_ROWS,
-            dependencies=may_read,
+            dependencies=[Depends(allow(Right.READ))],
             summary="SQL over a stream's tables.",
             response_class=StreamingResponse,
             openapi_extra={"requestBody": _QUESTION},
@@ -162,21 +186,26 @@ class Reading:
                 question = await self._question(request)
             except ClientGoneError:
                 return Response(status_code=_GONE)
-            interrupts: list[Callable[[], None]] = []
             in_pieces = PIECES_TYPE in request.headers.get("accept", "")
+            sessions: list[LakeSession] = []
+            gone = threading.Event()
 
-            def made(home: OpenHome) -> Iterator[bytes]:
-                with home.lake(stream, as_of=question.as_of) as lake:
-                    interrupts.append(lake.interrupt)
+            def made(_home: OpenHome) -> Iterator[bytes]:
+                self._bounds.folder.mkdir(exist_ok=True)
+                with open_lake(self._home, stream, as_of=question.as_of, bounds=self._bounds) as lake:
+                    sessions.append(lake)
+                    if gone.is_set():
+                        return
                     reader = lake.stream(question.sql)
                     yield from _in_pieces(reader) if in_pieces else _as_stream(reader)
 
-            def interrupt() -> None:
-                for call in interrupts:
-                    call()
+            def give_up() -> None:
+                gone.set()
+                for session in sessions:
+                    session.give_up()
 
             media_type = PIECES_TYPE if in_pieces else ARROW_TYPE
-            return await self._answer(request, made, media_type, interrupt=interrupt)
+            return await self._answer(request, made, media_type, places=(self._queries,), give_up=give_up)
 
     async def _question(self, request: Request) -> Question:
         """What a request asks. FastAPI would take the whole body, of any size, before it looks at who sends it."""
@@ -210,13 +239,18 @@ class Reading:
         made: Callable[[OpenHome], Iterator[bytes]],
         media_type: str,
         *,
-        interrupt: Callable[[], None] = lambda: None,
+        places: tuple[_Places, ...] = (),
+        give_up: Callable[[], None] = lambda: None,
     ) -> Response:
-        """An answer that goes out while it is made. What fails before its first byte is raised."""
-        if self._answers >= _ANSWERS_MAX:
-            raise Overloaded(
-                f"{self._answers} answers are being read", hint="Ask again a little later, or read with fewer callers."
-            )
+        """An answer that goes out while it is made. What fails before its first byte is raised.
+
+        Args:
+            request: what is answered.
+            made: makes its bytes.
+            media_type: theirs.
+            places: what it has to have one of, beside one of all answers.
+            give_up: ends what `made` does, from another thread.
+        """
 
         def whole() -> Iterator[bytes]:
             with self._opened() as home:
@@ -224,34 +258,25 @@ class Reading:
                 if media_type == PIECES_TYPE:
                     yield END
 
-        self._answers += 1
-        making = _Making(whole(), self._threads, interrupt)
+        with ExitStack() as taken:
+            for some in (self._answers, *places):
+                taken.enter_context(some.one())
+            making = _Making(whole(), self._threads, give_up)
+            unless_sent = taken.pop_all()
+
+        async def let_go() -> None:
+            with unless_sent, anyio.CancelScope(shield=True):
+                await making.close()
+
         try:
             first = await _unless_gone(request, making)
         except BaseException:
-            await self._let_go(making)
+            await let_go()
             raise
         if first is None:
-            await self._let_go(making)
+            await let_go()
             return Response(status_code=_GONE)
-        return _Answer(self._sent(first, making, media_type), media_type)
-
-    async def _sent(self, first: bytes, making: _Making, media_type: str) -> AsyncGenerator[bytes, None]:
-        try:
-            yield first
-            while (part := await making.next()) is not None:
-                yield part
-        except MillstreamError as error:
-            if media_type != PIECES_TYPE:
-                raise  # the connection breaks off: nothing else can be said in the midst of an Arrow stream
-            yield failed(error)
-        finally:
-            await self._let_go(making)
-
-    async def _let_go(self, making: _Making) -> None:
-        with anyio.CancelScope(shield=True):
-            await making.close()
-        self._answers -= 1
+        return _Answer(_sent(first, making, media_type), media_type, let_go)
 
     @contextmanager
     def _opened(self) -> Iterator[OpenHome]:
@@ -271,13 +296,40 @@ class Reading:
                     self._idle.append(home)
 
 
+class _Places:
+    """So many at a time; others are told to come again. For one event loop.
+
+    Args:
+        count: how many.
+        what: what they are, as in `3 … `.
+        hint: what to do where there is none free.
+    """
+
+    def __init__(self, count: int, what: str, hint: str) -> None:
+        self._count = count
+        self._what = what
+        self._hint = hint
+        self._taken = 0
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """One of them, until the block ends; `Overloaded` where none is free."""
+        if self._taken >= self._count:
+            raise Overloaded(f"{self._taken} {self._what}", hint=self._hint)
+        self._taken += 1
+        try:
+            yield
+        finally:
+            self._taken -= 1
+
+
 class _Making:
     """An answer's parts, made on threads, one after the other."""
 
-    def __init__(self, parts: Iterator[bytes], threads: ThreadPoolExecutor, interrupt: Callable[[], None]) -> None:
+    def __init__(self, parts: Iterator[bytes], threads: ThreadPoolExecutor, give_up: Callable[[], None]) -> None:
         self._parts = parts
         self._threads = threads
-        self._interrupt = interrupt
+        self._give_up = give_up
 
     async def next(self) -> bytes | None:
         """The next part; None behind the last. Cancelled, it ends what the thread does."""
@@ -288,7 +340,7 @@ class _Making:
         except asyncio.CancelledError:
             with anyio.CancelScope(shield=True):
                 if not work.cancel():
-                    self._interrupt()
+                    self._give_up()
                 await asyncio.wait([waiting])
             raise
 
@@ -302,9 +354,12 @@ class _Making:
 class _Answer(StreamingResponse):
     """A response whose parts are let go however it ends, and whose caller has to take them."""
 
-    def __init__(self, parts: AsyncGenerator[bytes, None], media_type: str) -> None:
+    def __init__(
+        self, parts: AsyncGenerator[bytes, None], media_type: str, let_go: Callable[[], Awaitable[None]]
+    ) -> None:
         super().__init__(parts, media_type=media_type)
         self._parts = parts
+        self._let_go = let_go
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def within_patience(message: Message) -> None:
@@ -314,8 +369,23 @@ class _Answer(StreamingResponse):
         try:
             await super().__call__(scope, receive, within_patience)
         finally:
+            # Not by the parts themselves: where the caller goes before the first is sent, they never begin, and have nothing to end.
             with anyio.CancelScope(shield=True):
-                await self._parts.aclose()
+                try:
+                    await self._parts.aclose()
+                finally:
+                    await self._let_go()
+
+
+async def _sent(first: bytes, making: _Making, media_type: str) -> AsyncGenerator[bytes, None]:
+    try:
+        yield first
+        while (part := await making.next()) is not None:
+            yield part
+    except MillstreamError as error:
+        if media_type != PIECES_TYPE:
+            raise  # the connection breaks off: nothing else can be said in the midst of an Arrow stream
+        yield failed(error)
 
 
 async def _unless_gone(request: Request, making: _Making) -> bytes | None:

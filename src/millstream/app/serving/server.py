@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import resource
+import shutil
 import socket
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,6 +22,7 @@ from millstream.errors import AddressInUse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from millstream.app.serving.application import Application
     from millstream.app.serving.connections import ConnectionBounds
@@ -59,6 +61,7 @@ def serve_home(home: Home, lifeline: Lifeline) -> None:
         lifeline.tell("listening", {"address": address})
         logger.info("listening", address=address)
         _raise_open_files()
+        _clear(home.queries_folder)
         # What is there by now stays: looking through it again and again takes as long as a tenth of the requests.
         gc.collect()
         gc.freeze()
@@ -187,6 +190,13 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise AddressInUse(f"can't listen on {host}:{port}: {error}", address=f"{host}:{port}") from error
     return listener
+
+
+def _clear(queries: Path) -> None:
+    """Take away what queries of an earlier server left behind, which was killed: this one has the home's lock."""
+    queries.mkdir(exist_ok=True)
+    for left in queries.iterdir():
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _raise_open_files() -> None:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from millstream.app.config.model import StreamConfig
     from millstream.app.home import Home
+    from millstream.app.writing.sinks import OpenOther
     from millstream.app.writing.stream_writer import StreamWriter
     from millstream.model.operations import Appended
     from millstream.model.replication import AckLevel
@@ -66,13 +67,18 @@ _OPEN_HERE: Final[weakref.WeakSet[HomeAppender]] = weakref.WeakSet()
 class HomeAppender:
     """Appends to a home's streams, in whatever process that has to be done. Made by the first append of an `OpenHome`.
 
+    Args:
+        home: whose streams.
+        open_other: opens the homes that its sinks are.
+
     Concurrency: any number of threads. A forked child begins by itself.
     """
 
-    def __init__(self, home: Home) -> None:
+    def __init__(self, home: Home, open_other: OpenOther) -> None:
         leave_logs_to_application()
         _OPEN_HERE.add(self)
         self._home = home
+        self._open_other = open_other
         self._writer = home.config.writer.name
         self._begin()
 
@@ -249,7 +255,7 @@ class HomeAppender:
             return self._client
 
     def _become(self) -> _OwnWriter:
-        self._own = _OwnWriter(self._home, self._writer)
+        self._own = _OwnWriter(self._home, self._writer, self._open_other)
         return self._own
 
     def _is_written(self) -> bool:
@@ -294,11 +300,12 @@ class _OwnWriter:
         HomeBusy: another process has just taken the role, and doesn't listen yet.
     """
 
-    def __init__(self, home: Home, writer: str | None) -> None:
+    def __init__(self, home: Home, writer: str | None, open_other: OpenOther) -> None:
         place_compiled_code(home)
         if writer is not None:
             refuse_embedded_catalog(home)
         self._home = home
+        self._open_other = open_other
         self._writer = writer
         self._ended = threading.Event()
         self._closing = threading.Lock()
@@ -367,7 +374,7 @@ class _OwnWriter:
     def _open(self, stream: str) -> tuple[contextlib.ExitStack, StreamWriter]:
         with contextlib.ExitStack() as stack:
             config = _configured(self._home, stream)
-            writer = stack.enter_context(stream_writer(self._home, self._catalog, stream, config))
+            writer = stack.enter_context(stream_writer(self._home, self._catalog, stream, config, self._open_other))
             self._streams[stream] = stack.pop_all(), writer
         return self._streams[stream]
 

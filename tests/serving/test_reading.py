@@ -1,0 +1,155 @@
+"""Answers of reading take what they may and no more, and give it back however they end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.app.homes import make_home, wait_for
+from tests.app.served import serving
+from tests.serving.servers import served
+
+import millstream
+from millstream.app.home import Home
+from millstream.app.serving.access import Access
+from millstream.app.serving.application import Application
+from millstream.errors import QueryMemoryFull, QuerySpillFull, QueryTimeout
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    made = make_home(tmp_path / "web", "[streams.web]\n")
+    with millstream.open(made) as opened:
+        opened.append("web", "clicks", [{"n": n} for n in range(1000)])
+    return made
+
+
+def test_callers_that_go_before_the_first_byte_is_sent_leave_no_answer_behind(home: Path) -> None:
+    """What makes the parts had begun, and what sends them hadn't: nothing ended it, and after 32 of them nobody was answered."""
+
+    async def ask(*, goes: bool) -> int:
+        heard: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        heard.put_nowait({"type": "http.request", "body": b"", "more_body": False})
+        statuses: list[int] = []
+
+        async def send(message: dict[str, Any]) -> None:
+            if goes:
+                raise ConnectionResetError
+            statuses.extend([message["status"]] if "status" in message else [])
+
+        path = "/v1/streams/web/records"
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "GET",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "query_string": b"table=clicks",
+            "headers": [(b"host", b"127.0.0.1")],
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 1),
+        }
+        await serves(scope, heard.get, send)
+        return statuses[0]
+
+    async def play() -> int:
+        for _ in range(40):
+            with contextlib.suppress(ConnectionResetError):
+                await ask(goes=True)
+        return await ask(goes=False)
+
+    with contextlib.closing(Application(Home(home), Access.of_home(Home(home)))) as application:
+        serves = application.asgi()
+        assert asyncio.run(play()) == 200
+
+
+BOUNDS = """
+[streams.web]
+[streams.web.keys]
+"public.users" = ["id"]
+[http]
+query_memory_bytes_max = "16MiB"
+query_spill_bytes_max = "8MiB"
+query_timeout = "10m"
+queries_max = 2
+"""
+ENDLESS = "select count(*) from range(1000000000000) t(r) where hash(r) = 1"
+SORTED = "select m from (select md5(r::varchar) m from range({}) t(r)) order by m"
+
+
+def asks(sql: str) -> bytes:
+    """A request, as it travels."""
+    body = json.dumps({"sql": sql}).encode()
+    head = f"POST /v1/streams/web/query HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def test_a_query_takes_what_it_may_and_the_server_goes_on(tmp_path: Path) -> None:
+    made = make_home(tmp_path / "web", BOUNDS)
+    queries = made / "data/queries"
+    left_behind = queries / "millstream-query-of-one-that-was-killed"
+    left_behind.mkdir(parents=True)
+    with served(made) as server, millstream.connect(f"http://{server.address}") as there:
+        assert not left_behind.exists()
+        there.append("web", "users", {"id": 1})
+        for sql, error, size in (
+            ("select array_agg(r) from range(10000000) t(r)", QueryMemoryFull, 16 << 20),
+            (SORTED.format(1_000_000), QuerySpillFull, 8 << 20),
+        ):
+            with pytest.raises(error) as caught:
+                there.query(sql, stream="web")
+            assert caught.value.details["size_max"] == size
+            assert "[http] query_" in caught.value.hint
+        assert there.query(SORTED.format(100_000), stream="web").num_rows == 100_000
+        # So many at a time; another one is told.
+        host, _, port = server.address.rpartition(":")
+        with socket.create_connection((host, int(port))) as one, socket.create_connection((host, int(port))) as two:
+            one.sendall(asks(ENDLESS))
+            two.sendall(asks("select r from range(1000000000000) t(r)"))
+            wait_for(lambda: len(list(queries.iterdir())) == 2)
+            refused = httpx.post(f"http://{server.address}/v1/streams/web/query", json={"sql": "select 1"})
+            assert (refused.status_code, refused.json()["code"]) == (429, "overloaded")
+            assert "queries_max" in refused.json()["hint"]
+            # What isn't SQL is answered meanwhile.
+            assert [batch.num_rows for batch in there.read("web")] == [1]
+        # Who goes away leaves none running, whether its answer has begun or not.
+        wait_for(lambda: not list(queries.iterdir()))
+        assert there.query("select 1 as one", stream="web").to_pylist() == [{"one": 1}]
+
+
+def test_a_query_has_its_time(home: Path) -> None:
+    text = (home / "millstream.toml").read_text()
+    (home / "millstream.toml").write_text(f'{text}[http]\nquery_timeout = "800ms"\n')
+    with serving(home) as url, millstream.connect(url) as there:
+        refused = httpx.post(f"{url}/v1/streams/web/query", json={"sql": ENDLESS})
+        assert (refused.status_code, refused.json()["code"]) == (422, "query_timeout")
+        assert "[http] query_timeout" in refused.json()["hint"]
+        # In the midst of an answer, too.
+        with pytest.raises(QueryTimeout, match=r"0\.8 s"):
+            there.query("select r from range(1000000000000) t(r) where hash(r) % 1000 = 1", stream="web")
+
+
+def test_what_became_of_rows_is_told_in_stretches_of_a_size(tmp_path: Path) -> None:
+    """The records of one operation aren't parted: too large ones are refused, by the key's name."""
+    made = make_home(tmp_path / "web", BOUNDS.replace("16MiB", "4MiB"))
+    with millstream.open(made) as here:
+        for n in range(20):
+            here.append("web", "users", [{"id": n * 100 + k, "text": "." * 1000} for k in range(100)])
+        with serving(made) as url, millstream.connect(url) as there:
+            expected = {row["id"] for batch in here.read("web") for row in batch.to_pylist()}
+            stretches = list(there.read_latest("web", "users"))
+            assert {row["id"] for one in stretches for row in one.rows.to_pylist()} == expected
+            assert len(stretches) > 1, "compressed they have room in one"
+            here.append("web", "users", [{"id": k, "text": "." * 1000} for k in range(3000)])
+            with pytest.raises(QueryMemoryFull, match="more than 1048576 bytes"):
+                list(there.read_latest("web", "users"))
+            assert len(list(here.read_latest("web", "users"))) == 1
