@@ -104,13 +104,21 @@ def merged_regions(
     merge.check("the table", columns, key)
     names = [name for name in columns.names if name not in key]
     if at_ns is None and merge.named(names, MergeKind.SIGNAL):
-        newest = records.agg(F.max(WALL.name)).first()
-        at_ns = 0 if newest is None or newest[0] is None else int(newest[0])
-    said = [_said(name, merge.of(name).kind) for name in names]
-    by_region = records.groupBy(*map(_column, key), REGION.name).agg(
-        F.max(SEQ.name).alias(SEQ.name),
-        F.max_by(WALL.name, SEQ.name).alias(WALL.name),
-        *(one for some in said for one in some),
+        latest = records.agg(F.max(WALL.name)).first()
+        at_ns = 0 if latest is None or latest[0] is None else int(latest[0])
+    newest = [name for name in names if merge.of(name).kind in _NEWEST]
+    beside = [name for name in names if name not in newest]
+    # One aggregate for all that a region's newest record says: each has a buffer of its own, which costs by the row.
+    by_region = (
+        records.groupBy(*map(_column, key), REGION.name)
+        .agg(
+            F.max_by(F.struct(SEQ.name, WALL.name, *map(_column, newest)), SEQ.name).alias("__newest"),
+            *(one for name in beside for one in _said(name, merge.of(name).kind)),
+        )
+        .select(
+            "*",
+            *(F.col("__newest").getField(name).alias(name) for name in (SEQ.name, WALL.name, *newest)),
+        )
     )
     winner = F.struct(WALL.name, SEQ.name, REGION.name)
     last_written = _named(names, merge, MergeKind.LWW)
@@ -139,10 +147,8 @@ def _column(name: str) -> Column:
 
 
 def _said(name: str, kind: MergeKind) -> list[Column]:
-    """What one region says of a key."""
+    """What one region says of a key that remembers more than its newest record."""
     column = _column(name)
-    if kind in _NEWEST:
-        return [F.max_by(column, SEQ.name).alias(name)]
     if kind is MergeKind.G_COUNTER:
         return [F.max(column).alias(name)]
     if kind is MergeKind.UNION_SET:
