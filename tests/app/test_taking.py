@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 from tests.app.homes import wait_for
 
+from millstream.app.tables import retry_table
 from millstream.app.writing import taking as taking_module
 from millstream.app.writing.taking import BufferTaking
 from millstream.buffers.memory import MemoryBuffer, MemoryServer
@@ -27,6 +28,7 @@ from millstream.errors import (
     CatalogError,
     MillstreamError,
     UnsupportedFormat,
+    UsageError,
 )
 from millstream.ingest.schemas import SchemaOnWrite, TableRules, WriteRules
 from millstream.ingest.taking import OperationTaker
@@ -393,6 +395,43 @@ def test_a_held_table_is_taken_later_where_nothing_else_was_put_into_the_log_mea
     assert home.take().progress.held == {}
     home.take()
     assert home.texts("visits") == ["v0", "v1", "v2", "v3"]
+
+
+def test_a_held_table_is_asked_for_by_name_while_the_reader_runs_or_before(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`tables retry` knew nothing of it: only a new start took what it lacked."""
+    monkeypatch.setattr(taking_module, "_LOOK_S", 0.05)
+    home.keys["visits"] = ("id",)
+    home.put(NORTH, "v0", name="visits")
+    home.take()
+
+    def retry(table: str) -> str:
+        return retry_table(home.catalog, home.stream, table, buffer=NAME)
+
+    with home.taking() as (taking, stop):
+        thread = threading.Thread(target=taking.run, args=(stop,), kwargs={"tell": lambda: None})
+        thread.start()
+        try:
+            for number in (1, 2):
+                home.keys["visits"] = ("text",)
+                taking._taker._schemas.clear()  # as if it had begun with that configuration
+                home.put(NORTH, f"v{number}", name="visits")
+                home.put(NORTH, f"c{number}")
+                wait_for(lambda: set(taking.progress.held) == {"public.visits"}, seconds=20)
+                assert "held anew" in retry("public.visits")
+                wait_for(lambda: not taking._is_asked_again(), seconds=20)  # it was tried, in vain
+                wait_for(lambda: set(taking.progress.held) == {"public.visits"}, seconds=20)
+                home.keys["visits"] = ("id",)
+                assert "write buffer" in retry("visits")
+                wait_for(lambda number=number: len(home.texts("visits")) == number + 1, seconds=20)  # type: ignore[misc]
+                wait_for(lambda: not taking.progress.held, seconds=20)
+        finally:
+            stop.set()
+            thread.join(30)
+    with pytest.raises(UsageError, match="is not set aside"):
+        retry("visits")
+    assert (home.texts("visits"), home.texts()) == (["v0", "v1", "v2"], ["c1", "c2"])
 
 
 def test_rows_that_no_rule_takes_hold_their_table_and_make_none(home: Home) -> None:

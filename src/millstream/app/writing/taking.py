@@ -11,7 +11,8 @@ Who was left without an answer sends a write again under its session and number,
 under the same id are another write: the buffer has acknowledged them.
 
 A table that can't take rows (its key was configured otherwise, a column's type clashes, no rule takes them) is held: from that operation on its
-rows are left out, by partition, while others go on; `protocol.buffer_replay` tells what is read again once it is mended, at the next start.
+rows are left out, by partition, while others go on; `protocol.buffer_replay` tells what is read again once it is mended: at the next start, or when
+somebody asks for it (`ask_again`), and the reader begins anew.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -46,6 +47,7 @@ from millstream.errors import (
 from millstream.ingest.taking import OperationTaker, in_order
 from millstream.model.buffers import BUFFER_START, BufferedOp, BufferOffset, ReadPause
 from millstream.model.ids import ShardId, SourceId, StreamId
+from millstream.model.names import parse_qualified_name
 from millstream.model.operations import TableRows, WriteOps
 from millstream.model.positions import Lsn
 from millstream.protocol.buffer_replay import Checkpoint, Part, Replay, fold
@@ -59,13 +61,16 @@ logger = structlog.get_logger("millstream.buffer")
 
 _WAIT_S: Final = 0.2
 """How long a reader waits for more before it looks whether it is to stop."""
-_CHECK_IDENTITY_S: Final = 2.0
+_LOOK_S: Final = 2.0
+"""How often it is looked whether the buffer is the same one, and whether a held table is asked for."""
 _NOTE_PASSED_S: Final = 2.0
 """How often it is noted, at the most, what was passed: a write of the catalog a shard."""
 AGAIN_WITHIN: Final = 4096
 """Offsets of a shard within which a write that was sent again is known. As many are read at a start: a second or two, at the most."""
 _IN_FLIGHT_BYTES: Final = 32 << 20
 """Operations handed to the log and not durable yet, a shard."""
+_AGAIN: Final = "again"
+"""Of the fact that a part is held: somebody has asked for it."""
 _TOLD_BY: Final = ("session", "session_number", "idempotency_key", "commit_end_lsn")
 """The last is the digest of an application's rows, where its sender made one."""
 _UNFIT: Final = (CodecError, IngestError, RoutingError, UnknownTable)
@@ -77,7 +82,7 @@ class ShardProgress:
     """How far a shard of the buffer is in the log."""
 
     place: BufferOffset
-    """All below is in the log, but for what is held."""
+    """All below is in the log, or puts nothing there; but for what is held."""
     end: BufferOffset
     """Of the buffer, when it was last looked."""
     taken: int = 0
@@ -144,9 +149,11 @@ class BufferTaking:
         self._stream = stream
         self._log = log
         self._taker = taker
-        self._scope = f"buffer/{stream}/{name}"
+        self._scope = facts_scope(stream, name)
         self._failed: MillstreamError | Exception | None = None
         self._lock = threading.Lock()
+        self._ends: tuple[threading.Event, ...] = ()
+        """Set when it is to stop."""
 
     def run(self, stop: threading.Event, *, until_caught_up: bool = False, tell: Callable[[], None]) -> None:
         """Take operations until it is stopped; with `until_caught_up`, until what the buffer had at the call is in the log.
@@ -160,11 +167,18 @@ class BufferTaking:
             UnsupportedFormat: a newer Millstream wrote into it; nothing is passed over.
             OutOfOrder, DiskFull, AppendOutcomeUnknown …: as the log says. Begin again at what the log has reached.
         """
+        while self._run(stop, until_caught_up=until_caught_up, tell=tell):
+            logger.info("a table of the buffer that was held is asked for", buffer=self._name)
+
+    def _run(self, stop: threading.Event, *, until_caught_up: bool, tell: Callable[[], None]) -> bool:
+        """Take operations, as `run`; whether it ended to begin anew."""
         self._check_identity()
         shards = self._buffer.shards()
         replay = self._plan(shards)
+        asked = False
         readers = {shard: self._reader(shard, replay) for shard in shards}
         ended = threading.Event()
+        self._ends = (stop, ended)
         ends = {shard: reader.end_offset() if until_caught_up else None for shard, reader in readers.items()}
         for shard, reader in readers.items():
             self.progress.shards[shard] = ShardProgress(replay.place(shard), reader.end_offset())
@@ -182,8 +196,11 @@ class BufferTaking:
             while any(thread.is_alive() for thread in threads):
                 for thread in threads:
                     thread.join(_WAIT_S / len(threads))
-                if time.monotonic() - checked_s > _CHECK_IDENTITY_S and not ended.is_set():
+                if time.monotonic() - checked_s > _LOOK_S and not ended.is_set():
                     self._check_identity()
+                    if self.progress.held and self._is_asked_again():
+                        asked = True
+                        ended.set()
                     checked_s = time.monotonic()
         except MillstreamError as error:
             self._fail(error)
@@ -197,6 +214,7 @@ class BufferTaking:
             if isinstance(self._failed, BufferWentBack | BufferOffsetGone):
                 self._check_identity()  # it says more, where it says anything
             raise self._failed
+        return asked and not stop.is_set()
 
     # --- where to begin --------------------------------------------------------------------------------------------
 
@@ -228,12 +246,18 @@ class BufferTaking:
             passed = facts.get(f"passed/{shard}")
             if passed is not None and passed["behind"] <= reached:
                 checkpoints.append(Checkpoint.of_shard(shard, BufferOffset(passed["place"])))
-        for fact in facts.values():
+        self.progress.held.clear()
+        for name, fact in facts.items():
             if isinstance(fact, dict) and "held_from" in fact:
+                if fact.pop(_AGAIN, False):
+                    self._catalog.put_fact(self._scope, name, fact)
                 part = Part(ShardId(fact["shard"]), fact["table"], fact["partition"])
                 start = max(BufferOffset(fact["held_from"]), self.reached(self._source(part.shard, part)))
                 checkpoints.append(Checkpoint(part, start, start))
         return fold(checkpoints)
+
+    def _is_asked_again(self) -> bool:
+        return any(isinstance(fact, dict) and _AGAIN in fact for fact in self._catalog.facts(self._scope).values())
 
     def _source(self, shard: ShardId, part: Part | None = None) -> SourceId:
         """The number by which the log knows a shard of the buffer, or a held part of one."""
@@ -308,6 +332,10 @@ class BufferTaking:
         """Hand it to the log."""
         return self._log.submit(op)
 
+    def leaves_others(self) -> bool:
+        """Whether it was stopped, and only other machines are waited for, which the stream asks for."""
+        return any(end.is_set() for end in self._ends) and self._log.is_written()
+
     def make_ours(self, table: TableRows) -> tuple[TableRows, ...]:
         """As `OperationTaker.taken`."""
         return self._taker.taken(table)
@@ -334,7 +362,7 @@ class BufferTaking:
             offset=int(offset),
             code=why.code,
             error=why.message,
-            hint=f"{why.hint} Then start anew: what it lacks is taken from the buffer.".strip(),
+            hint=f"{why.hint} Then start anew, or ask for it by `millstream tables retry`: what it lacks is taken from the buffer.".strip(),
         )
 
     def passed(self, shard: ShardId, place: BufferOffset, *, behind: BufferOffset) -> None:
@@ -345,6 +373,30 @@ class BufferTaking:
         """Note durably that a part has all that it lacked."""
         self._catalog.drop_fact(self._scope, _fact_name(part))
         logger.info("a table of the buffer has what it lacked", buffer=self._name, table=part.table)
+
+
+def facts_scope(stream: StreamId, buffer: str) -> str:
+    """The catalog's scope of what a stream notes of the buffer that it reads from."""
+    return f"buffer/{stream}/{buffer}"
+
+
+def ask_again(catalog: Catalog, scope: str, table: str) -> bool:
+    """Ask for a held table: what it lacks is taken within seconds where a reader runs, else when it starts. False where it isn't held.
+
+    Args:
+        catalog: of the home.
+        scope: as `facts_scope` gives it.
+        table: `schema.table`, quoted where it must be.
+    """
+    wanted = parse_qualified_name(table)
+    held = {
+        name: fact
+        for name, fact in catalog.facts(scope).items()
+        if isinstance(fact, dict) and "held_from" in fact and parse_qualified_name(fact["table"]) == wanted
+    }
+    for name, fact in held.items():
+        catalog.put_fact(scope, name, fact | {_AGAIN: True})
+    return bool(held)
 
 
 class _ShardTaking:
@@ -477,7 +529,12 @@ class _ShardTaking:
             self._await_one()
 
     def _await_one(self) -> None:
-        future, size, offset = self._in_flight.popleft()
+        future, size, offset = self._in_flight[0]
+        while not wait([future], timeout=_WAIT_S).done:
+            if self._taking.leaves_others():
+                self._in_flight.clear()  # durable here: who begins anew goes on behind it
+                return
+        self._in_flight.popleft()
         self._in_flight_bytes -= size
         future.result()
         self._progress.place = max(self._progress.place, BufferOffset(offset + 1))
