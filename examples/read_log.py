@@ -43,7 +43,10 @@ Mark = namedtuple(
     "magic crc version zero counter stream writer epoch base byte_end end_offset group upto reserved elsewhere gone",
     defaults=(math.inf, False),
 )
-Shown = namedtuple("Shown", [*Mark._fields, "required"])
+Shown = namedtuple(
+    "Shown",
+    "magic crc version zero counter stream writer epoch base byte_end end_offset group upto reserved elsewhere gone required",
+)
 Dropped = namedtuple("Dropped", "magic crc version zero counter seq offset")
 HEADER, TRAILER, HEAD = (
     struct.Struct("<8sIHH16sIIqq32sqII"),

@@ -15,7 +15,7 @@ from millstream.model.buffers import BufferedOp, BufferMeta, BufferOffset, ReadP
 from millstream.model.ids import Epoch, GroupNumber, ShardId, SourceId, WriterId
 from millstream.model.operations import Ack, WriteOps
 from millstream.model.positions import Lsn, Seq, SeqRange
-from millstream.model.replication import Acknowledgement, Hello, Holdings, Shipment
+from millstream.model.replication import AckLevel, Acknowledgement, Hello, Holdings, Shipment
 from millstream.model.writes import SessionFacts
 from millstream.protocol.sequencer import Announcement, Drawn, LedgerView, Registration, WriterEntry
 
@@ -235,16 +235,18 @@ class HighWater(Protocol):
 class ApplicationLog(Protocol):
     """What applications' rows are appended to: a log's writer, or one with sinks beside it."""
 
-    def append(self, ops: Submitted, *, deadline_s: float | None = None) -> Ack:
+    def append(self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None) -> Ack:
         """Append, and return once it is durable; raises what `LogAppender.submit`'s future would end with."""
 
-    async def append_async(self, ops: Submitted, *, deadline_s: float | None = None) -> Ack:
+    async def append_async(
+        self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None
+    ) -> Ack:
         """As `LogAppender.append_async`."""
 
     def persisted_upto(self) -> Seq:
         """All numbers up to it are durable, or never will be."""
 
-    def session(self, name: str) -> SessionFacts:
+    def session(self, name: str, *, deadline_s: float | None = None) -> SessionFacts:
         """What the durable log has of an application's session; `SessionsNeedOneWriter` where this writer knows none."""
 
 
@@ -444,7 +446,7 @@ class Transport(Protocol):
     """
 
     def accept(self, timeout_s: float) -> FollowerLink | None:
-        """The next follower that came, at the leader; None where none did in time."""
+        """The next follower that came, at the leader; None where none did in time. Raises `StoreUnavailable`, `StoreUnusable` of an object store."""
 
     def connect(self, hello: Hello, timeout_s: float) -> LeaderLink:
         """A link to the leader, at a follower. Raises `LinkLost` where it can't be reached in time, `StoreUnavailable`, `AccessError`."""

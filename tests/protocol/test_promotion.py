@@ -35,16 +35,20 @@ class Contest:
             B,
             frozenset({A, B, C}),
             fact,
-            GroupNumber(group),
             AckLevel.parse(level),
             accept_loss=accept_loss,
             has_store=has_store,
         )
         self.now = 0.0
+        self.group = GroupNumber(group)
         self.effects = self.step(promoting.Begin())
 
     def step(self, event: promoting.Event) -> list[promoting.Effect]:
         self.effects = self.one.step(event, self.now)
+        self.stood = of(promoting.Stand, self.effects)
+        if self.stood:
+            fact = RoleFact(Role.FOLLOWS, leader=A).standing_for(self.stood[0].promise)
+            self.effects = self.one.step(promoting.Stood(fact, self.group), self.now)
         return self.effects
 
     def all_say(self, **groups: int | None) -> list[promoting.Effect]:
@@ -67,9 +71,7 @@ def test_with_enough_promises_it_takes_over_and_its_reign_begins_behind_its_last
     one = Contest()
     effects = one.all_say(a=None, c=4)
     promise = Promise(Epoch(1), B)
-    assert isinstance(effects[0], PersistRole)
-    assert effects[0].fact.promise == promise
-    assert effects[1:] == [promoting.AskPromise(A, promise), promoting.AskPromise(C, promise)]
+    assert effects == [promoting.AskPromise(A, promise), promoting.AskPromise(C, promise)]
     assert one.all_say(a=None, c=4) == [promoting.TakeOver(promise)]
     persisted, lead = one.step(promoting.TookOver(GroupNumber(5)))
     assert isinstance(persisted, PersistRole)
@@ -82,7 +84,7 @@ def test_too_few_that_answer_change_nothing():
     one = Contest()
     one.all_say(a=None, c=None)
     assert isinstance(one.error(), NotCaughtUp)
-    assert not of(PersistRole, one.effects)
+    assert not of(promoting.Stand, one.effects)
     one = Contest("local")
     one.all_say(a=None, c=5)
     assert "a can't be asked, and 3 of 3" in str(one.error()), "what only the leader may have"
@@ -157,12 +159,13 @@ def test_time_is_up_for_who_doesnt_answer_and_a_late_answer_to_the_survey_is_no_
 
 def test_who_leads_already_goes_on_leading():
     fact = RoleFact(Role.LEADS)
-    one = Promotion(A, frozenset({A, B}), fact, GroupNumber(5), AckLevel.parse("local"))
+    one = Promotion(A, frozenset({A, B}), fact, AckLevel.parse("local"))
     assert one.step(promoting.Begin(), 0.0) == [promoting.Lead(fact, ())]
 
 
 def test_the_only_node_there_is_promotes_itself():
     fact = RoleFact(Role.FENCED, Promise(Epoch(3), B), B)
-    one = Promotion(A, frozenset({A}), fact, GroupNumber(5), AckLevel.parse("local"))
-    effects = one.step(promoting.Begin(), 0.0)
-    assert effects[-1] == promoting.TakeOver(Promise(Epoch(4), A))
+    one = Promotion(A, frozenset({A}), fact, AckLevel.parse("local"))
+    assert one.step(promoting.Begin(), 0.0) == [promoting.Stand(Promise(Epoch(4), A))]
+    stood = promoting.Stood(fact.standing_for(Promise(Epoch(4), A)), GroupNumber(5))
+    assert one.step(stood, 0.0) == [promoting.TakeOver(Promise(Epoch(4), A))]

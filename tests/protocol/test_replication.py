@@ -153,7 +153,7 @@ def test_a_cursor_moves_by_its_own_followers_acknowledgement_only():
     led.joined(2, C)
     assert not of(shipping.PersistCursor, led.sent(1, 50, 50))
     effects = led.acked(1, B, 5, 50)
-    assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(B, Seq(6))]
+    assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(B, Seq(5), at(50))]
     assert led.leader.acks.groups == {B: 5, C: 0}
     assert led.leader.group_reached(AckLevel.parse("durable(1)")) == 5
     assert led.leader.group_reached(AckLevel.parse("durable(2)")) == 0
@@ -168,11 +168,11 @@ def test_a_follower_that_has_lost_what_it_had_counts_for_nothing_until_it_has_it
     led.acked(1, B, 5, 50)
     effects = led.step(shipping.Joined(LinkId(2), hello(B, at(10))))
     assert of(shipping.DropLink, effects) == [shipping.DropLink(LinkId(1), None)]
-    assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(B, Seq(0), anew=True)]
+    assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(B, Seq(0), {}, anew=True)]
     assert of(shipping.PersistAcks, effects) == [shipping.PersistAcks(Acks())]
     led.sent(2, 10, 0)
     effects = led.acked(2, B, 1, 10)
-    assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(B, Seq(2))]
+    assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(B, Seq(1), at(10))]
     assert led.leader.acks.groups == {B: 1}
 
 
@@ -322,7 +322,7 @@ class Following:
 
     def come(self, group: int = 0) -> list[following.Effect]:
         self.step(following.Tick())
-        self.step(following.Connected(A))
+        self.step(following.Connected())
         return self.greet(group)
 
 
@@ -337,7 +337,7 @@ def holding(group: int, position: int) -> Holding:
 def test_a_follower_says_hello_is_greeted_applies_and_acknowledges():
     one = Following()
     assert one.step(following.Tick()) == [following.Connect(A)]
-    assert one.step(following.Connected(A)) == [following.Say(Hello(STREAM, B, Epoch(0), {}, {}))]
+    assert one.step(following.Connected()) == [following.Say(Hello(STREAM, B, Epoch(0), {}, {}))]
     assert one.receive(one.shipment(part(0, 10))) == [], "before the greeting nothing is taken"
     (said,) = one.greet()
     assert isinstance(said, following.Say)
@@ -374,7 +374,7 @@ def test_other_bytes_stop_it_and_so_does_another_stream():
     assert one.step(following.Tick()) == []
     one = Following()
     one.step(following.Tick())
-    one.step(following.Connected(A))
+    one.step(following.Connected())
     effects = one.receive(one.shipment(stream=OTHER))
     assert isinstance(effects[-1], following.Stop)
     assert isinstance(effects[-1].error, OtherStream)
@@ -424,7 +424,7 @@ def test_what_the_new_leader_hasnt_is_set_aside_and_its_reign_noted_when_its_pas
 def test_an_old_leader_follows_once_something_higher_is_heard():
     one = Following(RoleFact(), holding(7, 70))
     one.step(following.Tick())
-    one.step(following.Connected(A))
+    one.step(following.Connected())
     assert isinstance(one.greet(7)[-1], following.Stop)
     one = Following(RoleFact(), holding(7, 70))
     one.promise = Promise(Epoch(1), A)
@@ -501,7 +501,7 @@ def test_no_clock_makes_what_is_shown_younger_than_it_is(offset: float, late: fl
 def test_a_clock_that_is_far_off_is_said_once():
     one = Following()
     one.step(following.Tick())
-    one.step(following.Connected(A))
+    one.step(following.Connected())
     said = of(shipping.Tell, one.receive(one.shipment(sent=7200), wall=0.0))
     assert "+7200 s" in said[0].what
     assert not of(shipping.Tell, one.receive(one.shipment(sent=7201), wall=1.0))

@@ -55,6 +55,8 @@ class Follower:
     source: ShipSource | None = None
     promised: dict[ShardId, DurableMark] = field(default_factory=dict)
     """The marks that it showed when it acknowledged last."""
+    group: int = 0
+    """The group that it acknowledged last."""
     last: Shipment | None = None
 
 
@@ -75,7 +77,7 @@ class ReplicaLife:
 
     def live(self) -> None:
         """All of it; `AssertionError` where a promise is broken."""
-        for _ in range(self.chance.randint(10, 40)):
+        for _ in range(self.chance.randint(10, 30)):
             if self.chance.random() < 0.5:
                 self._lead()
             else:
@@ -231,8 +233,8 @@ class ReplicaLife:
         assert follower.log is not None
         follower.log.apply(shipment)
         self._count("shipments")
-        follower.promised = dict(follower.log.marks())
-        if self.chance.random() < 0.3:
+        follower.promised, follower.group = dict(follower.log.marks()), follower.log.end().group
+        if self.chance.random() < 0.1:
             self._shows_a_beginning(follower)
 
     def _cut(self, shipment: Shipment) -> Shipment:
@@ -313,7 +315,7 @@ class ReplicaLife:
     def _rebuild(self, follower: Follower) -> None:
         self._count("behind retention")
         follower.files = MemoryFiles()
-        follower.log, follower.source, follower.last, follower.promised = None, None, None, {}
+        follower.log, follower.source, follower.last, follower.promised, follower.group = None, None, None, {}, 0
 
     def _end(self, follower: Follower) -> None:
         """The process is gone, or the power is. What a reader beside it saw at that very moment was whole."""
@@ -332,6 +334,7 @@ class ReplicaLife:
         for shard, mark in follower.promised.items():
             end = ByteEnd(mark.base_offset, 0 if mark.byte_end == 4096 else mark.byte_end)
             assert position.get(shard, ByteEnd(mark.base_offset, 0)) >= end
+        assert follower.log.end().group >= follower.group
 
     def _shows_a_beginning(self, follower: Follower) -> None:
         """A reader there sees what the leader's does, up to some group's end."""

@@ -122,6 +122,10 @@ class Home:
         """The log of one stream: a folder a shard and the durable mark."""
         return self.data / "wal" / stream
 
+    def acks_file(self, stream: str) -> Path:
+        """What followers and the object store hold of a stream, told to its writer by who ships it."""
+        return self.data / "replication" / f"{stream}.acks"
+
     def spill_folder(self, stream: str) -> Path:
         """Where capture puts transactions that are too large for memory."""
         return self.data / "spill" / stream

@@ -16,6 +16,7 @@ from millstream.errors import LogError, MissingExtra, QueryMemoryFull, UnknownTa
 from millstream.model.ids import StreamId, TableId
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq, StreamToken
+from millstream.model.replication import AckLevel
 from millstream.model.schema import TableKind, TableSchema
 from millstream.model.writes import SessionFacts, WriteId
 
@@ -178,6 +179,7 @@ class OpenHome:
         number: int | None = None,
         idempotency_key: str | None = None,
         keep_valid_rows: bool = False,
+        acks: str | None = None,
     ) -> Appended:
         """Append rows to a table of a stream: one operation, which readers see whole or not at all. Returns once it is durable.
 
@@ -191,12 +193,14 @@ class OpenHome:
                 `schema_on_write` allows.
             rows: a dict or an iterable of them; a pyarrow table or batch; a frame of pandas or polars; anything that speaks Arrow's
                 stream protocol. Columns that a row lacks are null. Up to 64 MiB.
-            deadline_s: how long to wait for room where the writer is busy.
+            deadline_s: how long to wait for room where the writer is busy, and then for other machines, where those have to have it.
             session: of a session, its name, with this write's number in it: the same write sent again isn't appended again.
             number: see `session`; from 1.
             idempotency_key: instead of those two, text of the caller's making that no other write has.
             keep_valid_rows: whether rows that have no place in the table are left out and named (`Appended.rejected`); else they
                 refuse all of them.
+            acks: where the rows have to be before this returns: `local`, `durable(1)` for one follower, `durable(2)` …, or `object` for the object store.
+                None: where the stream says, which is the least.
 
         Returns:
             Where the rows are: their numbers, and a token for who reads them.
@@ -208,11 +212,19 @@ class OpenHome:
             Overloaded, DiskFull: there's no room for it now; nothing was appended.
             AppendOutcomeUnknown: the disk failed, or the process that writes went away: it may or may not be there.
             HomeBusy, WriterClosed: another process has the home, and doesn't take appends; nothing was appended.
+            ReplicasMissing: it is durable here, and others didn't say in time that they have it, too.
+            LevelUnknown: nobody could say that; nothing was appended.
             MissingExtra: reading needs the core alone; this needs `millstream[run]`.
         """
         write_id = write_id_of(session, number, idempotency_key)
         return self._home_appender().append(
-            stream, table, rows, deadline_s=deadline_s, write_id=write_id, keep_valid_rows=keep_valid_rows
+            stream,
+            table,
+            rows,
+            deadline_s=deadline_s,
+            write_id=write_id,
+            keep_valid_rows=keep_valid_rows,
+            acks=level_of(acks),
         )
 
     def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> Session:
@@ -293,6 +305,11 @@ def open(path: str | Path | None = None) -> OpenHome:  # noqa: A001 - as `millst
     home = Home.find(path, needs_source=False, named_by="path")
     home.check_format()
     return OpenHome(home)
+
+
+def level_of(acks: str | None) -> AckLevel | None:
+    """An acknowledgement level by its name; `UsageError` where it is none."""
+    return None if acks is None else AckLevel.parse(acks)
 
 
 def write_id_of(session: str | None, number: int | None, idempotency_key: str | None) -> WriteId | None:

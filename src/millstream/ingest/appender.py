@@ -21,6 +21,7 @@ from millstream.model.names import parse_qualified_name
 from millstream.model.operations import Ack, Appended, RejectedRow, TableRows, WriteOps
 from millstream.model.positions import Seq, StreamToken, short_stream_id
 from millstream.model.records import LOG_ROW_PREFIX, Op, append_row_schema
+from millstream.model.replication import AckLevel
 from millstream.model.schema import TableSchema
 from millstream.model.writes import AppendBatch, SessionFacts, WriteId, WriteKeys
 
@@ -71,22 +72,24 @@ class Appender:
         deadline_s: float | None,
         write_id: WriteId | None = None,
         keep_valid_rows: bool = False,
+        acks: AckLevel | None = None,
     ) -> Appended:
         """Append one operation: rows of one table, each created anew. Returns once it is durable.
 
         Args:
             table: `schema.table`, quoted where it must be; without a schema it is of `public`.
             rows: as `table_of` gives them.
-            deadline_s: how long to wait for room in the writer's queue.
+            deadline_s: how long to wait for room in the writer's queue, and then for the level that is asked for.
             write_id: what tells a retry for the same write.
             keep_valid_rows: whether rows that have no place in the table are left out; else they refuse all of them.
+            acks: where they have to be before they are acknowledged; None: where the stream says.
 
         Raises:
             UsageError: the text is no table's name.
             InvalidValue, UnknownTable, UnknownColumn, KeyChanged, TableCaptured, RowsTooLarge: nothing was appended.
-            Overloaded, DiskFull, AppendOutcomeUnknown, WriterClosed, StaleEpoch: as `ports.LogAppender`.
+            Overloaded, DiskFull, AppendOutcomeUnknown, WriterClosed, StaleEpoch, ReplicasMissing, LevelUnknown: as `ports.LogAppender`.
         """
-        (outcome,) = self.append_batch(one_request(table, rows, write_id, keep_valid_rows), deadline_s=deadline_s)
+        (outcome,) = self.append_batch(one_request(table, rows, write_id, keep_valid_rows, acks), deadline_s=deadline_s)
         if isinstance(outcome, MillstreamError):
             raise outcome
         return outcome
@@ -104,7 +107,7 @@ class Appender:
         prepared = self.prepare(batch)
         if prepared.ops is None:
             return prepared.outcomes(None)
-        return self._outcomes(prepared, self._log.append(prepared.ops, deadline_s=deadline_s))
+        return self._outcomes(prepared, self._log.append(prepared.ops, deadline_s=deadline_s, acks=prepared.acks))
 
     async def append_batch_async(
         self, batch: AppendBatch, *, deadline_s: float | None
@@ -122,15 +125,18 @@ class Appender:
         """Append what `prepare` has made, as `append_batch` does, for a task."""
         if prepared.ops is None:
             return prepared.outcomes(None)
-        return self._outcomes(prepared, await self._log.append_async(prepared.ops, deadline_s=deadline_s))
+        return self._outcomes(
+            prepared, await self._log.append_async(prepared.ops, deadline_s=deadline_s, acks=prepared.acks)
+        )
 
-    def session(self, name: str) -> SessionFacts:
-        """What the durable log has of a session.
+    def session(self, name: str, *, deadline_s: float | None = None) -> SessionFacts:
+        """What the durable log has of a session, once that is held as the stream's level says.
 
         Raises:
+            ReplicasMissing: it wasn't until the deadline.
             SessionsNeedOneWriter: the stream has several writers.
         """
-        return self._log.session(name)
+        return self._log.session(name, deadline_s=deadline_s)
 
     def is_small(self, batch: AppendBatch) -> bool:
         """Whether `prepare` takes a moment only: few rows, and nothing of the catalog."""
@@ -182,7 +188,7 @@ class Appender:
             wanted = [one is not None for one in ids]
             keys = WriteKeys(ids, digests_of(known.full_name, names, arrays, counts, wanted), logged)
         ops = WriteOps(operations_of(ids, None if keys is None else keys.digests), placed, keys=keys)
-        return PreparedBatch(ops, requests, tuple(places), logged, errors, rejected)
+        return PreparedBatch(ops, requests, tuple(places), logged, errors, rejected, batch.acks)
 
     def _placed(
         self, schema: TableSchema, rows: pa.RecordBatch, counts: Sequence[int]

@@ -45,18 +45,19 @@ def digests_of(
     sizes = np.fromiter(compress(counts, wanted), np.int64)
     rows = _Ranges(ends - sizes, ends)
     digests = sizes.astype(np.uint64) + np.uint64(_seed(table) * _MIX & _MASK)
-    for name, column in zip(names, columns, strict=True):
-        nulls = column.null_count
-        if nulls == len(column):
-            continue
-        sums = np.full(len(ends), _seed(name), np.uint64)
-        _sum_up(sums, column, rows, 1)
-        sums &= _MASK_64
-        sums ^= sums >> _SHIFT
-        sums *= _MIX_64
-        if nulls:
-            sums[rows.nulls_of(_validity(column)) == sizes] = 0  # it says nothing there
-        digests += sums
+    telling = [(n, column) for n, column in zip(names, columns, strict=True) if column.null_count < len(column)]
+    of_columns = np.empty((len(telling), len(ends)), np.uint64)
+    nulls = []
+    for sums, (name, column) in zip(of_columns, telling, strict=True):
+        sums.fill(_seed(name))
+        nulls.append(_sum_up(sums, column, rows, 1))
+    of_columns &= _MASK_64
+    of_columns ^= of_columns >> _SHIFT
+    of_columns *= _MIX_64
+    for sums, of_column in zip(of_columns, nulls, strict=True):
+        if of_column is not None:
+            sums[of_column == sizes] = 0  # it says nothing there
+    digests += of_columns.sum(axis=0)
     digests &= _MASK_64
     found = iter(digests.tolist())
     return [next(found) if one else 0 for one in wanted]
@@ -100,22 +101,27 @@ class _Ranges:
         return found
 
 
-def _sum_up(sums: _Sums, column: pa.Array, rows: _Ranges, tag: int) -> None:
-    """Put what a column's values are into the sums of requests: parts of it, each with a tag, since some may be passed over."""
+def _sum_up(sums: _Sums, column: pa.Array, rows: _Ranges, tag: int) -> _Ints | None:
+    """Put what a column's values are into the sums of requests: parts of it, each with a tag, since some may be passed over.
+
+    Returns:
+        How many values of each request are null; None where none is of any.
+    """
     size = len(column)
     if not size:
-        return
-    valid = None
+        return None
+    valid = nulls = None
     if column.null_count:
-        valid = _validity(column)
-        _add(sums, valid, 1, rows, tag, rows.nulls_of(valid) > 0)
+        valid = _bits(column.buffers()[0], column)
+        nulls = rows.nulls_of(valid)
+        _add(sums, valid, 1, rows, tag, nulls > 0)
     kind = column.type
     if pa.types.is_list(kind):
         lengths = pc.list_value_length(column).fill_null(0).to_numpy()
         _add(sums, lengths, lengths.itemsize, rows, tag + 1)
         starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
         _sum_up(sums, column.flatten(), rows.mapped(starts), tag + 2)
-        return
+        return nulls
     if pa.types.is_string(kind) or pa.types.is_binary(kind):
         if valid is not None:
             column = column.cast(pa.binary()).fill_null(b"")  # what lies under a null is anything
@@ -124,7 +130,7 @@ def _sum_up(sums: _Sums, column: pa.Array, rows: _Ranges, tag: int) -> None:
         _add(sums, offsets[1:] - offsets[:-1], 4, rows, tag + 1)
         if data is not None:
             _add(sums, data, 1, rows.mapped(offsets), tag + 2)
-        return
+        return nulls
     if pa.types.is_boolean(kind):
         values, width = _bits(column.buffers()[1], column), 1
     else:
@@ -133,6 +139,7 @@ def _sum_up(sums: _Sums, column: pa.Array, rows: _Ranges, tag: int) -> None:
     if valid is not None:
         values = values.reshape(size, width) * valid[:, np.newaxis]
     _add(sums, values, width, rows, tag + 1)
+    return nulls
 
 
 def _add(
@@ -152,11 +159,6 @@ def _add(
         return
     sums *= _MIX_64
     sums += found
-
-
-def _validity(column: pa.Array) -> npt.NDArray[np.uint8]:
-    """1 of each value, 0 of each null."""
-    return _bits(column.buffers()[0], column)
 
 
 def _bits(data: pa.Buffer, column: pa.Array) -> npt.NDArray[np.uint8]:

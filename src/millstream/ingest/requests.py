@@ -25,6 +25,7 @@ from millstream.model.operations import (
     WriteOps,
 )
 from millstream.model.positions import SeqRange, StreamToken
+from millstream.model.replication import AckLevel
 from millstream.model.writes import AppendBatch, WriteId
 from millstream.wal.submissions import parts_of
 
@@ -51,6 +52,8 @@ class PreparedBatch:
     """Why others were refused, by place."""
     rejected: Mapping[int, tuple[RejectedRow, ...]] = field(default_factory=dict)
     """Rows that were left out of requests, by the request's place."""
+    acks: AckLevel | None = None
+    """As the batch asks."""
 
     def outcomes(
         self, ack: Ack | None, token_of: Callable[[SeqRange], StreamToken] | None = None
@@ -87,11 +90,17 @@ def in_log(placed: Sequence[TableRows], counts: Sequence[int]) -> tuple[int, ...
     return tuple(found.tolist())
 
 
-def one_request(table: str, rows: pa.Table, write_id: WriteId | None, keep_valid_rows: bool) -> AppendBatch:  # noqa: FBT001 (the batch's field)
+def one_request(
+    table: str,
+    rows: pa.Table,
+    write_id: WriteId | None,
+    keep_valid_rows: bool,  # noqa: FBT001 (the batch's field)
+    acks: AckLevel | None = None,
+) -> AppendBatch:
     """A batch of one."""
     if not rows.num_rows:
         raise InvalidValue("an append needs at least one row", hint="Don't call it where there is none.")
-    return AppendBatch(table, rows, (rows.num_rows,), (write_id,), keep_valid_rows)
+    return AppendBatch(table, rows, (rows.num_rows,), (write_id,), keep_valid_rows, acks)
 
 
 def check_batch(batch: AppendBatch) -> None:

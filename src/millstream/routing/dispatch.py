@@ -18,6 +18,7 @@ from millstream.errors import MillstreamError, PartialWrite, WriterClosed
 from millstream.model.appends import Submitted
 from millstream.model.operations import Ack, Outcome, Repeated, TableRows, WriteOps
 from millstream.model.positions import Seq, SeqRange
+from millstream.model.replication import AckLevel
 from millstream.model.writes import SessionFacts, WriteKeys
 from millstream.ports import ApplicationLog, RecordSink, SinkOutcome
 from millstream.routing.deliveries import Deliveries, Delivery
@@ -61,7 +62,7 @@ class Dispatcher:
         self.ignored: Counter[str] = Counter()
         """Writes that a sink failed and that went on all the same, by sink."""
 
-    def append(self, ops: Submitted, *, deadline_s: float | None = None) -> Ack:
+    def append(self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None) -> Ack:
         """As `LogWriter.append`, and to sinks. Of several operations `Ack.each` has what became of each, `PartialWrite` among it.
 
         Raises:
@@ -71,10 +72,10 @@ class Dispatcher:
         """
         routed = _routed(ops)
         if routed is None:
-            return self._log.append(ops, deadline_s=deadline_s)
+            return self._log.append(ops, deadline_s=deadline_s, acks=acks)
         with self._taking():
             if routed.local is not None:
-                routed.logged(self._log.append(routed.local, deadline_s=deadline_s))
+                routed.logged(self._log.append(routed.local, deadline_s=deadline_s, acks=acks))
             wait(self._send(routed, deadline_s))
             self._settle(routed)
             note = routed.note()
@@ -83,20 +84,22 @@ class Dispatcher:
                     self._log.append(note, deadline_s=deadline_s)
             return self._ack(routed)
 
-    async def append_async(self, ops: Submitted, *, deadline_s: float | None = None) -> Ack:
+    async def append_async(
+        self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None
+    ) -> Ack:
         """As `append`, for a task. One that is cancelled meanwhile hears of nothing; what the log took goes to the sinks."""
         routed = _routed(ops)
         if routed is None:
-            return await self._log.append_async(ops, deadline_s=deadline_s)
-        task = asyncio.get_running_loop().create_task(self._append_async(routed, deadline_s))
+            return await self._log.append_async(ops, deadline_s=deadline_s, acks=acks)
+        task = asyncio.get_running_loop().create_task(self._append_async(routed, deadline_s, acks))
         self._tasks.add(task)
         task.add_done_callback(self._end_task)
         return await asyncio.shield(task)
 
-    async def _append_async(self, routed: _Routed, deadline_s: float | None) -> Ack:
+    async def _append_async(self, routed: _Routed, deadline_s: float | None, acks: AckLevel | None) -> Ack:
         with self._taking():
             if routed.local is not None:
-                routed.logged(await self._log.append_async(routed.local, deadline_s=deadline_s))
+                routed.logged(await self._log.append_async(routed.local, deadline_s=deadline_s, acks=acks))
             outcomes = self._send(routed, deadline_s)
             waiting = [asyncio.wrap_future(outcome) for outcome in outcomes if not outcome.done()]
             await asyncio.gather(*waiting, return_exceptions=True)
@@ -112,13 +115,13 @@ class Dispatcher:
         if not task.cancelled():
             task.exception()  # whoever waited for it may be gone
 
+    def session(self, name: str, *, deadline_s: float | None = None) -> SessionFacts:
+        """As `LogWriter.session`."""
+        return self._log.session(name, deadline_s=deadline_s)
+
     def persisted_upto(self) -> Seq:
         """As `LogWriter.persisted_upto`."""
         return self._log.persisted_upto()
-
-    def session(self, name: str) -> SessionFacts:
-        """As `LogWriter.session`."""
-        return self._log.session(name)
 
     def close(self) -> None:
         """Answer what is on its way, and take nothing more for sinks; they are closed, the log isn't."""

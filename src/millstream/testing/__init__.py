@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from millstream.testing.kafka import EmbeddedKafka
     from millstream.testing.postgres import EmbeddedPostgres, PostgresStartError, PostgresUnavailable
     from millstream.testing.redis import EmbeddedRedis
+    from millstream.testing.s3 import EmbeddedS3
     from millstream.testing.shop import ShopWorkload
     from millstream.testing.transport import LinkConformance, TransportConformance, TransportStage
     from millstream.testing.workload import StepInfo, Workload
@@ -28,6 +29,7 @@ _HOMES = {
     "EmbeddedKafka": "kafka",
     "EmbeddedPostgres": "postgres",
     "EmbeddedRedis": "redis",
+    "EmbeddedS3": "s3",
     "FaultPlan": "files",
     "LinkConformance": "transport",
     "ManualClock": "clock",
@@ -52,6 +54,7 @@ __all__ = [
     "EmbeddedKafka",
     "EmbeddedPostgres",
     "EmbeddedRedis",
+    "EmbeddedS3",
     "FaultPlan",
     "LinkConformance",
     "ManualClock",

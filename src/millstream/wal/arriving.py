@@ -15,7 +15,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from millstream.codec.checksums import crc32c_on
 from millstream.codec.log_frame import FRAME_HEADER_MIN, FrameHeader, FrameKind, decode_frame_head, frame_extent
@@ -44,6 +44,15 @@ _Error = TypeVar("_Error", bound=ReplicationError)
 _HEAD_BYTES_MAX: Final = 1 << 28
 _ENTRY: Final = struct.Struct("<B?qqqqqqqq")
 _TABLE: Final = struct.Struct("<qiqq")
+
+
+class WholeFrame(NamedTuple):
+    """One that has come, and is verified."""
+
+    header: FrameHeader
+    end: ByteEnd
+    end_offset: Offset
+    """Behind its records."""
 
 
 @dataclass(slots=True)
@@ -128,12 +137,12 @@ class ArrivingShard:
         self.position = self.verified = SEGMENT_HEADER_SIZE
         self._heads, self._entries = hashlib.sha256(), hashlib.sha256()
 
-    def feed(self, data: memoryview, whole: list[FrameHeader]) -> None:
+    def feed(self, data: memoryview, whole: list[WholeFrame]) -> None:
         """Take bytes of frames.
 
         Args:
             data: behind those that came.
-            whole: gets the headers of frames that are whole with them, also where one behind them isn't.
+            whole: gets the frames that are whole with them, also where one behind them isn't.
 
         Raises:
             ShipmentUnreadable: a checksum fails, or no frame begins where one should.
@@ -256,7 +265,7 @@ class ArrivingShard:
         frame.crc = 0
         frame.left = parts[frame.part].length if frame.part < len(parts) else 0
 
-    def _end_frame(self, frame: _Frame) -> FrameHeader:
+    def _end_frame(self, frame: _Frame) -> WholeFrame:
         header = frame.header
         self._heads.update(frame.head)
         _add_entry(self._entries, entry_of(header, self.verified, frame.length, None))
@@ -264,7 +273,7 @@ class ArrivingShard:
         self.group, self.more = header.group, header.more
         self.verified = self.position
         self._frame = None
-        return header
+        return WholeFrame(header, ByteEnd(self.base, self.position), self.end_offset)
 
     def unreadable(self, why: object) -> ShipmentUnreadable:
         """The error for bytes that fail by themselves."""

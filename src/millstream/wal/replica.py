@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from millstream import failpoints
-from millstream.codec.log_frame import FrameHeader
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
 from millstream.errors import (
     DiskFull,
@@ -39,14 +38,14 @@ from millstream.model.marks import DroppedMark, DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import ByteEnd, ReplicaPosition, SegmentPart, Shipment
 from millstream.ports import Files, WritableFile
-from millstream.wal.arriving import ArrivingShard, footer_start
+from millstream.wal.arriving import ArrivingShard, WholeFrame, footer_start
 from millstream.wal.files import NO_SPACE, RealFiles
 from millstream.wal.layout import list_shards, segment_path, shard_folder
 from millstream.wal.mark import MarkFile, read_dropped, read_mark, stream_cut
 from millstream.wal.replica_marks import check_mark, is_newer, moves, placeholder
 from millstream.wal.replica_recovery import fresh_shard, recover_replica
 from millstream.wal.shards import lock_shards
-from millstream.wal.shown_groups import PartialGroups
+from millstream.wal.shown_groups import GroupEnds, PartialGroups
 
 LOCK_NAME: Final = ".follower"
 """In a stream's folder; locked while somebody follows there. A writer is kept away by the locks of the shards' marks."""
@@ -95,7 +94,7 @@ class _Plan:
 
     arriving: dict[ShardId, ArrivingShard] = field(default_factory=dict)
     pieces: list[_Piece] = field(default_factory=list)
-    whole: list[FrameHeader] = field(default_factory=list)
+    whole: list[WholeFrame] = field(default_factory=list)
     dropped: dict[ShardId, DroppedMark] = field(default_factory=dict)
     """Where shards begin that have nothing yet."""
 
@@ -162,13 +161,18 @@ class ReplicaLog:
             if None not in (stream, known) and stream != known:
                 raise OtherStream(f"{folder} is the log of stream {known}, not of {stream}")
             stream = stream or known
-            groups = PartialGroups()
+            groups, ends = PartialGroups(), GroupEnds()
             shards: dict[ShardId, _Shard] = {}
+
+            def note(frames: Sequence[WholeFrame]) -> None:
+                groups.note(frames)
+                ends.note(frames)
+
             for shard, mark in marks.items():
                 shard_dir = shard_folder(folder, shard)
                 dropped = read_dropped(files, shard_dir)
                 arriving = recover_replica(
-                    files, shard_dir, shard, stream=stream, mark=found[shard], dropped=dropped, note=groups.note
+                    files, shard_dir, shard, stream=stream, mark=found[shard], dropped=dropped, note=note
                 )
                 if arriving is None:
                     mark.close()
@@ -182,7 +186,9 @@ class ReplicaLog:
             if isinstance(error, OSError) and error.errno in NO_SPACE:
                 raise DiskFull(f"{folder} has no space to write again what came last: {error}") from error
             raise
-        return cls(folder, files, lock, stream, shards, groups, side_by_side=side_by_side)
+        log = cls(folder, files, lock, stream, shards, groups, side_by_side=side_by_side)
+        log._show_whole(ends)
+        return log
 
     @property
     def stream(self) -> StreamId | None:
@@ -483,6 +489,15 @@ class ReplicaLog:
             shard.shown = mark
             if anchor:
                 shard.anchored = mark.base_offset
+
+    def _show_whole(self, ends: GroupEnds) -> None:
+        """Show what a power cut has kept of what was acknowledged, though the marks that came with it are gone."""
+        shown = self.marks()
+        dropped = {number: shard.dropped for number, shard in self._shards.items() if shard.dropped is not None}
+        newer = ends.marks(shown, self._groups, dropped)
+        for number, mark in moves(shown, newer):
+            self._shards[number].mark.move(mark)
+            self._shards[number].shown = mark
 
     def _check_groups(self, marks: Mapping[ShardId, DurableMark]) -> None:
         shown = self.marks()

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from millstream.codec.log_frame import FrameHeader
 from millstream.codec.log_segment import NO_HASH, SEGMENT_HEADER_SIZE, SEGMENT_TRAILER_SIZE, SegmentFooter
 from millstream.errors import CorruptFrame, Diverged, ShipmentUnreadable
 from millstream.model.ids import GroupNumber, ShardId, StreamId
@@ -21,7 +20,7 @@ from millstream.model.marks import DroppedMark, DurableMark
 from millstream.model.positions import Offset
 from millstream.model.replication import ByteEnd
 from millstream.ports import Files
-from millstream.wal.arriving import ArrivingShard
+from millstream.wal.arriving import ArrivingShard, WholeFrame
 from millstream.wal.index import damage, read_header
 from millstream.wal.layout import SegmentFile, list_segments
 from millstream.wal.scan import reader_of
@@ -37,7 +36,7 @@ def recover_replica(
     stream: StreamId | None,
     mark: DurableMark | None,
     dropped: DroppedMark | None,
-    note: Callable[[Sequence[FrameHeader]], None],
+    note: Callable[[Sequence[WholeFrame]], None],
 ) -> ArrivingShard | None:
     """Make durable what a shard's folder holds of the leader's bytes, and cut off the rest.
 
@@ -148,13 +147,13 @@ def _verify(
     arriving: ArrivingShard,
     segment: SegmentFile,
     shown: tuple[Offset, int],
-    note: Callable[[Sequence[FrameHeader]], None],
+    note: Callable[[Sequence[WholeFrame]], None],
 ) -> bool:
     """Take in a segment as if it came; whether it holds to its end, and has something."""
     size = files.size(segment.path)
     footer = _footer(files, segment)
     end = size - (0 if footer is None else len(footer))
-    whole: list[FrameHeader] = []
+    whole: list[WholeFrame] = []
     try:
         arriving.begin(memoryview(files.read(segment.path, 0, SEGMENT_HEADER_SIZE)))
         for position in range(SEGMENT_HEADER_SIZE, end, _COPY_BYTES):

@@ -124,6 +124,7 @@ class ShipSource:
     def restart(self) -> None:
         """Give the marks once more, and look whether the follower has the same bytes: it asked for what lies behind its position."""
         self._told = None
+        self._target = {}  # what it covers may have been dropped since
         self._expected.clear()
 
     def wait_beyond(self, timeout_s: float, stop: Callable[[], bool] = lambda: False) -> bool:
@@ -256,7 +257,11 @@ class _ShardReader:
         if position.position or not before:
             return False
         last = max(before)
-        return self._end_of(last.path, self._files.size(last.path)) == position.base_offset
+        try:
+            footer = SegmentFooter.decode_tail(reader_of(self._files, last.path), self._files.size(last.path))
+        except CorruptFrame:
+            return False
+        return footer is not None and footer.end_offset == position.base_offset
 
     def _footer_size(self, path: str, size: int) -> int:
         trailer = self._files.read(path, max(0, size - SEGMENT_TRAILER_SIZE), SEGMENT_TRAILER_SIZE)

@@ -15,7 +15,7 @@ from millstream.app.config.quantities import (
     size_bytes,
 )
 from millstream.app.config.routing_model import RoutingSection
-from millstream.app.config.section import Duration, Section, Size, SizeAboveZero, SizeOrShare
+from millstream.app.config.section import Duration, Level, Section, Size, SizeAboveZero, SizeOrShare
 from millstream.app.config.serving_model import FlightConfig, HttpConfig
 from millstream.libpq import is_address
 
@@ -339,6 +339,11 @@ class StreamConfig(Section):
     log: LogConfig = Field(default_factory=LogConfig, description="Its log on disk.")
     shards: dict[str, int] = Field(
         default={}, description='The shard of a table, by name: `"public.big" = 1`. Others lie on shard 0.'
+    )
+    acks: Level = Field(
+        default="local",
+        description="Where a write has to be before it is acknowledged, a captured transaction before its source is told of it, and either before it is read: `local`, durable here; "
+        "`durable(1)`, `durable(2)` …, on so many followers, too; `object`, in the object store, too. An append may ask for more.",
     )
     routing: RoutingSection | None = Field(
         default=None,

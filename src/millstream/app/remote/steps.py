@@ -36,6 +36,7 @@ from millstream.errors import (
 from millstream.ingest.columns import table_of
 from millstream.model.ids import check_stream_name
 from millstream.model.operations import Appended
+from millstream.model.replication import AckLevel
 
 if TYPE_CHECKING:
     from millstream.ingest.columns import Rows
@@ -178,12 +179,13 @@ def append_call(
     number: int | None,
     idempotency_key: str | None,
     keep_valid_rows: bool,
+    acks: str | None = None,
 ) -> Call:
     """An append as a request; one that nothing tells apart gets a key of its own.
 
     Raises:
         InvalidValue, RowsTooLarge: as `table_of`.
-        UsageError: it is told apart in two ways, or in half of one.
+        UsageError: it is told apart in two ways, or in half of one; or `acks` is no level.
     """
     columns = rows if isinstance(rows, pa.Table) else table_of(rows)
     if (session is None) != (number is None) or (session is not None and idempotency_key is not None):
@@ -192,6 +194,8 @@ def append_call(
             hint="Give session= and number=, or idempotency_key=, or neither.",
         )
     headers = {"Content-Type": ARROW_TYPE}
+    if acks is not None:
+        headers["Millstream-Acks"] = str(AckLevel.parse(acks))
     if session is not None:
         headers |= {"Millstream-Session": session, "Millstream-Session-Number": str(number)}
     else:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from millstream.app.writing.sinks import OpenOther
     from millstream.app.writing.stream_writer import StreamWriter
     from millstream.model.operations import Appended
+    from millstream.model.replication import AckLevel
     from millstream.model.writes import AppendBatch, SessionFacts, WriteId
 
 logger = structlog.get_logger("millstream.append")
@@ -100,11 +101,12 @@ class HomeAppender:
         deadline_s: float,
         write_id: WriteId | None = None,
         keep_valid_rows: bool = False,
+        acks: AckLevel | None = None,
     ) -> Appended:
         """See `OpenHome.append`."""
         _configured(self._home, stream)
         valid = columns_for(rows, keep_valid_rows=keep_valid_rows)
-        batch = one_request(table, valid.table, write_id, keep_valid_rows)
+        batch = one_request(table, valid.table, write_id, keep_valid_rows, acks)
         (outcome,) = self.append_batch(stream, batch, deadline_s=deadline_s)
         if isinstance(outcome, MillstreamError):
             raise outcome
@@ -336,9 +338,9 @@ class _OwnWriter:
         """As `Appender.append_batch`."""
         return self.appender_of(stream).append_batch(batch, deadline_s=deadline_s)
 
-    def session(self, stream: str, name: str, *, deadline_s: float) -> SessionFacts:  # noqa: ARG002 (as the client's)
+    def session(self, stream: str, name: str, *, deadline_s: float) -> SessionFacts:
         """As `Appender.session`."""
-        return self.appender_of(stream).session(name)
+        return self.appender_of(stream).session(name, deadline_s=deadline_s)
 
     def opened_appender_of(self, stream: str) -> Appender | None:
         """The stream's, where its log is open and takes appends; None where `appender_of` has to see to that."""

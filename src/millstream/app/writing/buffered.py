@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from millstream.errors import (
     BufferOutcomeUnknown,
     ConfigError,
+    LevelUnknown,
     MillstreamError,
     SessionsNotKnown,
     StreamReadsBuffer,
@@ -23,6 +24,7 @@ from millstream.ingest.appender import Appender
 from millstream.model.buffers import BufferMeta, parts_of_shards, single_operations
 from millstream.model.operations import Appended, WriteOps
 from millstream.model.positions import Offset, Seq, SeqRange, StreamToken
+from millstream.model.replication import LOCAL
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -148,7 +150,7 @@ class AppenderToBuffer(Appender):
         self._buffer_name = buffer_name
         self._start: Final = StreamToken.scalar(stream, Seq(0))
 
-    def session(self, name: str) -> SessionFacts:
+    def session(self, name: str, *, deadline_s: float | None = None) -> SessionFacts:  # noqa: ARG002 (as the appender's)
         """Refuse: a session that took "nothing" for an answer would begin anew, with numbers that it has used. `SessionsNotKnown`, always."""
         raise SessionsNotKnown(
             f"what session {name} wrote lies in write buffer {self._buffer_name}, and how far it is isn't known here",
@@ -160,6 +162,7 @@ class AppenderToBuffer(Appender):
         """As `Appender.append_batch`; the offsets are the buffer's. `BufferUnavailable`, `BufferOutcomeUnknown` … as the buffer says."""
         give_up_s = _give_up_s(deadline_s)
         prepared = self.prepare(batch)
+        self._check_level(prepared)
         return self._answers(prepared, self._send_all(prepared, deadline_s), give_up_s)
 
     async def append_prepared(
@@ -167,6 +170,7 @@ class AppenderToBuffer(Appender):
     ) -> list[Appended | MillstreamError]:
         """As `append_batch`, of what `prepare` has made; `append_batch_async` ends here too. A thread hands the operations over, and none waits for the answers."""
         give_up_s = _give_up_s(deadline_s)
+        self._check_level(prepared)
         sent = await asyncio.to_thread(self._send_all, prepared, deadline_s)
         waiting = [asyncio.wrap_future(future) for parts in sent for _, future in parts if not future.done()]
         if waiting:
@@ -174,6 +178,15 @@ class AppenderToBuffer(Appender):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(answers), _left_s(give_up_s))
         return self._answers(prepared, sent, give_up_s)
+
+    def _check_level(self, prepared: PreparedBatch) -> None:
+        """`LevelUnknown` where more is asked for than that the buffer has the rows."""
+        if prepared.acks is not None and prepared.acks != LOCAL:
+            raise LevelUnknown(
+                f"the rows go to write buffer {self._buffer_name}, which has other guarantees than {prepared.acks}; nothing was appended",
+                level=str(prepared.acks),
+                buffer=self._buffer_name,
+            )
 
     def _send_all(self, prepared: PreparedBatch, deadline_s: float | None) -> list[_Sent]:
         """Hand each operation of a batch to the buffer."""

@@ -189,6 +189,8 @@ def _join(home: Home, catalog: Catalog, stream: StreamId, name: str, config: Str
 
 
 def _own(home: Home, catalog: Catalog, stream: StreamId, name: str, config: StreamConfig) -> tuple[LogWriter, WriterId]:
+    from millstream.wal.acks import AcksReader
+    from millstream.wal.files import RealFiles
     from millstream.wal.writer import LogWriter
 
     refuse_to_own(catalog, stream, name)
@@ -207,6 +209,7 @@ def _own(home: Home, catalog: Catalog, stream: StreamId, name: str, config: Stre
                 region=RegionId(config.region),
                 writer=writer,
                 sessions=session_limits(config),
+                high_water=AcksReader(RealFiles(), str(home.acks_file(name)), stream),
             )
         except StaleEpoch as error:
             # The shards' locks were ours, so that nobody newer writes: the catalog is older than the log.

@@ -22,7 +22,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -152,6 +152,8 @@ class BufferTaking:
         self._scope = facts_scope(stream, name)
         self._failed: MillstreamError | Exception | None = None
         self._lock = threading.Lock()
+        self._ends: tuple[threading.Event, ...] = ()
+        """Set when it is to stop."""
 
     def run(self, stop: threading.Event, *, until_caught_up: bool = False, tell: Callable[[], None]) -> None:
         """Take operations until it is stopped; with `until_caught_up`, until what the buffer had at the call is in the log.
@@ -176,6 +178,7 @@ class BufferTaking:
         asked = False
         readers = {shard: self._reader(shard, replay) for shard in shards}
         ended = threading.Event()
+        self._ends = (stop, ended)
         ends = {shard: reader.end_offset() if until_caught_up else None for shard, reader in readers.items()}
         for shard, reader in readers.items():
             self.progress.shards[shard] = ShardProgress(replay.place(shard), reader.end_offset())
@@ -328,6 +331,10 @@ class BufferTaking:
     def submit(self, op: WriteOps) -> Future[Ack]:
         """Hand it to the log."""
         return self._log.submit(op)
+
+    def leaves_others(self) -> bool:
+        """Whether it was stopped, and only other machines are waited for, which the stream asks for."""
+        return any(end.is_set() for end in self._ends) and self._log.is_written()
 
     def make_ours(self, table: TableRows) -> tuple[TableRows, ...]:
         """As `OperationTaker.taken`."""
@@ -526,7 +533,12 @@ class _ShardTaking:
             self._await_one()
 
     def _await_one(self) -> None:
-        future, size, offset = self._in_flight.popleft()
+        future, size, offset = self._in_flight[0]
+        while not wait([future], timeout=_WAIT_S).done:
+            if self._taking.leaves_others():
+                self._in_flight.clear()  # durable here: who begins anew goes on behind it
+                return
+        self._in_flight.popleft()
         self._in_flight_bytes -= size
         future.result()
         self._progress.place = max(self._progress.place, BufferOffset(offset + 1))

@@ -95,9 +95,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """A link to the leader stands."""
-
-    leader: NodeName
+    """A link stands to whom `Connect` named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +273,7 @@ class Follower:
         self._delays: deque[float] = deque(maxlen=_DELAYS_KEPT)
         self._sent_at = 0.0
         """When the newest shipment was sent, on this machine's clock, at the earliest."""
+        self._hint = NOBODY
         self._aligned_with: Lineage | None = None
         """What this log has and a leader of that lineage hasn't was set aside."""
         self._fresh_at: float | None = None
@@ -316,9 +315,7 @@ class Follower:
         match event:
             case Tick():
                 return self._tick(now_s)
-            case Connected(leader):
-                if self.fact.role is not Role.LEADS and leader != self.fact.leader:
-                    self.fact = replace(self.fact, leader=leader)
+            case Connected():
                 self._heard_at = now_s
                 return self._say_hello()
             case Received(shipment, wall_ns):
@@ -338,7 +335,8 @@ class Follower:
     def _tick(self, now_s: float) -> list[Effect]:
         if self.phase is Phase.APART and now_s >= self._connect_at and self.fact.leader != self._node:
             self.phase = Phase.CONNECTING
-            return [Connect(self.fact.leader)]
+            leader, self._hint = self._hint or self.fact.leader, NOBODY
+            return [Connect(leader)]
         if self.phase in {Phase.WAITING, Phase.FOLLOWING} and now_s >= self._heard_at + self._silence_s:
             self._later(0.5, now_s)
             return [Tell(self._node, f"its leader said nothing for {self._silence_s:g} s"), BreakLink()]
@@ -360,7 +358,7 @@ class Follower:
         self.fact = fact
         effects: list[Effect] = [PersistRole(fact)]
         if self.phase not in {Phase.APART, Phase.STOPPED}:
-            self.phase = Phase.APART
+            self.phase, self._taken, self._greeting = Phase.APART, None, None
             effects += [Say(fenced_error(promise)), BreakLink()]
         return effects
 
@@ -423,15 +421,17 @@ class Follower:
         return [*kept, *self._note_reigns(), *self._acknowledge(shipment, now_s, wall_ns)]
 
     def _was_set_aside(self, holding: Holding) -> list[Effect]:
-        assert self._greeting is not None, "what is set aside follows from a greeting"
-        self.holding, self._aligned_with = holding, self._greeting.lineage
+        self.holding = holding
+        if self.phase is not Phase.CUTTING or self._greeting is None:
+            return []  # the link went meanwhile
+        self._aligned_with = self._greeting.lineage
         # Durable after the cut: until then the older lineage says no more than what is true of what is left.
         return [*self._note_reigns(), *self._say_hello()]
 
     def _applied(self, holding: Holding, now_s: float, wall_ns: int) -> list[Effect]:
-        shipment = self._taken
-        assert shipment is not None, "what is applied was taken"
-        self._taken, self.holding = None, holding
+        shipment, self._taken, self.holding = self._taken, None, holding
+        if self.phase is not Phase.FOLLOWING or shipment is None:
+            return []  # the link went meanwhile
         return [*self._keep(shipment), *self._note_reigns(), *self._acknowledge(shipment, now_s, wall_ns)]
 
     def _note_reigns(self) -> list[Effect]:
@@ -452,7 +452,8 @@ class Follower:
 
     def _acknowledge(self, shipment: Shipment, now_s: float, wall_ns: int) -> list[Effect]:
         is_all = shipment.bytes_left == 0 and self.holding.persisted_upto >= shipment.leader_end
-        if is_all:
+        # Under its own promise it is given what another had: nobody leads, and somebody may have more.
+        if is_all and self.fact.promise.node != self._node:
             self._fresh_at = self._sent_at if self._fresh_at is None else max(self._fresh_at, self._sent_at)
         lag = self.lag(now_s)
         ack = Acknowledgement(
@@ -494,9 +495,9 @@ class Follower:
         if isinstance(error, _LASTING):
             self.phase, self.stopped_by = Phase.STOPPED, error
             return [Stop(error)]
-        if isinstance(error, Fenced) and error.details.get("leader"):
-            # Whom it followed leads no more, and says who does.
-            self.fact = replace(self.fact, leader=NodeName(str(error.details["leader"])))
+        if isinstance(error, Fenced) and error.details.get("leader") not in {None, NOBODY, self._node}:
+            # Whom it followed leads no more, and says who may: that is tried once, for a promise isn't a promotion.
+            self._hint = NodeName(str(error.details["leader"]))
         self._later(chance, now_s)
         return [Tell(self._node, "lost its leader", error)]
 

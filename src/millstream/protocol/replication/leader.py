@@ -105,7 +105,7 @@ class Follower:
     sent_at: float = 0.0
     heard_at: float = 0.0
     not_before: float = 0.0
-    noted_from: Seq = Seq(0)
+    noted: tuple[Seq, ReplicaPosition] = field(default_factory=lambda: (Seq(0), {}))
     noted_at: float | None = None
     backoff: Backoff = field(default_factory=Backoff)
     cut_off: FollowerBehindRetention | None = None
@@ -239,8 +239,8 @@ class Leader:
         if follower.acked is not None and not is_covered(follower.acked.position, hello.position):
             # What it had acknowledged is gone there: a disk was replaced, or what it had was set aside.
             follower.acked = None
-            effects.append(PersistCursor(follower.node, Seq(0), anew=True))
-            follower.noted_from, follower.noted_at = Seq(0), now_s
+            effects.append(PersistCursor(follower.node, Seq(0), {}, anew=True))
+            follower.noted, follower.noted_at = (Seq(0), {}), now_s
             effects += self._count(follower, None)
         follower.phase = Phase.GREETING
         follower.sent, follower.documents = hello.position, hello.documents
@@ -319,11 +319,10 @@ class Leader:
         return effects
 
     def _note(self, follower: Follower, ack: Acknowledgement) -> list[Effect]:
-        needed_from = Seq(ack.persisted_upto + 1)
-        if self._only is not None or needed_from <= follower.noted_from:
+        if self._only is not None or (ack.persisted_upto, ack.position) == follower.noted:
             return []
-        follower.noted_from = needed_from
-        return [PersistCursor(follower.node, needed_from)]
+        follower.noted = ack.persisted_upto, ack.position
+        return [PersistCursor(follower.node, ack.persisted_upto, ack.position)]
 
     def _count(self, follower: Follower, group: GroupNumber | None) -> list[Effect]:
         if self._only is not None or group == follower.counted:

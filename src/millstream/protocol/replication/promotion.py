@@ -2,7 +2,8 @@
 
 | state       | what happens                                            | then                                                      |
 |-------------|---------------------------------------------------------|-----------------------------------------------------------|
-| surveying   | asks every node what it has promised, and what it has   | all have answered, or time is up: too few for the level -> failed, with nothing changed; else PersistRole(own promise) -> claiming or asking |
+| surveying   | asks every node what it has promised, and what it has   | all have answered, or time is up: too few for the level -> failed, with nothing changed; else Stand -> standing |
+| standing    | takes nothing of the leader any more, and notes its own promise | noted -> claiming or asking                       |
 | claiming    | where a store decides between candidates: claims there  | claimed -> asking; somebody else has -> failed (PromotionLost) |
 | asking      | asks every node for its promise: the leader steps down by that | somebody has promised higher -> failed (PromotionLost); all have answered, or time is up: too few -> failed (NotCaughtUp); somebody has more -> catching up; else -> taking over |
 | catching up | takes what it lacks of the one that has most; nothing can be added there any more | it has it -> taking over; can't -> failed (NotCaughtUp) |
@@ -72,6 +73,15 @@ class Unanswered:
 
 
 @dataclass(frozen=True, slots=True)
+class Stood:
+    """`Stand` was carried out."""
+
+    fact: RoleFact
+    group: GroupNumber
+    """The last that its log has: it takes no more."""
+
+
+@dataclass(frozen=True, slots=True)
 class Claimed:
     """The store took the claim."""
 
@@ -122,7 +132,19 @@ class Tick:
     """Time has passed."""
 
 
-Event = Begin | Answered | Unanswered | Claimed | ClaimFailed | Overtaken | CaughtUp | CatchUpFailed | TookOver | Tick
+Event = (
+    Begin
+    | Answered
+    | Unanswered
+    | Stood
+    | Claimed
+    | ClaimFailed
+    | Overtaken
+    | CaughtUp
+    | CatchUpFailed
+    | TookOver
+    | Tick
+)
 
 # --- what is to be done ------------------------------------------------------------------------------------------------
 
@@ -132,6 +154,16 @@ class Survey:
     """Ask a node how it stands; then `Answered` or `Unanswered`."""
 
     node: NodeName
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """Follow nobody any more, then note what `RoleFact.standing_for` makes of what is noted at that moment; then `Stood`.
+
+    `Overtaken` where something as high was promised meanwhile.
+    """
+
+    promise: Promise
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +214,7 @@ class Failed:
     error: MillstreamError
 
 
-Effect = Survey | PersistRole | Claim | AskPromise | CatchUp | TakeOver | Lead | Failed
+Effect = Survey | Stand | PersistRole | Claim | AskPromise | CatchUp | TakeOver | Lead | Failed
 
 
 class State(StrEnum):
@@ -190,6 +222,7 @@ class State(StrEnum):
 
     NEW = "new"
     SURVEYING = "surveying"
+    STANDING = "standing"
     CLAIMING = "claiming"
     ASKING = "asking"
     CATCHING_UP = "catching up"
@@ -204,8 +237,7 @@ class Promotion:
     Args:
         node: this one.
         nodes: all that have the stream, this one among them.
-        fact: what this one has noted.
-        group: the last group that it has.
+        fact: what this one has noted: it may go on following until it stands.
         level: the stream's; what was acknowledged at this level, or a higher one, isn't lost.
         has_store: a store decides between candidates; it has to where the level is `object`.
         accept_loss: promote it though something may be lost.
@@ -217,7 +249,6 @@ class Promotion:
         node: NodeName,
         nodes: frozenset[NodeName],
         fact: RoleFact,
-        group: GroupNumber,
         level: AckLevel,
         *,
         has_store: bool = False,
@@ -232,14 +263,16 @@ class Promotion:
         self._accepts_loss: Final = accept_loss
         self._answer_s: Final = answer_s
         self.fact = fact
-        self.group = group
+        self.group = GroupNumber(0)
         self.state = State.NEW
+        self._promise = fact.promise
+        """That it stands for, from the end of the survey on."""
         self.losses: list[str] = []
         self._silent: set[NodeName] = set()
         self._standings: dict[NodeName, Standing] = {}
         self._until = 0.0
 
-    def step(self, event: Event, now_s: float) -> list[Effect]:  # noqa: C901, PLR0911 - one branch an event
+    def step(self, event: Event, now_s: float) -> list[Effect]:  # noqa: C901, PLR0911, PLR0912 - one branch an event
         """What to do about an event, at a moment of a clock that never goes back."""
         if isinstance(event, Overtaken):
             return self._overtaken(event.promise)
@@ -252,7 +285,7 @@ class Promotion:
                 asked: list[Effect] = [Survey(node) for node in sorted(self._others)]
                 return asked + self._when_answered(now_s)
             case ((State.SURVEYING | State.ASKING), Answered(node, standing)):
-                if self.state is State.ASKING and standing.promise != self.fact.promise:
+                if self.state is State.ASKING and standing.promise != self._promise:
                     return []  # late, to the survey
                 self._standings[node] = standing
                 self._silent.discard(node)
@@ -262,9 +295,15 @@ class Promotion:
                 return self._when_answered(now_s)
             case ((State.SURVEYING | State.ASKING), Tick()):
                 return self._when_answered(now_s)
+            case State.STANDING, Stood(fact, group):
+                self.fact, self.group = fact, group
+                if not self._has_store:
+                    return self._ask(now_s)
+                self.state = State.CLAIMING
+                return [Claim(self._promise)]
             case State.CLAIMING, Claimed(stored, persisted_upto):
                 if stored is not None:
-                    self._standings[STORE] = Standing(self.fact.promise, Role.FOLLOWS, stored, persisted_upto)
+                    self._standings[STORE] = Standing(self._promise, Role.FOLLOWS, stored, persisted_upto)
                 return self._ask(now_s)
             case State.CLAIMING, ClaimFailed(error):
                 if self._accepts_loss and not isinstance(error, PromotionLost):
@@ -295,13 +334,9 @@ class Promotion:
         if here < self._wanted and not self._accepts_loss:
             return self._fail(self._too_few(here, "nothing was changed"))
         highest = max([self.fact.promise, *(one.promise for one in self._standings.values())])
-        promise = Promise(Epoch(highest.epoch + 1), self._node)
-        self.fact = self.fact.standing_for(promise)
+        self.state, self._promise = State.STANDING, Promise(Epoch(highest.epoch + 1), self._node)
         self._standings.clear()
-        if self._has_store:
-            self.state = State.CLAIMING
-            return [PersistRole(self.fact), Claim(promise)]
-        return [PersistRole(self.fact), *self._ask(now_s)]
+        return [Stand(self._promise)]
 
     @property
     def _wanted(self) -> int:
@@ -310,7 +345,7 @@ class Promotion:
     def _ask(self, now_s: float) -> list[Effect]:
         self.state, self._until = State.ASKING, now_s + self._answer_s
         self._silent.clear()
-        asked: list[Effect] = [AskPromise(node, self.fact.promise) for node in sorted(self._others)]
+        asked: list[Effect] = [AskPromise(node, self._promise) for node in sorted(self._others)]
         return asked + self._when_answered(now_s)
 
     def _judge(self) -> list[Effect]:
@@ -331,7 +366,7 @@ class Promotion:
         if more and may_fetch:
             self.state = State.CATCHING_UP
             node = max(more, key=lambda name: (more[name].rank, name))
-            return [CatchUp(node, more[node].rank, self.fact.promise)]
+            return [CatchUp(node, more[node].rank, self._promise)]
         for node, one in sorted(more.items()):
             self.losses.append(
                 f"{node or 'the object store'} has group {one.rank.group} of epoch {one.rank.promise.epoch}, up to number {one.persisted_upto}; "
@@ -340,10 +375,10 @@ class Promotion:
         if more and not self._accepts_loss:
             return self._fail(NotCaughtUp("; ".join(self.losses), nodes=sorted(more), group=int(mine.group)))
         self.state = State.TAKING_OVER
-        return [TakeOver(self.fact.promise)]
+        return [TakeOver(self._promise)]
 
     def _overtaken(self, promise: Promise) -> list[Effect]:
-        if self.state in {State.LEADS, State.FAILED} or promise <= self.fact.promise:
+        if self.state in {State.LEADS, State.FAILED} or promise < self._promise or promise.node == self._node:
             return []
         return self._fail(
             PromotionLost(

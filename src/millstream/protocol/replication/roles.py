@@ -152,7 +152,7 @@ class RoleFact:
     def promoted(self, behind: GroupNumber) -> RoleFact:
         """It leads under its own promise; the log ends at that group."""
         lineage = self.lineage.covered_by(behind).with_reign(self.promise, behind)
-        return RoleFact(Role.LEADS, self.promise, self.promise.node, lineage)
+        return replace(self, role=Role.LEADS, leader=self.promise.node, lineage=lineage)
 
     def following(self, leader: NodeName) -> RoleFact:
         """It follows, and what it has more than the leader is set aside when it meets it."""

@@ -153,10 +153,14 @@ class PersistRole:
 
 @dataclass(frozen=True, slots=True)
 class PersistCursor:
-    """Retention keeps everything from there on for it."""
+    """Retention keeps for it everything from there on."""
 
     node: NodeName
     needed_from: Seq
+    """The last number that it has, not the one behind: the segment that ends with it may get a footer yet, and without that the follower can't
+    go on in the next."""
+    position: ReplicaPosition
+    """Likewise no segment goes in which this lies, or behind it: a shard where nothing happens may be sealed long after its last number."""
     anew: bool = False
     """It has less than it had: what was noted of it before is let go first."""
 
