@@ -24,7 +24,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from millstream.app.calls import LATEST_ROWS_MAX
 from millstream.app.config.quantities import duration_s, size_bytes
-from millstream.app.opened import OpenHome, latest_stretches, open_lake
+from millstream.app.opened import OpenHome, open_lake
 from millstream.app.remote.pieces import ARROW_TYPE, END, PART_BYTES, PIECES_TYPE, failed, latest_piece, piece
 from millstream.app.serving.access import Access, allow
 from millstream.app.serving.intake import ClientGoneError, Held, Intake, read_body
@@ -163,11 +163,7 @@ class Reading:
             rows_max: Annotated[int, Query(ge=1, le=LATEST_ROWS_MAX)] = LATEST_ROWS_MAX,
         ) -> Response:
             def made(home: OpenHome) -> Iterator[bytes]:
-                bytes_max = max(1, self._bounds.memory_bytes // _FOLDED)
-                stretches = latest_stretches(
-                    home.reader(stream), table, after=after, upto=upto, rows_max=rows_max, bytes_max=bytes_max
-                )
-                for found in stretches:
+                for found in home.read_latest(stream, table, after=after, upto=upto, rows_max=rows_max):
                     yield from latest_piece(found.emptied, found.rows, found.token)
 
             return await self._answer(request, made, PIECES_TYPE)
@@ -278,17 +274,20 @@ class Reading:
             return Response(status_code=_GONE)
         return _Answer(_sent(first, making, media_type), media_type, let_go)
 
+    def _open(self) -> OpenHome:
+        return OpenHome(self._home, latest_bytes_max=max(1, self._bounds.memory_bytes // _FOLDED))
+
     @contextmanager
     def _opened(self) -> Iterator[OpenHome]:
         """The home, open for one thread's use."""
         with self._lock:
-            home = self._idle.pop() if self._idle else OpenHome(self._home)
+            home = self._idle.pop() if self._idle else self._open()
         try:
             yield home
         except MillstreamError as error:
             if error.retry.value == "reopen":
                 home.close()
-                home = OpenHome(self._home)
+                home = self._open()
             raise
         finally:
             with self._lock:
