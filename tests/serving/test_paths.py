@@ -31,16 +31,18 @@ def test_what_there_is_not_is_refused_by_name(tmp_path: Path) -> None:
             ("GET", "/v1/streams/web/latest", 400, "usage", "/docs"),
             ("GET", "/v1/streams/web/token?vector=perhaps", 400, "usage", "/docs"),
         ):
-            answer = httpx.request(method, url + path, headers=json, content=b'{"n": 1}' if method == "POST" else None)
+            answer = httpx.request(
+                method, url + path, headers=json, content=b'{"n": 1}' if method == "POST" else None, timeout=60
+            )
             found = answer.json()
             assert (answer.status_code, found["status"], found["code"]) == (status, status, code), (path, found)
             assert found["type"] == f"urn:millstream:error:{code}"
             assert hint in found["hint"], (path, found)
             assert (status == 405) == ("allow" in answer.headers)
         # InfluxDB's clients, and those who ask how it does, send parameters of their own.
-        assert httpx.post(f"{url}/write?db=web&consistency=one", content=b"m f=1").status_code == 204
+        assert httpx.post(f"{url}/write?db=web&consistency=one", content=b"m f=1", timeout=60).status_code == 204
         for path in ("/ping?verbose=true", "/health?x=1", "/metrics?x=1"):
-            assert httpx.get(url + path).status_code in {200, 204}, path
+            assert httpx.get(url + path, timeout=60).status_code in {200, 204}, path
 
 
 @pytest.mark.parametrize("path", ["/", "//", "/" * 60_000, "/v1/streams/" + "a/" * 20_000, "/\u0000ü"])

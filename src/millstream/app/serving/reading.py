@@ -250,9 +250,12 @@ class Reading:
 
         def whole() -> Iterator[bytes]:
             with self._opened() as home:
-                yield from made(home)
-                if media_type == PIECES_TYPE:
-                    yield END
+                has_parts = False
+                for part in made(home):
+                    has_parts = True
+                    yield part
+                if not has_parts:
+                    yield b""
 
         with ExitStack() as taken:
             for some in (self._answers, *places):
@@ -260,9 +263,14 @@ class Reading:
             making = _Making(whole(), self._threads, give_up)
             unless_sent = taken.pop_all()
 
+        is_let_go = False
+
         async def let_go() -> None:
-            with unless_sent, anyio.CancelScope(shield=True):
-                await making.close()
+            nonlocal is_let_go
+            if not is_let_go:
+                is_let_go = True
+                with unless_sent, anyio.CancelScope(shield=True):
+                    await making.close()
 
         try:
             first = await _unless_gone(request, making)
@@ -272,7 +280,7 @@ class Reading:
         if first is None:
             await let_go()
             return Response(status_code=_GONE)
-        return _Answer(_sent(first, making, media_type), media_type, let_go)
+        return _Answer(_sent(first, making, media_type, let_go), media_type, let_go)
 
     def _open(self) -> OpenHome:
         return OpenHome(self._home, latest_bytes_max=max(1, self._bounds.memory_bytes // _FOLDED))
@@ -376,7 +384,10 @@ class _Answer(StreamingResponse):
                     await self._let_go()
 
 
-async def _sent(first: bytes, making: _Making, media_type: str) -> AsyncGenerator[bytes, None]:
+async def _sent(
+    first: bytes, making: _Making, media_type: str, let_go: Callable[[], Awaitable[None]]
+) -> AsyncGenerator[bytes, None]:
+    end = END
     try:
         yield first
         while (part := await making.next()) is not None:
@@ -384,7 +395,11 @@ async def _sent(first: bytes, making: _Making, media_type: str) -> AsyncGenerato
     except MillstreamError as error:
         if media_type != PIECES_TYPE:
             raise  # the connection breaks off: nothing else can be said in the midst of an Arrow stream
-        yield failed(error)
+        end = failed(error)
+    # Before its caller hears of the end, and asks the next thing: that one has its place then.
+    await let_go()
+    if media_type == PIECES_TYPE:
+        yield end
 
 
 async def _unless_gone(request: Request, making: _Making) -> bytes | None:
