@@ -21,6 +21,7 @@ from bench import (  # noqa: F401 - they register their figures
     log_costs,
     log_open,
     regions,
+    replication,
     routing,
     sequencer,
     sessions,

@@ -113,7 +113,7 @@ def merged_in_spark() -> Iterator[Figure]:
             )
             yield compared(
                 "crdt_merge_rows_per_s",
-                _timed(rows, lambda: merged_regions(records, ("id",), merge, columns)),
+                _timed(rows, lambda: merged_regions(records, ("id",), merge, columns, regions=(1, 2))),
                 _timed(rows, lambda: plain),
                 unit="rows/s",
                 goal=">= 0.5",

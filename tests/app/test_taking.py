@@ -393,6 +393,8 @@ def test_a_held_table_is_taken_later_where_nothing_else_was_put_into_the_log_mea
     assert set(home.take().progress.held) == {"public.visits"}
     home.keys["visits"] = ("id",)
     assert home.take().progress.held == {}
+    with pytest.raises(UsageError, match="is not set aside"):
+        retry_table(home.catalog, home.stream, "visits", buffer=NAME)
     home.take()
     assert home.texts("visits") == ["v0", "v1", "v2", "v3"]
 

@@ -8,10 +8,21 @@ from typing import Any
 
 import pyarrow.flight as fl
 
-from millstream.app.serving.flight import _HeadersFactory, flight_error
+from millstream.app.serving.flight import flight_error
 from millstream.app.serving.flight_connections import cut_connections
 from millstream.errors import MillstreamError
 from millstream.replication.flight import FlightTransport, FollowRequest
+
+
+class _Headers(fl.ServerMiddleware):  # type: ignore[misc] # pyarrow ships no types
+    def __init__(self, authorization: str | None) -> None:
+        self.authorization = authorization
+
+
+class _HeadersFactory(fl.ServerMiddlewareFactory):  # type: ignore[misc] # as above
+    def start_call(self, info: object, headers: dict[str, list[str]]) -> _Headers:
+        del info
+        return _Headers(next(iter(headers.get("authorization", ())), None))
 
 
 class ExchangeServer(fl.FlightServerBase):  # type: ignore[misc] # pyarrow ships no types

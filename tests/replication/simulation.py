@@ -478,7 +478,7 @@ class Node:
         """What it says of its age, beside how old what it has really is."""
         age_s = machine.lag(self.world.now).age_s
         newer = self.world.leader_times.get(self.disk.log.group + 1)
-        if newer is not None and not self.world.promotions and age_s < self.world.now - newer - AGE_ERROR_S:
+        if newer is not None and not self.fact.promise.epoch and age_s < self.world.now - newer - AGE_ERROR_S:
             self.world.broken(
                 f"{self.name} says it is {age_s:.2f} s old, and lacks what came {self.world.now - newer:.2f} s ago"
             )
@@ -881,6 +881,8 @@ class World:
             number = client.left.pop(chance.randrange(min(3, len(client.left))))
             client.open[number] = 0.0
         for number in [number for number, again_at in client.open.items() if again_at <= self.now]:
+            if client.open[number] and chance.random() < 0.4:
+                client.to += 1  # who doesn't answer in time may lead no more
             client.open[number] = self.now + 0.7
             names = list(self.nodes)
             node = self.nodes[names[client.to % len(names)]]

@@ -6,7 +6,7 @@ import os
 import random
 
 import pytest
-from tests.replication.mutations import MUTATIONS
+from tests.replication.mutations import MUTATIONS, SCRIPT_SEED, OldTail
 from tests.replication.simulation import World, search
 
 SEEDS = 5_000
@@ -31,6 +31,10 @@ def test_worlds_in_which_everything_fails(part: int):
 def test_a_defect_is_found(mutation: type[World]):
     broken, _ = search(mutation.found_by, 1, mutation)
     assert broken, "a seed that finds it: python -m tests.replication.mutations " + mutation.__name__
+
+
+def test_the_longest_log_isnt_the_best_one():
+    OldTail(SCRIPT_SEED).play()
 
 
 @pytest.mark.soak

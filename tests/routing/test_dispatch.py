@@ -20,6 +20,7 @@ from millstream.model.buffers import ReadPause, single_operations
 from millstream.model.ids import ShardId
 from millstream.model.operations import Ack, TableRows, WriteOps
 from millstream.model.positions import Offset, Seq, SeqRange
+from millstream.model.replication import LOCAL, AckLevel
 from millstream.model.writes import SessionFacts, WriteId, WriteKeys
 from millstream.ports import SinkOutcome
 from millstream.routing.deliveries import Deliveries
@@ -38,22 +39,25 @@ class Log:
     def __init__(self, failing: MillstreamError | None = None) -> None:
         self.failing = failing
         self.taken: list[WriteOps] = []
+        self.levels: list[AckLevel | None] = []
 
-    def append(self, ops: Any, *, deadline_s: float | None = None) -> Ack:
+    def append(self, ops: Any, *, deadline_s: float | None = None, acks: AckLevel | None = None) -> Ack:
         del deadline_s
+        self.levels.append(acks)
         if self.failing is not None:
             raise self.failing
         assert all(table.sink is None for table in ops.tables)
         self.taken.append(ops)
         return Ack({ShardId(0): (Offset(0), Offset(ops.row_count))}, SeqRange(Seq(1), ops.row_count))
 
-    async def append_async(self, ops: Any, *, deadline_s: float | None = None) -> Ack:
-        return self.append(ops, deadline_s=deadline_s)
+    async def append_async(self, ops: Any, *, deadline_s: float | None = None, acks: AckLevel | None = None) -> Ack:
+        return self.append(ops, deadline_s=deadline_s, acks=acks)
 
     def persisted_upto(self) -> Seq:
         return Seq(sum(ops.row_count for ops in self.taken))
 
-    def session(self, name: str) -> SessionFacts:
+    def session(self, name: str, *, deadline_s: float | None = None) -> SessionFacts:
+        del deadline_s
         return SessionFacts(len(name))
 
 
@@ -120,9 +124,9 @@ WAYS = [False, True]
 
 def append(to: Dispatcher, ops: WriteOps, *, by_task: bool) -> Ack:
     if not by_task:
-        return to.append(ops)
+        return to.append(ops, acks=LOCAL)
     with ThreadPoolExecutor(1) as threads:
-        return threads.submit(lambda: asyncio.run(to.append_async(ops))).result()
+        return threads.submit(lambda: asyncio.run(to.append_async(ops, acks=LOCAL))).result()
 
 
 @pytest.mark.parametrize("by_task", WAYS)
@@ -131,6 +135,7 @@ def test_each_gets_its_part_and_the_answer_is_the_logs(by_task: bool) -> None:
     to = Dispatcher(log, {"copies": copies, "audit": audit})
     ack = append(to, write((None, [1, 2]), ("copies", [2]), ("audit", [1, 2, 3])), by_task=by_task)
     assert (ack.seqs.count, copies.rows, audit.rows) == (2, [2], [1, 2, 3])
+    assert log.levels == [LOCAL]
     assert append(to, write((None, [4])), by_task=by_task).seqs.count == 1
     nothing_here = append(to, write(("copies", [5])), by_task=by_task)
     assert (nothing_here.seqs.count, dict(nothing_here.offsets), len(log.taken)) == (0, {}, 2)

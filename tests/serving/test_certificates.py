@@ -100,6 +100,32 @@ def test_a_renewed_certificate_is_taken_while_it_runs_and_a_broken_one_is_not(
         wait_for(lambda: seen().strip() in renewed, seconds=20)
 
 
+def test_other_authorities_of_clients_are_taken_while_it_runs(tmp_path: Path, authority: Authority) -> None:
+    """A server had to be started anew before whoever was taken out was shut out."""
+    (tmp_path / "second").mkdir()
+    second = Authority(tmp_path / "second")
+    certificate, key = authority.issue("server")
+    clients = tmp_path / "clients.pem"
+    clients.write_bytes(authority.file.read_bytes())
+    home = make_home(tmp_path / "home", f"[streams.shop]\n[http]\nclient_ca = '{clients}'\n")
+    with served(home, **{CERTIFICATE: str(certificate), KEY: str(key)}) as server:
+
+        def is_heard(shown: Authority) -> bool:
+            try:
+                context = authority.client(shown.issue("client", ["loader.example.com"]))
+                return httpx.get(f"https://{server.address}/readyz", verify=context).status_code == 200
+            except httpx.RequestError:
+                return False
+
+        assert (is_heard(authority), is_heard(second)) == (True, False)
+        clients.write_text("nothing")
+        wait_for(lambda: any("can't be used" in event for event in server.events()), seconds=60)
+        assert (is_heard(authority), is_heard(second)) == (True, False)
+        clients.write_bytes(second.file.read_bytes())
+        wait_for(lambda: is_heard(second), seconds=60)
+        assert not is_heard(authority)
+
+
 def moment(days: int) -> dt.datetime:
     return dt.datetime.now(dt.UTC) + dt.timedelta(days=days)
 

@@ -39,11 +39,11 @@ def test_pages_elsewhere_neither_write_nor_read(url: str, path: str) -> None:
         ({"host": f"rebound.example:{port}"}, "unknown_host", 421),
     ):
         answer = httpx.request(
-            method, url + path, headers={**LINES, **headers}, content=b'{"n": 1}' * (method == "POST")
+            method, url + path, headers={**LINES, **headers}, content=b'{"n": 1}' * (method == "POST"), timeout=60
         )
         assert (answer.status_code, answer.json()["code"]) == (status, code), headers
         assert "[http] hosts" in answer.json()["hint"]
-    assert httpx.get(f"{url}/v1/streams").json() == {"streams": []}, "nothing was written"
+    assert httpx.get(f"{url}/v1/streams", timeout=60).json() == {"streams": []}, "nothing was written"
 
 
 def test_a_server_of_ones_own_is_asked_as_before(url: str) -> None:
@@ -60,7 +60,7 @@ def test_a_server_of_ones_own_is_asked_as_before(url: str) -> None:
         # A proxy that asks by the name that the server has for it.
         {"origin": "https://mill.example.com"},
     ):
-        assert httpx.get(f"{url}/v1/streams", headers=headers).status_code == 200, headers
+        assert httpx.get(f"{url}/v1/streams", headers=headers, timeout=60).status_code == 200, headers
     with millstream.connect(url.replace("127.0.0.1", "localhost")) as there:
         assert there.streams() == []
 

@@ -116,7 +116,7 @@ def test_a_query_takes_what_it_may_and_the_server_goes_on(tmp_path: Path) -> Non
             one.sendall(asks(ENDLESS))
             two.sendall(asks("select r from range(1000000000000) t(r)"))
             wait_for(lambda: len(list(queries.iterdir())) == 2)
-            refused = httpx.post(f"http://{server.address}/v1/streams/web/query", json={"sql": "select 1"})
+            refused = httpx.post(f"http://{server.address}/v1/streams/web/query", json={"sql": "select 1"}, timeout=60)
             assert (refused.status_code, refused.json()["code"]) == (429, "overloaded")
             assert "queries_max" in refused.json()["hint"]
             # What isn't SQL is answered meanwhile.
@@ -130,12 +130,22 @@ def test_a_query_has_its_time(home: Path) -> None:
     text = (home / "millstream.toml").read_text()
     (home / "millstream.toml").write_text(f'{text}[http]\nquery_timeout = "800ms"\n')
     with serving(home) as url, millstream.connect(url) as there:
-        refused = httpx.post(f"{url}/v1/streams/web/query", json={"sql": ENDLESS})
+        refused = httpx.post(f"{url}/v1/streams/web/query", json={"sql": ENDLESS}, timeout=60)
         assert (refused.status_code, refused.json()["code"]) == (422, "query_timeout")
         assert "[http] query_timeout" in refused.json()["hint"]
         # In the midst of an answer, too.
         with pytest.raises(QueryTimeout, match=r"0\.8 s"):
             there.query("select r from range(1000000000000) t(r) where hash(r) % 1000 = 1", stream="web")
+
+
+def test_who_has_heard_the_end_of_an_answer_finds_its_place_free(home: Path) -> None:
+    """It was given back a moment later: a caller who asked one query after the other was now and then told that there were too many."""
+    text = (home / "millstream.toml").read_text()
+    (home / "millstream.toml").write_text(f"{text}[http]\nqueries_max = 1\n")
+    with serving(home) as url, httpx.Client(timeout=60) as caller:
+        for kind in ("application/vnd.millstream.batches", "application/vnd.apache.arrow.stream") * 10:
+            answer = caller.post(f"{url}/v1/streams/web/query", json={"sql": "select 1"}, headers={"accept": kind})
+            assert answer.status_code == 200, answer.text
 
 
 def test_what_became_of_rows_is_told_in_stretches_of_a_size(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from tests.wal.truth import FOLDER, SMALL, STREAM, Truth
 from millstream.codec.log_directory import Numbering
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
 from millstream.errors import CorruptWal, LossNotAccepted, MillstreamError, ShardLocked, UsageError
-from millstream.model.ids import Epoch
+from millstream.model.ids import Epoch, GroupNumber
+from millstream.model.positions import Seq
 from millstream.protocol.retention import Bounds, Retention
 from millstream.testing.clock import ManualClock
 from millstream.testing.files import Crash, FaultPlan, MemoryFiles, keep_any
@@ -172,6 +173,30 @@ def test_only_the_hurt_tables_rows_go_and_positions_stay(truth: Truth) -> None:
     )
     ((found),) = verify(FOLDER, files=files).accepted
     assert found.tables == (frame.tables[1][0],)
+
+
+def test_what_readers_werent_shown_stays_hidden_through_a_repair(truth: Truth) -> None:
+    files = MemoryFiles()
+    writer = truth.open(files, options=ONE, hides=True)
+    for _ in range(4):
+        truth.commit(writer, truth.ops([(1, 3), (2, 3)]))
+    assert writer.shown is not None
+    writer.shown.show(GroupNumber(2))
+    writer.abandon()
+    (path,) = segments(files, 0)
+    frame = frames_of(files, path)[0]
+    flip(files, path, frame.position + frame.length - 10)
+    repair(FOLDER, plan_repair(FOLDER, files=files).ranges(), files=files)
+    assert len(strict(files)) == 12 - frame.count
+    reader = StreamReader(FOLDER, files=files, durable=True)
+    found = reader.read_between(Seq(0), reader.persisted_upto())
+    assert sum(records.batch.num_rows for records in found) == 24 - frame.count
+    writer = truth.open(files, options=ONE, hides=True)
+    assert len(strict(files)) == 12 - frame.count
+    assert writer.shown is not None
+    writer.shown.show(GroupNumber(4))
+    assert len(strict(files)) == 24 - frame.count
+    writer.close()
 
 
 def test_what_can_be_read_is_not_dropped_unsaid(truth: Truth) -> None:

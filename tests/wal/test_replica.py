@@ -134,6 +134,19 @@ def texts(reader: StreamReader) -> dict[int, str]:
     return found
 
 
+def test_parts_of_several_shards_may_come_in_turns():
+    pair = Pair(options=replace(SMALL, segment_bytes=1 << 20))
+    pair.append(6)
+    sent = everything(pair)
+    turns = []
+    for part in sent.parts:
+        middle = 4096 + (len(part.data) - 4096) // 2
+        turns.append((0, replace(part, data=part.data[:middle])))
+        turns.append((1, replace(part, data=part.data[middle:], position=middle)))
+    pair.log.apply(replace(sent, parts=tuple(part for _, part in sorted(turns, key=lambda turn: turn[0]))))
+    assert pair.read() == pair.read_leader()
+
+
 # --- what isn't taken -----------------------------------------------------------------------------------------------
 
 

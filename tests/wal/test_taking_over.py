@@ -7,10 +7,12 @@ from collections.abc import Callable
 from tests.wal.replica_pairs import Pair, rows, ship
 from tests.wal.truth import FOLDER
 
+from millstream.model.marks import ShownMark
 from millstream.testing.files import Crash, MemoryFiles, keep_any
 from millstream.wal.history import SetAside, common_prefix, history_of, truncate_to
 from millstream.wal.inspect import verify
 from millstream.wal.layout import list_segments, list_shards, shard_folder
+from millstream.wal.mark import MarkFile, read_mark
 from millstream.wal.reader import StreamReader
 from millstream.wal.replica import ReplicaLog
 from millstream.wal.shipping import ShipSource
@@ -121,6 +123,23 @@ def test_an_old_leaders_own_tail_is_set_aside_readable_and_it_follows_the_new_on
     ship(ShipSource(FOLDER, files=pair.files), log, 5000)
     assert rows(old, pair.truth) == rows(pair.files, pair.truth)
     assert verify(FOLDER, files=old).is_whole
+
+
+def test_what_an_old_leader_had_to_hold_back_holds_back_nothing_at_the_follower_that_it_becomes():
+    pair, old = promoted()
+    for shard in list_shards(old, FOLDER):
+        folder = shard_folder(FOLDER, shard)
+        mark = read_mark(old, folder)
+        assert mark is not None
+        file = MarkFile.open(old, folder)
+        file.move_shown(ShownMark(mark, required=True), anchor=True)
+        file.close()
+    truncated(old, pair.files)
+    pair.truth.seqs_seen.clear()
+    assert rows(old, pair.truth).items() <= rows(pair.files, pair.truth).items()
+    log = ReplicaLog.open(FOLDER, files=old, side_by_side=False)
+    ship(ShipSource(FOLDER, files=pair.files), log)
+    assert rows(old, pair.truth) == rows(pair.files, pair.truth)
 
 
 def test_setting_aside_may_be_broken_off_anywhere_and_repeated():

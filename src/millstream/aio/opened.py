@@ -12,9 +12,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
 
 from millstream.aio.session import AsyncSession, valid_columns
-from millstream.app.calls import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, session_of
+from millstream.app.calls import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, check_deadline, session_of
 from millstream.app.home import Home
-from millstream.app.opened import OpenHome, home_appender, level_of, open_lake, write_id_of
+from millstream.app.opened import OpenHome, check_stream, home_appender, level_of, open_lake, write_id_of
 from millstream.errors import MillstreamError, WriterClosed
 from millstream.ingest.requests import one_request
 
@@ -122,6 +122,7 @@ class AsyncOpenHome:
         acks: str | None = None,
     ) -> Appended:
         """As `OpenHome.append`. Cancelled, it may or may not be appended."""
+        check_deadline(deadline_s)
         write_id = write_id_of(session, number, idempotency_key)
         valid = await valid_columns(rows, keep_valid_rows=keep_valid_rows)
         batch = one_request(table, valid.table, write_id, keep_valid_rows, level_of(acks))
@@ -133,6 +134,7 @@ class AsyncOpenHome:
 
     def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> AsyncSession:
         """As `OpenHome.session`."""
+        check_stream(self._home, stream)
         return AsyncSession(self, stream, *session_of(name, next_number))
 
     async def session_facts(self, stream: str, name: str) -> SessionFacts:

@@ -35,6 +35,7 @@ from millstream.app.remote.steps import (
     appended,
     asked,
     between,
+    check_name,
     check_url,
     json_of,
     of_stream,
@@ -151,6 +152,7 @@ class AsyncRemoteHome:
 
     def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> AsyncSession:
         """As `OpenHome.session`."""
+        check_name(stream)
         return AsyncSession(self, stream, *session_of(name, next_number))
 
     async def session_facts(self, stream: str, name: str) -> SessionFacts:
@@ -213,7 +215,7 @@ class AsyncRemoteHome:
             finally:
                 await response.aclose()
         except httpx.RequestError as error:
-            return lost_of(error)
+            return await asyncio.to_thread(lost_of, error, self._url)
 
 
 def connect(

@@ -22,6 +22,7 @@ from millstream.errors import (
     AppendOutcomeUnknown,
     BufferOutcomeUnknown,
     HomeBusy,
+    InvalidValue,
     MillstreamError,
     PartialWrite,
     ReplicasMissing,
@@ -152,8 +153,30 @@ class HomeCalls(Protocol):
         ...
 
 
+def check_deadline(deadline_s: float) -> float:
+    """The deadline itself, in seconds from now; `UsageError` where it is none."""
+    said: object = deadline_s
+    is_number = isinstance(said, int | float) and not isinstance(said, bool)
+    if not is_number or not 0 <= deadline_s <= threading.TIMEOUT_MAX:
+        raise UsageError(
+            f"deadline_s={deadline_s!r} is no time to wait",
+            hint=f"It is a number of seconds, 0 or more: {APPEND_DEADLINE_S:g} where nothing is said.",
+        )
+    return deadline_s
+
+
 def session_of(name: str | None, next_number: int | None) -> tuple[str, int | None]:
-    """A session's name and first number: a name that nobody else has where none is given."""
+    """A session's name and first number: a name that nobody else has where none is given.
+
+    Raises:
+        InvalidValue: the name is empty, or no text.
+    """
+    said: object = name
+    if said is not None and (not isinstance(said, str) or not said.strip()):
+        raise InvalidValue(
+            f"{name!r} can't name a session",
+            hint="Give it a name of your own making, or None for one that nobody else has.",
+        )
     return (uuid.uuid4().hex, next_number or 1) if name is None else (name, next_number)
 
 
@@ -253,10 +276,11 @@ class Attempts:
     """When a session's write is sent again, and when no more.
 
     Args:
-        deadline_s: until when, in seconds from now.
+        deadline_s: until when, in seconds from now. `UsageError` where it is no time.
     """
 
     def __init__(self, deadline_s: float) -> None:
+        check_deadline(deadline_s)
         self._give_up_s = time.monotonic() + deadline_s
         self._nap_s = ASK_AGAIN_S
         self._unknown: AppendOutcomeUnknown | BufferOutcomeUnknown | None = None

@@ -29,7 +29,6 @@ from millstream.errors import (
     HomeNotFound,
     HomeTooNew,
     HomeUnwritable,
-    MillstreamError,
     UnknownStream,
 )
 from millstream.model.ids import RegionId, check_stream_name, parse_region_log_name
@@ -46,7 +45,7 @@ SOCKET_PATH_BYTES_MAX: Final = 100  # sun_path holds 104 bytes on macOS, 108 on 
 PIPELINE: Final = "lake"
 """The pipeline's name: part of what Delta transactions are told apart by, so it never changes."""
 
-_NO_LOG_HINT: Final = "`millstream run` makes it; `millstream status` shows what runs."
+_NO_LOG_HINT: Final = "The first append makes it, or `millstream run` where there is something to capture; `millstream status` shows what runs."
 
 
 @dataclass(frozen=True)
@@ -170,7 +169,12 @@ class Home:
 
     def _logs_on_disk(self) -> list[str]:
         try:
-            return sorted(entry.name for entry in (self.data / "wal").iterdir() if entry.is_dir())
+            return sorted(
+                entry.name
+                for entry in (self.data / "wal").iterdir()
+                # What is built anew, or was set aside, lies beside as `STREAM.…`: no stream's name has a dot.
+                if entry.is_dir() and "." not in entry.name
+            )
         except FileNotFoundError:
             return []
 
@@ -179,6 +183,7 @@ class Home:
 
         Raises:
             UnknownStream: there is none of that name, none at all, or several and none was named.
+            ConfigError: there is none of that name, and whether one is configured can't be told.
         """
         names = self.streams_on_disk() if of is None else of
         if of is None and named is not None and "@" in named and named in self._logs_on_disk():
@@ -210,10 +215,16 @@ class Home:
         return names[0]
 
     def _configured(self) -> list[str]:
-        """Names of the streams that the configuration has; none where it can't be read."""
+        """Names of the streams that the configuration has; none where there is none, or nothing that reads it.
+
+        Raises:
+            ConfigError: it is wrong.
+        """
+        if not self.config_file.exists():
+            return []
         try:
             return sorted(self.config.streams)
-        except (MillstreamError, ImportError):
+        except ImportError:
             return []
 
     # --- what it says ------------------------------------------------------------------------------------------
@@ -229,6 +240,27 @@ class Home:
     def config(self) -> Config:
         """The configuration, read once."""
         return self.loaded_config.config
+
+    def written_stream(self, named: str) -> StreamConfig:
+        """A configured stream, to write to.
+
+        Raises:
+            UnknownStream: there is none of that name; the hint says how to have it.
+            ReadOnly, Fenced: another node leads it.
+        """
+        found = self.config.streams.get(named)
+        if found is None:
+            known = ", ".join(sorted(self.config.streams)) or "none"
+            raise UnknownStream(
+                f"no stream {named} in {self.config_file}",
+                hint=f"Add [streams.{named}] to it: a stream that only applications write needs nothing else. Streams here: {known}.",
+                stream=named,
+            )
+        if self.config.replication.nodes:
+            from millstream.app.replicating.roles import Roles
+
+            Roles(self).check_leads(named)
+        return found
 
     def stream_config(self, named: str | None = None) -> tuple[str, StreamConfig]:
         """A configured stream, by name or the only one; `UnknownStream` as `pick_stream`."""

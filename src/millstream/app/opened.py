@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from millstream.app.calls import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, Session, session_of
+from millstream.app.calls import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, Session, check_deadline, session_of
 from millstream.app.home import Home
 from millstream.app.moments import parse_as_of
 from millstream.errors import LogError, MissingExtra, QueryMemoryFull, UnknownTable, WriterClosed
@@ -45,8 +45,15 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 class OpenHome:
     """A home, open. Read from one thread, append from any number; any number of processes may have it open."""
 
-    def __init__(self, home: Home) -> None:
+    def __init__(self, home: Home, *, latest_bytes_max: int | None = None) -> None:
+        """Open it.
+
+        Args:
+            home: which.
+            latest_bytes_max: see `latest_stretches`.
+        """
         self._home = home
+        self._latest_bytes_max = latest_bytes_max
         self._readers: dict[str, StreamReader] = {}
         self._appending = threading.Lock()
         self._appender: HomeAppender | None = None
@@ -82,7 +89,7 @@ class OpenHome:
 
     def token(self, stream: str, *, vector: bool = False) -> StreamToken:
         """The newest consistent cut of a stream's log; with `vector`, how far each writer is, which waits for none of them."""
-        reader = self.reader(stream)
+        reader = self._reader(stream)
         return reader.vector_token() if vector else reader.token()
 
     def read(
@@ -112,7 +119,7 @@ class OpenHome:
             OffsetExpired: retention has dropped part of it.
             TokenFromFuture: `upto` lies beyond what is durable.
         """
-        yield from read_records(self.reader(stream), table=table, after=after, upto=upto)
+        yield from read_records(self._reader(stream), table=table, after=after, upto=upto)
 
     def read_latest(
         self,
@@ -140,7 +147,9 @@ class OpenHome:
             UsageError: the table has no key, or a token is a vector token.
             QueryMemoryFull: one operation changes more rows of the table than are read at once behind an address.
         """
-        yield from latest_stretches(self.reader(stream), table, after=after, upto=upto, rows_max=rows_max)
+        yield from latest_stretches(
+            self._reader(stream), table, after=after, upto=upto, rows_max=rows_max, bytes_max=self._latest_bytes_max
+        )
 
     def merged(self, stream: str, table: str, *, at: datetime | None = None) -> pa.Table:
         """A table that several regions write, as all of them together say it is: one row a key, merged as `[streams.S.merge]` has it.
@@ -206,7 +215,7 @@ class OpenHome:
             Where the rows are: their numbers, and a token for who reads them.
 
         Raises:
-            UnknownStream, UsageError: there is no such stream, or the text is no table's name.
+            UnknownStream, UsageError: there is no such stream, the text is no table's name, or `deadline_s` no time.
             InvalidValue: a value has no place in its column; nothing was appended.
             UnknownTable, UnknownColumn, KeyChanged, TableCaptured, RowsTooLarge: likewise.
             Overloaded, DiskFull: there's no room for it now; nothing was appended.
@@ -216,6 +225,7 @@ class OpenHome:
             LevelUnknown: nobody could say that; nothing was appended.
             MissingExtra: reading needs the core alone; this needs `millstream[run]`.
         """
+        check_deadline(deadline_s)
         write_id = write_id_of(session, number, idempotency_key)
         return self._home_appender().append(
             stream,
@@ -237,8 +247,11 @@ class OpenHome:
                 where it was.
 
         Raises:
+            UnknownStream: there is no such stream (behind an address: the first call says so).
+            InvalidValue: the name is empty.
             UsageError: the number is below 1.
         """
+        check_stream(self._home, stream)
         return Session(self, stream, *session_of(name, next_number))
 
     def session_facts(self, stream: str, name: str) -> SessionFacts:
@@ -287,8 +300,7 @@ class OpenHome:
 
         return collect_status(self._home)
 
-    def reader(self, stream: str) -> StreamReader:
-        """What reads a stream's log: kept, for a new one reads the log's last segment from its beginning."""
+    def _reader(self, stream: str) -> StreamReader:
         name = self._home.pick_stream(stream)
         if name not in self._readers:
             self._readers[name] = open_reader(self._home, name)
@@ -314,6 +326,14 @@ def level_of(acks: str | None) -> AckLevel | None:
     return None if acks is None else AckLevel.parse(acks)
 
 
+def check_stream(home: Home, stream: str) -> None:
+    """`UnknownStream` where the configuration has none of that name; `MissingExtra` where it can't be read for want of what reads it."""
+    try:
+        home.written_stream(stream)
+    except ModuleNotFoundError as error:
+        raise _needs_run(error) from error
+
+
 def write_id_of(session: str | None, number: int | None, idempotency_key: str | None) -> WriteId | None:
     """What tells an append apart, as its caller said it; whether it is one at all is looked at where it is written."""
     if session is None and number is None and idempotency_key is None:
@@ -326,9 +346,7 @@ def home_appender(home: Home) -> HomeAppender:
     try:
         from millstream.app.writing.appending import HomeAppender
     except ModuleNotFoundError as error:
-        raise MissingExtra(
-            f"appending needs {error.name}, which isn't installed", hint="pip install 'millstream[run]'", extra="run"
-        ) from error
+        raise _needs_run(error) from error
     return HomeAppender(home, open_other)
 
 
@@ -339,6 +357,12 @@ def open_other(place: str | Path, token: str | None) -> HomeCalls:
     from millstream.app.remote.client import connect
 
     return connect(place, token=token)
+
+
+def _needs_run(error: ModuleNotFoundError) -> MissingExtra:
+    return MissingExtra(
+        f"appending needs {error.name}, which isn't installed", hint="pip install 'millstream[run]'", extra="run"
+    )
 
 
 def open_reader(

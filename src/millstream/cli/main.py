@@ -122,7 +122,8 @@ def _report(error: BaseException, *, debug: bool) -> int:
     if isinstance(error, ModuleNotFoundError):
         error = _missing_extra(error)
     if isinstance(error, MillstreamError):
-        say_error(error.as_dict())
+        # A traceback has the hint already.
+        say_error(error.as_dict() | ({"hint": ""} if debug else {}))
         return error.exit_code
     say_error(
         {

@@ -35,9 +35,11 @@ from millstream.errors._http import BodyTooLarge as BodyTooLarge
 from millstream.errors._http import HttpError as HttpError
 from millstream.errors._http import InvalidBody as InvalidBody
 from millstream.errors._http import MediaTypeUnknown as MediaTypeUnknown
+from millstream.errors._http import MethodNotAllowed as MethodNotAllowed
 from millstream.errors._http import RequestTimeout as RequestTimeout
 from millstream.errors._http import ServerBusy as ServerBusy
 from millstream.errors._http import TransferIdle as TransferIdle
+from millstream.errors._http import UnknownPath as UnknownPath
 from millstream.errors._ingest import IngestError as IngestError
 from millstream.errors._ingest import KeyChanged as KeyChanged
 from millstream.errors._ingest import RowsTooLarge as RowsTooLarge

@@ -11,6 +11,20 @@ class HttpError(MillstreamError):
     code = "http"
 
 
+class UnknownPath(HttpError):
+    """There is nothing at the path that was asked for; details: path."""
+
+    code = "unknown_path"
+    default_hint = "`/docs` shows all paths, and `/openapi.json` describes them."
+
+
+class MethodNotAllowed(HttpError):
+    """The path is there, and takes other methods; details: method."""
+
+    code = "method_not_allowed"
+    default_hint = "`/docs` shows what each path takes."
+
+
 class InvalidBody(HttpError):
     """A request's body isn't what it says it is: JSON, Arrow or gzip; details: line or byte, where one is known."""
 

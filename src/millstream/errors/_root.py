@@ -39,6 +39,9 @@ class MillstreamError(Exception):
         self.message = message
         self.hint = self.default_hint if hint is None else hint
         self.details = details
+        if self.hint:
+            # Where nobody catches it: a traceback shows notes under the message.
+            self.add_note(f"hint: {self.hint}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (type(self), self.message, self.hint, self.details))

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from millstream.errors import InvalidValue, MillstreamError, RowsTooLarge
 from millstream.model.ids import SourceId
+from millstream.model.names import parse_qualified_name
 from millstream.model.operations import (
     OPERATION_SCHEMA,
     Ack,
@@ -97,7 +98,8 @@ def one_request(
     keep_valid_rows: bool,  # noqa: FBT001 (the batch's field)
     acks: AckLevel | None = None,
 ) -> AppendBatch:
-    """A batch of one."""
+    """A batch of one; `UsageError` where the table has no name, `InvalidValue` where there are no rows."""
+    parse_qualified_name(table)
     if not rows.num_rows:
         raise InvalidValue("an append needs at least one row", hint="Don't call it where there is none.")
     return AppendBatch(table, rows, (rows.num_rows,), (write_id,), keep_valid_rows, acks)

@@ -339,7 +339,7 @@ class LakeSession:
         if self._failures:
             return "Not readable: " + "; ".join(f"{name} ({reason})" for name, reason in self.missing.items())
         if not self._tables:
-            return "No table has landed in the lake yet; `millstream status` shows what goes on."
+            return "No table has landed in the lake yet: `millstream run` lands them, and `millstream status` shows what goes on."
         listed = ", ".join(self.tables[:20]) + (" …" if len(self.tables) > 20 else "")
         return f"Tables: {listed}. Others appear once the pipeline has landed them."
 

@@ -58,6 +58,8 @@ def parse_qualified_name(text: str) -> tuple[str, str]:
     Raises:
         UsageError: the text is no such name.
     """
+    if not isinstance(text, str):
+        raise _invalid(text)
     parts: list[str] = []
     position = 0
     while True:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+import struct
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,9 +18,14 @@ from millstream.codec.shipment import decode_message, encode_message
 from millstream.errors import Fenced, ShipmentUnreadable, StoreUnusable
 from millstream.model.ids import Epoch, RegionId, ShardId
 from millstream.model.positions import Offset
+from millstream.model.replication import ByteEnd, SegmentPart
 from millstream.replication.objects import Objects
 
-_DIGITS: Final = 20
+TRAILER_BYTES: Final = 64
+"""A segment's last."""
+SEGMENT_END_MAGIC: Final = b"MILLEND\n"
+_TRAILER: Final = struct.Struct("<8xq40x8s")
+"""Of a segment: the end offset, and the magic. See docs/internals/FORMAT.md."""
 _SHARD_DIGITS: Final = 10
 
 
@@ -84,6 +90,15 @@ def group_of(name: str) -> tuple[Epoch, int]:
     """The epoch and number in a shipment's name."""
     _, epoch, number = name.rsplit("/", 2)
     return Epoch(int(epoch)), int(number)
+
+
+def behind(part: SegmentPart) -> ByteEnd:
+    """Where a shard is that ends with these bytes: behind a footer that is whole, at the next segment's beginning, as the footer says."""
+    if part.is_end and len(part.data) >= TRAILER_BYTES:
+        end, magic = _TRAILER.unpack(part.data[-TRAILER_BYTES:])
+        if magic == SEGMENT_END_MAGIC:
+            return ByteEnd(Offset(end), 0)
+    return part.end
 
 
 def base_of(name: str) -> Offset:

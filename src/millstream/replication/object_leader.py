@@ -22,9 +22,27 @@ from millstream.errors import Fenced, LinkLost, MillstreamError, ShipmentUnreada
 from millstream.model.ids import Epoch, GroupNumber, ShardId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
-from millstream.model.replication import Acknowledgement, ByteEnd, Hello, NodeName, ReplicaPosition, Shipment
-from millstream.replication.object_layout import Layout, base_of, claim, end_of, greatest_claim, group_of, shards_of
-from millstream.replication.objects import Objects
+from millstream.model.replication import (
+    Acknowledgement,
+    ByteEnd,
+    Hello,
+    NodeName,
+    ReplicaPosition,
+    SegmentPart,
+    Shipment,
+)
+from millstream.replication.object_layout import (
+    TRAILER_BYTES,
+    Layout,
+    base_of,
+    behind,
+    claim,
+    end_of,
+    greatest_claim,
+    group_of,
+    shards_of,
+)
+from millstream.replication.objects import Listed, Objects
 from millstream.replication.queues import Inbox, Window
 
 STORE_NODE: Final = NodeName("object-store")
@@ -81,7 +99,8 @@ class Stored:
                 if part.is_end:
                     self.ended.add(key)
             self.shipments[name].add(key)
-            self.position[part.shard] = max(part.end, self.position.get(part.shard, part.end))
+            end = behind(part)
+            self.position[part.shard] = max(end, self.position.get(part.shard, end))
         if shipment.marks:
             self.marks = dict(shipment.marks)
             self.marked = name
@@ -111,11 +130,16 @@ class Stored:
 def stored_of(objects: Objects, layout: Layout) -> Stored:
     """Read what the store has: names of segments, and the shipments behind them."""
     found = Stored()
+    last: dict[ShardId, Listed] = {}
     for shard in shards_of(objects, layout):
         for listed in objects.listed(layout.shard(shard)):
             base = base_of(listed.name)
             found.sealed.add((shard, base))
-            found.position[shard] = max(ByteEnd(base, listed.size), found.position.get(shard, ByteEnd(base, 0)))
+            last[shard] = listed
+    for shard, listed in last.items():
+        start = max(0, listed.size - TRAILER_BYTES)
+        trailer = objects.get(listed.name, start, TRAILER_BYTES) or memoryview(b"")
+        found.position[shard] = behind(SegmentPart(shard, base_of(listed.name), start, trailer, is_end=True))
     for listed in objects.listed(layout.documents):
         _, name, version = listed.name.rsplit("/", 2)
         found.documents[name] = max(int(version), found.documents.get(name, 0))

@@ -7,7 +7,7 @@ and by sums and products alone, on both sides (`crdt.signals`).
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Final
 
@@ -87,7 +87,13 @@ def _read_span(task: bytes, own: pa.Schema, shape: pa.Schema, table: str) -> Ite
 
 
 def merged_regions(
-    records: DataFrame, key: Sequence[str], merge: TableMerge, columns: pa.Schema, *, at_ns: int | None = None
+    records: DataFrame,
+    key: Sequence[str],
+    merge: TableMerge,
+    columns: pa.Schema,
+    *,
+    regions: Sequence[int] | None = None,
+    at_ns: int | None = None,
 ) -> DataFrame:
     """What all regions say together: one row a key, as `crdt.tables.merged` of the same records.
 
@@ -96,6 +102,7 @@ def merged_regions(
         key: names of the columns that tell the table's rows apart.
         merge: how they merge.
         columns: the table's own, of `records`, as Arrow has them.
+        regions: all that `records` has; they are looked for at once where None.
         at_ns: as of which moment signals have decayed; that of the newest record where None, which is looked for at once.
 
     Raises:
@@ -104,28 +111,101 @@ def merged_regions(
     merge.check("the table", columns, key)
     names = [name for name in columns.names if name not in key]
     if at_ns is None and merge.named(names, MergeKind.SIGNAL):
-        newest = records.agg(F.max(WALL.name)).first()
-        at_ns = 0 if newest is None or newest[0] is None else int(newest[0])
-    said = [_said(name, merge.of(name).kind) for name in names]
-    by_region = records.groupBy(*map(_column, key), REGION.name).agg(
-        F.max(SEQ.name).alias(SEQ.name),
-        F.max_by(WALL.name, SEQ.name).alias(WALL.name),
-        *(one for some in said for one in some),
-    )
-    winner = F.struct(WALL.name, SEQ.name, REGION.name)
-    last_written = _named(names, merge, MergeKind.LWW)
-    together = by_region.groupBy(*map(_column, key)).agg(
-        F.max_by(F.struct(*map(_column, last_written), F.lit(0).alias("__none")), winner).alias("__newest"),
-        *(_together(name, merge, columns.field(name).type, at_ns or 0) for name in names if name not in last_written),
+        latest = records.agg(F.max(WALL.name)).first()
+        at_ns = 0 if latest is None or latest[0] is None else int(latest[0])
+    if regions is None:
+        regions = [int(row[0]) for row in records.select(REGION.name).distinct().collect()]
+    # Each region's part of a key is an aggregate beside the others', so that rows are grouped, and sent around, once.
+    places = _Places(tuple(sorted(regions)) or (0,), tuple(names), merge)
+    grouped = records.groupBy(*map(_column, key)).agg(*places.aggregates())
+    shown = grouped.select(
+        *map(_column, key),
+        places.winner().alias("__winner"),
+        *(places.together(name, columns.field(name).type, at_ns or 0).alias(name) for name in places.summed),
     )
     target = spark_schema(merged_schema(columns, merge))
-    shown = [
-        (F.col("__newest").getField(field.name) if field.name in last_written else _column(field.name))
-        .cast(field.dataType)
-        .alias(field.name)
-        for field in target.fields
-    ]
-    return together.select(*shown)
+    return shown.select(
+        *(
+            (
+                F.col("__winner").getField("said").getField(one.name)
+                if one.name in places.last_written
+                else _column(one.name)
+            )
+            .cast(one.dataType)
+            .alias(one.name)
+            for one in target.fields
+        )
+    )
+
+
+class _Places:
+    """What regions have said of a key, each in columns of its own."""
+
+    def __init__(self, regions: tuple[int, ...], names: tuple[str, ...], merge: TableMerge) -> None:
+        self._regions = regions
+        self._merge = merge
+        self._newest = [name for name in names if merge.of(name).kind in _NEWEST]
+        self.last_written: Final = _named(names, merge, MergeKind.LWW)
+        self.summed: Final = [name for name in names if name not in self.last_written]
+        self._number = {name: number for number, name in enumerate(names)}
+
+    def aggregates(self) -> Iterator[Column]:
+        """By which records are grouped."""
+        for region in self._regions:
+            here = F.col(REGION.name) == region
+            newest = F.struct(SEQ.name, WALL.name, *map(_column, self._newest))
+            yield F.max(F.when(here, newest)).alias(f"__said_{region}")
+            for name in self.summed:
+                column, kind = _column(name), self._merge.of(name).kind
+                if kind is MergeKind.G_COUNTER:
+                    yield F.max(F.when(here, column)).alias(self._own(name, region))
+                elif kind is MergeKind.HIDE:
+                    moment = F.struct(SEQ.name, WALL.name)
+                    yield F.max(F.when(here & column, moment)).alias(self._own(name, region, "hidden"))
+                    yield F.max(F.when(here & ~column, moment)).alias(self._own(name, region, "shown"))
+        for name in self.summed:
+            if self._merge.of(name).kind is MergeKind.UNION_SET:
+                yield F.collect_set(_column(name)).alias(self._own(name, "all"))
+
+    def winner(self) -> Column:
+        """The record that was written last: its time and number, its region, and what it said."""
+        return _greatest(
+            F.when(
+                said.isNotNull(),
+                F.struct(said.getField(WALL.name), said.getField(SEQ.name), F.lit(region), said.alias("said")),
+            )
+            for region, said in self._said()
+        )
+
+    def together(self, name: str, arrow: pa.DataType, at_ns: int) -> Column:
+        """What the regions say together in a column that isn't the last one's alone."""
+        how = self._merge.of(name)
+        if how.kind is MergeKind.UNION_SET:
+            return _union(F.col(self._own(name, "all")))
+        if how.kind is MergeKind.OR_SET:
+            return _union(F.array_compact(F.array(*(said.getField(name) for _, said in self._said()))))
+        if how.kind is MergeKind.HIDE:
+            hidden, shown = (
+                _greatest(
+                    F.when(said.isNotNull(), F.struct(said.getField(WALL.name), said.getField(SEQ.name)))
+                    for said in (F.col(self._own(name, region, what)) for region in self._regions)
+                )
+                for what in ("hidden", "shown")
+            )
+            return F.coalesce(hidden.isNotNull() & (shown.isNull() | (shown <= hidden)), F.lit(False))
+        if how.kind is MergeKind.G_COUNTER:
+            return _sum([F.col(self._own(name, region)) for region in self._regions], arrow)
+        values = [said.getField(name) for _, said in self._said()]
+        if how.kind is MergeKind.PN_COUNTER:
+            return _sum(values, arrow)
+        left = [_decay(said.getField(WALL.name), at_ns, how.half_life_ns) for _, said in self._said()]
+        return _sum([value.cast("double") * rest for value, rest in zip(values, left, strict=True)], pa.float64())
+
+    def _said(self) -> Iterator[tuple[int, Column]]:
+        return ((region, F.col(f"__said_{region}")) for region in self._regions)
+
+    def _own(self, name: str, region: int | str, what: str = "of") -> str:
+        return f"__{what}_{region}_{self._number[name]}"
 
 
 def _named(names: Sequence[str], merge: TableMerge, kind: MergeKind) -> list[str]:
@@ -138,58 +218,31 @@ def _column(name: str) -> Column:
     return F.col("`" + name.replace("`", "``") + "`")
 
 
-def _said(name: str, kind: MergeKind) -> list[Column]:
-    """What one region says of a key."""
-    column = _column(name)
-    if kind in _NEWEST:
-        return [F.max_by(column, SEQ.name).alias(name)]
-    if kind is MergeKind.G_COUNTER:
-        return [F.max(column).alias(name)]
-    if kind is MergeKind.UNION_SET:
-        return [_union(column).alias(name)]
-    pairs = []
-    for of, here in (("__hidden.", column), ("__shown.", ~column)):
-        number = F.when(here, F.col(SEQ.name))
-        pairs += [F.struct(F.max_by(F.col(WALL.name), number).alias("ns"), F.max(number).alias("seq")).alias(of + name)]
-    return pairs
-
-
-def _together(name: str, merge: TableMerge, arrow: pa.DataType, at_ns: int) -> Column:
-    """What the regions say together."""
-    how, column = merge.of(name), _column(name)
-    if how.kind is MergeKind.SIGNAL:
-        return _ordered_sum(column.cast("double") * _decay(at_ns, how.half_life_ns)).alias(name)
-    if how.kind in {MergeKind.G_COUNTER, MergeKind.PN_COUNTER}:
-        if pa.types.is_floating(arrow):
-            return _ordered_sum(column.cast("double")).alias(name)
-        wide = f"decimal(38,{arrow.scale})" if pa.types.is_decimal(arrow) else "bigint"
-        return F.sum(column.cast(wide)).alias(name)
-    if how.kind in {MergeKind.UNION_SET, MergeKind.OR_SET}:
-        return _union(column).alias(name)
-    moments = []
-    for of in ("__hidden.", "__shown."):
-        pair = _column(of + name)
-        moments.append(F.max(F.when(pair.getField("seq").isNotNull(), pair)))
-    hidden, shown = moments
-    return F.coalesce(hidden.isNotNull() & (shown.isNull() | (shown <= hidden)), F.lit(False)).alias(name)
+def _greatest(columns: Iterable[Column]) -> Column:
+    """The greatest that isn't null."""
+    held = list(columns)
+    return F.greatest(*held) if len(held) > 1 else held[0]
 
 
 def _union(lists: Column) -> Column:
     """The distinct values of lists, in their order; null where there is no list."""
-    values = F.array_sort(F.array_distinct(F.array_compact(F.flatten(F.collect_set(lists)))))
-    return F.when(F.count(lists) > 0, values)
+    values = F.array_sort(F.array_distinct(F.array_compact(F.flatten(lists))))
+    return F.when(F.size(lists) > 0, values)
 
 
-def _ordered_sum(value: Column) -> Column:
-    """The sum over regions in their order, from 0.0: rounding depends on the order. Null where no region has a value."""
-    held = F.array_sort(F.collect_list(F.when(value.isNotNull(), F.struct(F.col(REGION.name), value.alias("value")))))
-    total = F.aggregate(held, F.lit(0.0), lambda total, one: total + one.getField("value"))
-    return F.when(F.count(value) > 0, total)
+def _sum(values: Sequence[Column], arrow: pa.DataType) -> Column:
+    """The sum in the order of the regions, from 0: rounding depends on it. Null where no region has a value."""
+    wide = f"decimal(37,{arrow.scale})" if pa.types.is_decimal(arrow) else "bigint"
+    wide = "double" if pa.types.is_floating(arrow) else wide
+    nothing = F.lit(0).cast(wide)
+    # Cast back at each step: a sum of decimals would get a digit more, and lose one behind the point in the end.
+    total = reduce(lambda total, value: (total + F.coalesce(value.cast(wide), nothing)).cast(wide), values, nothing)
+    return F.when(reduce(lambda held, value: held | value, [value.isNotNull() for value in values]), total)
 
 
-def _decay(at_ns: int, half_life_ns: int) -> Column:
-    """`crdt.signals.decay` of a row's age."""
-    halvings = F.greatest(F.lit(at_ns) - F.col(WALL.name), F.lit(0)).cast("double") / F.lit(float(half_life_ns))
+def _decay(wall_ns: Column, at_ns: int, half_life_ns: int) -> Column:
+    """`crdt.signals.decay` of the age of what was written then."""
+    halvings = F.greatest(F.lit(at_ns) - wall_ns, F.lit(0)).cast("double") / F.lit(float(half_life_ns))
     full = F.floor(halvings)
     rest = halvings - full.cast("double")
     left = reduce(lambda held, term: held * rest + F.lit(term), DECAY_TERMS, F.lit(0.0))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -38,7 +37,6 @@ from millstream.errors import (
 from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, StreamId
 from millstream.model.positions import Offset
 from millstream.model.replication import ByteEnd
-from millstream.wal.segment import entry_of
 
 _Error = TypeVar("_Error", bound=ReplicationError)
 _HEAD_BYTES_MAX: Final = 1 << 28
@@ -268,7 +266,12 @@ class ArrivingShard:
     def _end_frame(self, frame: _Frame) -> WholeFrame:
         header = frame.header
         self._heads.update(frame.head)
-        _add_entry(self._entries, entry_of(header, self.verified, frame.length, None))
+        facts = _ENTRY.pack(
+            header.kind, header.more, header.first_offset, header.count, self.verified, frame.length, header.first_seq,
+            header.last_seq, header.group_last_seq, header.group,
+        )  # fmt: skip
+        parts = [_TABLE.pack(part.table_id, part.schema_version, part.rows, part.length) for part in header.parts]
+        self._entries.update(b"".join((facts, *parts)))
         self.end_offset = Offset(self.end_offset + header.count)
         self.group, self.more = header.group, header.more
         self.verified = self.position
@@ -307,11 +310,9 @@ def footer_start(data: memoryview, position: int) -> int | None:
 
 
 def _add_entry(to: Any, entry: FrameEntry) -> None:
-    tables: Sequence[Any] = entry.tables
-    to.update(
-        _ENTRY.pack(
-            entry.kind, entry.more, entry.offset, entry.count, entry.position, entry.length, entry.first_seq,
-            entry.last_seq, entry.group_last_seq, entry.group,
-        )
+    """As `ArrivingShard` does it for the frame."""
+    facts = _ENTRY.pack(
+        entry.kind, entry.more, entry.offset, entry.count, entry.position, entry.length, entry.first_seq,
+        entry.last_seq, entry.group_last_seq, entry.group,
     )  # fmt: skip
-    to.update(b"".join(_TABLE.pack(*table) for table in tables))
+    to.update(b"".join((facts, *(_TABLE.pack(*table) for table in entry.tables))))

@@ -42,8 +42,8 @@ from millstream.wal.arriving import ArrivingShard, WholeFrame, footer_start
 from millstream.wal.files import NO_SPACE, RealFiles
 from millstream.wal.layout import list_shards, segment_path, shard_folder
 from millstream.wal.mark import MarkFile, read_dropped, read_mark, stream_cut
-from millstream.wal.replica_marks import check_mark, is_newer, moves, placeholder
-from millstream.wal.replica_recovery import fresh_shard, recover_replica
+from millstream.wal.replica_marks import NOBODY, allow_all, check_mark, is_newer, moves, placeholder
+from millstream.wal.replica_recovery import fresh_shard, note_sealed, recover_replica
 from millstream.wal.shards import lock_shards
 from millstream.wal.shown_groups import GroupEnds, PartialGroups
 
@@ -178,6 +178,8 @@ class ReplicaLog:
                     mark.close()
                     continue
                 stream = arriving.stream
+                if (durable := found[shard]) is not None:
+                    allow_all(files, shard_dir, mark, durable)
                 shards[shard] = _Shard(shard_dir, mark, found[shard], dropped, arriving)
         except BaseException as error:
             for mark in marks.values():
@@ -187,7 +189,16 @@ class ReplicaLog:
                 raise DiskFull(f"{folder} has no space to write again what came last: {error}") from error
             raise
         log = cls(folder, files, lock, stream, shards, groups, side_by_side=side_by_side)
-        log._show_whole(ends)
+        try:
+            own = {number: mark for number, mark in log.marks().items() if mark.writer != NOBODY}
+            covered = min((mark.group for mark in own.values()), default=GroupNumber(0))
+            for number, shown in own.items():
+                if shown.group > covered:
+                    note_sealed(files, shards[number].folder, shown, covered, note)
+            log._show_whole(ends)
+        except BaseException:
+            log.close()
+            raise
         return log
 
     @property
@@ -302,12 +313,9 @@ class ReplicaLog:
             frames = start - (end - len(data))
             arriving.feed(data[:frames], plan.whole)
             arriving.finish(data[frames:])
-        last = plan.pieces[-1] if plan.pieces else None
-        if last is not None and (last.shard, last.base, last.position + last.size) == (
-            piece.shard,
-            piece.base,
-            piece.position,
-        ):
+        # Of one shard they follow each other, whatever lies between them: one piece a file.
+        last = next((made for made in reversed(plan.pieces) if made.shard == piece.shard), None)
+        if last is not None and last.base == piece.base:
             last.buffers += piece.buffers
             last.size += piece.size
             last.is_end = piece.is_end
@@ -498,6 +506,11 @@ class ReplicaLog:
         for number, mark in moves(shown, newer):
             self._shards[number].mark.move(mark)
             self._shards[number].shown = mark
+        for shard in self._shards.values():
+            # What is shown from here on is acknowledged, and may stand in the page cache only.
+            if shard.shown is not None:
+                shard.mark.move(shard.shown, anchor=True)
+                shard.anchored = shard.shown.base_offset
 
     def _check_groups(self, marks: Mapping[ShardId, DurableMark]) -> None:
         shown = self.marks()

@@ -23,7 +23,7 @@ from millstream.ports import Files
 from millstream.wal.arriving import ArrivingShard, WholeFrame
 from millstream.wal.index import damage, read_header
 from millstream.wal.layout import SegmentFile, list_segments
-from millstream.wal.scan import reader_of
+from millstream.wal.scan import Window, read_frame, reader_of
 
 _COPY_BYTES: Final = 1 << 20
 
@@ -89,6 +89,29 @@ def recover_replica(
             file=shard_dir, byte=arriving.position, offset_from=arriving.end_offset, offset_to=mark.durable_offset,
         )  # fmt: skip
     return arriving
+
+
+def note_sealed(
+    files: Files,
+    shard_dir: str,
+    mark: DurableMark,
+    covered: GroupNumber,
+    note: Callable[[Sequence[WholeFrame]], None],
+) -> None:
+    """Tell of the frames of later groups than one that lie in sealed segments in front of a mark: another shard's mark may be older."""
+    for segment in reversed(list_segments(files, shard_dir)):
+        if segment.base_offset >= mark.base_offset:
+            continue
+        read = reader_of(files, segment.path)
+        footer = SegmentFooter.decode_tail(read, files.size(segment.path))
+        found = () if footer is None else footer.frames
+        for entry in found:
+            if entry.group > covered:
+                header = read_frame(Window(read), entry.position, payload=False).header
+                end = ByteEnd(segment.base_offset, entry.position + entry.length)
+                note([WholeFrame(header, end, Offset(entry.offset + entry.count))])
+        if not found or found[0].group <= covered:
+            return
 
 
 def fresh_shard(stream: StreamId, shard: ShardId, base: Offset) -> ArrivingShard:

@@ -18,11 +18,11 @@ from millstream.codec.log_frame import (
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SegmentFooter
 from millstream.errors import LogError
 from millstream.model.ids import GroupNumber, SchemaVersion, ShardId, TableId, WriterId
-from millstream.model.marks import DurableMark
+from millstream.model.marks import DurableMark, ShownMark
 from millstream.model.positions import Offset, Seq
 from millstream.ports import Files, WritableFile
 from millstream.wal.layout import SegmentFile
-from millstream.wal.mark import MarkFile, read_mark
+from millstream.wal.mark import MarkFile, read_mark, read_shown
 from millstream.wal.repair_plan import RepairPlan, SegmentPlan, footer_hash_of, position_of
 from millstream.wal.scan import ScannedFrame, commit_times
 from millstream.wal.segment import FrameLog, entry_of
@@ -54,7 +54,7 @@ class Rewriter:
     def write(self, shard: ShardId, shard_dir: str, mark_file: MarkFile) -> None:
         """Write the shard's segments that change, and those behind them whose header names their footer."""
         segments = self.plan.segments[shard]
-        mark = read_mark(self.files, shard_dir)
+        mark, shown = read_mark(self.files, shard_dir), read_shown(self.files, shard_dir)
         if mark is not None:
             self.newest = GroupNumber(max(self.newest, mark.group))
             self.newest_seq = Seq(max(self.newest_seq, mark.persisted_upto))
@@ -67,7 +67,7 @@ class Rewriter:
                 made.changed = True
             following = self._following(segments[place + 1 :])
             if made.changed:
-                writing = _Writing(self, made, mark, before, following)
+                writing = _Writing(self, made, mark, shown, before, following)
                 writing.run(shard_dir)
                 previous_hash = writing.footer_hash
                 is_last = place + 1 == len(segments)
@@ -75,6 +75,9 @@ class Rewriter:
                     moved = replace(mark, base_offset=made.base_offset, byte_end=writing.durable_end)
                     if moved != mark:
                         mark_file.move(moved, anchor=True)
+                if shown is not None and shown.required and shown.mark.base_offset == made.base_offset:
+                    seen = replace(shown.mark, byte_end=writing.shown_end)
+                    mark_file.move_shown(replace(shown, mark=seen), anchor=True)
             else:
                 segment = SegmentFile(made.base_offset, made.path)
                 previous_hash = footer_hash_of(self.files, segment)
@@ -93,6 +96,7 @@ class _Writing:
         rewriter: Rewriter,
         made: SegmentPlan,
         mark: DurableMark | None,
+        shown: ShownMark | None,
         before: FrameHeader | None,
         following: FrameHeader | None,
     ) -> None:
@@ -101,13 +105,14 @@ class _Writing:
         self._size = rewriter.files.size(made.path) if made.is_there else 0
         self._made = made
         self._mark = mark
+        self._shown = shown
         self._before = before
         self._following = following
         self._log = FrameLog()
         self._position = SEGMENT_HEADER_SIZE
         self._brought: set[tuple[TableId, SchemaVersion]] = set()
         self.footer_hash: bytes | None = None
-        self.durable_end = SEGMENT_HEADER_SIZE
+        self.durable_end = self.shown_end = SEGMENT_HEADER_SIZE
 
     def run(self, shard_dir: str) -> None:
         """Write it beside itself, with what is cut kept aside; rename it over."""
@@ -123,6 +128,8 @@ class _Writing:
                 self._write_piece(file, place, piece)
                 if self._mark is None or position_of(piece) < self._mark.byte_end:
                     self.durable_end = self._position
+                if self._shown is not None and position_of(piece) < self._shown.mark.byte_end:
+                    self.shown_end = self._position
             if made.sealed:
                 footer = self._log.footer(made.end_offset, made.base_offset)
                 file.pwrite(footer, self._position)

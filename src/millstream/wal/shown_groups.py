@@ -139,7 +139,8 @@ class GroupEnds:
         reserved = max(last.reserved_to, *(mark.reserved_to for mark in own.values()))
         made = {}
         for shard in shown:
-            end = next((end for end in reversed(self._ends.get(shard, [])) if end.group <= upto), None)
+            ends = [end for end in self._ends.get(shard, []) if end.group <= upto]
+            end = max(ends, key=lambda end: end.end, default=None)
             mark = own.get(shard)
             if end is not None and (mark is None or end.end > ByteEnd(mark.base_offset, mark.byte_end)):
                 mark = replace(

@@ -47,7 +47,8 @@ class HttpConfig(Section):
     client_ca: str | None = Field(
         default=None,
         min_length=1,
-        description="The authorities of clients' certificates: a PEM file. Where it is set, who shows no certificate of theirs isn't heard (mTLS).",
+        description="The authorities of clients' certificates: a PEM file. Where it is set, who shows no certificate of theirs isn't heard (mTLS). "
+        "It is read again as the certificate is.",
     )
     clients: dict[str, str] = Field(
         default={},

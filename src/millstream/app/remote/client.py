@@ -25,6 +25,7 @@ from millstream.app.remote.steps import (
     appended,
     asked,
     between,
+    check_name,
     check_url,
     json_of,
     of_stream,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 TIMEOUT_S: Final = 60.0
 """How long to wait for an answer's next bytes, and for somebody who answers at all."""
 _CONNECTIONS_MAX: Final = 64
+_HANDSHAKE_S: Final = 2.0
 
 _Result = TypeVar("_Result")
 
@@ -157,6 +159,7 @@ class RemoteHome:
 
     def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> Session:
         """As `OpenHome.session`."""
+        check_name(stream)
         return Session(self, stream, *session_of(name, next_number))
 
     def session_facts(self, stream: str, name: str) -> SessionFacts:
@@ -217,7 +220,7 @@ class RemoteHome:
                     return answer_of(response, b"", response)
                 return answer_of(response, response.read(), None)
         except httpx.RequestError as error:
-            return lost_of(error)
+            return lost_of(error, self._url)
 
 
 def connect(
@@ -317,10 +320,36 @@ def answer_of(response: httpx.Response, body: bytes, opened: object) -> Answer:
     return Answer(response.status_code, {name.lower(): value for name, value in response.headers.items()}, body, opened)
 
 
-def lost_of(error: httpx.RequestError) -> Lost:
-    """That no answer came, and whether the request may have arrived."""
-    sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
-    return Lost(str(error) or type(error).__name__, sent)
+def lost_of(error: httpx.RequestError, url: str) -> Lost:
+    """That no answer came, whether the request may have arrived, and what has to be changed where it never will. Blocks for up to two seconds."""
+    why = str(error) or type(error).__name__
+    if url.startswith("http:") and isinstance(error, httpx.RemoteProtocolError) and _speaks_tls(url):
+        return Lost("it speaks TLS", sent=False, hint=f"Connect to https:{url.partition(':')[2]}.")
+    if "WRONG_VERSION_NUMBER" in why or "RECORD_LAYER_FAILURE" in why:
+        return Lost("it speaks no TLS", sent=False, hint=f"Connect to http:{url.partition(':')[2]}.")
+    if "CERTIFICATE_VERIFY_FAILED" in why:
+        hint = "Name the file of its certificate, or of the authority that signed it: verify='server.pem'."
+        return Lost(why, sent=False, hint=hint)
+    if "CERTIFICATE_REQUIRED" in why:
+        return Lost(why, sent=False, hint="It hears who shows a certificate: cert=('client.pem', 'client.key').")
+    return Lost(why, sent=not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout))
+
+
+def _speaks_tls(url: str) -> bool:
+    """Whether whoever broke off without an answer would rather have had a handshake."""
+    import socket
+    import ssl
+
+    parts = urlsplit(url)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # nothing is sent, and nothing believed
+    try:
+        address = (str(parts.hostname), parts.port or 80)
+        with socket.create_connection(address, _HANDSHAKE_S) as connection, context.wrap_socket(connection):
+            return True
+    except (OSError, ValueError):
+        return False
 
 
 def cut_off(url: str, why: str) -> AnswerCutOff:

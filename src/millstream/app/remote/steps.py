@@ -17,7 +17,7 @@ from urllib.parse import quote, urlsplit
 
 import pyarrow as pa
 
-from millstream.app.calls import SERVER_DEADLINE_S_MAX
+from millstream.app.calls import SERVER_DEADLINE_S_MAX, check_deadline
 from millstream.app.remote.pieces import ARROW_TYPE, PIECES_TYPE
 from millstream.errors import (
     AccessError,
@@ -35,6 +35,7 @@ from millstream.errors import (
 )
 from millstream.ingest.columns import table_of
 from millstream.model.ids import check_stream_name
+from millstream.model.names import parse_qualified_name
 from millstream.model.operations import Appended
 from millstream.model.replication import AckLevel
 
@@ -98,6 +99,8 @@ class Lost:
     why: str
     sent: bool
     """Whether the request may have arrived."""
+    hint: str = ""
+    """What somebody has to change before one does: sent again it would be lost again."""
 
 
 Steps: TypeAlias = Generator[Call | Nap, Answer | Lost | None, _Result]
@@ -117,12 +120,17 @@ def check_url(url: str) -> str:
     return url.rstrip("/")
 
 
-def of_stream(stream: str, what: str) -> str:
-    """The path of something of a stream; `UnknownStream` where none can have the name."""
+def check_name(stream: str) -> None:
+    """`UnknownStream` where no stream can have the name."""
     try:
         check_stream_name(stream)
     except UsageError as error:
         raise UnknownStream(f"no stream {stream}", hint=error.hint, stream=stream) from error
+
+
+def of_stream(stream: str, what: str) -> str:
+    """The path of something of a stream; `UnknownStream` where none can have the name."""
+    check_name(stream)
     return f"/v1/streams/{quote(stream, safe='')}/{what}"
 
 
@@ -155,7 +163,9 @@ def asked(call: Call, *, url: str, patience_s: float, now: Callable[[], float]) 
         got = yield call
         error: MillstreamError
         if isinstance(got, Lost):
-            error, wait_s = _unreachable(f"{url} gives no answer: {got.why}", url), nap_s
+            error, wait_s = _unreachable(f"{url} gives no answer: {got.why}", url, got.hint), nap_s
+            if got.hint:
+                raise error
         else:
             assert got is not None, "a call is answered"
             if got.status == 200:
@@ -185,8 +195,9 @@ def append_call(
 
     Raises:
         InvalidValue, RowsTooLarge: as `table_of`.
-        UsageError: it is told apart in two ways, or in half of one; or `acks` is no level.
+            UsageError: it is told apart in two ways, or in half of one; the table has no name; or `acks` is no level.
     """
+    parse_qualified_name(table)
     columns = rows if isinstance(rows, pa.Table) else table_of(rows)
     if (session is None) != (number is None) or (session is not None and idempotency_key is not None):
         raise UsageError(
@@ -220,7 +231,7 @@ def appended(call: Call, *, url: str, deadline_s: float, now: Callable[[], float
         ServerUnreachable, Overloaded, …: nothing was appended.
         MillstreamError: what the server says.
     """
-    give_up_s, nap_s = now() + deadline_s, _NAP_S
+    give_up_s, nap_s = now() + check_deadline(deadline_s), _NAP_S
     unknown: AppendOutcomeUnknown | None = None
     is_told_apart = True
     while True:
@@ -231,7 +242,9 @@ def appended(call: Call, *, url: str, deadline_s: float, now: Callable[[], float
         error: MillstreamError
         wait_s = nap_s
         if isinstance(got, Lost):
-            error = _unreachable(f"{url} gives no answer: {got.why}; nothing was appended", url)
+            error = _unreachable(f"{url} gives no answer: {got.why}; nothing was appended", url, got.hint)
+            if got.hint:
+                raise unknown or error
             if got.sent:
                 unknown = _unknown(f"{url} gave no answer: {got.why}", call, url)
         else:
@@ -331,12 +344,8 @@ def _appended_of(answer: Answer, url: str) -> Appended:
         raise _no_answer(answer, url) from error
 
 
-def _unreachable(why: str, url: str) -> ServerUnreachable:
-    """With a hint of what it is where somebody is there, and isn't trusted."""
-    hint = None
-    if "CERTIFICATE_VERIFY_FAILED" in why:
-        hint = "Name the file of its certificate, or of the authority that signed it: verify='server.pem'."
-    return ServerUnreachable(why, hint=hint, url=url)
+def _unreachable(why: str, url: str, hint: str) -> ServerUnreachable:
+    return ServerUnreachable(why, hint=hint or None, url=url)
 
 
 def _unknown(why: str, call: Call, url: str) -> AppendOutcomeUnknown:

@@ -22,6 +22,7 @@ from millstream.app.serving.intake import Intake, Receive
 from millstream.app.serving.line_writes import VERSION, LineWrites
 from millstream.app.serving.openapi import with_writes
 from millstream.app.serving.origins import Origins
+from millstream.app.serving.paths import known_parameters
 from millstream.app.serving.problems import MEDIA_TYPE, plain_problem, response_of, tell_problems
 from millstream.app.serving.reading import Reading
 from millstream.app.serving.requests import Scope, Send, answer_problem
@@ -109,7 +110,13 @@ class Application:
 
     def make_fastapi(self) -> FastAPI:
         """What isn't a write."""
-        app = FastAPI(title=_TITLE, description=_ABOUT, version=__version__, responses=None)
+        app = FastAPI(
+            title=_TITLE,
+            description=_ABOUT,
+            version=__version__,
+            responses=None,
+            dependencies=[Depends(known_parameters)],
+        )
         health = self.health
         tell_problems(app)
         app.state.access = self.access

@@ -67,6 +67,9 @@ class Certificates:
             if ends and max(ends) < now:
                 raise _unusable(self.client_ca, "has nothing but authorities that have expired")
             context.verify_mode = ssl.CERT_REQUIRED
+            # A session that is resumed shows no certificate again, whatever authorities there are by then.
+            context.num_tickets = 0
+            context.options |= ssl.OP_NO_TICKET
         self._check_handshake(context)
         return context
 
@@ -86,7 +89,9 @@ class Certificates:
     def fingerprint(self) -> tuple[tuple[int, int, int] | None, ...]:
         """What changes when a file does."""
         found: list[tuple[int, int, int] | None] = []
-        for file in (self.certificate, self.key):
+        for file in (self.certificate, self.key, self.client_ca):
+            if file is None:
+                continue
             try:
                 facts = file.stat()
             except OSError:
@@ -141,7 +146,16 @@ class Renewal:
     def __init__(self, certificates: Certificates, context: ssl.SSLContext) -> None:
         self._certificates = certificates
         self.context: Final = context
+        self._newest = context
+        if certificates.client_ca is not None:
+            # Authorities can be added to a context, and none taken away: a connection goes over to the newest one.
+            context.sni_callback = self._choose
         self._seen = certificates.fingerprint()
+
+    def _choose(self, connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        """Called for each connection when it has said hello, whether it names a server or not."""
+        del name, context
+        connection.context = self._newest
 
     @classmethod
     def of_home(cls, home: Home) -> Renewal | None:
@@ -156,10 +170,13 @@ class Renewal:
             return False
         self._seen = found
         try:
-            self._certificates.renew(self.context)
+            if self._certificates.client_ca is None:
+                self._certificates.renew(self.context)
+            else:
+                self._newest = self._certificates.server_context()
         except CertificateUnusable as error:
             logger.warning(
-                "the certificate has changed and can't be used; the one before stays",
+                "the certificate or the clients' authority has changed and can't be used; what was before stays",
                 error=error.message,
                 code=error.code,
             )

@@ -82,6 +82,7 @@ _REFUSED: Final[Mapping[int, str]] = {
     401: "It shows no access token that is known.",
     403: "Its token has no right to do this, or a page of another server has made the request.",
     404: "There is no such stream or table.",
+    405: "The path takes other methods.",
     408: "It didn't come within its time.",
     409: "The table is captured, has another key, or is set aside; the write's session or key says otherwise; or what is asked for isn't there yet.",
     410: "What is asked for was dropped: retention went past it.",

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from millstream.app.serving.paths import allowed_of, method_not_allowed, unknown_path
 from millstream.errors import (
     AccessError,
     AddressInUse,
@@ -32,6 +33,7 @@ from millstream.errors import (
     KeyChanged,
     LevelUnknown,
     MediaTypeUnknown,
+    MethodNotAllowed,
     MillstreamError,
     OffsetBeyondEnd,
     OffsetExpired,
@@ -55,6 +57,7 @@ from millstream.errors import (
     Unauthenticated,
     UnknownColumn,
     UnknownHost,
+    UnknownPath,
     UnknownStream,
     UnknownTable,
     UsageError,
@@ -81,6 +84,8 @@ _STATUS: Final[Mapping[type[MillstreamError], HTTPStatus]] = {
     UnknownHost: HTTPStatus.MISDIRECTED_REQUEST,
     UnknownStream: HTTPStatus.NOT_FOUND,
     UnknownTable: HTTPStatus.NOT_FOUND,
+    UnknownPath: HTTPStatus.NOT_FOUND,
+    MethodNotAllowed: HTTPStatus.METHOD_NOT_ALLOWED,
     RequestTimeout: HTTPStatus.REQUEST_TIMEOUT,
     KeyChanged: HTTPStatus.CONFLICT,
     TableCaptured: HTTPStatus.CONFLICT,
@@ -190,10 +195,16 @@ def tell_problems(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(_request: Request, error: RequestValidationError) -> Response:
         said = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        return response_of(plain_problem(HTTPStatus.UNPROCESSABLE_ENTITY, said))
+        return response_of(problem_of(UsageError(said, hint="`/docs` shows what each path takes.")))
 
     @app.exception_handler(HTTPException)
-    async def answered(_request: Request, error: HTTPException) -> Response:
+    async def answered(request: Request, error: HTTPException) -> Response:
+        path = request.url.path
+        if error.status_code == HTTPStatus.NOT_FOUND:
+            return response_of(problem_of(unknown_path(path, app.openapi()["paths"])))
+        if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+            refused = method_not_allowed(request.method, path, allowed_of(error.headers))
+            return response_of(problem_of(refused), error.headers)
         return response_of(plain_problem(error.status_code, str(error.detail)), error.headers)
 
     @app.exception_handler(Exception)

@@ -24,7 +24,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from millstream.app.calls import LATEST_ROWS_MAX
 from millstream.app.config.quantities import duration_s, size_bytes
-from millstream.app.opened import OpenHome, latest_stretches, open_lake
+from millstream.app.opened import OpenHome, open_lake
 from millstream.app.remote.pieces import ARROW_TYPE, END, PART_BYTES, PIECES_TYPE, failed, latest_piece, piece
 from millstream.app.serving.access import Access, allow
 from millstream.app.serving.intake import ClientGoneError, Held, Intake, read_body
@@ -163,11 +163,7 @@ class Reading:
             rows_max: Annotated[int, Query(ge=1, le=LATEST_ROWS_MAX)] = LATEST_ROWS_MAX,
         ) -> Response:
             def made(home: OpenHome) -> Iterator[bytes]:
-                bytes_max = max(1, self._bounds.memory_bytes // _FOLDED)
-                stretches = latest_stretches(
-                    home.reader(stream), table, after=after, upto=upto, rows_max=rows_max, bytes_max=bytes_max
-                )
-                for found in stretches:
+                for found in home.read_latest(stream, table, after=after, upto=upto, rows_max=rows_max):
                     yield from latest_piece(found.emptied, found.rows, found.token)
 
             return await self._answer(request, made, PIECES_TYPE)
@@ -254,9 +250,12 @@ class Reading:
 
         def whole() -> Iterator[bytes]:
             with self._opened() as home:
-                yield from made(home)
-                if media_type == PIECES_TYPE:
-                    yield END
+                has_parts = False
+                for part in made(home):
+                    has_parts = True
+                    yield part
+                if not has_parts:
+                    yield b""
 
         with ExitStack() as taken:
             for some in (self._answers, *places):
@@ -264,9 +263,14 @@ class Reading:
             making = _Making(whole(), self._threads, give_up)
             unless_sent = taken.pop_all()
 
+        is_let_go = False
+
         async def let_go() -> None:
-            with unless_sent, anyio.CancelScope(shield=True):
-                await making.close()
+            nonlocal is_let_go
+            if not is_let_go:
+                is_let_go = True
+                with unless_sent, anyio.CancelScope(shield=True):
+                    await making.close()
 
         try:
             first = await _unless_gone(request, making)
@@ -276,19 +280,22 @@ class Reading:
         if first is None:
             await let_go()
             return Response(status_code=_GONE)
-        return _Answer(_sent(first, making, media_type), media_type, let_go)
+        return _Answer(_sent(first, making, media_type, let_go), media_type, let_go)
+
+    def _open(self) -> OpenHome:
+        return OpenHome(self._home, latest_bytes_max=max(1, self._bounds.memory_bytes // _FOLDED))
 
     @contextmanager
     def _opened(self) -> Iterator[OpenHome]:
         """The home, open for one thread's use."""
         with self._lock:
-            home = self._idle.pop() if self._idle else OpenHome(self._home)
+            home = self._idle.pop() if self._idle else self._open()
         try:
             yield home
         except MillstreamError as error:
             if error.retry.value == "reopen":
                 home.close()
-                home = OpenHome(self._home)
+                home = self._open()
             raise
         finally:
             with self._lock:
@@ -377,7 +384,10 @@ class _Answer(StreamingResponse):
                     await self._let_go()
 
 
-async def _sent(first: bytes, making: _Making, media_type: str) -> AsyncGenerator[bytes, None]:
+async def _sent(
+    first: bytes, making: _Making, media_type: str, let_go: Callable[[], Awaitable[None]]
+) -> AsyncGenerator[bytes, None]:
+    end = END
     try:
         yield first
         while (part := await making.next()) is not None:
@@ -385,7 +395,11 @@ async def _sent(first: bytes, making: _Making, media_type: str) -> AsyncGenerato
     except MillstreamError as error:
         if media_type != PIECES_TYPE:
             raise  # the connection breaks off: nothing else can be said in the midst of an Arrow stream
-        yield failed(error)
+        end = failed(error)
+    # Before its caller hears of the end, and asks the next thing: that one has its place then.
+    await let_go()
+    if media_type == PIECES_TYPE:
+        yield end
 
 
 async def _unless_gone(request: Request, making: _Making) -> bytes | None:

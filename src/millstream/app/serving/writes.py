@@ -18,6 +18,7 @@ import structlog
 from millstream.app.config.quantities import duration_s
 from millstream.app.serving.groups import Groups, Target
 from millstream.app.serving.intake import ClientGoneError, Held, Intake, Receive, read_body
+from millstream.app.serving.paths import ROWS_PARAMETERS, check_parameters, unknown_path
 from millstream.app.serving.problems import encoded, headers_of, plain_problem
 from millstream.app.serving.requests import (
     Scope,
@@ -54,6 +55,7 @@ LINES_TYPES: Final = frozenset(
 )
 JSON_TYPE: Final = "application/json"
 ARROW_TYPE: Final = "application/vnd.apache.arrow.stream"
+_TEMPLATE: Final = "/v1/streams/{stream}/tables/{table}"
 _LARGE_BYTES: Final = 256 << 10
 """Bodies from here on are read on a thread of their own, so that others are answered meanwhile."""
 _LARGE_AT_ONCE: Final = 2
@@ -86,7 +88,7 @@ class Writes:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request: ASGI's way."""
         if not is_rows_path(scope["raw_path"]):  # `%2F` parts no path
-            await answer(send, 404, encoded(plain_problem(404)), headers_of(404))
+            await answer_problem(send, unknown_path(scope["path"], [_TEMPLATE]))
             return
         try:
             appended = await self._append(scope, receive)
@@ -107,6 +109,7 @@ class Writes:
         parse_qualified_name(table)
         headers = headers_said(scope)
         parameters = parameters_said(scope)
+        check_parameters(parameters, ROWS_PARAMETERS)
         target = Target(
             stream,
             table,

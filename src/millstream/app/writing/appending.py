@@ -19,11 +19,10 @@ import structlog
 from millstream.app.control import ControlServer, have_done
 from millstream.app.locks import RoleLock, holder, writer_role
 from millstream.app.logs import leave_logs_to_application
-from millstream.app.replicating.roles import Roles
 from millstream.app.wiring import place_compiled_code
 from millstream.app.writing.stream_writer import stream_writer
 from millstream.app.writing.writer_facts import refuse_embedded_catalog
-from millstream.errors import HomeBusy, MillstreamError, UnknownStream, WriterClosed
+from millstream.errors import HomeBusy, MillstreamError, WriterClosed
 from millstream.ingest.appender import Appender
 from millstream.ingest.columns import Rows
 from millstream.ingest.local import AppendClient, AppendServer
@@ -35,7 +34,6 @@ from millstream.ingest.valid_rows import columns_for
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from millstream.app.config.model import StreamConfig
     from millstream.app.home import Home
     from millstream.app.writing.sinks import OpenOther
     from millstream.app.writing.stream_writer import StreamWriter
@@ -105,7 +103,7 @@ class HomeAppender:
         acks: AckLevel | None = None,
     ) -> Appended:
         """See `OpenHome.append`."""
-        _configured(self._home, stream)
+        self._home.written_stream(stream)
         valid = columns_for(rows, keep_valid_rows=keep_valid_rows)
         batch = one_request(table, valid.table, write_id, keep_valid_rows, acks)
         (outcome,) = self.append_batch(stream, batch, deadline_s=deadline_s)
@@ -123,7 +121,7 @@ class HomeAppender:
 
     def _through(self, stream: str, call: Callable[[AppendClient | _OwnWriter], _Made]) -> _Made:
         """What whoever writes gives; waits for it where it has just gone, or begins."""
-        _configured(self._home, stream)
+        self._home.written_stream(stream)
         self._begin_in_child()
         give_up_s = time.monotonic() + _STARTS_WITHIN_S
         while True:
@@ -145,7 +143,7 @@ class HomeAppender:
             UnknownStream, ReshardRefused, DiskFull …: as there.
             HomeBusy: another process writes the home, and doesn't answer.
         """
-        _configured(self._home, stream)
+        self._home.written_stream(stream)
         self._begin_in_child()
         give_up_s = time.monotonic() + _STARTS_WITHIN_S
         while True:
@@ -176,7 +174,7 @@ class HomeAppender:
         self, stream: str, batch: AppendBatch, *, deadline_s: float
     ) -> list[Appended | MillstreamError]:
         """As `append_batch`, for a task of any event loop, which goes on meanwhile."""
-        _configured(self._home, stream)
+        self._home.written_stream(stream)
         self._begin_in_child()
         give_up_s = time.monotonic() + _STARTS_WITHIN_S
         while True:
@@ -271,20 +269,6 @@ class HomeAppender:
                 self._client = None
 
 
-def _configured(home: Home, stream: str) -> StreamConfig:
-    found = home.config.streams.get(stream)
-    if found is None:
-        known = ", ".join(sorted(home.config.streams))
-        raise UnknownStream(
-            f"no stream {stream} in {home.config_file}",
-            hint=f"Add [streams.{stream}] to it: a stream that only applications write needs nothing else. Streams here: {known or 'none'}.",
-            stream=stream,
-        )
-    if home.config.replication.nodes:
-        Roles(home).check_leads(stream)
-    return found
-
-
 def will_write(home: Home, writer: str | None) -> bool:
     """Whether `millstream run` or `millstream capture run` of this writer's name is there: it writes, or is about to.
 
@@ -376,7 +360,7 @@ class _OwnWriter:
 
     def _open(self, stream: str) -> tuple[contextlib.ExitStack, StreamWriter]:
         with contextlib.ExitStack() as stack:
-            config = _configured(self._home, stream)
+            config = self._home.written_stream(stream)
             writer = stack.enter_context(stream_writer(self._home, self._catalog, stream, config, self._open_other))
             self._streams[stream] = stack.pop_all(), writer
         return self._streams[stream]

@@ -312,7 +312,7 @@ class BufferTaking:
                 if one.step():
                     tell()
                 one.note_passed()
-            one.drain()
+            one.settle()
             one.note_passed(at_once=True)
         except MillstreamError as error:
             self._fail(error)
@@ -437,9 +437,7 @@ class _ShardTaking:
             logger.warning("passed over", buffer=error.details["buffer"], code=error.code, error=error.message)
             return True
         if found is ReadPause.PENDING:
-            self.drain()
-            if self._reader.place >= self._replay.place(self._reader.shard):
-                self._release()
+            self.settle()
             self._progress.end = self._reader.end_offset()
             return False
         assert not isinstance(found, ReadPause), "a reader that has said what is gone is read again"
@@ -450,6 +448,12 @@ class _ShardTaking:
         """Wait until all that was handed to the log is durable; raises what it says."""
         while self._in_flight:
             self._await_one()
+
+    def settle(self) -> None:
+        """Drain, and release what was held where all of it that lies below the shard's own place is taken."""
+        self.drain()
+        if self._reader.place >= self._replay.place(self._reader.shard):
+            self._release()
 
     def note_passed(self, *, at_once: bool = False) -> None:
         """Note where the reader is, if the log won't say so by itself; from time to time, or at once."""

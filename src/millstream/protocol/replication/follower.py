@@ -14,7 +14,7 @@
     | ApplyFailed        | -                 | -                                         | ReplicaGap: SayHello -> waiting; Diverged: Refuse -> stopped; else the link goes |  |
     | LinkGone           | -                 | -> apart, and again after a while, longer each time | the same; what isn't for time to mend: -> stopped |  |
 
-Rules, each held by a seed of the simulator that finds its breach:
+Rules, each of them held by a test, or a seed of the simulator, that fails without it:
 
 - A promise is durable before anything is said under it; what is acknowledged is durable with it.
 - Before anything is taken from a leader, what this log has and the leader's hasn't (groups behind the reign in which they part) is set aside, never

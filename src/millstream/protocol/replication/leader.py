@@ -13,7 +13,7 @@ Each follower has a state of its own here, and nothing about one waits for anoth
     | Durable, Tick    | -                      | -                       | ReadAndSend, if there is anything  |
     | CutOff           | from now on refused: FollowerBehindRetention, until it comes with nothing: then it is rebuilt |
 
-Rules, each of them held by a seed of the simulator that finds its breach:
+Rules, each of them held by a test, or a seed of the simulator, that fails without it:
 
 - A cursor moves by that follower's acknowledgement only: not by sending, nor by another's. One that comes back with less than it had
   acknowledged counts for nothing until it has acknowledged anew.

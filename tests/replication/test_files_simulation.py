@@ -1,0 +1,31 @@
+"""Seeds of `files_simulation`: a few at every run, thousands of new ones in the soak."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+from tests.replication.files_simulation import search
+
+SEEDS = 10
+SOAK_SEEDS = int(os.environ.get("MILLSTREAM_SOAK_SEEDS", "10000"))
+WANTED = {
+    "acknowledgements", "behind retention", "follower crashed", "leader crashed", "links cut", "promotions", "refused: replica_failed",
+    "shipments",
+}  # fmt: skip
+
+
+def test_machines_over_real_logs_whose_disks_fail():
+    broken, happened = search(1, SEEDS)
+    assert not broken, f"python -m tests.replication.files_simulation {broken[0]} 1"
+    assert happened.keys() >= WANTED, "the search leaves out what it is for"
+
+
+@pytest.mark.soak
+def test_soak_machines_over_real_logs_whose_disks_fail():
+    first = random.SystemRandom().randrange(1 << 40)
+    print(f"\npython -m tests.replication.files_simulation {first} {SOAK_SEEDS}")  # noqa: T201 - repeats what is found
+    broken, happened = search(first, SOAK_SEEDS)
+    assert not broken, f"python -m tests.replication.files_simulation {broken[0]} 1"
+    assert happened["seeds"] == SOAK_SEEDS

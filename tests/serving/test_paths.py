@@ -1,0 +1,50 @@
+"""What there isn't, a path, a method or a parameter, is told by name, with what there is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.app.homes import make_home
+from tests.app.served import serving
+
+from millstream.app.serving.paths import unknown_path
+
+TEMPLATES = ["/v1/streams", "/v1/streams/{stream}/token", "/v1/streams/{stream}/tables/{table}", "/status"]
+
+
+def test_what_there_is_not_is_refused_by_name(tmp_path: Path) -> None:
+    json = {"content-type": "application/json"}
+    with serving(make_home(tmp_path / "web", "[streams.web]\n")) as url:
+        for method, path, status, code, hint in (
+            ("GET", "/v1/stream/web/token", 404, "unknown_path", "/v1/streams/{stream}/token"),
+            ("POST", "/v1/streams/web/table/x", 404, "unknown_path", "/v1/streams/{stream}/tables/{table}"),
+            ("GET", "/streams", 404, "unknown_path", "Did you mean /v1/streams?"),
+            ("GET", "/zzzzzzzz", 404, "unknown_path", "/docs"),
+            ("GET", "/v1/streams/web/tables/x", 405, "method_not_allowed", "It takes POST."),
+            ("PUT", "/status", 405, "method_not_allowed", "It takes GET."),
+            ("POST", "/v1/streams/web/tables/x?on_clsh=rows", 400, "usage", "There are: on_clash, deadline_s."),
+            ("GET", "/v1/streams/web/token?vecto=1", 400, "usage", "There are: vector."),
+            ("GET", "/status?all=1", 400, "usage", "takes none"),
+            ("POST", "/v1/streams/web/query?sql=x", 400, "usage", "takes none"),
+            ("GET", "/v1/streams/web/latest", 400, "usage", "/docs"),
+            ("GET", "/v1/streams/web/token?vector=perhaps", 400, "usage", "/docs"),
+        ):
+            answer = httpx.request(
+                method, url + path, headers=json, content=b'{"n": 1}' if method == "POST" else None, timeout=60
+            )
+            found = answer.json()
+            assert (answer.status_code, found["status"], found["code"]) == (status, status, code), (path, found)
+            assert found["type"] == f"urn:millstream:error:{code}"
+            assert hint in found["hint"], (path, found)
+            assert (status == 405) == ("allow" in answer.headers)
+        # InfluxDB's clients, and those who ask how it does, send parameters of their own.
+        assert httpx.post(f"{url}/write?db=web&consistency=one", content=b"m f=1", timeout=60).status_code == 204
+        for path in ("/ping?verbose=true", "/health?x=1", "/metrics?x=1"):
+            assert httpx.get(url + path, timeout=60).status_code in {200, 204}, path
+
+
+@pytest.mark.parametrize("path", ["/", "//", "/" * 60_000, "/v1/streams/" + "a/" * 20_000, "/\u0000ü"])
+def test_a_path_of_any_length_is_answered(path: str) -> None:
+    assert len(unknown_path(path, TEMPLATES).message) < 300

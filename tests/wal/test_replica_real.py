@@ -1,0 +1,59 @@
+"""Real files: a writer appends, a follower takes what comes, a reader beside it looks, all at once."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from tests.wal.log_writers import OTHER, TABLE, opened, xids
+
+from millstream.testing.log import plain_ops
+from millstream.wal.reader import StreamReader
+from millstream.wal.replica import ReplicaLog
+from millstream.wal.shipping import ShipSource
+from millstream.wal.taking_over import finish_rebuild, rebuilding_folder
+
+OPERATIONS = 60
+
+
+def test_a_follower_beside_a_busy_writer_shows_a_beginning_of_its_log_at_every_moment(tmp_path: Path):
+    leader, folder = str(tmp_path / "leader"), str(tmp_path / "follower")
+    writer = opened(leader, shards=(0, 1), segment_bytes=20_000)
+    log, source = ReplicaLog.open(folder), ShipSource(leader)
+    ended = threading.Event()
+    wrong: list[list[int | None]] = []
+
+    def append() -> None:
+        for xid in range(1, OPERATIONS + 1):
+            writer.append(plain_ops({xid: [(TABLE, 1, "x" * 50), (OTHER, 1, "y")]}, shard_of={2: 1}))
+
+    def look() -> None:
+        while not ended.is_set():
+            found = xids(StreamReader(folder))
+            if found != sorted([*range(1, len(found) // 2 + 1)] * 2):
+                wrong.append(found)
+
+    threads = [threading.Thread(target=append), threading.Thread(target=look)]
+    try:
+        for thread in threads:
+            thread.start()
+        while log.end().records < 2 * OPERATIONS:
+            assert threads[0].is_alive() or source.leader_end() == 2 * OPERATIONS
+            while (shipment := source.read(log.position(), 20_000)) is not None:
+                log.apply(shipment)
+            source.wait_beyond(0.1)
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join(20)
+    assert not wrong
+    assert xids(StreamReader(folder)) == xids(StreamReader(leader))
+    writer.close()
+    log.close()
+    built = ReplicaLog.open(rebuilding_folder(folder))
+    again = ShipSource(leader)
+    while (shipment := again.read(built.position())) is not None:
+        built.apply(shipment)
+    built.close()
+    finish_rebuild(folder, aside=f"{folder}.aside-1")
+    assert xids(StreamReader(folder)) == xids(StreamReader(f"{folder}.aside-1")) == xids(StreamReader(leader))
