@@ -63,6 +63,7 @@ from millstream.protocol.replication.shipping import PersistRole
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME
 from millstream.wal.shipping import durable_marks
+from millstream.wal.taking_over import prepare_promotion
 
 if TYPE_CHECKING:
     from millstream.app.home import Home
@@ -279,6 +280,9 @@ class _Attempt:
     def _take_over(self) -> GroupNumber:
         """The leader's catalog and sessions become this node's, then the log is recovered under a new epoch."""
         folder = self._home.wal_folder(self._stream)
+        if self._machine.fact.role is Role.FOLLOWS and folder.is_dir():
+            # Parts of groups that never came whole: a writer's recovery would take them for damage.
+            prepare_promotion(str(folder))
         marks = durable_marks(RealFiles(), str(folder)) if folder.is_dir() else {}
         notes = FollowingNotes(self._home, self._stream)
         if not marks:

@@ -25,6 +25,7 @@ from millstream.wal.history import truncate_to
 from millstream.wal.layout import SESSIONS_NAME
 from millstream.wal.reader import StreamReader
 from millstream.wal.shipping import durable_marks
+from millstream.wal.taking_over import prepare_promotion
 
 if TYPE_CHECKING:
     from millstream.model.ids import StreamId
@@ -56,6 +57,7 @@ def restore_stream(
     wal, replication = home.wal_folder(stream), home.data / "replication" / stream
     with contextlib.closing(ObjectStoreTransport(url, stream, node="restore")) as store:
         found = fetch(store, stream, wal, tell=tell)
+    prepare_promotion(str(wal))
     stream_id = StreamReader(str(wal)).stream_id
     if at is not None:
         _cut_at(wal, StreamToken.parse(at, stream=stream_id).linear(), found.end.persisted_upto, replication)
