@@ -28,7 +28,7 @@ from millstream.codec.log_segment import NO_HASH, SEGMENT_HEADER_SIZE, FrameEntr
 from millstream.model.ids import Epoch, GroupNumber, StreamId
 from millstream.model.operations import FIRST_SHARD
 from millstream.model.positions import Offset, Seq
-from millstream.wal.commit import LogOptions
+from millstream.wal.options import LogOptions
 from millstream.wal.writer import LogWriter
 
 GIB = 1 << 30

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +15,16 @@ import pyarrow as pa
 from bench.figures import Figure, asked, compared, measures, say
 from bench.places import folder
 from millstream.app.home import Home
+from millstream.app.opened import home_appender
 from millstream.app.writing.appending import HomeAppender
 from millstream.model.ids import ShardId
 from millstream.model.operations import Ack
 from millstream.model.positions import Offset, Seq, SeqRange
 from millstream.model.writes import AppendBatch, WriteId
 from millstream.protocol.sessions import Sessions
+from millstream.wal.files import RealFiles
+from millstream.wal.reader import StreamReader
+from millstream.wal.session_file import write_copy
 
 REQUESTS = 40
 """Of a batch: what waits together while an fsync runs."""
@@ -34,15 +39,7 @@ def sessions_cost() -> Iterator[Figure]:
     """Appends with session numbers beside appends without, through the same calls, each run in a home of its own."""
     count = REQUESTS * ROWS
     say(f"sessions_cost: {BATCHES} batches of {REQUESTS} requests of {ROWS} rows")
-    rows = pa.table(
-        {
-            "id": list(range(count)),
-            "value": [i / 7 for i in range(count)],
-            "name": [f"host-{i % 97}" for i in range(count)],
-            "flag": [i % 3 == 0 for i in range(count)],
-            "text": [f"some text of request {i}" for i in range(count)],
-        }
-    )
+    rows = _rows()
     counts = [ROWS] * REQUESTS
 
     def run_s(*, with_sessions: bool) -> float:
@@ -78,7 +75,7 @@ def session_bytes() -> Iterator[Figure]:
         for i in range(count):
             for number in range(1, writes + 1):
                 given = Ack({ShardId(0): (Offset(i), Offset(i + 100))}, SeqRange(Seq(i), 100))
-                sessions.note(WriteId(f"session-of-client-{i:08d}", number), i, given, i)
+                sessions.note(WriteId(_name(i), number), i, given, i)
         size = (psutil.Process().memory_info().rss - before) / count
         began = time.perf_counter()
         pieces = sessions.copied()
@@ -91,6 +88,93 @@ def session_bytes() -> Iterator[Figure]:
         del sessions, pieces
 
 
+@measures("sessions_open_ms", "sessions_append_among_many")
+def among_many_sessions() -> Iterator[Figure]:
+    """A writer that opens with many sessions, and what appends to some of them cost then: of one write, and of many writes."""
+    count = asked.rows or SESSIONS
+    rows = _rows()
+    for writes in (1, 16):
+        say(f"sessions_open_ms: {count:,} sessions of {writes} writes")
+        with folder("sessions") as path:
+            appender = _appender(path)
+            appender.append_batch("web", AppendBatch("events", rows, [rows.num_rows], [None]), deadline_s=60)
+            appender.close()
+            # In a process of its own, so that what this one holds is what a writer holds.
+            filling = multiprocessing.get_context("spawn").Process(target=_fill, args=(path, count, writes))
+            filling.start()
+            filling.join()
+            copied = _session_file(path).stat().st_size
+            gc.collect()
+            before = psutil.Process().memory_info().rss
+            began = time.perf_counter()
+            appender = _appender(path)
+            known = appender.session("web", _name(count - 1))
+            opened_ms = (time.perf_counter() - began) * 1000
+            assert known.mark == writes
+            size = (psutil.Process().memory_info().rss - before) / count
+            yield Figure(
+                "sessions_open_ms", None, round(opened_ms, 1), None, "ms", 1, "", count, copied,
+                f"{count:,} sessions of {writes} writes, all in the copy; {size:.0f} B of memory a session once it is open",
+            )  # fmt: skip
+            apart = max(1, count // (REQUESTS * BATCHES * 8))
+            following = [WriteId(_name(i), writes + 1) for i in range(0, count, apart)]
+
+            def run_us(
+                *, with_sessions: bool, appender: HomeAppender = appender, ids: list[WriteId] = following
+            ) -> float:
+                took_s = []
+                for _ in range(BATCHES):
+                    batch_ids = [ids.pop() if with_sessions else None for _ in range(REQUESTS)]
+                    began = time.perf_counter()
+                    appender.append_batch(
+                        "web", AppendBatch("events", rows, [ROWS] * REQUESTS, batch_ids), deadline_s=60
+                    )
+                    took_s.append(time.perf_counter() - began)
+                return median(took_s[5:]) * 1e6 / REQUESTS
+
+            yield compared(
+                "sessions_append_among_many", lambda: run_us(with_sessions=True), lambda: run_us(with_sessions=False), unit="us/request",
+                goal="", rows=BATCHES * rows.num_rows, size_bytes=BATCHES * rows.nbytes,
+                note=f"batches of {REQUESTS} requests of {ROWS} rows, each the next of another one of {count:,} sessions of {writes} writes",
+            )  # fmt: skip
+            appender.close()
+
+
+def _fill(path: Path, count: int, writes: int) -> None:
+    """Give a home's log so many sessions, as a writer would have copied them."""
+    sessions = Sessions()
+    given = Ack({ShardId(0): (Offset(1), Offset(101))}, SeqRange(Seq(1), 100))
+    for i in range(count):
+        for number in range(1, writes + 1):
+            sessions.note(WriteId(_name(i), number), i, given, time.time_ns() // 1000)
+    wal = _session_file(path).parent
+    reader = StreamReader(str(wal))
+    write_copy(RealFiles(), str(wal), reader.stream_id, reader.persisted_upto(), sessions.copied()())
+
+
+def _session_file(path: Path) -> Path:
+    """Where the copy of a home's sessions lies."""
+    return path / "data" / "wal" / "web" / "sessions.state"
+
+
+def _name(number: int) -> str:
+    return f"session-of-client-{number:08d}"
+
+
+def _rows() -> pa.Table:
+    """Of a batch."""
+    count = REQUESTS * ROWS
+    return pa.table(
+        {
+            "id": list(range(count)),
+            "value": [i / 7 for i in range(count)],
+            "name": [f"host-{i % 97}" for i in range(count)],
+            "flag": [i % 3 == 0 for i in range(count)],
+            "text": [f"some text of request {i}" for i in range(count)],
+        }
+    )
+
+
 def _appender(path: Path) -> HomeAppender:
     (path / "millstream.toml").write_text("[streams.web]\n")
-    return HomeAppender(Home(path))
+    return home_appender(Home(path))

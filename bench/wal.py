@@ -26,7 +26,7 @@ from millstream.model.positions import Seq
 from millstream.model.records import Op, append_row_schema
 from millstream.model.schema import Column, ReplicaIdentity, TableSchema
 from millstream.testing.postgres import EmbeddedPostgres
-from millstream.wal.commit import LogOptions
+from millstream.wal.options import LogOptions
 from millstream.wal.writer import LogWriter
 
 BATCH_ROWS = 1000

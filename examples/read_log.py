@@ -43,6 +43,10 @@ Mark = namedtuple(
     "magic crc version zero counter stream writer epoch base byte_end end_offset group upto reserved elsewhere gone",
     defaults=(math.inf, False),
 )
+Shown = namedtuple(
+    "Shown",
+    "magic crc version zero counter stream writer epoch base byte_end end_offset group upto reserved elsewhere gone required",
+)
 Dropped = namedtuple("Dropped", "magic crc version zero counter seq offset")
 HEADER, TRAILER, HEAD = (
     struct.Struct("<8sIHH16sIIqq32sqII"),
@@ -52,6 +56,7 @@ HEADER, TRAILER, HEAD = (
 HEAD_V1 = struct.Struct("<IIIBBH9qI2H3I")  # without region and shard
 PART, MARK, DROPPED = struct.Struct("<q4I"), struct.Struct("<8sIHHQ16si7q"), struct.Struct("<8sIHHQqq")
 SHARED_MARK = struct.Struct(f"{MARK.format}q?")  # of a writer that shares its stream with others
+SHOWN = struct.Struct(f"{MARK.format}q??")
 PREFIX = ["__offset", "__index", "__op", "__unchanged", "__exact", "__before"]
 SCHEMA, RECORDS, LOSS = 1, 2, 3  # kinds of frames
 MORE, OPERATION_NUMBERS, NO_BATCH_NUMBERS = 1, 2, 4  # flags of frames
@@ -208,6 +213,10 @@ def follow_marks(shards: list[Shard], folder: Path) -> int:
         file = folder / f"{shard.number:05}" / "durable.mark"
         data = file.read_bytes() if file.exists() else b""
         mark, dropped = newest(data, (0, 512, 1024), MARK, Mark), newest(data, (2048, 2560), DROPPED, Dropped)
+        shown = newest(data, (1536, 3072, 3584), SHOWN, Shown)
+        if shown and shown.required:  # other machines have to hold what may be read
+            mark = Mark(*shown[:-1])
+            mark = mark._replace(elsewhere=math.inf if mark.elsewhere < 0 else mark.elsewhere)
         check(mark or not shard.segments, f"{file} doesn't say how far to read: try --without-mark")
         if mark:
             shard.last_base, shard.byte_end = mark.base, mark.byte_end

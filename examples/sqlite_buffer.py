@@ -14,7 +14,7 @@ from typing import Any, Self
 from uuid import uuid4
 
 import millstream
-from millstream import BufferedOp, BufferMeta, BufferOffset, ReadPause, ShardId, WriteOps, errors
+from millstream import BufferItem, BufferMeta, BufferOffset, PlacedReader, ShardId, WriteOps, errors
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS buffer (one INTEGER PRIMARY KEY CHECK (one = 1), identity TEXT NOT NULL, shards INTEGER NOT NULL);
@@ -100,7 +100,7 @@ class SqliteBuffer:
 
     def reader(self, shard: ShardId) -> SqliteReader:
         self.check(shard)
-        return SqliteReader(self, shard)
+        return SqliteReader(self, str(self._file), shard)
 
     def extent(self, shard: ShardId) -> tuple[BufferOffset, BufferOffset]:
         """The first offset that is there, and the end: of one moment."""
@@ -142,70 +142,32 @@ class SqliteBuffer:
         return found[0][0]
 
 
-class SqliteReader:
+class SqliteReader(PlacedReader):
     """A place in one shard."""
 
-    def __init__(self, buffer: SqliteBuffer, shard: ShardId) -> None:
-        self._buffer, self._shard = buffer, shard
+    def __init__(self, buffer: SqliteBuffer, name: str, shard: ShardId) -> None:
+        super().__init__(name, shard)
+        self._rows = buffer
         self._identity = buffer.identity()
-        self._ended = False
-        self._place = buffer.extent(shard)[0]
+        self.seek_earliest()
 
-    @property
-    def shard(self) -> ShardId:
-        return self._shard
-
-    @property
-    def place(self) -> BufferOffset:
-        return self._place
-
-    def read(self, *, wait_s: float = 0.0) -> BufferedOp | ReadPause:
+    def next_item(self, wait_s: float) -> BufferItem | None:
         deadline = time.monotonic() + wait_s
-        while not self._ended:
-            found = self._buffer.query(
+        while True:
+            found = self._rows.query(
                 "SELECT stored_us, data FROM operations WHERE shard = :s AND offset = :o",
-                {"s": self._shard, "o": self._place},
+                {"s": self.shard, "o": self.place},
             )
             if found:
-                return self._returned(*found[0])
-            self._say_why()
+                stored_us, data = found[0]
+                return BufferItem(self.place, data, stored_us)
+            # Nothing lies at the place. Is that the end?
+            if self._rows.identity() != self._identity:
+                raise errors.BufferReplaced("the buffer was made anew", known=self._identity)
+            self.check_place(*self.extent())
             if time.monotonic() >= deadline:
-                return ReadPause.PENDING
+                return None
             time.sleep(_LOOK_S)
-        return ReadPause.ENDED
 
-    def _returned(self, stored_us: int, data: bytes) -> BufferedOp:
-        meta = BufferMeta(self._shard, self._place, stored_us, len(data))
-        self._place = BufferOffset(self._place + 1)  # whatever becomes of it: no item is met twice
-        try:
-            return BufferedOp(meta, millstream.decode_op(data, self._shard))
-        except (errors.CodecError, errors.UnsupportedFormat) as error:
-            raise errors.BufferedOpUndecodable(
-                error.message, shard=int(self._shard), offset=int(meta.offset)
-            ) from error
-
-    def _say_why(self) -> None:
-        """Nothing lies at the place. Is that the end?"""
-        if self._buffer.identity() != self._identity:
-            raise errors.BufferReplaced("the buffer was made anew", known=self._identity)
-        first, end = self._buffer.extent(self._shard)
-        if self._place > end:
-            raise errors.BufferWentBack("the buffer ends before the place", place=int(self._place), end=int(end))
-        if self._place < first:
-            self._ended = True
-            raise errors.BufferOffsetGone("the place was dropped", place=int(self._place), first=int(first))
-
-    def seek(self, offset: BufferOffset) -> None:
-        end = self.end_offset()
-        if offset > end:
-            raise errors.BufferSeekBeyondEnd(f"the shard ends at {end}", place=int(offset), end=int(end))
-        self._place, self._ended = offset, False
-
-    def seek_earliest(self) -> None:
-        self._place, self._ended = self._buffer.extent(self._shard)[0], False
-
-    def end_offset(self) -> BufferOffset:
-        return self._buffer.extent(self._shard)[1]
-
-    def close(self) -> None:
-        """It holds nothing of its own."""
+    def extent(self) -> tuple[BufferOffset, BufferOffset]:
+        return self._rows.extent(self.shard)

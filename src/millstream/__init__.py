@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from millstream.app.opened import open as open  # noqa: A004 - `millstream.open` is the name of the thing
     from millstream.app.remote.client import RemoteHome as RemoteHome
     from millstream.app.remote.client import connect as connect
+    from millstream.codec.buffer_reading import BufferItem as BufferItem
+    from millstream.codec.buffer_reading import PlacedReader as PlacedReader
     from millstream.codec.buffered_op import decode_op as decode_op
     from millstream.codec.buffered_op import encode_op as encode_op
     from millstream.errors import MillstreamError as MillstreamError
@@ -35,12 +37,14 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "Appended": ("millstream.model.operations", "Appended"),
+    "BufferItem": ("millstream.codec.buffer_reading", "BufferItem"),
     "BufferMeta": ("millstream.model.buffers", "BufferMeta"),
     "BufferOffset": ("millstream.model.buffers", "BufferOffset"),
     "BufferedOp": ("millstream.model.buffers", "BufferedOp"),
     "Latest": ("millstream.app.calls", "Latest"),
     "MillstreamError": ("millstream.errors", "MillstreamError"),
     "OpenHome": ("millstream.app.opened", "OpenHome"),
+    "PlacedReader": ("millstream.codec.buffer_reading", "PlacedReader"),
     "RemoteHome": ("millstream.app.remote.client", "RemoteHome"),
     "ReadPause": ("millstream.model.buffers", "ReadPause"),
     "Session": ("millstream.app.calls", "Session"),

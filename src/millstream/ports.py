@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeAlias
 
+from millstream.errors import MillstreamError
 from millstream.model.appends import Submitted
 from millstream.model.buffers import BufferedOp, BufferMeta, BufferOffset, ReadPause
-from millstream.model.ids import Epoch, ShardId, SourceId, WriterId
+from millstream.model.ids import Epoch, GroupNumber, ShardId, SourceId, WriterId
 from millstream.model.operations import Ack, WriteOps
 from millstream.model.positions import Lsn, Seq, SeqRange
+from millstream.model.replication import AckLevel, Acknowledgement, Hello, Holdings, Shipment
+from millstream.model.writes import SessionFacts
 from millstream.protocol.sequencer import Announcement, Drawn, LedgerView, Registration, WriterEntry
 
 
@@ -202,6 +205,50 @@ class LogAppender(Protocol):
     def reached(self) -> Mapping[SourceId, Lsn]:
         """For each source, the commit end LSN up to which the durable log has everything."""
 
+    def settled(self) -> Future[Ack] | None:
+        """None where all that is durable here is held elsewhere as the stream's level says; else a future that ends when it is.
+
+        A source may be told of what the log has reached only then.
+        """
+
+    def is_written(self) -> bool:
+        """Whether all that was submitted is durable here, so that futures which haven't ended wait for others alone."""
+
+
+class HighWater(Protocol):
+    """Where the writer of a stream learns how much of its log is held elsewhere.
+
+    Concurrency: one thread at a time.
+    """
+
+    def begin(self, newest: GroupNumber) -> None:
+        """The log was opened and ends with that group: who says now that it holds more has another log, and doesn't count before it says otherwise."""
+
+    def look(self) -> Holdings:
+        """What is known now. Cheap: it is called up to several thousand times a second while somebody waits.
+
+        Raises:
+            LogError: what tells it is of a newer version.
+        """
+
+
+class ApplicationLog(Protocol):
+    """What applications' rows are appended to: a log's writer, or one with sinks beside it."""
+
+    def append(self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None) -> Ack:
+        """Append, and return once it is durable; raises what `LogAppender.submit`'s future would end with."""
+
+    async def append_async(
+        self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None
+    ) -> Ack:
+        """As `LogAppender.append_async`."""
+
+    def persisted_upto(self) -> Seq:
+        """All numbers up to it are durable, or never will be."""
+
+    def session(self, name: str, *, deadline_s: float | None = None) -> SessionFacts:
+        """What the durable log has of an application's session; `SessionsNeedOneWriter` where this writer knows none."""
+
 
 class BufferWriting(Protocol):
     """The half of a write buffer that operations go into.
@@ -315,22 +362,94 @@ class WriteBuffer(BufferWriting, BufferReading, Protocol):
     """Both halves: what holds operations between those who write them and those who take them into a log."""
 
 
+SinkOutcome: TypeAlias = Mapping[str, object] | MillstreamError
+"""JSON-able facts of where a sink has an operation's rows; else why they aren't known to be stored there, which says whether they may be."""
+
+
 class RecordSink(Protocol):
     """What takes rows of applications beside the log's shards, as routing sends them.
 
     Concurrency: any number of threads.
     """
 
-    def append(self, ops: WriteOps, *, deadline_s: float | None) -> Mapping[str, object]:
-        """Take operations' rows; return JSON-able facts of where they are once they are stored there.
+    def append(self, ops: WriteOps, *, deadline_s: float | None) -> Sequence[SinkOutcome]:
+        """Take operations' rows; return what became of each operation, in their order, once that is known.
 
         Args:
-            ops: at least one row; an operation without any is left out.
+            ops: each with at least one row.
             deadline_s: how long to wait for room, and for the answer.
 
         Raises:
-            MillstreamError: of some of it, it isn't known to be stored; the error says whether it may be.
+            MillstreamError: what would have become of each.
         """
 
     def close(self) -> None:
         """Answer what is on its way, and take no more."""
+
+
+class FollowerLink(Protocol):
+    """The leader's end of a connection to one follower. What is sent arrives in order, or not at all from some point on: then it broke.
+
+    Concurrency: one thread sends, one receives; any may close.
+    """
+
+    @property
+    def hello(self) -> Hello:
+        """The follower's first word."""
+
+    def send(self, shipment: Shipment) -> None:
+        """Hand over; waits while more bytes are on their way than the follower has room for.
+
+        Raises:
+            LinkLost: it broke; what was sent without an acknowledgement may or may not have arrived.
+        """
+
+    def recv(self, timeout_s: float) -> Acknowledgement | Hello | None:
+        """What the follower says next: an acknowledgement, or a `Hello` that asks for all behind its position once more.
+
+        None where nothing came in time. Raises `LinkLost`, or the error with which the follower has refused to go on.
+        """
+
+    def refuse(self, error: MillstreamError) -> None:
+        """Tell the follower why it gets nothing more, behind what was sent before; then the link is closed. Raises nothing."""
+
+    def close(self) -> None:
+        """Break it; whoever waits in it gets `LinkLost`."""
+
+
+class LeaderLink(Protocol):
+    """The follower's end of a connection to its leader.
+
+    Concurrency: as `FollowerLink`.
+    """
+
+    def recv(self, timeout_s: float) -> Shipment | None:
+        """The next shipment; None where none came in time.
+
+        Raises:
+            LinkLost: it broke.
+            ShipmentUnreadable: what came is damaged; the link is of no use any more.
+            Fenced, OtherStream, FollowerBehindRetention, AccessError …: what the leader refuses the follower with.
+        """
+
+    def send(self, word: Acknowledgement | Hello | MillstreamError) -> None:
+        """Say what was applied, ask for what lies behind a position, or say why it doesn't go on. Raises `LinkLost`."""
+
+    def close(self) -> None:
+        """Break it."""
+
+
+class Transport(Protocol):
+    """How shipments get from a leader to its followers. Who follows connects; who leads accepts.
+
+    Every implementation passes `millstream.testing.transport`.
+    """
+
+    def accept(self, timeout_s: float) -> FollowerLink | None:
+        """The next follower that came, at the leader; None where none did in time. Raises `StoreUnavailable`, `StoreUnusable` of an object store."""
+
+    def connect(self, hello: Hello, timeout_s: float) -> LeaderLink:
+        """A link to the leader, at a follower. Raises `LinkLost` where it can't be reached in time, `StoreUnavailable`, `AccessError`."""
+
+    def close(self) -> None:
+        """Break all links, and take no more."""

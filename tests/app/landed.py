@@ -15,6 +15,7 @@ import pyarrow as pa
 from millstream.app.home import Home
 from millstream.app.initialize import make_home
 from millstream.app.locks import RoleLock
+from millstream.app.opened import open_other
 from millstream.app.part import Lifeline
 from millstream.app.wiring import lake_layout
 from millstream.app.writing.owner import run_owner
@@ -45,7 +46,7 @@ class LandedHome:
 
     def capture(self) -> None:
         """`capture run --until-caught-up`."""
-        run_owner(self.home, Lifeline(), until_caught_up=True, on_progress=_ignore)
+        run_owner(self.home, Lifeline(), open_other=open_other, until_caught_up=True, on_progress=_ignore)
 
     def land(self, *, fold: bool = True) -> Seq:
         """Land what the log has now, as one batch."""
@@ -93,7 +94,7 @@ class LandedHome:
                         rounds += 1
                         n = self.land(fold=rounds % 3 == 0)
 
-        work = [lambda: run_owner(self.home, lifeline, on_progress=_ignore)] + [land] * lands
+        work = [lambda: run_owner(self.home, lifeline, open_other=open_other, on_progress=_ignore)] + [land] * lands
         threads = [threading.Thread(target=guarded, args=(one,)) for one in work]
         for thread in threads:
             thread.start()

@@ -19,6 +19,7 @@ from tests.app.homes import make_home
 
 import millstream
 from millstream.app.home import Home
+from millstream.app.opened import home_appender
 from millstream.app.writing.appending import HomeAppender, append_socket
 from millstream.errors import InvalidValue, MillstreamError, RowsTooLarge, WriterVersionDiffers
 from millstream.ingest.columns import table_of
@@ -41,7 +42,7 @@ def home(tmp_path: Path) -> Path:
 @contextmanager
 def every_way(home: Path) -> Iterator[dict[str, Append]]:
     """Appending in this process, through its socket, and both by tasks."""
-    appender = HomeAppender(Home(home))
+    appender = home_appender(Home(home))
     try:
         appender.append("web", "warm", [{"x": 1}], deadline_s=5)
         path = append_socket(Home(home), None)
@@ -125,7 +126,7 @@ def test_a_column_that_may_not_be_added_refuses_those_requests_that_have_it(home
 
 @contextmanager
 def every_way_strict(home: Path) -> Iterator[Append]:
-    appender = HomeAppender(Home(home))
+    appender = home_appender(Home(home))
     try:
         yield lambda batch: appender.append_batch("web", batch, deadline_s=5)
     finally:
@@ -173,7 +174,7 @@ def test_many_tasks_of_one_loop_append_at_once(home: Path) -> None:
         if pid == 0:  # a process that has to go through its parent
             code = 1
             try:
-                outcomes = asyncio.run(append_all(HomeAppender(Home(home))))
+                outcomes = asyncio.run(append_all(home_appender(Home(home))))
                 code = 0 if all(isinstance(one, Appended) for batch in outcomes for one in batch) else 2
             finally:
                 os._exit(code)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from millstream.app.writing.buffered import AppenderToBuffer, BufferingAppender
+from millstream.app.writing.buffered import AppenderToBuffer
 from millstream.buffers.memory import Failure, MemoryBuffer, MemoryServer, lost_answer
 from millstream.catalog import Catalog
 from millstream.errors import (
@@ -20,7 +20,7 @@ from millstream.errors import (
     SessionsNotKnown,
     WriterClosed,
 )
-from millstream.ingest.schemas import SchemaOnWrite, WriteRules
+from millstream.ingest.schemas import SchemaOnWrite, TableRules, WriteRules
 from millstream.model.ids import Epoch, ShardId
 from millstream.model.operations import FIRST_SHARD, Appended, TableRows
 from millstream.model.writes import AppendBatch, WriteId
@@ -63,19 +63,14 @@ def appender(tmp_path: Path, server: MemoryServer) -> Iterator[AppenderToBuffer]
             parts = ((NORTH, rows.filter(even)), (SOUTH, rows.filter(pa.compute.invert(even))))
             return tuple(TableRows(schema, part, shard) for shard, part in parts if part.num_rows)  # type: ignore[arg-type]
 
-        appender = AppenderToBuffer(
-            catalog,
-            stream,
-            log,
-            writer=writer,
+        rules = TableRules(
             rules_of=lambda *_: WriteRules(SchemaOnWrite.CREATE),
             place=place,
             check_place=lambda *_: None,
             home_shard=lambda _: ShardId(0),
         )
         buffer = MemoryBuffer(server, "orders", create_shards=2)
-        appender.to_buffer = BufferingAppender(appender, stream, buffer, "orders")
-        yield appender
+        yield AppenderToBuffer(catalog, stream, log, writer=writer, rules=rules, buffer=buffer, buffer_name="orders")
         assert log.durable_offset(FIRST_SHARD) == 0
         log.close()
 
@@ -142,7 +137,7 @@ def append_of(session: str, number: int, appender: AppenderToBuffer) -> Appended
 def test_a_buffer_that_was_closed_is_told_as_a_log_that_was(appender: AppenderToBuffer, append: Append) -> None:
     """Each request heard of it by itself: so who had kept the appender never asked for the one that had taken its place."""
     assert isinstance(append(appender, batch([0], [1]))[0], Appended)
-    appender.to_buffer._buffer.close()
+    appender._buffer.close()
     with pytest.raises(WriterClosed):
         append(appender, batch([2, 4], [1, 1]))
 

@@ -74,10 +74,10 @@ def test_values_come_from_file_environment_and_defaults_and_say_so(tmp_path: Pat
 
 def test_what_is_shown_holds_no_secret(tmp_path: Path) -> None:
     text = GOOD + '[streams.shop.lake.storage_options]\naws_secret_access_key = "AKIA"\nregion = "eu"\n'
-    shown = {path[-1]: value for path, value, _ in load(tmp_path, text).items()}
-    assert shown["dsn"] == "postgresql://app:***@localhost/shop"
-    assert shown["aws_secret_access_key"] == "***"
-    assert shown["region"] == "eu"
+    shown = {path[-2:]: value for path, value, _ in load(tmp_path, text).items()}
+    assert shown["source", "dsn"] == "postgresql://app:***@localhost/shop"
+    assert shown["storage_options", "aws_secret_access_key"] == "***"
+    assert shown["storage_options", "region"] == "eu"
 
 
 def test_no_secret_is_shown_of_what_others_take(tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ from millstream.model.positions import Lsn, Offset, Seq
 from millstream.model.records import Op
 from millstream.model.schema import Column, PgType, TableSchema
 from millstream.testing.log import plain_spilled, plain_table
-from millstream.wal.commit import LogOptions
 from millstream.wal.inspect import FrameInfo, inspect
+from millstream.wal.options import LogOptions
 from millstream.wal.reader import StreamReader
 from millstream.wal.repair import plan_repair, repair
 from millstream.wal.writer import LogWriter

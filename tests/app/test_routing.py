@@ -22,17 +22,29 @@ from tests.app.homes import done, make_home, run, wait_for
 import millstream
 from millstream.app.home import Home
 from millstream.app.locks import holder
+from millstream.app.opened import home_appender
 from millstream.app.routes import explain_route
 from millstream.app.serving.metrics import prometheus_text
-from millstream.app.writing.appending import HomeAppender
 from millstream.catalog.eras import RingEras
-from millstream.errors import ConfigError, InvalidRoute, NoRouteMatches, PartialWrite, ReshardRefused, UnknownStream
+from millstream.errors import (
+    ConfigError,
+    InvalidRoute,
+    InvalidTime,
+    NoRouteMatches,
+    PartialWrite,
+    ReshardRefused,
+    UnknownStream,
+    UsageError,
+)
+from millstream.model.buffers import ReadPause
 from millstream.model.ids import ShardId
 from millstream.model.operations import Appended
 from millstream.model.writes import AppendBatch, WriteId
+from millstream.protocol import sessions
 from millstream.routing.hashing import key_hashes
 from millstream.routing.ring import ShardRouter
 from millstream.testing.pytest_plugin import Database
+from millstream.wal.buffer import LogBuffer, LogBufferOptions
 from millstream.wal.reader import StreamReader
 
 WEB = """
@@ -250,7 +262,7 @@ def test_each_keys_order_is_kept_over_two_changes_of_the_shards_under_load(home:
     seen: list[dict[str, Any]] = []
     with Load(home).running() as load, millstream.open(home) as looking:
         load.more()
-        changer = HomeAppender(Home(home))
+        changer = home_appender(Home(home))
         reached = None
         try:
             for shards in (7, 2):
@@ -288,7 +300,7 @@ def test_a_crash_amid_a_change_leaves_one_ring_in_force_and_every_row_where_it_s
     script = (
         "import sys, threading, millstream, datetime as dt\n"
         "from millstream.app.home import Home\n"
-        "from millstream.app.writing.appending import HomeAppender\n"
+        "from millstream.app.opened import home_appender\n"
         "from tests.app.test_routing import click\n"
         "opened = millstream.open(sys.argv[1])\n"
         "def load():\n"
@@ -367,7 +379,7 @@ def test_what_cant_be_changed_is_refused_by_name(home: Path, tmp_path: Path) -> 
         (home, 1, "rule 3"),
         (plain, 4, "nothing spreads its rows"),
     ):
-        appender = HomeAppender(Home(folder))
+        appender = home_appender(Home(folder))
         try:
             with pytest.raises(ReshardRefused, match=match) as caught:
                 appender.reshard("web", shards)
@@ -396,6 +408,46 @@ def test_explain_says_what_takes_a_row_and_where_it_goes(home: Path) -> None:
     assert "kind = 'bot'" in told
     assert "devnull" in told
     assert json.loads(done(home, "route", "explain", "public.audit", '{"x": 1}', "--json"))["shard"] == 1
+
+
+def test_explain_says_where_a_row_lies_by_its_moments_and_by_the_ring_of_then(home: Path) -> None:
+    keys = range(40)
+    with millstream.open(home) as opened:
+        opened.append("web", "clicks", [click(key, 0) for key in keys])
+        before = str(opened.token("web"))
+        opened._home_appender().reshard("web", 7)
+        opened.append("web", "clicks", [click(key, 1) for key in keys])
+        after = str(opened.token("web"))
+    lies: dict[int, dict[int, int]] = {0: {}, 1: {}}
+    for shard, row in shards_by_offset(home):
+        lies[row["n"]][row["id"]] = shard
+    assert lies[0] != lies[1]
+    at = {"at": DAY}
+    for n, tokens in ((0, [before]), (1, [after, None])):
+        for token in tokens:
+            found = [explain_route(Home(home), "web", "clicks", {"id": key}, moments=at, as_of=token) for key in keys]
+            assert {key: one["shard"] for key, one in zip(keys, found, strict=True)} == lies[n]
+            assert {(one["partition"], one["shards"], one["era"]) for one in found} == {
+                ("2026-01-01", 4 + 3 * n, 1 + n)
+            }
+    words = (
+        "route",
+        "explain",
+        "clicks",
+        '{"id": 7}',
+        "--moment",
+        "at=2026-01-02T23:00-05:00",
+        "--as-of",
+        "now",
+        "--json",
+    )
+    told = json.loads(done(home, *words))
+    assert (told["partition"], told["shard"]) == ("2026-01-03", lies[1][7])
+    for as_of in ("2020-01-01", f"{before.partition('.')[0]}.s0"):
+        with pytest.raises(UsageError, match="no hash ring was in force"):
+            explain_route(Home(home), "web", "clicks", {"id": 1}, moments=at, as_of=as_of)
+    with pytest.raises(InvalidTime):
+        explain_route(Home(home), "web", "clicks", {"id": 1}, moments=at, as_of="noon")
 
 
 @pytest.mark.parametrize(
@@ -501,6 +553,47 @@ def test_rows_go_to_sinks_beside_the_log_and_what_failed_is_told(tmp_path: Path)
         assert opened.append("web", "maybe", [{"x": 2}]).row_count == 1
 
 
+def test_a_write_that_is_sent_again_reaches_sinks_once_where_that_can_be_known(tmp_path: Path) -> None:
+    """Sinks got it anew at each try. Another stream knows it for ever; a buffer's readers do, and in one process the sender."""
+    other = make_home(tmp_path / "other", "[streams.mirror]\n")
+    home = make_home(tmp_path / "web", SINKS.replace("IGNORED", ""))
+    rows = [{"id": n, "n": n} for n in range(3)]
+    for _ in range(2):
+        with millstream.open(home) as opened:
+            for _ in range(2):
+                opened.append("web", "clicks", rows, idempotency_key="k")
+                opened.append("web", "clicks", rows, session="s", number=1)
+                opened.append("web", "elsewhere", rows, idempotency_key="beside")
+    buffer = LogBuffer(LogBufferOptions(str(home / "copies")))
+    found = [buffer.reader(shard) for shard in buffer.shards()]
+    copied = []
+    for reader in found:
+        while not isinstance(item := reader.read(), ReadPause):
+            copied += [n for table in item.op.tables for n in table.rows.column("n").to_pylist()]
+    buffer.close()
+    assert sorted(copied) == sorted([0, 1, 2] * 2 * 2)  # once a process and write
+    with millstream.open(other) as opened:
+        mirrored = [row["n"] for batch in opened.read("mirror", table="clicks") for row in batch.to_pylist()]
+        beside = [row["n"] for batch in opened.read("mirror", table="elsewhere") for row in batch.to_pylist()]
+    assert (mirrored, beside) == ([0, 1, 2] * 2, [0, 1, 2])
+
+
+def test_numbers_of_writes_that_go_beside_the_log_are_known_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had never heard of them, and refused those that came too far above; and a stream with sinks couldn't be asked for a session."""
+    monkeypatch.setattr(sessions, "AHEAD_MAX", 2)
+    make_home(tmp_path / "other", "[streams.mirror]\n")
+    home = make_home(tmp_path / "web", SINKS.replace("IGNORED", ""))
+    for start in (1, 7):
+        with millstream.open(home) as opened:
+            for number in range(start, start + 6):
+                opened.append(
+                    "web", "elsewhere" if number % 6 else "clicks", {"id": number}, session="s", number=number
+                )
+            assert opened.session_facts("web", "s").mark == start + 5
+
+
 def test_requests_of_a_batch_are_refused_one_by_one(home: Path) -> None:
     """What has no place refuses its own request alone, and numbers and offsets are those of the rows that are in the log."""
     bad = 'routing = { rules = [{ where = "kind = \'bot\'", to = "devnull" }, { where = "kind = \'man\'", to = "shard:1" }] }\nlog = { shards = 2 }\n'
@@ -512,7 +605,7 @@ def test_requests_of_a_batch_are_refused_one_by_one(home: Path) -> None:
         (2, 2, 1, 1),
         [None, WriteId(key="a"), WriteId(key="b"), None],
     )
-    appender = HomeAppender(Home(home))
+    appender = home_appender(Home(home))
     try:
         first, refused, third, dropped = appender.append_batch("web", batch, deadline_s=10)
         assert isinstance(refused, NoRouteMatches)

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from millstream.app.control import ControlServer, ask
 from millstream.app.home import Home
+from millstream.app.opened import open_other
 from millstream.app.retention import sweep
 from millstream.app.serving.metrics import prometheus_text
 from millstream.app.status import collect_status, held_scope
@@ -241,12 +242,12 @@ def test_retention_drops_nothing_that_the_pipeline_lacks(home: Home) -> None:
     )
     home = Home(home.path)
     with home.open_catalog() as catalog, ExitStack() as stack:
-        owned = OwnedStream(home, catalog, "shop", home.config.streams["shop"])
+        owned = OwnedStream(home, catalog, "shop", home.config.streams["shop"], open_other)
         stream = catalog.stream("shop").id
         segments = home.wal_folder("shop") / "00000"
         for _ in range(2):
             _write(home, catalog.register_writer(stream)[1], stream, catalog.reservations(stream))
-        owned.writer = stack.enter_context(stream_writer(home, catalog, "shop", owned.config))
+        owned.writer = stack.enter_context(stream_writer(home, catalog, "shop", owned.config, open_other))
         before = len(list(segments.glob("*.wal")))
         owned.drop_old_segments()
         assert len(list(segments.glob("*.wal"))) == before
@@ -340,7 +341,7 @@ def test_a_lost_catalog_takes_the_stream_and_a_higher_epoch_over_from_the_log(ho
     for file in home.data.glob("catalog.db*"):
         file.unlink()
     with home.open_catalog() as catalog:
-        with stream_writer(home, catalog, "shop", home.config.streams["shop"]) as writer:
+        with stream_writer(home, catalog, "shop", home.config.streams["shop"], open_other) as writer:
             assert writer.stream == catalog.stream("shop").id == stream
         assert catalog.writers(stream)[0].epoch == 2
 

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from shutil import copytree, rmtree
 from typing import Any
 
 import pyarrow as pa
 import pytest
 from tests.app.homes import wait_for
 
+from millstream.app.tables import retry_table
 from millstream.app.writing import taking as taking_module
 from millstream.app.writing.taking import BufferTaking
 from millstream.buffers.memory import MemoryBuffer, MemoryServer
@@ -26,13 +28,16 @@ from millstream.errors import (
     CatalogError,
     MillstreamError,
     UnsupportedFormat,
+    UsageError,
 )
-from millstream.ingest.schemas import SchemaOnWrite, WriteRules
+from millstream.ingest.schemas import SchemaOnWrite, TableRules, WriteRules
 from millstream.ingest.taking import OperationTaker
 from millstream.model.buffers import BufferOffset
 from millstream.model.ids import Epoch, ShardId, StreamId
-from millstream.model.operations import FIRST_SHARD, TableRows, WriteOps
+from millstream.model.operations import FIRST_SHARD, WriteOps
 from millstream.model.positions import Offset, Seq
+from millstream.routing.router import Router
+from millstream.routing.rules import Matcher, RoutingRules, ShardConfig, SpecificTarget, Target
 from millstream.testing.write_buffer import NORTH, SOUTH, application_op, every_kind_op
 from millstream.wal.reader import StreamReader
 from millstream.wal.writer import LogWriter
@@ -50,6 +55,7 @@ class Home:
         self.stream: StreamId = self.catalog.resolve_stream("shop")
         self.wal = str(folder / "wal")
         self.keys: dict[str, tuple[str, ...]] = {}
+        self.rules: RoutingRules | None = None
 
     @contextmanager
     def taking(self) -> Iterator[tuple[BufferTaking, threading.Event]]:
@@ -62,13 +68,14 @@ class Home:
             reservations=self.catalog.reservations(self.stream),
             writer=writer,
         ) as log:
-            taker = OperationTaker(
-                self.catalog,
-                self.stream,
+            router = Router(self.rules, shard_of_table=lambda _: None if self.rules else FIRST_SHARD)
+            rules = TableRules(
                 rules_of=lambda _, name: WriteRules(SchemaOnWrite.CREATE, self.keys.get(name, ())),
-                place=lambda schema, rows: (TableRows(schema, rows, FIRST_SHARD),),
+                place=router.place,
+                check_place=router.check,
                 home_shard=lambda _: FIRST_SHARD,
             )
+            taker = OperationTaker(self.catalog, self.stream, rules)
             yield BufferTaking(self.buffer, NAME, self.catalog, self.stream, log, taker), threading.Event()
 
     def take(self) -> BufferTaking:
@@ -300,10 +307,152 @@ def test_what_the_buffer_has_lost_is_said_by_name_at_the_start_and_while_it_runs
     assert home.texts() == ["one", "two", "three"]
 
 
+def dropping(*tables: str, others_stay: bool = True) -> ShardConfig:
+    """Rules that drop tables' rows, and take those of others or leave them without a place."""
+    rules = [SpecificTarget(Matcher.parse(rf"public\.{table}"), Target.parse("devnull")) for table in tables]
+    if others_stay:
+        rules.append(SpecificTarget(Matcher.parse(".*"), Target(FIRST_SHARD)))
+    return ShardConfig(tuple(rules))
+
+
+def lines_of_noise(home: Home) -> None:
+    home.rules = dropping("noise")
+    home.put(NORTH, *(f"n{number}" for number in range(5)), name="noise")
+
+
+def writes_again(home: Home) -> None:
+    home.put(NORTH, *["again"] * 5, said={"idempotency_key": "k"})
+
+
+def what_is_no_operation(home: Home) -> None:
+    for _ in range(5):
+        home.server.put(NAME, NORTH, b"nothing")
+
+
+@pytest.mark.parametrize("nothing_new", [lines_of_noise, writes_again, what_is_no_operation])
+def test_what_puts_no_row_into_the_log_is_passed_durably(home: Home, nothing_new: Callable[[Home], None]) -> None:
+    """The log says how far it is with rows alone: once such items were dropped by the buffer, it seemed to have lost what was never taken."""
+    home.put(NORTH, "first", said={"idempotency_key": "k"})
+    home.take()
+    for end in (6, 11):
+        nothing_new(home)
+        shard = home.take().progress.shards[NORTH]
+        assert (shard.place, shard.end) == (end, end)
+        home.server.drop_before(NAME, NORTH, BufferOffset(end - 1))
+    home.put(NORTH, "last")
+    for _ in range(2):
+        home.take()
+        assert home.texts() == ["first", "last"]
+    home.put(NORTH, "lost", "there")
+    home.server.drop_before(NAME, NORTH, BufferOffset(13))
+    with pytest.raises(BufferOffsetGone):
+        home.take()
+
+
+def test_what_is_passed_while_it_runs_is_noted_before_it_ends(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(taking_module, "_NOTE_PASSED_S", 0.0)
+    home.rules = dropping("noise")
+    home.put(NORTH, "one")
+    with home.taking() as (taking, stop):
+        thread = threading.Thread(target=taking.run, args=(stop,), kwargs={"tell": lambda: None})
+        thread.start()
+        try:
+            for end in (4, 7):
+                home.put(NORTH, "a", "b", "c", name="noise")
+                noted = {"behind": 1, "place": end}
+                wait_for(lambda noted=noted: home.catalog.fact(taking._scope, f"passed/{NORTH}") == noted, seconds=20)  # type: ignore[misc]
+            wait_for(lambda: taking.progress.shards[NORTH].place == 7, seconds=20)
+        finally:
+            stop.set()
+            thread.join(30)
+
+
+def test_what_was_passed_counts_for_no_log_that_has_less(home: Home, tmp_path: Path) -> None:
+    """A log that was brought back as it had been has what came later to take again, also where that lies below what was passed."""
+    home.rules = dropping("noise")
+    home.put(NORTH, "one")
+    home.take()
+    copytree(home.wal, tmp_path / "copy")
+    home.put(NORTH, "two")
+    home.put(NORTH, "dropped", name="noise")
+    home.take()
+    rmtree(home.wal)
+    copytree(tmp_path / "copy", home.wal)
+    home.take()
+    assert home.texts() == ["one", "two"]
+
+
+def test_a_held_table_is_taken_later_where_nothing_else_was_put_into_the_log_meanwhile(home: Home) -> None:
+    home.keys["visits"] = ("id",)
+    home.put(NORTH, "v0", name="visits")
+    home.take()
+    home.keys["visits"] = ("text",)
+    home.put(NORTH, "v1", "v2", name="visits")
+    assert home.take().progress.shards[NORTH].place == 3
+    home.put(NORTH, "v3", name="visits")
+    assert set(home.take().progress.held) == {"public.visits"}
+    home.keys["visits"] = ("id",)
+    assert home.take().progress.held == {}
+    home.take()
+    assert home.texts("visits") == ["v0", "v1", "v2", "v3"]
+
+
+def test_a_held_table_is_asked_for_by_name_while_the_reader_runs_or_before(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`tables retry` knew nothing of it: only a new start took what it lacked."""
+    monkeypatch.setattr(taking_module, "_LOOK_S", 0.05)
+    home.keys["visits"] = ("id",)
+    home.put(NORTH, "v0", name="visits")
+    home.take()
+
+    def retry(table: str) -> str:
+        return retry_table(home.catalog, home.stream, table, buffer=NAME)
+
+    with home.taking() as (taking, stop):
+        thread = threading.Thread(target=taking.run, args=(stop,), kwargs={"tell": lambda: None})
+        thread.start()
+        try:
+            for number in (1, 2):
+                home.keys["visits"] = ("text",)
+                taking._taker._schemas.clear()  # as if it had begun with that configuration
+                home.put(NORTH, f"v{number}", name="visits")
+                home.put(NORTH, f"c{number}")
+                wait_for(lambda: set(taking.progress.held) == {"public.visits"}, seconds=20)
+                assert "held anew" in retry("public.visits")
+                wait_for(lambda: not taking._is_asked_again(), seconds=20)  # it was tried, in vain
+                wait_for(lambda: set(taking.progress.held) == {"public.visits"}, seconds=20)
+                home.keys["visits"] = ("id",)
+                assert "write buffer" in retry("visits")
+                wait_for(lambda number=number: len(home.texts("visits")) == number + 1, seconds=20)  # type: ignore[misc]
+                wait_for(lambda: not taking.progress.held, seconds=20)
+        finally:
+            stop.set()
+            thread.join(30)
+    with pytest.raises(UsageError, match="is not set aside"):
+        retry("visits")
+    assert (home.texts("visits"), home.texts()) == (["v0", "v1", "v2"], ["c1", "c2"])
+
+
+def test_rows_that_no_rule_takes_hold_their_table_and_make_none(home: Home) -> None:
+    """The table was made first; and what had no place stopped the tables that had one."""
+    home.rules = dropping("noise", others_stay=False)
+    home.put(NORTH, "one", name="noise")
+    home.put(NORTH, "c0")
+    home.put(NORTH, "two", name="noise")
+    held = home.take().progress
+    assert (list(held.held), held.shards[NORTH].place) == (["public.clicks"], 3)
+    assert {table.name for table in home.catalog.tables(home.stream)} == {"noise"}
+    home.rules = dropping("noise")
+    home.put(NORTH, "c1")
+    home.take()
+    assert home.texts() == ["c0", "c1"]
+
+
 def test_what_is_dropped_between_the_first_start_and_the_first_operation_is_said_by_name(home: Home) -> None:
     home.put(NORTH, "before")
     home.server.drop_before(NAME, NORTH, BufferOffset(1))
-    assert home.take().progress.shards[NORTH].place == 0  # there was nothing for it
+    assert home.take().progress.shards[NORTH].place == 1  # there was nothing for it
     home.put(NORTH, "lost", "there")
     home.server.drop_before(NAME, NORTH, BufferOffset(2))
     for _ in range(2):

@@ -30,9 +30,11 @@ class KafkaStage:
         self.kafka = kafka
         self.topic = f"orders-{next(_numbers)}"
         self.opened: list[KafkaBuffer] = []
+        self.timeout_s = 30.0
 
     def open(self, *, create: bool = True, shards: int = 2) -> KafkaBuffer:
-        options = KafkaOptions(self.kafka.servers, self.topic, create_shards=shards if create else None)
+        create_shards = shards if create else None
+        options = KafkaOptions(self.kafka.servers, self.topic, create_shards=create_shards, timeout_s=self.timeout_s)
         self.opened.append(KafkaBuffer(options))
         return self.opened[-1]
 
@@ -121,6 +123,7 @@ def test_what_the_topic_does_not_take_is_refused_and_others_go_on(kafka_server: 
 def test_a_topic_is_made_only_where_that_is_asked_for(kafka_server: EmbeddedKafka) -> None:
     """Also where the broker makes topics by itself when one is named."""
     stage = KafkaStage(kafka_server)
+    stage.timeout_s = 4.0  # what is sent to a topic that is gone is on its way for as long
     with pytest.raises(BufferMissing):
         stage.open(create=False)
     assert stage.topic not in stage.admin().list_topics(timeout=10).topics

@@ -68,6 +68,12 @@ class MemoryLog:
     def reached(self) -> dict[SourceId, Lsn]:
         return dict(self._reached)
 
+    def settled(self) -> None:
+        """Nobody else is asked for."""
+
+    def is_written(self) -> bool:
+        return not self._queue
+
     def close(self) -> None:
         with self._changed:
             self._closed = True

@@ -18,6 +18,8 @@ import pytest
 from tests.app.homes import done, make_home, run, wait_for
 
 import millstream
+from millstream.app.home import Home
+from millstream.app.writing.buffered import open_buffer
 from millstream.errors import StreamReadsBuffer
 from millstream.testing.kafka import EmbeddedKafka
 from millstream.testing.redis import EmbeddedRedis
@@ -104,6 +106,54 @@ def follow_through_kills(tmp_path: Path, kind: str, location: str) -> None:
     assert records(north, "clicks") == []
     with millstream.open(south) as home, pytest.raises(StreamReadsBuffer):
         home.append("shop", "clicks", {"number": 0, "piece": 0})
+
+
+def route_into_another_home(tmp_path: Path, kind: str, location: str) -> None:
+    """Rows that a rule sends to the log and to a sink too are in the log of whoever reads there, once, also where they were sent again."""
+    name = f"events{next(_numbers)}"
+    north = make_home(
+        tmp_path / "north",
+        '[streams.shop.keys]\n"public.clicks" = ["id"]\n[streams.shop.routing]\n'
+        'rules = [{ table = \'public\\.clicks\', to = ["shard:0", "events"] }, { to = "events" }]\n'
+        f'[streams.shop.routing.sinks.events]\nkind = "{kind}"\nlocation = {json.dumps(location)}\nname = "{name}"\n'
+        "create = true\nshards = 2\n",
+    )
+    south = make_home(
+        tmp_path / "south",
+        f'[streams.shop.buffer]\nkind = "{kind}"\nrole = "reads"\nlocation = {json.dumps(location)}\nname = "{name}"\n',
+    )
+    clicks = [{"id": number % 7, "n": number} for number in range(40)]
+
+    for _ in range(2):
+        with millstream.open(north) as home:
+            for _ in range(2):
+                home.append("shop", "clicks", clicks[:20], idempotency_key="first")
+                home.append("shop", "visits", {"n": 1}, session="s", number=1)
+    with millstream.open(north) as home:
+        home.append("shop", "clicks", clicks[20:])
+        assert [row["n"] for batch in home.read("shop") for row in batch.to_pylist()] == list(range(40))
+    config = Home(south).config.streams["shop"].buffer
+    assert config is not None
+    with open_buffer(Home(south), "shop", config) as buffer:
+        assert all(buffer.reader(shard).end_offset() > 0 for shard in buffer.shards())
+    done(south, "capture", "run", "--until-caught-up")
+    with millstream.open(south) as home:
+        there, visits = (
+            [row for batch in home.read("shop", table=table) for row in batch.to_pylist()]
+            for table in ("clicks", "visits")
+        )
+    assert sorted(row["n"] for row in there) == list(range(40))
+    for key in range(7):
+        assert [row["n"] for row in there if row["id"] == key] == [row["n"] for row in clicks if row["id"] == key]
+    assert [row["n"] for row in visits] == [1]
+
+
+def test_a_rule_sends_rows_through_kafka_into_another_home(tmp_path: Path, kafka_server: EmbeddedKafka) -> None:
+    route_into_another_home(tmp_path, "kafka", kafka_server.servers)
+
+
+def test_a_rule_sends_rows_through_redis_into_another_home(tmp_path: Path, redis_server: EmbeddedRedis) -> None:
+    route_into_another_home(tmp_path, "redis", redis_server.url)
 
 
 def test_from_kafka_into_another_home(tmp_path: Path, kafka_server: EmbeddedKafka) -> None:

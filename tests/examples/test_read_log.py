@@ -23,16 +23,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.capture.capture_stage import make_config
+from tests.wal.log_writers import Others
 
 from millstream.capture import run_capture
 from millstream.catalog import Catalog
 from millstream.codec.log_directory import Numbering
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
+from millstream.errors import ReplicasMissing
 from millstream.model.floats import render_float4, render_float8
 from millstream.model.ids import Epoch, SchemaVersion, ShardId, SourceId, StreamId, TableId
 from millstream.model.operations import OPERATION_SCHEMA, OperationKind, TableRows, WriteOps
 from millstream.model.positions import Seq
 from millstream.model.records import Op, append_row_schema
+from millstream.model.replication import AckLevel
 from millstream.model.schema import Column, TableKind, TableSchema
 from millstream.protocol.retention import Bounds, HolderKind, Retention
 from millstream.testing import Workload
@@ -237,6 +240,22 @@ def test_of_a_copy_that_lacks_a_part_of_its_last_group_nothing_of_that_group_is_
         lines = same(home, "--without-mark")
         assert len(lines) == 8
         assert not any('"xid":3' in line for line in lines)
+
+
+def test_of_groups_that_others_have_to_hold_only_those_that_are_shown(home: Path):
+    others = Others()
+    options = replace(SMALL, acks=AckLevel.parse("durable(1)"), acks_patience_s=0.0)
+    log = LogWriter.open(
+        str(home / "data/wal/shop"), stream=STREAM, shards=SHARDS, epoch=Epoch(1), reservations=MemoryReservations(),
+        options=options, high_water=others,
+    )  # fmt: skip
+    with log:
+        others.hold(1)
+        log.append(plain_ops({1: [(plain_table(1), 2, "held")]}, shard_of=SHARD_OF))
+        with pytest.raises(ReplicasMissing):
+            log.append(plain_ops({2: [(plain_table(2), 2, "hidden")]}, shard_of=SHARD_OF), deadline_s=0.01)
+        lines = same(home)
+        assert ["held" in line for line in lines] == [True, True]
 
 
 def test_a_log_whose_front_retention_dropped(home: Path):

@@ -18,7 +18,7 @@ from tests.fuzz.harness import INPUT_MAX, ROOT, SECONDS_MAX, corpus
 # Not machine code: numba compiles only what it knows, which calls of atheris aren't.
 _COMPILED = (
     "codec.pgoutput._scan", "codec.pgoutput._values", "codec.pgoutput._framing", "capture._copy_scan",
-    "codec.line_protocol._scan", "codec.line_protocol._arrange", "codec.line_protocol._floats", "codec.line_protocol._words", "codec.line_protocol._names",
+    "codec.line_protocol._scan", "codec.line_protocol._arrange", "codec.line_protocol._floats", "codec.words", "codec.line_protocol._names",
     "codec.line_protocol._values",
 )  # fmt: skip
 with atheris.instrument_imports(include=["millstream"], exclude=[f"millstream.{name}" for name in _COMPILED]):

@@ -23,6 +23,7 @@ from tests.codec.line_samples import same
 from tests.fuzz import checksums
 from tests.fuzz.harness import MORE_MEMORY
 from tests.fuzz.session_targets import decode_sessions, session_seeds, with_right_checksum
+from tests.fuzz.shipment_targets import check_message, message_seeds, with_right_start
 from tests.wal.truth import FOLDER, STREAM, Truth
 
 from millstream.app.config.file import load_config
@@ -65,6 +66,7 @@ from millstream.errors import (
     PositionError,
     ProtocolViolation,
     RowsTooLarge,
+    ShipmentUnreadable,
     TableUndecodable,
     UnsupportedFormat,
     UsageError,
@@ -620,6 +622,7 @@ TARGETS: Final = {
     "operation": Target(_operation_seeds, _decode_operation, (CorruptFrame, UnsupportedFormat), checksums.of_operation),
     "mark": Target(_mark_seeds, _decode_mark, LOG_ERRORS, checksums.of_mark, 0.05),
     "sessions": Target(session_seeds, decode_sessions, LOG_ERRORS, with_right_checksum),
+    "shipment": Target(message_seeds, check_message, (ShipmentUnreadable,), with_right_start),
     "message": Target(_message_seeds, _decode_message, ()),
     "run": Target(_run_seeds, _decode_run, ()),
     "streamed": Target(_streamed_seeds, _decode_streamed, (ProtocolViolation, TableUndecodable)),

@@ -17,6 +17,7 @@ from tests.app.homes import make_home
 
 import millstream
 from millstream.app.home import Home
+from millstream.app.opened import home_appender
 from millstream.app.writing.appending import HomeAppender
 from millstream.errors import InvalidValue, MillstreamError
 from millstream.ingest import valid_rows
@@ -41,7 +42,7 @@ KNOWN = TableSchema(
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[HomeAppender]:
     make_home(tmp_path / "web", WEB)
-    appender = HomeAppender(Home(tmp_path / "web"))
+    appender = home_appender(Home(tmp_path / "web"))
     yield appender
     appender.close()
 
@@ -105,7 +106,7 @@ def test_a_column_that_may_not_be_added_costs_the_rows_that_have_it(home: HomeAp
     home.append("web", "users", [{"id": 0}], deadline_s=5)
     home.close()
     make_home(home._home.path, WEB + '[streams.web.ingest]\nschema_on_write = "strict"\n')
-    strict = HomeAppender(Home(home._home.path))
+    strict = home_appender(Home(home._home.path))
     told = strict.append("web", "users", [{"id": 1}, {"id": 2, "more": 1}], deadline_s=5, keep_valid_rows=True)
     assert [(row.row, row.code, row.column) for row in told.rejected] == [(1, "unknown_column", "more")]
     with pytest.raises(MillstreamError, match="may not make one"):

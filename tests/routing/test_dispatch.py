@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from tests.app.homes import wait_for
 from tests.routing.rows import batch_of, ops_of, schema_of, shards
 
 from millstream.buffers.memory import MemoryBuffer, MemoryServer
-from millstream.errors import DiskFull, MillstreamError, Overloaded, PartialWrite, RowsTooLarge, WriterClosed
-from millstream.model.buffers import ReadPause
+from millstream.errors import DiskFull, MillstreamError, Overloaded, PartialWrite, Retry, RowsTooLarge, WriterClosed
+from millstream.model.buffers import ReadPause, single_operations
 from millstream.model.ids import ShardId
 from millstream.model.operations import Ack, TableRows, WriteOps
 from millstream.model.positions import Offset, Seq, SeqRange
+from millstream.model.writes import SessionFacts, WriteId, WriteKeys
+from millstream.ports import SinkOutcome
+from millstream.routing.deliveries import Deliveries
 from millstream.routing.dispatch import Dispatcher
 from millstream.routing.ring import ShardRouter
 from millstream.routing.router import Router
@@ -47,21 +53,39 @@ class Log:
     def persisted_upto(self) -> Seq:
         return Seq(sum(ops.row_count for ops in self.taken))
 
+    def session(self, name: str) -> SessionFacts:
+        return SessionFacts(len(name))
+
 
 class Sink:
-    """Takes rows until it is told to fail."""
+    """Takes rows until it is told to fail, or those that it shouldn't."""
 
     def __init__(self) -> None:
         self.failing: MillstreamError | None = None
+        self.bad: set[int] = set()
+        """Rows whose operation it doesn't take."""
         self.rows: list[int] = []
         self.is_closed = False
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        self.asked = 0
 
-    def append(self, ops: WriteOps, *, deadline_s: float | None) -> Mapping[str, object]:
+    def append(self, ops: WriteOps, *, deadline_s: float | None) -> list[SinkOutcome]:
         del deadline_s
+        self.asked += 1
+        assert self.goes_on.wait(30)
         if self.failing is not None:
             raise self.failing
-        self.rows += [n for table in ops.tables for n in table.rows.column("n").to_pylist()]
-        return {"rows": ops.row_count}
+        outcomes: list[SinkOutcome] = []
+        for op in single_operations(ops):
+            ns = [n for table in op.tables for n in table.rows.column("n").to_pylist()]
+            assert ns
+            if self.bad & set(ns):
+                outcomes.append(Overloaded(f"not {ns}"))
+            else:
+                self.rows += ns
+                outcomes.append({"rows": len(ns)})
+        return outcomes
 
     def close(self) -> None:
         self.is_closed = True
@@ -70,6 +94,25 @@ class Sink:
 def write(*entries: tuple[str | None, list[int]]) -> WriteOps:
     tables = [TableRows(KEYED, batch_of(KEYED, {"id": ns, "n": ns}), sink=sink) for sink, ns in entries]
     return ops_of(tables)
+
+
+def group(
+    *entries: tuple[str | None, dict[int, list[int]]],
+    count: int,
+    ids: Sequence[WriteId | None] | None = None,
+    digests: Sequence[int] | None = None,
+) -> WriteOps:
+    """Several operations in one call; of each place the rows of each, by number."""
+    tables = []
+    for sink, of_each in entries:
+        ns = [n for own in of_each.values() for n in own]
+        operations = [number for number, own in of_each.items() for _ in own]
+        tables.append(TableRows(KEYED, batch_of(KEYED, {"id": ns, "n": ns}, operations), sink=sink))
+    ops = ops_of(tables, count=count)
+    if ids is None:
+        return ops
+    counts = [sum(len(own.get(number, ())) for sink, own in entries if sink is None) for number in range(count)]
+    return replace(ops, keys=WriteKeys(ids, digests or [0] * count, counts))
 
 
 WAYS = [False, True]
@@ -106,22 +149,145 @@ def test_where_some_fail_it_is_said_what_each_did(by_task: bool) -> None:
     said = caught.value.details
     assert said["succeeded"] == {"copies": {"rows": 1}, "log": {"first": 1, "rows": 1, "offsets": {"0": [0, 1]}}}
     assert {name: error["code"] for name, error in said["failed"].items()} == {"audit": "overloaded"}
-    log.failing = DiskFull("no space")
-    with pytest.raises(PartialWrite) as other:
-        append(to, write((None, [2]), ("copies", [2])), by_task=by_task)
-    assert list(other.value.details["failed"]) == ["log"]
-    assert copies.rows == [1, 2]
+    assert caught.value.retry is Retry.NEVER
+    assert to.session("four").mark == 4
+    to.close()
+
+
+@pytest.mark.parametrize("by_task", WAYS)
+def test_what_the_log_refuses_goes_nowhere(by_task: bool) -> None:
+    """Sinks were given rows side by side with the log, and had what that had refused."""
+    log, copies = Log(DiskFull("no space")), Sink()
+    to = Dispatcher(log, {"copies": copies})
+    with pytest.raises(DiskFull):
+        append(to, write((None, [1]), ("copies", [1])), by_task=by_task)
+    with pytest.raises(DiskFull):
+        append(to, group((None, {0: [1], 1: [2]}), ("copies", {1: [2], 2: [3]}), count=3), by_task=by_task)
+    assert copies.asked == 0
+    to.close()
 
 
 @pytest.mark.parametrize("by_task", WAYS)
 def test_where_all_fail_nothing_is_partial(by_task: bool) -> None:
-    log, audit = Log(DiskFull("no space")), Sink()
+    log, audit = Log(), Sink()
     audit.failing = Overloaded("too much at once")
     to = Dispatcher(log, {"audit": audit})
-    with pytest.raises(DiskFull):
-        append(to, write((None, [1]), ("audit", [1])), by_task=by_task)
     with pytest.raises(Overloaded):
         append(to, write(("audit", [1])), by_task=by_task)
+    to.close()
+
+
+@pytest.mark.parametrize("by_task", WAYS)
+def test_of_a_group_those_alone_are_told_whose_rows_were_concerned(by_task: bool) -> None:
+    """Requests travel together: one whose rows a sink didn't take had all of them be told of a partial write."""
+    log, copies, audit = Log(), Sink(), Sink()
+    copies.bad, audit.failing = {4}, Overloaded("too much at once")
+    to = Dispatcher(log, {"copies": copies, "audit": audit})
+    ops = group(
+        (None, {0: [1, 2], 1: [3], 2: [4], 4: [6]}),
+        ("copies", {1: [3], 2: [4], 3: [5]}),
+        ("audit", {4: [6], 5: [7]}),
+        count=6,
+    )
+    ack = append(to, ops, by_task=by_task)
+    alone, copied, half, beside, audited, lost = ack.each
+    assert isinstance(alone, Ack)
+    assert isinstance(copied, Ack)
+    assert isinstance(beside, Ack)
+    assert [(int(one.seqs.first), one.seqs.count) for one in (alone, copied)] == [(1, 2), (3, 1)]
+    assert (beside.seqs.count, dict(beside.offsets)) == (0, {})
+    assert isinstance(half, PartialWrite)
+    assert half.details["succeeded"] == {"log": {"first": 4, "rows": 1, "offsets": {"0": [3, 4]}}}
+    assert isinstance(audited, PartialWrite)
+    assert list(audited.details["failed"]) == ["audit"]
+    assert isinstance(lost, Overloaded)
+    assert copies.rows == [3, 5]
+    to.close()
+
+
+@pytest.mark.parametrize("by_task", WAYS)
+def test_a_write_that_is_sent_again_goes_to_those_sinks_that_lack_it(by_task: bool) -> None:
+    log, copies, audit = Log(), Sink(), Sink()
+    audit.failing = Overloaded("too much at once")
+    to = Dispatcher(log, {"copies": copies, "audit": audit})
+    ids = [WriteId("s", 1), WriteId(key="k"), None]
+
+    def send() -> Ack:
+        ops = group(("copies", {0: [1], 1: [2], 2: [3]}), ("audit", {1: [2]}), count=3, ids=ids)
+        return append(to, ops, by_task=by_task)
+
+    assert [isinstance(one, Ack) for one in send().each] == [True, False, True]
+    audit.failing = None
+    assert [isinstance(one, Ack) for one in send().each] == [True] * 3
+    assert (copies.rows, audit.rows) == ([1, 2, 3, 3], [2])
+    # Nothing is to be done any more but for what nothing tells apart; other rows under a number are another write.
+    send()
+    assert (copies.rows, audit.rows) == ([1, 2, 3, 3, 3], [2])
+    append(to, group(("copies", {0: [9]}), count=1, ids=[WriteId("s", 1)], digests=[77]), by_task=by_task)
+    assert copies.rows[-1] == 9
+    to.close()
+
+
+def test_a_write_that_is_sent_again_while_it_is_on_its_way_is_given_once() -> None:
+    log, copies = Log(), Sink()
+    to = Dispatcher(log, {"copies": copies})
+    copies.goes_on.clear()
+    ops = group(("copies", {0: [1]}), count=1, ids=[WriteId(key="k")])
+    with ThreadPoolExecutor(2) as threads:
+        answers = [threads.submit(append, to, ops, by_task=by_task) for by_task in WAYS]
+        wait_for(lambda: to._under_way == 2, seconds=20)
+        copies.goes_on.set()
+        assert [answer.result(20).seqs.count for answer in answers] == [0, 0]
+    assert (copies.rows, copies.asked) == ([1], 1)
+    to.close()
+
+
+def test_what_is_known_of_sinks_is_bounded() -> None:
+    deliveries = Deliveries(writes_max=3)
+
+    def is_new(number: int) -> bool:
+        delivery = deliveries.begin("copies", WriteId("s", number), 0)
+        if delivery.is_new:
+            deliveries.end(delivery, {})
+        return delivery.is_new
+
+    assert [is_new(number) for number in (1, 2, 3, 1, 4, 1, 2)] == [True, True, True, False, True, False, True]
+
+
+def test_a_task_that_is_cancelled_leaves_no_sink_without_what_the_log_has() -> None:
+    log, copies = Log(), Sink()
+    to = Dispatcher(log, {"copies": copies})
+    copies.goes_on.clear()
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(to.append_async(write((None, [1]), ("copies", [1]))))
+        await asyncio.to_thread(wait_for, lambda: copies.asked == 1, seconds=20)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        copies.goes_on.set()
+        await asyncio.to_thread(wait_for, lambda: not to._under_way, seconds=20)
+
+    asyncio.run(cancelled())
+    assert (log.taken[0].row_count, copies.rows) == (1, [1])
+    to.close()
+
+
+def test_what_is_on_its_way_when_it_is_closed_is_answered() -> None:
+    log, copies = Log(), Sink()
+    to = Dispatcher(log, {"copies": copies})
+    copies.goes_on.clear()
+    with ThreadPoolExecutor(2) as threads:
+        answer = threads.submit(to.append, write((None, [1]), ("copies", [1])))
+        wait_for(lambda: copies.asked == 1, seconds=20)
+        closing = threads.submit(to.close)
+        wait_for(lambda: to._closed, seconds=20)
+        with pytest.raises(WriterClosed):
+            to.append(write(("copies", [2])))
+        copies.goes_on.set()
+        assert answer.result(20).seqs.count == 1
+        closing.result(20)
+    assert (copies.rows, copies.is_closed) == ([1], True)
 
 
 @pytest.mark.parametrize("by_task", WAYS)
@@ -132,14 +298,19 @@ def test_a_sink_that_took_a_part_is_never_told_as_one_that_took_nothing(by_task:
     sizes = [1, 5_000]
     ns = [n for n, size in enumerate(sizes) for _ in range(size)]
     rows = batch_of(KEYED, {"id": ns, "n": list(range(len(ns)))}, ns)
+    first, second = append(to, ops_of([TableRows(KEYED, rows, sink="copies")], count=2), by_task=by_task).each
+    assert isinstance(first, Ack)
+    assert isinstance(second, RowsTooLarge)
+    to.close()
+    # Of one operation on two shards the smaller part is stored.
+    buffer = MemoryBuffer(MemoryServer(), "copies", create_shards=2, op_bytes_max=10_000)
+    to = Dispatcher(Log(), {"copies": BufferSink(buffer)})
+    keys = [*([1] * 5_000), *range(2, 40)]
+    rows = batch_of(KEYED, {"id": keys, "n": keys})
     with pytest.raises(PartialWrite, match=r"copies \(in part\) took the write") as caught:
-        append(to, ops_of([TableRows(KEYED, rows, sink="copies")], count=2), by_task=by_task)
-    assert caught.value.details["failed"]["copies"]["code"] == "rows_too_large"
-    assert caught.value.details["failed"]["copies"]["details"]["took"] == {"0": [0]}
-    with pytest.raises(RowsTooLarge):
-        append(
-            to, ops_of([TableRows(KEYED, batch_of(KEYED, {"id": ns[1:], "n": ns[1:]}), sink="copies")]), by_task=by_task
-        )
+        append(to, ops_of([TableRows(KEYED, rows, sink="copies")]), by_task=by_task)
+    said = caught.value.details["failed"]["copies"]
+    assert (said["code"], list(said["details"]["took"].values())) == ("rows_too_large", [0])
     to.close()
 
 

@@ -22,12 +22,11 @@ from tests.serving.servers import Authority, served
 
 import millstream
 from millstream.app.home import Home
-from millstream.app.opened import open_reader
+from millstream.app.opened import home_appender, open_reader
 from millstream.app.serving import bulk_read
 from millstream.app.serving import flight as module
 from millstream.app.serving.access import Access, Credentials, TokenBook
 from millstream.app.serving.flight import FlightServer, flight_error
-from millstream.app.writing.appending import HomeAppender
 from millstream.errors import AddressInUse, InvalidValue
 from millstream.ingest.bulk import Cutter, GetRequest, PutRequest
 from millstream.model.access import Rights
@@ -46,7 +45,7 @@ def batch(*ids: int) -> pa.RecordBatch:
 def running(folder: Path, text: str = KEYED, access: Access | None = None) -> Iterator[tuple[Home, FlightServer]]:
     home = Home(make_home(folder, text))
     home.prepare()
-    appender = HomeAppender(home)
+    appender = home_appender(home)
     access = access or Access(None)
     server = FlightServer(home, access, appender, ("127.0.0.1", 0), None)
     try:

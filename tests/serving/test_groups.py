@@ -14,8 +14,8 @@ import pytest
 from tests.app.homes import make_home
 
 from millstream.app.home import Home
+from millstream.app.opened import home_appender
 from millstream.app.serving.groups import BATCH_BYTES_MAX, IN_FLIGHT_MAX, Groups, Target
-from millstream.app.writing.appending import HomeAppender
 from millstream.errors import (
     AppendOutcomeUnknown,
     InvalidValue,
@@ -186,7 +186,7 @@ def test_company_changes_nothing_of_what_a_request_is(tmp_path: Path) -> None:
     So a write that was there was refused when it was sent again alone, and one that a decimal column takes was refused in company.
     """
     home = Home(make_home(tmp_path / "home", "[streams.web]\n"))
-    appender = HomeAppender(home)
+    appender = home_appender(home)
     appender.append("web", "t", [{"of": [1], "sum": Decimal("1.5")}], deadline_s=5)
 
     async def story() -> None:

@@ -19,8 +19,9 @@ from millstream.model.positions import Seq
 from millstream.protocol.retention import Bounds, HolderKind, Retention
 from millstream.testing.clock import ManualClock
 from millstream.testing.files import Crash, MemoryFiles, keep_any, lose_all
-from millstream.wal.commit import GroupCommitter, LogOptions
+from millstream.wal.commit import GroupCommitter
 from millstream.wal.inspect import verify
+from millstream.wal.options import LogOptions
 from millstream.wal.reader import StreamReader
 from millstream.wal.retain import drop_segments
 

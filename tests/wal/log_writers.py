@@ -8,8 +8,10 @@ from typing import Any
 from uuid import uuid4
 
 from millstream.model.appends import AppendOp
-from millstream.model.ids import ShardId, StreamId
+from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId
 from millstream.model.operations import WriteOps
+from millstream.model.positions import Seq
+from millstream.model.replication import Holding, Holdings
 from millstream.model.schema import TableSchema
 from millstream.testing.files import MemoryFiles
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
@@ -33,6 +35,24 @@ class HeldSyncs(MemoryFiles):
             self.waiting.set()
             assert self.may_sync.wait(20)
         super().sync(node, path)
+
+
+class Others:
+    """What other machines hold, as a test says."""
+
+    def __init__(self) -> None:
+        self.places: dict[str, Holding] = {}
+        self.looks = 0
+
+    def begin(self, newest: GroupNumber) -> None:
+        """Whatever the log has."""
+
+    def look(self) -> Holdings:
+        self.looks += 1
+        return Holdings(Epoch(1), tuple(self.places.values()))
+
+    def hold(self, group: int, *, name: str = "b", upto: int = 0, is_store: bool = False) -> None:
+        self.places[name] = Holding(name, Epoch(1), GroupNumber(group), Seq(upto), 0, is_store)
 
 
 def opened(

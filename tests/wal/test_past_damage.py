@@ -11,8 +11,8 @@ from tests.wal.truth import FOLDER, SMALL, Truth
 
 from millstream.errors import CorruptWal
 from millstream.testing.files import MemoryFiles
-from millstream.wal.commit import LogOptions
 from millstream.wal.inspect import FrameInfo, Loss, inspect, ls, stats, verify
+from millstream.wal.options import LogOptions
 from millstream.wal.reader import StreamReader, TableRecords
 
 Where = tuple[int, int]

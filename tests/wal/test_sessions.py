@@ -29,9 +29,10 @@ from millstream.protocol.sessions import SessionLimits, Sessions
 from millstream.testing.clock import ManualClock
 from millstream.testing.files import Crash, FaultPlan, MemoryFiles, keep_any, lose_all
 from millstream.testing.log import MemoryReservations, plain_rows, plain_table
-from millstream.wal.commit import GroupCommitter, LogOptions, WriterIdentity
+from millstream.wal.commit import GroupCommitter, WriterIdentity
 from millstream.wal.keyed import KeyedCommits
 from millstream.wal.numbers import BlockNumbers
+from millstream.wal.options import LogOptions
 from millstream.wal.reader import StreamReader
 from millstream.wal.retain import drop_segments
 from millstream.wal.session_file import covered_upto, read_copy, session_path
@@ -70,11 +71,12 @@ class Life:
         self.epoch = 0
         self.every_bytes = every_bytes
         self.options = LogOptions(segment_bytes=segment_bytes, disk_used_max=1.0)
+        self.clock = ManualClock()
 
     def open(self, files: MemoryFiles) -> tuple[GroupCommitter, KeyedCommits]:
         self.epoch += 1
         self.reservations.epoch = Epoch(self.epoch)
-        clock = ManualClock()
+        clock = self.clock
         committer = GroupCommitter.open(
             FOLDER,
             WriterIdentity(STREAM, RegionId(0), WriterId(1), Epoch(self.epoch)),
@@ -314,6 +316,37 @@ def test_retention_keeps_what_the_copy_lacks() -> None:
     assert [type(outcome) for outcome in ack.each] == [Repeated, Ack]
     committer.abandon()
     assert not HolderKind.SESSIONS.can_be_cut_off
+
+
+def test_a_quiet_stream_lets_retention_have_what_was_sealed_by_its_age() -> None:
+    """Copies were made each 64 MiB of log alone: of a stream of some rows an hour nothing went for years."""
+    files, life = MemoryFiles(), Life(every_bytes=1 << 30, segment_bytes=1 << 20)
+    committer, keyed = life.open(files)
+    for hour in range(1, 4):
+        keyed.commit([write((s(hour), 5))])
+        life.clock.advance(life.options.segment_age_s)
+        committer.roll()
+        keyed.after_group()
+        assert covered_upto(files, FOLDER) == committer.persisted_upto
+    keyed.commit([write((s(4), 5))])
+    keyed.after_group()
+    assert covered_upto(files, FOLDER) == committer.persisted_upto - 5, "nothing was sealed behind the last copy"
+    bounds = Bounds(0.0, 0, 1 << 40)
+    swept = drop_segments(FOLDER, Retention([]), bounds, files=files, clock=ManualClock(10**18))
+    assert {segment.last_seq for segment in swept.dropped} == {5, 10, 15}
+    committer.abandon()
+
+
+def test_segments_that_fill_up_within_the_hour_make_no_copy_each() -> None:
+    files, life = MemoryFiles(), Life(every_bytes=1 << 30)
+    committer, keyed = life.open(files)
+    for number in range(1, 30):
+        keyed.commit([write((s(number), 5))])
+        committer.roll()
+        keyed.after_group()
+    assert committer.counts.segments_sealed > 2
+    assert covered_upto(files, FOLDER) == 0
+    committer.abandon()
 
 
 def test_without_its_copy_a_session_of_which_retention_dropped_a_part_is_forgotten() -> None:

@@ -11,8 +11,9 @@ from millstream.model.operations import Ack, SpilledOp, WriteOps
 from millstream.testing.clock import ManualClock
 from millstream.testing.files import MemoryFiles
 from millstream.testing.log import MemoryReservations, plain_ops, plain_spilled, plain_table
-from millstream.wal.commit import GroupCommitter, LogOptions
+from millstream.wal.commit import GroupCommitter
 from millstream.wal.numbers import BlockNumbers
+from millstream.wal.options import LogOptions
 from millstream.wal.own_shards import WriterIdentity
 from millstream.wal.reader import StreamReader
 
@@ -44,7 +45,12 @@ class Truth:
     """Row (xid, table, index) by number."""
 
     def open(
-        self, files: MemoryFiles, *, options: LogOptions = SMALL, clock: ManualClock | None = None
+        self,
+        files: MemoryFiles,
+        *,
+        options: LogOptions = SMALL,
+        clock: ManualClock | None = None,
+        hides: bool = False,
     ) -> GroupCommitter:
         self.epoch += 1
         self.reservations.epoch = Epoch(self.epoch)
@@ -57,6 +63,7 @@ class Truth:
             clock=clock or ManualClock(),
             options=options,
             side_by_side=False,
+            hides=hides,
         )
 
     def ops(self, *operations: Pieces, size: int = 8) -> WriteOps:
@@ -99,9 +106,9 @@ class Truth:
 
     # --- judging ---------------------------------------------------------------------------------------------------
 
-    def shown(self, files: MemoryFiles, *, without_mark: bool = False) -> list[int]:
+    def shown(self, files: MemoryFiles, *, without_mark: bool = False, durable: bool = False) -> list[int]:
         """The xids that a reader finds, after checking that each is whole, right, and numbered as it must be."""
-        by_seq = self.read_by_seq(StreamReader(FOLDER, files=files, without_mark=without_mark))
+        by_seq = self.read_by_seq(StreamReader(FOLDER, files=files, without_mark=without_mark, durable=durable))
         found: dict[int, dict[tuple[int, int], str]] = {}
         for (xid, table, index), text in by_seq.items():
             found.setdefault(xid, {})[table, index] = text
@@ -111,7 +118,7 @@ class Truth:
 
     def judge(self, files: MemoryFiles, *, seen: Sequence[int] = ()) -> list[int]:
         """All that must hold of a recovered log; returns the xids in it."""
-        shown = self.shown(files)
+        shown = self.shown(files, durable=True)
         assert set(self.acknowledged) <= set(shown), "what was acknowledged is lost"
         assert set(seen) <= set(shown), "what a reader has seen is lost"
         assert not self.refused & set(shown), "what was refused is there"

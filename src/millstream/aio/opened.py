@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
 from millstream.aio.session import AsyncSession, valid_columns
 from millstream.app.calls import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, check_deadline, session_of
 from millstream.app.home import Home
-from millstream.app.opened import OpenHome, check_stream, home_appender, open_lake, write_id_of
+from millstream.app.opened import OpenHome, check_stream, home_appender, level_of, open_lake, write_id_of
 from millstream.errors import MillstreamError, WriterClosed
 from millstream.ingest.requests import one_request
 
@@ -119,12 +119,13 @@ class AsyncOpenHome:
         number: int | None = None,
         idempotency_key: str | None = None,
         keep_valid_rows: bool = False,
+        acks: str | None = None,
     ) -> Appended:
         """As `OpenHome.append`. Cancelled, it may or may not be appended."""
         check_deadline(deadline_s)
         write_id = write_id_of(session, number, idempotency_key)
         valid = await valid_columns(rows, keep_valid_rows=keep_valid_rows)
-        batch = one_request(table, valid.table, write_id, keep_valid_rows)
+        batch = one_request(table, valid.table, write_id, keep_valid_rows, level_of(acks))
         appender = self._appender if self._appender is not None and not self._closed else await self._made()
         (outcome,) = await appender.append_batch_async(stream, batch, deadline_s=deadline_s)
         if isinstance(outcome, MillstreamError):

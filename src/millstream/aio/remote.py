@@ -134,6 +134,7 @@ class AsyncRemoteHome:
         number: int | None = None,
         idempotency_key: str | None = None,
         keep_valid_rows: bool = False,
+        acks: str | None = None,
     ) -> Appended:
         """As `RemoteHome.append`. Cancelled, it may or may not be appended."""
         valid = await valid_columns(rows, keep_valid_rows=keep_valid_rows)
@@ -145,6 +146,7 @@ class AsyncRemoteHome:
             number=number,
             idempotency_key=idempotency_key,
             keep_valid_rows=keep_valid_rows,
+            acks=acks,
         )
         return valid.told(await self._done(appended(call, url=self._url, deadline_s=deadline_s, now=time.monotonic)))
 

@@ -34,6 +34,7 @@ class Appends(Protocol):
         session: str | None,
         number: int | None,
         keep_valid_rows: bool,
+        acks: str | None,
     ) -> Awaitable[Appended]:
         """As `append` of a home."""
         ...
@@ -82,6 +83,7 @@ class AsyncSession:
         deadline_s: float = APPEND_DEADLINE_S,
         number: int | None = None,
         keep_valid_rows: bool = False,
+        acks: str | None = None,
     ) -> Appended:
         """As `millstream.Session.append`. Cancelled, it may have been appended, and its number isn't given again."""
         valid = await valid_columns(rows, keep_valid_rows=keep_valid_rows)
@@ -92,7 +94,9 @@ class AsyncSession:
             try:
                 with self._numbers.one(number) as given:
                     return valid.told(
-                        await self._sent(table, valid.table, given, attempts, keep_valid_rows=keep_valid_rows)
+                        await self._sent(
+                            table, valid.table, given, attempts, keep_valid_rows=keep_valid_rows, acks=acks
+                        )
                     )
             except SessionAhead as error:
                 # Numbers of writes that were lost are to be used first.
@@ -102,7 +106,14 @@ class AsyncSession:
                     await asyncio.sleep(attempts.nap_after(error))
 
     async def _sent(
-        self, table: str, rows: pa.Table, number: int, attempts: Attempts, *, keep_valid_rows: bool
+        self,
+        table: str,
+        rows: pa.Table,
+        number: int,
+        attempts: Attempts,
+        *,
+        keep_valid_rows: bool,
+        acks: str | None,
     ) -> Appended:
         while True:
             try:
@@ -114,6 +125,7 @@ class AsyncSession:
                     session=self.name,
                     number=number,
                     keep_valid_rows=keep_valid_rows,
+                    acks=acks,
                 )
             except SessionAhead:
                 raise

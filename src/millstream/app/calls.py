@@ -25,6 +25,7 @@ from millstream.errors import (
     InvalidValue,
     MillstreamError,
     PartialWrite,
+    ReplicasMissing,
     Retry,
     SessionAhead,
     SessionExpired,
@@ -128,6 +129,7 @@ class HomeCalls(Protocol):
         number: int | None = None,
         idempotency_key: str | None = None,
         keep_valid_rows: bool = False,
+        acks: str | None = None,
     ) -> Appended:
         """Append rows to a table of a stream: one operation."""
         ...
@@ -178,7 +180,14 @@ def session_of(name: str | None, next_number: int | None) -> tuple[str, int | No
     return (uuid.uuid4().hex, next_number or 1) if name is None else (name, next_number)
 
 
-_DOUBTFUL: Final = (AppendOutcomeUnknown, BufferOutcomeUnknown, PartialWrite, AnswerCutOff, AnswerUnreadable)
+_DOUBTFUL: Final = (
+    AppendOutcomeUnknown,
+    BufferOutcomeUnknown,
+    PartialWrite,
+    AnswerCutOff,
+    AnswerUnreadable,
+    ReplicasMissing,
+)
 """Errors of writes that may be there, or a part of them: another one under their number would be taken for them sent again."""
 
 
@@ -294,6 +303,9 @@ class Attempts:
         nap_s, self._nap_s = self._nap_s, min(2 * self._nap_s, ASK_AGAIN_MAX_S)
         if again and nap_s < self.left_s:
             return nap_s
+        if isinstance(error, ReplicasMissing):
+            error.details.setdefault("number", number)  # of this one it is known that it is there
+            raise error
         if self._unknown is not None:
             # An earlier try may be there, whatever the last one says.
             raise still_unknown(self._unknown, number) from error
@@ -346,6 +358,7 @@ class Session:
         deadline_s: float = APPEND_DEADLINE_S,
         number: int | None = None,
         keep_valid_rows: bool = False,
+        acks: str | None = None,
     ) -> Appended:
         """As `append` of the home. Where nobody knows what became of the write, or there is no room, it is sent again until the deadline.
 
@@ -355,9 +368,11 @@ class Session:
             deadline_s: as there, of all tries together.
             number: to send again, with the same rows, what `append_outcome_unknown` said of (`details["number"]`).
             keep_valid_rows: as there.
+            acks: as there.
 
         Raises:
             AppendOutcomeUnknown: still; details: number.
+            ReplicasMissing: it is durable, and others didn't say until the deadline that they have it; details: number.
             SessionExpired: the session hasn't written for too long: go on under another name.
             WriteIdReused: somebody else writes under this name.
             WriteForgotten: it is durable, since an earlier call.
@@ -372,13 +387,23 @@ class Session:
         while True:
             try:
                 with self._numbers.one(number) as given:
-                    return valid.told(self._sent(table, valid.table, given, attempts, keep_valid_rows=keep_valid_rows))
+                    sent = self._sent(table, valid.table, given, attempts, keep_valid_rows=keep_valid_rows, acks=acks)
+                    return valid.told(sent)
             except SessionAhead as error:
                 # Numbers of writes that were lost are to be used first.
                 if number is not None or not self._numbers.fill(self._home.session_facts(self._stream, self.name)):
                     time.sleep(attempts.nap_after(error))
 
-    def _sent(self, table: str, rows: pa.Table, number: int, attempts: Attempts, *, keep_valid_rows: bool) -> Appended:
+    def _sent(
+        self,
+        table: str,
+        rows: pa.Table,
+        number: int,
+        attempts: Attempts,
+        *,
+        keep_valid_rows: bool,
+        acks: str | None,
+    ) -> Appended:
         while True:
             try:
                 return self._home.append(
@@ -389,6 +414,7 @@ class Session:
                     session=self.name,
                     number=number,
                     keep_valid_rows=keep_valid_rows,
+                    acks=acks,
                 )
             except SessionAhead:
                 raise

@@ -31,7 +31,7 @@ from millstream.errors import (
     HomeUnwritable,
     UnknownStream,
 )
-from millstream.model.ids import check_stream_name
+from millstream.model.ids import RegionId, check_stream_name, parse_region_log_name
 
 if TYPE_CHECKING:
     from millstream.app.config.file import LoadedConfig
@@ -121,6 +121,10 @@ class Home:
         """The log of one stream: a folder a shard and the durable mark."""
         return self.data / "wal" / stream
 
+    def acks_file(self, stream: str) -> Path:
+        """What followers and the object store hold of a stream, told to its writer by who ships it."""
+        return self.data / "replication" / f"{stream}.acks"
+
     def spill_folder(self, stream: str) -> Path:
         """Where capture puts transactions that are too large for memory."""
         return self.data / "spill" / stream
@@ -151,7 +155,19 @@ class Home:
         return location if "://" in location else str(self.path / Path(location).expanduser())
 
     def streams_on_disk(self) -> list[str]:
-        """Names of the streams that have a log here, sorted."""
+        """Names of the streams that have a log here, sorted; logs of other regions stand with theirs (`regions_on_disk`)."""
+        return [name for name in self._logs_on_disk() if "@" not in name]
+
+    def regions_on_disk(self, stream: str) -> dict[RegionId, str]:
+        """The logs of other regions that a stream has here, by region: their names. `UsageError` where a folder's name is none."""
+        found = {}
+        for name in self._logs_on_disk():
+            parsed = parse_region_log_name(name)
+            if parsed is not None and parsed[0] == stream:
+                found[parsed[1]] = name
+        return dict(sorted(found.items()))
+
+    def _logs_on_disk(self) -> list[str]:
         try:
             return sorted(entry.name for entry in (self.data / "wal").iterdir() if entry.is_dir())
         except FileNotFoundError:
@@ -165,6 +181,9 @@ class Home:
             ConfigError: there is none of that name, and whether one is configured can't be told.
         """
         names = self.streams_on_disk() if of is None else of
+        if of is None and named is not None and "@" in named and named in self._logs_on_disk():
+            parse_region_log_name(named)
+            return named
         known = f"Streams here: {', '.join(names) or 'none yet'}."
         if named is not None:
             if named not in names:

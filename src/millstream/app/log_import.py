@@ -24,7 +24,7 @@ from millstream.app.locks import nobody_writes
 from millstream.app.log_export import OPERATIONS_FILE, ROW_PREFIX, batches_of, check_columns, read_export
 from millstream.codec.log_directory import Numbering
 from millstream.errors import ExportUnusable, StreamNotEmpty
-from millstream.model.ids import Epoch, SchemaVersion, ShardId, SourceId, StreamId, TableId
+from millstream.model.ids import Epoch, RegionId, SchemaVersion, ShardId, SourceId, StreamId, TableId
 from millstream.model.operations import OPERATION_SCHEMA, SpilledOp, TableRows, WriteOps
 from millstream.model.positions import Lsn, Seq
 from millstream.model.records import append_row_schema
@@ -119,7 +119,13 @@ def import_log(home: Home, stream: str, folder: Path) -> int:
         shards = sorted({ShardId(0), *(file.shard for file in files)})
         options = LogOptions(numbering=_numbering(home, stream))
         with LogWriter.open(
-            str(staging), stream=stream_id, shards=shards, epoch=epoch, reservations=reservations, options=options
+            str(staging),
+            stream=stream_id,
+            shards=shards,
+            epoch=epoch,
+            reservations=reservations,
+            options=options,
+            region=_region(home, stream),
         ) as log:
             check = (lambda *_: None) if options.numbering is Numbering.BATCH else _check_indexes
             records = _append(log, folder, files, sources, _reached(facts, sources), check)
@@ -143,6 +149,12 @@ def _numbering(home: Home, stream: str) -> Numbering:
     """As the stream's configuration has it, where it has one."""
     configured = home.config.streams.get(stream) if home.config_file.exists() else None
     return Numbering.BATCH if configured is None else Numbering(configured.log.sequence_numbers)
+
+
+def _region(home: Home, stream: str) -> RegionId:
+    """Likewise."""
+    configured = home.config.streams.get(stream) if home.config_file.exists() else None
+    return RegionId(0 if configured is None else configured.region)
 
 
 def _stream_on_disk(target: Path, stream: str) -> StreamId | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -16,12 +16,14 @@ from millstream.errors import LogError, MissingExtra, QueryMemoryFull, UnknownTa
 from millstream.model.ids import StreamId, TableId
 from millstream.model.names import parse_qualified_name
 from millstream.model.positions import Seq, StreamToken
+from millstream.model.replication import AckLevel
 from millstream.model.schema import TableKind, TableSchema
 from millstream.model.writes import SessionFacts, WriteId
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from millstream.app.calls import HomeCalls
     from millstream.app.writing.appending import HomeAppender
     from millstream.catalog import TableRow
     from millstream.ingest.columns import Rows
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
 
 _COMPRESSED: Final = 4
 """How many times as large as its frame a record's columns are taken to be, where that isn't known yet."""
+
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class OpenHome:
@@ -146,6 +151,32 @@ class OpenHome:
             self._reader(stream), table, after=after, upto=upto, rows_max=rows_max, bytes_max=self._latest_bytes_max
         )
 
+    def merged(self, stream: str, table: str, *, at: datetime | None = None) -> pa.Table:
+        """A table that several regions write, as all of them together say it is: one row a key, merged as `[streams.S.merge]` has it.
+
+        Args:
+            stream: the stream's name.
+            table: `schema.table`, of one that applications write, with a key.
+            at: as of which moment signals have decayed (without a zone: UTC); that of the newest record where None, so that two homes that
+                have the same records see the same.
+
+        Returns:
+            The table's own columns, in the order of its key. Read from the logs that this home has: its own, and those of the regions that
+            it follows.
+
+        Raises:
+            UnknownTable: no region has records of it.
+            MergeUnsuitable: it can't merge so.
+            OtherRegion, OtherStream: a log isn't what its folder, or what was merged before, says.
+            OffsetExpired: retention has dropped what wasn't merged yet (`millstream reconcile`).
+            InvalidValue: a counter's sum is beyond its type.
+        """
+        from millstream.app.regions import merged_table
+
+        moment = at if at is None or at.tzinfo is not None else at.replace(tzinfo=UTC)
+        at_ns = None if moment is None else (moment - _EPOCH) // timedelta(microseconds=1) * 1000
+        return merged_table(self._home, self._home.pick_stream(stream), table, at_ns=at_ns)
+
     def append(
         self,
         stream: str,
@@ -157,6 +188,7 @@ class OpenHome:
         number: int | None = None,
         idempotency_key: str | None = None,
         keep_valid_rows: bool = False,
+        acks: str | None = None,
     ) -> Appended:
         """Append rows to a table of a stream: one operation, which readers see whole or not at all. Returns once it is durable.
 
@@ -170,12 +202,14 @@ class OpenHome:
                 `schema_on_write` allows.
             rows: a dict or an iterable of them; a pyarrow table or batch; a frame of pandas or polars; anything that speaks Arrow's
                 stream protocol. Columns that a row lacks are null. Up to 64 MiB.
-            deadline_s: how long to wait for room where the writer is busy.
+            deadline_s: how long to wait for room where the writer is busy, and then for other machines, where those have to have it.
             session: of a session, its name, with this write's number in it: the same write sent again isn't appended again.
             number: see `session`; from 1.
             idempotency_key: instead of those two, text of the caller's making that no other write has.
             keep_valid_rows: whether rows that have no place in the table are left out and named (`Appended.rejected`); else they
                 refuse all of them.
+            acks: where the rows have to be before this returns: `local`, `durable(1)` for one follower, `durable(2)` …, or `object` for the object store.
+                None: where the stream says, which is the least.
 
         Returns:
             Where the rows are: their numbers, and a token for who reads them.
@@ -187,12 +221,20 @@ class OpenHome:
             Overloaded, DiskFull: there's no room for it now; nothing was appended.
             AppendOutcomeUnknown: the disk failed, or the process that writes went away: it may or may not be there.
             HomeBusy, WriterClosed: another process has the home, and doesn't take appends; nothing was appended.
+            ReplicasMissing: it is durable here, and others didn't say in time that they have it, too.
+            LevelUnknown: nobody could say that; nothing was appended.
             MissingExtra: reading needs the core alone; this needs `millstream[run]`.
         """
         check_deadline(deadline_s)
         write_id = write_id_of(session, number, idempotency_key)
         return self._home_appender().append(
-            stream, table, rows, deadline_s=deadline_s, write_id=write_id, keep_valid_rows=keep_valid_rows
+            stream,
+            table,
+            rows,
+            deadline_s=deadline_s,
+            write_id=write_id,
+            keep_valid_rows=keep_valid_rows,
+            acks=level_of(acks),
         )
 
     def session(self, stream: str, name: str | None = None, *, next_number: int | None = None) -> Session:
@@ -285,6 +327,11 @@ def check_stream(home: Home, stream: str) -> None:
         raise _needs_run(error) from error
 
 
+def level_of(acks: str | None) -> AckLevel | None:
+    """An acknowledgement level by its name; `UsageError` where it is none."""
+    return None if acks is None else AckLevel.parse(acks)
+
+
 def write_id_of(session: str | None, number: int | None, idempotency_key: str | None) -> WriteId | None:
     """What tells an append apart, as its caller said it; whether it is one at all is looked at where it is written."""
     if session is None and number is None and idempotency_key is None:
@@ -298,7 +345,16 @@ def home_appender(home: Home) -> HomeAppender:
         from millstream.app.writing.appending import HomeAppender
     except ModuleNotFoundError as error:
         raise _needs_run(error) from error
-    return HomeAppender(home)
+    return HomeAppender(home, open_other)
+
+
+def open_other(place: str | Path, token: str | None) -> HomeCalls:
+    """Another home, which a sink's rows go to: behind an address, by its token, or in a folder. Raises as `open` and `connect`."""
+    if isinstance(place, Path):
+        return open(place)
+    from millstream.app.remote.client import connect
+
+    return connect(place, token=token)
 
 
 def _needs_run(error: ModuleNotFoundError) -> MissingExtra:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from datetime import UTC, date, datetime
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pyarrow as pa
 
 from millstream.app.home import Home
+from millstream.app.moments import parse_as_of, parse_moment
 from millstream.app.wiring import shard_of, write_rules
 from millstream.app.writing.routing import plain_name, router_of, wanted_era
 from millstream.catalog.eras import RingEras
-from millstream.errors import UnknownTable
+from millstream.errors import UnknownTable, UsageError
 from millstream.ingest.columns import table_of
 from millstream.ingest.schemas import fitted, grown
 from millstream.model.ids import SchemaVersion, ShardId, SourceId, TableId
@@ -26,9 +29,20 @@ from millstream.routing.rules import DEVNULL, ShardConfig
 if TYPE_CHECKING:
     from millstream.app.config.model import StreamConfig
     from millstream.catalog.eras import RingEra
+    from millstream.model.ids import StreamId
+
+_NO_MOMENTS: Final[Mapping[str, datetime]] = MappingProxyType({})
 
 
-def explain_route(home: Home, stream: str | None, table: str, row: Mapping[str, Any] | None) -> dict[str, Any]:
+def explain_route(
+    home: Home,
+    stream: str | None,
+    table: str,
+    row: Mapping[str, Any] | None,
+    *,
+    moments: Mapping[str, datetime] = _NO_MOMENTS,
+    as_of: str | None = None,
+) -> dict[str, Any]:
     """What takes a row of a table, and where it goes.
 
     Args:
@@ -36,20 +50,24 @@ def explain_route(home: Home, stream: str | None, table: str, row: Mapping[str, 
         stream: its name; None where the home has only one.
         table: `schema.table`, quoted where it must be.
         row: as applications append it; None: all that may take one are told.
+        moments: columns of the row that are moments, with a time zone, which JSON has no word for.
+        as_of: a token or a moment as `parse_as_of` reads it: by the hash ring that was in force then, and today's rules.
 
     Returns:
         JSON-able: `stream`, `table`, `captured`; `tried`: what takes the row or may, each with its `rule` (from 1; None behind the rules), `why`, `where`
         and `to`; the ring's `era` and `shards`, None where there is none; and of a row its `shard` (None: not in the log), `partition` and `sinks`.
 
     Raises:
-        UnknownStream, UsageError: there is no such stream, or the text is no table's name.
+        UnknownStream, UsageError: there is no such stream, or the text is no table's name; no ring was in force then.
+        InvalidTime, InvalidToken: `as_of` is neither a token of the stream nor a moment.
         NoRouteMatches, InvalidRoute: as an append of the row would.
         InvalidValue, UnknownTable, UnknownColumn …: likewise.
     """
     name, config = home.stream_config(stream)
     namespace, own = parse_qualified_name(table)
-    known, era = _known(home, name, namespace, own)
-    era = wanted_era(config, era)
+    known, era = _known(home, name, namespace, own, as_of)
+    if as_of is None:
+        era = wanted_era(config, era)
     facts: dict[str, Any] = {
         "stream": name,
         "table": qualified_name(namespace, own),
@@ -71,7 +89,7 @@ def explain_route(home: Home, stream: str | None, table: str, row: Mapping[str, 
     if row is None:
         schema = known or _imagined(empty, config, router.rules)
         return facts | {"tried": _told(router.explain(schema))}
-    rows = table_of(row)
+    rows = table_of({**row, **_typed(moments, known)})
     schema = grown(known or empty, rows.schema, write_rules(config)(namespace, own))
     batch = _batch(schema, rows)
     tried = _told(router.explain(schema, batch))
@@ -86,15 +104,52 @@ def explain_route(home: Home, stream: str | None, table: str, row: Mapping[str, 
     }
 
 
-def _known(home: Home, stream: str, namespace: str, name: str) -> tuple[TableSchema | None, RingEra | None]:
-    """A table's newest schema and the stream's ring, as the catalog has them."""
+def _typed(moments: Mapping[str, datetime], known: TableSchema | None) -> dict[str, datetime | date]:
+    """Moments as a table's columns have them: some are dates, some have no time zone."""
+    types = {} if known is None else {column.name: column.arrow for column in known.columns}
+    typed: dict[str, datetime | date] = {}
+    for column, moment in moments.items():
+        arrow = types.get(column)
+        if arrow is not None and pa.types.is_date(arrow):
+            typed[column] = moment.date()
+        elif arrow is not None and pa.types.is_timestamp(arrow) and arrow.tz is None:
+            typed[column] = moment.replace(tzinfo=None)
+        else:
+            typed[column] = moment
+    return typed
+
+
+def _era_of(eras: Sequence[RingEra], stream: StreamId | None, as_of: str) -> RingEra:
+    """The one in force at a token's position, or at a moment."""
+    when = (
+        parse_moment(as_of, now=datetime.now(UTC))
+        if stream is None
+        else parse_as_of(as_of, stream, now=datetime.now(UTC))
+    )
+    if isinstance(when, datetime):
+        found = [era for era in eras if era.since_us <= when.timestamp() * 1_000_000]
+    else:
+        found = [era for era in eras if era.cut < when.linear()]
+    if not found:
+        raise UsageError(
+            f"no hash ring was in force at {as_of}",
+            hint="`millstream status --json` has all that were, under `ring`." if eras else "The stream never had one.",
+        )
+    return found[-1]
+
+
+def _known(
+    home: Home, stream: str, namespace: str, name: str, as_of: str | None
+) -> tuple[TableSchema | None, RingEra | None]:
+    """A table's newest schema and the stream's ring, now or then, as the catalog has them."""
     if not home.has_catalog():
-        return None, None
+        return None, None if as_of is None else _era_of((), None, as_of)
     with home.open_catalog() as catalog:
         found = next((row.id for row in catalog.streams() if row.name == stream), None)
         if found is None:
-            return None, None
-        era = RingEras(catalog, found).newest()
+            return None, None if as_of is None else _era_of((), None, as_of)
+        eras = RingEras(catalog, found)
+        era = eras.newest() if as_of is None else _era_of(eras.all(), found, as_of)
         try:
             table = catalog.find_table(found, namespace, name)
         except UnknownTable:

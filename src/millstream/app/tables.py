@@ -21,23 +21,36 @@ def list_tables(
     return tables_of(catalog, stream, *live)
 
 
-def retry_table(catalog: Catalog, stream: StreamId, table: str) -> str:
+def retry_table(catalog: Catalog, stream: StreamId, table: str, *, buffer: str | None = None) -> str:
     """Ask for a table that was set aside to be picked up again; returns what will happen.
+
+    Args:
+        catalog: the home's.
+        stream: the table's.
+        table: its name.
+        buffer: the name of the write buffer that the stream reads from, if it does.
 
     Raises:
         UnknownTable: the stream has none of that name.
         UsageError: it isn't set aside, or applications write a table of the same name.
     """
+    from millstream.app.writing.taking import ask_again, facts_scope
+
     name, held = parse_qualified_name(table), held_tables(catalog, stream)
+    done = []
+    if buffer is not None and ask_again(catalog, facts_scope(stream, buffer), table):
+        done.append(
+            "what it lacks is taken from the write buffer, or it is held anew: within seconds, or when the reader runs next"
+        )
     # One that was dropped at the source may wait in the lake under a name that another bears now.
     rows = [row for row in shown_tables(catalog, stream, held) if (row.namespace, row.name) == name]
-    rows = rows or [catalog.find_table(stream, *name)]
+    if not rows and not done:
+        rows = [catalog.find_table(stream, *name)]
     if any(row.is_captured for row in rows) and any(row.source == 0 for row in rows):
         raise UsageError(
             f"applications write a table {table} too: they would be one in the lake",
             hint="Rename the one at the source; it is taken up again by its new name.",
         )
-    done = []
     for row in rows:
         fact = held.get(str(int(row.id)))
         if fact is not None:

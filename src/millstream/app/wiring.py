@@ -87,6 +87,7 @@ def write_rules(stream: StreamConfig) -> Callable[[str, str], WriteRules]:
 def log_options(stream: StreamConfig) -> LogOptions:
     """How a stream's log is written."""
     from millstream.codec.log_directory import Numbering
+    from millstream.model.replication import AckLevel
     from millstream.wal.writer import LogOptions
 
     log = stream.log
@@ -97,6 +98,7 @@ def log_options(stream: StreamConfig) -> LogOptions:
         group_commit_delay_s=log.group_commit_delay_ms / 1000,
         disk_used_max=log.disk_used_max,
         numbering=Numbering(log.sequence_numbers),
+        acks=AckLevel.parse(stream.acks),
     )
 
 

@@ -1,22 +1,12 @@
-"""What the halves of every write buffer do alike: one call made of a future, and errors that name the buffer."""
+"""What the writing halves of buffers do alike: one call made of a future, and what is said where no answer came."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 
-from millstream.codec.buffered_op import decode_op
-from millstream.errors import (
-    BufferedOpUndecodable,
-    BufferOffsetGone,
-    BufferOutcomeUnknown,
-    BufferSeekBeyondEnd,
-    BufferWentBack,
-    CodecError,
-    UnknownBufferShard,
-    UnsupportedFormat,
-)
-from millstream.model.buffers import BufferedOp, BufferMeta, BufferOffset
+from millstream.errors import BufferOutcomeUnknown
+from millstream.model.buffers import BufferMeta
 from millstream.model.ids import ShardId
 
 
@@ -37,60 +27,3 @@ def no_answer(buffer: str, shard: ShardId, why: str) -> BufferOutcomeUnknown:
         buffer=buffer,
         shard=int(shard),
     )
-
-
-def unknown_shard(buffer: str, shard: ShardId, shards: tuple[ShardId, ...]) -> UnknownBufferShard:
-    """There is no such shard."""
-    return UnknownBufferShard(
-        f"write buffer {buffer} has no shard {shard}; it has {len(shards)}",
-        hint="Name one of them; a table's rows lie on the shard that the routing says.",
-        buffer=buffer,
-        shard=int(shard),
-        shards=[int(one) for one in shards],
-    )
-
-
-def gone(buffer: str, shard: ShardId, place: BufferOffset, first: BufferOffset) -> BufferOffsetGone:
-    """Retention was faster than a reader."""
-    return BufferOffsetGone(
-        f"write buffer {buffer} has dropped offset {place} of shard {shard}; {first} is the first that it has",
-        buffer=buffer,
-        shard=int(shard),
-        place=int(place),
-        first=int(first),
-    )
-
-
-def went_back(buffer: str, shard: ShardId, place: BufferOffset, end: BufferOffset) -> BufferWentBack:
-    """The end lies before what was read already."""
-    return BufferWentBack(
-        f"shard {shard} of write buffer {buffer} ends at {end}, and was read up to {place} before",
-        buffer=buffer,
-        shard=int(shard),
-        place=int(place),
-        end=int(end),
-    )
-
-
-def beyond_end(buffer: str, shard: ShardId, place: BufferOffset, end: BufferOffset) -> BufferSeekBeyondEnd:
-    """Nothing can be read from there as yet."""
-    return BufferSeekBeyondEnd(
-        f"shard {shard} of write buffer {buffer} ends at {end}, and {place} was asked for",
-        buffer=buffer,
-        shard=int(shard),
-        place=int(place),
-        end=int(end),
-    )
-
-
-def op_of(data: bytes, meta: BufferMeta, *, buffer: str) -> BufferedOp:
-    """What a reader returns of an item's bytes; `BufferedOpUndecodable` where they hold no operation."""
-    try:
-        return BufferedOp(meta, decode_op(data, meta.shard))
-    except (CodecError, UnsupportedFormat) as error:
-        raise BufferedOpUndecodable(
-            f"offset {meta.offset} of shard {meta.shard} of write buffer {buffer} holds no operation: {error.message}",
-            buffer=buffer,
-            shard=int(meta.shard),
-            offset=int(meta.offset),
-        ) from error

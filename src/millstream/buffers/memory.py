@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 from typing import Final, Self
 from uuid import uuid4
 
-from millstream.buffers.answers import answered, beyond_end, gone, no_answer, op_of, unknown_shard, went_back
+from millstream.buffers.answers import answered, no_answer
+from millstream.codec.buffer_reading import BufferItem, PlacedReader, replaced, unknown_shard
 from millstream.codec.buffered_op import encode_op
 from millstream.errors import (
     BufferMissing,
-    BufferReplaced,
     BufferUnavailable,
     MillstreamError,
     RowsTooLarge,
     WriterClosed,
 )
-from millstream.model.buffers import BUFFER_START, BufferedOp, BufferMeta, BufferOffset, ReadPause
+from millstream.model.buffers import BufferMeta, BufferOffset
 from millstream.model.ids import ShardId
 from millstream.model.operations import WriteOps
 
@@ -241,71 +241,30 @@ class MemoryBuffer:
         self.close()
 
 
-class MemoryReader:
-    """Reads one shard: `ports.ShardReader`."""
+class MemoryReader(PlacedReader):
+    """Reads one shard."""
 
     def __init__(self, server: MemoryServer, name: str, shard: ShardId) -> None:
+        super().__init__(name, shard)
         self._server = server
-        self._name = name
-        self._shard = shard
-        self._place = BUFFER_START
-        self._ended = False
         self._identity = server.describe(name)[0]
         self.seek_earliest()
 
-    @property
-    def shard(self) -> ShardId:
-        """Whose operations it reads."""
-        return self._shard
-
-    @property
-    def place(self) -> BufferOffset:
-        """See `ports.ShardReader.place`."""
-        return self._place
-
-    def read(self, *, wait_s: float = 0.0) -> BufferedOp | ReadPause:
-        """See `ports.ShardReader.read`."""
-        if self._ended:
-            return ReadPause.ENDED
-        found = self._server.fetch(self._name, self._shard, self._place, wait_s)
-        identity = self._server.describe(self._name)[0]
+    def next_item(self, wait_s: float) -> BufferItem | None:
+        """See `PlacedReader.next_item`."""
+        found = self._server.fetch(self._buffer, self._shard, self._place, wait_s)
+        identity = self._server.describe(self._buffer)[0]
         if identity != self._identity:
-            raise BufferReplaced(
-                f"write buffer {self._name} was made anew while it was read",
-                buffer=self._name,
-                known=self._identity,
-                found=identity,
-            )
+            raise replaced(self._buffer, self._identity, identity)
         if found is None:
-            first, end = self._server.extent(self._name, self._shard)
-            if self._place > end:
-                raise went_back(self._name, self._shard, self._place, end)
-            if self._place < first:
-                self._ended = True
-                raise gone(self._name, self._shard, self._place, first)
-            return ReadPause.PENDING
+            self.check_place(*self.extent())
+            return None
         data, stored_at_us = found
-        meta = BufferMeta(self._shard, self._place, stored_at_us, len(data))
-        self._place = BufferOffset(self._place + 1)
-        return op_of(data, meta, buffer=self._name)
+        return BufferItem(self._place, data, stored_at_us)
 
-    def seek(self, offset: BufferOffset) -> None:
-        """See `ports.ShardReader.seek`."""
-        end = self.end_offset()
-        if offset > end:
-            raise beyond_end(self._name, self._shard, offset, end)
-        self._place, self._ended = offset, False
-
-    def seek_earliest(self) -> None:
-        """See `ports.ShardReader.seek_earliest`."""
-        self._place, self._ended = self._server.extent(self._name, self._shard)[0], False
-
-    def end_offset(self) -> BufferOffset:
-        """See `ports.ShardReader.end_offset`."""
-        return self._server.extent(self._name, self._shard)[1]
-
-    def close(self) -> None:
-        """Nothing is held."""
+    def extent(self) -> tuple[BufferOffset, BufferOffset]:
+        """See `PlacedReader.extent`."""
+        return self._server.extent(self._buffer, self._shard)
 
 
 def lost_answer(buffer: str, shard: ShardId) -> Failure:

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Self
 from uuid import uuid4
 
-from millstream.buffers.answers import answered, no_answer, unknown_shard
+from millstream.buffers.answers import answered, no_answer
 from millstream.buffers.redis_reader import RedisReader
 from millstream.buffers.redis_server import Keys, check_durable, connect, error_of_redis, translated
+from millstream.codec.buffer_reading import unknown_shard
 from millstream.codec.buffered_op import encode_op
 from millstream.errors import (
     BufferMissing,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from millstream.codec.pgoutput._compiled import compiled
+from millstream.codec.machine_code import compiled
 
 Array = Any  # numba knows the element types better than a type checker could
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from millstream.codec.pgoutput._compiled import compiled
+from millstream.codec.machine_code import compiled
 
 # Of the C library that every process has; by name, not by address, so that the machine code can be kept on disk.
 _recv: Any = types.ExternalFunction("recv", types.intp(types.int32, types.uintp, types.uintp, types.int32))

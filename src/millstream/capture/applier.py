@@ -76,6 +76,8 @@ class Applier:
         directory: the decoder's view of the catalog.
         catalog: remembers positions that only keepalives moved, before they are confirmed.
         reached: X; transactions that end at or below it are dropped whole.
+        settling: ends when what the log has up to there is held as its stream asks; None: it is. Before that nothing more is confirmed.
+        confirmed: of a log that settles, what the source has been told already.
         copies: the table copy.
         hold: where the stream waits, if anywhere.
         before_each: called before an item is looked at; what it raises leaves the item out, and ends the session.
@@ -91,6 +93,8 @@ class Applier:
         catalog: Catalog,
         *,
         reached: Lsn,
+        settling: Future[Ack] | None = None,
+        confirmed: Lsn | None = None,
         copies: CopySink,
         hold: StreamHold,
         before_each: Callable[[], None] = lambda: None,
@@ -111,14 +115,17 @@ class Applier:
         self._after = reached
         self._submitted = Lsn(0)
         """The end of the last operation of the stream that was submitted: what follows it may not be in the log without it."""
-        self._durable = reached
+        self._durable = reached if settling is None or confirmed is None else confirmed
         """Everything up to here is in the log, by the log's own word or because nothing of ours was there."""
-        self._stored = reached
+        self._stored = self._durable
         """… and a restart would know it."""
         self._moved_at = time.monotonic()
         self.passed = reached
         self.records = 0
         copies.passed(reached)
+        if settling is not None:
+            self._in_flight.append(_InFlight(settling, reached, 0, None))
+            settling.add_done_callback(self._on_done)
 
     @property
     def source(self) -> SourceId:

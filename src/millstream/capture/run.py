@@ -81,6 +81,8 @@ _DOUBLINGS_MAX: Final = 10
 _SLOT_ACTIVE_MAX_S: Final = 2.0  # a killed capture's server process goes within seconds; then every second counts
 _GIVE_UP_S: Final = 120.0
 """How long `until_caught_up` goes on without a connection."""
+_OTHERS_S: Final = 5.0
+"""How long a session that ends waits for other machines to have what is durable here, where the stream asks for them."""
 _DRAIN_S: Final = 60.0
 _CONFIRM_S: Final = 10.0
 _SLOT_PATIENCE_S: Final = 5.0
@@ -291,11 +293,13 @@ class _Capture:
             wire: Wire = chunks or self._start_streaming(replication, reached, tables)
             stack.callback(wire.close)  # where nobody comes to own it
             timeout_ms = setting_ms(control, "wal_sender_timeout")
+            settling = self._log.settled()
+            confirmed = reached if settling is None or slot is None else min(slot.confirmed, reached)
             status_s = config.status_s if timeout_ms == 0 else min(config.status_s, timeout_ms / 4000)
             receiver = Receiver(
                 wire,
                 self._spill,
-                confirmed=reached,
+                confirmed=confirmed,
                 buffer_bytes_max=config.buffer_bytes_max,
                 status_s=status_s,
             )
@@ -309,6 +313,8 @@ class _Capture:
                 directory,
                 self._catalog,
                 reached=reached,
+                settling=None if slot is None else settling,
+                confirmed=confirmed,
                 copies=copies,
                 hold=hold,
                 before_each=before_each,
@@ -355,9 +361,7 @@ class _Capture:
         finally:
             session.copies.stop()
             session.watcher.stop()
-            while not applier.drain(_DRAIN_S):
-                # Another session would begin below what is being written, and have it sent again.
-                logger.warning("the log's disk doesn't answer; capture waits for it")
+            self._drain(applier)
             final = None
             if not failed:
                 applier.store_position()
@@ -369,6 +373,17 @@ class _Capture:
             return outcome
         logger.info("capture begins again", why=again, after=format_lsn(outcome.reached))
         return None
+
+    def _drain(self, applier: Applier) -> None:
+        """Wait until what was captured is durable; a while longer for other machines, where the stream asks for them."""
+        while not applier.drain(_OTHERS_S):
+            if self._log.is_written():
+                # The next session knows what is durable, and confirms none of it before others hold it, either.
+                logger.warning("other machines don't have what was captured yet; the slot stays where it is")
+                return
+            # Another session would begin below what is being written, and have it sent again.
+            if not applier.drain(_DRAIN_S):
+                logger.warning("the log's disk doesn't answer; capture waits for it")
 
     def _changes_mode(self, session: _Session, now: float) -> bool:
         """Whether to end the session for one that reads otherwise."""

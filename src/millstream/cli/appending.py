@@ -20,10 +20,21 @@ from millstream.cli.context import Session, json_option, note, pass_session, str
 @click.option(
     "--rows", type=click.IntRange(min=1), default=1000, show_default=True, help="Rows of one operation, at most."
 )
+@click.option(
+    "--acks",
+    metavar="LEVEL",
+    help="Where the rows have to be: local, durable(1), durable(2) … for so many followers, object for the object store. The stream's own level is the least.",
+)
 @json_option
 @pass_session
 def append(
-    session: Session, table: str, file: IO[str], stream: str | None = None, rows: int = 1000, as_json: bool = False
+    session: Session,
+    table: str,
+    file: IO[str],
+    stream: str | None = None,
+    rows: int = 1000,
+    acks: str | None = None,
+    as_json: bool = False,
 ) -> None:
     """Append the rows of FILE (else of stdin), a JSON object a line, to TABLE; done once they are durable.
 
@@ -39,7 +50,7 @@ def append(
         try:
             objects = _objects(file)
             while found := list(islice(objects, rows)):
-                appended = opened.append(name, table, found)
+                appended = opened.append(name, table, found, acks=acks)
                 done += appended.row_count
                 if as_json:
                     click.echo(json.dumps(appended.as_dict()))

@@ -235,10 +235,20 @@ def _ask(session: Session, table: str, stream: str | None, do: Callable[[Catalog
 @stream_option
 @pass_session
 def tables_retry(session: Session, table: str, stream: str | None) -> None:
-    """Pick a table up again that was set aside."""
+    """Pick a table up again that was set aside, by capture or by the pipeline, or that the reader of a write buffer holds."""
     from millstream.app.tables import retry_table
+    from millstream.app.writing.buffered import buffer_name
 
-    _ask(session, table, stream, retry_table)
+    home = session.home(needs_source=False)
+    buffers = {
+        name: buffer_name(name, one.buffer) for name, one in home.config.streams.items() if one.buffer is not None
+    }
+
+    def retry(catalog: Catalog, stream: StreamId, table: str) -> str:
+        name = next(row.name for row in catalog.streams() if row.id == stream)
+        return retry_table(catalog, stream, table, buffer=buffers.get(name))
+
+    _ask(session, table, stream, retry)
 
 
 @tables.command("copy")

@@ -35,6 +35,7 @@ _COMMANDS: Final = {
     "reshard": "millstream.cli.routing:reshard",
     "query": "millstream.cli.querying:query",
     "diff": "millstream.cli.differing:diff",
+    "reconcile": "millstream.cli.reconciling:reconcile",
     "wal": "millstream.cli.wal:wal",
     "demo": "millstream.cli.running:demo",
 }

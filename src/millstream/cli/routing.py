@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from typing import Any
 
 import click
@@ -27,11 +28,29 @@ def route() -> None:
 @route.command("explain")
 @click.argument("table")
 @click.argument("row", required=False)
+@click.option(
+    "--moment",
+    "moments",
+    multiple=True,
+    metavar="COLUMN=TIME",
+    help="A column of ROW that is a moment, which JSON has no word for: `at=2026-01-31T12:30`, `at=now`. May be given several times.",
+)
+@click.option(
+    "--as-of",
+    metavar="TOKEN|TIME",
+    help="By the hash ring that was in force at that position, or time: where such a row lies that was appended then. Rules are today's.",
+)
 @stream_option
 @json_option
 @pass_session
 def explain(
-    session: Session, table: str, row: str | None = None, stream: str | None = None, as_json: bool = False
+    session: Session,
+    table: str,
+    row: str | None = None,
+    moments: tuple[str, ...] = (),
+    as_of: str | None = None,
+    stream: str | None = None,
+    as_json: bool = False,
 ) -> None:
     """Say which rule takes ROW of TABLE and why, and which shard, partition and sinks it goes to.
 
@@ -40,7 +59,9 @@ def explain(
     """
     from millstream.app.routes import explain_route
 
-    found = explain_route(session.home(needs_source=False), stream, table, _object(row))
+    told = _moments(moments)
+    asked = {} if row is None and told else _object(row)
+    found = explain_route(session.home(needs_source=False), stream, table, asked, moments=told, as_of=as_of)
     if as_json:
         print_json(found)
         return
@@ -60,6 +81,20 @@ def _place(found: dict[str, Any]) -> str:
         words.append(f"partition {found['partition']}")
     words += found["sinks"]
     return "goes to " + ", ".join(words)
+
+
+def _moments(texts: tuple[str, ...]) -> dict[str, datetime]:
+    from millstream.app.moments import parse_moment
+    from millstream.errors import UsageError
+
+    found = {}
+    now = datetime.now(UTC)
+    for text in texts:
+        column, said, moment = text.partition("=")
+        if not column or not said:
+            raise UsageError(f"{text!r} names no column's moment", hint="Such as --moment created_at=2026-01-31T12:30")
+        found[column] = parse_moment(moment, now=now)
+    return found
 
 
 def _object(row: str | None) -> dict[str, Any] | None:
@@ -87,11 +122,11 @@ def reshard(session: Session, shards: int, stream: str | None = None, as_json: b
     What was appended before stays where it is; readers see each key's records in their order across the cut. Works while `millstream run`, or
     an application, writes the home; where nobody does, this process does it. The cut is recorded: `millstream status` shows it.
     """
-    from millstream.app.writing.appending import HomeAppender
+    from millstream.app.opened import home_appender
 
     home = session.home(needs_source=False)
     name, _ = home.stream_config(stream)
-    appender = HomeAppender(home)
+    appender = home_appender(home)
     try:
         found = appender.reshard(name, shards)
     finally:

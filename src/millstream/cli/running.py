@@ -69,6 +69,7 @@ def capture() -> None:
 def capture_run(session: Session, until_caught_up: bool, log_format: LogFormat) -> None:
     """Capture every configured stream; own their logs."""
     from millstream.app.logs import configure_logs
+    from millstream.app.opened import open_other
     from millstream.app.part import Lifeline
     from millstream.app.writing.owner import run_owner
     from millstream.cli.progress import PartReport
@@ -77,7 +78,9 @@ def capture_run(session: Session, until_caught_up: bool, log_format: LogFormat) 
     with lifeline.held():
         configure_logs(part="capture", style=log_format)
         report = PartReport("capture", silent=lifeline.supervised, terminal=on_terminal())
-        outcome = run_owner(session.home(), lifeline, until_caught_up=until_caught_up, on_progress=report.heard)
+        outcome = run_owner(
+            session.home(), lifeline, open_other=open_other, until_caught_up=until_caught_up, on_progress=report.heard
+        )
     if not lifeline.supervised:
         sys.exit(report.conclude(outcome, must_catch_up=until_caught_up))
 

@@ -133,13 +133,15 @@ def ls(session: Session, stream: str | None, as_json: bool) -> None:
         print_json([asdict(segment) for segment in segments])
         return
     print_table(
-        ["shard", "segment", "state", "offsets", "seq", "records", "size", "epoch"],
+        ["shard", "segment", "state", "offsets", "durable", "shown", "seq", "records", "size", "epoch"],
         [
             [
                 s.shard,
                 Path(s.path).name,
                 s.state,
                 f"[{s.base_offset}, {'?' if s.end_offset is None else s.end_offset})",
+                "" if s.durable_to is None else s.durable_to,
+                "" if s.shown_to is None else s.shown_to,
                 "" if s.first_seq is None else f"{s.first_seq}-{s.last_seq}",
                 s.records,
                 human_bytes(s.size_bytes),
@@ -191,6 +193,7 @@ def inspect_frames(session: Session, seq: str | None, table: str | None, stream:
                     f"{'' if found.numbering == 'batch' else f' by {found.numbering}'}, tables "
                     + ", ".join(f"{words(t)} v{v}: {rows} rows, {size} B" for t, v, rows, size in found.tables)
                     + ("" if found.durable else " (not durable yet)")
+                    + (" (not shown yet)" if found.durable and not found.shown else "")
                 )
     sys.exit(3 if damaged else 0)
 
@@ -228,6 +231,8 @@ def verify(session: Session, stream: str | None, as_json: bool) -> None:
         f"{found.segments} segments, {found.frames} frames, {found.records:,} records, {human_bytes(found.bytes_checked)} checked:"
         f" {outcome}"
     )
+    for shard, hidden in found.hidden.items():
+        note(f"shard {shard}: {hidden:,} records are durable and not shown to readers yet: too few others hold them")
     for shard in found.unmarked:
         note(
             f"shard {shard} has no mark: whether records are missing at its end can't be said, and valid records may be among"
@@ -272,7 +277,8 @@ def stats(session: Session, stream: str | None, as_json: bool, partitions: bool)
             f" {found.records:,} records"
         )
         click.echo(
-            f"seq {found.first_seq}-{found.last_seq}, durable up to {found.persisted_upto}, dropped up to {found.dropped_upto}"
+            f"seq {found.first_seq}-{found.last_seq}, durable up to {found.persisted_upto}, shown up to {found.high_water_mark},"
+            f" dropped up to {found.dropped_upto}"
         )
         print_table(
             ["table", "records", "bytes"],

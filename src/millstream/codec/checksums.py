@@ -20,6 +20,11 @@ def crc32c(*buffers: Bytes) -> int:
     return int(crc)
 
 
+def crc32c_on(crc: int, buffer: Bytes) -> int:
+    """The CRC32C of what `crc` is that of, with more bytes behind it; of nothing it is 0."""
+    return int(google_crc32c.extend(crc, buffer if isinstance(buffer, bytes | pa.Buffer) else _readonly(buffer)))
+
+
 def _readonly(buffer: bytearray | memoryview) -> Bytes:
     view = memoryview(buffer)
     return pa.py_buffer(view) if view.readonly else bytes(view)

@@ -29,10 +29,13 @@ class InvalidRoute(RoutingError):
 
 
 class PartialWrite(RoutingError):
-    """Some of the sinks of a write took it, and some didn't; details: succeeded (what each said, by sink), failed (the error of each)."""
+    """The log or a sink took a write's rows, and another sink didn't; details: succeeded (what each said, by sink), failed (the error of each)."""
 
     code = "partial_write"
-    default_hint = "What succeeded stays written: send it again only to those that failed, or name sinks that may fail in `ignore_errors`."
+    default_hint = (
+        "What succeeded stays written. Send it again under its session number or idempotency key: it goes to those that lack it; without one it goes "
+        "to all of them anew. Sinks that may fail are named in `ignore_errors`."
+    )
 
 
 class ReshardRefused(RoutingError):

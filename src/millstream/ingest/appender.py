@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncio import wrap_future
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -13,20 +13,21 @@ import pyarrow as pa
 from millstream.errors import IngestError, InvalidValue, MillstreamError, RoutingError, UnknownTable
 from millstream.ingest.digests import digests_of
 from millstream.ingest.requests import PreparedBatch, check_batch, in_log, one_request, operations_of, rows_of, said
-from millstream.ingest.schemas import WriteRules, fitted, grown
+from millstream.ingest.schemas import TableRules, fitted, grown
 from millstream.ingest.undisturbed import made_elsewhere, undisturbed
 from millstream.ingest.valid_rows import valid_part, without_clashes
-from millstream.model.ids import SchemaVersion, ShardId, SourceId, StreamId, TableId, WriterId
+from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId, WriterId
 from millstream.model.names import parse_qualified_name
 from millstream.model.operations import Ack, Appended, RejectedRow, TableRows, WriteOps
 from millstream.model.positions import Seq, StreamToken, short_stream_id
 from millstream.model.records import LOG_ROW_PREFIX, Op, append_row_schema
+from millstream.model.replication import AckLevel
 from millstream.model.schema import TableSchema
 from millstream.model.writes import AppendBatch, SessionFacts, WriteId, WriteKeys
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog
-    from millstream.wal.writer import LogWriter
+    from millstream.ports import ApplicationLog
 
 _SMALL_BYTES: Final = 64 << 10
 """Rows up to here are made operations on the caller's event loop: handing them to another thread takes longer."""
@@ -39,12 +40,9 @@ class Appender:
     Args:
         catalog: knows the tables.
         stream: the stream.
-        log: its writer, or this process's one of several.
+        log: its writer, or this process's one of several; with sinks beside it, perhaps.
         writer: that one's number.
-        rules_of: what is configured for a table, by its schema and name.
-        place: where a table's rows go: the entries of their operations, by shard and partition.
-        check_place: raises as `place`, of a table that is to be made, or to get columns: what has nowhere to go makes none.
-        home_shard: the shard that the catalog notes for a table that is new, by `schema.name`.
+        rules: what is configured for tables, and where their rows go.
 
     Concurrency: any number of threads and event loops.
     """
@@ -53,22 +51,16 @@ class Appender:
         self,
         catalog: Catalog,
         stream: StreamId,
-        log: LogWriter,
+        log: ApplicationLog,
         *,
         writer: WriterId,
-        rules_of: Callable[[str, str], WriteRules],
-        place: Callable[[TableSchema, pa.RecordBatch], tuple[TableRows, ...]],
-        check_place: Callable[[TableSchema, pa.RecordBatch], None],
-        home_shard: Callable[[str], ShardId],
+        rules: TableRules,
     ) -> None:
         self._catalog = catalog
         self._stream = stream
         self._log = log
         self._writer = writer
-        self._rules_of = rules_of
-        self._place = place
-        self._check_place = check_place
-        self._home_shard = home_shard
+        self._rules = rules
         self._schemas: dict[tuple[str, str], TableSchema] = {}
         """The newest that this process has seen."""
 
@@ -80,22 +72,24 @@ class Appender:
         deadline_s: float | None,
         write_id: WriteId | None = None,
         keep_valid_rows: bool = False,
+        acks: AckLevel | None = None,
     ) -> Appended:
         """Append one operation: rows of one table, each created anew. Returns once it is durable.
 
         Args:
             table: `schema.table`, quoted where it must be; without a schema it is of `public`.
             rows: as `table_of` gives them.
-            deadline_s: how long to wait for room in the writer's queue.
+            deadline_s: how long to wait for room in the writer's queue, and then for the level that is asked for.
             write_id: what tells a retry for the same write.
             keep_valid_rows: whether rows that have no place in the table are left out; else they refuse all of them.
+            acks: where they have to be before they are acknowledged; None: where the stream says.
 
         Raises:
             UsageError: the text is no table's name.
             InvalidValue, UnknownTable, UnknownColumn, KeyChanged, TableCaptured, RowsTooLarge: nothing was appended.
-            Overloaded, DiskFull, AppendOutcomeUnknown, WriterClosed, StaleEpoch: as `ports.LogAppender`.
+            Overloaded, DiskFull, AppendOutcomeUnknown, WriterClosed, StaleEpoch, ReplicasMissing, LevelUnknown: as `ports.LogAppender`.
         """
-        (outcome,) = self.append_batch(one_request(table, rows, write_id, keep_valid_rows), deadline_s=deadline_s)
+        (outcome,) = self.append_batch(one_request(table, rows, write_id, keep_valid_rows, acks), deadline_s=deadline_s)
         if isinstance(outcome, MillstreamError):
             raise outcome
         return outcome
@@ -113,7 +107,7 @@ class Appender:
         prepared = self.prepare(batch)
         if prepared.ops is None:
             return prepared.outcomes(None)
-        return self._outcomes(prepared, self._log.append(prepared.ops, deadline_s=deadline_s))
+        return self._outcomes(prepared, self._log.append(prepared.ops, deadline_s=deadline_s, acks=prepared.acks))
 
     async def append_batch_async(
         self, batch: AppendBatch, *, deadline_s: float | None
@@ -131,15 +125,18 @@ class Appender:
         """Append what `prepare` has made, as `append_batch` does, for a task."""
         if prepared.ops is None:
             return prepared.outcomes(None)
-        return self._outcomes(prepared, await self._log.append_async(prepared.ops, deadline_s=deadline_s))
+        return self._outcomes(
+            prepared, await self._log.append_async(prepared.ops, deadline_s=deadline_s, acks=prepared.acks)
+        )
 
-    def session(self, name: str) -> SessionFacts:
-        """What the durable log has of a session.
+    def session(self, name: str, *, deadline_s: float | None = None) -> SessionFacts:
+        """What the durable log has of a session, once that is held as the stream's level says.
 
         Raises:
+            ReplicasMissing: it wasn't until the deadline.
             SessionsNeedOneWriter: the stream has several writers.
         """
-        return self._log.session(name)
+        return self._log.session(name, deadline_s=deadline_s)
 
     def is_small(self, batch: AppendBatch) -> bool:
         """Whether `prepare` takes a moment only: few rows, and nothing of the catalog."""
@@ -148,7 +145,7 @@ class Appender:
         if known is None or batch.rows.num_rows > _SMALL_ROWS:
             return False
         try:
-            return grown(known, batch.rows.schema, self._rules_of(*name)) is known
+            return grown(known, batch.rows.schema, self._rules.rules_of(*name)) is known
         except (InvalidValue, UnknownTable, IngestError, RoutingError):
             return False
 
@@ -191,14 +188,14 @@ class Appender:
             wanted = [one is not None for one in ids]
             keys = WriteKeys(ids, digests_of(known.full_name, names, arrays, counts, wanted), logged)
         ops = WriteOps(operations_of(ids, None if keys is None else keys.digests), placed, keys=keys)
-        return PreparedBatch(ops, requests, tuple(places), logged, errors, rejected)
+        return PreparedBatch(ops, requests, tuple(places), logged, errors, rejected, batch.acks)
 
     def _placed(
         self, schema: TableSchema, rows: pa.RecordBatch, counts: Sequence[int]
     ) -> tuple[tuple[TableRows, ...], dict[int, MillstreamError]]:
         """Where operations' rows go; or which of them have no place, by number."""
         try:
-            return self._place(schema, rows), {}
+            return self._rules.place(schema, rows), {}
         except RoutingError as error:
             if len(counts) == 1:
                 return (), {0: error}
@@ -208,7 +205,7 @@ class Appender:
         start = 0
         for number, count in enumerate(counts):
             try:
-                placed += self._place(schema, rows.slice(start, count))
+                placed += self._rules.place(schema, rows.slice(start, count))
             except RoutingError as error:
                 refused[number] = error
             start += count
@@ -218,7 +215,7 @@ class Appender:
         self, name: tuple[str, str], batch: AppendBatch, errors: dict[int, MillstreamError]
     ) -> tuple[AppendBatch | None, Sequence[int], dict[int, tuple[RejectedRow, ...]]]:
         """A batch without the rows that have no place in the table, as `without_clashes` gives it."""
-        rules = self._rules_of(*name)
+        rules = self._rules.rules_of(*name)
         known = self._schemas.get(name)
         try:
             if known is None or not {*batch.rows.column_names} <= {column.name for column in known.columns}:
@@ -279,15 +276,15 @@ class Appender:
     def _fit(self, name: tuple[str, str], rows: pa.Table) -> tuple[TableSchema, list[pa.Array]]:
         """The table's schema, grown by the rows' columns, and the rows' columns as it has them."""
         namespace, table = name
-        rules = self._rules_of(namespace, table)
-        shard = self._home_shard(f"{namespace}.{table}")
+        rules = self._rules.rules_of(namespace, table)
+        shard = self._rules.home_shard(f"{namespace}.{table}")
         known = self._schemas.get(name)
         if known is None or grown(known, rows.schema, rules) is not known:
 
             def grow(newest: TableSchema) -> TableSchema:
                 wanted = grown(newest, rows.schema, rules)
                 arrays = fitted(wanted, rows)  # what doesn't fit, or has nowhere to go, makes no table and no column
-                self._check_place(wanted, _rows_of(wanted, arrays, [rows.num_rows]))
+                self._rules.check_place(wanted, _rows_of(wanted, arrays, [rows.num_rows]))
                 return wanted
 
             known = undisturbed(

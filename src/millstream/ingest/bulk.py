@@ -15,6 +15,7 @@ import pyarrow as pa
 from millstream.errors import UsageError
 from millstream.ingest.arrow_rows import written_bytes
 from millstream.model.operations import Appended
+from millstream.model.replication import AckLevel
 from millstream.model.writes import WriteId
 
 PIECE_BYTES: Final = 16 << 20
@@ -41,7 +42,14 @@ class PutRequest:
     keep_valid_rows: bool = False
     """Whether rows that have no place in the table are left out and named; else they refuse their batch."""
     deadline_s: float = DEADLINE_S
-    """How long an operation waits for room in the log's queue."""
+    """How long an operation waits for room in the log's queue, and then for its level."""
+    acks: str | None = None
+    """Where an operation has to be before it is told of; None: where the stream says, which is the least."""
+
+    @property
+    def level(self) -> AckLevel | None:
+        """What `acks` names."""
+        return None if self.acks is None else AckLevel.parse(self.acks)
 
     @classmethod
     def parse(cls, path: Sequence[bytes] | None, command: bytes | None) -> Self:
@@ -54,6 +62,9 @@ class PutRequest:
         _check(found.session is None or found.idempotency_key is None, "session and idempotency_key exclude each other")
         _check(isinstance(found.keep_valid_rows, bool), "keep_valid_rows must be true or false")
         _check(_is_time(found.deadline_s), f"deadline_s must be seconds, up to {DEADLINE_S_MAX:g}")
+        _check(isinstance(found.acks, str | None), "acks must be text")
+        if found.acks is not None:
+            AckLevel.parse(found.acks)
         return found
 
 

@@ -7,10 +7,9 @@ write: no attacker has to be kept from making two writes with one digest.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from decimal import Decimal
 from functools import lru_cache
-from itertools import accumulate
-from typing import Any, Final, NamedTuple
+from itertools import accumulate, compress
+from typing import Any, Final
 
 import google_crc32c
 import numpy as np
@@ -20,12 +19,20 @@ import pyarrow.compute as pc
 
 _MASK: Final = (1 << 63) - 1
 _MIX: Final = 0x9E37_79B9_7F4A_7C15
+_MIX_64: Final = np.uint64(_MIX)
+_MASK_64: Final = np.uint64(_MASK)
+_SHIFT: Final = np.uint64(29)
+
+_Ints = npt.NDArray[np.int64]
+_Sums = npt.NDArray[np.uint64]
 
 
 def digests_of(
     table: str, names: Sequence[str], columns: Sequence[pa.Array], counts: Sequence[int], wanted: Sequence[bool]
 ) -> list[int]:
     """A digest of each request's rows and of their table, from 0 to 2^63 - 1.
+
+    What Python does is done for all requests of a column together, but for one checksum each: that is most of what a session costs.
 
     Args:
         table: its name: the same rows for another table are another write.
@@ -34,29 +41,26 @@ def digests_of(
         counts: each request's rows, at least one.
         wanted: which requests have a digest made; 0 of the others.
     """
-    ends = list(accumulate(counts))
-    placed = _seed(table) * _MIX
-    digests = [(placed + count) & _MASK if one else 0 for count, one in zip(counts, wanted, strict=True)]
-    bounds = [(i, end - count, end) for i, (count, end) in enumerate(zip(counts, ends, strict=True)) if wanted[i]]
-    for name, column in zip(names, columns, strict=True):
-        if column.null_count == len(column):
-            continue
-        seed = _seed(name)
-        parts = _parts(column)
-        said = None
-        if column.null_count:
-            said = np.concatenate(([0], np.cumsum(column.is_valid().to_numpy(zero_copy_only=False))))
-        for i, start, end in bounds:
-            if said is not None and said[start] == said[end]:
-                continue
-            summed = seed
-            for part in parts:
-                first, last = (start, end) if part.starts is None else (part.starts[start], part.starts[end])
-                if first < last and (part.nulls is None or part.nulls[last] > part.nulls[first]):
-                    found = google_crc32c.value(part.data[first:last].tobytes())
-                    summed = (summed * _MIX + found + part.tag) & _MASK
-            digests[i] = (digests[i] + (summed ^ (summed >> 29)) * _MIX) & _MASK
-    return digests
+    ends = np.fromiter(compress(accumulate(counts), wanted), np.int64)
+    sizes = np.fromiter(compress(counts, wanted), np.int64)
+    rows = _Ranges(ends - sizes, ends)
+    digests = sizes.astype(np.uint64) + np.uint64(_seed(table) * _MIX & _MASK)
+    telling = [(n, column) for n, column in zip(names, columns, strict=True) if column.null_count < len(column)]
+    of_columns = np.empty((len(telling), len(ends)), np.uint64)
+    nulls = []
+    for sums, (name, column) in zip(of_columns, telling, strict=True):
+        sums.fill(_seed(name))
+        nulls.append(_sum_up(sums, column, rows, 1))
+    of_columns &= _MASK_64
+    of_columns ^= of_columns >> _SHIFT
+    of_columns *= _MIX_64
+    for sums, of_column in zip(of_columns, nulls, strict=True):
+        if of_column is not None:
+            sums[of_column == sizes] = 0  # it says nothing there
+    digests += of_columns.sum(axis=0)
+    digests &= _MASK_64
+    found = iter(digests.tolist())
+    return [next(found) if one else 0 for one in wanted]
 
 
 @lru_cache(maxsize=4096)
@@ -64,56 +68,100 @@ def _seed(name: str) -> int:
     return int(google_crc32c.value(name.encode()))
 
 
-class _Part(NamedTuple):
-    """What a column's values are, or something of it."""
+class _Ranges:
+    """Where each request's items lie among all: `[firsts, ends)`."""
 
-    data: npt.NDArray[Any]
-    """An item a row, or several."""
-    tag: int = 1
-    """What tells parts apart of which some may be passed over."""
-    starts: list[int] | None = None
-    """Where each row's items begin, and where the last ones end."""
-    nulls: list[int] | None = None
-    """How many items before each are null: of what is passed over where none is."""
+    __slots__ = ("_slices", "ends", "firsts", "some_have")
+
+    def __init__(self, firsts: _Ints, ends: _Ints, some_have: npt.NDArray[np.bool_] | None = None) -> None:
+        self.firsts = firsts
+        self.ends = ends
+        self.some_have = some_have
+        """Which requests have items; None where all do."""
+        self._slices: dict[int, list[slice]] = {}
+
+    def slices(self, width: int) -> list[slice]:
+        """The same in bytes, of items that have so many each."""
+        found = self._slices.get(width)
+        if found is None:
+            starts, ends = self.firsts * width, self.ends * width
+            found = self._slices[width] = list(map(slice, starts.tolist(), ends.tolist()))
+        return found
+
+    def mapped(self, starts: npt.NDArray[Any]) -> _Ranges:
+        """Of what lies in the items, by where each item's begins, and the last one's ends."""
+        firsts, ends = starts[self.firsts], starts[self.ends]
+        some_have = firsts < ends
+        return _Ranges(firsts, ends, None if some_have.all() else some_have)
+
+    def nulls_of(self, valid: npt.NDArray[np.uint8]) -> _Ints:
+        """How many items of each request are null."""
+        before = np.concatenate(([0], np.cumsum(valid == 0)))
+        found: _Ints = before[self.ends] - before[self.firsts]
+        return found
 
 
-def _parts(column: pa.Array, tag: int = 1) -> list[_Part]:
-    found = []
-    if not len(column):
-        return []
+def _sum_up(sums: _Sums, column: pa.Array, rows: _Ranges, tag: int) -> _Ints | None:
+    """Put what a column's values are into the sums of requests: parts of it, each with a tag, since some may be passed over.
+
+    Returns:
+        How many values of each request are null; None where none is of any.
+    """
+    size = len(column)
+    if not size:
+        return None
+    valid = nulls = None
     if column.null_count:
-        valid = column.is_valid().cast(pa.uint8()).to_numpy()
-        nulls = np.concatenate(([0], np.cumsum(1 - valid.astype(np.int64)))).tolist()
-        found.append(_Part(valid, tag, nulls=nulls))
+        valid = _bits(column.buffers()[0], column)
+        nulls = rows.nulls_of(valid)
+        _add(sums, valid, 1, rows, tag, nulls > 0)
     kind = column.type
     if pa.types.is_list(kind):
         lengths = pc.list_value_length(column).fill_null(0).to_numpy()
-        found.append(_Part(lengths, tag + 1))
-        places = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
-        for part in _parts(column.flatten(), tag + 2):
-            inner = places if part.starts is None else np.array(part.starts)[places]
-            found.append(part._replace(starts=inner.tolist()))
-        return found
+        _add(sums, lengths, lengths.itemsize, rows, tag + 1)
+        starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+        _sum_up(sums, column.flatten(), rows.mapped(starts), tag + 2)
+        return nulls
     if pa.types.is_string(kind) or pa.types.is_binary(kind):
-        plain = column.cast(pa.binary())
-        if plain.null_count:
-            plain = plain.fill_null(b"")  # what lies under a null is anything
-        _, places, data = plain.buffers()
-        offsets = np.frombuffer(places, np.int32, len(plain) + 1, plain.offset * 4)
-        found.append(_Part(np.diff(offsets), tag + 1))
-        text = np.empty(0, np.uint8) if data is None else np.frombuffer(data, np.uint8)
-        found.append(_Part(text, tag + 2, offsets.tolist()))
-        return found
-    plain = column.cast(pa.uint8()) if pa.types.is_boolean(kind) else column
-    if plain.null_count:
-        plain = plain.fill_null(_zero(plain.type))
-    width = plain.type.bit_width // 8
-    values = np.frombuffer(plain.buffers()[1], np.uint8, len(plain) * width, plain.offset * width)
-    found.append(_Part(values.reshape(len(plain), width), tag + 1))
-    return found
+        if valid is not None:
+            column = column.cast(pa.binary()).fill_null(b"")  # what lies under a null is anything
+        _, places, data = column.buffers()
+        offsets = np.frombuffer(places, np.int32, size + 1, column.offset * 4)
+        _add(sums, offsets[1:] - offsets[:-1], 4, rows, tag + 1)
+        if data is not None:
+            _add(sums, data, 1, rows.mapped(offsets), tag + 2)
+        return nulls
+    if pa.types.is_boolean(kind):
+        values, width = _bits(column.buffers()[1], column), 1
+    else:
+        width = kind.bit_width // 8
+        values = np.frombuffer(column.buffers()[1], np.uint8, size * width, column.offset * width)
+    if valid is not None:
+        values = values.reshape(size, width) * valid[:, np.newaxis]
+    _add(sums, values, width, rows, tag + 1)
+    return nulls
 
 
-def _zero(kind: pa.DataType) -> pa.Scalar:
-    if pa.types.is_decimal(kind):
-        return pa.scalar(Decimal(0), kind)
-    return pa.scalar(0, pa.int32() if kind.bit_width == 32 else pa.int64()).cast(kind)
+def _add(
+    sums: _Sums, items: Any, width: int, rows: _Ranges, tag: int, where: npt.NDArray[np.bool_] | None = None
+) -> None:
+    """Add one part: items of so many bytes each; to some requests only, and to none that has no items."""
+    data = bytes(items)
+    checksum = google_crc32c.value
+    found = np.array([checksum(data[one]) + tag for one in rows.slices(width)], np.uint64)
+    if where is None:
+        where = rows.some_have
+    elif rows.some_have is not None:
+        where = where & rows.some_have
+    if where is not None:
+        found += sums * _MIX_64
+        sums[where] = found[where]
+        return
+    sums *= _MIX_64
+    sums += found
+
+
+def _bits(data: pa.Buffer, column: pa.Array) -> npt.NDArray[np.uint8]:
+    """A bit of each of a column's items, as a byte."""
+    whole = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
+    return whole[column.offset : column.offset + len(column)]

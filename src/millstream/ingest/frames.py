@@ -1,7 +1,7 @@
 """What the two sides of the writer's socket say to one another.
 
 A frame is the length of a JSON text, the length of an Arrow stream (0 for none), and both. The writer begins with `{"hello": …}`, which says its version. A
-request is the head of a batch (`stream`, `table`, `deadline_s`, `counts`, `write_ids`, `keep_valid_rows`) and its rows; the answer
+request is the head of a batch (`stream`, `table`, `deadline_s`, `counts`, `write_ids`, `keep_valid_rows`, `acks`) and its rows; the answer
 `{"outcomes": […]}`, one a request in their order, each `{"appended": …}` or `{"error": …}`, or `{"error": …}` for all of them. `{"stream", "session"}` asks what
 the log has of a session; the answer is `{"session": …}`. A writer that ends says
 `{"closed": true}` on each connection: what it hasn't answered before that was never appended.
@@ -27,6 +27,7 @@ from millstream.errors import (
 )
 from millstream.ingest.columns import ROWS_BYTES_MAX
 from millstream.model.operations import Appended
+from millstream.model.replication import AckLevel
 from millstream.model.writes import AppendBatch, SessionFacts, WriteId
 
 LENGTHS: Final = struct.Struct("<II")
@@ -35,12 +36,16 @@ HEAD_BYTES_MAX: Final = 8 << 20
 """Of a batch of as many requests as may be, with long ids."""
 BODY_BYTES_MAX: Final = 2 * ROWS_BYTES_MAX
 """An Arrow stream of rows that are within bounds: buffers are padded, and strings have offsets."""
-VERSION: Final = 2
+VERSION: Final = 3
 HELLO: Final = {"hello": VERSION}
 CLOSED: Final = {"closed": True}
 HELLO_PATIENCE_S: Final = 5.0
 ANSWER_PATIENCE_S: Final = 60.0
 """How much longer than its deadline an append may take before its caller gives up: an fsync that hangs."""
+
+
+SESSION_PATIENCE_S: Final = 10.0
+"""How long the answer to how far a session is waits for other machines, where the stream asks for them."""
 
 
 def frame_of(facts: Mapping[str, Any]) -> bytes:
@@ -62,6 +67,8 @@ def asking(stream: str, batch: AppendBatch, deadline_s: float) -> tuple[bytes, p
         "counts": list(batch.counts),
         "keep_valid_rows": batch.keep_valid_rows,
     }
+    if batch.acks is not None:
+        facts["acks"] = str(batch.acks)
     if any(batch.write_ids) or len(batch.write_ids) != len(batch.counts):
         facts["write_ids"] = [one and (one.session, one.number, one.key) for one in batch.write_ids]
     head = json.dumps(facts).encode()
@@ -100,9 +107,10 @@ def asked(head: bytes, body: bytes) -> tuple[str, float, AppendBatch]:
         ids = facts.get("write_ids")
         write_ids = [None] * len(counts) if ids is None else [one and _write_id(*one) for one in ids]
         keep = bool(facts.get("keep_valid_rows"))
+        acks = None if facts.get("acks") is None else AckLevel.parse(str(facts["acks"]))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidValue(f"a request can't be read: {error}") from error
-    return stream, deadline_s, AppendBatch(table, _rows_of(body), counts, write_ids, keep)
+    return stream, deadline_s, AppendBatch(table, _rows_of(body), counts, write_ids, keep, acks)
 
 
 def _write_id(session: str | None, number: int | None, key: str | None) -> WriteId:

@@ -30,6 +30,7 @@ from millstream.ingest.frames import (
     HELLO,
     HELLO_PATIENCE_S,
     LENGTHS,
+    SESSION_PATIENCE_S,
     answer_in,
     answered,
     asked,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from millstream.model.operations import Appended
+    from millstream.model.replication import AckLevel
     from millstream.model.writes import AppendBatch, SessionFacts, WriteId
 
 _ROOM_BYTES: Final = 4 * ROWS_BYTES_MAX
@@ -169,7 +171,11 @@ class AppendServer:
         try:
             if not body and (wanted := session_asked(head)) is not None:
                 appender = await self._appender(wanted[0])
-                return frame_of({"session": appender.session(wanted[1]).as_dict()})
+                # It may wait for others to hold what the log has.
+                facts = await wrap_future(
+                    made_elsewhere(lambda: appender.session(wanted[1], deadline_s=SESSION_PATIENCE_S))
+                )
+                return frame_of({"session": facts.as_dict()})
             return answered(await self._append(head, body))
         except MillstreamError as error:
             return frame_of({"error": error.as_dict()})
@@ -245,9 +251,10 @@ class AppendClient:
         deadline_s: float,
         write_id: WriteId | None = None,
         keep_valid_rows: bool = False,
+        acks: AckLevel | None = None,
     ) -> Appended:
         """As `Appender.append`, in the process that writes. Raises as `append_batch`, and what refused the rows."""
-        batch = one_request(table, rows, write_id, keep_valid_rows)
+        batch = one_request(table, rows, write_id, keep_valid_rows, acks)
         (outcome,) = self.append_batch(stream, batch, deadline_s=deadline_s)
         if isinstance(outcome, MillstreamError):
             raise outcome

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from millstream.model.operations import Appended
+    from millstream.model.replication import AckLevel
     from millstream.model.writes import AppendBatch, SessionFacts, WriteId
 
 CONNECTIONS_MAX: Final = 64
@@ -58,9 +59,10 @@ class AsyncAppendClient:
         deadline_s: float,
         write_id: WriteId | None = None,
         keep_valid_rows: bool = False,
+        acks: AckLevel | None = None,
     ) -> Appended:
         """See `AppendClient.append`."""
-        batch = one_request(table, rows, write_id, keep_valid_rows)
+        batch = one_request(table, rows, write_id, keep_valid_rows, acks)
         (outcome,) = await self.append_batch(stream, batch, deadline_s=deadline_s)
         if isinstance(outcome, MillstreamError):
             raise outcome

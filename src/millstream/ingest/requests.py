@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -25,6 +26,7 @@ from millstream.model.operations import (
     WriteOps,
 )
 from millstream.model.positions import SeqRange, StreamToken
+from millstream.model.replication import AckLevel
 from millstream.model.writes import AppendBatch, WriteId
 from millstream.wal.submissions import parts_of
 
@@ -51,6 +53,8 @@ class PreparedBatch:
     """Why others were refused, by place."""
     rejected: Mapping[int, tuple[RejectedRow, ...]] = field(default_factory=dict)
     """Rows that were left out of requests, by the request's place."""
+    acks: AckLevel | None = None
+    """As the batch asks."""
 
     def outcomes(
         self, ack: Ack | None, token_of: Callable[[SeqRange], StreamToken] | None = None
@@ -87,12 +91,18 @@ def in_log(placed: Sequence[TableRows], counts: Sequence[int]) -> tuple[int, ...
     return tuple(found.tolist())
 
 
-def one_request(table: str, rows: pa.Table, write_id: WriteId | None, keep_valid_rows: bool) -> AppendBatch:  # noqa: FBT001 (the batch's field)
+def one_request(
+    table: str,
+    rows: pa.Table,
+    write_id: WriteId | None,
+    keep_valid_rows: bool,  # noqa: FBT001 (the batch's field)
+    acks: AckLevel | None = None,
+) -> AppendBatch:
     """A batch of one; `UsageError` where the table has no name, `InvalidValue` where there are no rows."""
     parse_qualified_name(table)
     if not rows.num_rows:
         raise InvalidValue("an append needs at least one row", hint="Don't call it where there is none.")
-    return AppendBatch(table, rows, (rows.num_rows,), (write_id,), keep_valid_rows)
+    return AppendBatch(table, rows, (rows.num_rows,), (write_id,), keep_valid_rows, acks)
 
 
 def check_batch(batch: AppendBatch) -> None:
@@ -120,6 +130,15 @@ def check_batch(batch: AppendBatch) -> None:
 def check_write_id(write_id: WriteId) -> None:
     """`InvalidValue` where it is neither a session with a number from 1 nor a key; `RowsTooLarge` where a text is too long."""
     session, number, key = write_id.session, write_id.number, write_id.key
+    if (
+        key is None
+        and type(number) is int
+        and type(session) is str
+        and 1 <= number <= _NUMBER_MAX
+        and 0 < len(session) <= WRITE_ID_BYTES_MAX
+        and session.isascii()
+    ):
+        return  # what nearly all of them are, and each request of a batch is looked at
     if (session is None) == (key is None) or (session is None) != (number is None):
         raise InvalidValue(
             "a write is told apart by a session and its number in it, or by an idempotency key",
@@ -170,23 +189,37 @@ def said(rows: pa.Table) -> pa.Table:
 def operations_of(write_ids: Sequence[WriteId | None], digests: Sequence[int] | None = None) -> pa.RecordBatch:
     """A row of `OPERATION_SCHEMA` for each request of now, with the digests of those that have an id."""
     count = len(write_ids)
+    columns = list(_columns(count))
+    moments = np.arange(count)
+    moments += _MOMENTS.next(count)
+    columns[_MOMENT] = pa.array(moments, _MOMENT_TYPE)
+    if digests is not None:
+        told = [write_id or _NOTHING for write_id in write_ids]
+        columns[_SESSION] = pa.array([write_id.session for write_id in told], pa.string())
+        columns[_NUMBER] = pa.array([write_id.number for write_id in told], pa.int64())
+        if any(write_id.key for write_id in told):
+            columns[_KEY] = pa.array([write_id.key for write_id in told], pa.string())
+        own = [None if write_id is None else digest for write_id, digest in zip(write_ids, digests, strict=True)]
+        columns[_DIGEST] = pa.array(own, pa.int64())
+    return pa.RecordBatch.from_arrays(columns, schema=OPERATION_SCHEMA)
+
+
+_MOMENT: Final = OPERATION_SCHEMA.get_field_index("commit_ts")
+_MOMENT_TYPE: Final = OPERATION_SCHEMA.field(_MOMENT).type
+_SESSION: Final = OPERATION_SCHEMA.get_field_index("session")
+_NUMBER: Final = OPERATION_SCHEMA.get_field_index("session_number")
+_KEY: Final = OPERATION_SCHEMA.get_field_index("idempotency_key")
+_DIGEST: Final = OPERATION_SCHEMA.get_field_index("commit_end_lsn")
+
+
+@lru_cache(maxsize=64)  # batches are of a few sizes, and have at most `REQUESTS_MAX` requests
+def _columns(count: int) -> tuple[pa.Array, ...]:
+    """The columns of `OPERATION_SCHEMA` of so many requests that say nothing but what they are."""
     facts = {
         "kind": pa.array(np.full(count, int(OperationKind.APPEND), dtype=np.uint8)),
         "source": pa.array(np.full(count, int(SourceId(0)), dtype=np.int32)),
-        "commit_ts": pa.array(np.arange(count) + _MOMENTS.next(count), OPERATION_SCHEMA.field("commit_ts").type),
     }
-    if any(write_ids):
-        told = [write_id or _NOTHING for write_id in write_ids]
-        facts |= {
-            "session": pa.array([write_id.session for write_id in told], pa.string()),
-            "session_number": pa.array([write_id.number for write_id in told], pa.int64()),
-            "idempotency_key": pa.array([write_id.key for write_id in told], pa.string()),
-            "commit_end_lsn": pa.array(
-                digests, pa.int64(), mask=np.array([write_id is None for write_id in write_ids])
-            ),
-        }
-    columns = [facts[f.name] if f.name in facts else pa.nulls(count, f.type) for f in OPERATION_SCHEMA]
-    return pa.RecordBatch.from_arrays(columns, schema=OPERATION_SCHEMA)
+    return tuple(facts[f.name] if f.name in facts else pa.nulls(count, f.type) for f in OPERATION_SCHEMA)
 
 
 class _Moments:

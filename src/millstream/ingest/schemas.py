@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
@@ -12,6 +12,8 @@ import pyarrow.compute as pc
 
 from millstream.errors import InvalidValue, KeyChanged, UnknownColumn, UnknownTable
 from millstream.ingest.columns import COLUMNS_MAX, ROWS_BYTES_MAX, too_large
+from millstream.model.ids import ShardId
+from millstream.model.operations import TableRows
 from millstream.model.schema import Column, TableSchema
 
 FITTED_BYTES_MAX: Final = 2 * ROWS_BYTES_MAX
@@ -40,6 +42,20 @@ class WriteRules:
     mode: SchemaOnWrite
     key: tuple[str, ...] = ()
     """Names of the columns that tell rows of `current` apart; none: the table has history alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableRules:
+    """What is configured for a stream's tables that applications write, and where their rows go."""
+
+    rules_of: Callable[[str, str], WriteRules]
+    """What is configured for a table, by its schema and name."""
+    place: Callable[[TableSchema, pa.RecordBatch], tuple[TableRows, ...]]
+    """Where a table's rows go: the entries of their operations, by shard and partition."""
+    check_place: Callable[[TableSchema, pa.RecordBatch], None]
+    """Raises as `place`, of a table that is to be made, or to get columns: what has nowhere to go makes none."""
+    home_shard: Callable[[str], ShardId]
+    """The shard that the catalog notes for a table that is new, by `schema.name`."""
 
 
 def grown(known: TableSchema, columns: pa.Schema, rules: WriteRules) -> TableSchema:

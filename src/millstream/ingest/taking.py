@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
-from millstream.ingest.schemas import WriteRules, fitted, grown
+from millstream.ingest.schemas import TableRules, fitted, grown
 from millstream.ingest.undisturbed import undisturbed
-from millstream.model.ids import ShardId, SourceId, StreamId
+from millstream.model.ids import SourceId, StreamId
 from millstream.model.operations import TableRows, WriteOps
 from millstream.model.positions import Lsn
 from millstream.model.records import LOG_ROW_PREFIX, append_row_schema
@@ -28,27 +28,15 @@ class OperationTaker:
     Args:
         catalog: knows our tables.
         stream: ours.
-        rules_of: what is configured for a table, by its schema and name; one without a key has that of the rows.
-        place: where a table's rows go: the entries of their operation, by shard and partition.
-        home_shard: the shard that the catalog notes for a table that is new, by `schema.name`.
+        rules: what is configured for tables, and where their rows go; a table without a key has that of the rows.
 
     Concurrency: any number of threads.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        stream: StreamId,
-        *,
-        rules_of: Callable[[str, str], WriteRules],
-        place: Callable[[TableSchema, pa.RecordBatch], tuple[TableRows, ...]],
-        home_shard: Callable[[str], ShardId],
-    ) -> None:
+    def __init__(self, catalog: Catalog, stream: StreamId, rules: TableRules) -> None:
         self._catalog = catalog
         self._stream = stream
-        self._rules_of = rules_of
-        self._place = place
-        self._home_shard = home_shard
+        self._rules = rules
         self._schemas: dict[tuple[str, str], TableSchema] = {}
         """The newest that this process has seen."""
 
@@ -57,28 +45,36 @@ class OperationTaker:
 
         Raises:
             InvalidValue, UnknownTable, UnknownColumn, KeyChanged, TableCaptured, RowsTooLarge: the table can't take them.
+            RoutingError: they have nowhere to go.
         """
         namespace, name = table.schema.namespace, table.schema.name
-        rules = self._rules_of(namespace, name)
+        rules = self._rules.rules_of(namespace, name)
         if not rules.key:
             rules = replace(rules, key=table.schema.key)
+
         own = pa.Table.from_batches([table.rows]).select(table.rows.schema.names[_PREFIX:])
+
+        def ours(schema: TableSchema) -> pa.RecordBatch:
+            columns = [*table.rows.columns[:_PREFIX], *fitted(schema, own)]
+            return pa.RecordBatch.from_arrays(columns, schema=append_row_schema(schema))
+
         known = self._schemas.get((namespace, name))
         if known is None or grown(known, own.schema, rules) is not known:
 
             def grow(newest: TableSchema) -> TableSchema:
                 wanted = grown(newest, own.schema, rules)
-                fitted(wanted, own)  # what doesn't fit makes no table and no column
+                # What doesn't fit, or has nowhere to go, makes no table and no column.
+                self._rules.check_place(wanted, ours(wanted))
                 return wanted
 
-            shard = self._home_shard(f"{namespace}.{name}")
+            shard = self._rules.home_shard(f"{namespace}.{name}")
             known = undisturbed(
                 lambda: self._catalog.application_table(self._stream, namespace, name, shard=shard, grow=grow)
             )
             self._schemas[namespace, name] = known
-        columns = [*table.rows.columns[:_PREFIX], *fitted(known, own)]
-        rows = pa.RecordBatch.from_arrays(columns, schema=append_row_schema(known))
-        return tuple(replace(t, partition=t.partition or table.partition) for t in self._place(known, rows))
+        return tuple(
+            replace(t, partition=t.partition or table.partition) for t in self._rules.place(known, ours(known))
+        )
 
 
 def in_order(

@@ -27,7 +27,7 @@ from millstream.model.schema import TableSchema
 _NOWHERE: Final[Mapping[SourceId, Lsn]] = MappingProxyType({})
 _NO_SOURCE: Final = SourceId(0)
 _NOT_A_VALUE: Final = (pa.ArrowException, TypeError, ValueError, OverflowError)
-_SAID: Final = ("commit_ts", "session", "session_number", "idempotency_key", "trace_id")
+_SAID: Final = ("commit_ts", "trace_id")
 """The columns of `OPERATION_SCHEMA` that the last fields of an `AppendOp` fill, in their order."""
 _CONTAINERS: Final = frozenset({list, tuple, dict})
 _COUNT_KEPT_MAX: Final = 1024
@@ -37,7 +37,9 @@ _Made = TypeVar("_Made")
 
 
 class AppendOp(NamedTuple):
-    """One operation of kind `APPEND`: a request's few rows of one table, each created anew.
+    """One operation of kind `APPEND`: a request's few rows of one table, each created anew, of somebody who knows the table's schema and shard.
+
+    It has no `WriteId`: what can be told apart comes as `WriteOps` with its `keys`, as requests of applications do (`ingest.appender`).
 
     A tuple, since one is made for every request. The values aren't looked at before the log takes them: what isn't of its
     column's type is refused with `InvalidValue` then, and holds nobody else up.
@@ -51,9 +53,6 @@ class AppendOp(NamedTuple):
     """The partition of the table that all rows belong to; None where it has none."""
     commit_ts_us: int | None = None
     """The request's time, in microseconds since 1970 (UTC)."""
-    session: str | None = None
-    session_number: int | None = None
-    idempotency_key: str | None = None
     trace_id: str | None = None
 
     @property

@@ -43,6 +43,26 @@ def check_stream_name(name: str) -> str:
     return name
 
 
+_REGION_LOG: Final = re.compile(r"([^@]*)@([0-9]{1,10})\Z")
+
+
+def region_log_name(stream: str, region: RegionId) -> str:
+    """The folder's name of another region's log of a stream, where that is followed."""
+    return f"{check_stream_name(stream)}@{int(region)}"
+
+
+def parse_region_log_name(name: str) -> tuple[str, RegionId] | None:
+    """Whose log a folder holds, by its name; None where it isn't another region's. `UsageError` where it can't be one's either."""
+    if "@" not in name:
+        return None
+    found = _REGION_LOG.match(name)
+    if found is None or str(int(found[2])) != found[2] or int(found[2]) >= 1 << 32:
+        raise UsageError(
+            f"{name!r} can't name the log of another region", hint="It is named stream@region, such as shop@2."
+        )
+    return check_stream_name(found[1]), RegionId(int(found[2]))
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """One PostgreSQL database's one history.

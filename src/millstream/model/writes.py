@@ -8,6 +8,8 @@ from typing import Any, Self
 
 import pyarrow as pa
 
+from millstream.model.replication import AckLevel
+
 
 @dataclass(frozen=True, slots=True)
 class WriteId:
@@ -56,6 +58,8 @@ class AppendBatch:
     """Each request's."""
     keep_valid_rows: bool = False
     """Whether rows that have no place in the table are left out and named (`Appended.rejected`); else they refuse their request."""
+    acks: AckLevel | None = None
+    """Where they have to be before they are acknowledged; None: where the stream says, which is the least."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 Premises
 --------
 1. Operations of a shard are taken in their order. What the log says of a shard (`place`) is durable with the rows themselves: all
-   operations below it are in the log, but for partitions of tables that are *held*.
+   operations below it are in the log, but for partitions of tables that are *held*. Those that put no row there move it by a note of their
+   own, which holds for a log that has reached as much as it had then.
 2. A partition of a table is held from the first operation on that couldn't be taken, while others go on. Below its checkpoint's `minimum`
    all of its rows are in the log; from there on none is.
 3. A checkpoint is made when everything below it is durable. So what is told twice, or late, says less than what is true, never more:

@@ -23,7 +23,8 @@ What becomes of a write:
     | of a session that was forgotten   | SessionExpired    | SessionExpired|
     | a key that was forgotten          | WriteForgotten    | WriteForgotten|
 
-Sessions that were used lately are objects, others a few bytes each.
+Sessions that were used lately are objects, others a few bytes each. What a write was given becomes an object where it is asked for: who writes
+again in one of many sessions needs only its mark.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +64,10 @@ _RESULT: Final = struct.Struct("<qqqqB")
 _MANY: Final = 255
 _SHARDS: Final = struct.Struct("<H")
 _PLACE: Final = struct.Struct("<iqq")
+_PLAIN_SIZE: Final = _RESULT.size + _PLACE.size
+"""Of a result on one shard, as most are."""
+_NUMBERS: Final = struct.Struct(f"<q{_PLAIN_SIZE - 8}x")
+_NUMBER: Final = struct.Struct("<q")
 _NAME: Final = struct.Struct("<H")
 _HASH: Final = np.dtype("<u8")
 _Hashes = npt.NDArray[np.uint64]
@@ -78,17 +83,16 @@ class SessionLimits:
     """Since its last write, in microseconds."""
 
 
-class _Result(NamedTuple):
-    digest: int
-    given: Ack
+_Result: TypeAlias = tuple[int, Ack]
+"""A write's digest, and what it was given. Made for each write that is noted: a class of its own would take as long as all else that is done then."""
 
 
 @dataclass(slots=True)
 class _Session:
     mark: int = 0
     used_us: int = 0
-    results: dict[int, _Result] = field(default_factory=dict)
-    """By number: all above the mark, and the last ones up to it."""
+    results: dict[int, _Result | bytes] = field(default_factory=dict)
+    """By number: all above the mark, and the last ones up to it; as bytes where they come from some."""
 
 
 class Sessions:
@@ -129,13 +133,18 @@ class Sessions:
         packed = self._cold.get(session)
         return 0 if packed is None else int(_SESSION.unpack_from(packed)[0])
 
-    def look(self, write_id: WriteId, digest: int, *, mark: int = 0) -> Ack | None:
+    def has(self, session: str, number: int) -> bool:
+        """Whether a session's write above its mark is known."""
+        found = self._hot.get(session) or self._thawed(session)
+        return found is not None and number in found.results
+
+    def look(self, write_id: WriteId, digest: int, *, mark: int | None = None) -> Ack | None:
         """What a write was given before; None where it is new. Nothing changes.
 
         Args:
             write_id: a session with a number, or a key.
             digest: of its rows, at least 0.
-            mark: the session's, where that is about to be greater.
+            mark: the session's with writes that are about to be noted, where there are some.
 
         Raises:
             WriteIdReused, WriteForgotten, SessionAhead, SessionExpired: see the table above.
@@ -145,26 +154,33 @@ class Sessions:
         name, number = write_id.session, write_id.number
         assert name is not None
         assert number is not None
-        session = self._hot.get(name) or self._thawed(name)
-        if session is None:
-            if number > mark + AHEAD_MAX or _hash_of("s", name) in self._expired:
+        session = self._hot.get(name)
+        if session is None and (packed := self._cold.get(name)) is not None:
+            if mark is None and _SESSION.unpack_from(packed)[0] == number - 1:
+                return None  # the mark would be farther
+            session = _unpacked(packed)
+        if session is not None:
+            found = session.results.get(number)
+            if found is not None:
+                known, given = _unpacked_result(found, 0)[1] if isinstance(found, bytes) else found
+                self.check_same(known, digest, write_id)
+                return given
+            if number <= session.mark:
+                raise WriteForgotten(
+                    f"write {number} of session {name} was appended; where isn't known any more",
+                    session=name,
+                    number=number,
+                )
+            if mark is None:
+                mark = session.mark
+        elif mark is None:
+            if number > AHEAD_MAX or _hash_of("s", name) in self._expired:
                 raise SessionExpired(
                     f"session {name} isn't known any more: whether its write {number} is in the log can't be told",
                     session=name,
                     number=number,
                 )
             return None
-        found = session.results.get(number)
-        if found is not None:
-            self.check_same(found.digest, digest, write_id)
-            return found.given
-        if number <= session.mark:
-            raise WriteForgotten(
-                f"write {number} of session {name} was appended; where isn't known any more",
-                session=name,
-                number=number,
-            )
-        mark = max(mark, session.mark)
         if number > mark + AHEAD_MAX:
             raise SessionAhead(
                 f"write {number} of session {name} came before write {mark + 1}: at most {AHEAD_MAX} may",
@@ -194,8 +210,8 @@ class Sessions:
         packed = self._keys.get(key)
         if packed is not None:
             found = _unpacked_result(packed, 0)[1]
-            self.check_same(found.digest, digest, WriteId(key=key))
-            return found.given
+            self.check_same(found[0], digest, WriteId(key=key))
+            return found[1]
         if _hash_of("k", key) in self._expired:
             raise WriteForgotten(
                 f"a write with the idempotency key {key} was appended; where isn't known any more", idempotency_key=key
@@ -220,36 +236,51 @@ class Sessions:
             given: its numbers and offsets.
             now_us: the write's time, in microseconds since 1970.
         """
-        result = _Result(digest, given)
         self._noted += 1
-        if write_id.key is not None:
-            self._keys.pop(write_id.key, None)
-            self._keys[write_id.key] = _packed_result(now_us, result)
-            self._forget_keys(now_us)
-            return
         name, number = write_id.session, write_id.number
-        assert name is not None
-        assert number is not None
+        if name is None or number is None:
+            self._note_key(write_id, (digest, given), now_us)
+            return
         session = self._hot.get(name)
-        if number > (self.mark(name) if session is None else session.mark) + AHEAD_MAX:
+        mark = self.mark(name) if session is None else session.mark
+        if number > mark + AHEAD_MAX:
             # Those between were there when it was taken, in a part of the log that is gone now.
             self._forget_session(name)
             return
         if session is None:
-            session = self._thawed(name) or _Session()
-            self._cold.pop(name, None)
-            self._hot[name] = session
-            if len(self._hot) > _HOT_MAX:
-                longest, idle = self._hot.popitem(last=False)
-                self._cold[longest] = _packed(idle)
-            self._forget_sessions(now_us)
+            session = self._heated(name, now_us)
+            if session is None:
+                return
         else:
             self._hot.move_to_end(name)
-        session.used_us = max(now_us, session.used_us)
-        session.results[number] = result
-        while session.mark + 1 in session.results:
-            session.mark += 1
-            session.results.pop(session.mark - RESULTS_KEPT, None)
+        session.used_us = max(session.used_us, now_us)
+        results = session.results
+        results[number] = digest, given
+        while mark + 1 in results:
+            mark += 1
+            results.pop(mark - RESULTS_KEPT, None)
+        session.mark = mark
+
+    def _note_key(self, write_id: WriteId, result: _Result, now_us: int) -> None:
+        assert write_id.key is not None
+        self._keys.pop(write_id.key, None)
+        self._keys[write_id.key] = _packed_result(now_us, result)
+        self._forget_keys(now_us)
+
+    def _heated(self, name: str, now_us: int) -> _Session | None:
+        """A session as an object, anew where nobody knows it; None where it was forgotten since its write was looked for."""
+        session = self._thawed(name)
+        if session is None:
+            if _hash_of("s", name) in self._expired:
+                return None
+            session = _Session()
+        self._cold.pop(name, None)
+        self._hot[name] = session
+        if len(self._hot) > _HOT_MAX:
+            longest, idle = self._hot.popitem(last=False)
+            self._cold[longest] = _packed(idle)
+        self._forget_sessions(now_us)
+        return session
 
     def forget_gaps(self) -> None:
         """Some of the log's operations weren't noted, and can't be any more: sessions that lack numbers below others are forgotten.
@@ -420,26 +451,40 @@ def _packed(session: _Session) -> bytes:
     return b"".join(
         [
             _SESSION.pack(session.mark, session.used_us, len(session.results)),
-            *(_packed_result(number, result) for number, result in session.results.items()),
+            *(
+                result if isinstance(result, bytes) else _packed_result(number, result)
+                for number, result in session.results.items()
+            ),
         ]
     )
 
 
 def _unpacked(packed: bytes) -> _Session:
     mark, used_us, count = _SESSION.unpack_from(packed)
-    results = {}
+    results: dict[int, _Result | bytes] = {}
     at = _SESSION.size
-    for _ in range(count):
-        number, result = _unpacked_result(packed, at)
-        results[number] = result
-        at += _size_of_result(packed, at)
+    if _are_plain(packed, at, count):
+        for (number,) in _NUMBERS.iter_unpack(packed[at:]):
+            results[number] = packed[at : at + _PLAIN_SIZE]
+            at += _PLAIN_SIZE
+    else:
+        for _ in range(count):
+            (number,) = _NUMBER.unpack_from(packed, at)
+            end = at + _size_of_result(packed, at)
+            results[number] = packed[at:end]
+            at = end
     return _Session(mark, used_us, results)
 
 
+def _are_plain(data: bytes, at: int, count: int) -> bool:
+    """Whether each of so many results that begin there lies on one shard: then they are of one size."""
+    return data[at + _RESULT.size - 1 : at + count * _PLAIN_SIZE : _PLAIN_SIZE] == b"\x01" * count
+
+
 def _packed_result(number: int, result: _Result) -> bytes:
-    given = result.given
+    digest, given = result
     shards = len(given.offsets)
-    head = _RESULT.pack(number, result.digest, given.seqs.first, given.seqs.count, min(shards, _MANY))
+    head = _RESULT.pack(number, digest, given.seqs.first, given.seqs.count, min(shards, _MANY))
     places = (_PLACE.pack(shard, start, end) for shard, (start, end) in given.offsets.items())
     return b"".join([head, _SHARDS.pack(shards) if shards >= _MANY else b"", *places])
 
@@ -449,7 +494,7 @@ def _unpacked_result(packed: bytes, at: int) -> tuple[int, _Result]:
     places_at, end = _places_of_result(packed, at)
     places = (_PLACE.unpack_from(packed, place) for place in range(places_at, end, _PLACE.size))
     offsets = {ShardId(shard): (Offset(start), Offset(end)) for shard, start, end in places}
-    return number, _Result(digest, Ack(offsets, SeqRange(Seq(first), count)))
+    return number, (digest, Ack(offsets, SeqRange(Seq(first), count)))
 
 
 def _places_of_result(data: bytes, at: int) -> tuple[int, int]:
@@ -467,7 +512,9 @@ def _size_of_result(data: bytes, at: int) -> int:
 
 
 def _size_of_session(data: bytes, at: int) -> int:
-    size = _SESSION.size
-    for _ in range(_SESSION.unpack_from(data, at)[2]):
+    size, count = _SESSION.size, int(_SESSION.unpack_from(data, at)[2])
+    if _are_plain(data, at + size, count):
+        return size + count * _PLAIN_SIZE
+    for _ in range(count):
         size += _size_of_result(data, at + size)
     return size

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from millstream.codec.pgoutput._compiled import compiled
+from millstream.codec.machine_code import compiled
 
 Array = Any  # numba knows the element types better than a type checker could
 

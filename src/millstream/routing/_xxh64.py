@@ -1,7 +1,7 @@
 """XXH64 over columns, in machine code. One implementation for ever: where a row lies follows from it.
 
-The algorithm is xxHash's 64-bit one, written out here so that no version of a library can change it. Bytes are put together
-one by one, so that the result is the same on every processor.
+The algorithm is xxHash's 64-bit one, written out here so that no version of a library can change it. Words are little-endian, so that the result
+is the same on every processor.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from millstream.codec.pgoutput._compiled import compiled, inlined
+from millstream.codec.machine_code import compiled, inlined
+from millstream.codec.words import load_word
 
 Array = Any  # numba knows the element types better than a type checker could
 
@@ -57,21 +58,16 @@ def _word(data: Array, at: int) -> Any:
 
 
 @inlined
-def _long(data: Array, at: int) -> Any:
-    return _word(data, at) | (_word(data, at + 4) << _R32)
-
-
-@inlined
 def _hash(data: Array, start: int, end: int, seed: Any) -> Any:
     """XXH64 of bytes `[start, end)`."""
     at = start
     if end - start >= 32:
         one, two, three, four = seed + _P1 + _P2, seed + _P2, seed, seed - _P1
         while at + 32 <= end:
-            one = _round(one, _long(data, at))
-            two = _round(two, _long(data, at + 8))
-            three = _round(three, _long(data, at + 16))
-            four = _round(four, _long(data, at + 24))
+            one = _round(one, load_word(data, at))
+            two = _round(two, load_word(data, at + 8))
+            three = _round(three, load_word(data, at + 16))
+            four = _round(four, load_word(data, at + 24))
             at += 32
         h = _turn(one, _R1) + _turn(two, _R7) + _turn(three, _R12) + _turn(four, _R18)
         h = _merge(_merge(_merge(_merge(h, one), two), three), four)
@@ -79,7 +75,7 @@ def _hash(data: Array, start: int, end: int, seed: Any) -> Any:
         h = seed + _P5
     h += np.uint64(end - start)
     while at + 8 <= end:
-        h = _turn(h ^ _round(_ZERO, _long(data, at)), _R27) * _P1 + _P4
+        h = _turn(h ^ _round(_ZERO, load_word(data, at)), _R27) * _P1 + _P4
         at += 8
     if at + 4 <= end:
         h = _turn(h ^ (_word(data, at) * _P1), _R23) * _P2 + _P3

@@ -1,101 +1,123 @@
-"""An operation on its way to the log and to sinks at once, and what is said where some took it and some didn't."""
+"""An operation on its way to the log and to sinks, and what is said where some took it and some didn't."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
-from typing import Any, Final, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
+import numpy as np
 import structlog
 
 from millstream.errors import MillstreamError, PartialWrite, WriterClosed
 from millstream.model.appends import Submitted
-from millstream.model.operations import Ack, TableRows, WriteOps
+from millstream.model.operations import Ack, Outcome, Repeated, TableRows, WriteOps
 from millstream.model.positions import Seq, SeqRange
-from millstream.ports import RecordSink
+from millstream.model.replication import AckLevel
+from millstream.model.writes import SessionFacts, WriteKeys
+from millstream.ports import ApplicationLog, RecordSink, SinkOutcome
+from millstream.routing.deliveries import Deliveries, Delivery
 from millstream.routing.sinks import TOOK
+from millstream.wal.keyed import without
+from millstream.wal.submissions import parts_of
 
 logger = structlog.get_logger("millstream.routing")
 
 LOG: Final = "log"
 """What `PartialWrite` calls the stream's own shards."""
 _THREADS_OF_A_SINK: Final = 8
-
-
-class AppendingLog(Protocol):
-    """What of the log's writer is needed here."""
-
-    def append(self, ops: Submitted, *, deadline_s: float | None = None) -> Ack:
-        """As `LogWriter.append`."""
-
-    async def append_async(self, ops: Submitted, *, deadline_s: float | None = None) -> Ack:
-        """As `LogWriter.append_async`."""
-
-    def persisted_upto(self) -> Seq:
-        """As `LogWriter.persisted_upto`."""
+_CLOSES_WITHIN_S: Final = 10.0
+"""How long what is on its way may take before the sinks are closed all the same."""
 
 
 class Dispatcher:
-    """A log that sends entries for sinks there, side by side with its own shards' part (`TableRows.sink`).
+    """A log that sends entries for sinks there (`TableRows.sink`), once it has its own shards' part.
 
-    Over the shards one operation is whole or not at all. Between the log and each sink it can't be: `PartialWrite` says which
-    of them took it. A sink that may fail (`ignore_errors`) fails no write: that is counted, and logged.
+    Over the shards one operation is whole or not at all, and what the log refuses goes nowhere. Between the log and each sink that can't be: an
+    operation of which one took its part and another didn't hears `PartialWrite`, and no other one does. What a sink is known to have isn't
+    given to it again (`Deliveries`), so that such a write, sent again, goes to those that lack it. A sink that may fail (`ignore_errors`)
+    fails no write: that is counted, and logged.
 
     Concurrency: any number of threads and event loops.
     """
 
     def __init__(
-        self, log: AppendingLog, sinks: Mapping[str, RecordSink], *, ignore_errors: frozenset[str] = frozenset()
+        self, log: ApplicationLog, sinks: Mapping[str, RecordSink], *, ignore_errors: frozenset[str] = frozenset()
     ) -> None:
         self._log = log
         self._sinks = dict(sinks)
         self._ignore_errors = ignore_errors
+        self._deliveries = Deliveries()
         self._threads = ThreadPoolExecutor(_THREADS_OF_A_SINK * max(1, len(sinks)), "routing-sink")
-        self._closing = threading.Lock()
-        """Held to ask sinks, and to take no more."""
+        self._changed = threading.Condition()
+        """Held to change the next two."""
         self._closed = False
+        self._under_way = 0
+        self._tasks: set[asyncio.Task[Ack]] = set()
         self.ignored: Counter[str] = Counter()
         """Writes that a sink failed and that went on all the same, by sink."""
 
-    def append(self, ops: Submitted, *, deadline_s: float | None = None) -> Ack:
-        """As `LogWriter.append`, and to sinks.
+    def append(self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None) -> Ack:
+        """As `LogWriter.append`, and to sinks. Of several operations `Ack.each` has what became of each, `PartialWrite` among it.
 
         Raises:
-            PartialWrite: some took it and some didn't.
+            PartialWrite: it was one alone, and some took it and some didn't.
             WriterClosed: it was closed; nothing of it was appended.
-            MillstreamError: none took it: the log's error, or that of the first sink.
+            MillstreamError: the log's, of all of it; or it was one alone, and this is why none took it.
         """
-        local, by_sink = _apart(ops)
-        if not by_sink:
-            return self._log.append(ops, deadline_s=deadline_s)
-        asked = self._ask(by_sink, deadline_s)
-        outcome: Ack | MillstreamError | None = None
-        if local is not None:
-            try:
-                outcome = self._log.append(local, deadline_s=deadline_s)
-            except MillstreamError as error:
-                outcome = error
-        told = {name: _outcome(future) for name, future in asked.items()}
-        return self._ack(outcome, told)
+        routed = _routed(ops)
+        if routed is None:
+            return self._log.append(ops, deadline_s=deadline_s, acks=acks)
+        with self._taking():
+            if routed.local is not None:
+                routed.logged(self._log.append(routed.local, deadline_s=deadline_s, acks=acks))
+            wait(self._send(routed, deadline_s))
+            self._settle(routed)
+            note = routed.note()
+            if note is not None:
+                with suppress(MillstreamError):
+                    self._log.append(note, deadline_s=deadline_s)
+            return self._ack(routed)
 
-    async def append_async(self, ops: Submitted, *, deadline_s: float | None = None) -> Ack:
-        """As `append`, for a task."""
-        local, by_sink = _apart(ops)
-        if not by_sink:
-            return await self._log.append_async(ops, deadline_s=deadline_s)
-        asked = self._ask(by_sink, deadline_s)
-        outcome: Ack | MillstreamError | None = None
-        if local is not None:
-            try:
-                outcome = await self._log.append_async(local, deadline_s=deadline_s)
-            except MillstreamError as error:
-                outcome = error
-        await asyncio.gather(*map(asyncio.wrap_future, asked.values()), return_exceptions=True)
-        return self._ack(outcome, {name: _outcome(future) for name, future in asked.items()})
+    async def append_async(
+        self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None
+    ) -> Ack:
+        """As `append`, for a task. One that is cancelled meanwhile hears of nothing; what the log took goes to the sinks."""
+        routed = _routed(ops)
+        if routed is None:
+            return await self._log.append_async(ops, deadline_s=deadline_s, acks=acks)
+        task = asyncio.get_running_loop().create_task(self._append_async(routed, deadline_s, acks))
+        self._tasks.add(task)
+        task.add_done_callback(self._end_task)
+        return await asyncio.shield(task)
+
+    async def _append_async(self, routed: _Routed, deadline_s: float | None, acks: AckLevel | None) -> Ack:
+        with self._taking():
+            if routed.local is not None:
+                routed.logged(await self._log.append_async(routed.local, deadline_s=deadline_s, acks=acks))
+            outcomes = self._send(routed, deadline_s)
+            waiting = [asyncio.wrap_future(outcome) for outcome in outcomes if not outcome.done()]
+            await asyncio.gather(*waiting, return_exceptions=True)
+            self._settle(routed)
+            note = routed.note()
+            if note is not None:
+                with suppress(MillstreamError):
+                    await self._log.append_async(note, deadline_s=deadline_s)
+            return self._ack(routed)
+
+    def _end_task(self, task: asyncio.Task[Ack]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever waited for it may be gone
+
+    def session(self, name: str, *, deadline_s: float | None = None) -> SessionFacts:
+        """As `LogWriter.session`."""
+        return self._log.session(name, deadline_s=deadline_s)
 
     def persisted_upto(self) -> Seq:
         """As `LogWriter.persisted_upto`."""
@@ -103,77 +125,205 @@ class Dispatcher:
 
     def close(self) -> None:
         """Answer what is on its way, and take nothing more for sinks; they are closed, the log isn't."""
-        with self._closing:
+        with self._changed:
             self._closed = True
+            self._changed.wait_for(lambda: not self._under_way, _CLOSES_WITHIN_S)
         self._threads.shutdown()
         for sink in self._sinks.values():
             sink.close()
 
-    def _ask(
-        self, by_sink: Mapping[str, WriteOps], deadline_s: float | None
-    ) -> dict[str, Future[Mapping[str, object]]]:
-        with self._closing:
+    @contextmanager
+    def _taking(self) -> Iterator[None]:
+        with self._changed:
             if self._closed:
                 raise WriterClosed("the stream was closed meanwhile; nothing of it was appended")
-            return {
-                name: self._threads.submit(self._sinks[name].append, ops, deadline_s=deadline_s)
-                for name, ops in by_sink.items()
-            }
+            self._under_way += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._under_way -= 1
+                self._changed.notify_all()
 
-    def _ack(
-        self,
-        outcome: Ack | MillstreamError | None,
-        told: Mapping[str, Mapping[str, object] | MillstreamError],
-    ) -> Ack:
-        succeeded: dict[str, Any] = {}
-        failed: dict[str, MillstreamError] = {}
-        for name, said in told.items():
-            if not isinstance(said, MillstreamError):
-                succeeded[name] = dict(said)
-            elif name in self._ignore_errors:
-                self.ignored[name] += 1
-                logger.warning("a sink failed, and may", sink=name, code=said.code, error=said.message)
-            else:
-                failed[name] = said
-        if isinstance(outcome, Ack):
-            offsets = {str(int(shard)): list(map(int, span)) for shard, span in outcome.offsets.items()}
-            succeeded[LOG] = {"first": int(outcome.seqs.first), "rows": outcome.seqs.count, "offsets": offsets}
-        elif outcome is not None:
-            failed = {LOG: outcome, **failed}
-        if not failed:
-            return outcome if isinstance(outcome, Ack) else Ack({}, SeqRange(Seq(self.persisted_upto() + 1), 0))
-        in_part = [name for name, error in failed.items() if TOOK in error.details]
-        if not succeeded and not in_part:
-            raise next(iter(failed.values()))
-        # Never the error of a sink alone that has a part of it: many of them mean that nothing was taken, and who hears them tries again.
-        took = ", ".join([*succeeded, *(f"{name} (in part)" for name in in_part)])
-        raise PartialWrite(
-            f"{took} took the write, {', '.join(failed)} didn't: "
-            + "; ".join(f"{name}: {error.message}" for name, error in failed.items()),
-            succeeded=succeeded,
-            failed={name: error.as_dict() for name, error in failed.items()},
-        ) from next(iter(failed.values()))
+    # --- to sinks --------------------------------------------------------------------------------------------------
+
+    def _send(self, routed: _Routed, deadline_s: float | None) -> list[Future[SinkOutcome]]:
+        """Give each sink those operations that the log hasn't refused and the sink isn't known to have; what becomes of all of them."""
+        keys = routed.ops.keys
+        for sink, share in routed.shares.items():
+            new: dict[int, Delivery] = {}
+            for place, number in enumerate(share.numbers):
+                if isinstance(routed.each[number], MillstreamError):
+                    continue
+                told = (None, 0) if keys is None else (keys.ids[number], keys.digests[number])
+                delivery = self._deliveries.begin(sink, *told)
+                routed.told[number][sink] = delivery.outcome
+                if delivery.is_new:
+                    new[place] = delivery
+            if not new:
+                continue
+            part = _chosen(share.ops, list(new))
+            try:
+                self._threads.submit(self._deliver, sink, part, list(new.values()), deadline_s)
+            except RuntimeError:  # it was closed: what was on its way took too long
+                self._end(
+                    list(new.values()), [WriterClosed("the stream was closed; the sink was given nothing")] * len(new)
+                )
+        return [outcome for told in routed.told for outcome in told.values()]
+
+    def _deliver(self, sink: str, ops: WriteOps, deliveries: Sequence[Delivery], deadline_s: float | None) -> None:
+        outcomes: Sequence[SinkOutcome | BaseException]
+        try:
+            outcomes = self._sinks[sink].append(ops, deadline_s=deadline_s)
+            assert len(outcomes) == len(deliveries), "a sink says of each operation what became of it"
+        except BaseException as error:  # noqa: BLE001 (whoever waits raises it)
+            outcomes = [error] * len(deliveries)
+        self._end(deliveries, outcomes)
+
+    def _end(self, deliveries: Sequence[Delivery], outcomes: Sequence[SinkOutcome | BaseException]) -> None:
+        for delivery, outcome in zip(deliveries, outcomes, strict=True):
+            self._deliveries.end(delivery, outcome)
+
+    # --- what is said ----------------------------------------------------------------------------------------------
+
+    def _settle(self, routed: _Routed) -> None:
+        """What became of each operation, once all its sinks have answered."""
+        ignored: dict[str, MillstreamError] = {}
+        for number, told in enumerate(routed.told):
+            failed: dict[str, MillstreamError] = {}
+            succeeded: dict[str, Any] = {}
+            for sink, future in told.items():
+                said = future.result()
+                if not isinstance(said, MillstreamError):
+                    succeeded[sink] = dict(said)
+                elif sink in self._ignore_errors:
+                    self.ignored[sink] += 1
+                    ignored[sink] = said
+                else:
+                    failed[sink] = said
+            if failed:
+                routed.each[number] = _failure(routed.each[number], succeeded, failed)
+        for sink, error in ignored.items():
+            logger.warning("a sink failed, and may", sink=sink, code=error.code, error=error.message)
+
+    def _ack(self, routed: _Routed) -> Ack:
+        nothing = Ack({}, SeqRange(Seq(self.persisted_upto() + 1), 0))
+        each = tuple(nothing if outcome is None else outcome for outcome in routed.each)
+        if len(each) == 1 and isinstance(each[0], MillstreamError):
+            raise each[0]
+        return replace(routed.ack or nothing, each=each, placed=None)
 
 
-def _apart(ops: Submitted) -> tuple[WriteOps | None, dict[str, WriteOps]]:
-    """The log's part of operations, where it has one, and each sink's."""
-    if not isinstance(ops, WriteOps) or all(table.sink is None for table in ops.tables):
-        return None, {}
-    by_sink: dict[str, list[TableRows]] = {}
-    local = [table for table in ops.tables if table.sink is None]
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What of operations goes to one sink."""
+
+    numbers: Sequence[int]
+    """Which of them, in order."""
+    ops: WriteOps
+    """These alone."""
+
+
+class _Routed:
+    """Operations of which some rows go to sinks."""
+
+    def __init__(self, ops: WriteOps, shares: Mapping[str, _Share], rows_in_log: Sequence[int]) -> None:
+        self.ops = ops
+        self.shares = shares
+        self._rows_in_log = rows_in_log
+        elsewhere = {number for share in shares.values() for number in share.numbers}
+        self._beside = [number for number in sorted(elsewhere) if not rows_in_log[number]]
+        """Operations that have no row in the log, and some in a sink."""
+        self._logged = [number for number in range(len(rows_in_log)) if rows_in_log[number] or number not in elsewhere]
+        tables = tuple(table for table in ops.tables if table.sink is None)
+        self.local = _chosen(replace(ops, tables=tables), self._logged) if self._logged else None
+        """What the log gets first."""
+        self.ack: Ack | None = None
+        """The log's, of that."""
+        self.each: list[Outcome | None] = [None] * len(rows_in_log)
+        """What became of each; None: it is in the log with no row."""
+        self.told: list[dict[str, Future[SinkOutcome]]] = [{} for _ in rows_in_log]
+        """Of each what becomes of it in its sinks."""
+
+    def logged(self, ack: Ack) -> None:
+        """The log has its part, but for what it refuses."""
+        assert self.local is not None
+        self.ack = ack
+        counts = [self._rows_in_log[number] for number in self._logged]
+        parts = ack.each or parts_of(ack.placed or self.local, counts, ack)
+        for number, part in zip(self._logged, parts, strict=True):
+            self.each[number] = part
+
+    def note(self) -> WriteOps | None:
+        """Operations that have a number in a session, or a key, and all whose rows sinks have taken: numbers that the log doesn't hear of, it would wait for.
+
+        It hears of them last: what it has heard of is told as there.
+        """
+        keys = self.ops.keys
+        if keys is None:
+            return None
+        taken = [number for number in self._beside if self.each[number] is None and keys.ids[number] is not None]
+        return _chosen(replace(self.ops, tables=()), taken) if taken else None
+
+
+def _routed(ops: Submitted) -> _Routed | None:
+    """Operations apart; None where they are the log's alone."""
+    if not isinstance(ops, WriteOps):
+        return None
+    tables: dict[str | None, list[TableRows]] = {}
     for table in ops.tables:
-        if table.sink is not None:
-            by_sink.setdefault(table.sink, []).append(table)
-    return replace(ops, tables=tuple(local)) if local else None, {
-        name: WriteOps(ops.operations, tuple(tables)) for name, tables in by_sink.items()
-    }
+        tables.setdefault(table.sink, []).append(table)
+    local = tables.pop(None, [])
+    if not tables:
+        return None
+    shares = {}
+    for sink, own in tables.items():
+        if sink is not None:
+            numbers = np.flatnonzero(_rows_of_each(own, ops.operations.num_rows)).tolist()
+            shares[sink] = _Share(numbers, _chosen(replace(ops, tables=tuple(own)), numbers))
+    return _Routed(ops, shares, _rows_of_each(local, ops.operations.num_rows).tolist())
 
 
-def _outcome(future: Future[Mapping[str, object]]) -> Mapping[str, object] | MillstreamError:
-    """What a sink said. Our own bugs aren't taken for its failure."""
-    error = future.exception()
-    if error is None:
-        return future.result()
-    if isinstance(error, MillstreamError):
-        return error
-    raise error
+def _rows_of_each(tables: Sequence[TableRows], count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """How many rows each of so many operations has in tables."""
+    found = np.zeros(count, dtype=np.int64)
+    for table in tables:
+        found += np.bincount(table.rows.column("__operation").to_numpy(), minlength=count)
+    return found
+
+
+def _chosen(ops: WriteOps, numbers: Sequence[int]) -> WriteOps:
+    """Some operations, at least one, with what tells them apart."""
+    count = ops.operations.num_rows
+    if len(numbers) == count:
+        return ops
+    found = without(ops, set(range(count)) - set(numbers))
+    assert found is not None, "one is chosen"
+    if ops.keys is None:
+        return found
+    keys = ops.keys
+    ids, digests = [keys.ids[number] for number in numbers], [keys.digests[number] for number in numbers]
+    return replace(found, keys=WriteKeys(ids, digests, [keys.counts[number] for number in numbers]))
+
+
+def _failure(
+    logged: Outcome | None, succeeded: dict[str, Any], failed: Mapping[str, MillstreamError]
+) -> MillstreamError:
+    """What an operation's caller is told that some sinks failed: never the error of one alone where a part of it was taken."""
+    in_log = logged.given if isinstance(logged, Repeated) else logged
+    if isinstance(in_log, Ack) and in_log.seqs.count:
+        offsets = {str(int(shard)): list(map(int, span)) for shard, span in in_log.offsets.items()}
+        succeeded[LOG] = {"first": int(in_log.seqs.first), "rows": in_log.seqs.count, "offsets": offsets}
+    in_part = [name for name, error in failed.items() if TOOK in error.details]
+    if not succeeded and not in_part:
+        return next(iter(failed.values()))
+    # Many errors of sinks mean that nothing was taken, and who hears them tries again.
+    took = ", ".join([*succeeded, *(f"{name} (in part)" for name in in_part)])
+    error = PartialWrite(
+        f"{took} took the write, {', '.join(failed)} didn't: "
+        + "; ".join(f"{name}: {error.message}" for name, error in failed.items()),
+        succeeded=succeeded,
+        failed={name: error.as_dict() for name, error in failed.items()},
+    )
+    error.__cause__ = next(iter(failed.values()))
+    return error

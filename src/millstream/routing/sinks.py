@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from concurrent.futures import Future
 from copy import copy
 from dataclasses import replace
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -15,21 +15,25 @@ from millstream.errors import MillstreamError
 from millstream.model.buffers import BufferMeta, parts_of_shards, single_operations
 from millstream.model.ids import ShardId
 from millstream.model.operations import TableRows, WriteOps
-from millstream.ports import BufferWriting
+from millstream.ports import BufferWriting, SinkOutcome
 from millstream.routing.hashing import key_hashes
 from millstream.routing.ring import ShardRouter
 
 _TABLE_COLUMN: Final = "table"
 TOOK: Final = "took"
-"""Of a sink's error: what it has taken of the operations all the same."""
+"""Of a sink's error: what it has taken of the operation all the same."""
 
 
 def took_part(error: MillstreamError, what: object) -> MillstreamError:
-    """The error of a sink that has taken a part of what it was given: who sends all of it again has that part twice."""
+    """The error of a sink that has taken a part of an operation: who sends all of it again has that part twice."""
     told = copy(error)  # others may have been given the same one
     told.details[TOOK] = what
     told.__cause__ = error
     return told
+
+
+_Sent: TypeAlias = list[tuple[ShardId, Future[BufferMeta] | MillstreamError]]
+"""An operation's parts, and their answers."""
 
 
 class BufferSink:
@@ -46,29 +50,21 @@ class BufferSink:
         self._buffer = buffer
         self._ring = ShardRouter.ring(buffer.shards())
 
-    def append(self, ops: WriteOps, *, deadline_s: float | None) -> Mapping[str, object]:
+    def append(self, ops: WriteOps, *, deadline_s: float | None) -> Sequence[SinkOutcome]:
         """As `ports.RecordSink`: each operation is one of the buffer's on each shard that has rows of it."""
         placed = replace(ops, tables=tuple(part for table in ops.tables for part in self._parts(table)))
-        waiting: list[tuple[ShardId, Future[BufferMeta]]] = []
-        failed: MillstreamError | None = None
-        for op in single_operations(placed):
-            for shard, part in parts_of_shards(op).items():
-                try:
-                    waiting.append((shard, self._buffer.submit(shard, part, deadline_s=deadline_s)))
-                except MillstreamError as error:
-                    failed = failed or error
-        offsets: dict[str, list[int]] = {}
-        for shard, future in waiting:
+        sent = [self._send(op, deadline_s) for op in single_operations(placed)]
+        return [_outcome(parts) for parts in sent]
+
+    def _send(self, op: WriteOps, deadline_s: float | None) -> _Sent:
+        """Hand an operation's parts to the buffer. One that it doesn't take stands there with the reason."""
+        parts: _Sent = []
+        for shard, part in parts_of_shards(op).items():
             try:
-                meta = future.result()
+                parts.append((shard, self._buffer.submit(shard, part, deadline_s=deadline_s)))
             except MillstreamError as error:
-                failed = failed or error
-            else:
-                offsets.setdefault(str(int(shard)), []).append(int(meta.offset))
-        if failed is not None:
-            # What is stored of it stays so: who sends it again knows it by its write id, or has it twice.
-            raise (took_part(failed, offsets) if offsets else failed)
-        return {"operations": placed.operations.num_rows, "offsets": offsets}
+                parts.append((shard, error))
+        return parts
 
     def close(self) -> None:
         """As `ports.RecordSink`."""
@@ -86,3 +82,20 @@ class BufferSink:
             )
             for shard in np.unique(shards)
         ]
+
+
+def _outcome(parts: _Sent) -> SinkOutcome:
+    """What became of an operation, once all its parts have their answers."""
+    offsets: dict[str, int] = {}
+    failed: MillstreamError | None = None
+    for shard, answer in parts:
+        try:
+            if isinstance(answer, MillstreamError):
+                raise answer
+            offsets[str(int(shard))] = int(answer.result().offset)
+        except MillstreamError as error:
+            failed = failed or error
+    if failed is None:
+        return {"offsets": offsets}
+    # What is stored of it stays so: who sends it again knows it by its write id, or has it twice.
+    return took_part(failed, offsets) if offsets else failed

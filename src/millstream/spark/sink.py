@@ -50,13 +50,27 @@ from pyspark.sql.types import (
 import millstream
 from millstream import failpoints
 from millstream.errors import EngineError, UsageError, WriteForgotten, WriteIdReused
+from millstream.model.replication import AckLevel
 from millstream.spark.staged import Staged, forget_abandoned, parts_of, stage
 
 if TYPE_CHECKING:
     from millstream.app.calls import HomeCalls
 
 _OPTIONS: Final = frozenset(
-    {"path", "url", "token", "verify", "cert", "stream", "table", "idempotency_id", "staging", "deadline_s", "on_clash"}
+    {
+        "path",
+        "url",
+        "token",
+        "verify",
+        "cert",
+        "stream",
+        "table",
+        "idempotency_id",
+        "staging",
+        "deadline_s",
+        "on_clash",
+        "acks",
+    }
 )
 _SPARKS_OWN: Final = frozenset({"checkpointlocation", "queryname"})
 """Of a streaming query; Spark hands them over with the others."""
@@ -82,6 +96,7 @@ class SinkOptions:
         staging: a folder that the driver and all executors share, for rows on their way. Default: with `path` one in the home; with `url`
             none, rows go through the driver.
         deadline_s: how long to wait for room where the writer is busy. Default: 60.
+        acks: where rows have to be before a batch is done: `local`, `durable(1)` …, `object`. Default: where the stream says, which is the least.
         on_clash: `request` (default): a row that has no place in the table fails the batch; `rows`: it is left out.
     """
 
@@ -96,6 +111,7 @@ class SinkOptions:
     staging: Path | None = None
     deadline_s: float = _DEADLINE_S
     keep_valid_rows: bool = False
+    acks: str | None = None
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> Self:
@@ -141,6 +157,7 @@ class SinkOptions:
             staging=None if folder is None else Path(folder.removeprefix("file://")),
             deadline_s=deadline_s,
             keep_valid_rows=given.get("on_clash") == "rows",
+            acks=None if "acks" not in given else str(AckLevel.parse(given["acks"])),
         )
 
     def opened(self) -> HomeCalls:
@@ -199,6 +216,7 @@ class _Sink:
                         deadline_s=self._options.deadline_s,
                         idempotency_key=f"{key}:{number}",
                         keep_valid_rows=self._options.keep_valid_rows,
+                        acks=self._options.acks,
                     )
                 except WriteForgotten:
                     continue  # it is in the log, since so long ago that nobody knows where

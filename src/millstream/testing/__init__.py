@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from millstream.testing.kafka import EmbeddedKafka
     from millstream.testing.postgres import EmbeddedPostgres, PostgresStartError, PostgresUnavailable
     from millstream.testing.redis import EmbeddedRedis
+    from millstream.testing.s3 import EmbeddedS3
     from millstream.testing.shop import ShopWorkload
+    from millstream.testing.transport import LinkConformance, TransportConformance, TransportStage
     from millstream.testing.workload import StepInfo, Workload
     from millstream.testing.write_buffer import BufferStage, WriteBufferConformance
 
@@ -27,13 +29,17 @@ _HOMES = {
     "EmbeddedKafka": "kafka",
     "EmbeddedPostgres": "postgres",
     "EmbeddedRedis": "redis",
+    "EmbeddedS3": "s3",
     "FaultPlan": "files",
+    "LinkConformance": "transport",
     "ManualClock": "clock",
     "MemoryFiles": "files",
     "PostgresStartError": "postgres",
     "PostgresUnavailable": "postgres",
     "ShopWorkload": "shop",
     "StepInfo": "workload",
+    "TransportConformance": "transport",
+    "TransportStage": "transport",
     "Workload": "workload",
     "WriteBufferConformance": "write_buffer",
     "keep_any": "files",
@@ -48,13 +54,17 @@ __all__ = [
     "EmbeddedKafka",
     "EmbeddedPostgres",
     "EmbeddedRedis",
+    "EmbeddedS3",
     "FaultPlan",
+    "LinkConformance",
     "ManualClock",
     "MemoryFiles",
     "PostgresStartError",
     "PostgresUnavailable",
     "ShopWorkload",
     "StepInfo",
+    "TransportConformance",
+    "TransportStage",
     "Workload",
     "WriteBufferConformance",
     "keep_any",

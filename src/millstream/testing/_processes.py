@@ -8,9 +8,10 @@ import socket
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from millstream.errors import MillstreamError, Retry
 
@@ -90,3 +91,44 @@ class ServerProcess:
             self._process.wait(_STOP_WITHIN_S)
         except subprocess.TimeoutExpired:
             self.kill()
+
+
+class EmbeddedServer(ABC):
+    """A server with a folder of its own, that can be killed, and started again on what it had. A context manager that starts it, and kills it.
+
+    Args:
+        folder: for its data and its log.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._process: ServerProcess | None = None
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start it and return once it answers."""
+
+    @property
+    def pid(self) -> int:
+        """Its process's id; it must run."""
+        assert self._process is not None
+        return self._process.pid
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
+
+    def stop(self) -> None:
+        """Stop it as its operator would."""
+        if self._process is not None:
+            self._process.stop()
+            self._process = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()

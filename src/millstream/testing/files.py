@@ -239,7 +239,15 @@ class MemoryFiles:
         return folder is not None and path.rpartition("/")[2] in folder.now
 
     def rename(self, old: str, new: str) -> None:
-        """Atomic, within one folder."""
+        """Atomic, within one folder; of a folder durable at once."""
+        if old in self._folders:
+            self.plan.count("rename", f"{old} → {new}")
+            with self.lock:
+                if new in self._folders:
+                    raise OSError(errno.ENOTEMPTY, "exists", new)
+                for path in [path for path in self._folders if path == old or path.startswith(f"{old}/")]:
+                    self._folders[new + path[len(old) :]] = self._folders.pop(path)
+            return
         folder, old_name = self._place(old)
         same, new_name = self._place(new)
         assert folder is same, "the log renames within a folder only"

@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from millstream.spark.java import find_java
 from millstream.testing._kafka_jars import JARS
 from millstream.testing._maven import cache_dir, fetch
-from millstream.testing._processes import ServerProcess, ServerStartError, free_port
+from millstream.testing._processes import EmbeddedServer, ServerProcess, ServerStartError, free_port
 
 _STARTS_WITHIN_S: Final = 90.0
 _CLUSTER: Final = "bWlsbHN0cmVhbS1rYWZrYQ"
@@ -42,28 +42,21 @@ log.initial.task.delay.ms=0
 """
 
 
-class EmbeddedKafka:
-    """A broker. A context manager that starts and stops it.
+class EmbeddedKafka(EmbeddedServer):
+    """A broker.
 
     Args:
         folder: for its data and its log; empty, or what it had before.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        super().__init__(folder)
         self._port, self._controller = free_port(), free_port()
-        self._process: ServerProcess | None = None
 
     @property
     def servers(self) -> str:
         """Its address."""
         return f"127.0.0.1:{self._port}"
-
-    @property
-    def pid(self) -> int:
-        """Its process's id; it must run."""
-        assert self._process is not None
-        return self._process.pid
 
     def start(self) -> None:
         """Start it and return once it answers. `ArtifactUnavailable` where its jars can't be had, `JavaMissing` where there is no Java."""
@@ -80,25 +73,6 @@ class EmbeddedKafka:
             )
         self._process = ServerProcess(self._java("kafka.Kafka", str(properties)), log=self._log)
         self._process.wait_until(self._answers, within_s=_STARTS_WITHIN_S, what="Kafka")
-
-    def kill(self) -> None:
-        """SIGKILL."""
-        if self._process is not None:
-            self._process.kill()
-            self._process = None
-
-    def stop(self) -> None:
-        """Stop it as its operator would."""
-        if self._process is not None:
-            self._process.stop()
-            self._process = None
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
 
     @property
     def _log(self) -> Path:

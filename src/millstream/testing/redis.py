@@ -10,16 +10,16 @@ import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
-from millstream.testing._processes import ServerProcess, ServerStartError, free_port
+from millstream.testing._processes import EmbeddedServer, ServerProcess, ServerStartError, free_port
 
 DURABLE: Final = ("--appendonly", "yes", "--appendfsync", "always", "--save", "")
 _STARTS_WITHIN_S: Final = 30.0
 
 
-class EmbeddedRedis:
-    """A server. A context manager that starts and stops it.
+class EmbeddedRedis(EmbeddedServer):
+    """A server.
 
     Args:
         folder: for its data and its log.
@@ -27,21 +27,14 @@ class EmbeddedRedis:
     """
 
     def __init__(self, folder: Path, options: Sequence[str] = DURABLE) -> None:
-        self._folder = folder
+        super().__init__(folder)
         self._options = tuple(options)
         self._port = free_port()
-        self._process: ServerProcess | None = None
 
     @property
     def url(self) -> str:
         """Its address."""
         return f"redis://127.0.0.1:{self._port}/0"
-
-    @property
-    def pid(self) -> int:
-        """Its process's id; it must run."""
-        assert self._process is not None
-        return self._process.pid
 
     def start(self) -> None:
         """Start it and return once it answers."""
@@ -60,19 +53,6 @@ class EmbeddedRedis:
     def resume(self) -> None:
         """SIGCONT."""
         os.kill(self.pid, signal.SIGCONT)
-
-    def kill(self) -> None:
-        """SIGKILL."""
-        if self._process is not None:
-            self._process.kill()
-            self._process = None
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
 
     def _answers(self) -> bool:
         import redis

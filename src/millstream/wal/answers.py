@@ -18,6 +18,7 @@ from typing import TypeAlias
 
 from millstream.model.appends import Submitted
 from millstream.model.operations import Ack
+from millstream.model.replication import AckLevel
 
 logger = logging.getLogger("millstream.wal")
 
@@ -34,6 +35,10 @@ class Waiting:
     __slots__ = ("ops", "size_bytes")
     ops: Submitted
     size_bytes: int
+    level: AckLevel | None = None
+    """Where it has to be before it is acknowledged, where that isn't this machine alone: a subclass's, so that nobody else pays for it."""
+    until_s: float | None = None
+    """By `time.monotonic`, how long it waits for that; None: for as long as it takes."""
 
     def begin(self) -> bool:
         """Whether it is still wanted. If so, it can't be taken back any more."""
@@ -117,6 +122,24 @@ class Awaited(Waiting):
     def end(self, outcome: Outcome) -> None:
         """Wake the task; see `answer` for many."""
         _tell(self.loop, [(self, outcome)])
+
+
+class BlockedAtLevel(Blocked):
+    """As `Blocked`, until others have it, too."""
+
+    __slots__ = ("level", "until_s")
+
+
+class PromisedAtLevel(Promised):
+    """As `Promised`, likewise."""
+
+    __slots__ = ("level", "until_s")
+
+
+class AwaitedAtLevel(Awaited):
+    """As `Awaited`, likewise."""
+
+    __slots__ = ("level", "until_s")
 
 
 def answer(outcomes: Iterable[tuple[Waiting, Outcome]]) -> None:

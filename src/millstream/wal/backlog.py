@@ -7,12 +7,13 @@ from typing import Final
 
 from millstream.codec.log_frame import FrameKind
 from millstream.model.ids import ShardId
+from millstream.model.marks import DurableMark
 from millstream.model.positions import Seq
 from millstream.ports import Files
 from millstream.wal.files import RealFiles
 from millstream.wal.index import ShardIndex, read_header
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard_folder
-from millstream.wal.mark import DurableMark, read_mark
+from millstream.wal.mark import read_mark
 from millstream.wal.scan import Window, commit_times, read_frame, reader_of
 
 _CACHED_FRAMES_MAX: Final = 50_000

@@ -20,18 +20,21 @@ from uuid import UUID, uuid4
 
 import pyarrow as pa
 
-from millstream.codec.buffered_op import decode_op, encode_op
+from millstream.codec.buffer_reading import (
+    BufferItem,
+    PlacedReader,
+    gone,
+    replaced,
+    undecodable,
+    unknown_shard,
+    went_back,
+)
+from millstream.codec.buffered_op import encode_op
 from millstream.errors import (
-    BufferedOpUndecodable,
     BufferMissing,
-    BufferOffsetGone,
     BufferOutcomeUnknown,
     BufferRefused,
-    BufferReplaced,
-    BufferSeekBeyondEnd,
     BufferUnavailable,
-    BufferWentBack,
-    CodecError,
     CorruptWal,
     MillstreamError,
     OffsetBeyondEnd,
@@ -39,12 +42,10 @@ from millstream.errors import (
     RowsTooLarge,
     ShardLocked,
     StaleEpoch,
-    UnknownBufferShard,
-    UnsupportedFormat,
     WriterClosed,
 )
 from millstream.model.appends import AppendOp
-from millstream.model.buffers import BUFFER_START, BufferedOp, BufferMeta, BufferOffset, ReadPause
+from millstream.model.buffers import BufferMeta, BufferOffset
 from millstream.model.ids import Epoch, SchemaVersion, ShardId, SourceId, StreamId, TableId
 from millstream.model.operations import FIRST_SHARD, OPERATION_SCHEMA, Ack, WriteOps
 from millstream.model.positions import Offset, Seq
@@ -221,12 +222,7 @@ class LogBuffer:
 
     def _check(self, shard: ShardId, shards: tuple[ShardId, ...]) -> None:
         if shard not in shards:
-            raise UnknownBufferShard(
-                f"write buffer {self._options.folder} has no shard {shard}; it has {len(shards)}",
-                buffer=self._options.folder,
-                shard=int(shard),
-                shards=[int(one) for one in shards],
-            )
+            raise unknown_shard(self._options.folder, shard, shards)
 
     def _writer(self, shard: ShardId) -> LogWriter:
         """The shard's, opened where it isn't, or anew where it has failed."""
@@ -268,34 +264,19 @@ class LogBuffer:
                 ) from error
 
 
-class LogBufferReader:
-    """Reads one shard's log: `ports.ShardReader`."""
+class LogBufferReader(PlacedReader):
+    """Reads one shard's log."""
 
     def __init__(self, folder: str, shard: ShardId, identity: str) -> None:
-        self._folder = folder
-        self._shard = shard
+        super().__init__(folder, shard)
         self._identity = identity
         self._reader = StreamReader(_folder(folder, shard))
-        self._place = BUFFER_START
-        self._ended = False
-        self._fetched: list[tuple[BufferOffset, bytes, int]] = []
+        self._fetched: list[BufferItem] = []
         """Behind the place, the next one last."""
         self.seek_earliest()
 
-    @property
-    def shard(self) -> ShardId:
-        """Whose operations it reads."""
-        return self._shard
-
-    @property
-    def place(self) -> BufferOffset:
-        """See `ports.ShardReader.place`."""
-        return self._place
-
-    def read(self, *, wait_s: float = 0.0) -> BufferedOp | ReadPause:
-        """See `ports.ShardReader.read`."""
-        if self._ended:
-            return ReadPause.ENDED
+    def next_item(self, wait_s: float) -> BufferItem | None:
+        """See `PlacedReader.next_item`."""
         deadline, pause_s = time.monotonic() + wait_s, _POLL_FIRST_S
         while not self._fetched:
             self._fetch()
@@ -303,46 +284,24 @@ class LogBufferReader:
             if self._fetched:
                 break
             if left_s <= 0:
-                return ReadPause.PENDING
+                return None
             time.sleep(min(pause_s, left_s))
             pause_s = min(pause_s * 1.5, _POLL_MAX_S)
-        offset, data, stored_at_us = self._fetched.pop()
-        self._place = BufferOffset(offset + 1)
-        try:
-            op = decode_op(data, self._shard)
-        except (CodecError, UnsupportedFormat) as error:
-            raise self._undecodable(offset, error) from error
-        return BufferedOp(BufferMeta(self._shard, offset, stored_at_us, len(data)), op)
+        return self._fetched.pop()
 
-    def seek(self, offset: BufferOffset) -> None:
-        """See `ports.ShardReader.seek`."""
-        end = self.end_offset()
-        if offset > end:
-            raise BufferSeekBeyondEnd(
-                f"shard {self._shard} of write buffer {self._folder} ends at {end}, and {offset} was asked for",
-                buffer=self._folder,
-                shard=int(self._shard),
-                place=int(offset),
-                end=int(end),
-            )
-        self._go_to(offset)
-
-    def seek_earliest(self) -> None:
-        """See `ports.ShardReader.seek_earliest`."""
+    def extent(self) -> tuple[BufferOffset, BufferOffset]:
+        """See `PlacedReader.extent`."""
         self._check_identity()
-        self._go_to(BufferOffset(self._reader.first_offset(FIRST_SHARD)))
+        first = self._reader.first_offset(FIRST_SHARD)
+        return BufferOffset(first), BufferOffset(self._reader.durable_offset(FIRST_SHARD))
 
-    def end_offset(self) -> BufferOffset:
-        """See `ports.ShardReader.end_offset`."""
-        self._check_identity()
-        return BufferOffset(self._reader.durable_offset(FIRST_SHARD))
+    def go_to(self, offset: BufferOffset) -> None:
+        """See `PlacedReader.go_to`."""
+        super().go_to(offset)
+        self._fetched.clear()
 
     def close(self) -> None:
         """Forget what was fetched."""
-        self._fetched.clear()
-
-    def _go_to(self, offset: BufferOffset) -> None:
-        self._place, self._ended = offset, False
         self._fetched.clear()
 
     def _fetch(self) -> None:
@@ -351,54 +310,32 @@ class LogBufferReader:
         try:
             found = next(self._reader.read(FIRST_SHARD, Offset(self._place)), None)
         except OffsetBeyondEnd as error:
-            raise BufferWentBack(
-                f"shard {self._shard} of write buffer {self._folder} was read up to {self._place}: {error.message}",
-                buffer=self._folder,
-                shard=int(self._shard),
-                place=int(self._place),
-                end=error.details["end"],
-            ) from error
+            raise went_back(self._buffer, self._shard, self._place, BufferOffset(error.details["end"])) from error
         except OffsetExpired as error:
-            first = int(self._reader.first_offset(FIRST_SHARD))
             self._ended = True
-            raise BufferOffsetGone(
-                f"write buffer {self._folder} has dropped offset {self._place} of shard {self._shard}; {first} is the first that it has",
-                buffer=self._folder,
-                shard=int(self._shard),
-                place=int(self._place),
-                first=first,
-            ) from error
+            first = BufferOffset(self._reader.first_offset(FIRST_SHARD))
+            raise gone(self._buffer, self._shard, self._place, first) from error
         except CorruptWal as error:
             end = error.details.get("offset_to")
             if end is None:
                 raise
             offset, self._place = self._place, BufferOffset(end)
-            raise self._undecodable(offset, error) from error
+            raise undecodable(self._buffer, self._shard, offset, error) from error
         if found is None:
             return
         offsets = found.batch.column("__offset").to_pylist()
         moments = found.batch.column("__commit_ts").cast(pa.int64()).to_pylist()
         items = found.batch.column("op").to_pylist()
-        fetched = [(BufferOffset(o), data or b"", at or 0) for o, data, at in zip(offsets, items, moments, strict=True)]
+        fetched = [
+            BufferItem(BufferOffset(o), data or b"", at or 0)
+            for o, data, at in zip(offsets, items, moments, strict=True)
+        ]
         self._fetched = fetched[::-1]
 
     def _check_identity(self) -> None:
-        found = str(_facts(self._folder)["identity"])
+        found = str(_facts(self._buffer)["identity"])
         if found != self._identity:
-            raise BufferReplaced(
-                f"write buffer {self._folder} was made anew while it was read",
-                buffer=self._folder,
-                known=self._identity,
-                found=found,
-            )
-
-    def _undecodable(self, offset: BufferOffset, error: MillstreamError) -> BufferedOpUndecodable:
-        return BufferedOpUndecodable(
-            f"offset {offset} of shard {self._shard} of write buffer {self._folder} holds no operation: {error.message}",
-            buffer=self._folder,
-            shard=int(self._shard),
-            offset=int(offset),
-        )
+            raise replaced(self._buffer, self._identity, found)
 
 
 class _Unreserved:

@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from millstream import failpoints
-from millstream.codec.log_directory import Numbering
 from millstream.codec.log_segment import NO_HASH
 from millstream.errors import (
     AppendOutcomeUnknown,
@@ -32,6 +31,7 @@ from millstream.errors import (
 )
 from millstream.model.appends import Submitted
 from millstream.model.ids import GroupNumber, ShardId, SourceId, TableId
+from millstream.model.marks import DurableMark
 from millstream.model.operations import Ack, SpilledOp, WriteOps
 from millstream.model.positions import Lsn, Offset, Seq, SeqRange
 from millstream.ports import Clock, Files
@@ -39,41 +39,19 @@ from millstream.protocol.sequencer import LedgerView
 from millstream.wal.files import NO_SPACE
 from millstream.wal.grouping import FramePlan, plan_chunk, plan_group
 from millstream.wal.layout import shard_folder
-from millstream.wal.mark import DurableMark, MarkFile
+from millstream.wal.mark import MarkFile
 from millstream.wal.numbers import GroupNumbers
+from millstream.wal.options import LogOptions
 from millstream.wal.own_shards import OwnShard, WriterIdentity, begin_shards, next_header
 from millstream.wal.recover import Recovered, keep_spare, recover
 from millstream.wal.repair import set_tail_aside
 from millstream.wal.segment import GroupFacts, OpenSegment, WriteFailed
 from millstream.wal.shards import check_not_gone, folder_lock, greatest_known, holds_mark, lock_shards, own_shards
+from millstream.wal.shown import ShownMarks, show_all
 from millstream.wal.submissions import acks_of, in_columns, shards_of
+from millstream.wal.times import GroupTimes
 
-_MIB: Final = 1 << 20
 _Found = TypeVar("_Found")
-_SPARE_EXTRA_BYTES: Final = 4 * _MIB
-"""A tail may exceed its segment's size by its last group and its footer."""
-
-
-@dataclass(frozen=True, slots=True)
-class LogOptions:
-    """How a log is written."""
-
-    segment_bytes: int = 64 * _MIB
-    """A segment is sealed once it has reached this size …"""
-    segment_age_s: float = 3600.0
-    """… or this age, where it holds records."""
-    queue_bytes_max: int = 64 * _MIB
-    """Memory of what waits; one larger submission may stretch it."""
-    group_bytes_max: int = 16 * _MIB
-    """Memory of the submissions that go into one commit group; a single one may stretch it."""
-    group_commit_delay_s: float = 0.0
-    """How long the first of a commit group waits for company. Without, a group is what waited while the last fsync ran."""
-    disk_used_max: float = 0.9
-    """Share of the disk above which appends get `DiskFull`."""
-    frame_bytes_max: int = 16 * _MIB
-    """Rows of a group beyond this go on in further frames."""
-    numbering: Numbering = Numbering.BATCH
-    """Which numbers frames carry. `BOTH` is for going back to a version that knows none but an operation's."""
 
 
 @dataclass(slots=True)
@@ -84,6 +62,7 @@ class CommitCounts:
     operations: int = 0
     records: int = 0
     bytes_written: int = 0
+    segments_sealed: int = 0
     recovered_cut_bytes: int = 0
 
 
@@ -110,11 +89,15 @@ class GroupCommitter:
         self._identity = identity
         self._shards = shards
         self._numbers = numbers
-        self._is_settled = False
         self._has_spares = True
         """Whether the next recovery has all the space that it may need."""
-        self._group = recovered.last_group
+        self._is_settled = False
+        self.group = recovered.last_group
+        """The last one that is durable."""
+        self.shown: ShownMarks | None = None
+        """Where readers are shown only what others hold, too."""
         self._shown, self._shown_elsewhere = recovered.shown, numbers.elsewhere
+        self.times = GroupTimes(clock, recovered.hybrid_ns)
         self._side_by_side = side_by_side
         self._syncers = ThreadPoolExecutor(len(shards), "wal-sync") if side_by_side and len(shards) > 1 else None
         self.persisted_upto = numbers.position
@@ -137,6 +120,7 @@ class GroupCommitter:
         clock: Clock,
         options: LogOptions,
         side_by_side: bool = True,
+        hides: bool = False,
     ) -> GroupCommitter:
         """Take the locks, recover, begin a new segment on each shard, show what is there.
 
@@ -149,6 +133,7 @@ class GroupCommitter:
             clock: for ages and creation times.
             options: sizes and bounds.
             side_by_side: fsync several shards by several threads; without, in order, for tests that count.
+            hides: whether what is durable is shown only as `shown` is told; else at once.
 
         Raises:
             ShardLocked, CorruptWal, UnexpectedFile, UnsupportedFormat, StaleEpoch, DiskFull: see `LogWriter.open`.
@@ -179,12 +164,17 @@ class GroupCommitter:
                     opened[shard] = OwnShard(
                         shard_dir, marks[shard], OpenSegment.create_first(files, shard_dir, header)
                     )
-                has_spares = keep_spare(files, [shard.folder for shard in opened.values()], _spare_bytes(options))
+                has_spares = keep_spare(files, [shard.folder for shard in opened.values()], options.spare_bytes)
                 committer = cls(
                     folder, files, clock, options, identity, opened, recovered, numbers, side_by_side=side_by_side
                 )
                 committer._has_spares = has_spares
+                if hides:
+                    empty = {shard: committer._mark(own, Seq(0)) for shard, own in opened.items()}
+                    committer.shown = ShownMarks.begin(files, folder, marks, empty, recovered)
                 committer._move_marks(anchor=True)
+                if not hides:
+                    show_all(files, folder, marks)
         except BaseException as error:
             for mark in marks.values():
                 mark.close()
@@ -197,6 +187,11 @@ class GroupCommitter:
     def shards(self) -> frozenset[ShardId]:
         """The shards of this writer."""
         return frozenset(self._shards)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the stream has other writers."""
+        return self._numbers.shared
 
     def durable_offset(self, shard: ShardId) -> Offset:
         """Exclusive end of what is durable on a shard."""
@@ -221,9 +216,12 @@ class GroupCommitter:
                     self._identity, n, Offset(0), NO_HASH, self._clock, self._options.numbering
                 ),
                 mark=lambda shard: self._mark(shard, self._shown),
-                spare_bytes=_spare_bytes(self._options),
+                spare_bytes=self._options.spare_bytes,
             )
             self._shards.update(made)
+            if self.shown is not None:
+                for shard, own in made.items():
+                    self.shown.add(shard, own.mark, self._mark(own, self._shown))
             self._has_spares &= whole
             if self._side_by_side:
                 self._syncers = ThreadPoolExecutor(len(self._shards), "wal-sync")
@@ -265,13 +263,13 @@ class GroupCommitter:
         self._open_segments()
         given = self._allocate(count)
         facts = GroupFacts(
-            group=GroupNumber(self._group + 1),
+            group=GroupNumber(self.group + 1),
             group_last_seq=given.last,
             epoch=self._identity.epoch,
             region=self._identity.region,
             writer=self._identity.writer,
             reserved_to=self._numbers.reserved_to,
-            hybrid_time=self._clock.now_ns(),
+            hybrid_time=self.times.next_ns(),
             reached=reached,
             shards=frozenset(shard for ops in group for shard in shards_of(ops)),
         )
@@ -313,8 +311,7 @@ class GroupCommitter:
         self.uninterrupted(self._roll)
 
     def _roll(self) -> None:
-        age_ns = int(self._options.segment_age_s * 1e9)
-        now = self._clock.now_ns()
+        now, age_ns = self._clock.now_ns(), int(self._options.segment_age_s * 1e9)
         due = [
             shard.segment
             for shard in self._shards.values()
@@ -378,10 +375,12 @@ class GroupCommitter:
             "this process was forked from the one that opened the log's writer, and may not write by it",
             hint="Open the home or the writer after the fork, in the process that appends.",
         )
-        self._syncers = None  # its threads are the parent's
+        self._syncers = self.shown = None  # its threads are the parent's, and so may be who holds a lock
         self._close_files()
 
     def _close_files(self) -> None:
+        if self.shown is not None:
+            self.shown.close()
         for shard in self._shards.values():
             shard.segment.close()
             shard.mark.close()
@@ -481,7 +480,7 @@ class GroupCommitter:
             before = segment.byte_end
             segment.keep()
             self.counts.bytes_written += segment.byte_end - before
-        self._group = facts.group
+        self.group = facts.group
         self.counts.groups += 1
         self._numbers.finish(given)
         self.persisted_upto = self._numbers.position
@@ -514,8 +513,11 @@ class GroupCommitter:
         if len(self._shards) > 1:
             for shard in self._shards.values():
                 shard.mark.move(self._mark(shard, self._shown))
-        for shard in self._shards.values():
-            shard.mark.move(self._mark(shard, self.persisted_upto), anchor=anchor)
+        marks = {number: self._mark(shard, self.persisted_upto) for number, shard in self._shards.items()}
+        for number, shard in self._shards.items():
+            shard.mark.move(marks[number], anchor=anchor)
+        if self.shown is not None:
+            self.shown.hide(marks)
         self._shown, self._shown_elsewhere = self.persisted_upto, self._numbers.elsewhere
 
     def _mark(self, shard: OwnShard, persisted_upto: Seq) -> DurableMark:
@@ -526,7 +528,7 @@ class GroupCommitter:
             base_offset=shard.segment.header.base_offset,
             byte_end=shard.segment.byte_end,
             durable_offset=shard.segment.end_offset,
-            group=self._group,
+            group=self.group,
             persisted_upto=persisted_upto,
             reserved_to=self._numbers.reserved_to,
             elsewhere=self._numbers.elsewhere if self._numbers.shared else None,
@@ -543,6 +545,7 @@ class GroupCommitter:
                 continue
             try:
                 segment.seal()
+                self.counts.segments_sealed += 1
             except OSError as error:
                 if error.errno not in NO_SPACE:
                     self.poison("sealing a segment failed", error)
@@ -578,7 +581,7 @@ class GroupCommitter:
             return
         with suppress(OSError), self._in_own_folder():
             folders = [shard.folder for shard in self._shards.values()]
-            self._has_spares = keep_spare(self._files, folders, _spare_bytes(self._options))
+            self._has_spares = keep_spare(self._files, folders, self._options.spare_bytes)
 
     @contextmanager
     def _in_own_folder(self) -> Iterator[None]:
@@ -594,7 +597,3 @@ class GroupCommitter:
                 )
                 raise self.failure
             yield
-
-
-def _spare_bytes(options: LogOptions) -> int:
-    return options.segment_bytes + min(options.segment_bytes, _SPARE_EXTRA_BYTES)

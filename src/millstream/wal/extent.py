@@ -12,11 +12,12 @@ from millstream.codec.log_frame import FrameHeader, FrameKind
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
 from millstream.errors import CorruptWal, LogError, OffsetExpired, TokenFromFuture
 from millstream.model.ids import ShardId
+from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.ports import Files
 from millstream.wal.index import OnDamage
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard_folder
-from millstream.wal.mark import DurableMark, missing_shards, read_dropped, read_mark, stream_cut
+from millstream.wal.mark import missing_shards, read_dropped, read_mark, read_readable, stream_cut
 from millstream.wal.scan import ScannedFrame
 from millstream.wal.walk import walk_segment
 from millstream.wal.whole import marks_of_whole_groups
@@ -29,9 +30,12 @@ class LogExtent:
         CorruptWal: from every method, where segments are missing and there is no `on_damage` to tell.
     """
 
-    def __init__(self, files: Files, folder: str, *, without_mark: bool, on_damage: OnDamage | None) -> None:
+    def __init__(
+        self, files: Files, folder: str, *, without_mark: bool, on_damage: OnDamage | None, durable: bool = False
+    ) -> None:
         self._files = files
         self._folder = folder
+        self._read_mark = read_mark if durable else read_readable
         self._without_mark, self._on_damage = without_mark, on_damage
 
     def shards(self) -> tuple[ShardId, ...]:
@@ -62,7 +66,7 @@ class LogExtent:
             missing = missing_shards(self._folder, shards, marks.values())
             # A writer that came meanwhile was given numbers below those that the others' marks may show by now.
             if self.shards() == shards and all(
-                read_mark(self._files, shard_folder(self._folder, shard)) == mark
+                self._read_mark(self._files, shard_folder(self._folder, shard)) == mark
                 for shard, mark in marks.items()
                 if mark.is_settled
             ):
@@ -74,7 +78,7 @@ class LogExtent:
         marks = {}
         for shard in shards:
             shard_dir = shard_folder(self._folder, shard)
-            mark = read_mark(self._files, shard_dir)
+            mark = self._read_mark(self._files, shard_dir)
             if mark is not None:
                 marks[shard] = mark
             elif any(self._holds_frames(segment) for segment in list_segments(self._files, shard_dir)):

@@ -16,10 +16,11 @@ from millstream.codec.log_schemas import SchemaSet
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, FrameEntry, SegmentFooter, SegmentHeader, SegmentTotals
 from millstream.errors import CorruptFrame, CorruptWal
 from millstream.model.ids import Epoch, ShardId, TableId
+from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.ports import Files
 from millstream.wal.layout import SegmentFile, list_segments
-from millstream.wal.mark import DurableMark, read_dropped
+from millstream.wal.mark import read_dropped
 from millstream.wal.scan import ScannedFrame, Window, read_frame, reader_of, scan_frames
 from millstream.wal.segment import entry_of
 from millstream.wal.walk import UNREADABLE_HEADER, Loss, walk_segment

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, TypeAlias
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.codec.log_directory import Numbering, decode_directory
+from millstream.codec.log_directory import decode_directory
 from millstream.codec.log_frame import FrameKind, SchemaFrame, decode_frame
 from millstream.codec.log_schemas import SchemaSet
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SegmentFooter, SegmentHeader
 from millstream.errors import CorruptFrame, CorruptWal, MillstreamError, UnexpectedFile, UnsupportedFormat
-from millstream.model.ids import Epoch, GroupNumber, SchemaVersion, ShardId, TableId
-from millstream.model.positions import SEQ_MAX, Offset, Seq
+from millstream.model.ids import GroupNumber, SchemaVersion, ShardId, TableId
+from millstream.model.marks import DurableMark
+from millstream.model.positions import Offset, Seq
 from millstream.ports import Files
 from millstream.wal.files import RealFiles
+from millstream.wal.findings import FrameInfo, LogStats, PartitionStats, SegmentInfo, TableStats, Verification
 from millstream.wal.layout import (
     MARK_NAME,
     SegmentFile,
@@ -33,139 +35,12 @@ from millstream.wal.layout import (
     shard_folder,
     shards_and_strays,
 )
-from millstream.wal.mark import DurableMark, is_mark_damaged, missing_shards, read_dropped, read_mark, stream_cut
+from millstream.wal.mark import is_mark_damaged, missing_shards, read_dropped, read_mark, read_readable, stream_cut
 from millstream.wal.repair_plan import footer_hash_of
 from millstream.wal.scan import ScannedFrame, Window, commit_times, reader_of
 from millstream.wal.survey import Checked, KnownSchemas, accepted_loss, survey_segment
 from millstream.wal.walk import Loss, ends_of, footer_of, header_of, losses_around, scan_like, walk_segment
 from millstream.wal.whole import marks_of_whole_groups
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentInfo:
-    """One segment file."""
-
-    shard: ShardId
-    path: str
-    state: str
-    """`sealed`, `open` (no footer: being written, or left by a crash) or `damaged` (header or footer can't be read)."""
-    base_offset: Offset
-    end_offset: Offset | None
-    """Exclusive; of an open one as far as whole frames go. None where damage hides it."""
-    records: int | None
-    frames: int | None
-    size_bytes: int
-    epoch: Epoch | None
-    created_ns: int | None
-    first_seq: Seq | None
-    last_seq: Seq | None
-
-
-@dataclass(frozen=True, slots=True)
-class FrameInfo:
-    """One frame."""
-
-    shard: ShardId
-    path: str
-    position: int
-    length: int
-    kind: str
-    """`schema` or `records`."""
-    epoch: Epoch
-    group: GroupNumber
-    more: bool
-    first_offset: Offset
-    count: int
-    first_seq: Seq
-    last_seq: Seq
-    commit_ts_us: tuple[int, int] | None
-    """Least and greatest commit time in it."""
-    tables: tuple[tuple[TableId, int, int, int], ...]
-    """(table id, schema version, rows, bytes)"""
-    numbering: Numbering
-    """Which sequence numbers its directory has."""
-    durable: bool
-    """Whether readers see it: it lies in front of the shard's mark."""
-
-
-@dataclass(slots=True)
-class Verification:
-    """What `verify` found."""
-
-    segments: int = 0
-    frames: int = 0
-    records: int = 0
-    bytes_checked: int = 0
-    losses: list[Loss] = field(default_factory=list)
-    """Damage: records, or what is needed to trust them, can't be read."""
-    accepted: list[Loss] = field(default_factory=list)
-    """What was lost, and is passed over because `wal repair` was told so."""
-    unfinished: list[Loss] = field(default_factory=list)
-    """Bytes behind the last whole frame, as a crash or a write that is going on leaves them: nothing durable is lost."""
-    readable: dict[ShardId, list[tuple[Offset, Offset]]] = field(default_factory=dict)
-    """What is not lost: by shard the ranges of offsets that were read and passed."""
-    readable_in_part: dict[ShardId, list[tuple[Offset, Offset]]] = field(default_factory=dict)
-    """Ranges of which only some tables' records are lost."""
-    unmarked: list[ShardId] = field(default_factory=list)
-    """Shards with frames but without a mark: whether durable records are missing at their ends can't be said."""
-
-    @property
-    def has_marks(self) -> bool:
-        """Whether every shard with frames has its mark."""
-        return not self.unmarked
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether nothing is lost but what was accepted. Without marks: nothing of what can be judged."""
-        return not self.losses
-
-
-@dataclass(slots=True)
-class TableStats:
-    """What the log holds of one table."""
-
-    table_id: TableId
-    name: str
-    records: int = 0
-    size_bytes: int = 0
-    """Of its payload."""
-
-
-@dataclass(slots=True)
-class PartitionStats:
-    """What the log holds of one partition of a table; of partition None, what has none."""
-
-    table_id: TableId
-    partition: str | None
-    records: int = 0
-    first_seq: Seq = SEQ_MAX
-    last_seq: Seq = Seq(0)
-    """Between the two there may be numbers of others."""
-
-
-@dataclass(slots=True)
-class LogStats:
-    """What the log holds."""
-
-    segments: int = 0
-    size_bytes: int = 0
-    frames: int = 0
-    records: int = 0
-    groups: int = 0
-    first_seq: Seq | None = None
-    last_seq: Seq | None = None
-    persisted_upto: Seq | None = None
-    oldest_commit_us: int | None = None
-    newest_commit_us: int | None = None
-    has_marks: bool = True
-    """Whether every shard has its mark; else `persisted_upto` may be missing, and what isn't durable counts too."""
-    dropped_upto: Seq = Seq(0)
-    tables: dict[TableId, TableStats] = field(default_factory=dict)
-    partitions: dict[tuple[TableId, str | None], PartitionStats] = field(default_factory=dict)
-    losses: list[Loss] = field(default_factory=list)
-    accepted: list[Loss] = field(default_factory=list)
-    """What was lost, and is passed over because `wal repair` was told so."""
-
 
 __all__ = [
     "FrameInfo", "LogStats", "Loss", "PartitionStats", "SegmentInfo", "TableStats", "Verification", "inspect", "ls", "stats", "verify",
@@ -179,8 +54,9 @@ def ls(folder: str, *, files: Files | None = None) -> list[SegmentInfo]:
     """All segments, shard by shard, in order. Opens headers and footers only, and walks over open segments."""
     files = RealFiles() if files is None else files
     return [
-        _segment_info(files, shard, segment)
+        _segment_info(files, shard, segment, marks)
         for shard in list_shards(files, folder)
+        for marks in [_marks(files, shard_folder(folder, shard))]
         for segment in list_segments(files, shard_folder(folder, shard))
     ]
 
@@ -201,6 +77,7 @@ def inspect(
     has_range = after > _START or upto is not None
     for shard, segment, mark, end, around in _segments(files, folder):
         yield from around
+        marks = mark, read_readable(files, shard_folder(folder, shard))
         header = header_of(files, segment)
         schemas: dict[tuple[TableId, SchemaVersion], ScannedFrame] = {}
         for found in walk_segment(files, shard, segment, end=end):
@@ -220,8 +97,8 @@ def inspect(
                 continue
             needed = [schemas.pop(key) for key in brought if key in schemas]
             for schema in sorted(needed, key=lambda frame: frame.position):
-                yield _frame_info(shard, segment, schema, header, mark)
-            yield _frame_info(shard, segment, found, header, mark)
+                yield _frame_info(shard, segment, schema, header, marks)
+            yield _frame_info(shard, segment, found, header, marks)
 
 
 def verify(folder: str, *, files: Files | None = None) -> Verification:
@@ -256,19 +133,20 @@ def stats(folder: str, *, files: Files | None = None, partitions: bool = False) 
     files = RealFiles() if files is None else files
     counted = LogStats()
     groups: set[Seq] = set()
-    marks = []
+    marks, shown = [], []
     for shard in list_shards(files, folder):
         shard_dir = shard_folder(folder, shard)
         with suppress(MillstreamError):
-            mark = read_mark(files, shard_dir)
+            mark, readable = read_mark(files, shard_dir), read_readable(files, shard_dir)
             counted.has_marks = counted.has_marks and (mark is not None or not list_segments(files, shard_dir))
-            if mark is not None:
+            if mark is not None and readable is not None:
                 marks.append(mark)
+                shown.append(readable)
             dropped = read_dropped(files, shard_dir)
             if dropped is not None:
                 counted.dropped_upto = max(counted.dropped_upto, dropped.seq)
     if marks:
-        counted.persisted_upto = stream_cut(marks)
+        counted.persisted_upto, counted.high_water_mark = stream_cut(marks), stream_cut(shown)
     for shard, segment, mark, end, around in _segments(files, folder):
         counted.segments += 1
         counted.size_bytes += files.size(segment.path)
@@ -311,7 +189,24 @@ def _is_beyond(loss: Loss, segment: SegmentFile, mark: DurableMark | None) -> bo
 # --- the four views --------------------------------------------------------------------------------------------------
 
 
-def _segment_info(files: Files, shard: ShardId, segment: SegmentFile) -> SegmentInfo:
+_Marks: TypeAlias = tuple[DurableMark | None, DurableMark | None]
+"""A shard's: what is durable, and what is shown."""
+
+
+def _marks(files: Files, shard_dir: str) -> _Marks:
+    with suppress(MillstreamError):
+        return read_mark(files, shard_dir), read_readable(files, shard_dir)
+    return None, None
+
+
+def _within(mark: DurableMark | None, base: Offset, end: Offset | None) -> Offset | None:
+    """How far a segment's records count by a mark."""
+    if mark is None or end is None:
+        return None
+    return max(base, min(end, mark.durable_offset))
+
+
+def _segment_info(files: Files, shard: ShardId, segment: SegmentFile, marks: _Marks) -> SegmentInfo:
     header = header_of(files, segment)
     footer = footer_of(files, segment)
     size = files.size(segment.path)
@@ -343,17 +238,20 @@ def _segment_info(files: Files, shard: ShardId, segment: SegmentFile) -> Segment
         created_ns=None if header is None else header.created_ns,
         first_seq=min((first for first, _ in numbered), default=None),
         last_seq=max((last for _, last in numbered), default=None),
+        durable_to=_within(marks[0], segment.base_offset, end),
+        shown_to=_within(marks[1], segment.base_offset, end),
     )
 
 
 def _frame_info(
-    shard: ShardId, segment: SegmentFile, found: ScannedFrame, header: SegmentHeader | None, mark: DurableMark | None
+    shard: ShardId, segment: SegmentFile, found: ScannedFrame, header: SegmentHeader | None, marks: _Marks
 ) -> FrameInfo:
+    mark, shown = marks
     head = found.header
     times = None
     with suppress(CorruptFrame):
         times = None if header is None else commit_times(found.head, header)
-    durable = mark is None or (segment.base_offset, found.end) <= (mark.base_offset, mark.byte_end)
+    place = (segment.base_offset, found.end)
     return FrameInfo(
         shard=shard,
         path=segment.path,
@@ -370,7 +268,8 @@ def _frame_info(
         commit_ts_us=times,
         tables=tuple((p.table_id, int(p.schema_version), p.rows, p.length) for p in head.parts),
         numbering=head.numbering,
-        durable=durable,
+        durable=mark is None or place <= (mark.base_offset, mark.byte_end),
+        shown=shown is None or place <= (shown.base_offset, shown.byte_end),
     )
 
 
@@ -395,6 +294,9 @@ def _verify_shard(
     segments, strays = segments_and_strays(files, shard_dir)
     report.losses += [Loss(stray, 0, _STRAY, None, None, shard) for stray in strays]
     mark = read_mark(files, shard_dir)
+    shown = read_readable(files, shard_dir)
+    if mark is not None and shown is not None and shown.durable_offset < mark.durable_offset:
+        report.hidden[shard] = mark.durable_offset - shown.durable_offset
     dropped = read_dropped(files, shard_dir)
     if mark is None and is_mark_damaged(files, shard_dir):
         why = "the mark can't be read; the stream's next writer makes it anew"

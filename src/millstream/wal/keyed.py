@@ -8,7 +8,7 @@ from which the state is made anew when a writer opens, behind the last copy of i
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -27,6 +27,7 @@ from millstream.model.operations import Ack, OperationKind, Outcome, Repeated, W
 from millstream.model.positions import Offset, Seq, SeqRange
 from millstream.model.writes import SessionFacts, WriteId, WriteKeys
 from millstream.ports import Clock, Files
+from millstream.protocol.asked_writes import AskedWrites
 from millstream.protocol.sessions import NO_DIGEST, SessionLimits, Sessions
 from millstream.wal.commit import GroupCommitter
 from millstream.wal.reader import StreamReader
@@ -37,6 +38,7 @@ logger = structlog.get_logger("millstream.wal")
 
 COPY_EVERY_BYTES: Final = 64 << 20
 """Of the log, at the least: what a writer that opens has to look through. Behind a large copy, four times its size."""
+COPY_EVERY_S: Final = 3600.0
 _LARGE_COPIES: Final = 4
 
 
@@ -51,7 +53,8 @@ class KeyedCommits:
         folder: the stream's.
         stream: its id.
         upto: the last number that the copy in the folder knows of; None where there is none.
-        every_bytes: how much of the log is written between two copies.
+        every_bytes: how much of the log is written between two copies …
+        every_s: … or how much time goes by, where a segment was sealed meanwhile.
         in_background: whether copies are written by a thread of their own.
     """
 
@@ -66,6 +69,7 @@ class KeyedCommits:
         *,
         upto: Seq | None,
         every_bytes: int = COPY_EVERY_BYTES,
+        every_s: float = COPY_EVERY_S,
         in_background: bool = True,
     ) -> None:
         self._committer = committer
@@ -76,9 +80,14 @@ class KeyedCommits:
         self._stream = stream
         self._upto = upto
         self._every_bytes = every_bytes
+        self._every_ns = int(every_s * 1e9)
         self._in_background = in_background
         self._written_at = committer.counts.bytes_written
-        """What had been written when the last copy was made."""
+        """What had been written when the last copy was made …"""
+        self._sealed_at = committer.counts.segments_sealed
+        """… how many segments had been sealed …"""
+        self._made_ns = clock.now_ns()
+        """… and when that was."""
         self._copy_bytes = 0
         self._copying: threading.Thread | None = None
         self._changing = threading.Lock()
@@ -95,6 +104,7 @@ class KeyedCommits:
         limits: SessionLimits,
         *,
         every_bytes: int = COPY_EVERY_BYTES,
+        every_s: float = COPY_EVERY_S,
         in_background: bool = True,
     ) -> KeyedCommits:
         """What the recovered log has: the copy, and the operations behind it.
@@ -115,7 +125,7 @@ class KeyedCommits:
         except ValueError as error:
             raise CorruptWal(f"the sessions' copy in {folder} makes no sense: {error}", file=folder) from error
         upto = Seq(0) if copy is None else copy.upto
-        reader = StreamReader(folder, files=files)
+        reader = StreamReader(folder, files=files, durable=True)
         first = reader.first_seq()
         if upto + 1 < first:
             logger.warning(
@@ -135,6 +145,7 @@ class KeyedCommits:
             stream,
             upto=None if copy is None else copy.upto,
             every_bytes=every_bytes,
+            every_s=every_s,
             in_background=in_background,
         )
         if copy is None or persisted > upto:
@@ -170,13 +181,20 @@ class KeyedCommits:
 
     # --- copies ----------------------------------------------------------------------------------------------------
 
-    def after_group(self, *, sealed: bool = False) -> None:
-        """Make a copy where enough was written since the last, or where there is none: without one retention keeps nothing for it."""
-        since = self._committer.counts.bytes_written - self._written_at
+    def after_group(self) -> None:
+        """Make a copy where enough was written since the last, or where there is none: without one retention keeps nothing for it.
+
+        Where little is written, segments are sealed by their age, and retention waits for a copy that knows what they hold: so there is
+        one some time after a seal, too.
+        """
+        counts = self._committer.counts
         if (
             self._upto is None
-            or since >= max(self._every_bytes, _LARGE_COPIES * self._copy_bytes)
-            or (sealed and since >= _LARGE_COPIES * self._copy_bytes)
+            or counts.bytes_written - self._written_at >= max(self._every_bytes, _LARGE_COPIES * self._copy_bytes)
+            or (
+                counts.segments_sealed != self._sealed_at
+                and not 0 <= self._clock.now_ns() - self._made_ns < self._every_ns
+            )
         ):
             self._copy(beside=self._in_background)
 
@@ -191,7 +209,8 @@ class KeyedCommits:
         if self._copying is not None and self._copying.is_alive():
             return
         upto = self._committer.persisted_upto
-        self._written_at = self._committer.counts.bytes_written
+        self._written_at, self._sealed_at = self._committer.counts.bytes_written, self._committer.counts.segments_sealed
+        self._made_ns = self._clock.now_ns()
         pieces = self._sessions.copied()
 
         def write() -> None:
@@ -211,63 +230,27 @@ class KeyedCommits:
             write()
 
 
-class _Again:
-    """A write that stands in its own commit group before, by the place of its submission and its own in that."""
-
-    __slots__ = ("first",)
-
-    def __init__(self, first: tuple[int, int]) -> None:
-        self.first = first
-
-
 class _Group:
     """One commit group: which of its writes are new."""
 
     def __init__(self, sessions: Sessions, submitted: Sequence[Submitted]) -> None:
         self._sessions = sessions
         self._submitted = submitted
-        self._new: dict[WriteId, tuple[int, int, int]] = {}
-        """Places as in `_Again`, and the digest."""
-        self._marks: dict[str, int] = {}
-        """Of sessions, as they will be."""
-        self._told: list[dict[int, Repeated | _Again | MillstreamError]] = []
-        """Of each submission, by place, what isn't to be appended."""
+        self._told: list[dict[int, Repeated | int | MillstreamError]] = []
+        """Of each submission, by place, what isn't to be appended; a number: as the one of that number, over all submissions."""
         self._left: list[Submitted | None] = []
-        for place, ops in enumerate(submitted):
+        asked = AskedWrites(sessions)
+        before = 0
+        for ops in submitted:
             keys = ops.keys if isinstance(ops, WriteOps) else None
-            told = {} if keys is None else self._told_of(place, keys)
+            if keys is None:
+                self._told.append({})
+                self._left.append(ops)
+                continue
+            told = _told_of(keys, asked, before)
+            before += len(keys.ids)
             self._told.append(told)
             self._left.append(ops if not told or not isinstance(ops, WriteOps) else without(ops, told))
-
-    def _told_of(self, place: int, keys: WriteKeys) -> dict[int, Repeated | _Again | MillstreamError]:
-        told: dict[int, Repeated | _Again | MillstreamError] = {}
-        for i, (write_id, digest) in enumerate(zip(keys.ids, keys.digests, strict=True)):
-            if write_id is None:
-                continue
-            try:
-                first = self._new.get(write_id)
-                if first is not None:
-                    Sessions.check_same(first[2], digest, write_id)
-                    told[i] = _Again(first[:2])
-                elif (given := self._look(write_id, digest)) is not None:
-                    told[i] = Repeated(given)
-                else:
-                    self._new[write_id] = (place, i, digest)
-            except MillstreamError as error:
-                told[i] = error
-        return told
-
-    def _look(self, write_id: WriteId, digest: int) -> Ack | None:
-        name, number = write_id.session, write_id.number
-        if name is None or number is None:
-            return self._sessions.look(write_id, digest)
-        mark = self._marks.get(name)
-        if mark is None:
-            mark = self._sessions.mark(name)
-        found = self._sessions.look(write_id, digest, mark=mark)
-        if found is None:
-            self._marks[name] = number if number == mark + 1 else mark
-        return found
 
     def left(self) -> list[Submitted]:
         """What is to be appended."""
@@ -282,25 +265,64 @@ class _Group:
             nothing: the number of an ack of no rows.
         """
         settled = []
-        given: dict[tuple[int, int], Ack] = {}
-        for place, (ops, left, told) in enumerate(zip(self._submitted, self._left, self._told, strict=True)):
+        each: list[Outcome] = []
+        """Of all submissions that have keys."""
+        note = self._sessions.note
+        for ops, left, told in zip(self._submitted, self._left, self._told, strict=True):
             ack = Ack({}, SeqRange(nothing, 0)) if left is None else next(acks)
             keys = ops.keys if isinstance(ops, WriteOps) else None
             if keys is None:
                 settled.append(ack)
                 continue
-            kept = [i for i in range(len(keys.ids)) if i not in told]
-            parts = parts_of(left, [keys.counts[i] for i in kept], ack) if isinstance(left, WriteOps) else []
-            each: dict[int, Outcome] = {}
-            for i, part in zip(kept, parts, strict=True):
-                each[i] = given[place, i] = part
-                write_id = keys.ids[i]
-                if write_id is not None:
-                    self._sessions.note(write_id, keys.digests[i], part, now_us)
-            for i, instead in told.items():
-                each[i] = Repeated(given[instead.first]) if isinstance(instead, _Again) else instead
-            settled.append(replace(ack, each=tuple(each[i] for i in range(len(keys.ids)))))
+            counts = [count for i, count in enumerate(keys.counts) if i not in told] if told else keys.counts
+            parts = parts_of(left, counts, ack) if isinstance(left, WriteOps) else []
+            outcomes = parts if not told else _with_those_told(len(keys.ids), parts, told, each)
+            for write_id, digest, outcome in zip(keys.ids, keys.digests, outcomes, strict=True):
+                if write_id is not None and isinstance(outcome, Ack):
+                    note(write_id, digest, outcome, now_us)
+            each += outcomes
+            settled.append(replace(ack, each=tuple(outcomes)))
         return settled
+
+
+def _with_those_told(
+    count: int, parts: Iterable[Ack], told: Mapping[int, Repeated | int | MillstreamError], before: Sequence[Outcome]
+) -> list[Outcome]:
+    """A submission's outcomes: parts of what was appended, and what else was told, by place.
+
+    Args:
+        count: of its operations.
+        parts: of those that aren't in `told`.
+        told: a number is the place among all submissions' of the operation that was repeated.
+        before: of the submissions before this one.
+    """
+    left = iter(parts)
+    outcomes: list[Outcome] = []
+    for i in range(count):
+        instead = told.get(i)
+        if isinstance(instead, int):
+            first = before[instead] if instead < len(before) else outcomes[instead - len(before)]
+            assert isinstance(first, Ack), "it was new"
+            outcomes.append(Repeated(first))
+        else:
+            outcomes.append(next(left) if instead is None else instead)
+    return outcomes
+
+
+def _told_of(keys: WriteKeys, asked: AskedWrites, before: int) -> dict[int, Repeated | int | MillstreamError]:
+    """What isn't to be appended of a submission behind so many writes, by place."""
+    told: dict[int, Repeated | int | MillstreamError] = {}
+    for i, (write_id, digest) in enumerate(zip(keys.ids, keys.digests, strict=True)):
+        if write_id is None:
+            continue
+        try:
+            found = asked.ask(write_id, digest, before + i)
+        except MillstreamError as error:
+            told[i] = error
+        else:
+            if found is not None:
+                told[i] = found if isinstance(found, int) else Repeated(found)
+    return told
 
 
 def without(ops: WriteOps, places: Iterable[int]) -> WriteOps | None:

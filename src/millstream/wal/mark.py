@@ -11,26 +11,29 @@ what all of them show: a writer's mark moves also while it is idle, and one that
 
 Layout: a slot every 512 bytes; each has a counter and a CRC, and the newest that holds counts. The area *durable* is the
 writer's: slot 0 is written at the open and fsynced, slots 1 and 2 in turn after each group, so that neither a torn write
-nor a power cut leaves none. The area *dropped* is retention's: two slots in turn, each fsynced before any file goes.
+nor a power cut leaves none. The area *shown* is likewise the writer's, and its slots go as those: where a log has to be held by other
+machines before anybody may read it, readers go by it (`read_readable`), while recovery, the writer and who ships the log go by what is durable
+(`read_mark`). The area *dropped* is retention's: two slots in turn, each fsynced before any file goes.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 from uuid import UUID
 
 from millstream.codec.checksums import crc32c
 from millstream.errors import CorruptWal, LogError
 from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId, WriterId
+from millstream.model.marks import DroppedMark, DurableMark, ShownMark
 from millstream.model.positions import SEQ_MAX, Offset, Seq
 from millstream.ports import Files, WritableFile
 from millstream.wal.layout import MARK_NAME
 
 MARK_SIZE: Final = 4096
 _DURABLE: Final = (0, 512, 1024)
+_SHOWN: Final = (1536, 3072, 3584)
 _DROPPED: Final = (2048, 2560)
 _MAGIC: Final = b"MILLMRK\n"
 _PREFIX: Final = struct.Struct("<8sIHHQ")
@@ -38,69 +41,36 @@ _PREFIX: Final = struct.Struct("<8sIHHQ")
 _DURABLE_FIELDS: Final = struct.Struct("<16siqqqqqqq")
 _SHARED_FIELDS: Final = struct.Struct("<q?")
 """Of version 2, behind those: the first writer elsewhere, and whether this one is settled."""
+_SHOWN_FIELDS: Final = struct.Struct("<16siqqqqqqqq??")
+"""All of a durable one's, those of version 2 too, and whether it is required."""
 _DROPPED_FIELDS: Final = struct.Struct("<qq")
+_PLAIN: Final = {_DURABLE: _DURABLE_FIELDS.size, _SHOWN: _SHOWN_FIELDS.size, _DROPPED: _DROPPED_FIELDS.size}
+"""Bytes of an area's slots behind their beginning, in version 1."""
 _ALONE: Final = 1
 _SHARED: Final = 2
 """Versions: of a writer that owns its stream, and of one among several."""
 
 
-@dataclass(frozen=True, slots=True)
-class DurableMark:
-    """What a shard's writer says."""
-
-    stream: StreamId
-    writer: WriterId
-    epoch: Epoch
-    base_offset: Offset
-    """The segment that is being written."""
-    byte_end: int
-    """Exclusive end of the durable bytes in it; all segments before it are durable whole."""
-    durable_offset: Offset
-    """Exclusive end of the durable offsets of the shard."""
-    group: GroupNumber
-    """The last group of the writer, durable on all its shards, that the position covers."""
-    persisted_upto: Seq
-    """Every number up to it, on all shards, is durable or will never be; never beyond the group."""
-    reserved_to: Seq
-    """Numbers up to it may have been given out."""
-    shards: int = 0
-    """How many the writer has: that many folders in the stream's are its own. 0 where an older Millstream moved the mark."""
-    elsewhere: Seq | None = None
-    """Of a writer that shares its stream: the lowest position of those whose logs lie in other folders, when this was written
-    (`SEQ_MAX` where there are none). None: it is the only one."""
-    is_settled: bool = False
-    """Nothing of this writer is undecided, and it was given no number since."""
-
-
-@dataclass(frozen=True, slots=True)
-class DroppedMark:
-    """What retention has dropped from a shard's front."""
-
-    seq: Seq
-    """Last number of the last commit group that was dropped; reading may begin behind it."""
-    offset: Offset
-    """The first offset that is still there."""
-
-
 class MarkFile:
     """A shard's mark, open for moving. One process a shard, that of the lock; retention moves only its own area."""
 
-    def __init__(self, file: WritableFile, counters: tuple[int, int]) -> None:
+    def __init__(self, file: WritableFile, data: bytes) -> None:
         self.file = file
-        self._durable_counter, self._dropped_counter = counters
+        self._durable_counter = _newest(data, _DURABLE).counter
+        self._shown_counter = _newest(data, _SHOWN).counter
+        self._dropped_counter = _newest(data, _DROPPED).counter
 
     @classmethod
     def open(cls, files: Files, shard_dir: str) -> MarkFile:
         """Open the shard's mark, or make an empty one (durable by name)."""
         path = f"{shard_dir}/{MARK_NAME}"
         if files.exists(path):
-            data = files.read(path)
-            return cls(files.open_write(path), (_newest(data, _DURABLE).counter, _newest(data, _DROPPED).counter))
+            return cls(files.open_write(path), files.read(path))
         file = files.create(path)
         file.pwrite(bytes(MARK_SIZE), 0)
         file.sync()
         files.sync_dir(shard_dir)
-        return cls(file, (0, 0))
+        return cls(file, b"")
 
     @classmethod
     def replace(cls, files: Files, shard_dir: str) -> MarkFile:
@@ -120,7 +90,7 @@ class MarkFile:
         except BaseException:
             file.close()
             raise
-        return cls(file, (_newest(data, _DURABLE).counter, _newest(data, _DROPPED).counter))
+        return cls(file, data)
 
     def move(self, mark: DurableMark, *, anchor: bool = False) -> None:
         """Show a new position; as an anchor it also survives a power cut, at the cost of an fsync."""
@@ -134,6 +104,25 @@ class MarkFile:
             version, fields = _SHARED, fields + _SHARED_FIELDS.pack(mark.elsewhere, mark.is_settled)
         slot = _DURABLE[0 if anchor else 1 + self._durable_counter % 2]
         self._write(slot, self._durable_counter, fields, mark.shards, version)
+        if anchor:
+            self.file.sync()
+
+    def move_shown(self, shown: ShownMark, *, anchor: bool = False) -> None:
+        """Show readers another position, or say whether they go by it at all; an anchor as in `move`.
+
+        Another thread than that of `move` may call, one at a time.
+        """
+        if anchor:
+            self.file.sync()  # a power cut in the midst of the slot's own leaves one of those before
+        self._shown_counter += 1
+        mark = shown.mark
+        elsewhere = -1 if mark.elsewhere is None else mark.elsewhere
+        fields = _SHOWN_FIELDS.pack(
+            mark.stream.bytes, mark.writer, mark.epoch, mark.base_offset, mark.byte_end, mark.durable_offset, mark.group,
+            mark.persisted_upto, mark.reserved_to, elsewhere, mark.is_settled, shown.required,
+        )  # fmt: skip
+        slot = _SHOWN[0 if anchor else 1 + self._shown_counter % 2]
+        self._write(slot, self._shown_counter, fields, mark.shards)
         if anchor:
             self.file.sync()
 
@@ -213,7 +202,23 @@ def read_mark(files: Files, shard_dir: str) -> DurableMark | None:
     Raises:
         LogError: the mark is of a newer version.
     """
-    slot = _newest(_read(files, shard_dir), _DURABLE)
+    return _durable_in(_read(files, shard_dir))
+
+
+def read_shown(files: Files, shard_dir: str) -> ShownMark | None:
+    """What was said of how far readers may read; None where nothing ever was. Raises as `read_mark`."""
+    return _shown_in(_read(files, shard_dir))
+
+
+def read_readable(files: Files, shard_dir: str) -> DurableMark | None:
+    """How far readers may read: what is shown, where that is required, else what is durable. None and raises as `read_mark`."""
+    data = _read(files, shard_dir)
+    shown = _shown_in(data)
+    return _durable_in(data) if shown is None or not shown.required else shown.mark
+
+
+def _durable_in(data: bytes) -> DurableMark | None:
+    slot = _newest(data, _DURABLE)
     if slot.fields is None:
         return None
     stream, writer, epoch, base, byte_end, offset, group, persisted, reserved = _DURABLE_FIELDS.unpack_from(slot.fields)
@@ -224,6 +229,20 @@ def read_mark(files: Files, shard_dir: str) -> DurableMark | None:
         StreamId(UUID(bytes=stream)), WriterId(writer), Epoch(epoch), Offset(base), byte_end, Offset(offset), GroupNumber(group),
         Seq(persisted), Seq(reserved), slot.shards, elsewhere, settled,
     )  # fmt: skip
+
+
+def _shown_in(data: bytes) -> ShownMark | None:
+    slot = _newest(data, _SHOWN)
+    if slot.fields is None:
+        return None
+    stream, writer, epoch, base, byte_end, offset, group, persisted, reserved, elsewhere, settled, required = (
+        _SHOWN_FIELDS.unpack(slot.fields)
+    )
+    mark = DurableMark(
+        StreamId(UUID(bytes=stream)), WriterId(writer), Epoch(epoch), Offset(base), byte_end, Offset(offset), GroupNumber(group),
+        Seq(persisted), Seq(reserved), slot.shards, None if elsewhere < 0 else Seq(elsewhere), settled,
+    )  # fmt: skip
+    return ShownMark(mark, required)
 
 
 def is_mark_damaged(files: Files, shard_dir: str) -> bool:
@@ -256,7 +275,7 @@ class _Slot(NamedTuple):
 
 def _newest(data: bytes, slots: tuple[int, ...]) -> _Slot:
     """The newest slot that holds."""
-    plain = (_DURABLE_FIELDS if slots is _DURABLE else _DROPPED_FIELDS).size
+    plain = _PLAIN[slots]
     best = _Slot()
     for start in slots:
         head = data[start : start + _PREFIX.size]

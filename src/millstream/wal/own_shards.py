@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from millstream.codec.log_directory import DIRECTORIES, Numbering
 from millstream.codec.log_segment import SegmentHeader
 from millstream.model.ids import Epoch, RegionId, ShardId, StreamId, WriterId
+from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset
 from millstream.ports import Clock, Files
 from millstream.wal.layout import shard_folder
-from millstream.wal.mark import DurableMark, MarkFile
+from millstream.wal.mark import MarkFile
 from millstream.wal.recover import keep_spare
 from millstream.wal.segment import OpenSegment
 from millstream.wal.shards import lock_shards

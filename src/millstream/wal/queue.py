@@ -56,6 +56,8 @@ class SubmissionQueue:
         self._failure: MillstreamError | None = None
         self.queued_bytes = 0
         """Of all that waits."""
+        self.held_bytes = 0
+        """Of what was taken, and keeps its room until it is let go: it waits for others than the taker."""
 
     # --- putting ---------------------------------------------------------------------------------------------------
 
@@ -104,9 +106,9 @@ class SubmissionQueue:
     def _offer(self, waiting: Waiting, *, let_in: bool) -> bool:
         """Put it where there is room, behind tasks that wait for theirs already: who takes what waits lets them in."""
         self._check_open()
-        if self._waiting:
+        if self._waiting or self.held_bytes:
             behind = self._visitors and not let_in
-            if behind or self.queued_bytes + waiting.size_bytes > self._bytes_max:
+            if behind or self.queued_bytes + self.held_bytes + waiting.size_bytes > self._bytes_max:
                 return False
         self._push(waiting)
         return True
@@ -136,13 +138,20 @@ class SubmissionQueue:
         return self._ended or self._has_room(size)
 
     def _has_room(self, size: int) -> bool:
-        return not self._waiting or self.queued_bytes + size <= self._bytes_max
+        taken = self.queued_bytes + self.held_bytes
+        return not taken or taken + size <= self._bytes_max
 
     def _check_open(self) -> None:
         if self._ended:
             raise WriterClosed("the log's writer takes no more") from self._failure
 
     def _overloaded(self) -> Overloaded:
+        if self.held_bytes > self.queued_bytes:
+            return Overloaded(
+                f"{self.held_bytes} bytes are written, and still wait for other machines to have them",
+                hint="`millstream replicas` tells who doesn't answer.",
+                queued_bytes=self.queued_bytes + self.held_bytes,
+            )
         return Overloaded(f"{self.queued_bytes} bytes still wait to be written", queued_bytes=self.queued_bytes)
 
     def _push(self, waiting: Waiting) -> None:
@@ -162,8 +171,8 @@ class SubmissionQueue:
 
     def _let_in(self) -> None:
         """Wake tasks for which there is room, in order; at the end all of them."""
-        free = self._bytes_max - self.queued_bytes
-        nobody = not self._waiting
+        free = self._bytes_max - self.queued_bytes - self.held_bytes
+        nobody = not self._waiting and not self.held_bytes
         for room, (loop, size) in list(self._visitors.items()):
             if size > free and not (nobody or self._ended):
                 return
@@ -180,6 +189,10 @@ class SubmissionQueue:
     def is_idle(self) -> bool:
         """Whether nothing waits, and more is taken in."""
         return not self._waiting and not self._ended
+
+    def is_empty(self) -> bool:
+        """Whether nothing waits."""
+        return not self._waiting
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until there is something to take, for as long as asked; False once there never will be."""
@@ -233,6 +246,20 @@ class SubmissionQueue:
                 break
         self.queued_bytes -= size
         return group
+
+    def hold(self, size_bytes: int) -> None:
+        """What was taken goes on taking room."""
+        with self._lock:
+            self.held_bytes += size_bytes
+
+    def let_go(self, size_bytes: int) -> None:
+        """It doesn't any more."""
+        with self._lock:
+            self.held_bytes -= size_bytes
+            if self._blocked:
+                self._room.notify_all()
+            if self._visitors:
+                self._let_in()
 
     def end(self) -> None:
         """Take no more in; what waits may still be taken."""

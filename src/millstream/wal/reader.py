@@ -18,6 +18,7 @@ from millstream.codec.log_frame import FrameKind, RecordsFrame
 from millstream.codec.log_segment import FrameEntry
 from millstream.errors import CorruptWal, LogError, OffsetBeyondEnd, OffsetExpired, TokenFromFuture
 from millstream.model.ids import SchemaVersion, ShardId, StreamId, TableId
+from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq, StreamToken, short_stream_id
 from millstream.model.schema import TableSchema
 from millstream.ports import Files
@@ -25,7 +26,7 @@ from millstream.wal.extent import LogExtent
 from millstream.wal.files import RealFiles
 from millstream.wal.index import HEADS_AHEAD_BYTES, OnDamage, SchemaPlace, ShardIndex, load_schemas, read_header
 from millstream.wal.layout import SegmentFile, shard_folder
-from millstream.wal.mark import DurableMark, writer_cuts
+from millstream.wal.mark import writer_cuts
 from millstream.wal.scan import ScannedFrame, Window, commit_times, read_frame, reader_of
 from millstream.wal.source import (
     Expiry,
@@ -55,6 +56,7 @@ class StreamReader:
         folder: `data/wal/<stream>`.
         files: the file system.
         without_mark: show every valid whole group instead of what marks say: for a folder that was copied without them.
+        durable: go by what is durable here, also where readers are shown less: for the log's own writer, and who ships it.
         on_damage: told of what is damaged, which `read` and `read_between` then leave out; without it they raise `CorruptWal`.
 
     Concurrency: one thread a reader; any number of readers.
@@ -66,11 +68,12 @@ class StreamReader:
         *,
         files: Files | None = None,
         without_mark: bool = False,
+        durable: bool = False,
         on_damage: OnDamage | None = None,
     ) -> None:
         self._folder = folder
         self._files: Files = RealFiles() if files is None else files
-        self._extent = LogExtent(self._files, folder, without_mark=without_mark, on_damage=on_damage)
+        self._extent = LogExtent(self._files, folder, without_mark=without_mark, on_damage=on_damage, durable=durable)
         self._on_damage = on_damage
         self._indexes: dict[ShardId, ShardIndex] = {}
         self._stream: StreamId | None = None
@@ -224,15 +227,8 @@ class StreamReader:
         self, shard: ShardId, segment: SegmentFile, piece: list[FrameEntry], after: Seq, upto: Seq, mark: DurableMark
     ) -> LogSpan:
         end = piece[-1].position + piece[-1].length
-        return LogSpan(
-            shard,
-            segment.path,
-            piece[0].position,
-            end,
-            after,
-            upto,
-            self._index(shard).schema_frames(segment, mark, end),
-        )
+        schemas = self._index(shard).schema_frames(segment, mark, end)
+        return LogSpan(shard, segment.path, piece[0].position, end, after, upto, schemas)
 
     # --- records ---------------------------------------------------------------------------------------------------
 

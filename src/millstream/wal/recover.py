@@ -31,14 +31,15 @@ from millstream.codec.log_segment import (
     SegmentFooter,
     SegmentHeader,
 )
-from millstream.errors import CorruptFrame, CorruptWal, DiskFull, LogError, StaleEpoch
+from millstream.errors import CorruptFrame, CorruptWal, DiskFull, LogError, OtherRegion, StaleEpoch
 from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, SourceId, StreamId
+from millstream.model.marks import DurableMark
 from millstream.model.positions import Lsn, Offset, Seq
 from millstream.ports import Files
 from millstream.wal.files import NO_SPACE
 from millstream.wal.index import damage
 from millstream.wal.layout import SPARE_NAME, SegmentFile, list_segments, shard_folder
-from millstream.wal.mark import DurableMark, read_dropped, read_mark
+from millstream.wal.mark import read_dropped, read_mark
 from millstream.wal.scan import (
     ScannedFrame,
     Window,
@@ -83,6 +84,8 @@ class Recovered:
     reserved_to: Seq
     """Greatest reservation that any frame or mark tells of."""
     reached: Mapping[SourceId, Lsn]
+    hybrid_ns: int
+    """The hybrid time of the last group that stays; 0 where there is none."""
     cut_bytes: int
     """What was cut off and kept aside, over all shards."""
 
@@ -241,7 +244,14 @@ def _segment_header(
             hint="A newer writer owns the shard, or the catalog is older than the log.",
             epoch=int(header.epoch),
         )
-    if (header.shard, header.region, header.base_offset) != (tail.shard, region, segment.base_offset):
+    if header.region != region:
+        raise OtherRegion(
+            f"{segment.path} is the log of region {header.region}, and the configuration says that this is region {region}",
+            file=segment.path,
+            found=int(header.region),
+            expected=int(region),
+        )
+    if (header.shard, header.base_offset) != (tail.shard, segment.base_offset):
         raise damage(
             "its header is another segment's",
             file=segment.path, byte=0, offset_from=segment.base_offset, offset_to=None,
@@ -399,6 +409,7 @@ def _make_durable(files: Files, tails: Mapping[ShardId, _Tail], cut_bytes: int) 
         shown=Seq(max([mark.persisted_upto for mark in marks], default=0)),
         reserved_to=Seq(max([0 if last is None else last.header.reserved_to, *(m.reserved_to for m in marks)])),
         reached={} if last is None else dict(last.header.reached),
+        hybrid_ns=0 if last is None else last.header.hybrid_time,
         cut_bytes=cut_bytes,
     )
 

@@ -12,12 +12,13 @@ from millstream.codec.log_directory import DIRECTORIES, Numbering
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SEGMENT_TRAILER_SIZE, SegmentFooter, SegmentHeader
 from millstream.errors import CorruptFrame, LogError, TruncatedFrame, UsageError
 from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId
+from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.schema import TableSchema
 from millstream.ports import Files
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, segment_path, shard_folder
-from millstream.wal.mark import DurableMark, missing_shards, read_dropped, read_mark
+from millstream.wal.mark import missing_shards, read_dropped, read_mark
 from millstream.wal.scan import Window, read_frame, reader_of
 from millstream.wal.survey import Checked, KnownSchemas, Surveyed, survey_segment
 from millstream.wal.walk import NO_STREAM, Loss, ends_of, footer_of, header_of

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SegmentFooter
 from millstream.errors import CorruptFrame
 from millstream.model.ids import ShardId, TableId
+from millstream.model.marks import DroppedMark
 from millstream.model.positions import Seq
 from millstream.ports import Clock, Files
 from millstream.protocol.retention import (
@@ -30,7 +31,7 @@ from millstream.protocol.retention import (
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.index import damage, read_header
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard_folder
-from millstream.wal.mark import DroppedMark, MarkFile, read_dropped, read_mark
+from millstream.wal.mark import MarkFile, read_dropped, read_mark, read_readable
 from millstream.wal.scan import reader_of
 from millstream.wal.session_file import covered_upto
 from millstream.wal.shards import folder_lock
@@ -147,8 +148,11 @@ def _front(files: Files, folder: str, shard: ShardId) -> _Front:
         segments = [segment for segment in segments if segment.base_offset >= gone.offset]
     if mark is None:
         return _Front(shard, shard_dir, [], size)
-    sealed = [segment for segment in segments if segment.base_offset < mark.base_offset]
-    current = next((segment for segment in segments if segment.base_offset >= mark.base_offset), None)
+    # What no reader has been shown yet goes from no log, however long its followers are away.
+    shown = read_readable(files, shard_dir) or mark
+    last = min(mark.base_offset, shown.base_offset)
+    sealed = [segment for segment in segments if segment.base_offset < last]
+    current = next((segment for segment in segments if segment.base_offset >= last), None)
     if current is None:
         return _Front(shard, shard_dir, [], size)
     if mark.byte_end == SEGMENT_HEADER_SIZE and sealed:

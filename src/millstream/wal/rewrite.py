@@ -18,10 +18,11 @@ from millstream.codec.log_frame import (
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SegmentFooter
 from millstream.errors import LogError
 from millstream.model.ids import GroupNumber, SchemaVersion, ShardId, TableId, WriterId
+from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.ports import Files, WritableFile
 from millstream.wal.layout import SegmentFile
-from millstream.wal.mark import DurableMark, MarkFile, read_mark
+from millstream.wal.mark import MarkFile, read_mark
 from millstream.wal.repair_plan import RepairPlan, SegmentPlan, footer_hash_of, position_of
 from millstream.wal.scan import ScannedFrame, commit_times
 from millstream.wal.segment import FrameLog, entry_of

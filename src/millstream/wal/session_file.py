@@ -82,7 +82,7 @@ def read_copy(files: Files, folder: str, stream: StreamId) -> SessionCopy | None
     if len(data) < _HEAD.size:
         raise _damaged(path, "it is too short")
     magic, crc, version, owner, upto, length = _HEAD.unpack_from(data)
-    if magic != _MAGIC or crc != crc32c(data[_CHECKED_FROM:]):
+    if magic != _MAGIC or crc != crc32c(memoryview(data)[_CHECKED_FROM:]):
         raise _damaged(path, "its checksum is another one")
     if version != VERSION:
         raise UnsupportedFormat(f"{path} is of version {version}, which is unknown", hint="Upgrade this Millstream.")

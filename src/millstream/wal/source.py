@@ -48,6 +48,9 @@ class TableRecords:
     last_seq: Seq
     operation_seq: pa.Array
     """For each record the first number that its operation has on this shard: what shards are merged by."""
+    hybrid_ns: pa.Array
+    """For each record the hybrid time of its frame: what regions are merged by."""
+    region: RegionId
     frame_offset: Offset
     """The first offset of the frame (of the first, where they are of several): records of several tables are merged by offset within one."""
 
@@ -243,16 +246,17 @@ class SegmentSource:
             records = frames.records(of_table, columns=columns, offsets=offsets, moments=moments)
             if (np.diff(records.batch.column("__seq").to_numpy()) <= 0).any():
                 return None  # an operation on several partitions of a table goes on over frames
-            decoded[key] = records
+            times = [run[part.frame].header.hybrid_time for part in of_table]
+            decoded[key] = records, np.repeat(np.array(times, np.int64), [part.part.rows for part in of_table])
         done = dict.fromkeys(tables, 0)
         pieces = []
         for key, some in groupby(sorted(parts, key=_table) if by_table else parts, key=_key):
             of_piece = list(some)
-            start, records = done[key], decoded[key]
+            start, (records, times_ns) = done[key], decoded[key]
             done[key] = end = start + sum(part.part.rows for part in of_piece)
             batch = records.batch.slice(start, end - start)
-            operation_seq = pa.array(records.operation_seq[start:end])
-            pieces.append(_piece(run[of_piece[0].frame].header, records.schema, batch, operation_seq))
+            operation_seq, hybrid_ns = pa.array(records.operation_seq[start:end]), pa.array(times_ns[start:end])
+            pieces.append(_piece(run[of_piece[0].frame].header, records.schema, batch, operation_seq, hybrid_ns))
         return pieces
 
     def _read_parts(self, run: Sequence[ScannedFrame], wanted: frozenset[TableId] | None) -> list[FramePart]:
@@ -349,13 +353,18 @@ def _table_records(
     if frame.header.numbering is Numbering.OPERATION:  # partitions of a table stand one behind the other
         order = np.argsort(batch.column("__seq").to_numpy(), kind="stable")
         batch, of_row = batch.take(pa.array(order)), of_row[order]
-    return _piece(frame.header, schema, batch, pa.array(first[of_row]))
+    times_ns = pa.array(np.full(len(of_row), frame.header.hybrid_time, np.int64))
+    return _piece(frame.header, schema, batch, pa.array(first[of_row]), times_ns)
 
 
-def _piece(header: FrameHeader, schema: TableSchema, batch: pa.RecordBatch, operation_seq: pa.Array) -> TableRecords:
+def _piece(
+    header: FrameHeader, schema: TableSchema, batch: pa.RecordBatch, operation_seq: pa.Array, hybrid_ns: pa.Array
+) -> TableRecords:
     seqs = batch.column("__seq")
     first, last = Seq(seqs[0].as_py()), Seq(seqs[-1].as_py())
-    return TableRecords(schema, batch, header.shard, first, last, operation_seq, header.first_offset)
+    return TableRecords(
+        schema, batch, header.shard, first, last, operation_seq, hybrid_ns, header.region, header.first_offset
+    )
 
 
 _Key = tuple[TableId, SchemaVersion]
@@ -434,6 +443,8 @@ def _filtered(found: TableRecords, keep: npt.NDArray[np.bool_]) -> Iterator[Tabl
         Seq(seqs[0].as_py()),
         Seq(seqs[-1].as_py()),
         found.operation_seq.filter(mask),
+        found.hybrid_ns.filter(mask),
+        found.region,
         found.frame_offset,
     )
 

@@ -13,10 +13,10 @@ from millstream.codec.log_frame import FrameHeader
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SegmentFooter, SegmentHeader
 from millstream.errors import CorruptFrame, UnsupportedFormat
 from millstream.model.ids import ShardId, StreamId, TableId
+from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.ports import Files
 from millstream.wal.layout import SegmentFile
-from millstream.wal.mark import DurableMark
 from millstream.wal.scan import ScannedFrame, Window, frames_behind, read_frame, reader_of, scan_frames
 
 NO_STREAM: Final = StreamId(UUID(int=0))

@@ -13,11 +13,12 @@ from millstream.codec.log_frame import FrameHeader
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, FrameEntry, SegmentFooter, SegmentHeader
 from millstream.errors import CorruptFrame, CorruptWal, UnsupportedFormat
 from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, WriterId
+from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.ports import Files
 from millstream.wal.index import OnDamage, damage
 from millstream.wal.layout import SegmentFile, list_segments, shard_folder
-from millstream.wal.mark import DurableMark, stream_cut
+from millstream.wal.mark import stream_cut
 from millstream.wal.scan import ScannedFrame, Window, lost_groups, read_frame, reader_of
 from millstream.wal.walk import NO_STREAM, Loss, header_of, walk_segment
 

@@ -3,8 +3,8 @@
 Callers queue; one thread takes what has waited while the last fsync ran as the next commit group, and starts on it at once
 when that fsync has returned. A caller of `append` who finds nothing waiting and nobody writing writes its group itself: that
 saves two changes of threads, and the rows' way from one core's cache to another's. What a group goes through is `commit`'s,
-the queue and its bounds are `queue`'s, and how callers are told `answers`'. Durable before readable, durable before
-acknowledged, always.
+the queue and its bounds are `queue`'s, and how callers are told `answers`'; who asks for more than this machine waits in `levels`. Durable before
+readable, durable before acknowledged, always.
 """
 
 from __future__ import annotations
@@ -18,20 +18,33 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Final, Self
 
+from millstream.crdt.hlc import HybridTime
 from millstream.errors import InvalidValue, MillstreamError, OutOfOrder, SessionsNeedOneWriter, WriterClosed
 from millstream.model.appends import AppendOp, Submitted, columns_of
 from millstream.model.ids import Epoch, RegionId, ShardId, SourceId, StreamId, WriterId
 from millstream.model.operations import Ack, SpilledOp, WriteOps
 from millstream.model.positions import Lsn, Offset, Seq, StreamToken
+from millstream.model.replication import LOCAL, AckLevel
 from millstream.model.writes import SessionFacts
-from millstream.ports import Clock, Files, SeqReservations
+from millstream.ports import Clock, Files, HighWater, SeqReservations
 from millstream.protocol.sequencer import LedgerView
 from millstream.protocol.sessions import SessionLimits
-from millstream.wal.answers import Awaited, Blocked, Promised, Waiting, answer
-from millstream.wal.commit import GroupCommitter, LogOptions
+from millstream.wal.answers import (
+    Awaited,
+    AwaitedAtLevel,
+    Blocked,
+    BlockedAtLevel,
+    Promised,
+    PromisedAtLevel,
+    Waiting,
+    answer,
+)
+from millstream.wal.commit import GroupCommitter
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.keyed import KeyedCommits
+from millstream.wal.levels import NOTHING, Awaiting, LevelsOfWriter, check_level
 from millstream.wal.numbers import BlockNumbers, SharedNumbers
+from millstream.wal.options import LogOptions
 from millstream.wal.own_shards import WriterIdentity
 from millstream.wal.queue import SubmissionQueue
 from millstream.wal.submissions import follow, shards_of
@@ -57,6 +70,10 @@ class WriterStats:
     queued_bytes: int
     recovered_cut_bytes: int
     """What recovery cut off at the open."""
+    acks: str
+    """The stream's level."""
+    awaited: Awaiting
+    """What is durable here, and isn't acknowledged before others have it."""
 
 
 class LogWriter:
@@ -66,7 +83,12 @@ class LogWriter:
     """
 
     def __init__(
-        self, committer: GroupCommitter, stream: StreamId, options: LogOptions, keyed: KeyedCommits | None = None
+        self,
+        committer: GroupCommitter,
+        stream: StreamId,
+        options: LogOptions,
+        keyed: KeyedCommits | None = None,
+        high_water: HighWater | None = None,
     ) -> None:
         self._committer = committer
         self._keyed = keyed
@@ -84,6 +106,7 @@ class LogWriter:
         self._delays = options.group_commit_delay_s > 0
         self._commits = committer if keyed is None else keyed
         self._queue = self._empty_queue()
+        self._levels = LevelsOfWriter(committer, self._queue, options, stream, high_water)
         self._thread = threading.Thread(target=self._run, name=f"wal-writer-{stream.hex[:8]}", daemon=True)
         self._thread.start()
         _OPEN_HERE.add(self)
@@ -110,6 +133,7 @@ class LogWriter:
         region: RegionId = _ONLY_REGION,
         writer: WriterId = _FIRST_WRITER,
         sessions: SessionLimits | None = None,
+        high_water: HighWater | None = None,
     ) -> LogWriter:
         """Take the shards' locks, recover, and begin a new segment on each.
 
@@ -126,8 +150,10 @@ class LogWriter:
             region: of the shards.
             writer: who writes.
             sessions: when sessions of applications are forgotten; None: none are known, and operations with `WriteOps.keys` refused.
+            high_water: tells what other machines hold; None: nobody does, and only the level `local` is known.
 
         Raises:
+            LevelUnknown: `options` ask for more than this machine, of one of several writers or without `high_water`.
             ShardLocked: another process writes one of the shards.
             ShardTaken: one of them is another writer's.
             SequenceUnusable: the shared store can't be right for this log.
@@ -135,6 +161,7 @@ class LogWriter:
             DiskFull: there's no space to recover or to begin a segment; what was readable stays so.
         """
         options = LogOptions() if options is None else options
+        check_level(options.acks, high_water, shared=isinstance(reservations, SharedNumbers))
         files, clock = files or RealFiles(), clock or SystemClock()
         committer = GroupCommitter.open(
             folder,
@@ -144,26 +171,36 @@ class LogWriter:
             files=files,
             clock=clock,
             options=options,
+            hides=options.acks != LOCAL,
         )
         keyed = None
         if sessions is not None and not isinstance(reservations, SharedNumbers):
             try:
-                keyed = KeyedCommits.open(committer, files, clock, folder, stream, sessions)
+                keyed = KeyedCommits.open(
+                    committer, files, clock, folder, stream, sessions, every_s=options.segment_age_s
+                )
             except BaseException:
                 committer.abandon()
                 raise
-        return cls(committer, stream, options, keyed)
+        return cls(committer, stream, options, keyed, high_water)
 
-    def submit(self, ops: Submitted, *, deadline_s: float | None = None) -> Future[Ack]:
+    def submit(self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None) -> Future[Ack]:
         """Queue for the next commit group; see `ports.LogAppender.submit`."""
         self._check_shards(ops)
         waiting = Promised(ops, _held_bytes(ops))
+        if acks is not None or self._levels.is_asked:
+            waiting = self._levels.raised(PromisedAtLevel(ops, waiting.size_bytes), acks, deadline_s) or waiting
         self._queue.put(waiting, deadline_s)
         return waiting.future
 
-    def append(self, ops: Submitted, *, deadline_s: float | None = None) -> Ack:
+    def append(self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None) -> Ack:
         """Append and return once durable; raises what `submit`'s future would end with."""
         self._check_shards(ops)
+        if acks is not None or self._levels.is_asked:
+            raised = self._levels.raised(BlockedAtLevel(ops, _held_bytes(ops)), acks, deadline_s)
+            if raised is not None:
+                self._queue.put(raised, deadline_s)
+                return raised.wait()
         if not self._delays and self._may_write.is_set() and self._writing.acquire(blocking=False):
             try:
                 if self._queue.is_idle() and self._committer.failure is None:
@@ -174,10 +211,15 @@ class LogWriter:
         self._queue.put(waiting, deadline_s)
         return waiting.wait()
 
-    async def append_async(self, ops: Submitted, *, deadline_s: float | None = None) -> Ack:
+    async def append_async(
+        self, ops: Submitted, *, deadline_s: float | None = None, acks: AckLevel | None = None
+    ) -> Ack:
         """Append and return once durable; see `ports.LogAppender.append_async`."""
         self._check_shards(ops)
         waiting = Awaited(ops, _held_bytes(ops), asyncio.get_running_loop())
+        if acks is not None or self._levels.is_asked:
+            raised = AwaitedAtLevel(ops, waiting.size_bytes, waiting.loop)
+            waiting = self._levels.raised(raised, acks, deadline_s) or waiting
         if not self._queue.offer(waiting):
             await self._queue.put_async(waiting, deadline_s)
         return await waiting.future
@@ -185,6 +227,20 @@ class LogWriter:
     def reached(self) -> Mapping[SourceId, Lsn]:
         """For each source, the commit end LSN up to which the durable log has everything."""
         return self._committer.reached
+
+    def settled(self) -> Future[Ack] | None:
+        """None where all that is durable is held as the stream's level says; else a future that ends when it is. See `ports.LogAppender.settled`."""
+        shown = self._committer.shown
+        return self.submit(NOTHING) if shown is not None and shown.hides else None
+
+    def is_written(self) -> bool:
+        """Whether all that was submitted is durable here, or failed; see `ports.LogAppender.is_written`."""
+        if not self._writing.acquire(blocking=False):
+            return False
+        try:
+            return self._queue.is_empty()
+        finally:
+            self._writing.release()
 
     def persisted_upto(self) -> Seq:
         """Every number up to it is durable or will never be."""
@@ -197,6 +253,18 @@ class LogWriter:
     def durable_offset(self, shard: ShardId) -> Offset:
         """Exclusive end of what is durable on a shard."""
         return self._committer.durable_offset(shard)
+
+    def hear(self, time: HybridTime, *, name: str = "") -> None:
+        """Take in another region's time: what is appended from here on is later, whatever this machine's clock says.
+
+        Args:
+            time: of what has come from there.
+            name: the other's, for the error.
+
+        Raises:
+            ClockAhead: its clock is too far ahead of this one; nothing was taken in.
+        """
+        self._committer.times.hear(time, name)
 
     def follow(self) -> LedgerView | None:
         """Of a writer among several: tell the others where it stands, and let readers pass what others were given while it is idle.
@@ -289,6 +357,8 @@ class LogWriter:
             counts.bytes_written,
             self._queue.queued_bytes,
             counts.recovered_cut_bytes,
+            str(self._options.acks),
+            self._levels.awaited(),
         )
 
     def close(self) -> None:
@@ -310,11 +380,19 @@ class LogWriter:
         self._may_write.set()
         self._queue.abandon(self._committer.failure)
 
-    def session(self, name: str) -> SessionFacts:
-        """What the durable log has of an application's session; `SessionsNeedOneWriter` where this writer knows none."""
+    def session(self, name: str, *, deadline_s: float | None = None) -> SessionFacts:
+        """What the durable log has of an application's session, once that is held as the stream's level says.
+
+        Raises:
+            SessionsNeedOneWriter: this writer knows none.
+            ReplicasMissing: the level doesn't hold for it, and didn't until the deadline: what wasn't acknowledged would pass for written.
+        """
         if self._keyed is None:
             raise _no_sessions()
-        return self._keyed.facts(name)
+        facts = self._keyed.facts(name)
+        if self._committer.shown is not None and self._committer.shown.hides:
+            self.append(NOTHING, deadline_s=deadline_s)
+        return facts
 
     def _check_shards(self, ops: Submitted) -> None:
         if self._keyed is None and isinstance(ops, WriteOps) and ops.keys is not None:
@@ -333,6 +411,7 @@ class LogWriter:
                 with self._writing:
                     self._write()
             with self._writing:
+                self._levels.close()
                 if self._keyed is not None:
                     self._keyed.close()
                 self._committer.close()
@@ -382,7 +461,7 @@ class LogWriter:
         else:
             if self._place_anew is not None:
                 acks = [_ack_of(ack, was.ops, ops) for ack, was, ops in zip(acks, group, written, strict=True)]
-            answer(zip(group, acks, strict=True))
+            self._levels.tell(group, acks)
 
     def _commit_without_invalid(self, group: Sequence[Waiting], error: InvalidValue) -> None:
         """Values of somebody's aren't of their columns' types, and nothing was written: the others are."""

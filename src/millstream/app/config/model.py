@@ -15,7 +15,7 @@ from millstream.app.config.quantities import (
     size_bytes,
 )
 from millstream.app.config.routing_model import RoutingSection
-from millstream.app.config.section import Duration, Section, Size, SizeAboveZero, SizeOrShare
+from millstream.app.config.section import Duration, Level, Section, Size, SizeAboveZero, SizeOrShare
 from millstream.app.config.serving_model import FlightConfig, HttpConfig
 from millstream.libpq import is_address
 
@@ -340,9 +340,27 @@ class StreamConfig(Section):
     shards: dict[str, int] = Field(
         default={}, description='The shard of a table, by name: `"public.big" = 1`. Others lie on shard 0.'
     )
+    acks: Level = Field(
+        default="local",
+        description="Where a write has to be before it is acknowledged, a captured transaction before its source is told of it, and either before it is read: `local`, durable here; "
+        "`durable(1)`, `durable(2)` …, on so many followers, too; `object`, in the object store, too. An append may ask for more.",
+    )
     routing: RoutingSection | None = Field(
         default=None,
         description="Which shard or sink takes the rows that applications append. Without it each table lies on its shard.",
+    )
+    region: int = Field(
+        default=0,
+        ge=0,
+        lt=1 << 32,
+        description="Which of several sites that each write the stream this home is: of its own among them, and for good. The others' logs lie beside its "
+        "own, region N's in `data/wal/<stream>@N`.",
+    )
+    merge: dict[str, dict[str, str]] = Field(
+        default={},
+        description='How columns of tables that several regions write come together: `[streams.S.merge."public.posts"]`, `likes = "pn_counter"`. There are '
+        "`lww` (the last write wins; what isn't named merges so), `pn_counter`, `g_counter`, `or_set`, `union_set`, `hide`, and `signal(7d)` with a "
+        "half-life. A table needs a key.",
     )
     partitions: dict[str, str] = Field(
         default={},

@@ -7,6 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Final
 
+from millstream.errors import UsageError
+from millstream.model.replication import AckLevel
+
 _DURATION: Final = re.compile(r"\s*(\d{1,15}(?:\.\d+)?)\s*(ms|s|min|m|h|d)\s*\Z")
 _SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZE: Final = re.compile(r"\s*(\d{1,20}(?:\.\d+)?)\s*(B|[kKMGT]B|[KMGT]iB|%)?\s*\Z")
@@ -23,6 +26,14 @@ def duration_s(text: str) -> float:
     if found is None:
         raise ValueError(f"{text!r} is not a duration; write a number with ms, s, min, h or d, such as 500ms or 7d")
     return float(found[1]) * _SECONDS[found[2]]
+
+
+def check_level(text: str) -> str:
+    """The text of an acknowledgement level; `ValueError` for text that is none."""
+    try:
+        return str(AckLevel.parse(text))
+    except UsageError as error:
+        raise ValueError(f"{error.message}; there are local, durable(1), durable(2) …, and object") from None
 
 
 def size_bytes(text: str, *, whole: int | None = None) -> int:

@@ -24,13 +24,35 @@ def clashes_of_routing(at: KeyPath, name: str, stream: StreamConfig) -> Iterator
 
     for table, text in stream.partitions.items():
         where: KeyPath = (*at, "partitions", table)
-        yield from _clashes_of_table(where, table, stream)
+        yield from clashes_of_table(where, table, stream)
         try:
             PartitionTemplate.parse(text)
         except UsageError as error:
             yield where, _said(error)
     if stream.routing is not None:
         yield from _clashes_of_section((*at, "routing"), name, stream, stream.routing)
+
+
+def clashes_of_table(at: KeyPath, table: str, stream: StreamConfig) -> Iterator[tuple[KeyPath, str]]:
+    """Yield what is wrong with the name of a table that applications write."""
+    try:
+        namespace, name = parse_qualified_name(table)
+    except UsageError as error:
+        yield at, _said(error)
+        return
+    if stream.source is not None:
+        # What is wrong with the patterns is told where they stand.
+        with suppress(MillstreamError):
+            named = [
+                pattern
+                for pattern in TablePatterns.parse(stream.source.tables).patterns
+                if not set(pattern.text) & set("!*?")
+            ]
+            if any(pattern.matches(namespace, name) for pattern in named):
+                yield (
+                    at,
+                    "is captured ([streams.S.source] tables): a captured table lies whole on one shard, as [streams.S.shards] says",
+                )
 
 
 def _clashes_of_section(
@@ -63,7 +85,7 @@ def _clashes_of_section(
         if len(set(routing.hash_ring.columns)) < len(routing.hash_ring.columns):
             yield (*ring, "columns"), "must name each column once"
         for table, columns in routing.hash_ring.columns_of.items():
-            yield from _clashes_of_table((*ring, "columns_of", table), table, stream)
+            yield from clashes_of_table((*ring, "columns_of", table), table, stream)
             if not columns or len(set(columns)) < len(columns):
                 yield (*ring, "columns_of", table), "must name one column or more, each once"
 
@@ -95,28 +117,6 @@ def _clashes_of_target(
                 at,
                 f"a stream that {stream.buffer.role} a write buffer has no sinks beside it: who takes the operations sends them on",
             )
-
-
-def _clashes_of_table(at: KeyPath, table: str, stream: StreamConfig) -> Iterator[tuple[KeyPath, str]]:
-    """A table's name, of one that applications write."""
-    try:
-        namespace, name = parse_qualified_name(table)
-    except UsageError as error:
-        yield at, _said(error)
-        return
-    if stream.source is not None:
-        # What is wrong with the patterns is told where they stand.
-        with suppress(MillstreamError):
-            named = [
-                pattern
-                for pattern in TablePatterns.parse(stream.source.tables).patterns
-                if not set(pattern.text) & set("!*?")
-            ]
-            if any(pattern.matches(namespace, name) for pattern in named):
-                yield (
-                    at,
-                    "is captured ([streams.S.source] tables): a captured table lies whole on one shard, as [streams.S.shards] says",
-                )
 
 
 def _said(error: MillstreamError) -> str:

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from millstream.app.config.quantities import (
     check_duration,
+    check_level,
     check_size,
     check_size_above_zero,
     check_size_or_share,
@@ -15,6 +16,8 @@ from millstream.app.config.quantities import (
 
 Duration = Annotated[str, AfterValidator(check_duration)]
 """`500ms`, `10s`, `7d`."""
+Level = Annotated[str, AfterValidator(check_level)]
+"""`local`, `durable(1)`, `object`."""
 Size = Annotated[str, AfterValidator(check_size)]
 """`64MiB`."""
 SizeAboveZero = Annotated[str, AfterValidator(check_size_above_zero)]

@@ -141,6 +141,7 @@ class RemoteHome:
         number: int | None = None,
         idempotency_key: str | None = None,
         keep_valid_rows: bool = False,
+        acks: str | None = None,
     ) -> Appended:
         """As `OpenHome.append`. It is sent again until the deadline where no answer came, or the server has no room just now."""
         valid = columns_for(rows, keep_valid_rows=keep_valid_rows)
@@ -152,6 +153,7 @@ class RemoteHome:
             number=number,
             idempotency_key=idempotency_key,
             keep_valid_rows=keep_valid_rows,
+            acks=acks,
         )
         return valid.told(self._done(appended(call, url=self._url, deadline_s=deadline_s, now=time.monotonic)))
 

@@ -37,6 +37,7 @@ from millstream.ingest.columns import table_of
 from millstream.model.ids import check_stream_name
 from millstream.model.names import parse_qualified_name
 from millstream.model.operations import Appended
+from millstream.model.replication import AckLevel
 
 if TYPE_CHECKING:
     from millstream.ingest.columns import Rows
@@ -188,12 +189,13 @@ def append_call(
     number: int | None,
     idempotency_key: str | None,
     keep_valid_rows: bool,
+    acks: str | None = None,
 ) -> Call:
     """An append as a request; one that nothing tells apart gets a key of its own.
 
     Raises:
         InvalidValue, RowsTooLarge: as `table_of`.
-        UsageError: it is told apart in two ways, or in half of one; or the table has no name.
+        UsageError: it is told apart in two ways, or in half of one; the table has no name, or `acks` is no level.
     """
     parse_qualified_name(table)
     columns = rows if isinstance(rows, pa.Table) else table_of(rows)
@@ -203,6 +205,8 @@ def append_call(
             hint="Give session= and number=, or idempotency_key=, or neither.",
         )
     headers = {"Content-Type": ARROW_TYPE}
+    if acks is not None:
+        headers["Millstream-Acks"] = str(AckLevel.parse(acks))
     if session is not None:
         headers |= {"Millstream-Session": session, "Millstream-Session-Number": str(number)}
     else:

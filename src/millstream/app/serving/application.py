@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from millstream import __version__
 from millstream.app.config.quantities import size_bytes
+from millstream.app.opened import home_appender
 from millstream.app.serving.access import Access, allow
 from millstream.app.serving.groups import Groups
 from millstream.app.serving.health import Health
@@ -27,7 +28,6 @@ from millstream.app.serving.reading import Reading
 from millstream.app.serving.requests import Scope, Send, answer_problem
 from millstream.app.serving.writes import Writes, is_rows_path
 from millstream.app.wiring import place_compiled_code
-from millstream.app.writing.appending import HomeAppender
 from millstream.errors import AccessError, MillstreamError
 from millstream.ingest.lines import warm
 from millstream.ingest.undisturbed import made_elsewhere
@@ -58,7 +58,7 @@ class Application:
         self.home: Final = home
         self.access: Final = access
         self.health: Final = Health(home)
-        self.appender: Final = HomeAppender(home)
+        self.appender: Final = home_appender(home)
         self.intake: Final = Intake(size_bytes(http.inflight_bytes_max), size_bytes(http.body_bytes_max))
         self.groups: Final = Groups(self._append)
         self.reading: Final = Reading(home, self.intake)

@@ -170,6 +170,7 @@ class BulkAppend:
             [piece.rows.num_rows for piece in group],
             [piece.write_id for piece in group],
             self._asked.keep_valid_rows,
+            self._asked.level,
         )
         try:
             outcomes = self._appender.append_batch(self._asked.stream, batch, deadline_s=self._asked.deadline_s)

@@ -19,6 +19,7 @@ import structlog
 from millstream.errors import IngestError, InvalidValue, MillstreamError, UsageError
 from millstream.ingest.json_rows import Row, columns_of
 from millstream.model.operations import Appended
+from millstream.model.replication import AckLevel
 from millstream.model.writes import AppendBatch, WriteId
 
 logger = structlog.get_logger("millstream.serve")
@@ -40,6 +41,7 @@ class Target(NamedTuple):
     table: str
     deadline_s: float
     keep_valid_rows: bool
+    acks: AckLevel | None = None
 
 
 class _Waiting(NamedTuple):
@@ -138,7 +140,12 @@ class Groups:
             return
         counts = [_count(one.rows) for one in group]
         batch = AppendBatch(
-            target.table, rows, counts, [one.write_id for one in group], keep_valid_rows=target.keep_valid_rows
+            target.table,
+            rows,
+            counts,
+            [one.write_id for one in group],
+            keep_valid_rows=target.keep_valid_rows,
+            acks=target.acks,
         )
         self.batches += 1
         try:

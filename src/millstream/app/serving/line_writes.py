@@ -25,6 +25,7 @@ from millstream.app.serving.requests import (
     answer,
     deadline_said,
     headers_said,
+    level_said,
     parameters_said,
     write_id_said,
 )
@@ -32,6 +33,7 @@ from millstream.app.serving.writes import Writes
 from millstream.errors import MillstreamError, Retry, ServerBusy, UsageError
 from millstream.ingest.lines import Lines, TableLines, tables_of_lines
 from millstream.model.operations import Appended
+from millstream.model.replication import AckLevel
 from millstream.model.writes import WriteId
 
 logger = structlog.get_logger("millstream.serve")
@@ -119,7 +121,7 @@ class LineWrites:
         if not stream:
             raise UsageError(f"the address names no {name}", hint=f"Add ?{name}=STREAM.")
         await self._writes.admit(scope, stream, in_query=True)
-        deadline_s = deadline_said(parameters, self._writes.deadline_s)
+        deadline_s, acks = deadline_said(parameters, self._writes.deadline_s), level_said(headers)
         write_id = write_id_said(headers)
         if write_id is not None and write_id.key is None:
             raise UsageError("lines of several tables are several writes: send an Idempotency-Key instead of a session")
@@ -133,7 +135,7 @@ class LineWrites:
             )
             if not lines.tables and not lines.rejected_count:
                 raise UsageError("the body has no lines")
-            outcomes = await self._append_tables(stream, lines, deadline_s, write_id, len(body))
+            outcomes = await self._append_tables(stream, lines, deadline_s, acks, write_id, len(body))
         return _refused(lines, outcomes)
 
     async def _warmed(self) -> None:
@@ -149,13 +151,19 @@ class LineWrites:
                 ) from None
 
     async def _append_tables(
-        self, stream: str, lines: Lines, deadline_s: float, write_id: WriteId | None, size_bytes: int
+        self,
+        stream: str,
+        lines: Lines,
+        deadline_s: float,
+        acks: AckLevel | None,
+        write_id: WriteId | None,
+        size_bytes: int,
     ) -> list[Appended | MillstreamError]:
         """What became of each table."""
         size = size_bytes // max(1, len(lines.tables))
         answers = [
             self._writes.groups.append(
-                Target(stream, table.table, deadline_s, keep_valid_rows=True),
+                Target(stream, table.table, deadline_s, keep_valid_rows=True, acks=acks),
                 table.rows,
                 size_bytes=size,
                 write_id=write_id and WriteId(key=f"{write_id.key} {table.table}"),

@@ -93,7 +93,7 @@ _REFUSED: Final[Mapping[int, str]] = {
     424: "Some of the places that the rows go to took them, and some didn't: sent again, they would be twice in the former.",
     429: "There is no room now: send it again after `Retry-After` seconds.",
     500: "A failure of the server's; with `append_outcome_unknown` the rows may be durable.",
-    503: "Nobody writes now: send it again after `Retry-After` seconds.",
+    503: "Nobody writes now, or others don't have the rows in time (`replicas_missing`): send it again after `Retry-After` seconds.",
     507: "The disk is full.",
 }
 _RETRIED: Final = frozenset({429, 503})
@@ -109,11 +109,18 @@ _KEY: Final = {
     "schema": {"type": "string", "minLength": 1, "maxLength": 255, "pattern": "^[!-~]+$"},
     "description": "A key of the caller's making: sent again with it, the write is answered as the first time, and appended once.",
 }
+_ACKS: Final = {
+    "name": "Millstream-Acks",
+    "in": "header",
+    "schema": {"type": "string", "pattern": r"^(local|object|durable\(0*[1-9][0-9]{0,2}\))$"},
+    "description": "Where the rows have to be before it answers: `local`, `durable(1)` for one follower, `durable(2)` …, `object` for the object store; "
+    "the stream's own level is the least. Where they aren't within `deadline_s`, it answers 503, and the rows are durable here: send them again under the same key.",
+}
 _DEADLINE: Final = {
     "name": "deadline_s",
     "in": "query",
     "schema": {"type": "number", "minimum": 0, "maximum": SERVER_DEADLINE_S_MAX},
-    "description": "How long to wait for room in the log's queue, in seconds.",
+    "description": "How long to wait for room in the log's queue, and then for other machines where those have to have the rows, in seconds.",
 }
 
 
@@ -159,6 +166,7 @@ def _rows_path() -> dict[str, Any]:
                 },
                 _DEADLINE,
                 _ENCODING,
+                _ACKS,
                 _KEY,
                 {
                     "name": "Millstream-Session",
@@ -204,6 +212,7 @@ def _lines_path(name: str, parameter: str, summary: str) -> dict[str, Any]:
                 },
                 _DEADLINE,
                 _ENCODING,
+                _ACKS,
                 _KEY,
             ],
             "requestBody": {

@@ -11,6 +11,7 @@ from millstream.app.calls import SERVER_DEADLINE_S_MAX
 from millstream.app.serving.problems import encoded, headers_of, problem_of
 from millstream.errors import InvalidValue, MillstreamError, UsageError
 from millstream.ingest.requests import check_write_id
+from millstream.model.replication import AckLevel
 from millstream.model.writes import WriteId
 
 Scope = MutableMapping[str, Any]
@@ -58,6 +59,12 @@ def deadline_said(parameters: Mapping[str, str], default_s: float) -> float:
     if not 0 <= found <= SERVER_DEADLINE_S_MAX:
         raise UsageError(f"deadline_s={text!r}: it is a number of seconds, from 0 to {SERVER_DEADLINE_S_MAX:g}")
     return found
+
+
+def level_said(headers: Mapping[bytes, bytes]) -> AckLevel | None:
+    """Where the request's rows have to be before it is answered, where its headers say that; `UsageError` where they name no level."""
+    text = headers.get(b"millstream-acks")
+    return None if text is None else AckLevel.parse(text.decode("latin-1").strip())
 
 
 def choice_said(parameters: Mapping[str, str], name: str, choices: Mapping[str, bool], default: str) -> bool:

@@ -28,6 +28,7 @@ from millstream.app.serving.requests import (
     choice_said,
     deadline_said,
     headers_said,
+    level_said,
     parameters_said,
     text_of_path,
     write_id_said,
@@ -114,6 +115,7 @@ class Writes:
             table,
             deadline_said(parameters, self.deadline_s),
             choice_said(parameters, "on_clash", ON_CLASH, "request"),
+            level_said(headers),
         )
         write_id = write_id_said(headers)
         kind = media_type(headers)

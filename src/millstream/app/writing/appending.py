@@ -35,8 +35,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from millstream.app.home import Home
+    from millstream.app.writing.sinks import OpenOther
     from millstream.app.writing.stream_writer import StreamWriter
     from millstream.model.operations import Appended
+    from millstream.model.replication import AckLevel
     from millstream.model.writes import AppendBatch, SessionFacts, WriteId
 
 logger = structlog.get_logger("millstream.append")
@@ -64,13 +66,18 @@ _OPEN_HERE: Final[weakref.WeakSet[HomeAppender]] = weakref.WeakSet()
 class HomeAppender:
     """Appends to a home's streams, in whatever process that has to be done. Made by the first append of an `OpenHome`.
 
+    Args:
+        home: whose streams.
+        open_other: opens the homes that its sinks are.
+
     Concurrency: any number of threads. A forked child begins by itself.
     """
 
-    def __init__(self, home: Home) -> None:
+    def __init__(self, home: Home, open_other: OpenOther) -> None:
         leave_logs_to_application()
         _OPEN_HERE.add(self)
         self._home = home
+        self._open_other = open_other
         self._writer = home.config.writer.name
         self._begin()
 
@@ -93,11 +100,12 @@ class HomeAppender:
         deadline_s: float,
         write_id: WriteId | None = None,
         keep_valid_rows: bool = False,
+        acks: AckLevel | None = None,
     ) -> Appended:
         """See `OpenHome.append`."""
         self._home.written_stream(stream)
         valid = columns_for(rows, keep_valid_rows=keep_valid_rows)
-        batch = one_request(table, valid.table, write_id, keep_valid_rows)
+        batch = one_request(table, valid.table, write_id, keep_valid_rows, acks)
         (outcome,) = self.append_batch(stream, batch, deadline_s=deadline_s)
         if isinstance(outcome, MillstreamError):
             raise outcome
@@ -246,7 +254,7 @@ class HomeAppender:
             return self._client
 
     def _become(self) -> _OwnWriter:
-        self._own = _OwnWriter(self._home, self._writer)
+        self._own = _OwnWriter(self._home, self._writer, self._open_other)
         return self._own
 
     def _is_written(self) -> bool:
@@ -279,11 +287,12 @@ class _OwnWriter:
         HomeBusy: another process has just taken the role, and doesn't listen yet.
     """
 
-    def __init__(self, home: Home, writer: str | None) -> None:
+    def __init__(self, home: Home, writer: str | None, open_other: OpenOther) -> None:
         place_compiled_code(home)
         if writer is not None:
             refuse_embedded_catalog(home)
         self._home = home
+        self._open_other = open_other
         self._writer = writer
         self._ended = threading.Event()
         self._closing = threading.Lock()
@@ -316,9 +325,9 @@ class _OwnWriter:
         """As `Appender.append_batch`."""
         return self.appender_of(stream).append_batch(batch, deadline_s=deadline_s)
 
-    def session(self, stream: str, name: str, *, deadline_s: float) -> SessionFacts:  # noqa: ARG002 (as the client's)
+    def session(self, stream: str, name: str, *, deadline_s: float) -> SessionFacts:
         """As `Appender.session`."""
-        return self.appender_of(stream).session(name)
+        return self.appender_of(stream).session(name, deadline_s=deadline_s)
 
     def opened_appender_of(self, stream: str) -> Appender | None:
         """The stream's, where its log is open and takes appends; None where `appender_of` has to see to that."""
@@ -352,7 +361,7 @@ class _OwnWriter:
     def _open(self, stream: str) -> tuple[contextlib.ExitStack, StreamWriter]:
         with contextlib.ExitStack() as stack:
             config = self._home.written_stream(stream)
-            writer = stack.enter_context(stream_writer(self._home, self._catalog, stream, config))
+            writer = stack.enter_context(stream_writer(self._home, self._catalog, stream, config, self._open_other))
             self._streams[stream] = stack.pop_all(), writer
         return self._streams[stream]
 

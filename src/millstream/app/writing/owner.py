@@ -19,6 +19,7 @@ from millstream.app.control import ControlServer
 from millstream.app.home import Home
 from millstream.app.locks import LOCK_PATIENCE_S, RoleLock, writer_role
 from millstream.app.part import Lifeline
+from millstream.app.regions import hear_regions
 from millstream.app.retention import sweep
 from millstream.app.wiring import capture_config, place_compiled_code
 from millstream.app.writing.appending import append_socket
@@ -32,6 +33,7 @@ from millstream.model.ids import StreamId
 
 if TYPE_CHECKING:
     from millstream.app.config.model import BufferConfig, StreamConfig
+    from millstream.app.writing.sinks import OpenOther
     from millstream.app.writing.taking import TakingProgress
     from millstream.capture import CaptureOutcome, CaptureProgress
     from millstream.catalog import Catalog
@@ -57,10 +59,11 @@ _ATTEMPTS_OF_A_JOB: Final = 5
 class OwnedStream:
     """One stream of the owner; all but `run` may be looked at from any thread."""
 
-    def __init__(self, home: Home, catalog: Catalog, name: str, config: StreamConfig) -> None:
+    def __init__(self, home: Home, catalog: Catalog, name: str, config: StreamConfig, open_other: OpenOther) -> None:
         self.name: Final = name
         self.config: Final = config
         self.home: Final = home
+        self._open_other: Final = open_other
         self.catalog: Final = catalog
         self.writer: StreamWriter | None = None
         self.progress: CaptureProgress | None = None
@@ -76,6 +79,8 @@ class OwnedStream:
         """Set when no stream captures any more."""
         self.since_s = time.time()
         self._attempt = 0
+        self._unheard: str | None = None
+        """Why a region was not heard, as it was told."""
 
     def run(
         self, stop: threading.Event, *, until_caught_up: bool, tell: Callable[[], None], supervised: bool = False
@@ -91,7 +96,7 @@ class OwnedStream:
         while True:
             try:
                 with stream_writer(
-                    self.home, self.catalog, self.name, self.config, check=self._check_captures
+                    self.home, self.catalog, self.name, self.config, self._open_other, check=self._check_captures
                 ) as writer:
                     self.writer = writer
                     self._run_with(writer, stop, until_caught_up=until_caught_up, tell=tell, supervised=supervised)
@@ -128,7 +133,7 @@ class OwnedStream:
             tell()
             # Of a job: for as long as the others take, so that applications can append meanwhile.
             while not stop.wait(_LOOK_EVERY_S) and not (until_caught_up and self.others_done.is_set()):
-                continue
+                self._hear_regions(writer)
             self.facts_at_end = _NOTHING_CAPTURED | {"caught_up": until_caught_up}
             return
         if writer.name is not None:
@@ -144,6 +149,17 @@ class OwnedStream:
             else:
                 self.error, self.facts_at_end = outcome.error, _outcome_facts(outcome)
                 return
+
+    def _hear_regions(self, writer: StreamWriter) -> None:
+        """Have what is written here be later than what has come from other regions. A clock that is wrong elsewhere stops nothing here."""
+        try:
+            hear_regions(self.home, self.name, self.config, writer.log)
+        except MillstreamError as error:
+            if self._unheard != error.message:
+                logger.warning("a region isn't heard", stream=self.name, code=error.code, error=error.message)
+            self._unheard = error.message
+        else:
+            self._unheard = None
 
     def _take_from_buffer(
         self,
@@ -251,13 +267,19 @@ class OwnedStream:
 
 
 def run_owner(
-    home: Home, lifeline: Lifeline, *, until_caught_up: bool = False, on_progress: Callable[[dict[str, Any]], None]
+    home: Home,
+    lifeline: Lifeline,
+    *,
+    open_other: OpenOther,
+    until_caught_up: bool = False,
+    on_progress: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
     """Own a home until told to stop, or until all its streams have caught up.
 
     Args:
         home: whose configured streams to capture.
         lifeline: says when to stop, and hears progress.
+        open_other: opens the homes that its sinks are.
         until_caught_up: end when all that the sources had committed at the call is durable and copied.
         on_progress: called about once a second a stream, from their threads.
 
@@ -284,7 +306,7 @@ def run_owner(
         home.open_catalog() as catalog,
         contextlib.ExitStack() as stack,
     ):
-        streams = [OwnedStream(home, catalog, name, config) for name, config in home.config.streams.items()]
+        streams = [OwnedStream(home, catalog, name, config, open_other) for name, config in home.config.streams.items()]
 
         def facts() -> dict[str, Any]:
             return {"streams": {stream.name: stream.facts() for stream in streams}}

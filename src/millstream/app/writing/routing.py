@@ -92,10 +92,13 @@ def templates_of(config: StreamConfig) -> dict[str, PartitionTemplate]:
 
 
 def router_of(config: StreamConfig, first: ShardId, era: RingEra | None) -> Router:
-    """The router of a stream under the ring of an era."""
+    """The router of a stream under the ring of an era, over that one's columns."""
     ring = None if era is None else ring_router(era)
+    rules = rules_of(config, first)
+    if era is not None and isinstance(rules, ShardConfig):
+        rules = replace(rules, hash_ring=HashRing(era.columns, era.columns_of, era.virtual_nodes))
     return Router(
-        rules_of(config, first),
+        rules,
         shard_of_table=_OwnShards(config, first),
         partitions=templates_of(config),
         ring=ring,

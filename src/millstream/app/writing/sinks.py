@@ -3,41 +3,49 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import pyarrow as pa
 
 from millstream.app.config.model import BufferConfig
 from millstream.app.writing.buffered import open_buffer_in
-from millstream.errors import MillstreamError
+from millstream.errors import MillstreamError, Retry, SessionsNeedOneWriter, WriteForgotten
 from millstream.model.buffers import single_operations
 from millstream.model.records import LOG_ROW_PREFIX
 from millstream.routing.sinks import BufferSink, took_part
 
 if TYPE_CHECKING:
+    from millstream.app.calls import HomeCalls
     from millstream.app.config.model import StreamConfig
     from millstream.app.config.routing_model import SinkConfig
     from millstream.app.home import Home
-    from millstream.app.opened import OpenHome
-    from millstream.app.remote.client import RemoteHome
-    from millstream.model.operations import WriteOps
-    from millstream.ports import RecordSink
+    from millstream.model.operations import Appended, WriteOps
+    from millstream.ports import RecordSink, SinkOutcome
 
-_APPEND_DEADLINE_S = 60.0
+OpenOther: TypeAlias = "Callable[[Path | str, str | None], HomeCalls]"
+"""Opens a home in a folder, or the one behind an address with a token. What opens homes writes them too, so it is handed in."""
+
+_APPEND_DEADLINE_S: Final = 60.0
+_TOLD_BY: Final = ("session", "session_number", "idempotency_key", "commit_end_lsn")
+"""Of an operation; the last is the digest of its rows."""
 
 
-def sinks_of(home: Home, name: str, config: StreamConfig) -> dict[str, RecordSink]:
+def sinks_of(home: Home, name: str, config: StreamConfig, open_other: OpenOther) -> dict[str, RecordSink]:
     """A stream's sinks by name; nothing is opened yet."""
     routing = config.routing
     if routing is None:
         return {}
-    return {sink: LazySink(_maker(home, name, found)) for sink, found in routing.sinks.items()}
+    return {sink: LazySink(_maker(home, name, found, open_other)) for sink, found in routing.sinks.items()}
 
 
-def _maker(home: Home, stream: str, config: SinkConfig) -> Callable[[], RecordSink]:
+def _maker(home: Home, stream: str, config: SinkConfig, open_other: OpenOther) -> Callable[[], RecordSink]:
     if config.kind == "millstream":
-        return lambda: OtherStream(home, config, config.name or stream)
+        place = config.location if "://" in config.location else home.path / config.location
+        origin = f"{home.identity().id}/{stream}"
+        return lambda: OtherStream(open_other(place, config.token), config.name or stream, origin=origin)
     shared = {"location", "create", "shards", "client", "timeout", "accept_loss"}
     facts = {key: value for key, value in config.model_dump().items() if key in shared}
     buffer = BufferConfig(kind=config.kind, role="writes", **facts)
@@ -56,8 +64,8 @@ class LazySink:
         self._lock = threading.Lock()
         self._sink: RecordSink | None = None
 
-    def append(self, ops: WriteOps, *, deadline_s: float | None) -> Mapping[str, object]:
-        """As `ports.RecordSink`; raises too what opening it raises."""
+    def append(self, ops: WriteOps, *, deadline_s: float | None) -> Sequence[SinkOutcome]:
+        """As `ports.RecordSink`; raises what opening it raises."""
         with self._lock:
             if self._sink is None:
                 self._sink = self._make()
@@ -73,36 +81,65 @@ class LazySink:
 
 
 class OtherStream:
-    """A stream of another Millstream, behind an address or in a folder (`ports.RecordSink`): each operation is one there too."""
+    """A stream of another Millstream (`ports.RecordSink`): each operation is one there too, told apart as it is here.
 
-    def __init__(self, home: Home, config: SinkConfig, stream: str) -> None:
+    Args:
+        home: the other one.
+        stream: its name there.
+        origin: what no other stream has that sends there.
+    """
+
+    def __init__(self, home: HomeCalls, stream: str, *, origin: str) -> None:
+        self._home = home
         self._stream = stream
-        self._home: OpenHome | RemoteHome
-        if "://" in config.location:
-            from millstream.app.remote.client import connect
+        self._origin = origin
+        self._knows_keys = True
+        """Whether the other stream can tell writes apart: one with several writers can't."""
 
-            self._home = connect(config.location, token=config.token)
-        else:
-            from millstream.app.opened import open as open_home
-
-            self._home = open_home(home.path / config.location)
-
-    def append(self, ops: WriteOps, *, deadline_s: float | None) -> Mapping[str, object]:
-        """As `ports.RecordSink`. Where one operation fails, those before it are there."""
-        deadline_s = _APPEND_DEADLINE_S if deadline_s is None else deadline_s
-        numbers: list[dict[str, Any]] = []
+    def append(self, ops: WriteOps, *, deadline_s: float | None) -> Sequence[SinkOutcome]:
+        """As `ports.RecordSink`. Behind an operation that failed by no fault of its own none is tried."""
+        outcomes: list[SinkOutcome] = []
+        stopped: MillstreamError | None = None
         for op in single_operations(ops):
-            for table in op.tables:
-                rows = pa.Table.from_batches([table.rows]).select(table.rows.schema.names[len(LOG_ROW_PREFIX) :])
-                named = {column: rows.column(column) for column in rows.column_names if _says_something(rows, column)}
-                try:
-                    appended = self._home.append(
-                        self._stream, table.schema.full_name, pa.table(named), deadline_s=deadline_s
-                    )
-                except MillstreamError as error:
-                    raise (took_part(error, numbers) if numbers else error) from error.__cause__
+            outcome = stopped or self._append(op, _APPEND_DEADLINE_S if deadline_s is None else deadline_s)
+            if isinstance(outcome, MillstreamError) and outcome.retry is not Retry.NEVER:
+                stopped = outcome
+            outcomes.append(outcome)
+        return outcomes
+
+    def _append(self, op: WriteOps, deadline_s: float) -> SinkOutcome:
+        numbers: list[dict[str, Any]] = []
+        for place, table in enumerate(op.tables):
+            rows = pa.Table.from_batches([table.rows]).select(table.rows.schema.names[len(LOG_ROW_PREFIX) :])
+            named = {column: rows.column(column) for column in rows.column_names if _says_something(rows, column)}
+            try:
+                appended = self._append_rows(
+                    table.schema.full_name, pa.table(named), self._key_of(op, place), deadline_s
+                )
+            except MillstreamError as error:
+                return took_part(error, numbers) if numbers else error
+            if appended is None:
+                numbers.append({"duplicate": True})
+            else:
                 numbers.append({"first": int(appended.seqs.first), "rows": appended.row_count})
         return {"stream": self._stream, "appended": numbers}
+
+    def _append_rows(self, table: str, rows: pa.Table, key: str | None, deadline_s: float) -> Appended | None:
+        if key is not None and self._knows_keys:
+            try:
+                return self._home.append(self._stream, table, rows, deadline_s=deadline_s, idempotency_key=key)
+            except SessionsNeedOneWriter:
+                self._knows_keys = False
+            except WriteForgotten:
+                return None  # it is there, and where isn't known any more
+        return self._home.append(self._stream, table, rows, deadline_s=deadline_s)
+
+    def _key_of(self, op: WriteOps, place: int) -> str | None:
+        """The same whenever the operation is sent again, and no other one's; None where nothing tells it apart."""
+        told = [op.operations.column(name)[0].as_py() for name in _TOLD_BY]
+        if told[0] is None and told[2] is None:
+            return None
+        return f"routed-{blake2b(repr((self._origin, *told, place)).encode(), digest_size=20).hexdigest()}"
 
     def close(self) -> None:
         """As `ports.RecordSink`."""

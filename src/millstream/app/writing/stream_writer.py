@@ -7,14 +7,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from millstream.app.locks import LOCK_PATIENCE_S
+from millstream.app.regions import check_merges, hear_regions
 from millstream.app.wiring import log_options, session_limits, shard_of, write_rules
 from millstream.app.writing.buffered import (
     AppenderOfReader,
     AppenderToBuffer,
-    BufferingAppender,
     buffer_name,
     open_buffer,
 )
@@ -22,10 +22,11 @@ from millstream.app.writing.routing import StreamRouting, shards_to_open
 from millstream.app.writing.shared_writer import SharedWriter
 from millstream.app.writing.sinks import sinks_of
 from millstream.app.writing.writer_facts import refuse_to_own
-from millstream.errors import LogError, ShardLocked, StaleEpoch
+from millstream.errors import ClockAhead, LogError, OtherRegion, ShardLocked, StaleEpoch
 from millstream.ingest.appender import Appender
+from millstream.ingest.schemas import TableRules
 from millstream.ingest.taking import OperationTaker
-from millstream.model.ids import Epoch, ShardId, StreamId, WriterId
+from millstream.model.ids import Epoch, RegionId, ShardId, StreamId, WriterId
 from millstream.model.operations import FIRST_SHARD
 from millstream.routing.dispatch import Dispatcher
 
@@ -34,7 +35,9 @@ if TYPE_CHECKING:
 
     from millstream.app.config.model import StreamConfig
     from millstream.app.home import Home
+    from millstream.app.writing.sinks import OpenOther
     from millstream.catalog import Catalog
+    from millstream.ports import ApplicationLog
     from millstream.wal.writer import LogWriter
 
 
@@ -57,6 +60,7 @@ def stream_writer(
     catalog: Catalog,
     name: str,
     config: StreamConfig,
+    open_other: OpenOther,
     *,
     check: Callable[[StreamId], None] | None = None,
 ) -> Iterator[StreamWriter]:
@@ -67,6 +71,7 @@ def stream_writer(
         catalog: the home's.
         name: the stream's.
         config: the stream's.
+        open_other: opens the homes that its sinks are.
         check: raises where this process may not write the stream after all.
 
     Raises:
@@ -75,10 +80,14 @@ def stream_writer(
         ShardLocked: another process holds a shard, and goes on holding it.
         LeaseTooShort, WriterNameTaken, ShardTaken, SequenceUnusable: as `SharedWriter.open`, of one among several.
         CorruptWal, DiskFull …: as `LogWriter.open`.
+        MergeUnsuitable: a table can't merge as the configuration says.
+        OtherRegion: the log is another region's than the configuration says.
     """
     stream = resolve_stream(home, catalog, name)
     if check is not None:
         check(stream)
+    if config.merge:
+        check_merges(config, catalog.latest_schemas(stream).values())
     with contextlib.ExitStack() as opened:
         own = home.config.writer.name
         if own is None:
@@ -88,53 +97,68 @@ def stream_writer(
         else:
             shared = opened.enter_context(_join(home, catalog, stream, name, config, own))
             log, writer, first_shard = shared.log, shared.writer, shared.shards[0]
-        home_shard = shard_of(config, first_shard)
+        with contextlib.suppress(ClockAhead, OtherRegion):  # the owner tells of it, again and again
+            hear_regions(home, name, config, log)
         routing = StreamRouting(catalog, stream, name, config, log, first_shard=first_shard, is_shared=own is not None)
-        buffer = config.buffer
-        kind: type[Appender] = Appender
-        if buffer is not None:
-            kind = AppenderToBuffer if buffer.role == "writes" else AppenderOfReader
-        appender = kind(
-            catalog,
-            stream,
-            _with_sinks(home, name, config, log, routing, opened),
-            writer=writer,
-            rules_of=write_rules(config),
-            place=routing.place,
-            check_place=routing.check,
-            home_shard=home_shard,
-        )
-        if isinstance(appender, AppenderToBuffer) and buffer is not None:
-            opened_buffer = opened.enter_context(open_buffer(home, name, buffer))
-            appender.to_buffer = BufferingAppender(appender, stream, opened_buffer, buffer_name(name, buffer))
-        if isinstance(appender, AppenderOfReader) and buffer is not None:
-            appender.buffer_name, appender.stream_name = buffer_name(name, buffer), name
+        rules, buffer = _table_rules(config, routing, first_shard), config.buffer
+        if buffer is None:
+            to = _with_sinks(home, name, config, log, routing, open_other, opened)
+            appender = Appender(catalog, stream, to, writer=writer, rules=rules)
+        elif buffer.role == "writes":
+            to_buffer = opened.enter_context(open_buffer(home, name, buffer))
+            appender = AppenderToBuffer(
+                catalog,
+                stream,
+                log,
+                writer=writer,
+                rules=rules,
+                buffer=to_buffer,
+                buffer_name=buffer_name(name, buffer),
+            )
+        else:
+            appender = AppenderOfReader(
+                catalog,
+                stream,
+                log,
+                writer=writer,
+                rules=rules,
+                buffer_name=buffer_name(name, buffer),
+                stream_name=name,
+            )
         yield StreamWriter(stream, log, first_shard, appender, own, routing)
 
 
+def _table_rules(config: StreamConfig, routing: StreamRouting, first_shard: ShardId) -> TableRules:
+    return TableRules(
+        rules_of=write_rules(config),
+        place=routing.place,
+        check_place=routing.check,
+        home_shard=shard_of(config, first_shard),
+    )
+
+
 def _with_sinks(
-    home: Home, name: str, config: StreamConfig, log: LogWriter, routing: StreamRouting, opened: contextlib.ExitStack
-) -> LogWriter:
+    home: Home,
+    name: str,
+    config: StreamConfig,
+    log: LogWriter,
+    routing: StreamRouting,
+    open_other: OpenOther,
+    opened: contextlib.ExitStack,
+) -> ApplicationLog:
     """What applications' operations go to: the log, with the sinks beside it where there are any."""
-    sinks = sinks_of(home, name, config)
+    sinks = sinks_of(home, name, config, open_other)
     if not sinks or config.routing is None:
         return log
     dispatcher = Dispatcher(log, sinks, ignore_errors=frozenset(config.routing.ignore_errors))
     opened.callback(dispatcher.close)
     routing.ignored = dispatcher.ignored
-    return cast("LogWriter", dispatcher)  # of which an appender uses what both have
+    return dispatcher
 
 
 def operation_taker(catalog: Catalog, writer: StreamWriter, config: StreamConfig) -> OperationTaker:
     """What makes operations out of a write buffer the stream's own: by its rules, on its shards."""
-    home_shard = shard_of(config, writer.first_shard)
-    return OperationTaker(
-        catalog,
-        writer.stream,
-        rules_of=write_rules(config),
-        place=writer.routing.place,
-        home_shard=home_shard,
-    )
+    return OperationTaker(catalog, writer.stream, _table_rules(config, writer.routing, writer.first_shard))
 
 
 def resolve_stream(home: Home, catalog: Catalog, name: str) -> StreamId:
@@ -165,6 +189,8 @@ def _join(home: Home, catalog: Catalog, stream: StreamId, name: str, config: Str
 
 
 def _own(home: Home, catalog: Catalog, stream: StreamId, name: str, config: StreamConfig) -> tuple[LogWriter, WriterId]:
+    from millstream.wal.acks import AcksReader
+    from millstream.wal.files import RealFiles
     from millstream.wal.writer import LogWriter
 
     refuse_to_own(catalog, stream, name)
@@ -180,8 +206,10 @@ def _own(home: Home, catalog: Catalog, stream: StreamId, name: str, config: Stre
                 epoch=epoch,
                 reservations=catalog.reservations(stream),
                 options=log_options(config),
+                region=RegionId(config.region),
                 writer=writer,
                 sessions=session_limits(config),
+                high_water=AcksReader(RealFiles(), str(home.acks_file(name)), stream),
             )
         except StaleEpoch as error:
             # The shards' locks were ours, so that nobody newer writes: the catalog is older than the log.

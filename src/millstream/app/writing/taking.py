@@ -2,23 +2,27 @@
 
 Where in the buffer the log has got to is durable with the rows themselves: each shard of the buffer is a *source* of the stream, and each
 operation tells the log, as capture's transactions do, that it has reached the offset behind it (`WriteOps.reached`). So nothing has to be
-agreed between two stores, and nothing is asked but the log.
+agreed between two stores. What puts no row into the log (dropped by a rule, sent again, no operation) moves nothing there: that it was passed is
+noted in the catalog (`passed`), together with what the log had reached, and holds for a log that has as much. Else a buffer that has dropped
+such items would seem to have lost what was never taken.
 
 Who was left without an answer sends a write again under its session and number, or its key, and the buffer may have both. The second one within
 `AGAIN_WITHIN` offsets of its shard is left out: that is a matter of what lies in the buffer alone, so that a restart decides as before. Other rows
 under the same id are another write: the buffer has acknowledged them.
 
-A table that can't take rows (its key was configured otherwise, a column's type clashes) is held: from that operation on its rows are left
-out, by partition, while others go on; `protocol.buffer_replay` tells what is read again once it is mended, at the next start.
+A table that can't take rows (its key was configured otherwise, a column's type clashes, no rule takes them) is held: from that operation on its
+rows are left out, by partition, while others go on; `protocol.buffer_replay` tells what is read again once it is mended: at the next start, or when
+somebody asks for it (`ask_again`), and the reader begins anew.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -33,14 +37,17 @@ from millstream.errors import (
     BufferWentBack,
     CatalogError,
     CodecError,
+    DiskFull,
     IngestError,
     MillstreamError,
+    RoutingError,
     UnknownTable,
     UnsupportedFormat,
 )
 from millstream.ingest.taking import OperationTaker, in_order
 from millstream.model.buffers import BUFFER_START, BufferedOp, BufferOffset, ReadPause
 from millstream.model.ids import ShardId, SourceId, StreamId
+from millstream.model.names import parse_qualified_name
 from millstream.model.operations import TableRows, WriteOps
 from millstream.model.positions import Lsn
 from millstream.protocol.buffer_replay import Checkpoint, Part, Replay, fold
@@ -54,14 +61,19 @@ logger = structlog.get_logger("millstream.buffer")
 
 _WAIT_S: Final = 0.2
 """How long a reader waits for more before it looks whether it is to stop."""
-_CHECK_IDENTITY_S: Final = 2.0
+_LOOK_S: Final = 2.0
+"""How often it is looked whether the buffer is the same one, and whether a held table is asked for."""
+_NOTE_PASSED_S: Final = 2.0
+"""How often it is noted, at the most, what was passed: a write of the catalog a shard."""
 AGAIN_WITHIN: Final = 4096
 """Offsets of a shard within which a write that was sent again is known. As many are read at a start: a second or two, at the most."""
 _IN_FLIGHT_BYTES: Final = 32 << 20
 """Operations handed to the log and not durable yet, a shard."""
+_AGAIN: Final = "again"
+"""Of the fact that a part is held: somebody has asked for it."""
 _TOLD_BY: Final = ("session", "session_number", "idempotency_key", "commit_end_lsn")
 """The last is the digest of an application's rows, where its sender made one."""
-_UNFIT: Final = (CodecError, IngestError, UnknownTable)
+_UNFIT: Final = (CodecError, IngestError, RoutingError, UnknownTable)
 """What is wrong with a table's rows, and with nothing else. `CodecError`: InvalidValue is of it."""
 
 
@@ -70,7 +82,7 @@ class ShardProgress:
     """How far a shard of the buffer is in the log."""
 
     place: BufferOffset
-    """All below is in the log, but for what is held."""
+    """All below is in the log, or puts nothing there; but for what is held."""
     end: BufferOffset
     """Of the buffer, when it was last looked."""
     taken: int = 0
@@ -137,9 +149,11 @@ class BufferTaking:
         self._stream = stream
         self._log = log
         self._taker = taker
-        self._scope = f"buffer/{stream}/{name}"
+        self._scope = facts_scope(stream, name)
         self._failed: MillstreamError | Exception | None = None
         self._lock = threading.Lock()
+        self._ends: tuple[threading.Event, ...] = ()
+        """Set when it is to stop."""
 
     def run(self, stop: threading.Event, *, until_caught_up: bool = False, tell: Callable[[], None]) -> None:
         """Take operations until it is stopped; with `until_caught_up`, until what the buffer had at the call is in the log.
@@ -153,11 +167,18 @@ class BufferTaking:
             UnsupportedFormat: a newer Millstream wrote into it; nothing is passed over.
             OutOfOrder, DiskFull, AppendOutcomeUnknown …: as the log says. Begin again at what the log has reached.
         """
+        while self._run(stop, until_caught_up=until_caught_up, tell=tell):
+            logger.info("a table of the buffer that was held is asked for", buffer=self._name)
+
+    def _run(self, stop: threading.Event, *, until_caught_up: bool, tell: Callable[[], None]) -> bool:
+        """Take operations, as `run`; whether it ended to begin anew."""
         self._check_identity()
         shards = self._buffer.shards()
         replay = self._plan(shards)
+        asked = False
         readers = {shard: self._reader(shard, replay) for shard in shards}
         ended = threading.Event()
+        self._ends = (stop, ended)
         ends = {shard: reader.end_offset() if until_caught_up else None for shard, reader in readers.items()}
         for shard, reader in readers.items():
             self.progress.shards[shard] = ShardProgress(replay.place(shard), reader.end_offset())
@@ -175,8 +196,11 @@ class BufferTaking:
             while any(thread.is_alive() for thread in threads):
                 for thread in threads:
                     thread.join(_WAIT_S / len(threads))
-                if time.monotonic() - checked_s > _CHECK_IDENTITY_S and not ended.is_set():
+                if time.monotonic() - checked_s > _LOOK_S and not ended.is_set():
                     self._check_identity()
+                    if self.progress.held and self._is_asked_again():
+                        asked = True
+                        ended.set()
                     checked_s = time.monotonic()
         except MillstreamError as error:
             self._fail(error)
@@ -190,6 +214,7 @@ class BufferTaking:
             if isinstance(self._failed, BufferWentBack | BufferOffsetGone):
                 self._check_identity()  # it says more, where it says anything
             raise self._failed
+        return asked and not stop.is_set()
 
     # --- where to begin --------------------------------------------------------------------------------------------
 
@@ -213,13 +238,26 @@ class BufferTaking:
 
     def _plan(self, shards: tuple[ShardId, ...]) -> Replay:
         """What the log says, and what is held."""
-        checkpoints = [Checkpoint.of_shard(shard, self.reached(self._source(shard))) for shard in shards]
-        for fact in self._catalog.facts(self._scope).values():
+        facts = self._catalog.facts(self._scope)
+        checkpoints = []
+        for shard in shards:
+            reached = self.reached(self._source(shard))
+            checkpoints.append(Checkpoint.of_shard(shard, reached))
+            passed = facts.get(f"passed/{shard}")
+            if passed is not None and passed["behind"] <= reached:
+                checkpoints.append(Checkpoint.of_shard(shard, BufferOffset(passed["place"])))
+        self.progress.held.clear()
+        for name, fact in facts.items():
             if isinstance(fact, dict) and "held_from" in fact:
+                if fact.pop(_AGAIN, False):
+                    self._catalog.put_fact(self._scope, name, fact)
                 part = Part(ShardId(fact["shard"]), fact["table"], fact["partition"])
                 start = max(BufferOffset(fact["held_from"]), self.reached(self._source(part.shard, part)))
                 checkpoints.append(Checkpoint(part, start, start))
         return fold(checkpoints)
+
+    def _is_asked_again(self) -> bool:
+        return any(isinstance(fact, dict) and _AGAIN in fact for fact in self._catalog.facts(self._scope).values())
 
     def _source(self, shard: ShardId, part: Part | None = None) -> SourceId:
         """The number by which the log knows a shard of the buffer, or a held part of one."""
@@ -273,7 +311,9 @@ class BufferTaking:
                     break
                 if one.step():
                     tell()
+                one.note_passed()
             one.drain()
+            one.note_passed(at_once=True)
         except MillstreamError as error:
             self._fail(error)
             ended.set()
@@ -291,6 +331,10 @@ class BufferTaking:
     def submit(self, op: WriteOps) -> Future[Ack]:
         """Hand it to the log."""
         return self._log.submit(op)
+
+    def leaves_others(self) -> bool:
+        """Whether it was stopped, and only other machines are waited for, which the stream asks for."""
+        return any(end.is_set() for end in self._ends) and self._log.is_written()
 
     def make_ours(self, table: TableRows) -> tuple[TableRows, ...]:
         """As `OperationTaker.taken`."""
@@ -318,13 +362,41 @@ class BufferTaking:
             offset=int(offset),
             code=why.code,
             error=why.message,
-            hint=f"{why.hint} Then start anew: what it lacks is taken from the buffer.".strip(),
+            hint=f"{why.hint} Then start anew, or ask for it by `millstream tables retry`: what it lacks is taken from the buffer.".strip(),
         )
+
+    def passed(self, shard: ShardId, place: BufferOffset, *, behind: BufferOffset) -> None:
+        """Note durably that nothing of a shard below a place is lacking in a log that has reached `behind`."""
+        self._catalog.put_fact(self._scope, f"passed/{shard}", {"behind": int(behind), "place": int(place)})
 
     def release(self, part: Part) -> None:
         """Note durably that a part has all that it lacked."""
         self._catalog.drop_fact(self._scope, _fact_name(part))
         logger.info("a table of the buffer has what it lacked", buffer=self._name, table=part.table)
+
+
+def facts_scope(stream: StreamId, buffer: str) -> str:
+    """The catalog's scope of what a stream notes of the buffer that it reads from."""
+    return f"buffer/{stream}/{buffer}"
+
+
+def ask_again(catalog: Catalog, scope: str, table: str) -> bool:
+    """Ask for a held table: what it lacks is taken within seconds where a reader runs, else when it starts. False where it isn't held.
+
+    Args:
+        catalog: of the home.
+        scope: as `facts_scope` gives it.
+        table: `schema.table`, quoted where it must be.
+    """
+    wanted = parse_qualified_name(table)
+    held = {
+        name: fact
+        for name, fact in catalog.facts(scope).items()
+        if isinstance(fact, dict) and "held_from" in fact and parse_qualified_name(fact["table"]) == wanted
+    }
+    for name, fact in held.items():
+        catalog.put_fact(scope, name, fact | {_AGAIN: True})
+    return bool(held)
 
 
 class _ShardTaking:
@@ -348,6 +420,9 @@ class _ShardTaking:
         """The last writes that can be told apart, by what tells them, with where they lie last; oldest first."""
         self._in_flight: deque[tuple[Future[Ack], int, BufferOffset]] = deque()
         self._in_flight_bytes = 0
+        self._noted = replay.place(reader.shard)
+        """What was noted as passed, or begun with."""
+        self._noted_s = time.monotonic()
 
     def step(self) -> bool:
         """Take the next operation; whether there was one. Raises what taking it, or one before it, has met."""
@@ -375,6 +450,21 @@ class _ShardTaking:
         """Wait until all that was handed to the log is durable; raises what it says."""
         while self._in_flight:
             self._await_one()
+
+    def note_passed(self, *, at_once: bool = False) -> None:
+        """Note where the reader is, if the log won't say so by itself; from time to time, or at once."""
+        place = self._reader.place
+        if place <= max(self._noted, self._handed[self._source]):
+            return
+        if not at_once and time.monotonic() - self._noted_s < _NOTE_PASSED_S:
+            return
+        self.drain()
+        self._noted_s = time.monotonic()
+        # An older note says too little, never too much: the next one makes up for it.
+        with contextlib.suppress(CatalogError, DiskFull):
+            self._taking.passed(self._reader.shard, place, behind=self._handed[self._source])
+            self._noted = place
+        self._progress.place = max(self._progress.place, place)
 
     def _is_repeated(self, found: BufferedOp) -> bool:
         """Whether the same write lies a little before; from now on it is known."""
@@ -439,7 +529,12 @@ class _ShardTaking:
             self._await_one()
 
     def _await_one(self) -> None:
-        future, size, offset = self._in_flight.popleft()
+        future, size, offset = self._in_flight[0]
+        while not wait([future], timeout=_WAIT_S).done:
+            if self._taking.leaves_others():
+                self._in_flight.clear()  # durable here: who begins anew goes on behind it
+                return
+        self._in_flight.popleft()
         self._in_flight_bytes -= size
         future.result()
         self._progress.place = max(self._progress.place, BufferOffset(offset + 1))

@@ -11,9 +11,9 @@ import numpy as np
 from millstream.codec.line_protocol._names import FIRST, KEPT
 from millstream.codec.line_protocol._scan import LINE_AT, LINE_MEASUREMENT, LINE_NUMBER, LINE_TOKEN
 from millstream.codec.line_protocol._values import TEXT_ESCAPED
-from millstream.codec.line_protocol._words import load_word, store_word
 from millstream.codec.line_protocol.grammar import Refusal
-from millstream.codec.pgoutput._compiled import compiled, inlined
+from millstream.codec.machine_code import compiled, inlined
+from millstream.codec.words import load_word, store_word
 
 Array = Any  # numba knows the element types better than a type checker could
 

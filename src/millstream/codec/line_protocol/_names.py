@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from millstream.codec.line_protocol._words import load_word
-from millstream.codec.pgoutput._compiled import compiled, inlined
+from millstream.codec.machine_code import compiled, inlined
+from millstream.codec.words import load_word
 
 Array = Any  # numba knows the element types better than a type checker could
 

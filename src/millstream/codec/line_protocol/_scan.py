@@ -38,7 +38,7 @@ from millstream.codec.line_protocol._values import (
     read_timestamp,
 )
 from millstream.codec.line_protocol.grammar import Fault, Kind
-from millstream.codec.pgoutput._compiled import compiled
+from millstream.codec.machine_code import compiled
 
 Array = Any  # numba knows the element types better than a type checker could
 

@@ -9,9 +9,9 @@ from typing import Any, Final
 import numpy as np
 
 from millstream.codec.line_protocol._floats import INFINITE, UNSURE, double_bits, small_double
-from millstream.codec.line_protocol._words import are_digits, eight_digits, load_word, trailing_zeros, zero_bytes
 from millstream.codec.line_protocol.grammar import Fault, Kind
-from millstream.codec.pgoutput._compiled import compiled, inlined
+from millstream.codec.machine_code import compiled, inlined
+from millstream.codec.words import are_digits, eight_digits, load_word, trailing_zeros, zero_bytes
 
 Array = Any  # numba knows the element types better than a type checker could
 

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from millstream.codec.pgoutput._compiled import compiled
+from millstream.codec.machine_code import compiled
 
 Array = Any  # as in _scan
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from millstream.codec.pgoutput._compiled import compiled, inlined
+from millstream.codec.machine_code import compiled, inlined
 
 Array = Any  # numba knows the element types better than a type checker could
 

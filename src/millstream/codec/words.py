@@ -1,5 +1,7 @@
 """Eight bytes at once in machine code: little-endian words from anywhere in a buffer, and what can be asked of them.
 
+Whoever changes this touches the files of the functions that are called, too: numba keeps machine code by those.
+
 Nothing here checks where it reads or writes: callers see to it that eight bytes are there.
 """
 
@@ -7,6 +9,7 @@ Nothing here checks where it reads or writes: callers see to it that eight bytes
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Final
 
 import numpy as np
@@ -15,11 +18,12 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from millstream.codec.pgoutput._compiled import inlined
+from millstream.codec.machine_code import inlined
 
 Array = Any  # numba knows the element types better than a type checker could
 
 _WORD: Final = ir.IntType(64)
+_IS_BIG: Final = sys.byteorder == "big"
 _ONES: Final = np.uint64(0x0101010101010101)
 _HIGHS: Final = np.uint64(0x8080808080808080)
 
@@ -35,7 +39,8 @@ def _load_word(_typing: Any, array: Any, place: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = _at(context, builder, signature.args[0], arguments[0], arguments[1])
-        return builder.load(pointer, align=1)
+        word = builder.load(pointer, align=1)
+        return builder.bswap(word) if _IS_BIG else word
 
     return types.uint64(array, types.int64), generate
 
@@ -45,7 +50,8 @@ def _store_word(_typing: Any, array: Any, place: Any, word: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = _at(context, builder, signature.args[0], arguments[0], arguments[1])
-        builder.store(arguments[2], pointer, align=1)
+        word = builder.bswap(arguments[2]) if _IS_BIG else arguments[2]
+        builder.store(word, pointer, align=1)
         return context.get_dummy_value()
 
     return types.void(array, types.int64, types.uint64), generate

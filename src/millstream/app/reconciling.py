@@ -1,0 +1,101 @@
+"""`millstream reconcile`: the tables of a stream that several regions write, brought together, or what that would change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from millstream.app.regions import Reconciled, RegionTable
+from millstream.errors import UsageError
+from millstream.model.ids import RegionId
+
+if TYPE_CHECKING:
+    from millstream.app.home import Home
+
+
+@dataclass(frozen=True, slots=True)
+class ReconciledTable:
+    """What became of a table, or would."""
+
+    name: str
+    regions: int
+    """How many logs of regions the home has."""
+    rows: int = 0
+    """Rows that the regions have together."""
+    taken: tuple[Reconciled, ...] = ()
+    differences: Mapping[RegionId, pa.Table] = field(default_factory=dict)
+    """Of a dry run: by other region, `ReconciliationEngine.dry_run` of this region's log with that one's."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {
+            "table": self.name,
+            "regions": self.regions,
+            "rows": self.rows,
+            "taken": [one.as_dict() for one in self.taken],
+            "differences": {str(int(region)): lines.to_pylist() for region, lines in self.differences.items()},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Reconciliation:
+    """What became of a stream's tables."""
+
+    stream: str
+    is_dry_run: bool
+    tables: tuple[ReconciledTable, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {
+            "stream": self.stream,
+            "dry_run": self.is_dry_run,
+            "tables": [table.as_dict() for table in self.tables],
+        }
+
+
+def reconcile_stream(
+    home: Home, stream: str | None, tables: Sequence[str] = (), *, dry_run: bool = False, limit: int = 1000
+) -> Reconciliation:
+    """Bring the tables of a stream's regions together, and keep the outcome.
+
+    Args:
+        home: whose.
+        stream: its name; None: the only one.
+        tables: their names; none: those that the configuration merges.
+        dry_run: whether nothing is kept, and what differs between the home's own region and each other one is told instead.
+        limit: lines of a dry run, of each table and region.
+
+    Raises:
+        UsageError: no table is named, and the configuration merges none.
+        UnknownStream, UnknownTable, MergeUnsuitable, OtherRegion, OtherStream, OffsetExpired, MergeStateUnreadable: see `OpenHome.merged`; what was
+            done of the tables before stays so.
+    """
+    name = home.pick_stream(stream)
+    config = home.config.streams.get(name) if home.config_file.exists() else None
+    names = tuple(tables) or tuple(sorted(config.merge if config is not None else ()))
+    if not names:
+        raise UsageError(
+            f"stream {name} merges no table",
+            hint=f'Say how one merges, [streams.{name}.merge."public.posts"], or name one: its columns merge by lww.',
+        )
+    found = []
+    for one in names:
+        table = RegionTable(home, name, one)
+        regions = len(table.regions)
+        if dry_run:
+            own, *others = table.regions
+            local = table.state_of(own)
+            differences = {
+                other: table.engine.dry_run(local, table.state_of(other), rows_max=limit) for other in others
+            }
+            found.append(ReconciledTable(table.name, regions, differences=differences))
+            continue
+        taken: list[Reconciled] = []
+        state = table.merged_state(take=taken)
+        table.keep(state)
+        found.append(ReconciledTable(table.name, regions, table.engine.value(state).num_rows, tuple(taken)))
+    return Reconciliation(name, dry_run, tuple(found))

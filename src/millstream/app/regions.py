@@ -1,0 +1,300 @@
+"""Tables that several regions write, as one: read from the logs of all regions that a home has, its own among them.
+
+What has been merged once is kept in `data/regions/<stream>/`, a file a table, so that the next reading takes only what the logs have behind
+it. The file is derived: without it everything is read again, from where retention has left the logs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
+
+import pyarrow as pa
+
+from millstream.app.config.region_checks import key_of
+from millstream.crdt.declared import TableMerge, union_of
+from millstream.crdt.hlc import HybridTime
+from millstream.crdt.reconcile import ReconciliationEngine, RegionState, behind, widened
+from millstream.crdt.tables import fold, lift, own_columns, state_schema
+from millstream.errors import LogError, MergeUnsuitable, MillstreamError, OtherRegion, OtherStream, UnknownTable
+from millstream.model.ids import RegionId
+from millstream.model.names import parse_qualified_name, qualified_name
+from millstream.model.positions import Seq, StreamToken, short_stream_id
+from millstream.model.schema import TableKind, TableSchema
+from millstream.wal.reader import StreamReader, TableRecords
+
+if TYPE_CHECKING:
+    from millstream.app.config.model import StreamConfig
+    from millstream.app.home import Home
+    from millstream.wal.writer import LogWriter
+
+_FOLD_ROWS: Final = 250_000
+"""Records that are read before they are folded: beside them only one row a key and region is in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reconciled:
+    """What `reconcile` did, of one table and region."""
+
+    table: str
+    region: RegionId
+    is_own: bool
+    rows: int
+    """Rows of the region that were missing."""
+    after: Seq
+    upto: Seq
+    """The region's numbers that were read, `(after, upto]`."""
+    begins_at: Seq | None
+    """The first number that retention has left, where it has dropped what was never merged."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {
+            "table": self.table,
+            "region": int(self.region),
+            "own": self.is_own,
+            "rows": self.rows,
+            "after": int(self.after),
+            "upto": int(self.upto),
+            "begins_at": None if self.begins_at is None else int(self.begins_at),
+        }
+
+
+def region_readers(home: Home, stream: str, config: StreamConfig | None) -> dict[RegionId, StreamReader]:
+    """The logs that a home has of a stream's regions, its own first.
+
+    Raises:
+        OtherRegion: another region's log is named like the home's own region.
+    """
+    own = RegionId(0 if config is None else config.region)
+    names = home.regions_on_disk(stream)
+    if own in names:
+        raise OtherRegion(
+            f"data/wal/{names[own]} is named for region {own}, which is this home's own",
+            hint=f"Set `region` in [streams.{stream}] to a number of this home's own, or move the folder away.",
+        )
+    folders = {own: stream} | names
+    return {region: StreamReader(str(home.wal_folder(name))) for region, name in folders.items()}
+
+
+class RegionTable:
+    """One table of a stream, as its regions have written it.
+
+    Raises:
+        UnknownTable: no region has records of it.
+        MergeUnsuitable: it can't merge as the configuration says.
+        OtherRegion: a log is another region's than its folder says.
+    """
+
+    def __init__(self, home: Home, stream: str, table: str) -> None:
+        config = home.config.streams.get(stream) if home.config_file.exists() else None
+        self._folder = home.data / "regions" / stream
+        self._readers = region_readers(home, stream, config)
+        self._own = next(iter(self._readers))
+        self.name: Final = qualified_name(*parse_qualified_name(table))
+        schemas = {region: list(self._schemas(reader)) for region, reader in self._readers.items()}
+        known = [schema for found in schemas.values() for schema in found]
+        if not known:
+            raise UnknownTable(f"no region of {stream} has records of {table}", table=table)
+        key = known[-1].key if config is None else key_of(config, self.name) or known[-1].key
+        for region, found in schemas.items():
+            for schema in found:
+                if schema.source != 0:
+                    raise MergeUnsuitable(
+                        f"{self.name} is captured in region {region}: only tables that applications write merge",
+                        table=self.name,
+                    )
+                if schema.key != key:
+                    raise MergeUnsuitable(
+                        f"{self.name} has the key {', '.join(schema.key) or 'none'} in region {region}, and {', '.join(key) or 'none'} here",
+                        hint="Give it one key in all regions: [streams.S.keys].",
+                        table=self.name,
+                    )
+        merge = merge_of(config, self.name)
+        self.columns: Final = union_of(self.name, [schema.to_arrow() for schema in known])
+        merge.check(self.name, self.columns, key)
+        self.engine: Final = ReconciliationEngine(key, merge, self.name)
+        self._ids = {region: {schema.table_id for schema in found} for region, found in schemas.items()}
+
+    @property
+    def regions(self) -> tuple[RegionId, ...]:
+        """Those that the home has logs of, its own first."""
+        return tuple(self._readers)
+
+    @property
+    def empty(self) -> RegionState:
+        """Nothing heard."""
+        return RegionState(state_schema(self.columns, self.engine.merge).empty_table())
+
+    def state_of(self, region: RegionId, after: Seq = Seq(0)) -> RegionState:
+        """What a region's log says, behind a number; the vector says up to where.
+
+        Raises:
+            OffsetExpired: retention has dropped what follows on `after`.
+        """
+        reader = self._readers[region]
+        try:
+            upto = reader.persisted_upto()
+            vector = {region: StreamToken.scalar(reader.stream_id, upto)}
+        except LogError:
+            return self.empty  # nothing has come yet
+        rows = self.empty.rows
+        waiting: list[pa.Table] = []
+        for part in self._parts(region, after, upto):
+            waiting.append(lift(part.batch, part.hybrid_ns, region, self.columns, self.engine.merge, table=self.name))
+            if sum(one.num_rows for one in waiting) >= _FOLD_ROWS:
+                rows, waiting = self._folded([rows, *waiting]), []
+        return RegionState(self._folded([rows, *waiting]), vector)
+
+    def _folded(self, rows: list[pa.Table]) -> pa.Table:
+        return fold(pa.concat_tables(rows), self.engine.key, self.engine.merge)
+
+    def _parts(self, region: RegionId, after: Seq, upto: Seq) -> Iterator[TableRecords]:
+        reader, wanted = self._readers[region], self._ids[region]
+        start = max(after, Seq(reader.first_seq() - 1)) if after == 0 else after
+        if not wanted or start >= upto:
+            return
+        for part in reader.read_between(start, upto, table=next(iter(wanted)) if len(wanted) == 1 else None):
+            if part.schema.table_id in wanted:
+                _check_region(part.region, region)
+                yield part
+
+    def _schemas(self, reader: StreamReader) -> Iterator[TableSchema]:
+        """All versions of the table in a log."""
+        wanted = parse_qualified_name(self.name)
+        for schema in reader.schema_versions().values():
+            if schema.kind is TableKind.TABLE and (schema.namespace, schema.name) == wanted:
+                yield schema
+
+    def merged_state(self, *, take: list[Reconciled] | None = None) -> RegionState:
+        """What all regions' logs say together: what is kept, and what they have behind that.
+
+        Args:
+            take: told what was taken of which region.
+
+        Raises:
+            OtherStream: a region's log was made anew since what is kept was.
+            MergeStateUnreadable: what is kept is damaged.
+        """
+        state = self._kept() or self.empty
+        for region, reader in self._readers.items():
+            after = self._heard(state, region, reader)
+            lacking = self.engine.missing(self.state_of(region, after), state.vector)
+            if take is not None:
+                first = reader.first_seq()
+                upto = behind(lacking.vector, region)
+                lost = first if after == 0 and first > 1 else None
+                own = region == self._own
+                take.append(Reconciled(self.name, region, own, lacking.rows.num_rows, after, upto, lost))
+            state = self.engine.apply(state, lacking)
+        columns = union_of(self.name, [self.columns, own_columns(state.rows.schema)])
+        return RegionState(widened(state.rows, state_schema(columns, self.engine.merge)), state.vector)
+
+    def _heard(self, state: RegionState, region: RegionId, reader: StreamReader) -> Seq:
+        token = state.vector.get(region)
+        if token is None:
+            return Seq(0)
+        if token.stream != short_stream_id(reader.stream_id):
+            raise OtherStream(
+                f"{self.name}: the log of region {region} was made anew: it was {token}, and is {reader.token()}",
+                hint=f"Delete {self._file}: it is made anew from the logs that are there.",
+                region=int(region),
+            )
+        return token.linear()
+
+    def keep(self, state: RegionState) -> None:
+        """Keep a state, durably, for the next reading."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        fresh = self._file.with_name(f".{self._file.name}.{os.getpid()}")
+        with fresh.open("wb") as output:
+            output.write(self.engine.encode(state))
+            output.flush()
+            os.fsync(output.fileno())
+        fresh.rename(self._file)
+        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    @property
+    def _file(self) -> Path:
+        return self._folder / f"{quote(self.name, safe='')}.state"
+
+    def _kept(self) -> RegionState | None:
+        """What is kept; None where there is nothing, or columns merge otherwise now."""
+        try:
+            data = self._file.read_bytes()
+        except FileNotFoundError:
+            return None
+        return self.engine.decode(data)
+
+
+def merged_table(home: Home, stream: str, table: str, *, at_ns: int | None = None) -> pa.Table:
+    """See `OpenHome.merged`."""
+    found = RegionTable(home, stream, table)
+    return found.engine.value(found.merged_state(), at_ns=at_ns)
+
+
+def merge_of(config: StreamConfig | None, table: str) -> TableMerge:
+    """How a table merges, whatever way its name is written."""
+    wanted = parse_qualified_name(table)
+    declared: Mapping[str, Mapping[str, str]] = {} if config is None else config.merge
+    return next(
+        (TableMerge.parse(words) for name, words in declared.items() if parse_qualified_name(name) == wanted),
+        TableMerge(),
+    )
+
+
+def check_merges(config: StreamConfig, schemas: Iterable[TableSchema]) -> None:
+    """Refuse declarations that the tables' columns can't follow; `MergeUnsuitable` names table and column."""
+    declared = {parse_qualified_name(name) for name in config.merge}
+    for schema in schemas:
+        if schema.source == 0 and (schema.namespace, schema.name) in declared:
+            merge_of(config, schema.full_name).check(schema.full_name, schema.to_arrow(), schema.key, whole=False)
+
+
+def hear_regions(home: Home, stream: str, config: StreamConfig, log: LogWriter) -> None:
+    """Have a writer's times pass those of the regions that its home follows.
+
+    Raises:
+        ClockAhead: a region's clock is too far ahead of this one; the others' have been heard.
+        OtherRegion: a log is another region's than its folder says.
+    """
+    if not home.regions_on_disk(stream):
+        return
+    failed: MillstreamError | None = None
+    for region, reader in region_readers(home, stream, config).items():
+        if region == config.region:
+            continue
+        try:
+            time = newest_time(reader, region)
+            if time is not None:
+                log.hear(time, name=f"region {region}")
+        except MillstreamError as error:
+            failed = error
+    if failed is not None:
+        raise failed
+
+
+def newest_time(reader: StreamReader, region: RegionId) -> HybridTime | None:
+    """The hybrid time of the last commit group of a region's log; None where it has none, or its last number was never used."""
+    upto = reader.persisted_upto()
+    for group in reader.read_groups(Seq(max(upto - 1, 0)), upto):
+        header = group[0].header
+        _check_region(header.region, region)
+        return HybridTime(header.hybrid_time, int(header.group_last_seq), int(region))
+    return None
+
+
+def _check_region(found: RegionId, expected: RegionId) -> None:
+    if found != expected:
+        raise OtherRegion(
+            f"the log that stands for region {expected} is that of region {found}",
+            found=int(found),
+            expected=int(expected),
+        )

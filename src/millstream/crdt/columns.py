@@ -1,0 +1,158 @@
+"""Columns in groups: the newest of each, sums, greatest, unions of lists; whole columns at a time.
+
+Groups are told by codes, 0 and up, which stand beside the rows. Codes made by `ranked` order as the values do, so that what comes out
+sorted by codes is sorted by values, and is the same whatever came in first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from decimal import Decimal, localcontext
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.crdt.signals import DECAY_TERMS, HALVINGS_MAX
+from millstream.errors import InvalidValue
+
+Codes: TypeAlias = npt.NDArray[np.int64]
+_ROOM: Final = 2**62
+
+
+def ranked(column: pa.Array) -> tuple[Codes, pa.Array]:
+    """Each value's place among the distinct ones in their order, and those; null's is behind them."""
+    encoded = pc.dictionary_encode(column)
+    order = pc.sort_indices(encoded.dictionary)
+    rank = np.empty(len(order) + 1, np.int64)
+    rank[order.to_numpy()] = np.arange(len(order))
+    rank[len(order)] = len(order)
+    places = encoded.indices.fill_null(len(order)) if encoded.indices.null_count else encoded.indices
+    return rank[places.to_numpy(zero_copy_only=False)], encoded.dictionary.take(order)
+
+
+def codes_of(columns: Sequence[pa.Array]) -> Codes:
+    """One code for each row, equal just where all columns are, in their order."""
+    codes: Codes = np.zeros(len(columns[0]), np.int64)
+    room = 1
+    for column in columns:
+        part, values = ranked(column)
+        size = len(values) + 1
+        if room * size >= _ROOM:
+            codes = np.unique(codes, return_inverse=True)[1].astype(np.int64)
+            room = int(codes.max()) + 1
+        codes = codes * size + part
+        room *= size
+    return np.unique(codes, return_inverse=True)[1].astype(np.int64)
+
+
+def last_of_each(codes: Codes, *by: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """The row of each code that is greatest by some numbers, the first of which weighs most; ascending by code."""
+    order = np.lexsort((*reversed(by), codes))
+    grouped = codes[order]
+    return order[np.append(grouped[1:] != grouped[:-1], True)] if len(order) else order
+
+
+def greatest(column: pa.Array, codes: Codes, groups: int) -> pa.Array:
+    """The greatest value of each group; null where it has none."""
+    table = pa.table({"code": codes, "value": column})
+    found = table.group_by("code").aggregate([("value", "max")]).sort_by("code")
+    assert found.num_rows == groups
+    return whole_column(found.column("value_max")).cast(column.type)
+
+
+def sums(column: pa.Array, codes: Codes, groups: int) -> pa.Array:
+    """The sum of each group's values; null where it has none. Values of a group are added in the order in which they stand, ascending by code.
+
+    Raises:
+        InvalidValue: a sum is beyond its type.
+    """
+    valid = np.asarray(column.is_valid())
+    there = np.bincount(codes[valid], minlength=groups) > 0
+    if pa.types.is_decimal(column.type):
+        return _decimal_sums(column, codes, there)
+    if pa.types.is_integer(column.type):
+        values = column.cast(pa.int64()).fill_null(0).to_numpy(zero_copy_only=False)
+        total = np.zeros(groups, np.int64)
+        np.add.at(total, codes, values)
+        about = np.bincount(codes, values.astype(np.float64), groups)
+        if len(about) and float(np.abs(about).max()) >= 2.0**62:
+            # Near the end of the type: by numbers without one.
+            exact = [0] * groups
+            for code, value in zip(codes.tolist(), values.tolist(), strict=True):
+                exact[code] += value
+            if not all(-(2**63) <= value < 2**63 for value in exact):
+                raise InvalidValue("a counter's sum over the regions has more than 64 bits")
+        return pa.array(total, mask=~there)
+    floats = column.cast(pa.float64()).fill_null(0.0).to_numpy(zero_copy_only=False)
+    return pa.array(_float_sums(floats[valid], codes[valid], groups), mask=~there)
+
+
+def _float_sums(values: npt.NDArray[np.float64], codes: Codes, groups: int) -> npt.NDArray[np.float64]:
+    """One after the other, from 0.0: rounding depends on the order."""
+    total = np.zeros(groups, np.float64)
+    if len(codes):
+        starts = np.flatnonzero(np.append(True, codes[1:] != codes[:-1]))
+        sizes = np.diff(np.append(starts, len(codes)))
+        for step in range(int(sizes.max())):
+            some = starts[sizes > step]
+            total[codes[some]] += values[some + step]
+    return total
+
+
+def _decimal_sums(column: pa.Array, codes: Codes, there: npt.NDArray[np.bool_]) -> pa.Array:
+    exact: list[Decimal | None] = [Decimal(0) if has else None for has in there.tolist()]
+    with localcontext() as context:
+        context.prec = 80
+        for code, value in zip(codes.tolist(), column.to_pylist(), strict=True):
+            held = exact[code]
+            if value is not None and held is not None:
+                exact[code] = held + value
+    try:
+        return pa.array(exact, pa.decimal128(38, column.type.scale))
+    except pa.ArrowInvalid as error:
+        raise InvalidValue("a counter's sum over the regions has more than 38 digits") from error
+
+
+def decays(ages_ns: npt.NDArray[np.int64], half_life_ns: int) -> npt.NDArray[np.float64]:
+    """As `signals.decay` of each, to the bit."""
+    halvings = np.maximum(ages_ns, 0).astype(np.float64) / float(half_life_ns)
+    gone = halvings >= HALVINGS_MAX
+    halvings[gone] = 0.0
+    full = np.floor(halvings)
+    rest = halvings - full
+    left = np.zeros(len(halvings), np.float64)
+    for term in DECAY_TERMS:
+        left = left * rest + term
+    left /= (np.int64(1) << full.astype(np.int64)).astype(np.float64)
+    left[gone] = 0.0
+    return left
+
+
+def unions(column: pa.Array, codes: Codes, groups: int) -> pa.Array:
+    """The distinct values of each group's lists, in their order; null where it has no list. Nulls in lists say nothing."""
+    listed = np.zeros(groups, bool)
+    listed[codes[np.asarray(column.is_valid())]] = True
+    items = pc.list_flatten(column)
+    of_item = codes[pc.list_parent_indices(column).to_numpy()]
+    if items.null_count:
+        kept = np.asarray(items.is_valid())
+        items, of_item = items.drop_null(), of_item[kept]
+    place, values = ranked(items)
+    size = len(values) + 1
+    assert groups * size < _ROOM
+    found = np.sort(of_item * size + place)  # np.unique hashes, which takes several times as long
+    found = found[np.append(True, found[1:] != found[:-1])] if len(found) else found
+    offsets = np.searchsorted(found // size, np.arange(groups + 1)).astype(np.int32)
+    flat = values.take(pa.array(found % size))
+    lists = pa.ListArray.from_arrays(pa.array(offsets), flat)
+    return pc.if_else(pa.array(listed), lists, pa.scalar(None, lists.type)).cast(column.type)
+
+
+def whole_column(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """A column in one piece."""
+    if not isinstance(column, pa.ChunkedArray):
+        return column
+    return column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)

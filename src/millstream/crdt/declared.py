@@ -1,0 +1,191 @@
+"""How the columns of a table merge, as the configuration declares it, and whether they can.
+
+A merging table is one that applications write, with a key. Each region writes rows of its own, whole, into its own log; what a column's
+values mean to the other regions is said here, by one word.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Final, Self
+
+import pyarrow as pa
+
+from millstream.errors import MergeUnsuitable, UsageError
+
+_UNITS_NS: Final = {"ms": 10**6, "s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9, "d": 86_400 * 10**9}
+_SIGNAL: Final = re.compile(r"signal\((\d{1,9})(ms|s|m|h|d)\)\Z")
+_DIGITS_MAX: Final = 38
+_INTEGERS: Final = {pa.int8(): 3, pa.int16(): 5, pa.int32(): 10, pa.int64(): 19}
+
+
+class MergeKind(StrEnum):
+    """What the regions' values of a column make together."""
+
+    LWW = "lww"
+    """The value of the row that was written last, wherever."""
+    G_COUNTER = "g_counter"
+    """The sum of what each region has counted: the greatest value that it ever wrote."""
+    PN_COUNTER = "pn_counter"
+    """The sum of what each region says now: the value of its newest row."""
+    UNION_SET = "union_set"
+    """All values that were ever in a list."""
+    OR_SET = "or_set"
+    """The values that are in a region's newest list: a region takes back what it has put in."""
+    SIGNAL = "signal"
+    """The sum of each region's newest score, halved for each half-life since it was written."""
+    HIDE = "hide"
+    """True where it was set true, anywhere, and not set false at a strictly later time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnMerge:
+    """How one column merges."""
+
+    kind: MergeKind
+    half_life_ns: int = 0
+    """Of a signal."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """From its word; `UsageError` where it is none."""
+        match = _SIGNAL.match(text)
+        if match is not None and int(match[1]) > 0:
+            half_life_ns = int(match[1]) * _UNITS_NS[match[2]]
+            if half_life_ns < 2**63:
+                return cls(MergeKind.SIGNAL, half_life_ns)
+        if text in set(MergeKind) - {MergeKind.SIGNAL}:
+            return cls(MergeKind(text))
+        words = ", ".join(sorted(kind.value for kind in MergeKind if kind is not MergeKind.SIGNAL))
+        raise UsageError(f"no column merges by {text!r}", hint=f"There are {words}, and signal(7d) with its half-life.")
+
+
+LAST_WRITE: Final = ColumnMerge(MergeKind.LWW)
+
+
+@dataclass(frozen=True, slots=True)
+class TableMerge:
+    """How a table merges."""
+
+    columns: Mapping[str, ColumnMerge] = field(default_factory=dict)
+    """Those that don't merge by `lww`, or that were named all the same."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "columns", MappingProxyType(dict(self.columns)))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (TableMerge, (dict(self.columns),))
+
+    @classmethod
+    def parse(cls, words: Mapping[str, str]) -> Self:
+        """From each column's word; `UsageError` where one is none."""
+        return cls({name: ColumnMerge.parse(word) for name, word in words.items()})
+
+    def of(self, column: str) -> ColumnMerge:
+        """How a column merges: `lww` where nothing else was said."""
+        return self.columns.get(column, LAST_WRITE)
+
+    def named(self, columns: Sequence[str], *kinds: MergeKind) -> list[str]:
+        """Those of some columns that merge by one of these."""
+        return [name for name in columns if self.of(name).kind in kinds]
+
+    def check(self, table: str, columns: pa.Schema, key: Sequence[str], *, whole: bool = True) -> None:
+        """Refuse what can't be.
+
+        Args:
+            table: its name, for the error.
+            columns: the table's own.
+            key: of it.
+            whole: whether these are all columns that it has; else one that was named may come later.
+
+        Raises:
+            MergeUnsuitable: the table has no key, or one that can't be ordered; or a column isn't there, is of the key, or is of a type that
+                doesn't merge so. Details: table, column.
+        """
+        if not key:
+            raise MergeUnsuitable(
+                f"{table} has no key to tell its rows by, so they can't merge",
+                hint='Give it one: [streams.S.keys] "schema.table" = ["id"].',
+                table=table,
+            )
+        for name in key:
+            if name in self.columns:
+                raise _unsuitable(table, name, "is of the key: rows that differ in it are different rows")
+            at = columns.get_field_index(name)
+            if at >= 0 and (pa.types.is_floating(columns.field(at).type) or pa.types.is_nested(columns.field(at).type)):
+                raise _unsuitable(table, name, f"is of the key, and {columns.field(at).type} tells no rows apart")
+        for name, merge in self.columns.items():
+            at = columns.get_field_index(name)
+            if at < 0:
+                if whole:
+                    raise _unsuitable(table, name, f"isn't there; {table} has {', '.join(columns.names)}")
+                continue
+            if not _suits(merge.kind, columns.field(at).type):
+                raise _unsuitable(table, name, f"is {columns.field(at).type}, which can't merge by {merge.kind.value}")
+
+
+def union_of(table: str, schemas: Sequence[pa.Schema]) -> pa.Schema:
+    """The columns of several regions' (or versions') tables, each in the narrowest type that holds all its values.
+
+    Raises:
+        MergeUnsuitable: a column has types that no one type holds.
+    """
+    types: dict[str, pa.DataType] = {}
+    for schema in schemas:
+        for one in schema:
+            known = types.get(one.name, one.type)
+            wide = _widest(known, one.type)
+            if wide is None:
+                raise _unsuitable(table, one.name, f"is {known} in one region and {one.type} in another")
+            types[one.name] = wide
+    return pa.schema(list(types.items()))
+
+
+def _widest(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    if one.equals(other):
+        return one
+    for narrow, wide in ((one, other), (other, one)):
+        if narrow in _INTEGERS:
+            if wide in _INTEGERS and _INTEGERS[narrow] < _INTEGERS[wide]:
+                return wide
+            if pa.types.is_decimal(wide) and wide.precision - wide.scale >= _INTEGERS[narrow]:
+                return wide
+        if pa.types.is_float32(narrow) and pa.types.is_float64(wide):
+            return wide
+    if pa.types.is_decimal(one) and pa.types.is_decimal(other):
+        scale = max(one.scale, other.scale)
+        precision = max(one.precision - one.scale, other.precision - other.scale) + scale
+        return pa.decimal128(precision, scale) if precision <= _DIGITS_MAX else None
+    if pa.types.is_list(one) and pa.types.is_list(other):
+        items = _widest(one.value_type, other.value_type)
+        return None if items is None else pa.list_(items)
+    return None
+
+
+_WHOLE: Final = (pa.types.is_integer,)
+_EXACT: Final = (*_WHOLE, pa.types.is_decimal)
+_SUITS: Final[Mapping[MergeKind, tuple[Callable[[pa.DataType], bool], ...]]] = {
+    MergeKind.G_COUNTER: _EXACT,
+    MergeKind.PN_COUNTER: (*_EXACT, pa.types.is_floating),
+    MergeKind.SIGNAL: (*_WHOLE, pa.types.is_floating),
+    MergeKind.HIDE: (pa.types.is_boolean,),
+}
+_ITEMS: Final[tuple[Callable[[pa.DataType], bool], ...]] = (
+    *_WHOLE, pa.types.is_string, pa.types.is_binary, pa.types.is_boolean, pa.types.is_date, pa.types.is_timestamp,
+)  # fmt: skip
+
+
+def _suits(kind: MergeKind, column: pa.DataType) -> bool:
+    if kind is MergeKind.LWW:
+        return True
+    if kind in {MergeKind.UNION_SET, MergeKind.OR_SET}:
+        return bool(pa.types.is_list(column)) and any(fits(column.value_type) for fits in _ITEMS)
+    return any(fits(column) for fits in _SUITS[kind])
+
+
+def _unsuitable(table: str, column: str, why: str) -> MergeUnsuitable:
+    return MergeUnsuitable(f"{table}.{column} {why}", table=table, column=column)

@@ -1,0 +1,116 @@
+"""The hybrid logical clock (Kulkarni et al., 2014): times that follow the wall clock as long as that goes forward, and causes always.
+
+State in, state out: who keeps a clock hands its last time in, and makes the new one durable before anybody can have seen it. A log's
+writer does that by the frames themselves (`next_wall_ns`): their hybrid times rise from group to group, over restarts too, and a
+record's time is its frame's with its own number for the logical part.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Final, Self
+
+from millstream.errors import ClockAhead, InvalidValue, MergeStateUnreadable
+
+DRIFT_MAX_NS: Final = 60 * 1_000_000_000
+"""How far another node's clock may be ahead: NTP keeps milliseconds, and a minute is a clock that nobody keeps."""
+_LAYOUT: Final = struct.Struct(">QQI")
+ENCODED_SIZE: Final = _LAYOUT.size
+"""Of a time's bytes."""
+_WALL_MAX: Final = 2**63 - 1
+_LOGICAL_MAX: Final = 2**63 - 1
+_NODE_MAX: Final = 2**32 - 1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class HybridTime:
+    """A moment of one node. Orders by wall, then logical, then node: no two nodes' times are equal."""
+
+    wall_ns: int
+    """Nanoseconds since 1970 UTC; never below what the node has seen, so it may be ahead of its wall clock."""
+    logical: int = 0
+    """Tells moments of one wall time apart."""
+    node: int = 0
+    """The region's number."""
+
+    def __post_init__(self) -> None:
+        for name, value, top in (("wall_ns", self.wall_ns, _WALL_MAX), ("logical", self.logical, _LOGICAL_MAX), ("node", self.node, _NODE_MAX)):  # fmt: skip
+            if not 0 <= value <= top:
+                raise InvalidValue(f"{value} can't be the {name} of a hybrid time: it lies between 0 and {top}")
+
+    @property
+    def moment(self) -> tuple[int, int]:
+        """The time without its node: what one moment is strictly later than another by."""
+        return self.wall_ns, self.logical
+
+    def encode(self) -> bytes:
+        """20 bytes, whose order is the times' order."""
+        return _LAYOUT.pack(self.wall_ns, self.logical, self.node)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """The time of its bytes; `MergeStateUnreadable` where there are too few or too many, or no time has them."""
+        try:
+            return cls(*_LAYOUT.unpack(data))
+        except (struct.error, InvalidValue) as error:
+            raise MergeStateUnreadable(f"{len(data)} bytes are no hybrid time: {error}") from error
+
+
+NEVER: Final = HybridTime(0)
+"""Before every time that a clock gives."""
+
+
+def tick(last: HybridTime, now_ns: int) -> HybridTime:
+    """The next time of a node, for something that happens there.
+
+    Args:
+        last: its last one, as it was persisted; where there is none, `HybridTime(0, 0, node)`.
+        now_ns: its wall clock, which may have gone back.
+    """
+    if now_ns > last.wall_ns:
+        return HybridTime(now_ns, 0, last.node)
+    return _after(last.wall_ns, last.logical, last.node)
+
+
+def observe(
+    last: HybridTime, remote: HybridTime, now_ns: int, *, name: str = "", drift_max_ns: int = DRIFT_MAX_NS
+) -> HybridTime:
+    """The next time of a node that has heard of another one's: later than both.
+
+    Args:
+        last: the node's own last one.
+        remote: what it was told.
+        now_ns: its wall clock.
+        name: who told it, for the error; its number where it has none.
+        drift_max_ns: how far ahead of `now_ns` the other's wall time may be.
+
+    Raises:
+        ClockAhead: it is further ahead; the clock stays where it was.
+    """
+    check_drift(remote, now_ns, name=name, drift_max_ns=drift_max_ns)
+    wall = max(last.wall_ns, remote.wall_ns, now_ns)
+    if wall > max(last.wall_ns, remote.wall_ns):
+        return HybridTime(wall, 0, last.node)
+    return _after(wall, max(time.logical for time in (last, remote) if time.wall_ns == wall), last.node)
+
+
+def check_drift(remote: HybridTime, now_ns: int, *, name: str = "", drift_max_ns: int = DRIFT_MAX_NS) -> None:
+    """`ClockAhead`, by the node's name, where a time lies further ahead of a wall clock than is allowed."""
+    ahead_ns = remote.wall_ns - now_ns
+    if ahead_ns > drift_max_ns:
+        who = name or f"region {remote.node}"
+        raise ClockAhead(
+            f"the clock of {who} is {ahead_ns / 1e9:,.1f} s ahead of this one; up to {drift_max_ns / 1e9:g} s are taken",
+            node=who,
+            ahead_s=ahead_ns / 1e9,
+        )
+
+
+def next_wall_ns(last_ns: int, now_ns: int) -> int:
+    """The hybrid time of a log's next commit group, where that of the last one was `last_ns`: each is later than all before it."""
+    return max(now_ns, last_ns + 1)
+
+
+def _after(wall_ns: int, logical: int, node: int) -> HybridTime:
+    return HybridTime(wall_ns, logical + 1, node) if logical < _LOGICAL_MAX else HybridTime(wall_ns + 1, 0, node)

@@ -1,0 +1,273 @@
+"""Reconciliation: what two replicas of a merging table lack of each other, and how each comes to hold it all.
+
+A replica's state is its region rows and a *vector*: for each region, up to which number it has heard all that the region has said. Vectors
+are exchanged first; then each side gives of each region the rows that are newer than the other's vector knows. What one side alone knows
+is kept. `plan` is the same whoever makes it, sides exchanged; `apply` joins, so it may be done twice, and in any order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.crdt.columns import codes_of, whole_column
+from millstream.crdt.declared import TableMerge, union_of
+from millstream.crdt.lattice import Kind, opened, seal
+from millstream.crdt.tables import REGION, SEQ, fold, merged, own_columns, state_schema
+from millstream.errors import InvalidToken, MergeStateUnreadable, MillstreamError, OtherStream
+from millstream.model.ids import RegionId
+from millstream.model.positions import Seq, StreamToken
+
+Vector = Mapping[RegionId, StreamToken]
+"""For each region the token of its log up to which everything has been heard. A region that isn't in it: nothing."""
+
+_DRY_RUN: Final = pa.schema(
+    [
+        pa.field("key", pa.string(), nullable=False),
+        pa.field("column", pa.string(), nullable=False),
+        pa.field("local", pa.string()),
+        pa.field("remote", pa.string()),
+        pa.field("merged", pa.string()),
+        pa.field("known_to", pa.string(), nullable=False),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RegionState:
+    """What a replica holds of one table."""
+
+    rows: pa.Table
+    """As `tables.fold` gives them."""
+    vector: Vector = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "vector", MappingProxyType(dict(sorted(self.vector.items()))))
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """What one side gives to another that lacks it: rows, and the vector that it has then, at least."""
+
+    rows: pa.Table
+    vector: Vector
+
+
+@dataclass(frozen=True, slots=True)
+class MergePlan:
+    """What goes to which side."""
+
+    to_local: Missing
+    to_remote: Missing
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether both sides hold the same already."""
+        return not (self.to_local.rows.num_rows or self.to_remote.rows.num_rows)
+
+    def turned(self) -> MergePlan:
+        """The same plan as the other side makes it."""
+        return MergePlan(self.to_remote, self.to_local)
+
+
+@dataclass(frozen=True, slots=True)
+class ReconciliationEngine:
+    """Reconciles replicas of one table. Pure: any number of callers."""
+
+    key: tuple[str, ...]
+    merge: TableMerge
+    table: str = "a table"
+    """Its name, for errors."""
+
+    def plan(self, local: RegionState, remote: RegionState) -> MergePlan:
+        """What each side lacks of the other.
+
+        Raises:
+            OtherStream: they have heard of two different logs of one region.
+            MergeUnsuitable: a column has types that no one type holds.
+        """
+        return MergePlan(
+            to_local=self.missing(remote, local.vector),
+            to_remote=self.missing(local, remote.vector),
+        )
+
+    def missing(self, state: RegionState, vector: Vector) -> Missing:
+        """What somebody with that vector lacks of a state."""
+        held = _greatest(self.table, state.vector, vector)
+        regions = whole_column(state.rows.column(REGION.name)).to_numpy()
+        seqs = whole_column(state.rows.column(SEQ.name)).to_numpy()
+        known = np.zeros(len(seqs), np.int64)
+        for region, token in vector.items():
+            known[regions == int(region)] = int(token.linear())
+        return Missing(state.rows.filter(pa.array(seqs > known)), held)
+
+    def apply(self, state: RegionState, missing: Missing) -> RegionState:
+        """The state with what it lacked; done twice, it changes nothing."""
+        vector = _greatest(self.table, state.vector, missing.vector)
+        if not missing.rows.num_rows:
+            return RegionState(state.rows, vector)
+        schema = state_schema(
+            union_of(self.table, [own_columns(state.rows.schema), own_columns(missing.rows.schema)]), self.merge
+        )
+        both = pa.concat_tables([widened(rows, schema) for rows in (state.rows, missing.rows)])
+        return RegionState(fold(both, self.key, self.merge), vector)
+
+    def value(self, state: RegionState, *, at_ns: int | None = None) -> pa.Table:
+        """What readers see; see `tables.merged`."""
+        return merged(state.rows, self.key, self.merge, at_ns=at_ns)
+
+    def dry_run(self, local: RegionState, remote: RegionState, *, rows_max: int = 10_000) -> pa.Table:
+        """What reconciling changes, a line for each value that isn't the same on both sides and in what they make together.
+
+        Returns:
+            `key`, `column`, the values as `local` and `remote` show them now and as both will (`merged`), and who knows the row
+            (`known_to`: `local`, `remote`, `both`); by key, then column, up to `rows_max` lines. Signals are taken as of one moment.
+        """
+        plan = self.plan(local, remote)
+        joined = self.apply(local, plan.to_local)
+        times = joined.rows.column("__wall_ns")
+        at_ns = pc.max(times).as_py() if joined.rows.num_rows else 0
+        target = joined.rows.schema
+        sides = [self.value(RegionState(widened(state.rows, target)), at_ns=at_ns) for state in (local, remote, joined)]
+        return self._differences(*sides, rows_max=rows_max)
+
+    def _differences(self, local: pa.Table, remote: pa.Table, both: pa.Table, *, rows_max: int) -> pa.Table:
+        sides = (local, remote, both)
+        lengths = np.cumsum([side.num_rows for side in sides])[:-1]
+        together = [whole_column(pa.concat_tables([s.select([name]) for s in sides]).column(0)) for name in self.key]
+        codes = np.split(codes_of(together), lengths) if len(together[0]) else [np.zeros(0, np.int64)] * 3
+        # Rows of `both` are all the keys there are, in order.
+        places = [np.searchsorted(codes[2], side) for side in codes[:2]]
+        at = []
+        for place in places:
+            index = np.full(both.num_rows, -1, np.int64)
+            index[place] = np.arange(len(place))
+            at.append(pa.array(index, mask=index < 0))
+        names = [name for name in both.column_names if name not in self.key]
+        results = [whole_column(both.column(name)) for name in names]
+        shown = [
+            [whole_column(side.column(name)).take(index) for name in names]
+            for side, index in zip(sides, at, strict=False)
+        ]
+        unknown = [np.asarray(index.is_null()) for index in at]
+        changed = [
+            unknown[0] | unknown[1] | ~_equal(shown[0][which], result) | ~_equal(shown[1][which], result)
+            for which, result in enumerate(results)
+        ]
+        found = np.column_stack([np.zeros((both.num_rows, 0), bool), *changed])
+        rows, places_of = (axis[:rows_max] for axis in np.nonzero(found))
+        keys = [
+            ", ".join(f"{name}={value}" for name, value in key.items())
+            for key in both.select(list(self.key)).take(pa.array(rows)).to_pylist()
+        ]
+        columns: dict[str, list[str | None]] = {"key": [*keys], "column": [names[which] for which in places_of]}
+        for title, values in (("local", shown[0]), ("remote", shown[1]), ("merged", results)):
+            told: list[str | None] = [None] * len(rows)
+            for which, column in enumerate(values):
+                lines = np.flatnonzero(places_of == which)
+                for at_line, value in zip(lines.tolist(), column.take(pa.array(rows[lines])).to_pylist(), strict=True):
+                    told[at_line] = None if value is None else str(value)
+            columns[title] = told
+        columns["known_to"] = [
+            "remote" if not_here else "local" if not_there else "both"
+            for not_here, not_there in zip(unknown[0][rows].tolist(), unknown[1][rows].tolist(), strict=True)
+        ]
+        return pa.table(columns, schema=_DRY_RUN)
+
+    # --- states on disk ------------------------------------------------------------------------------------------------
+
+    def encode(self, state: RegionState) -> bytes:
+        """A state's bytes: its vector as JSON behind its length, then its rows as an Arrow IPC stream."""
+        vector = {str(region): str(token) for region, token in state.vector.items()}
+        head = json.dumps(
+            {"vector": vector, "key": self.key, "merge": _words(self.merge)}, sort_keys=True, separators=(",", ":")
+        ).encode()
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, state.rows.schema) as stream:
+            stream.write_table(state.rows.combine_chunks())
+        return seal(Kind.TABLE, len(head).to_bytes(4, "big") + head + sink.getvalue().to_pybytes())
+
+    def decode(self, data: bytes) -> RegionState | None:
+        """The state of its bytes; None where it was made by another key, or columns merged otherwise then.
+
+        Raises:
+            MergeStateUnreadable: the bytes are damaged.
+        """
+        body = opened(Kind.TABLE, data)
+        size = int.from_bytes(body[:4], "big")
+        try:
+            head = json.loads(body[4 : 4 + size])
+            if tuple(head["key"]) != self.key or head["merge"] != _words(self.merge):
+                return None
+            vector = {RegionId(int(region)): StreamToken.parse(token) for region, token in head["vector"].items()}
+            rows = pa.ipc.open_stream(body[4 + size :]).read_all()
+        except (ValueError, KeyError, TypeError, AttributeError, pa.ArrowException, InvalidToken) as error:
+            raise MergeStateUnreadable(f"the bytes of a table's state make no sense: {error}") from error
+        return RegionState(rows, vector)
+
+
+def widened(rows: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Region rows in the columns of another version; what they lack is null, or nothing yet."""
+    columns = []
+    for one in schema:
+        at = rows.schema.get_field_index(one.name)
+        if at >= 0:
+            column = rows.column(at)
+            columns.append(column if column.type.equals(one.type) else column.cast(one.type))
+        elif one.name.startswith("__"):
+            columns.append(pa.chunked_array([pa.array(np.zeros(rows.num_rows, np.int64))], one.type))
+        else:
+            columns.append(pa.chunked_array([pa.nulls(rows.num_rows, one.type)], one.type))
+    return pa.table(columns, schema=schema)
+
+
+def _greatest(table: str, one: Vector, other: Vector) -> Vector:
+    """Each region's later token. `OtherStream` where a region has two logs; that is an error of a person's, not of the data's."""
+    found = dict(one)
+    for region, token in other.items():
+        held = found.get(region)
+        try:
+            found[region] = token if held is None else held.join(token)
+        except MillstreamError as error:
+            raise OtherStream(
+                f"{table}: region {region} was heard of by two logs, {held} and {token}",
+                hint="The region's log was made anew. Delete the state of before (data/regions): it is made anew, from the logs that are there.",
+                region=int(region),
+            ) from error
+    return dict(sorted(found.items()))
+
+
+def behind(vector: Vector, region: RegionId) -> Seq:
+    """Up to which number a vector has heard a region."""
+    token = vector.get(region)
+    return Seq(0) if token is None else token.linear()
+
+
+def _equal(one: pa.Array, other: pa.Array) -> npt.NDArray[np.bool_]:
+    """Where values are the same; nulls are, and NaN is."""
+    if pa.types.is_list(one.type):
+        return _equal_lists(one, other)
+    same = pc.fill_null(pc.equal(one, other), False)
+    same = pc.or_(same, pc.and_(pc.is_null(one, nan_is_null=True), pc.is_null(other, nan_is_null=True)))
+    return np.asarray(pc.and_(same, pc.equal(pc.is_null(one), pc.is_null(other))))
+
+
+def _equal_lists(one: pa.Array, other: pa.Array) -> npt.NDArray[np.bool_]:
+    same = _equal(pc.list_value_length(one), pc.list_value_length(other))
+    at = np.flatnonzero(same & np.asarray(one.is_valid()))
+    here, there = one.take(pa.array(at)), other.take(pa.array(at))
+    items = _equal(pc.list_flatten(here), pc.list_flatten(there))
+    same[at[pc.list_parent_indices(here).to_numpy()[~items]]] = False
+    return same
+
+
+def _words(merge: TableMerge) -> dict[str, list[Any]]:
+    return {name: [how.kind.value, how.half_life_ns] for name, how in sorted(merge.columns.items())}

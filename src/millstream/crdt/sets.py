@@ -1,0 +1,166 @@
+"""Sets that several sites add to: union sets, which only grow, and observed-remove sets, which forget what a site has seen and removed.
+
+An observed-remove set (Bieniusa et al., 2012; deltas as of Almeida et al., 2016) knows each adding by a *dot*, an actor and that actor's
+count, and has seen a set of dots. What both sides hold stays; what one side holds stays unless the other has seen that very adding and
+holds it no more. So a removal takes back what its site had seen, and an adding elsewhere at the same time survives it. Nothing is kept of
+removed values but their dots, which an actor's unbroken run of counts holds in one number.
+
+Bodies: of a union set its values, as a list, in their order. Of the other: what was seen (for each actor, in order, the count up to which
+it has seen all, then single dots behind that), then each value with its dots, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from millstream.crdt.counters import Actor, read_actor
+from millstream.crdt.lattice import Kind, decoded, seal
+from millstream.crdt.scalars import Cursor, canonical, counted, encode_value, order_of, whole
+from millstream.errors import InvalidValue
+
+
+class UnionSets:
+    """Sets that only grow. A state is the values' encodings with the values: so 1 and 1.0 and true are three."""
+
+    def empty(self) -> Mapping[bytes, Any]:
+        """Nothing."""
+        return {}
+
+    def of(self, values: Iterable[Any]) -> Mapping[bytes, Any]:
+        """The set of some values; `InvalidValue` for a kind that columns don't have."""
+        return {encode_value(value): canonical(value) for value in values}
+
+    def join(self, a: Mapping[bytes, Any], b: Mapping[bytes, Any]) -> Mapping[bytes, Any]:
+        """All values of both."""
+        return {**a, **b}
+
+    def value(self, state: Mapping[bytes, Any]) -> tuple[Any, ...]:
+        """The values in their order."""
+        return tuple(sorted(state.values(), key=order_of))
+
+    def encode(self, state: Mapping[bytes, Any]) -> bytes:
+        """Canonical bytes."""
+        return seal(Kind.UNION_SET, counted(encode_value(value) for value in self.value(state)))
+
+    def decode(self, data: bytes) -> Mapping[bytes, Any]:
+        """The state of its bytes; `MergeStateUnreadable`."""
+        return decoded(Kind.UNION_SET, data, _read_union, self.encode)
+
+
+class Dot(NamedTuple):
+    """One adding: an actor's number-th, from 1."""
+
+    actor: Actor
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedSet:
+    """A set's state; whole sets and deltas have the same form."""
+
+    dots: Mapping[Dot, Any] = field(default_factory=dict)
+    """The addings that are held, each with its value."""
+    seen: Mapping[Actor, int] = field(default_factory=dict)
+    """Of each actor, the count up to which all its addings have been seen."""
+    cloud: frozenset[Dot] = frozenset()
+    """Those seen beyond."""
+
+    def has_seen(self, dot: Dot) -> bool:
+        """Whether an adding was seen, be it held or not."""
+        return dot.number <= self.seen.get(dot.actor, 0) or dot in self.cloud
+
+
+class ObservedSets:
+    """Sets that values can be removed from."""
+
+    def empty(self) -> ObservedSet:
+        """Nothing, and nothing seen."""
+        return ObservedSet()
+
+    def add(self, actor: Actor, held: ObservedSet, value: Any) -> ObservedSet:
+        """The delta by which an actor adds a value to what it holds; what it had of that value is replaced by it."""
+        count = max([held.seen.get(actor, 0), *(dot.number for dot in held.cloud if dot.actor == actor)]) + 1
+        dot, encoded = Dot(actor, count), encode_value(value)
+        replaced = {known for known, other in held.dots.items() if encode_value(other) == encoded}
+        return compact(ObservedSet({dot: canonical(value)}, {}, frozenset({dot} | replaced)))
+
+    def remove(self, held: ObservedSet, value: Any) -> ObservedSet:
+        """The delta by which a site that holds `held` removes a value: the addings that it has seen."""
+        encoded = encode_value(value)
+        return compact(
+            ObservedSet({}, {}, frozenset(dot for dot, other in held.dots.items() if encode_value(other) == encoded))
+        )
+
+    def join(self, a: ObservedSet, b: ObservedSet) -> ObservedSet:
+        """What both hold, and what one holds and the other hasn't seen."""
+        kept = {
+            dot: value
+            for one, other in ((a, b), (b, a))
+            for dot, value in one.dots.items()
+            if dot in other.dots or not other.has_seen(dot)
+        }
+        seen = {actor: max(a.seen.get(actor, 0), b.seen.get(actor, 0)) for actor in a.seen.keys() | b.seen.keys()}
+        return compact(ObservedSet(kept, seen, a.cloud | b.cloud))
+
+    def value(self, state: ObservedSet) -> tuple[Any, ...]:
+        """The values in their order, each once."""
+        return tuple(sorted({encode_value(v): v for v in state.dots.values()}.values(), key=order_of))
+
+    def encode(self, state: ObservedSet) -> bytes:
+        """Canonical bytes."""
+        state = compact(state)
+        seen = counted(actor.encode() + whole(count) for actor, count in state.seen.items())
+        cloud = counted(_encode_dot(dot) for dot in sorted(state.cloud))
+        dots = counted(_encode_dot(dot) + encode_value(value) for dot, value in state.dots.items())
+        return seal(Kind.OBSERVED_SET, seen + cloud + dots)
+
+    def decode(self, data: bytes) -> ObservedSet:
+        """The state of its bytes; `MergeStateUnreadable`."""
+        return decoded(Kind.OBSERVED_SET, data, _read_observed, self.encode)
+
+
+def compact(state: ObservedSet) -> ObservedSet:
+    """The same state as it is written: what was seen without a gap as one number an actor, everything in order."""
+    seen = {actor: count for actor, count in state.seen.items() if count}
+    left = []
+    for dot in sorted(state.cloud):
+        if dot.number < 1:
+            raise InvalidValue(f"{dot} can't be an adding: an actor's count from 1")
+        if dot.number == seen.get(dot.actor, 0) + 1:
+            seen[dot.actor] = dot.number
+        elif dot.number > seen.get(dot.actor, 0):
+            left.append(dot)
+    return ObservedSet(dict(sorted(state.dots.items(), key=_dot_of)), dict(sorted(seen.items())), frozenset(left))
+
+
+def _dot_of(entry: tuple[Dot, Any]) -> Dot:
+    return entry[0]
+
+
+def _encode_dot(dot: Dot) -> bytes:
+    return dot.actor.encode() + whole(dot.number)
+
+
+def _read_dot(cursor: Cursor) -> Dot:
+    return Dot(read_actor(cursor), cursor.whole())
+
+
+def _read_union(body: bytes) -> Mapping[bytes, Any]:
+    cursor = Cursor(body)
+    found = UnionSets().of([cursor.value() for _ in range(cursor.length())])
+    cursor.end()
+    return found
+
+
+def _read_observed(body: bytes) -> ObservedSet:
+    cursor = Cursor(body)
+    seen = {read_actor(cursor): cursor.whole() for _ in range(cursor.length())}
+    cloud = frozenset(_read_dot(cursor) for _ in range(cursor.length()))
+    dots = {_read_dot(cursor): cursor.value() for _ in range(cursor.length())}
+    cursor.end()
+    state = ObservedSet(dots, seen, cloud)
+    if any(count < 1 for count in seen.values()) or not all(state.has_seen(dot) for dot in dots):
+        raise ValueError("a set holds what it hasn't seen")
+    return state

@@ -1,0 +1,188 @@
+"""Tables that merge: what each region has said of each key, and what that makes together.
+
+*Region rows* are the state: one row a key and region, with the number (`__seq`) and the time (`__wall_ns`, the hybrid time of its frame) of
+the newest record, that record's columns, and of columns that remember more than the newest record what they remember:
+
+- `g_counter`: the greatest value, `union_set`: all values, in the column itself;
+- `hide`: number and time of the newest record that hid, and of the newest that showed, in four columns beside it.
+
+`fold` is the join: of any rows of the same table, records or states of any number of replicas, it makes the region rows. It is commutative,
+associative and idempotent, row for row and byte for byte, because a region's records are ordered by their numbers alone, and no two have
+the same. `merged` is the value. Within a region the newest is what the region's own log says; across regions it is by hybrid time, then
+number, then region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.crdt.columns import codes_of, decays, greatest, last_of_each, sums, unions, whole_column
+from millstream.crdt.declared import MergeKind, TableMerge
+from millstream.errors import MergeUnsuitable
+from millstream.model.ids import RegionId
+
+REGION: Final = pa.field("__region", pa.int64(), nullable=False)
+SEQ: Final = pa.field("__seq", pa.int64(), nullable=False)
+WALL: Final = pa.field("__wall_ns", pa.int64(), nullable=False)
+STATE_PREFIX: Final = (REGION, SEQ, WALL)
+_OPS: Final = pa.array(["c", "u", "r"])
+
+
+def hide_columns(name: str) -> tuple[str, str, str, str]:
+    """Beside a column that hides: number and time of the newest hiding, then of the newest showing; 0 where there was none."""
+    return f"__hidden_seq.{name}", f"__hidden_ns.{name}", f"__shown_seq.{name}", f"__shown_ns.{name}"
+
+
+def state_schema(columns: pa.Schema, merge: TableMerge) -> pa.Schema:
+    """The columns of region rows of a table with these columns."""
+    beside = [pa.field(one, pa.int64()) for name in merge.named(columns.names, MergeKind.HIDE) for one in hide_columns(name)]  # fmt: skip
+    return pa.schema([*STATE_PREFIX, *(pa.field(one.name, one.type) for one in columns), *beside])
+
+
+def own_columns(state: pa.Schema) -> pa.Schema:
+    """The table's own columns among those of region rows."""
+    return pa.schema([one for one in state if not one.name.startswith("__")])
+
+
+def lift(
+    records: pa.Table | pa.RecordBatch,
+    times_ns: pa.Array,
+    region: RegionId,
+    columns: pa.Schema,
+    merge: TableMerge,
+    *,
+    table: str = "a table",
+) -> pa.Table:
+    """Records of one region as region rows, not folded yet.
+
+    Args:
+        records: in `record_schema` of any version of the table.
+        times_ns: each one's hybrid time.
+        region: whose.
+        columns: the table's, as all regions have them together; what a record lacks is null.
+        merge: how they merge.
+        table: its name, for the error.
+
+    Raises:
+        MergeUnsuitable: a record is no row: such as captured tables have, and applications don't write.
+    """
+    ops = records.column("__op")
+    if not pc.all(pc.is_in(ops, _OPS)).as_py() and len(ops):
+        raise MergeUnsuitable(
+            f"{table} has records that take rows away: only tables that applications write merge", table=table
+        )
+    made: dict[str, pa.Array] = {
+        REGION.name: pa.array(np.full(len(ops), int(region), np.int64)),
+        SEQ.name: whole_column(records.column(SEQ.name)),
+        WALL.name: times_ns,
+    }
+    for one in columns:
+        has = one.name in records.schema.names
+        column = whole_column(records.column(one.name)) if has else pa.nulls(len(ops), one.type)
+        made[one.name] = column if column.type.equals(one.type) else column.cast(one.type)
+    for name in merge.named(columns.names, MergeKind.HIDE):
+        said = made[name]
+        for place, (beside, of) in enumerate(zip(hide_columns(name), (SEQ, WALL, SEQ, WALL), strict=True)):
+            here = pc.fill_null(said if place < 2 else pc.invert(said), False)
+            made[beside] = pc.if_else(here, made[of.name], 0)
+    return pa.table(list(made.values()), schema=state_schema(columns, merge))
+
+
+def fold(rows: pa.Table, key: Sequence[str], merge: TableMerge) -> pa.Table:
+    """Region rows of rows that may say a key and region often; ordered by key, then region.
+
+    Args:
+        rows: in `state_schema`.
+        key: names of the columns that tell the table's rows apart.
+        merge: how they merge.
+    """
+    columns = {name: whole_column(rows.column(name)) for name in rows.schema.names}
+    if not rows.num_rows:
+        return pa.table(list(columns.values()), schema=rows.schema)
+    codes = codes_of([*(columns[name] for name in key), columns[REGION.name]])
+    groups = int(codes.max()) + 1
+    seqs = columns[SEQ.name].to_numpy()
+    newest = last_of_each(codes, seqs)
+    at = pa.array(newest)
+    found = {name: column.take(at) for name, column in columns.items()}
+    if groups < rows.num_rows:
+        own = own_columns(rows.schema).names
+        for name in merge.named(own, MergeKind.G_COUNTER):
+            found[name] = greatest(columns[name], codes, groups)
+        for name in merge.named(own, MergeKind.HIDE):
+            names = hide_columns(name)
+            for seq, wall in (names[:2], names[2:]):
+                last = pa.array(last_of_each(codes, columns[seq].to_numpy()))
+                found[seq], found[wall] = columns[seq].take(last), columns[wall].take(last)
+    for name in merge.named(own_columns(rows.schema).names, MergeKind.UNION_SET):
+        found[name] = unions(columns[name], codes, groups)
+    return pa.table(list(found.values()), schema=rows.schema)
+
+
+def merged(rows: pa.Table, key: Sequence[str], merge: TableMerge, *, at_ns: int | None = None) -> pa.Table:
+    """What readers see of region rows: one row a key, the table's own columns, in order of the key.
+
+    Args:
+        rows: as `fold` gives them.
+        key: names of the columns that tell the table's rows apart.
+        merge: how they merge.
+        at_ns: as of which moment signals have decayed; that of the newest row where None, so that the same rows give the same table.
+
+    Raises:
+        InvalidValue: a counter's sum is beyond its type.
+    """
+    target = merged_schema(own_columns(rows.schema), merge)
+    if not rows.num_rows:
+        return target.empty_table()
+    columns = {name: whole_column(rows.column(name)) for name in rows.schema.names}
+    codes = codes_of([columns[name] for name in key])
+    groups = int(codes.max()) + 1
+    regions, seqs, walls = (columns[one.name].to_numpy() for one in STATE_PREFIX)
+    winners = pa.array(last_of_each(codes, walls, seqs, regions))
+    at = int(walls.max()) if at_ns is None else at_ns
+    found = {}
+    for one in target:
+        how, column = merge.of(one.name), columns[one.name]
+        if one.name in key or how.kind is MergeKind.LWW:
+            found[one.name] = column.take(winners)
+        elif how.kind in {MergeKind.G_COUNTER, MergeKind.PN_COUNTER}:
+            found[one.name] = sums(column, codes, groups)
+        elif how.kind in {MergeKind.UNION_SET, MergeKind.OR_SET}:
+            found[one.name] = unions(column, codes, groups)
+        elif how.kind is MergeKind.SIGNAL:
+            left = pa.array(decays(at - walls, how.half_life_ns))
+            found[one.name] = sums(pc.multiply(column.cast(pa.float64()), left), codes, groups)
+        else:
+            found[one.name] = pa.array(_hidden(columns, one.name, codes))
+    return pa.table([found[one.name].cast(one.type) for one in target], schema=target)
+
+
+def merged_schema(columns: pa.Schema, merge: TableMerge) -> pa.Schema:
+    """The columns that `merged` gives: sums of whole numbers have 64 bits, of decimals 38 digits, and decayed signals are doubles."""
+    return pa.schema([pa.field(one.name, _merged_type(one.type, merge.of(one.name).kind)) for one in columns])
+
+
+def _merged_type(column: pa.DataType, kind: MergeKind) -> pa.DataType:
+    if kind in {MergeKind.G_COUNTER, MergeKind.PN_COUNTER}:
+        if pa.types.is_decimal(column):
+            return pa.decimal128(38, column.scale)
+        return pa.int64() if pa.types.is_integer(column) else pa.float64()
+    return pa.float64() if kind is MergeKind.SIGNAL else column
+
+
+def _hidden(columns: dict[str, pa.Array], name: str, codes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Whether each group's newest hiding is as late as its newest showing, or later. Regions don't break ties."""
+    hidden_seq, hidden_ns, shown_seq, shown_ns = (
+        column.to_numpy() for column in (columns[one] for one in hide_columns(name))
+    )
+    hiding, showing = last_of_each(codes, hidden_ns, hidden_seq), last_of_each(codes, shown_ns, shown_seq)
+    moments = hidden_ns[hiding], hidden_seq[hiding]
+    later = (shown_ns[showing] > moments[0]) | ((shown_ns[showing] == moments[0]) & (shown_seq[showing] > moments[1]))
+    found: npt.NDArray[np.bool_] = (moments[1] > 0) & ~later
+    return found

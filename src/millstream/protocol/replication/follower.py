@@ -1,0 +1,540 @@
+"""The follower's side: what is taken of a leader, what is said to it, and how old what is shown here is.
+
+    | event              | apart             | waiting (Hello said)                      | following                    | stopped |
+    |--------------------|-------------------|-------------------------------------------|------------------------------|---------|
+    | Tick, when due     | Connect           | -                                         | -                            | -       |
+    | Tick, nothing came for long |          | the link goes                             | the link goes                | -       |
+    | Connected          | SayHello -> waiting | -                                       | -                            | -       |
+    | Received, of a lower promise | -       | Refuse(Fenced), the link goes             | the same                     | -       |
+    | Received, of a higher one    | -       | PersistRole, then as below                | the same                     | -       |
+    | Received, of another stream  | -       | Refuse(OtherStream) -> stopped            | the same                     | -       |
+    | Received, a greeting | -               | of the same lineage: Acknowledge -> following; else SetAside, PersistRole, SayHello | as waiting | - |
+    | Received, other    | -                 | nothing: what was on its way before the Hello | Apply                    | -       |
+    | Applied            | -                 | -                                         | (PersistRole,) PersistDocuments, Acknowledge |  |
+    | ApplyFailed        | -                 | -                                         | ReplicaGap: SayHello -> waiting; Diverged: Refuse -> stopped; else the link goes |  |
+    | LinkGone           | -                 | -> apart, and again after a while, longer each time | the same; what isn't for time to mend: -> stopped |  |
+
+Rules, each held by a seed of the simulator that finds its breach:
+
+- A promise is durable before anything is said under it; what is acknowledged is durable with it.
+- Before anything is taken from a leader, what this log has and the leader's hasn't (groups behind the reign in which they part) is set aside, never
+  overwritten. That is known from the lineages alone: other bytes where these agree are damage (`Diverged`), and stop everything.
+- A reign is noted when all that its leader began with is here: `roles`.
+
+Lag: records and bytes by what the leader says that it has, time by this machine's clock that never goes back. The leader's clock only tells how long a
+shipment was on its way, beside the least of the last ones; so a clock that is far off is said, and shifts the age by no more than one that jumps while it is looked at: for the
+shipments that are remembered, and never to younger than it is.
+
+Pure: no I/O, clock or chance. Effects are carried out in their order, and none if one before failed; then the caller begins anew from what is durable.
+Not for several threads at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Final
+
+from millstream.errors import (
+    Diverged,
+    Fenced,
+    FollowerBehindRetention,
+    MillstreamError,
+    OtherStream,
+    ReadOnly,
+    ReplicaGap,
+    ReplicationError,
+    ReplicaTooStale,
+    RoleUnreadable,
+)
+from millstream.model.ids import GroupNumber, StreamId
+from millstream.model.positions import Offset, Seq
+from millstream.model.replication import (
+    Acknowledgement,
+    ByteEnd,
+    Document,
+    Hello,
+    NodeName,
+    ReplicaPosition,
+    Shipment,
+)
+from millstream.protocol.replication.backoff import Backoff
+from millstream.protocol.replication.roles import (
+    LINEAGE,
+    NOBODY,
+    Greeting,
+    Lineage,
+    Promise,
+    Role,
+    RoleFact,
+    fenced_error,
+)
+from millstream.protocol.replication.shipping import PersistRole, Tell
+
+_DELAYS_KEPT: Final = 32
+"""Shipments among which the quickest one is looked for: half a minute of heartbeats."""
+CLOCK_OFF_S: Final = 60.0
+"""From there on a leader's clock is said to be off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a follower has, durably and verified, as its log says."""
+
+    position: ReplicaPosition = field(default_factory=dict)
+    group: GroupNumber = GroupNumber(0)
+    """The last whole one, of all shards."""
+    persisted_upto: Seq = Seq(0)
+
+
+# --- what it learns ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A link stands to whom `Connect` named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """Something came on it."""
+
+    shipment: Shipment
+    wall_ns: int
+    """This machine's clock of the day, nanoseconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """`Apply` was carried out."""
+
+    holding: Holding
+    wall_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyFailed:
+    """`Apply` wasn't."""
+
+    error: MillstreamError
+    chance: float
+
+
+@dataclass(frozen=True, slots=True)
+class WasSetAside:
+    """`SetAside` was carried out; also where there was nothing."""
+
+    holding: Holding
+
+
+@dataclass(frozen=True, slots=True)
+class LinkGone:
+    """It broke, or couldn't be made, or the leader ended it and said why."""
+
+    error: MillstreamError
+    chance: float
+    """In [0, 1), drawn by the caller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Somebody wants to be promoted: this node's promise is asked for."""
+
+    promise: Promise
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = Connected | Received | Applied | ApplyFailed | WasSetAside | LinkGone | Asked | Tick
+
+# --- what is to be done ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """To the leader; then `Connected` or `LinkGone`."""
+
+    leader: NodeName
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """On the link. An error is the last word."""
+
+    word: Hello | Acknowledgement | MillstreamError
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Verify, write, sync, move the marks; then `Applied` or `ApplyFailed`."""
+
+    shipment: Shipment
+
+
+@dataclass(frozen=True, slots=True)
+class SetAside:
+    """Keep for people what lies behind a group, and take it out of the log, durably; then `WasSetAside`.
+
+    Frames of later groups, whatever stands behind them, and the footer of the segment that is cut or ends there.
+    """
+
+    behind: GroupNumber
+
+
+@dataclass(frozen=True, slots=True)
+class PersistDocuments:
+    """Keep them durably in place of the older ones."""
+
+    documents: tuple[Document, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BreakLink:
+    """There is nothing more to say on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Nothing is taken any more until a person has looked."""
+
+    error: MillstreamError
+
+
+Effect = Connect | Say | Apply | SetAside | PersistDocuments | PersistRole | BreakLink | Stop | Tell
+
+
+class Phase(StrEnum):
+    """Where it stands."""
+
+    APART = "apart"
+    CONNECTING = "connecting"
+    WAITING = "waiting"
+    CUTTING = "cutting"
+    """What the leader hasn't is being set aside."""
+    FOLLOWING = "following"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class Lag:
+    """How far behind the leader, as of now."""
+
+    records: int
+    size_bytes: int
+    age_s: float
+    """How old what is shown is at most; infinite where nothing was ever all that the leader had."""
+
+
+class Follower:
+    """See the module.
+
+    Args:
+        node: this one.
+        fact: what it has noted.
+        stream: whose log it has; None where it has none yet.
+        holding: what of it.
+        documents: the versions of those it keeps.
+        backoff: how long it waits between attempts.
+        silence_s: a leader that says nothing for longer is given up: it says every second that there is nothing.
+    """
+
+    def __init__(
+        self,
+        node: NodeName,
+        fact: RoleFact,
+        stream: StreamId | None,
+        holding: Holding | None = None,
+        documents: Mapping[str, int] | None = None,
+        *,
+        backoff: Backoff | None = None,
+        silence_s: float = 30.0,
+    ) -> None:
+        self._node: Final = node
+        self._backoff: Final = Backoff() if backoff is None else backoff
+        self._silence_s: Final = silence_s
+        self._heard_at = -math.inf
+        self.fact = fact
+        self.stream = stream
+        self.holding = Holding() if holding is None else holding
+        self.phase = Phase.APART
+        self.stopped_by: MillstreamError | None = None
+        self.clock_off_s = 0.0
+        """How far the leader's clock is ahead of this one; behind it where negative."""
+        self._documents = {} if documents is None else dict(documents)
+        self._connect_at = -math.inf
+        self._greeting: Greeting | None = None
+        self._taken: Shipment | None = None
+        self._delays: deque[float] = deque(maxlen=_DELAYS_KEPT)
+        self._sent_at = 0.0
+        """When the newest shipment was sent, on this machine's clock, at the earliest."""
+        self._hint = NOBODY
+        self._aligned_with: Lineage | None = None
+        """What this log has and a leader of that lineage hasn't was set aside."""
+        self._fresh_at: float | None = None
+        self._leader_end = Seq(0)
+        self._bytes_left = 0
+        self._clock_told = False
+
+    # --- what readers and writers are told -------------------------------------------------------------------------
+
+    def lag(self, now_s: float) -> Lag:
+        """How far behind, at a moment of the clock that `step` is given."""
+        age_s = math.inf if self._fresh_at is None else max(0.0, now_s - self._fresh_at)
+        return Lag(max(0, self._leader_end - self.holding.persisted_upto), self._bytes_left, age_s)
+
+    def check_age(self, staleness_max_s: float | None, now_s: float) -> None:
+        """`ReplicaTooStale` where what is shown here may be older than that."""
+        lag = self.lag(now_s)
+        if staleness_max_s is not None and lag.age_s > staleness_max_s:
+            age = "of unknown age" if math.isinf(lag.age_s) else f"{lag.age_s:.1f} s old"
+            raise ReplicaTooStale(
+                f"what {self._node} has is {age}, and {staleness_max_s:g} s are allowed",
+                leader=str(self.fact.leader),
+                records_behind=lag.records,
+            )
+
+    def refusal_of_writes(self) -> ReadOnly:
+        """What whoever writes here is answered."""
+        leader = self.fact.leader
+        return ReadOnly(f"{self._node} follows {leader or 'another node'}: writes go there", leader=str(leader))
+
+    # --- events ----------------------------------------------------------------------------------------------------
+
+    def step(self, event: Event, now_s: float) -> list[Effect]:
+        """What to do about an event, at a moment of a clock that never goes back."""
+        if isinstance(event, Asked):
+            return self._asked(event.promise)
+        if self.phase is Phase.STOPPED:
+            return []
+        match event:
+            case Tick():
+                return self._tick(now_s)
+            case Connected():
+                self._heard_at = now_s
+                return self._say_hello()
+            case Received(shipment, wall_ns):
+                self._heard_at = now_s
+                return self._received(shipment, now_s, wall_ns)
+            case Applied(holding, wall_ns):
+                return self._applied(holding, now_s, wall_ns)
+            case ApplyFailed(error, chance):
+                return self._apply_failed(error, chance, now_s)
+            case WasSetAside(holding):
+                return self._was_set_aside(holding)
+            case LinkGone(error, chance):
+                return self._link_gone(error, chance, now_s)
+            case _:
+                raise AssertionError(f"{event} is none of a follower's")
+
+    def _tick(self, now_s: float) -> list[Effect]:
+        if self.phase is Phase.APART and now_s >= self._connect_at and self.fact.leader != self._node:
+            self.phase = Phase.CONNECTING
+            leader, self._hint = self._hint or self.fact.leader, NOBODY
+            return [Connect(leader)]
+        if self.phase in {Phase.WAITING, Phase.FOLLOWING} and now_s >= self._heard_at + self._silence_s:
+            self._later(0.5, now_s)
+            return [Tell(self._node, f"its leader said nothing for {self._silence_s:g} s"), BreakLink()]
+        return []
+
+    def _say_hello(self) -> list[Effect]:
+        self.phase, self._greeting, self._taken = Phase.WAITING, None, None
+        promise = self.fact.promise
+        hello = Hello(
+            self.stream, self._node, promise.epoch, self.holding.position, dict(self._documents), promise.node
+        )
+        return [Say(hello)]
+
+    def _asked(self, promise: Promise) -> list[Effect]:
+        """Its promise: the caller answers with `fact` and `holding` once the effects are carried out; raises `Fenced` where it is refused."""
+        fact = self.fact.asked(promise)
+        if fact == self.fact:
+            return []
+        self.fact = fact
+        effects: list[Effect] = [PersistRole(fact)]
+        if self.phase not in {Phase.APART, Phase.STOPPED}:
+            self.phase, self._taken, self._greeting = Phase.APART, None, None
+            effects += [Say(fenced_error(promise)), BreakLink()]
+        return effects
+
+    # --- what comes ------------------------------------------------------------------------------------------------
+
+    def _received(self, shipment: Shipment, now_s: float, wall_ns: int) -> list[Effect]:
+        if self.phase not in {Phase.WAITING, Phase.FOLLOWING}:
+            return []
+        promise = _promise_of(shipment, self.fact.promise)
+        if promise < self.fact.promise:
+            self._later(0.5, now_s)
+            return [Say(fenced_error(self.fact.promise)), BreakLink()]
+        if self.stream is not None and shipment.stream != self.stream:
+            return self._stop(_other_stream(shipment.stream, self.stream))
+        if promise == self.fact.promise and self.fact.role is Role.LEADS:
+            return self._stop(
+                ReplicationError(
+                    f"{self._node} leads this stream itself",
+                    hint="Promote the node that is to lead; then this one can follow it.",
+                )
+            )
+        effects: list[Effect] = []
+        if promise > self.fact.promise or self.fact.role is not Role.FOLLOWS:
+            fact = self.fact.heard_of(promise)
+            self.fact = fact.following(promise.node or fact.leader)
+            effects.append(PersistRole(self.fact))
+        self.stream = shipment.stream
+        effects += self._note_time(shipment, now_s, wall_ns)
+        document = next((one for one in shipment.documents if one.name == LINEAGE), None)
+        if document is not None:
+            try:
+                greeting = Greeting.from_json(document.data)
+            except RoleUnreadable as error:
+                return [*effects, *self._apply_failed(error, 0.5, now_s)]
+            return [*effects, *self._greeted(greeting, shipment, now_s, wall_ns)]
+        if self.phase is Phase.WAITING:
+            return effects  # it was on its way before the leader had heard the Hello
+        if self._is_beyond(shipment):
+            return [*effects, *self._say_hello()]
+        self._taken = shipment
+        return [*effects, Apply(shipment)]
+
+    def _greeted(self, greeting: Greeting, shipment: Shipment, now_s: float, wall_ns: int) -> list[Effect]:
+        self._greeting = greeting
+        mine = self.fact.lineage.covered_by(self.holding.group)
+        parted_behind = mine.common_with(greeting.lineage)[1]
+        if parted_behind is not None and self._aligned_with != greeting.lineage:
+            self.phase, self._taken = Phase.CUTTING, shipment
+            return [SetAside(parted_behind)]
+        if mine == greeting.lineage and self.holding.group > greeting.group:
+            return self._stop(
+                Diverged(
+                    f"this node has group {self.holding.group}, and its leader ends at {greeting.group}: it has lost what it had",
+                    hint="Promote this node, or another that has all of it; the leader then follows.",
+                )
+            )
+        self.phase = Phase.FOLLOWING
+        self._backoff.succeeded()
+        kept = self._keep(shipment)
+        return [*kept, *self._note_reigns(), *self._acknowledge(shipment, now_s, wall_ns)]
+
+    def _was_set_aside(self, holding: Holding) -> list[Effect]:
+        self.holding = holding
+        if self.phase is not Phase.CUTTING or self._greeting is None:
+            return []  # the link went meanwhile
+        self._aligned_with = self._greeting.lineage
+        # Durable after the cut: until then the older lineage says no more than what is true of what is left.
+        return [*self._note_reigns(), *self._say_hello()]
+
+    def _applied(self, holding: Holding, now_s: float, wall_ns: int) -> list[Effect]:
+        shipment, self._taken, self.holding = self._taken, None, holding
+        if self.phase is not Phase.FOLLOWING or shipment is None:
+            return []  # the link went meanwhile
+        return [*self._keep(shipment), *self._note_reigns(), *self._acknowledge(shipment, now_s, wall_ns)]
+
+    def _note_reigns(self) -> list[Effect]:
+        """Reigns whose past has come: before it is acknowledged, since an acknowledgement counts from there on."""
+        assert self._greeting is not None, "a reign is known from a greeting"
+        lineage = self._greeting.lineage.covered_by(self.holding.group)
+        if lineage == self.fact.lineage:
+            return []
+        self.fact = replace(self.fact, lineage=lineage)
+        return [PersistRole(self.fact)]
+
+    def _keep(self, shipment: Shipment) -> list[Effect]:
+        newer = tuple(
+            one for one in shipment.documents if one.name != LINEAGE and one.version != self._documents.get(one.name)
+        )
+        self._documents.update({one.name: one.version for one in newer})
+        return [PersistDocuments(newer)] if newer else []
+
+    def _acknowledge(self, shipment: Shipment, now_s: float, wall_ns: int) -> list[Effect]:
+        is_all = shipment.bytes_left == 0 and self.holding.persisted_upto >= shipment.leader_end
+        # Under its own promise it is given what another had: nobody leads, and somebody may have more.
+        if is_all and self.fact.promise.node != self._node:
+            self._fresh_at = self._sent_at if self._fresh_at is None else max(self._fresh_at, self._sent_at)
+        lag = self.lag(now_s)
+        ack = Acknowledgement(
+            self._node,
+            self.fact.promise.epoch,
+            self.holding.position,
+            self.holding.group,
+            self.holding.persisted_upto,
+            wall_ns,
+            lag.records,
+            lag.size_bytes,
+            -1.0 if math.isinf(lag.age_s) else lag.age_s,
+        )
+        return [Say(ack)]
+
+    def _is_beyond(self, shipment: Shipment) -> bool:
+        """Whether bytes between what this node has and what came are surely missing; where a segment ends only the log knows."""
+        ends = dict(self.holding.position)
+        for part in shipment.parts:
+            end = ends.get(part.shard, _NOTHING)
+            begins_at = end.position if part.base_offset == end.base_offset else 0
+            if part.base_offset >= end.base_offset and part.position > begins_at:
+                return True
+            ends[part.shard] = max(end, part.end)
+        return False
+
+    # --- what fails ------------------------------------------------------------------------------------------------
+
+    def _apply_failed(self, error: MillstreamError, chance: float, now_s: float) -> list[Effect]:
+        self._taken = None
+        if isinstance(error, ReplicaGap):
+            return self._say_hello()
+        if isinstance(error, _LASTING):
+            return self._stop(error)
+        self._later(chance, now_s)
+        return [Tell(self._node, "could not take what came", error), BreakLink()]
+
+    def _link_gone(self, error: MillstreamError, chance: float, now_s: float) -> list[Effect]:
+        if isinstance(error, _LASTING):
+            self.phase, self.stopped_by = Phase.STOPPED, error
+            return [Stop(error)]
+        if isinstance(error, Fenced) and error.details.get("leader") not in {None, NOBODY, self._node}:
+            # Whom it followed leads no more, and says who may: that is tried once, for a promise isn't a promotion.
+            self._hint = NodeName(str(error.details["leader"]))
+        self._later(chance, now_s)
+        return [Tell(self._node, "lost its leader", error)]
+
+    def _later(self, chance: float, now_s: float) -> None:
+        self.phase, self._taken, self._greeting = Phase.APART, None, None
+        self._connect_at = now_s + self._backoff.after_failure(chance)
+
+    def _stop(self, error: MillstreamError) -> list[Effect]:
+        self.phase, self.stopped_by = Phase.STOPPED, error
+        return [Say(error), BreakLink(), Stop(error)]
+
+    # --- time ------------------------------------------------------------------------------------------------------
+
+    def _note_time(self, shipment: Shipment, now_s: float, wall_ns: int) -> list[Effect]:
+        delay_s = (wall_ns - shipment.sent_ns) / 1e9
+        self._delays.append(delay_s)
+        quickest_s = min(self._delays)
+        self._sent_at = now_s - (delay_s - quickest_s)
+        self._leader_end, self._bytes_left = shipment.leader_end, shipment.bytes_left
+        self.clock_off_s = -quickest_s
+        was_told, self._clock_told = self._clock_told, abs(quickest_s) > CLOCK_OFF_S
+        if self._clock_told and not was_told:
+            return [Tell(self._node, f"the leader's clock is {self.clock_off_s:+.0f} s off this node's")]
+        return []
+
+
+_LASTING: Final = (Diverged, FollowerBehindRetention, OtherStream)
+"""What time doesn't mend."""
+_NOTHING: Final = ByteEnd(Offset(0), 0)
+
+
+def _promise_of(shipment: Shipment, mine: Promise) -> Promise:
+    """Under which promise it was sent. A leader that doesn't say to whom it was given has only its number."""
+    if shipment.leader == NOBODY and shipment.epoch == mine.epoch:
+        return mine
+    return Promise(shipment.epoch, shipment.leader)
+
+
+def _other_stream(theirs: StreamId, mine: StreamId) -> OtherStream:
+    return OtherStream(f"the leader has stream {theirs} under this name, and this node {mine}", stream=str(mine))

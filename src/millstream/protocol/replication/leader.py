@@ -1,0 +1,414 @@
+"""The leader's side: what goes to which follower next, and how far each of them has the log.
+
+Each follower has a state of its own here, and nothing about one waits for another:
+
+    | event            | apart                  | greeting                | shipping                           |
+    |------------------|------------------------|-------------------------|------------------------------------|
+    | Joined           | Greet -> greeting      | the older link goes; Greet -> greeting (who comes anew has lost the old one)  |
+    | Sent             | -                      | what follows may be sent| the same                           |
+    | Asked            | -                      | Greet -> greeting       | Greet -> greeting                  |
+    | Acked            | -                      | -> shipping, at its position                                 | cursor up, window opens |
+    | ReadFailed       | -                      | read again after a while, longer each time                   | the same |
+    | LinkGone         | -                      | -> apart                | -> apart; its cursor is noted      |
+    | Durable, Tick    | -                      | -                       | ReadAndSend, if there is anything  |
+    | CutOff           | from now on refused: FollowerBehindRetention, until it comes with nothing: then it is rebuilt |
+
+Rules, each of them held by a seed of the simulator that finds its breach:
+
+- A cursor moves by that follower's acknowledgement only: not by sending, nor by another's. One that comes back with less than it had
+  acknowledged counts for nothing until it has acknowledged anew.
+- An acknowledgement counts for levels only once the follower has all that the leader began with: else a group that a later leader lacks might count.
+- Whatever changes is sent: bytes, or marks alone, or a document alone; however little it is. Nothing new for a while is sent, too, so that a follower
+  knows that it is nothing.
+- Reading and sending happen one at a time a follower, and no more bytes are under way than the window has.
+- Any word of a higher promise ends it all: durably first, then every link.
+
+The links' numbers are given by whoever accepts them; what comes of a link that is gone changes nothing. Pure: no I/O, clock or chance.
+Effects are to be carried out in their order, and none if one before failed. Not for several threads at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+from millstream.errors import Fenced, FollowerBehindRetention, MillstreamError, OtherStream, UnknownNode
+from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId
+from millstream.model.marks import DurableMark
+from millstream.model.positions import Offset, Seq
+from millstream.model.replication import AckLevel, Acknowledgement, ByteEnd, Hello, NodeName, ReplicaPosition
+from millstream.protocol.replication.backoff import Backoff
+from millstream.protocol.replication.levels import Acks
+from millstream.protocol.replication.roles import NOBODY, Lineage, Promise, RoleFact, fenced_error
+from millstream.protocol.replication.shipping import (
+    Acked,
+    Asked,
+    CutOff,
+    DropLink,
+    Durable,
+    Effect,
+    Event,
+    Greet,
+    Heard,
+    Joined,
+    LinkGone,
+    LinkId,
+    PersistAcks,
+    PersistCursor,
+    PersistRole,
+    ReadAndSend,
+    ReadFailed,
+    Sent,
+    ShipOptions,
+    Stopped,
+    Stopping,
+    Stored,
+    Tell,
+    Tick,
+)
+
+
+class Phase(StrEnum):
+    """Where a follower stands."""
+
+    APART = "apart"
+    GREETING = "greeting"
+    SHIPPING = "shipping"
+
+
+@dataclass(slots=True)
+class Follower:
+    """What the leader knows of one."""
+
+    node: NodeName
+    link: LinkId | None = None
+    phase: Phase = Phase.APART
+    acked: Acknowledgement | None = None
+    """Its newest one; None: none since it came, or came back with less."""
+    counted: GroupNumber | None = None
+    """What counts for levels."""
+    sent: ReplicaPosition = field(default_factory=dict)
+    documents: Mapping[str, int] = field(default_factory=dict)
+    under_way: deque[tuple[ReplicaPosition, int]] = field(default_factory=deque)
+    """Ends of what was sent and isn't acknowledged, with its bytes."""
+    is_busy: bool = False
+    """An effect is being carried out for it."""
+    shipped: int = -1
+    """The count of changes that it was sent all of."""
+    reading: int = 0
+    """The count of changes when the last effect was made."""
+    offered: Mapping[str, int] = field(default_factory=dict)
+    """Versions of documents when it was."""
+    sent_at: float = 0.0
+    heard_at: float = 0.0
+    not_before: float = 0.0
+    noted: tuple[Seq, ReplicaPosition] = field(default_factory=lambda: (Seq(0), {}))
+    noted_at: float | None = None
+    backoff: Backoff = field(default_factory=Backoff)
+    cut_off: FollowerBehindRetention | None = None
+
+    @property
+    def under_way_bytes(self) -> int:
+        """Sent and not acknowledged."""
+        return sum(size for _, size in self.under_way)
+
+
+class Leader:
+    """See the module.
+
+    Args:
+        stream: whose log it is.
+        fact: what this node has noted; it leads, or gives what it has to `only`.
+        nodes: who may follow: all but this one.
+        options: how much goes at once.
+        only: after a promise, what this node has is shipped under that promise, to whom it was given; no acknowledgement counts.
+    """
+
+    def __init__(
+        self,
+        stream: StreamId,
+        fact: RoleFact,
+        nodes: frozenset[NodeName],
+        options: ShipOptions | None = None,
+        *,
+        only: NodeName | None = None,
+    ) -> None:
+        self._stream: Final = stream
+        self._nodes: Final = nodes
+        self._options: Final = ShipOptions() if options is None else options
+        self._only: Final = only
+        self.fact = fact
+        self.followers: dict[NodeName, Follower] = {}
+        self.acks = Acks(fact.promise.epoch)
+        self.is_fenced = False
+        self.is_stopped = False
+        self._marks: Mapping[ShardId, DurableMark] = {}
+        self._documents: Mapping[str, int] = {}
+        self._changes = 0
+        self._stop_at: float | None = None
+        self._lacking: set[NodeName] = set()
+
+    @property
+    def lineage(self) -> Lineage:
+        """What it greets with."""
+        return self.fact.lineage
+
+    @property
+    def group(self) -> GroupNumber:
+        """The last durable one here."""
+        return max((mark.group for mark in self._marks.values()), default=GroupNumber(0))
+
+    def group_reached(self, level: AckLevel) -> GroupNumber:
+        """The last group that is, by what was acknowledged, where the level says."""
+        return min(self.acks.reached(level), self.group)
+
+    def step(self, event: Event, now_s: float) -> list[Effect]:
+        """What to do about an event, at a moment of a clock that never goes back."""
+        if self.is_stopped:
+            return [DropLink(event.link, None)] if isinstance(event, Joined) else []
+        effects: list[Effect] = []
+        match event:
+            case Joined(link, hello):
+                effects += self._joined(link, hello, now_s)
+            case Durable(marks, documents):
+                if dict(marks) != dict(self._marks) or dict(documents) != dict(self._documents):
+                    self._marks, self._documents = dict(marks), dict(documents)
+                    self._changes += 1
+            case Stored(group):
+                if group > self.acks.stored:
+                    self.acks = Acks(self.acks.epoch, self.acks.groups, group)
+                    effects.append(PersistAcks(self.acks))
+            case CutOff(node, error):
+                effects += self._cut_off(node, error)
+            case Heard(promise):
+                effects += self._fenced_by(promise)
+            case Stopping(deadline_s):
+                self._stop_at = deadline_s
+                self._lacking = set(self._nodes)
+            case Tick():
+                pass
+            case _:
+                follower = self._of(event.link)
+                if follower is not None:
+                    effects += self._of_link(follower, event, now_s)
+        if not self.is_fenced:
+            for follower in self.followers.values():
+                effects += self._go_on(follower, now_s)
+            effects += self._stop(now_s)
+        return effects
+
+    # --- who comes and goes ----------------------------------------------------------------------------------------
+
+    def _joined(self, link: LinkId, hello: Hello, now_s: float) -> list[Effect]:
+        node = hello.node
+        promise = Promise(hello.promised, hello.promised_to)
+        effects = self._fenced_by(promise)
+        if self.is_fenced:
+            return [*effects, DropLink(link, fenced_error(self.fact.promise))]
+        refusal = self._refusal(hello)
+        if refusal is not None:
+            return [DropLink(link, refusal), Tell(node, "is refused", refusal)]
+        follower = self.followers.setdefault(node, Follower(node))
+        if follower.link is not None:
+            effects.append(DropLink(follower.link, None))
+        follower.link = link
+        effects.append(Tell(node, "came"))
+        if follower.cut_off is not None:
+            if any(end.position or end.base_offset for end in hello.position.values()):
+                effects += [DropLink(link, follower.cut_off), *self._apart(follower)]
+                return effects
+            follower.cut_off = None
+        return effects + self._greeting(follower, hello, now_s)
+
+    def _refusal(self, hello: Hello) -> MillstreamError | None:
+        if hello.stream not in (None, self._stream):
+            return OtherStream(
+                f"{hello.node} has stream {hello.stream} under this name, not {self._stream}",
+                stream=str(self._stream),
+                node=str(hello.node),
+            )
+        if hello.node not in self._nodes or (self._only is not None and hello.node != self._only):
+            return _unknown_node(hello.node, self._nodes)
+        return None
+
+    def _greeting(self, follower: Follower, hello: Hello, now_s: float) -> list[Effect]:
+        effects: list[Effect] = []
+        if follower.acked is not None and not is_covered(follower.acked.position, hello.position):
+            # What it had acknowledged is gone there: a disk was replaced, or what it had was set aside.
+            follower.acked = None
+            effects.append(PersistCursor(follower.node, Seq(0), {}, anew=True))
+            follower.noted, follower.noted_at = (Seq(0), {}), now_s
+            effects += self._count(follower, None)
+        follower.phase = Phase.GREETING
+        follower.sent, follower.documents = hello.position, hello.documents
+        follower.under_way.clear()
+        follower.is_busy, follower.shipped, follower.reading = True, -1, -1
+        follower.offered = {**hello.documents, **self._documents}
+        follower.sent_at = follower.heard_at = now_s
+        assert follower.link is not None, "who is greeted is there"
+        effects.append(Greet(follower.link, hello.documents))
+        return effects
+
+    def _apart(self, follower: Follower) -> list[Effect]:
+        follower.link, follower.phase, follower.is_busy = None, Phase.APART, False
+        follower.under_way.clear()
+        acked = follower.acked
+        return [] if acked is None else self._note(follower, acked)
+
+    def _cut_off(self, node: NodeName, error: FollowerBehindRetention) -> list[Effect]:
+        follower = self.followers.setdefault(node, Follower(node))
+        follower.cut_off = error
+        effects: list[Effect] = [Tell(node, "was cut off", error)]
+        if follower.link is not None:
+            effects += [DropLink(follower.link, error), *self._apart(follower)]
+        return effects
+
+    # --- what is said on a link ------------------------------------------------------------------------------------
+
+    def _of_link(self, follower: Follower, event: Event, now_s: float) -> list[Effect]:
+        match event:
+            case Asked(_, hello):
+                fenced = self._fenced_by(Promise(hello.promised, hello.promised_to))
+                return fenced or self._greeting(follower, hello, now_s)
+            case Acked(_, ack):
+                return self._acked(follower, ack, now_s)
+            case Sent(_, position, size_bytes, is_all):
+                follower.is_busy, follower.sent, follower.sent_at = False, position, now_s
+                follower.documents = follower.offered
+                if not follower.under_way:
+                    follower.heard_at = now_s
+                follower.under_way.append((position, size_bytes))
+                if is_all:
+                    follower.shipped = follower.reading
+                return []
+            case ReadFailed(link, error, chance):
+                if isinstance(error, FollowerBehindRetention):
+                    return self._cut_off(follower.node, error)
+                follower.is_busy = False
+                follower.not_before = now_s + follower.backoff.after_failure(chance)
+                tell = Tell(follower.node, "could not be sent what it lacks", error)
+                if follower.phase is Phase.GREETING:
+                    # It comes again, and is greeted then.
+                    return [tell, DropLink(link, error), *self._apart(follower)]
+                return [tell]
+            case LinkGone(_, error):
+                told: list[Effect] = [Tell(follower.node, "is gone", error)]
+                if isinstance(error, Fenced):
+                    told += self._fenced_by(_promise_in(error))
+                return told + self._apart(follower)
+            case _:
+                raise AssertionError(f"{event} is of no link")
+
+    def _acked(self, follower: Follower, ack: Acknowledgement, now_s: float) -> list[Effect]:
+        if ack.promised != self.fact.promise.epoch:
+            return []  # said before it had promised anything to this leader, or after another: its Hello tells whom
+        follower.phase, follower.heard_at = Phase.SHIPPING, now_s
+        follower.backoff.succeeded()
+        while follower.under_way and is_covered(follower.under_way[0][0], ack.position):
+            follower.under_way.popleft()
+        if follower.acked is not None and ack.group < follower.acked.group:
+            return []
+        follower.acked = ack
+        effects = self._count(follower, ack.group if ack.group >= self.lineage.last.behind else None)
+        if follower.noted_at is None or now_s >= follower.noted_at + self._options.cursor_every_s:
+            effects += self._note(follower, ack)
+            follower.noted_at = now_s
+        return effects
+
+    def _note(self, follower: Follower, ack: Acknowledgement) -> list[Effect]:
+        if self._only is not None or (ack.persisted_upto, ack.position) == follower.noted:
+            return []
+        follower.noted = ack.persisted_upto, ack.position
+        return [PersistCursor(follower.node, ack.persisted_upto, ack.position)]
+
+    def _count(self, follower: Follower, group: GroupNumber | None) -> list[Effect]:
+        if self._only is not None or group == follower.counted:
+            return []
+        follower.counted = group
+        groups = {node: one.counted for node, one in self.followers.items() if one.counted is not None}
+        self.acks = Acks(self.acks.epoch, groups, self.acks.stored)
+        return [PersistAcks(self.acks)]
+
+    # --- what goes next --------------------------------------------------------------------------------------------
+
+    def _go_on(self, follower: Follower, now_s: float) -> list[Effect]:
+        if follower.link is None:
+            return []
+        options = self._options
+        if (follower.is_busy or follower.under_way) and now_s >= max(
+            follower.heard_at, follower.sent_at
+        ) + options.silence_s:
+            return [
+                DropLink(follower.link, None),
+                Tell(follower.node, f"said nothing for {options.silence_s:g} s"),
+                *self._apart(follower),
+            ]
+        if follower.is_busy or follower.phase is not Phase.SHIPPING or now_s < follower.not_before:
+            return []
+        room = options.window_bytes - follower.under_way_bytes
+        is_due = follower.shipped != self._changes or now_s >= follower.sent_at + options.heartbeat_s
+        if not is_due or room <= 0:
+            return []
+        follower.is_busy, follower.reading, follower.sent_at = True, self._changes, now_s
+        follower.offered = {**follower.documents, **self._documents}
+        size = min(room, options.shipment_bytes)
+        return [ReadAndSend(follower.link, follower.sent, size, follower.documents)]
+
+    def _stop(self, now_s: float) -> list[Effect]:
+        if self._stop_at is None:
+            return []
+        effects: list[Effect] = []
+        for follower in self.followers.values():
+            is_done = follower.shipped == self._changes and not follower.under_way and not follower.is_busy
+            if follower.link is not None and is_done:
+                self._lacking.discard(follower.node)
+                effects += [DropLink(follower.link, None), *self._apart(follower)]
+        if now_s < self._stop_at and any(one.link is not None for one in self.followers.values()):
+            return effects
+        for follower in self.followers.values():
+            if follower.link is not None:
+                effects += [DropLink(follower.link, None), *self._apart(follower)]
+        self.is_stopped = True
+        return [*effects, Stopped(tuple(sorted(self._lacking)))]
+
+    def _fenced_by(self, promise: Promise) -> list[Effect]:
+        if promise <= self.fact.promise or self.is_fenced:
+            return []
+        self.fact, self.is_fenced = self.fact.heard_of(promise), True
+        error = fenced_error(promise)
+        # Before any follower is told: whoever hears of it may promote another, and this one must know after a crash.
+        effects: list[Effect] = [PersistRole(self.fact)]
+        for follower in self.followers.values():
+            if follower.link is not None:
+                effects += [DropLink(follower.link, error), *self._apart(follower)]
+        return [*effects, Tell(promise.node, "leads now", error)]
+
+    def _of(self, link: LinkId) -> Follower | None:
+        return next((one for one in self.followers.values() if one.link == link), None)
+
+
+def is_covered(position: ReplicaPosition, by: ReplicaPosition) -> bool:
+    """Whether all that lies below one position does below the other."""
+    return all(end <= by.get(shard, _NOTHING) for shard, end in position.items())
+
+
+def end_of(marks: Mapping[ShardId, DurableMark]) -> ReplicaPosition:
+    """The position up to which marks say that a log is durable."""
+    return {shard: ByteEnd(mark.base_offset, mark.byte_end) for shard, mark in marks.items()}
+
+
+_NOTHING: Final = ByteEnd(Offset(0), 0)
+
+
+def _unknown_node(node: NodeName, nodes: frozenset[NodeName]) -> UnknownNode:
+    return UnknownNode(
+        f"{node} is not among those that may follow: {', '.join(sorted(nodes)) or 'nobody'}", node=str(node)
+    )
+
+
+def _promise_in(error: Fenced) -> Promise:
+    """What a `Fenced` of another node names; nothing where it names none."""
+    return Promise(Epoch(int(error.details.get("epoch", 0))), NodeName(str(error.details.get("leader", NOBODY))))

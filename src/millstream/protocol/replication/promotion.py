@@ -1,0 +1,401 @@
+"""How a node becomes the leader: fence first, then take over.
+
+| state       | what happens                                            | then                                                      |
+|-------------|---------------------------------------------------------|-----------------------------------------------------------|
+| surveying   | asks every node what it has promised, and what it has   | all have answered, or time is up: too few for the level -> failed, with nothing changed; else Stand -> standing |
+| standing    | takes nothing of the leader any more, and notes its own promise | noted -> claiming or asking                       |
+| claiming    | where a store decides between candidates: claims there  | claimed -> asking; somebody else has -> failed (PromotionLost) |
+| asking      | asks every node for its promise: the leader steps down by that | somebody has promised higher -> failed (PromotionLost); all have answered, or time is up: too few -> failed (NotCaughtUp); somebody has more -> catching up; else -> taking over |
+| catching up | takes what it lacks of the one that has most; nothing can be added there any more | it has it -> taking over; can't -> failed (NotCaughtUp) |
+| taking over | recovers the log, takes the catalog                     | PersistRole(leads, a reign behind its last group) -> leads |
+| leads       |                                                         |                                                           |
+| failed      | the promise stays: whoever leads under less is fenced by meeting it. Any node can be promoted then |                |
+
+Who may win: whoever has the promises of so many nodes, itself among them, that no old leader can have anything acknowledged at the stream's level without one
+of them, and that one of them has whatever was (`levels.promises_wanted`); and has as much as the one of these that has most (`roles.Rank`). Of two at once the
+higher promise wins: the nodes that gave the lower one give it as well, or refuse the lower; what the lower one got is too little, or lies below in every
+later contest. With `accept_loss` neither is asked for: then what may be lost is said, and the old leader is fenced by meeting a higher promise.
+
+Facts about the log are those of a moment at or after the promise: what has promised takes nothing from an older leader, so it has no more than it said.
+
+Pure: no I/O, clock or chance. Effects are carried out in their order, and none if one before failed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from millstream.errors import MillstreamError, NotCaughtUp, PromotionLost
+from millstream.model.ids import Epoch, GroupNumber
+from millstream.model.positions import Seq
+from millstream.model.replication import AckKind, AckLevel, NodeName
+from millstream.protocol.replication.levels import level_kept, promises_wanted
+from millstream.protocol.replication.roles import Promise, Rank, Role, RoleFact
+from millstream.protocol.replication.shipping import PersistRole
+
+STORE: Final = NodeName("")
+"""Stands for the object store among those that have something."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a node says of itself."""
+
+    promise: Promise
+    role: Role
+    rank: Rank
+    persisted_upto: Seq = Seq(0)
+
+
+# --- what it learns ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """A person wants it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A node says how it stands: asked by `Survey`, or by `AskPromise`, with the promise given and durable."""
+
+    node: NodeName
+    standing: Standing
+
+
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    """A node can't be reached, or fails."""
+
+    node: NodeName
+
+
+@dataclass(frozen=True, slots=True)
+class Stood:
+    """`Stand` was carried out."""
+
+    fact: RoleFact
+    group: GroupNumber
+    """The last that its log has: it takes no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """The store took the claim."""
+
+    stored: Rank | None = None
+    """What the object store has, looked up after the claim; None where it isn't one."""
+    persisted_upto: Seq = Seq(0)
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimFailed:
+    """The store can't be reached, or has a claim as high."""
+
+    error: MillstreamError
+
+
+@dataclass(frozen=True, slots=True)
+class Overtaken:
+    """A node, this one perhaps, has given a promise as high or higher to somebody else."""
+
+    promise: Promise
+
+
+@dataclass(frozen=True, slots=True)
+class CaughtUp:
+    """`CatchUp` was carried out."""
+
+    fact: RoleFact
+    """As following the one that has more has left it."""
+    group: GroupNumber
+
+
+@dataclass(frozen=True, slots=True)
+class CatchUpFailed:
+    """It wasn't."""
+
+    error: MillstreamError
+
+
+@dataclass(frozen=True, slots=True)
+class TookOver:
+    """`TakeOver` was carried out: the log ends at that group."""
+
+    group: GroupNumber
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = (
+    Begin
+    | Answered
+    | Unanswered
+    | Stood
+    | Claimed
+    | ClaimFailed
+    | Overtaken
+    | CaughtUp
+    | CatchUpFailed
+    | TookOver
+    | Tick
+)
+
+# --- what is to be done ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """Ask a node how it stands; then `Answered` or `Unanswered`."""
+
+    node: NodeName
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """Follow nobody any more, then note what `RoleFact.standing_for` makes of what is noted at that moment; then `Stood`.
+
+    `Overtaken` where something as high was promised meanwhile.
+    """
+
+    promise: Promise
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Claim the stream for a promise where one wins; look up what is stored only then."""
+
+    promise: Promise
+
+
+@dataclass(frozen=True, slots=True)
+class AskPromise:
+    """Ask a node for its promise; then `Answered`, `Unanswered` or `Overtaken`. A leader ends its writes before it answers."""
+
+    node: NodeName
+    promise: Promise
+
+
+@dataclass(frozen=True, slots=True)
+class CatchUp:
+    """Follow a node that has promised, under that promise, until all that it has is here; then `CaughtUp` or `CatchUpFailed`."""
+
+    node: NodeName
+    """`STORE`: the object store."""
+    rank: Rank
+    promise: Promise
+
+
+@dataclass(frozen=True, slots=True)
+class TakeOver:
+    """Take the shipped catalog, recover the log, begin numbers above all that were reserved; write nothing yet. Then `TookOver`."""
+
+    promise: Promise
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """Open for writes, and take followers."""
+
+    fact: RoleFact
+    losses: tuple[str, ...]
+    """What may be lost, for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """It isn't promoted."""
+
+    error: MillstreamError
+
+
+Effect = Survey | Stand | PersistRole | Claim | AskPromise | CatchUp | TakeOver | Lead | Failed
+
+
+class State(StrEnum):
+    """Where a promotion stands."""
+
+    NEW = "new"
+    SURVEYING = "surveying"
+    STANDING = "standing"
+    CLAIMING = "claiming"
+    ASKING = "asking"
+    CATCHING_UP = "catching up"
+    TAKING_OVER = "taking over"
+    LEADS = "leads"
+    FAILED = "failed"
+
+
+class Promotion:
+    """One attempt; see the module.
+
+    Args:
+        node: this one.
+        nodes: all that have the stream, this one among them.
+        fact: what this one has noted: it may go on following until it stands.
+        level: the stream's; what was acknowledged at this level, or a higher one, isn't lost.
+        has_store: a store decides between candidates; it has to where the level is `object`.
+        accept_loss: promote it though something may be lost.
+        answer_s: how long nodes have to answer.
+    """
+
+    def __init__(
+        self,
+        node: NodeName,
+        nodes: frozenset[NodeName],
+        fact: RoleFact,
+        level: AckLevel,
+        *,
+        has_store: bool = False,
+        accept_loss: bool = False,
+        answer_s: float = 5.0,
+    ) -> None:
+        assert node in nodes, "a candidate is one of the nodes"
+        self._node: Final = node
+        self._others: Final = nodes - {node}
+        self._level: Final = level
+        self._has_store: Final = has_store or level.kind is AckKind.OBJECT
+        self._accepts_loss: Final = accept_loss
+        self._answer_s: Final = answer_s
+        self.fact = fact
+        self.group = GroupNumber(0)
+        self.state = State.NEW
+        self._promise = fact.promise
+        """That it stands for, from the end of the survey on."""
+        self.losses: list[str] = []
+        self._silent: set[NodeName] = set()
+        self._standings: dict[NodeName, Standing] = {}
+        self._until = 0.0
+
+    def step(self, event: Event, now_s: float) -> list[Effect]:  # noqa: C901, PLR0911, PLR0912 - one branch an event
+        """What to do about an event, at a moment of a clock that never goes back."""
+        if isinstance(event, Overtaken):
+            return self._overtaken(event.promise)
+        match self.state, event:
+            case State.NEW, Begin():
+                if self.fact.role is Role.LEADS:
+                    self.state = State.LEADS
+                    return [Lead(self.fact, ())]
+                self.state, self._until = State.SURVEYING, now_s + self._answer_s
+                asked: list[Effect] = [Survey(node) for node in sorted(self._others)]
+                return asked + self._when_answered(now_s)
+            case ((State.SURVEYING | State.ASKING), Answered(node, standing)):
+                if self.state is State.ASKING and standing.promise != self._promise:
+                    return []  # late, to the survey
+                self._standings[node] = standing
+                self._silent.discard(node)
+                return self._when_answered(now_s)
+            case ((State.SURVEYING | State.ASKING), Unanswered(node)):
+                self._silent.add(node)
+                return self._when_answered(now_s)
+            case ((State.SURVEYING | State.ASKING), Tick()):
+                return self._when_answered(now_s)
+            case State.STANDING, Stood(fact, group):
+                self.fact, self.group = fact, group
+                if not self._has_store:
+                    return self._ask(now_s)
+                self.state = State.CLAIMING
+                return [Claim(self._promise)]
+            case State.CLAIMING, Claimed(stored, persisted_upto):
+                if stored is not None:
+                    self._standings[STORE] = Standing(self._promise, Role.FOLLOWS, stored, persisted_upto)
+                return self._ask(now_s)
+            case State.CLAIMING, ClaimFailed(error):
+                if self._accepts_loss and not isinstance(error, PromotionLost):
+                    self.losses.append(
+                        f"the store that decides who leads doesn't answer ({error}): somebody else may be promoted as well"
+                    )
+                    return self._ask(now_s)
+                return self._fail(error)
+            case State.CATCHING_UP, CaughtUp(fact, group):
+                self.fact, self.group = fact, group
+                return self._compare(may_fetch=False)
+            case State.CATCHING_UP, CatchUpFailed():
+                return self._compare(may_fetch=False)
+            case State.TAKING_OVER, TookOver(group):
+                self.state, self.fact = State.LEADS, self.fact.promoted(group)
+                return [PersistRole(self.fact), Lead(self.fact, tuple(self.losses))]
+            case _:
+                return []
+
+    # --- its steps -------------------------------------------------------------------------------------------------
+
+    def _when_answered(self, now_s: float) -> list[Effect]:
+        if now_s < self._until and (self._standings.keys() - {STORE}) | self._silent != self._others:
+            return []
+        if self.state is State.ASKING:
+            return self._judge()
+        here = 1 + len(self._standings)
+        if here < self._wanted and not self._accepts_loss:
+            return self._fail(self._too_few(here, "nothing was changed"))
+        highest = max([self.fact.promise, *(one.promise for one in self._standings.values())])
+        self.state, self._promise = State.STANDING, Promise(Epoch(highest.epoch + 1), self._node)
+        self._standings.clear()
+        return [Stand(self._promise)]
+
+    @property
+    def _wanted(self) -> int:
+        return promises_wanted(self._level, 1 + len(self._others))
+
+    def _ask(self, now_s: float) -> list[Effect]:
+        self.state, self._until = State.ASKING, now_s + self._answer_s
+        self._silent.clear()
+        asked: list[Effect] = [AskPromise(node, self._promise) for node in sorted(self._others)]
+        return asked + self._when_answered(now_s)
+
+    def _judge(self) -> list[Effect]:
+        here = 1 + len(self._standings.keys() - {STORE})
+        if here < self._wanted:
+            error = self._too_few(here, "their promises are missing")
+            if not self._accepts_loss:
+                return self._fail(error)
+            kept = level_kept(here, 1 + len(self._others))
+            rest = "" if kept is None else f"; what was acknowledged at {kept} or a higher level isn't"
+            silent = ", ".join(sorted(self._others - self._standings.keys()))
+            self.losses.append(f"what only {silent} may have is lost{rest}")
+        return self._compare(may_fetch=True)
+
+    def _compare(self, *, may_fetch: bool) -> list[Effect]:
+        mine = self.fact.rank(self.group)
+        more = {node: one for node, one in self._standings.items() if one.rank > mine}
+        if more and may_fetch:
+            self.state = State.CATCHING_UP
+            node = max(more, key=lambda name: (more[name].rank, name))
+            return [CatchUp(node, more[node].rank, self._promise)]
+        for node, one in sorted(more.items()):
+            self.losses.append(
+                f"{node or 'the object store'} has group {one.rank.group} of epoch {one.rank.promise.epoch}, up to number {one.persisted_upto}; "
+                f"{self._node} has group {mine.group} of epoch {mine.promise.epoch}"
+            )
+        if more and not self._accepts_loss:
+            return self._fail(NotCaughtUp("; ".join(self.losses), nodes=sorted(more), group=int(mine.group)))
+        self.state = State.TAKING_OVER
+        return [TakeOver(self._promise)]
+
+    def _overtaken(self, promise: Promise) -> list[Effect]:
+        if self.state in {State.LEADS, State.FAILED} or promise < self._promise or promise.node == self._node:
+            return []
+        return self._fail(
+            PromotionLost(
+                f"{promise.node} is being promoted with epoch {promise.epoch}",
+                leader=str(promise.node),
+                epoch=int(promise.epoch),
+            )
+        )
+
+    def _too_few(self, here: int, what: str) -> NotCaughtUp:
+        silent = sorted(self._others - self._standings.keys())
+        return NotCaughtUp(
+            f"{', '.join(silent)} can't be asked, and {self._wanted} of {1 + len(self._others)} nodes must answer, of which {here} do, "
+            f"so that nothing acknowledged at {self._level} is lost: {what}",
+            nodes=silent,
+        )
+
+    def _fail(self, error: MillstreamError) -> list[Effect]:
+        self.state = State.FAILED
+        return [Failed(error)]

@@ -1,0 +1,1 @@
+"""A stream's log on other machines: the shipper at its leader, the follower, and the transports between them."""

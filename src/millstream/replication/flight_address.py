@@ -1,0 +1,138 @@
+"""Where a leader's Flight server is, and the look at it before it is called: its address, its certificate, and ours."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow.flight as fl
+
+from millstream.errors import CertificateUnusable, LinkLost
+
+_HANDSHAKE_STEPS: Final = 4
+_OPTIONS: Final = (
+    # A connection of its own: two links that share one would be cut together.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderAddress:
+    """Where the leader's Flight server is, and what it is shown. Files are read at each connection: a renewed one is used."""
+
+    place: str
+    """`host:port`."""
+    is_tls: bool = False
+    authority: Path | None = None
+    """Who vouches for the leader; those that the system knows, where there is none."""
+    certificate: Path | None = None
+    key: Path | None = None
+    """Both where the leader asks for a client's certificate."""
+    token: Callable[[], str | None] = lambda: None
+
+    def client(self) -> Any:
+        """A Flight client. `CertificateUnusable` where a file can't be read."""
+        options: dict[str, Any] = {"generic_options": list(_OPTIONS)}
+        if self.is_tls:
+            if self.authority is not None:
+                options["tls_root_certs"] = _read(self.authority)
+            if self.certificate is not None and self.key is not None:
+                options |= {"cert_chain": _read(self.certificate), "private_key": _read(self.key)}
+        return fl.FlightClient(f"{'grpc+tls' if self.is_tls else 'grpc'}://{self.place}", **options)
+
+    def call_options(self) -> Any:
+        """What each call carries."""
+        token = self.token()
+        return fl.FlightCallOptions(headers=[] if token is None else [(b"authorization", f"Bearer {token}".encode())])
+
+    def probe(self, timeout_s: float) -> None:
+        """Connect once, and shake hands: what gRPC would try again and again, and tell nobody, is told.
+
+        Raises:
+            LinkLost: it can't be reached in time.
+            CertificateUnusable: the leader's certificate has expired or isn't trusted here, or it doesn't trust ours.
+        """
+        host, _, port = self.place.rpartition(":")
+        host = host.strip("[]")
+        try:
+            with socket.create_connection((host, int(port)), max(timeout_s, 0.05)) as connection:
+                if self.is_tls:
+                    self._shake_hands(connection, host)
+        except ssl.SSLCertVerificationError as error:
+            raise CertificateUnusable(
+                f"the certificate of {self.place} can't be used: {error.verify_message}",
+                hint="Have it renewed, trust its authority, or set the clock right.",
+                place=self.place,
+            ) from error
+        except ssl.SSLError as error:
+            raise CertificateUnusable(
+                f"{self.place} and this node don't shake hands: {_words(error)}",
+                hint="Check that both use TLS, and that each trusts the other's authority.",
+                place=self.place,
+            ) from error
+        except (OSError, ValueError) as error:
+            raise LinkLost(f"{self.place} can't be reached: {error}", place=self.place) from error
+
+    def _shake_hands(self, connection: socket.socket, host: str) -> None:
+        if self.authority is not None:
+            _read(self.authority)
+        context = ssl.create_default_context(cafile=None if self.authority is None else self.authority)
+        context.set_alpn_protocols(["h2"])
+        if self.certificate is not None and self.key is not None:
+            _check_own(self.certificate, self.key)
+            context.load_cert_chain(self.certificate, self.key)
+        with context.wrap_socket(connection, server_hostname=host) as tls:
+            # gRPC's server speaks first, once it has looked at our certificate; what it thinks of that comes here.
+            if not tls.recv(1):
+                raise CertificateUnusable(
+                    f"{self.place} has ended the connection: it asks for a certificate, and trusts none that this node has shown",
+                    hint="Give this node a certificate of an authority that the leader trusts.",
+                    place=self.place,
+                )
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise CertificateUnusable(f"{file} can't be read: {error.strerror}", file=str(file)) from error
+
+
+def _check_own(certificate: Path, key: Path) -> None:
+    """Shake hands with ourselves, in memory: that our own certificate has run out, a leader doesn't tell."""
+    for file in (certificate, key):
+        _read(file)
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+    server.verify_mode = ssl.CERT_REQUIRED
+    server.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    try:
+        server.load_verify_locations(certificate)
+        for context in (server, client):
+            context.load_cert_chain(certificate, key)
+        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        sides = [client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)]
+        for side in sides * _HANDSHAKE_STEPS:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        raise CertificateUnusable(
+            f"{certificate}, which this node shows the leader, can't be used: {error.verify_message}",
+            hint="Have it renewed, or set the clock right.",
+            file=str(certificate),
+        ) from error
+    except ssl.SSLError as error:
+        raise CertificateUnusable(
+            f"{certificate} and {key} are no certificate and key that can be used: {_words(error)}",
+            file=str(certificate),
+        ) from error
+
+
+def _words(error: ssl.SSLError) -> str:
+    return (error.reason or str(error)).lower().replace("_", " ")

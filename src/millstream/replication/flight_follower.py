@@ -1,0 +1,216 @@
+"""The follower's end of an exchange over Flight."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.flight as fl
+
+from millstream.codec.checksums import Bytes
+from millstream.codec.shipment import decode_message, encode_message
+from millstream.errors import LinkLost, MillstreamError, ShipmentUnreadable
+from millstream.model.replication import Acknowledgement, Hello, Shipment
+from millstream.replication.flight_address import LeaderAddress
+from millstream.replication.flight_watch import Silence
+from millstream.replication.flight_wire import (
+    BEAT,
+    BEATS_IN_SILENCE,
+    CLOSES_WITHIN_S,
+    COUNT,
+    FLIGHT_FAILURES,
+    LAST_PIECE,
+    PIECE,
+    QUIT,
+    REFUSAL,
+    TAKEN,
+    WELCOME,
+    WORD,
+    FollowRequest,
+    Sending,
+    error_of_flight,
+)
+from millstream.replication.queues import Inbox
+
+_SHIPMENT_BYTES_MAX: Final = 2 << 30
+
+
+class ConnectedLink:
+    """See `ports.LeaderLink`.
+
+    Args:
+        address: of the leader.
+        request: the first word.
+        silent_s: after so long without a word the leader is given up.
+    """
+
+    def __init__(self, address: LeaderAddress, request: FollowRequest, *, silent_s: float) -> None:
+        self._address = address
+        self._request = request
+        # The leader keeps to the window: more comes only from one that doesn't, and then it isn't heard.
+        self._shipments: Inbox[Bytes] = Inbox(2 * request.window_bytes)
+        self._silence = Silence(silent_s)
+        self._beats_s = silent_s / BEATS_IN_SILENCE
+        self._lock = threading.Lock()
+        self._sending: Sending | None = None
+        self._reader: Any = None
+        self._wakes = threading.Event()
+        self._welcome = threading.Event()
+        self._closing = threading.Event()
+        self._closed_s = 0.0
+        self._taken = 0
+
+    def begin(self, timeout_s: float, ended: Callable[[], None]) -> None:
+        """Connect, and wait for the leader's first word. `ended` is called once nothing is left of it. Raises as `Transport.connect`."""
+        threading.Thread(target=self._run, args=(ended,), name="replication-link", daemon=True).start()
+        if not self._welcome.wait(timeout_s):
+            self._break(LinkLost(f"{self._address.place} didn't answer within {timeout_s:g} s"), forget=True)
+        if self._closing.is_set():
+            self._shipments.take(0.0)  # raises why
+
+    def recv(self, timeout_s: float) -> Shipment | None:
+        """See the port."""
+        came = self._shipments.take(timeout_s)
+        if came is None:
+            return None
+        data, size = came
+        try:
+            shipment = decode_message(data)
+            if not isinstance(shipment, Shipment):
+                raise ShipmentUnreadable("the leader has sent what followers say")
+        except ShipmentUnreadable:
+            self.close()
+            raise
+        self._taken += size
+        self._wakes.set()
+        return shipment
+
+    def send(self, word: Acknowledgement | Hello | MillstreamError) -> None:
+        """See the port."""
+        sending = self._sending
+        if sending is None or self._closing.is_set():
+            raise LinkLost("the link was closed")
+        sending.say(WORD, b"".join(encode_message(word)))
+
+    def close(self) -> None:
+        """See the port. The leader is told, by a thread of the link's own."""
+        self._break(LinkLost("the link was closed"), forget=True)
+
+    def look(self, now_s: float) -> None:
+        """Cut the connection to a leader that is silent, or doesn't end."""
+        if self._closing.is_set():
+            if now_s - self._closed_s > CLOSES_WITHIN_S:
+                self._cut()
+        elif (lost := self._silence.too_long(now_s)) is not None:
+            self._break(lost)
+            self._cut()
+
+    # --- its threads ---------------------------------------------------------------------------------------------
+
+    def _run(self, ended: Callable[[], None]) -> None:
+        try:
+            with contextlib.closing(self._address.client()) as client:
+                descriptor = fl.FlightDescriptor.for_command(self._request.command())
+                writer, reader = client.do_exchange(descriptor, self._address.call_options())
+                self._keep(writer, reader)
+        except FLIGHT_FAILURES as error:
+            self._break(error_of_flight(error))
+        except MillstreamError as error:
+            self._break(error)
+        finally:
+            self._break(LinkLost("the leader has closed the link"))
+            self._welcome.set()
+            ended()
+
+    def _keep(self, writer: Any, reader: Any) -> None:
+        sending = Sending(writer)
+        with self._lock:
+            self._sending, self._reader = sending, reader
+        beats = threading.Thread(target=self._beat, args=(sending,), name="replication-beats", daemon=True)
+        beats.start()
+        try:
+            self._hear(reader)
+        except FLIGHT_FAILURES as error:
+            self._break(error_of_flight(error))
+        except MillstreamError as error:
+            self._break(error)
+        finally:
+            self._break(LinkLost("the leader has closed the link"))
+            beats.join()
+            with self._lock:
+                self._reader = None
+            # Else the call lingers on until the leader has closed it, too.
+            reader.cancel()
+            with contextlib.suppress(*FLIGHT_FAILURES):
+                writer.close()
+
+    def _hear(self, reader: Any) -> None:
+        pieces: list[Bytes] = []
+        came = 0
+        while True:
+            try:
+                chunk = reader.read_chunk()
+            except StopIteration:
+                return
+            self._silence.heard()
+            said = memoryview(chunk.app_metadata or b"")
+            kind, behind = bytes(said[:1]), said[1:]
+            if kind == WELCOME:
+                self._welcome.set()
+            elif kind in (PIECE, LAST_PIECE) and chunk.data is not None and len(behind) == COUNT.size:
+                size = COUNT.unpack(behind)[0]
+                pieces.append(_body(chunk.data))
+                came += len(pieces[-1])
+                if came > size or size > _SHIPMENT_BYTES_MAX or (kind == LAST_PIECE and came != size):
+                    raise ShipmentUnreadable("a shipment isn't as long as it says")
+                if kind == LAST_PIECE:
+                    self._shipments.put(pieces[0] if len(pieces) == 1 else b"".join(pieces), size)
+                    pieces, came = [], 0
+            elif kind == REFUSAL:
+                word = decode_message(behind)
+                self._break(word if isinstance(word, MillstreamError) else ShipmentUnreadable("a refusal is none"))
+            elif kind == QUIT:
+                # What we have said may still be on its way: the leader ends the call once it has heard all of it.
+                self._break(LinkLost("the leader has closed the link"))
+            elif kind != BEAT:
+                raise ShipmentUnreadable("the leader said something that can't be read")
+
+    def _beat(self, sending: Sending) -> None:
+        """Say what was taken, and now and then that the follower is there; at the end, that the link is closed."""
+        told = 0
+        while not self._closing.is_set():
+            self._wakes.wait(self._beats_s)
+            self._wakes.clear()
+            try:
+                if self._taken != told:
+                    told = self._taken
+                    sending.say(TAKEN, COUNT.pack(told))
+                sending.beat(self._beats_s)
+            except LinkLost as error:
+                # Who hears knows better why, and soon.
+                self._closing.wait(CLOSES_WITHIN_S)
+                self._break(error)
+        sending.end()
+
+    def _cut(self) -> None:
+        with self._lock:
+            if self._reader is not None:
+                self._reader.cancel()
+
+    def _break(self, error: MillstreamError, *, forget: bool = False) -> None:
+        self._shipments.end(error, forget=forget)
+        if not self._closing.is_set():
+            self._closed_s = time.monotonic()
+            self._closing.set()
+        self._wakes.set()
+
+
+def _body(batch: pa.RecordBatch) -> Bytes:
+    column = batch.column(0)
+    if column.type != pa.uint8() or column.offset or column.buffers()[1] is None:
+        raise ShipmentUnreadable("a shipment's bytes aren't where they should be")
+    return memoryview(column.buffers()[1])[: len(column)]

@@ -1,0 +1,186 @@
+"""What goes over an Arrow Flight exchange between a leader and a follower, message by message; both ends stand on it.
+
+A message's metadata begins with a byte that says what it is. A shipment's bytes are the bodies of record batches of one column of bytes, which
+gRPC sends from where they lie; the metadata of each says how many the whole shipment has, and the last one's that it ends. Everything
+else is metadata alone.
+
+| from | byte | behind it |
+| --- | --- | --- |
+| leader | `W` | nothing: the follower is welcome |
+| leader | `S`, `E` | the shipment's bytes in all (`<Q`); `E` with the last piece |
+| leader | `R` | an error: why the follower gets nothing more |
+| follower | `A` | an acknowledgement, a hello, or the error with which it stops |
+| follower | `T` | how many bytes of shipments it has taken, of all that were sent (`<Q`) |
+| both | `.` | nothing: somebody is there |
+| both | `Q` | nothing: the link is closed |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+import pyarrow as pa
+import pyarrow.flight as fl
+
+from millstream.codec.checksums import Bytes
+from millstream.codec.shipment import decode_message, encode_message
+from millstream.errors import (
+    Forbidden,
+    LinkLost,
+    MillstreamError,
+    ShipmentUnreadable,
+    Unauthenticated,
+    UsageError,
+    error_of,
+)
+from millstream.model.replication import Hello
+
+WELCOME: Final = b"W"
+PIECE: Final = b"S"
+LAST_PIECE: Final = b"E"
+REFUSAL: Final = b"R"
+WORD: Final = b"A"
+TAKEN: Final = b"T"
+BEAT: Final = b"."
+QUIT: Final = b"Q"
+
+COUNT: Final = struct.Struct("<Q")
+SCHEMA: Final = pa.schema([pa.field("bytes", pa.uint8(), nullable=False)])
+SILENT_S: Final = 10.0
+"""After so long without a word the other end counts as gone: longer than a process stands still for any good reason, shorter than people wait."""
+BEATS_IN_SILENCE: Final = 4
+"""So many are missed before somebody counts as gone."""
+CLOSES_WITHIN_S: Final = 2.0
+"""How long the other end has for its part in closing; then the connection is cut."""
+_PIECE_BYTES: Final = 8 << 20
+"""Of one message: gRPC copies what it receives into one buffer, which shouldn't be a whole large shipment's."""
+_JOINED_BYTES: Final = 256 << 10
+"""Buffers of a shipment that is smaller than that go as one message: what a message costs is more than the copy."""
+_COMMAND: Final = b"millstream-follow\x00"
+_HEAD: Final = struct.Struct("<I")
+
+FLIGHT_FAILURES: Final = (fl.FlightError, pa.ArrowException, OSError)
+
+
+@dataclass(frozen=True, slots=True)
+class FollowRequest:
+    """The command of an exchange's descriptor."""
+
+    stream: str
+    """By name."""
+    window_bytes: int
+    """How much the follower has room for that it hasn't taken."""
+    hello: Hello
+
+    def command(self) -> bytes:
+        """Its bytes."""
+        head = json.dumps({"stream": self.stream, "window_bytes": self.window_bytes}).encode()
+        return _COMMAND + _HEAD.pack(len(head)) + head + b"".join(encode_message(self.hello))
+
+    @classmethod
+    def parse(cls, command: bytes) -> Self:
+        """From its bytes. `UsageError` where an exchange asks for something else, `ShipmentUnreadable` where they are damaged."""
+        if not command.startswith(_COMMAND):
+            raise UsageError(
+                "an exchange over Flight is how another node follows a stream, and this one asks for something else",
+                hint="Append by DoPut, and read by DoGet.",
+            )
+        rest = memoryview(command)[len(_COMMAND) :]
+        try:
+            (length,) = _HEAD.unpack_from(rest)
+            head = json.loads(bytes(rest[_HEAD.size : _HEAD.size + length]))
+            stream, window_bytes = str(head["stream"]), int(head["window_bytes"])
+        except (struct.error, ValueError, KeyError, TypeError) as error:
+            raise ShipmentUnreadable(f"a follower's first word can't be read: {error}") from error
+        hello = decode_message(rest[_HEAD.size + length :])
+        if not isinstance(hello, Hello) or window_bytes < 1:
+            raise ShipmentUnreadable("a follower's first word is no hello")
+        return cls(stream, window_bytes, hello)
+
+
+class Sending:
+    """The outward half of an exchange. Each message is written whole; nothing is once `shut` has returned.
+
+    Concurrency: any number of threads.
+    """
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+        self._lock = threading.Lock()
+        self._is_shut = False
+        self._said_s = time.monotonic()
+
+    def say(self, kind: bytes, behind: bytes = b"") -> None:
+        """A message without a body. Raises `LinkLost`."""
+        self._write(lambda: self._writer.write_metadata(pa.py_buffer(kind + behind)))
+
+    def ship(self, buffers: Sequence[Bytes], size: int) -> None:
+        """A shipment's bytes; waits while the connection takes no more. Raises `LinkLost`."""
+        pieces = [b"".join(buffers)] if size <= _JOINED_BYTES else _pieces(buffers)
+        for number, piece in enumerate(pieces, 1):
+            column = pa.Array.from_buffers(pa.uint8(), len(piece), [None, pa.py_buffer(piece)])
+            batch = pa.RecordBatch.from_arrays([column], schema=SCHEMA)
+            metadata = (LAST_PIECE if number == len(pieces) else PIECE) + COUNT.pack(size)
+            self._write(functools.partial(self._writer.write_with_metadata, batch, metadata))
+
+    def beat(self, every_s: float) -> None:
+        """Say that somebody is here, where nothing else was said for that long. Raises `LinkLost`."""
+        if time.monotonic() - self._said_s >= every_s:
+            self.say(BEAT)
+
+    def shut(self) -> None:
+        """Nothing is written from now on: waits for the message that is being written."""
+        with self._lock:
+            self._is_shut = True
+
+    def end(self) -> None:
+        """The last message.
+
+        A client doesn't say beside it that it has done writing: pyarrow says so by itself once the call has ended, and gRPC
+        aborts the process where it is said twice, from two threads.
+        """
+        with contextlib.suppress(LinkLost):
+            self.say(QUIT)
+        self.shut()
+
+    def _write(self, write: Callable[[], None]) -> None:
+        with self._lock:
+            if self._is_shut:
+                raise LinkLost("the link was closed")
+            try:
+                write()
+            except FLIGHT_FAILURES as error:
+                self._is_shut = True
+                raise LinkLost(f"the connection broke: {_said(error)}") from error
+            self._said_s = time.monotonic()
+
+
+def _pieces(buffers: Sequence[Bytes]) -> list[memoryview]:
+    views = [memoryview(buffer).cast("B") for buffer in buffers]
+    return [view[at : at + _PIECE_BYTES] for view in views for at in range(0, len(view), _PIECE_BYTES)]
+
+
+def error_of_flight(error: Exception) -> MillstreamError:
+    """The error of our tree: the one that the other end told of, else what the connection's end means."""
+    extra = getattr(error, "extra_info", b"")
+    if extra:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            return error_of(json.loads(extra))
+    said = _said(error)
+    if isinstance(error, fl.FlightUnauthenticatedError):
+        return Unauthenticated(f"the leader doesn't know who this is: {said}")
+    if isinstance(error, fl.FlightUnauthorizedError):
+        return Forbidden(f"the leader refuses: {said}", hint="Use a token with the right to admin the stream.")
+    return LinkLost(f"the connection broke: {said}")
+
+
+def _said(error: Exception) -> str:
+    return str(error).split(". gRPC client debug context")[0] or type(error).__name__

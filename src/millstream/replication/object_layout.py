@@ -1,0 +1,168 @@
+"""Names in an object store, who may write there, and its probe. docs/internals/FORMAT.md has the layout.
+
+Each leader writes under its own epoch, and each name once. A claim is a name that one wins. Whoever has claimed an epoch *ends* every lower one, by
+writing an end where the next shipment of that epoch would stand. So an older leader's next write meets an object that isn't its own:
+it is fenced, whatever it knows, and what it had stored before is all that it ever will.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+from dataclasses import dataclass
+from typing import Final
+
+from millstream.codec.shipment import decode_message, encode_message
+from millstream.errors import Fenced, ShipmentUnreadable, StoreUnusable
+from millstream.model.ids import Epoch, RegionId, ShardId
+from millstream.model.positions import Offset
+from millstream.replication.objects import Objects
+
+_DIGITS: Final = 20
+_SHARD_DIGITS: Final = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The names of one stream's log of one region."""
+
+    stream: str
+    region: RegionId
+
+    @property
+    def root(self) -> str:
+        """The folder of all of it."""
+        return f"{self.stream}/{self.region:010}"
+
+    @property
+    def leaders(self) -> str:
+        """The folder of claims."""
+        return f"{self.root}/leaders"
+
+    @property
+    def groups(self) -> str:
+        """The folder of shipments."""
+        return f"{self.root}/groups"
+
+    @property
+    def documents(self) -> str:
+        """The folder of documents."""
+        return f"{self.root}/documents"
+
+    @property
+    def begins(self) -> str:
+        """The object that says what was gone before the first shipment."""
+        return f"{self.root}/begins"
+
+    def leader(self, epoch: Epoch) -> str:
+        """A claim."""
+        return f"{self.leaders}/{epoch:020}"
+
+    def lower_ended(self, epoch: Epoch) -> str:
+        """Says that all epochs below this one have their ends."""
+        return f"{self.leader(epoch)}.ended"
+
+    def group(self, epoch: Epoch, number: int) -> str:
+        """A shipment, or an epoch's end."""
+        return f"{self.groups}/{epoch:020}/{number:020}"
+
+    def shard(self, shard: ShardId) -> str:
+        """The folder of a shard's sealed segments."""
+        return f"{self.root}/{shard:010}"
+
+    def segment(self, shard: ShardId, epoch: Epoch, base: Offset) -> str:
+        """A sealed segment."""
+        return f"{self.shard(shard)}/{epoch:020}/{base:020}"
+
+    def document(self, name: str, version: int) -> str:
+        """A document."""
+        return f"{self.documents}/{name}/{version:020}"
+
+
+def group_of(name: str) -> tuple[Epoch, int]:
+    """The epoch and number in a shipment's name."""
+    _, epoch, number = name.rsplit("/", 2)
+    return Epoch(int(epoch)), int(number)
+
+
+def base_of(name: str) -> Offset:
+    """The base offset in a segment's name."""
+    return Offset(int(name.rpartition("/")[2]))
+
+
+def shards_of(objects: Objects, layout: Layout) -> list[ShardId]:
+    """The shards of which there are sealed segments."""
+    return [
+        ShardId(int(name)) for name in objects.folders(layout.root) if name.isdigit() and len(name) == _SHARD_DIGITS
+    ]
+
+
+def claims_of(objects: Objects, layout: Layout) -> list[Epoch]:
+    """The epochs that were claimed, from the least."""
+    names = (listed.name.rpartition("/")[2] for listed in objects.listed(layout.leaders))
+    return [Epoch(int(name)) for name in names if name.isdigit()]
+
+
+def claim(objects: Objects, layout: Layout, epoch: Epoch, holder: str) -> bool:
+    """Claim an epoch; whether it is the holder's now. Lower ones are ended then: their leaders store nothing more.
+
+    Claimed again by the same holder it is still its own, unless a higher one was claimed meanwhile. Raises `StoreUnavailable`: then it may be claimed.
+    """
+    said = json.dumps({"holder": holder}).encode()
+    if not objects.put_new(layout.leader(epoch), [said]) and _holder(objects, layout, epoch) != holder:
+        return False
+    claims = claims_of(objects, layout)
+    if claims[-1] > epoch:
+        return False
+    if objects.get(layout.lower_ended(epoch)) is None:
+        for lower in reversed(claims[:-1]):
+            _end(objects, layout, lower, epoch, holder)
+            if objects.get(layout.lower_ended(lower)) is not None:
+                break
+        objects.put_new(layout.lower_ended(epoch), [said])
+    return True
+
+
+def greatest_claim(objects: Objects, layout: Layout) -> Epoch:
+    """The highest epoch that was claimed; 0 where none was."""
+    return (claims_of(objects, layout) or [Epoch(0)])[-1]
+
+
+def end_of(data: memoryview) -> Fenced | None:
+    """The end of an epoch, where an object is that; `ShipmentUnreadable` where it is nothing that can be read."""
+    message = decode_message(data)
+    return message if isinstance(message, Fenced) else None
+
+
+def probe(objects: Objects, layout: Layout) -> None:
+    """Write an object twice under a condition. `StoreUnusable` where the second one is taken, too."""
+    name = f"{layout.root}/probes/{secrets.token_hex(8)}"
+    try:
+        if not objects.put_new(name, [b"first"]):
+            raise StoreUnusable("the object store says of a new name that it is taken")
+        if objects.put_new(name, [b"second"]) or bytes(objects.get(name) or b"") != b"first":
+            raise StoreUnusable("the object store has written over an object though it was told not to (If-None-Match)")
+    finally:
+        objects.delete([name])
+
+
+def _holder(objects: Objects, layout: Layout, epoch: Epoch) -> str | None:
+    data = objects.get(layout.leader(epoch))
+    return None if data is None else str(json.loads(bytes(data)).get("holder"))
+
+
+def _end(objects: Objects, layout: Layout, lower: Epoch, epoch: Epoch, holder: str) -> None:
+    """Write an epoch's end behind its last shipment; its leader may be writing meanwhile, until it meets it."""
+    said = encode_message(Fenced(f"{holder} leads under epoch {epoch}", epoch=int(epoch), holder=holder))
+    folder = f"{layout.groups}/{lower:020}"
+    last = ""
+    while True:
+        for listed in objects.listed(folder, last):
+            last = listed.name
+        data = None if not last else objects.get(last)
+        with contextlib.suppress(ShipmentUnreadable):
+            if data is not None and end_of(data) is not None:
+                return
+        if objects.put_new(layout.group(lower, group_of(last)[1] + 1 if last else 0), said):
+            return

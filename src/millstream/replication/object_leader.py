@@ -1,0 +1,374 @@
+"""The leader's end of an object store: shipments become objects, sealed segments become one object each, and what is stored is acknowledged.
+
+A thread writes shipments in their order; those that wait while one is being written go as one object. Another one puts sealed segments together,
+from the shipments that are stored, and takes away the shipments of which a segment has every byte. The newest shipment stays, and so does the
+newest that has marks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from millstream.codec.checksums import Bytes
+from millstream.codec.shipment import decode_message, encode_message
+from millstream.errors import Fenced, LinkLost, MillstreamError, ShipmentUnreadable
+from millstream.model.ids import Epoch, GroupNumber, ShardId
+from millstream.model.marks import DurableMark
+from millstream.model.positions import Offset, Seq
+from millstream.model.replication import Acknowledgement, ByteEnd, Hello, NodeName, ReplicaPosition, Shipment
+from millstream.replication.object_layout import Layout, base_of, claim, end_of, greatest_claim, group_of, shards_of
+from millstream.replication.objects import Objects
+from millstream.replication.queues import Inbox, Window
+
+STORE_NODE: Final = NodeName("object-store")
+"""Who acknowledges what is stored."""
+_OBJECT_BYTES: Final = 8 << 20
+"""As much goes into one object where more waits: a store takes tens of milliseconds for any."""
+_PIECE_BYTES: Final = 8 << 20
+
+SegmentBytes = Callable[[ShardId, Offset], Iterable[Bytes] | None]
+"""A sealed segment's bytes, where the leader has its file; None where it hasn't."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Where bytes of a segment lie in the store."""
+
+    name: str
+    start: int
+    """In the object."""
+    position: int
+    """In the segment."""
+    length: int
+
+
+@dataclass(slots=True)
+class Stored:
+    """What the store has: read once when a link begins, and kept up by it."""
+
+    marks: dict[ShardId, DurableMark] = field(default_factory=dict)
+    position: dict[ShardId, ByteEnd] = field(default_factory=dict)
+    documents: dict[str, int] = field(default_factory=dict)
+    sealed: set[tuple[ShardId, Offset]] = field(default_factory=set)
+    """Segments that are stored whole."""
+    pieces: dict[tuple[ShardId, Offset], list[_Piece]] = field(default_factory=dict)
+    """Of segments that aren't."""
+    shipments: dict[str, set[tuple[ShardId, Offset]]] = field(default_factory=dict)
+    """Which segments each stored shipment has bytes of, in order."""
+    marked: str = ""
+    """The newest shipment with marks."""
+    ended: set[tuple[ShardId, Offset]] = field(default_factory=set)
+    """Segments whose end has been shipped, and that aren't stored whole."""
+    last: str = ""
+    """The last name under which there is a shipment, or an epoch's end."""
+    stream: Shipment | None = None
+    """The newest one, without its bytes."""
+
+    def add(self, name: str, shipment: Shipment, starts: Sequence[int]) -> None:
+        """A shipment that is stored now, and where each part's bytes begin in it."""
+        self.shipments[name] = set()
+        for part, start in zip(shipment.parts, starts, strict=True):
+            key = (part.shard, part.base_offset)
+            if key not in self.sealed:
+                self.pieces.setdefault(key, []).append(_Piece(name, start, part.position, len(part.data)))
+                if part.is_end:
+                    self.ended.add(key)
+            self.shipments[name].add(key)
+            self.position[part.shard] = max(part.end, self.position.get(part.shard, part.end))
+        if shipment.marks:
+            self.marks = dict(shipment.marks)
+            self.marked = name
+        self.documents |= {document.name: document.version for document in shipment.documents}
+        self.stream = dataclasses.replace(shipment, parts=(), documents=())
+
+    def reached(self) -> ReplicaPosition:
+        """Where the store is; behind a segment's end stands the beginning of the next one, where that is known."""
+        found = dict(self.position)
+        for shard, mark in self.marks.items():
+            end = found.get(shard)
+            if end is not None and mark.base_offset > end.base_offset:
+                found[shard] = ByteEnd(mark.base_offset, 0)
+        return found
+
+    def hello(self, promised: Epoch) -> Hello:
+        """The same, as a follower would say it."""
+        stream = None if self.stream is None else self.stream.stream
+        return Hello(stream, STORE_NODE, promised, self.reached(), dict(self.documents))
+
+    def covered(self) -> list[str]:
+        """Shipments of which every byte lies in stored segments."""
+        kept = {self.marked, next(reversed(self.shipments), "")}
+        return [name for name, keys in self.shipments.items() if keys <= self.sealed and name not in kept]
+
+
+def stored_of(objects: Objects, layout: Layout) -> Stored:
+    """Read what the store has: names of segments, and the shipments behind them."""
+    found = Stored()
+    for shard in shards_of(objects, layout):
+        for listed in objects.listed(layout.shard(shard)):
+            base = base_of(listed.name)
+            found.sealed.add((shard, base))
+            found.position[shard] = max(ByteEnd(base, listed.size), found.position.get(shard, ByteEnd(base, 0)))
+    for listed in objects.listed(layout.documents):
+        _, name, version = listed.name.rsplit("/", 2)
+        found.documents[name] = max(int(version), found.documents.get(name, 0))
+    for listed in objects.listed(layout.groups):
+        data = objects.get(listed.name)
+        message = None if data is None else decode_message(data)
+        found.last = listed.name
+        if isinstance(message, Shipment):
+            found.add(listed.name, message, _starts(message, listed.size))
+        elif message is not None and not isinstance(message, Fenced):
+            raise ShipmentUnreadable(f"{listed.name} is no shipment")
+    return found
+
+
+class StoredLink:
+    """See `ports.FollowerLink`: what stands in for a follower is the store.
+
+    Args:
+        objects: the store.
+        layout: the names of the log.
+        node: who leads.
+        window_bytes: how much may wait to be written.
+        segment_bytes: where sealed segments can be read more cheaply than from the store.
+
+    Raises:
+        StoreUnavailable, ShipmentUnreadable: what it has can't be read.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        layout: Layout,
+        node: str,
+        *,
+        window_bytes: int,
+        segment_bytes: SegmentBytes | None = None,
+    ) -> None:
+        self._objects = objects
+        self._layout = layout
+        self._node = node
+        self._segment_bytes = segment_bytes
+        self._stored = stored_of(objects, layout)
+        self._lock = threading.Lock()
+        self._epoch = Epoch(0)
+        self._number = 0
+        self._hello = self._stored.hello(greatest_claim(objects, layout))
+        self._is_empty = self._stored.stream is None and not self._stored.sealed
+        self._window = Window(window_bytes)
+        self._written_bytes = 0
+        self._waiting: deque[Shipment] = deque()
+        self._comes = threading.Condition()
+        self._words: Inbox[Acknowledgement] = Inbox(4 << 20)
+        self._ended = threading.Event()
+        self._sealing: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        threading.Thread(target=self._write_all, name="object-store-writes", daemon=True).start()
+        threading.Thread(target=self._seal_all, name="object-store-seals", daemon=True).start()
+        self._sealing.put(True)
+
+    @property
+    def hello(self) -> Hello:
+        """What the store has."""
+        return self._hello
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is of no use any more."""
+        return self._ended.is_set()
+
+    def send(self, shipment: Shipment) -> None:
+        """See the port."""
+        self._window.send(shipment.size_bytes)
+        with self._comes:
+            self._waiting.append(shipment)
+            self._comes.notify()
+
+    def recv(self, timeout_s: float) -> Acknowledgement | Hello | None:
+        """See the port: an acknowledgement is of what is stored. Raises `Fenced` where another node has claimed the store."""
+        said = self._words.take(timeout_s)
+        return None if said is None else said[0]
+
+    def refuse(self, error: MillstreamError) -> None:
+        """See the port; a store isn't told."""
+        del error
+        self.close()
+
+    def close(self) -> None:
+        """See the port. What waits isn't written any more; what is being written may be."""
+        self._end(LinkLost("the link was closed"), forget=True)
+
+    # --- writing -------------------------------------------------------------------------------------------------
+
+    def _write_all(self) -> None:
+        try:
+            while True:
+                with self._comes:
+                    self._comes.wait_for(lambda: self._waiting or self._ended.is_set())
+                    if self._ended.is_set():
+                        return
+                    taken, size = self._taken()
+                self._write(taken)
+                self._written_bytes += size
+                self._window.taken(self._written_bytes)
+        except MillstreamError as error:
+            self._end(error)
+        finally:
+            self._end(LinkLost("writing to the object store has failed"))
+
+    def _taken(self) -> tuple[Shipment, int]:
+        """All that waits, as one, as far as it is no larger than an object should be."""
+        taken = [self._waiting.popleft()]
+        size = taken[0].size_bytes
+        while self._waiting and self._waiting[0].epoch == taken[0].epoch:
+            more = self._waiting[0].size_bytes
+            if size + more > _OBJECT_BYTES:
+                break
+            size += more
+            taken.append(self._waiting.popleft())
+        return _joined(taken), size
+
+    def _write(self, shipment: Shipment) -> None:
+        if shipment.epoch != self._epoch:
+            self._begin(shipment)
+        for document in shipment.documents:
+            self._objects.put_new(self._layout.document(document.name, document.version), [document.data])
+        buffers = encode_message(shipment)
+        name = self._layout.group(self._epoch, self._number)
+        # One of our own attempts may have been told to have failed, and have been there all the same.
+        if not self._objects.put_new(name, buffers) and bytes(self._objects.get(name) or b"") != b"".join(buffers):
+            leads = greatest_claim(self._objects, self._layout)
+            raise Fenced(
+                f"another node writes to the object store as the leader of {self._layout.stream}, under epoch {leads}",
+                epoch=int(leads),
+            )
+        self._number += 1
+        self._stored.last = name
+        with self._lock:
+            self._stored.add(name, shipment, _starts(shipment, sum(len(buffer) for buffer in buffers)))
+            stored = self._stored
+            word = Acknowledgement(
+                STORE_NODE,
+                self._epoch,
+                stored.reached(),
+                max((mark.group for mark in stored.marks.values()), default=GroupNumber(0)),
+                max((mark.persisted_upto for mark in stored.marks.values()), default=Seq(0)),
+                time.time_ns(),
+                bytes_behind=sum(waiting.size_bytes for waiting in tuple(self._waiting)),
+                lag_s=max(0.0, (time.time_ns() - shipment.sent_ns) / 1e9) if shipment.sent_ns else 0.0,
+            )
+        self._words.put(word, 200)
+        if shipment.documents or any(part.is_end for part in shipment.parts):
+            self._sealing.put(True)
+
+    def _begin(self, shipment: Shipment) -> None:
+        """Claim the epoch, and find where in it to go on."""
+        if not claim(self._objects, self._layout, shipment.epoch, self._node):
+            leads = greatest_claim(self._objects, self._layout)
+            raise Fenced(
+                f"another node has claimed the object store of {self._layout.stream}: epoch {leads}, and this is {shipment.epoch}",
+                epoch=int(leads),
+            )
+        # Whoever led before may have gone on until now: what this link began with wouldn't hold any more.
+        for listed in self._objects.listed(self._layout.groups, self._stored.last):
+            if end_of(self._objects.get(listed.name) or memoryview(b"")) is None:
+                raise LinkLost("another node has written to the object store meanwhile")
+            self._stored.last = listed.name
+        last = group_of(self._stored.last) if self._stored.last else (Epoch(0), -1)
+        self._epoch, self._number = shipment.epoch, last[1] + 1 if last[0] == shipment.epoch else 0
+        if self._is_empty and shipment.first_kept:
+            begins = Shipment(shipment.stream, shipment.region, shipment.epoch, first_kept=shipment.first_kept)
+            self._objects.put_new(self._layout.begins, encode_message(begins))
+        self._is_empty = False
+
+    # --- sealed segments -----------------------------------------------------------------------------------------
+
+    def _seal_all(self) -> None:
+        try:
+            while self._sealing.get() and not self._ended.is_set():
+                self._seal()
+        except MillstreamError as error:
+            self._end(error)
+        finally:
+            self._end(LinkLost("sealed segments can't be stored"))
+
+    def _seal(self) -> None:
+        """Put together what has ended, and take away what is covered by it."""
+        with self._lock:
+            todo = {key: list(self._stored.pieces[key]) for key in sorted(self._stored.ended)}
+        for (shard, base), pieces in todo.items():
+            if self._ended.is_set():
+                return
+            own = None if self._segment_bytes is None else self._segment_bytes(shard, base)
+            name = self._layout.segment(shard, group_of(pieces[-1].name)[0], base)
+            self._objects.put_large(name, self._put_together(pieces) if own is None else own)
+            with self._lock:
+                self._stored.sealed.add((shard, base))
+                self._stored.ended.discard((shard, base))
+                del self._stored.pieces[shard, base]
+        with self._lock:
+            gone = self._stored.covered()
+        self._objects.delete(gone)
+        with self._lock:
+            for name in gone:
+                del self._stored.shipments[name]
+            newest = dict(self._stored.documents)
+        self._objects.delete([
+            listed.name for listed in self._objects.listed(self._layout.documents)
+            if int(listed.name.rpartition("/")[2]) < newest.get(listed.name.rsplit("/", 2)[1], 0)
+        ])  # fmt: skip
+
+    def _put_together(self, pieces: Sequence[_Piece]) -> Iterator[Bytes]:
+        at = 0
+        for piece in pieces:
+            if piece.position > at:
+                raise ShipmentUnreadable(
+                    f"the store lacks bytes {at} to {piece.position} of a segment before {piece.name}"
+                )
+            skip = at - piece.position
+            for start in range(skip, piece.length, _PIECE_BYTES):
+                length = min(_PIECE_BYTES, piece.length - start)
+                data = self._objects.get(piece.name, piece.start + start, length)
+                if data is None or len(data) != length:
+                    raise ShipmentUnreadable(f"{piece.name} isn't what was stored")
+                yield data
+            at = max(at, piece.position + piece.length)
+
+    def _end(self, error: MillstreamError, *, forget: bool = False) -> None:
+        self._words.end(error, forget=forget)
+        self._window.end(error)
+        self._ended.set()
+        self._sealing.put(False)
+        with self._comes:
+            self._comes.notify_all()
+
+
+def _joined(shipments: Sequence[Shipment]) -> Shipment:
+    """Several that follow one another, as one: their bytes, and the newest of all else."""
+    if len(shipments) == 1:
+        return shipments[0]
+    documents = {document.name: document for shipment in shipments for document in shipment.documents}
+    return dataclasses.replace(
+        shipments[-1],
+        parts=tuple(part for shipment in shipments for part in shipment.parts),
+        marks=next((shipment.marks for shipment in reversed(shipments) if shipment.marks), {}),
+        first_kept=next((shipment.first_kept for shipment in reversed(shipments) if shipment.first_kept), {}),
+        documents=tuple(documents.values()),
+    )
+
+
+def _starts(shipment: Shipment, size: int) -> list[int]:
+    """Where in its object each part's bytes begin: they are the last, with the documents behind them."""
+    at = size - shipment.size_bytes
+    found = []
+    for part in shipment.parts:
+        found.append(at)
+        at += len(part.data)
+    return found

@@ -1,0 +1,251 @@
+"""The follower's end of an object store: what is stored, from a position on, and what comes to it.
+
+What there is, is read in this order: names of shipments, then sealed segments, then the shipments. A shipment goes only once a segment has its
+bytes. So one that has gone by the time it is read lies in a segment that wasn't there before, and reading begins anew from where it has got to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+import threading
+import time
+from collections.abc import Generator, Iterator
+from typing import Final
+
+from millstream.codec.shipment import decode_message
+from millstream.errors import (
+    Fenced,
+    FollowerBehindRetention,
+    LinkLost,
+    MillstreamError,
+    OtherStream,
+    ShipmentUnreadable,
+)
+from millstream.model.ids import ShardId
+from millstream.model.marks import DurableMark
+from millstream.model.replication import Acknowledgement, ByteEnd, Document, Hello, SegmentPart, Shipment
+from millstream.replication.object_layout import Layout, base_of, group_of, shards_of
+from millstream.replication.objects import Listed, Objects
+
+POLLS_S: Final = 0.5
+"""How often it is looked for new shipments: a listing costs about what a write does."""
+_PIECE_BYTES: Final = 8 << 20
+_TRAILER: Final = struct.Struct("<II56s")
+"""A segment's last 64 bytes: checksum, length of the index before it, the rest. See docs/internals/FORMAT.md."""
+
+
+class StoreReader:
+    """See `ports.LeaderLink`. Nothing is said to a store: an acknowledgement is for nobody, and a hello has it read from there.
+
+    Args:
+        objects: the store.
+        layout: the names of the log.
+        hello: from where on.
+        polls_s: how often it is looked for what is new.
+    """
+
+    def __init__(self, objects: Objects, layout: Layout, hello: Hello, *, polls_s: float = POLLS_S) -> None:
+        self._objects = objects
+        self._layout = layout
+        self._hello = hello
+        self._polls_s = polls_s
+        self._position: dict[ShardId, ByteEnd] = dict(hello.position)
+        self._documents = dict(hello.documents)
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._begins: Hello | None = None
+        self._shipments = self._read()
+
+    def recv(self, timeout_s: float) -> Shipment | None:
+        """See the port. What is asked of the store meanwhile may take longer than that.
+
+        Raises:
+            StoreUnavailable: the store doesn't answer; the link is of no use any more.
+            FollowerBehindRetention: the store lacks what lies at the position.
+            OtherStream: it has another stream of that name.
+        """
+        until_s = time.monotonic() + timeout_s
+        while True:
+            if self._closed.is_set():
+                raise LinkLost("the link was closed")
+            with self._lock:
+                if self._begins is not None:
+                    self._position, self._documents = dict(self._begins.position), dict(self._begins.documents)
+                    self._begins, self._shipments = None, self._read()
+            try:
+                shipment = next(self._shipments)
+            except MillstreamError:
+                self.close()
+                raise
+            if self._closed.is_set():
+                raise LinkLost("the link was closed")
+            if shipment is not None:
+                return shipment
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                return None
+            self._closed.wait(min(left_s, self._polls_s))
+
+    def send(self, word: Acknowledgement | Hello | MillstreamError) -> None:
+        """See the port."""
+        if self._closed.is_set():
+            raise LinkLost("the link was closed")
+        if isinstance(word, Hello):
+            with self._lock:
+                self._begins = word
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it is of no use any more."""
+        return self._closed.is_set()
+
+    def close(self) -> None:
+        """See the port."""
+        self._closed.set()
+
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    def _read(self) -> Iterator[Shipment | None]:
+        """What comes next, for ever; None where nothing is there as yet."""
+        while True:
+            names = list(self._objects.listed(self._layout.groups))
+            newest = self._newest(names)
+            if newest is None:
+                yield None
+                continue
+            yield from self._beginning(newest)
+            yield from self._segments(newest)
+            last = yield from self._groups(names, newest)
+            while last is not None:
+                last = yield from self._tail(last)
+
+    def _newest(self, names: list[Listed]) -> Shipment | None:
+        """The newest shipment without its parts."""
+        for listed in reversed(names):
+            found = self._shipment(listed.name)
+            if isinstance(found, Shipment):
+                if self._hello.stream is not None and found.stream != self._hello.stream:
+                    raise OtherStream(f"the object store has another stream under the name {self._layout.stream}")
+                return dataclasses.replace(found, parts=(), marks={}, first_kept={}, documents=())
+        return None
+
+    def _beginning(self, newest: Shipment) -> Iterator[Shipment]:
+        """What was gone before all else, and the documents."""
+        data = None if self._position else self._objects.get(self._layout.begins)
+        first = None if data is None else decode_message(data)
+        documents = self._newer_documents()
+        self._documents |= {name: document.version for name, document in documents.items()}
+        if documents or isinstance(first, Shipment):
+            kept = first.first_kept if isinstance(first, Shipment) else {}
+            yield dataclasses.replace(newest, first_kept=kept, documents=tuple(documents.values()))
+
+    def _newer_documents(self) -> dict[str, Document]:
+        """The newest of each that are newer than those known."""
+        while True:
+            newest: dict[str, Listed] = {}
+            for listed in self._objects.listed(self._layout.documents):
+                newest[listed.name.rsplit("/", 2)[1]] = listed
+            found: dict[str, Document] = {}
+            for name, listed in newest.items():
+                version = int(listed.name.rpartition("/")[2])
+                if version > self._documents.get(name, -1):
+                    data = self._objects.get(listed.name)
+                    if data is None:
+                        break  # a newer one has taken its place
+                    found[name] = Document(name, version, bytes(data))
+            else:
+                return found
+
+    def _segments(self, newest: Shipment) -> Iterator[Shipment]:
+        """Sealed segments, from the position on."""
+        for shard in shards_of(self._objects, self._layout):
+            for listed in self._objects.listed(self._layout.shard(shard)):
+                base = base_of(listed.name)
+                reached = self._position.get(shard, ByteEnd(base, 0))
+                if reached.base_offset > base or reached >= ByteEnd(base, listed.size):
+                    continue
+                start = reached.position if reached.base_offset == base else 0
+                for end in _cuts(start, listed.size, self._index_start(listed)):
+                    data = self._objects.get(listed.name, start, end - start)
+                    if data is None or len(data) != end - start:
+                        raise ShipmentUnreadable(f"{listed.name} isn't as long as it was said to be")
+                    part = SegmentPart(shard, base, start, data, end == listed.size)
+                    self._position[shard] = part.end
+                    yield dataclasses.replace(newest, parts=(part,))
+                    start = end
+
+    def _index_start(self, listed: Listed) -> int:
+        """Where a segment's footer begins, which isn't cut."""
+        data = self._objects.get(listed.name, max(0, listed.size - _TRAILER.size), _TRAILER.size)
+        if data is None or len(data) < _TRAILER.size:
+            return 0
+        return max(0, listed.size - _TRAILER.size - int(_TRAILER.unpack(data)[1]))
+
+    def _groups(self, names: list[Listed], newest: Shipment) -> Generator[Shipment, None, str | None]:
+        """The shipments of these names, as far as they are new; the last name. None where one has gone meanwhile."""
+        marks: dict[ShardId, DurableMark] = {}
+        for listed in names:
+            found = self._shipment(listed.name)
+            if found is None:
+                return None
+            if isinstance(found, Shipment):
+                marks = dict(found.marks) or marks
+                rest = self._rest(found)
+                if rest.parts:
+                    yield dataclasses.replace(rest, marks=marks)
+                    marks = {}
+        if marks:
+            yield dataclasses.replace(newest, marks=marks)
+        return names[-1].name
+
+    def _tail(self, last: str) -> Generator[Shipment | None, None, str | None]:
+        """What has come behind a name; the last name then. None where one is missing."""
+        epoch, number = group_of(last)
+        is_new = False
+        for listed in self._objects.listed(self._layout.groups, last):
+            next_epoch, next_number = group_of(listed.name)
+            found = self._shipment(listed.name)
+            if found is None or next_number != (number + 1 if next_epoch == epoch else 0):
+                return None
+            epoch, number, last, is_new = next_epoch, next_number, listed.name, True
+            if isinstance(found, Shipment):
+                self._documents |= {document.name: document.version for document in found.documents}
+                yield self._rest(found)
+        if not is_new:
+            yield None
+        return last
+
+    def _shipment(self, name: str) -> Shipment | Fenced | None:
+        """The shipment of a name, or the end of its epoch; None where it has gone."""
+        data = self._objects.get(name)
+        if data is None:
+            return None
+        message = decode_message(data)
+        if not isinstance(message, Shipment | Fenced):
+            raise ShipmentUnreadable(f"{name} is neither a shipment nor an end")
+        return message
+
+    def _rest(self, shipment: Shipment) -> Shipment:
+        """What of it lies behind the position, which moves along."""
+        parts = []
+        for part in shipment.parts:
+            reached = self._position.get(part.shard)
+            if reached is not None and part.end <= reached:
+                continue
+            start = 0 if reached is None or part.base_offset > reached.base_offset else reached.position
+            if part.position > start:
+                raise FollowerBehindRetention(
+                    f"the object store lacks bytes {start} to {part.position} of segment {part.base_offset} of shard {part.shard}",
+                    hint="Build the follower anew: `millstream follow --rebuild`.",
+                )
+            data = memoryview(part.data)[start - part.position :]
+            parts.append(SegmentPart(part.shard, part.base_offset, start, data, part.is_end))
+            self._position[part.shard] = parts[-1].end
+        return dataclasses.replace(shipment, parts=tuple(parts))
+
+
+def _cuts(start: int, size: int, index_start: int) -> list[int]:
+    """Where pieces of a segment end: of a size that memory has room for, and the footer whole."""
+    ends = [end for end in range(start + _PIECE_BYTES, size, _PIECE_BYTES) if end <= index_start]
+    return [*ends, size]

@@ -1,0 +1,133 @@
+"""Shipments through an object store: a leader writes to it, and whoever follows, rebuilds or restores reads from it. Neither needs the other.
+
+The store is the one place that all nodes see, so it also says who leads: `claim` is won by one, and fences every lower epoch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+from millstream.errors import LinkLost
+from millstream.model.ids import Epoch, RegionId
+from millstream.model.replication import Hello
+from millstream.ports import FollowerLink, LeaderLink
+from millstream.replication import object_layout
+from millstream.replication.object_layout import Layout
+from millstream.replication.object_leader import STORE_NODE, SegmentBytes, StoredLink, stored_of
+from millstream.replication.object_reader import POLLS_S, StoreReader
+from millstream.replication.objects import Objects, open_objects
+from millstream.replication.queues import WINDOW_BYTES
+
+__all__ = ["STORE_NODE", "ObjectStoreTransport", "SegmentBytes"]
+
+_ONE_REGION = RegionId(0)
+
+
+class ObjectStoreTransport:
+    """One stream's log of one region in an object store, at either end.
+
+    Args:
+        url: `s3://bucket/prefix`, `gs://…`, `az://…`, or `file:///…` for a folder.
+        stream: its name.
+        region: whose log.
+        node: who claims, and leads.
+        options: of the store, beside what the environment says (`AWS_…` and the like).
+        window_bytes: how much may wait to be written.
+        polls_s: how often a reader looks for what is new.
+        segment_bytes: where the leader's sealed segments can be read more cheaply than from the store, in pieces; None where one can't.
+
+    Raises:
+        UsageError, MissingExtra, StoreUnusable: as `open_objects`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        stream: str,
+        *,
+        region: RegionId = _ONE_REGION,
+        node: str = "",
+        options: Mapping[str, str] | None = None,
+        window_bytes: int = WINDOW_BYTES,
+        polls_s: float = POLLS_S,
+        segment_bytes: SegmentBytes | None = None,
+    ) -> None:
+        self._objects: Objects = open_objects(url, options)
+        self._layout = Layout(stream, region)
+        self._node = node
+        self._window_bytes = window_bytes
+        self._polls_s = polls_s
+        self._segment_bytes = segment_bytes
+        self._lock = threading.Lock()
+        self._link: StoredLink | None = None
+        self._readers: list[StoreReader] = []
+        self._closed = threading.Event()
+        self._is_probed = False
+
+    def check(self) -> None:
+        """Find out whether the store does what is needed of it.
+
+        Raises:
+            StoreUnusable: it writes over an object that is there, whatever it is told.
+            StoreUnavailable: it doesn't answer, or refuses.
+        """
+        object_layout.probe(self._objects, self._layout)
+        self._is_probed = True
+
+    def accept(self, timeout_s: float) -> FollowerLink | None:
+        """The store, as the follower that it is: at once where the link before it has ended; else None, after that time.
+
+        Raises:
+            StoreUnusable, StoreUnavailable: as `check`, the first time; or what it has can't be read.
+            ShipmentUnreadable: likewise.
+        """
+        with self._lock:
+            if not self._closed.is_set() and (self._link is None or self._link.has_ended):
+                if not self._is_probed:
+                    self.check()
+                self._link = StoredLink(
+                    self._objects,
+                    self._layout,
+                    self._node,
+                    window_bytes=self._window_bytes,
+                    segment_bytes=self._segment_bytes,
+                )
+                return self._link
+        self._closed.wait(timeout_s)
+        return None
+
+    def connect(self, hello: Hello, timeout_s: float) -> LeaderLink:
+        """Read what is stored behind a position, and what comes."""
+        del timeout_s
+        if self._closed.is_set():
+            raise LinkLost("the transport was closed")
+        reader = StoreReader(self._objects, self._layout, hello, polls_s=self._polls_s)
+        with self._lock:
+            self._readers = [one for one in self._readers if not one.is_closed] + [reader]
+        return reader
+
+    def close(self) -> None:
+        """See `ports.Transport`."""
+        self._closed.set()
+        with self._lock:
+            for link in (*self._readers, *(() if self._link is None else (self._link,))):
+                link.close()
+
+    # --- who leads -----------------------------------------------------------------------------------------------
+
+    def claim(self, epoch: Epoch, holder: str) -> bool:
+        """Claim the store for an epoch; whether it is the holder's. Then no lower one stores anything any more, and what it has stored can be read.
+
+        Raises:
+            StoreUnavailable: it may be claimed or not.
+        """
+        return object_layout.claim(self._objects, self._layout, epoch, holder)
+
+    def greatest_claim(self) -> Epoch:
+        """The highest epoch that was claimed; 0 where none was. Raises `StoreUnavailable`."""
+        return object_layout.greatest_claim(self._objects, self._layout)
+
+    def stored(self) -> Hello:
+        """What the store has, as a follower would say it. Raises as `accept`."""
+        return stored_of(self._objects, self._layout).hello(self.greatest_claim())

@@ -1,0 +1,301 @@
+"""Objects under a URL: what shipping needs of an object store, over a real one (obstore) and over a folder.
+
+An object is written whole or not at all, and a new one only where there is none of its name: two that write one name can't both win. What was
+written is durable and listed when the call returns. A folder gets that by fsync and by hard links, and needs no extra.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import os
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, NamedTuple, Protocol
+from urllib.parse import unquote, urlsplit
+
+from millstream.codec.checksums import Bytes
+from millstream.errors import MillstreamError, MissingExtra, StoreUnavailable, StoreUnusable, UsageError
+
+_CHUNK_BYTES: Final = 8 << 20
+"""Of one part of a large object: stores want 5 MiB at the least."""
+_PAGE: Final = 1000
+_TIMEOUT: Final = "30s"
+_RETRIES: Final = 3
+_UNFINISHED: Final = ".unfinished-"
+
+
+class Listed(NamedTuple):
+    """An object's name and its size in bytes."""
+
+    name: str
+    size: int
+
+
+class Objects(Protocol):
+    """Objects by name; names are paths of `/`. Every call may raise `StoreUnavailable`: then what was to be written may or may not be there.
+
+    Concurrency: any number of threads.
+    """
+
+    def put_new(self, name: str, buffers: Sequence[Bytes]) -> bool:
+        """Write an object where there is none; False where there is one, which stays as it is."""
+
+    def put_large(self, name: str, pieces: Iterable[Bytes]) -> None:
+        """Write an object of any size, piece by piece; it replaces one of that name. It isn't there before the last piece."""
+
+    def get(self, name: str, start: int = 0, length: int | None = None) -> memoryview | None:
+        """An object's bytes, or some of them; None where there is none."""
+
+    def listed(self, under: str, behind: str = "") -> Iterator[Listed]:
+        """The objects of a folder and of those in it, by name, from the first that is greater than `behind` (a whole name) on. Page by page."""
+
+    def folders(self, under: str) -> list[str]:
+        """The folders in a folder, by their last names."""
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Take objects away; those that aren't there are no error."""
+
+
+def open_objects(url: str, options: Mapping[str, str] | None = None) -> Objects:
+    """What lies under a URL: `file:///…`, or one that obstore knows (`s3://bucket/prefix`, `gs://`, `az://`).
+
+    Args:
+        url: where.
+        options: of obstore's store, such as an endpoint; credentials and the rest come from the environment, by its names.
+
+    Raises:
+        UsageError: the URL is none.
+        MissingExtra: obstore isn't installed.
+        StoreUnusable: obstore can't make a store of it.
+    """
+    parts = urlsplit(url)
+    if parts.scheme == "file":
+        if parts.netloc not in ("", "localhost") or not parts.path:
+            raise UsageError(f"{url} names no folder", hint="Write it as file:///srv/millstream.")
+        return FolderObjects(Path(unquote(parts.path)))
+    if not parts.scheme:
+        raise UsageError(
+            f"{url!r} is no address of an object store",
+            hint="Write it as s3://bucket/prefix, or file:///srv/millstream.",
+        )
+    try:
+        obstore = importlib.import_module("obstore")
+        store = importlib.import_module("obstore.store")
+    except ModuleNotFoundError as error:
+        raise MissingExtra(
+            f"an object store needs {error.name}, which isn't installed",
+            hint="pip install 'millstream[s3]'",
+            extra="s3",
+        ) from error
+    config = dict(options or {})
+    # An option of the HTTP client's: obstore crashes over it among the store's own, and where the client gets any at all, its
+    # variable isn't looked at.
+    allow_http = config.pop("allow_http", os.environ.get("AWS_ALLOW_HTTP", "false")).lower() in {"true", "1"}
+    client: dict[str, object] = {"timeout": _TIMEOUT, "allow_http": allow_http}
+    try:
+        made = store.from_url(url, config=config, client_options=client, retry_config={"max_retries": _RETRIES})
+    except (obstore.exceptions.BaseError, ValueError, TypeError) as error:
+        raise StoreUnusable(
+            f"{url} can't be used: {_line(error)}", hint="Write it as s3://bucket/prefix, gs://…, az://… or file:///…."
+        ) from error
+    return StoreObjects(obstore, made, url)
+
+
+class StoreObjects:
+    """See `Objects`: over obstore.
+
+    Args:
+        obstore: the module.
+        store: one of its stores.
+        url: for messages.
+    """
+
+    def __init__(self, obstore: ModuleType, store: Any, url: str) -> None:
+        self._obstore = obstore
+        self._store = store
+        self._url = url
+
+    def put_new(self, name: str, buffers: Sequence[Bytes]) -> bool:
+        """See `Objects`."""
+        with self._telling(f"write {name}"):
+            try:
+                self._obstore.put(self._store, name, b"".join(buffers), mode="create", use_multipart=False)
+            except (self._obstore.exceptions.AlreadyExistsError, self._obstore.exceptions.PreconditionError):
+                return False
+            return True
+
+    def put_large(self, name: str, pieces: Iterable[Bytes]) -> None:
+        """See `Objects`."""
+        with self._telling(f"write {name}"):
+            # Pieces may come from the store itself, and obstore, asked while it asks for them, crashes. Where they end too early the
+            # writer isn't closed, and there is no object.
+            writer = self._obstore.open_writer(self._store, name, buffer_size=_CHUNK_BYTES, max_concurrency=2)
+            for piece in pieces:
+                writer.write(piece)
+            writer.close()
+
+    def get(self, name: str, start: int = 0, length: int | None = None) -> memoryview | None:
+        """See `Objects`."""
+        with self._telling(f"read {name}"):
+            try:
+                if length is not None:
+                    return memoryview(self._obstore.get_range(self._store, name, start=start, length=length))
+                return memoryview(self._obstore.get(self._store, name).bytes())[start:]
+            except (self._obstore.exceptions.NotFoundError, FileNotFoundError):
+                return None
+
+    def listed(self, under: str, behind: str = "") -> Iterator[Listed]:
+        """See `Objects`."""
+        with self._telling(f"list {under}"):
+            pages = self._obstore.list(self._store, under, offset=behind or None, chunk_size=_PAGE)
+            for page in pages:
+                for found in page:
+                    yield Listed(str(found["path"]), int(found["size"]))
+
+    def folders(self, under: str) -> list[str]:
+        """See `Objects`."""
+        with self._telling(f"list {under}"):
+            found = self._obstore.list_with_delimiter(self._store, under)["common_prefixes"]
+            return sorted(str(prefix).rstrip("/").rpartition("/")[2] for prefix in found)
+
+    def delete(self, names: Sequence[str]) -> None:
+        """See `Objects`."""
+        with self._telling("delete objects"):
+            for start in range(0, len(names), _PAGE):
+                with contextlib.suppress(self._obstore.exceptions.NotFoundError, FileNotFoundError):
+                    self._obstore.delete(self._store, list(names[start : start + _PAGE]))
+
+    @contextlib.contextmanager
+    def _telling(self, what: str) -> Iterator[None]:
+        errors = self._obstore.exceptions
+        try:
+            yield
+        except MillstreamError:
+            raise
+        except (errors.UnauthenticatedError, errors.PermissionDeniedError) as error:
+            raise StoreUnavailable(
+                f"{self._url} refuses to {what}: {_line(error)}",
+                hint="Give credentials that may read, write, list and delete there, in the environment.",
+            ) from error
+        except errors.NotSupportedError as error:
+            raise StoreUnusable(f"{self._url} can't {what}: {_line(error)}") from error
+        except (errors.BaseError, OSError, ValueError) as error:
+            if "NotImplemented" in str(error):
+                raise StoreUnusable(f"{self._url} can't {what}: {_line(error)}") from error
+            raise StoreUnavailable(f"{self._url} failed to {what}: {_line(error)}") from error
+
+
+class FolderObjects:
+    """See `Objects`: files of a folder, which several machines may share where its file system has hard links.
+
+    Args:
+        folder: made where it isn't there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def put_new(self, name: str, buffers: Sequence[Bytes]) -> bool:
+        """See `Objects`."""
+        with self._telling(f"write {name}"), self._written(name, buffers) as (unfinished, path):
+            try:
+                os.link(unfinished, path)
+            except FileExistsError:
+                return False
+            _sync(path.parent)
+            return True
+
+    def put_large(self, name: str, pieces: Iterable[Bytes]) -> None:
+        """See `Objects`."""
+        with self._telling(f"write {name}"), self._written(name, pieces) as (unfinished, path):
+            unfinished.rename(path)
+            _sync(path.parent)
+
+    def get(self, name: str, start: int = 0, length: int | None = None) -> memoryview | None:
+        """See `Objects`."""
+        with self._telling(f"read {name}"):
+            try:
+                with (self._folder / name).open("rb") as file:
+                    file.seek(start)
+                    return memoryview(file.read() if length is None else file.read(length))
+            except FileNotFoundError:
+                return None
+
+    def listed(self, under: str, behind: str = "") -> Iterator[Listed]:
+        """See `Objects`."""
+        with self._telling(f"list {under}"):
+            yield from self._walk(under, behind)
+
+    def folders(self, under: str) -> list[str]:
+        """See `Objects`."""
+        with self._telling(f"list {under}"):
+            try:
+                return sorted(entry.name for entry in os.scandir(self._folder / under) if entry.is_dir())
+            except FileNotFoundError:
+                return []
+
+    def delete(self, names: Sequence[str]) -> None:
+        """See `Objects`."""
+        with self._telling("delete objects"):
+            for name in names:
+                (self._folder / name).unlink(missing_ok=True)
+
+    def _walk(self, under: str, behind: str) -> Iterator[Listed]:
+        try:
+            entries = sorted(os.scandir(self._folder / under), key=lambda entry: entry.name)
+        except FileNotFoundError:
+            return
+        for entry in entries:
+            name = f"{under}/{entry.name}"
+            if entry.is_dir():
+                if f"{name}/\U0010ffff" > behind:
+                    yield from self._walk(name, behind)
+            elif name > behind and not entry.name.startswith(_UNFINISHED):
+                with contextlib.suppress(FileNotFoundError):
+                    yield Listed(name, entry.stat().st_size)
+
+    @contextlib.contextmanager
+    def _written(self, name: str, pieces: Iterable[Bytes]) -> Iterator[tuple[Path, Path]]:
+        """A file with the bytes, durable but for its name, and where it belongs."""
+        path = self._folder / name
+        if not path.parent.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            for folder in itertools.takewhile(lambda folder: folder != self._folder.parent.parent, path.parents):
+                _sync(folder)
+        unfinished = path.with_name(f"{_UNFINISHED}{secrets.token_hex(8)}")
+        try:
+            with unfinished.open("xb") as file:
+                for piece in pieces:
+                    file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())
+            yield unfinished, path
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _telling(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StoreUnavailable(
+                f"the folder {self._folder} failed to {what}: {error.strerror or error}",
+                hint="Check that it is there, that it has room, and that this user may write in it.",
+            ) from error
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _line(error: Exception) -> str:
+    """The first line of what a client says, which may go on for pages."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:500]

@@ -1,0 +1,88 @@
+"""A real server that speaks S3's protocol, for tests: moto's, in memory, in a process of its own. A conditional write is refused in races, too."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Final, Self
+
+from millstream.testing._processes import ServerProcess, ServerStartError, free_port
+
+_STARTS_WITHIN_S: Final = 60.0
+
+
+class EmbeddedS3:
+    """A server with one bucket. A context manager that starts and stops it.
+
+    Args:
+        folder: for its log.
+        bucket: made when it starts.
+    """
+
+    def __init__(self, folder: Path, bucket: str = "millstream") -> None:
+        self._folder = folder
+        self._bucket = bucket
+        self._port = free_port()
+        self._process: ServerProcess | None = None
+
+    @property
+    def url(self) -> str:
+        """The bucket's address."""
+        return f"s3://{self._bucket}"
+
+    @property
+    def endpoint(self) -> str:
+        """The server's."""
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def options(self) -> dict[str, str]:
+        """What a client needs besides, by obstore's names; in capitals and behind `AWS_` they are variables of the environment."""
+        return {
+            "endpoint": self.endpoint,
+            "access_key_id": "test",
+            "secret_access_key": "test",
+            "region": "us-east-1",
+            "allow_http": "true",
+            "virtual_hosted_style_request": "false",
+        }
+
+    @property
+    def pid(self) -> int:
+        """Its process's id; it must run."""
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start it, and make the bucket."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self._port)]
+        self._process = ServerProcess(command, log=self._folder / "s3.log")
+        self._process.wait_until(self._has_bucket, within_s=_STARTS_WITHIN_S, what="the S3 server")
+
+    def kill(self) -> None:
+        """SIGKILL; what it held is gone."""
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def _has_bucket(self) -> bool:
+        authorization = "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request"
+        asked = urllib.request.Request(
+            f"{self.endpoint}/{self._bucket}", method="PUT", headers={"Authorization": authorization}
+        )
+        with contextlib.suppress(OSError), urllib.request.urlopen(asked, timeout=5) as answer:
+            return bool(answer.status == 200)
+        return False
+
+
+__all__ = ["EmbeddedS3", "ServerStartError"]

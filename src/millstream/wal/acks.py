@@ -1,0 +1,205 @@
+"""`<stream>.acks`: what followers and the object store hold of a stream, told by who ships it to who writes it.
+
+They are two processes, or two threads, on one machine. One of them writes the file, whenever somebody has acknowledged something; the other one looks at
+it while callers wait for more than this machine. It says nothing that can't be learned anew, so it is never fsynced: after a power cut it may
+say less, and what ships the log makes it anew from what the followers say.
+
+Layout, little-endian: two slots, at 0 and 8192, written in turn with one write each; the newest that holds counts, so a torn one costs nothing.
+A slot is `MILLACK` and a newline, CRC-32C of all that follows, u16 version, u16 entries, u64 counter, the stream's 16 bytes, i64 the leader's own promised epoch; then
+64 at most of the followers and one of the object store, of 104 bytes: 64 bytes of the name with zeros behind it, i64 promised epoch, i64 group, i64
+`persisted_upto`, i64 when it was told (nanoseconds since 1970 UTC), u8 kind (1 a follower, 2 the object store), 7 zeros.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+from millstream.codec.checksums import crc32c
+from millstream.errors import LogError, UsageError
+from millstream.model.ids import Epoch, GroupNumber, StreamId
+from millstream.model.positions import Seq
+from millstream.model.replication import Holding, Holdings
+from millstream.ports import Files
+
+FOLLOWERS_MAX: Final = 64
+VERSION: Final = 1
+_SLOT_BYTES: Final = 8192
+_MAGIC: Final = b"MILLACK\n"
+_HEAD: Final = struct.Struct("<8sIHHQ16sq")
+_ENTRY: Final = struct.Struct("<64sqqqqB7x")
+_CHECKED_FROM: Final = 12
+_FOLLOWER, _STORE = 1, 2
+_TRIES: Final = 3
+
+
+class AcksFile:
+    """The file, for who ships the stream: the only one that writes it.
+
+    Args:
+        files: the file system.
+        path: the file's; its folder is there. Made where there is none.
+        stream: whose log.
+        promised: the leader's own epoch.
+
+    Concurrency: one thread at a time.
+    """
+
+    def __init__(self, files: Files, path: str, stream: StreamId, promised: Epoch) -> None:
+        self._stream = stream
+        self._promised = promised
+        data = _read(files, path)
+        found = _newest(data)
+        self._counter = 0 if found is None else found[0]
+        # Of another stream, or damaged: nothing of it counts.
+        known = None if found is None else _decoded(data, found, stream)
+        self._places = {} if known is None else {_key(place.name, place.is_store): place for place in known.places}
+        if files.exists(path):
+            self._file = files.open_write(path)
+        else:
+            self._file = files.create(path)
+        self._write()
+
+    @property
+    def holdings(self) -> Holdings:
+        """What the file says."""
+        return Holdings(self._promised, tuple(self._places.values()))
+
+    def tell(self, holding: Holding) -> None:
+        """What a follower, or the object store, holds now: in the place of what it held before.
+
+        Raises:
+            UsageError: 64 other followers are known.
+            OSError: the disk fails, or is full; the file says what it said.
+        """
+        key = _key(holding.name, holding.is_store)
+        if key and key not in self._places and sum(map(bool, self._places)) >= FOLLOWERS_MAX:
+            raise UsageError(f"{FOLLOWERS_MAX} followers are known already", hint="Take some of them away first.")
+        if self._places.get(key) != holding:
+            self._places[key] = holding
+            self._write()
+
+    def forget(self, name: str, *, is_store: bool = False) -> None:
+        """Nothing more is known of a place. Raises `OSError` as `tell`."""
+        if self._places.pop(_key(name, is_store), None) is not None:
+            self._write()
+
+    def promise(self, epoch: Epoch) -> None:
+        """The leader has promised another epoch. Raises `OSError` as `tell`."""
+        if epoch != self._promised:
+            self._promised = epoch
+            self._write()
+
+    def close(self) -> None:
+        """Close the file; it goes on saying what it says."""
+        self._file.close()
+
+    def _write(self) -> None:
+        self._counter += 1
+        entries = b"".join(
+            _ENTRY.pack(
+                place.name.encode(), place.promised, place.group, place.persisted_upto, place.told_ns,
+                _STORE if place.is_store else _FOLLOWER,
+            )
+            for place in self._places.values()
+        )  # fmt: skip
+        rest = _HEAD.pack(
+            _MAGIC, 0, VERSION, len(self._places), self._counter, self._stream.bytes, self._promised
+        )[_CHECKED_FROM:]  # fmt: skip
+        slot = _MAGIC + struct.pack("<I", crc32c(rest, entries)) + rest + entries
+        self._file.pwrite(slot, _SLOT_BYTES * (self._counter % 2))
+
+
+class AcksReader:
+    """The file, for who writes the stream's log; a `HighWater`.
+
+    Args:
+        files: the file system.
+        path: the file's. Where there is none yet, nobody holds anything.
+        stream: whose log. What another one's followers hold doesn't count.
+    """
+
+    def __init__(self, files: Files, path: str, stream: StreamId) -> None:
+        self._files = files
+        self._path = path
+        self._stream = stream
+        self._data = b""
+        self._known = Holdings()
+        self._doubted: frozenset[Holding] = frozenset()
+
+    def begin(self, newest: GroupNumber) -> None:
+        """See `ports.HighWater`."""
+        self._doubted = frozenset()
+        self._doubted = frozenset(place for place in self.look().places if place.group > newest)
+
+    def look(self) -> Holdings:
+        """See `ports.HighWater`. A file that is just being written, or damaged, says what it said before."""
+        for _ in range(_TRIES):
+            data = _read(self._files, self._path)
+            if data != self._data:
+                found = _newest(data)
+                if found is None and data:
+                    continue
+                holdings = None if found is None else _decoded(data, found, self._stream)
+                self._data, self._known = data, holdings or Holdings()
+            break
+        if not self._doubted:
+            return self._known
+        return Holdings(
+            self._known.promised, tuple(place for place in self._known.places if place not in self._doubted)
+        )
+
+
+def _key(name: str, is_store: bool) -> str:  # noqa: FBT001 (as the field)
+    """There is one object store."""
+    return "" if is_store else name
+
+
+def _read(files: Files, path: str) -> bytes:
+    try:
+        return files.read(path, 0, 2 * _SLOT_BYTES)
+    except FileNotFoundError:
+        return b""
+
+
+def _newest(data: bytes) -> tuple[int, int, int] | None:
+    """Counter, place and entries of the newest slot that holds. `LogError` where it is of a newer version."""
+    best: tuple[int, int, int] | None = None
+    for start in (0, _SLOT_BYTES):
+        if len(data) < start + _HEAD.size:
+            continue
+        magic, crc, version, count, counter, _, _ = _HEAD.unpack_from(data, start)
+        end = start + _HEAD.size + count * _ENTRY.size
+        if magic != _MAGIC or end > min(len(data), start + _SLOT_BYTES):
+            continue
+        if crc != crc32c(data[start + _CHECKED_FROM : end]) or (best is not None and counter <= best[0]):
+            continue
+        if version != VERSION:
+            raise LogError(
+                f"the file of acknowledgements is of version {version}, which is unknown",
+                hint="Upgrade this Millstream.",
+            )
+        best = (counter, start, count)
+    return best
+
+
+def _decoded(data: bytes, found: tuple[int, int, int], stream: StreamId) -> Holdings | None:
+    """What a slot says; None where it is another stream's."""
+    _, start, count = found
+    *_, owner, promised = _HEAD.unpack_from(data, start)
+    if owner != stream.bytes:
+        return None
+    places = []
+    for place in range(count):
+        name, own, group, upto, told, kind = _ENTRY.unpack_from(data, start + _HEAD.size + place * _ENTRY.size)
+        places.append(
+            Holding(
+                name.rstrip(b"\0").decode(errors="replace"),
+                Epoch(own),
+                GroupNumber(group),
+                Seq(upto),
+                told,
+                kind == _STORE,
+            )
+        )
+    return Holdings(Epoch(promised), tuple(places))

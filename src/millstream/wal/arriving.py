@@ -1,0 +1,317 @@
+"""A shard's bytes as they arrive: verified while they pass, wherever they are cut, and without keeping them.
+
+What is verified: the segment's header (magic, checksum, stream, region, shard, where it begins) and that it names the footer in front of it;
+each frame's head and each part of its payload by their checksums, and that it follows on (shard, region, epoch, offset, group); the
+footer, by its checksum, its hash of the heads, and every entry against the frame that it tells of. Of an entry's times alone nothing is
+said: they stand in the directory, which isn't decoded here.
+
+A frame's payload is checked part by part while it passes, so that memory is that of one head. What has passed counts (`verified`) once
+the frame is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NamedTuple, TypeVar
+
+from millstream.codec.checksums import crc32c_on
+from millstream.codec.log_frame import FRAME_HEADER_MIN, FrameHeader, FrameKind, decode_frame_head, frame_extent
+from millstream.codec.log_segment import (
+    NO_HASH,
+    SEGMENT_HEADER_SIZE,
+    SEGMENT_TRAILER_SIZE,
+    FrameEntry,
+    SegmentFooter,
+    SegmentHeader,
+)
+from millstream.errors import (
+    CorruptFrame,
+    Diverged,
+    OtherStream,
+    ReplicationError,
+    ShipmentUnreadable,
+    UnsupportedFormat,
+)
+from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, StreamId
+from millstream.model.positions import Offset
+from millstream.model.replication import ByteEnd
+from millstream.wal.segment import entry_of
+
+_Error = TypeVar("_Error", bound=ReplicationError)
+_HEAD_BYTES_MAX: Final = 1 << 28
+_ENTRY: Final = struct.Struct("<B?qqqqqqqq")
+_TABLE: Final = struct.Struct("<qiqq")
+
+
+class WholeFrame(NamedTuple):
+    """One that has come, and is verified."""
+
+    header: FrameHeader
+    end: ByteEnd
+    end_offset: Offset
+    """Behind its records."""
+
+
+@dataclass(slots=True)
+class _Frame:
+    """One whose head has come, and whose payload is on its way."""
+
+    header: FrameHeader
+    head: bytes
+    length: int
+    part: int = 0
+    """Its parts in front of this one are verified."""
+    left: int = 0
+    """Bytes of this part that haven't come yet."""
+    crc: int = 0
+    """Of those that have."""
+
+
+@dataclass(slots=True)
+class ArrivingShard:
+    """How far a shard has come. `copy` it before trying what may be refused."""
+
+    stream: StreamId
+    region: RegionId | None
+    """None: not known yet."""
+    shard: ShardId
+    base: Offset = Offset(0)
+    """The segment that arrives; where `position` is 0, the next one."""
+    position: int = 0
+    """Bytes of it that have passed."""
+    verified: int = 0
+    """Bytes of it that count."""
+    end_offset: Offset = Offset(0)
+    """Of the records that count, exclusive."""
+    group: GroupNumber = GroupNumber(0)
+    """The last frame's."""
+    more: bool = False
+    """It goes on behind it."""
+    previous_hash: bytes | None = NO_HASH
+    """The last footer's; None where what lay in front isn't kept, so that nobody knows."""
+    header: SegmentHeader | None = None
+    is_new: bool = True
+    """Nothing was ever kept of the shard."""
+    epoch: Epoch = Epoch(0)
+    """The greatest that has been seen."""
+    _heads: Any = field(default_factory=hashlib.sha256)
+    _entries: Any = field(default_factory=hashlib.sha256)
+    """Of all that the footer will have to say of the frames: as long as one of them, not as all of them."""
+    _head: bytearray = field(default_factory=bytearray)
+    """The begin of a head that was cut."""
+    _frame: _Frame | None = None
+
+    def copy(self) -> ArrivingShard:
+        """One that goes on by itself."""
+        frame = None if self._frame is None else replace(self._frame)
+        return replace(
+            self, _heads=self._heads.copy(), _entries=self._entries.copy(), _head=bytearray(self._head), _frame=frame
+        )
+
+    @property
+    def end(self) -> ByteEnd:
+        """Where the next byte belongs."""
+        return ByteEnd(self.base, self.position)
+
+    def begin(self, data: memoryview) -> None:
+        """Take a segment's header, which is never cut. Raises `ShipmentUnreadable`, `OtherStream`, `Diverged`."""
+        try:
+            header = SegmentHeader.decode(data)
+        except (CorruptFrame, UnsupportedFormat) as error:
+            raise self.unreadable(error) from error
+        if header.stream != self.stream or self.region not in (None, header.region):
+            raise OtherStream(
+                f"what came is of stream {header.stream} in region {header.region}, here lies {self.stream} in region {self.region}"
+            )
+        if (header.shard, header.base_offset) != (self.shard, self.base):
+            raise self.unreadable("its header is another segment's")
+        if self.previous_hash is not None and header.previous_hash != self.previous_hash:
+            raise self.diverged("it follows on another segment than the one that lies here")
+        if header.epoch < self.epoch:
+            raise self.diverged(f"it was written under epoch {header.epoch}, the one before it under {self.epoch}")
+        self.header, self.epoch, self.region = header, header.epoch, header.region
+        self.is_new = False
+        self.position = self.verified = SEGMENT_HEADER_SIZE
+        self._heads, self._entries = hashlib.sha256(), hashlib.sha256()
+
+    def feed(self, data: memoryview, whole: list[WholeFrame]) -> None:
+        """Take bytes of frames.
+
+        Args:
+            data: behind those that came.
+            whole: gets the frames that are whole with them, also where one behind them isn't.
+
+        Raises:
+            ShipmentUnreadable: a checksum fails, or no frame begins where one should.
+            Diverged: a frame that is whole by itself doesn't follow on.
+        """
+        at = 0
+        while at < len(data):
+            if self._frame is None:
+                head, at = self._take_head(data, at)
+                if head is None:
+                    break
+                self._frame = self._begin_frame(head)
+            if self._frame is not None:
+                at = self._take_payload(self._frame, data, at)
+                if self._frame.part == len(self._frame.header.parts):
+                    whole.append(self._end_frame(self._frame))
+
+    def finish(self, footer: memoryview) -> None:
+        """Take a segment's footer: the next one may come. Raises as `feed`."""
+        at = self.position
+
+        def read(position: int, length: int) -> bytes:
+            return bytes(footer[position - at : position - at + length])
+
+        if self.position != self.verified or self.more:
+            raise self.unreadable("it ends inside of a commit group")
+        try:
+            found = SegmentFooter.decode_tail(read, at + len(footer))
+        except CorruptFrame as error:
+            raise self.unreadable(error) from error
+        if found is None:
+            raise self.unreadable("it ends without a footer")
+        entries = hashlib.sha256()
+        for entry in found.frames:
+            _add_entry(entries, entry)
+        said = (found.end_offset, found.frames_hash, entries.digest())
+        if said != (self.end_offset, self._heads.digest(), self._entries.digest()):
+            raise self.diverged("its footer tells of other frames than those in front of it")
+        self.previous_hash = SegmentFooter.encoded_hash(bytes(footer))
+        self.base, self.position, self.verified, self.header = self.end_offset, 0, 0, None
+
+    def forget_partial(self) -> None:
+        """Go back to the last whole frame."""
+        self._frame = None
+        self._head.clear()
+        self.position = self.verified
+
+    def _take_head(self, data: memoryview, at: int) -> tuple[bytes | memoryview | None, int]:
+        """The next frame's head, and where its payload begins; None where it is cut."""
+        try:
+            if not self._head and len(data) - at >= FRAME_HEADER_MIN:
+                end = at + self._head_length(data[at : at + FRAME_HEADER_MIN])
+                if end <= len(data):
+                    self.position += end - at
+                    return data[at:end], end
+            while True:
+                wanted = (
+                    FRAME_HEADER_MIN if len(self._head) < FRAME_HEADER_MIN else self._head_length(bytes(self._head))
+                )
+                taken = data[at : at + wanted - len(self._head)]
+                self._head += taken
+                self.position += len(taken)
+                at += len(taken)
+                if len(self._head) < wanted:
+                    return None, at
+                if wanted > FRAME_HEADER_MIN:
+                    head = bytes(self._head)
+                    self._head.clear()
+                    return head, at
+        except (CorruptFrame, UnsupportedFormat) as error:
+            raise self.unreadable(error) from error
+
+    def _head_length(self, start: bytes | memoryview) -> int:
+        length = frame_extent(start[:FRAME_HEADER_MIN]).head_length
+        if length > _HEAD_BYTES_MAX:
+            raise CorruptFrame("a frame's head can't be that long")
+        return length
+
+    def _begin_frame(self, head: bytes | memoryview) -> _Frame:
+        try:
+            header, extent, _, _ = decode_frame_head(head)
+        except (CorruptFrame, UnsupportedFormat) as error:
+            raise self.unreadable(error) from error
+        assert self.header is not None
+        if (header.shard, header.region, header.epoch) != (self.shard, self.header.region, self.header.epoch):
+            raise self.diverged("a frame of another shard, region or epoch lies in it")
+        if header.first_offset != self.end_offset:
+            raise self.diverged(f"a frame begins with offset {header.first_offset}, {self.end_offset} was to follow")
+        # A loss frame stands for groups of which nobody knows any more where they ended.
+        follows = header.group == self.group if self.more and header.kind is not FrameKind.LOSS else True
+        if header.group < self.group or not follows:
+            raise self.diverged(f"a frame of group {header.group} follows on group {self.group}")
+        if header.numbering is not self.header.directory.numbering:
+            raise self.diverged("a frame's numbers are of another kind than its segment's")
+        frame = _Frame(header, bytes(head), extent.length)
+        self._skip_empty(frame)
+        return frame
+
+    def _take_payload(self, frame: _Frame, data: memoryview, at: int) -> int:
+        parts = frame.header.parts
+        while frame.part < len(parts) and at < len(data):
+            piece = data[at : at + frame.left]
+            frame.crc = crc32c_on(frame.crc, piece)
+            frame.left -= len(piece)
+            at += len(piece)
+            self.position += len(piece)
+            if frame.left:
+                break
+            if frame.crc != parts[frame.part].crc:
+                raise self.unreadable(f"the rows of table {parts[frame.part].table_id} fail their checksum")
+            frame.part += 1
+            self._skip_empty(frame)
+        return at
+
+    def _skip_empty(self, frame: _Frame) -> None:
+        """Make the next part that has bytes the current one."""
+        parts = frame.header.parts
+        while frame.part < len(parts) and not parts[frame.part].length:
+            frame.part += 1
+        frame.crc = 0
+        frame.left = parts[frame.part].length if frame.part < len(parts) else 0
+
+    def _end_frame(self, frame: _Frame) -> WholeFrame:
+        header = frame.header
+        self._heads.update(frame.head)
+        _add_entry(self._entries, entry_of(header, self.verified, frame.length, None))
+        self.end_offset = Offset(self.end_offset + header.count)
+        self.group, self.more = header.group, header.more
+        self.verified = self.position
+        self._frame = None
+        return WholeFrame(header, ByteEnd(self.base, self.position), self.end_offset)
+
+    def unreadable(self, why: object) -> ShipmentUnreadable:
+        """The error for bytes that fail by themselves."""
+        return self._error(ShipmentUnreadable, why)
+
+    def diverged(self, why: object) -> Diverged:
+        """The error for bytes that are right by themselves, and don't follow on what lies here."""
+        return self._error(Diverged, why)
+
+    def _error(self, kind: type[_Error], why: object) -> _Error:
+        return kind(
+            f"segment {self.base} of shard {self.shard}, which came from the leader, at byte {self.position}: {why}",
+            shard=int(self.shard),
+            base_offset=int(self.base),
+            byte=self.position,
+        )
+
+
+def footer_start(data: memoryview, position: int) -> int | None:
+    """Where in the file the footer begins that a file's last bytes end with; None where there is no whole one among them.
+
+    Args:
+        data: the last bytes.
+        position: where they begin in the file.
+    """
+    trailer = bytes(data[-SEGMENT_TRAILER_SIZE:])
+    if not SegmentFooter.is_trailer(trailer):
+        return None
+    size = SegmentFooter.size_in(trailer)
+    return position + len(data) - size if size <= len(data) else None
+
+
+def _add_entry(to: Any, entry: FrameEntry) -> None:
+    tables: Sequence[Any] = entry.tables
+    to.update(
+        _ENTRY.pack(
+            entry.kind, entry.more, entry.offset, entry.count, entry.position, entry.length, entry.first_seq,
+            entry.last_seq, entry.group_last_seq, entry.group,
+        )
+    )  # fmt: skip
+    to.update(b"".join(_TABLE.pack(*table) for table in tables))

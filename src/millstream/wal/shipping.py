@@ -1,0 +1,308 @@
+"""What a leader's log has for a follower: bytes of its segments, up to its durable marks, from wherever the follower stands.
+
+A reader of files, which needs neither the writer nor its locks. First the marks are read, all of one moment; then what lies in front of
+them goes, in pieces as large as the caller has room for, shard by shard; then the marks. What came to be durable meanwhile is the next
+round's. So a follower that catches up with a busy leader gets marks again and again.
+
+Only what is durable goes: frames in front of a mark, and of segments in front of the one that it names all, with their footers. A segment
+that has no frames yet isn't given: recovery takes it away and makes it anew. What recovery seals, cuts or copies is behind the marks, or
+stays byte for byte.
+
+A source begins each shard a little before the follower's end, and does so again wherever the follower doesn't stand where the last
+piece ended: a follower that has other bytes than this log finds out there, before anything is put behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SEGMENT_TRAILER_SIZE, SegmentFooter
+from millstream.errors import CorruptFrame, Diverged, FollowerBehindRetention
+from millstream.model.ids import Epoch, RegionId, ShardId
+from millstream.model.marks import DroppedMark, DurableMark
+from millstream.model.positions import Offset, Seq
+from millstream.model.replication import ByteEnd, ReplicaPosition, SegmentPart, Shipment
+from millstream.ports import Clock, Files
+from millstream.wal.files import RealFiles, SystemClock
+from millstream.wal.index import damage, read_header
+from millstream.wal.layout import SegmentFile, list_segments, list_shards, segment_path, shard_folder
+from millstream.wal.mark import missing_shards, read_dropped, read_mark, stream_cut
+from millstream.wal.scan import reader_of
+
+BYTES_MAX: Final = 4 << 20
+_OVERLAP_BYTES: Final = 4096
+_LEAST_BYTES: Final = SEGMENT_HEADER_SIZE
+"""Room for less than that isn't filled: a header isn't cut."""
+_POLL_S: Final = (0.0005, 0.02)
+"""How long a look at the marks waits for the next: twice as long each time nothing has moved."""
+
+
+def durable_marks(files: Files, folder: str) -> Mapping[ShardId, DurableMark]:
+    """The marks of all shards that have one, as of one moment: what their writers have made durable, whoever may read it.
+
+    Raises:
+        CorruptWal: shards are missing.
+    """
+    while True:
+        shards = list_shards(files, folder)
+        found = {shard: read_mark(files, shard_folder(folder, shard)) for shard in shards}
+        marks = {shard: mark for shard, mark in found.items() if mark is not None}
+        # A writer that came meanwhile was given numbers below those that the others' marks may show by now.
+        if list_shards(files, folder) == shards and all(
+            read_mark(files, shard_folder(folder, shard)) == mark for shard, mark in marks.items() if mark.is_settled
+        ):
+            missing = missing_shards(folder, shards, marks.values())
+            if missing is not None:
+                raise missing
+            return marks
+
+
+class ShipSource:
+    """One follower's view of a leader's log. One thread.
+
+    Args:
+        files: the file system.
+        folder: the stream's.
+        clock: for waiting.
+    """
+
+    def __init__(self, folder: str, *, files: Files | None = None, clock: Clock | None = None) -> None:
+        self._folder = folder
+        self._files = RealFiles() if files is None else files
+        self._clock = SystemClock() if clock is None else clock
+        self._target: Mapping[ShardId, DurableMark] = {}
+        """What is being given: the marks of the moment at which the last round began."""
+        self._told: Mapping[ShardId, DurableMark] | None = None
+        """The marks that were given last."""
+        self._expected: dict[ShardId, ByteEnd] = {}
+        """Where the follower stands once it has what was given."""
+        self._region: RegionId | None = None
+
+    def read(self, position: ReplicaPosition, bytes_max: int = BYTES_MAX) -> Shipment | None:
+        """What comes next behind a follower's position; None where there is nothing that it wasn't given.
+
+        Args:
+            position: what the follower has, or will have once it has taken what was given before.
+            bytes_max: of the parts together. Exceeded where a header or a footer alone is larger: those aren't cut.
+
+        Returns:
+            Without `documents` and `sent_ns`; `epoch` is the greatest of the marks. With marks where this is the last of a round.
+
+        Raises:
+            FollowerBehindRetention: the segment behind a position was dropped.
+            Diverged: the log never had such a position.
+            CorruptWal: a segment, or a shard, is missing or damaged.
+        """
+        if not self._target or self._target == self._told:
+            self._target = durable_marks(self._files, self._folder)
+        if not self._target:
+            return None
+        parts: list[SegmentPart] = []
+        first_kept: dict[ShardId, DroppedMark] = {}
+        left = bytes_max = max(bytes_max, SEGMENT_HEADER_SIZE)
+        for shard, mark in sorted(self._target.items()):
+            if left < min(bytes_max, _LEAST_BYTES):
+                return self._shipment(parts, {}, first_kept)
+            dropped = read_dropped(self._files, shard_folder(self._folder, shard))
+            if dropped is not None:
+                first_kept[shard] = dropped
+            given = _ShardReader(self._files, shard_folder(self._folder, shard), shard, mark, dropped)
+            end = given.start(position.get(shard))
+            overlap = 0 if self._expected.get(shard) == end else _OVERLAP_BYTES
+            end, found, is_done = given.parts(end, left, overlap=overlap)
+            self._expected[shard] = end
+            parts += found
+            left -= sum(len(part.data) for part in found)
+            if not is_done:
+                return self._shipment(parts, {}, first_kept)
+        if not parts and self._told == self._target:
+            return None
+        self._told = self._target
+        return self._shipment(parts, self._target, first_kept)
+
+    def restart(self) -> None:
+        """Give the marks once more, and look whether the follower has the same bytes: it asked for what lies behind its position."""
+        self._told = None
+        self._target = {}  # what it covers may have been dropped since
+        self._expected.clear()
+
+    def wait_beyond(self, timeout_s: float, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until the marks have moved on from those given last; False where they haven't in time, or `stop` says so."""
+        deadline = self._clock.monotonic_ns() + int(timeout_s * 1e9)
+        pause = _POLL_S[0]
+        while self._told is not None and self._target == self._told:
+            if durable_marks(self._files, self._folder) != self._told:
+                return True
+            if stop() or self._clock.monotonic_ns() >= deadline:
+                return False
+            self._clock.sleep(pause)
+            pause = min(2 * pause, _POLL_S[1])
+        return True
+
+    def leader_end(self) -> Seq:
+        """How far the log is durable now."""
+        return stream_cut(durable_marks(self._files, self._folder).values())
+
+    def _shipment(
+        self,
+        parts: list[SegmentPart],
+        marks: Mapping[ShardId, DurableMark],
+        first_kept: Mapping[ShardId, DroppedMark],
+    ) -> Shipment:
+        some = next(iter(self._target.values()))
+        return Shipment(
+            stream=some.stream,
+            region=self._region_of_log(),
+            epoch=max((mark.epoch for mark in self._target.values()), default=Epoch(0)),
+            parts=tuple(parts),
+            marks=marks,
+            first_kept=first_kept,
+            leader_end=stream_cut(self._target.values()),
+        )
+
+    def _region_of_log(self) -> RegionId:
+        """It never changes; every segment tells it."""
+        if self._region is None:
+            for shard in self._target:
+                for segment in reversed(list_segments(self._files, shard_folder(self._folder, shard))):
+                    try:
+                        self._region = read_header(self._files, segment).region
+                    except FileNotFoundError:  # recovery makes it anew
+                        continue
+                    return self._region
+            return RegionId(0)
+        return self._region
+
+
+class _ShardReader:
+    """One shard's bytes in front of a mark."""
+
+    def __init__(
+        self, files: Files, folder: str, shard: ShardId, mark: DurableMark, dropped: DroppedMark | None
+    ) -> None:
+        self._files = files
+        self._folder = folder
+        self._shard = shard
+        self._mark = mark
+        self._first = Offset(0) if dropped is None else dropped.offset
+
+    def start(self, position: ByteEnd | None) -> ByteEnd:
+        """Where a follower goes on: checked that it may."""
+        if position is None:
+            return ByteEnd(self._first, 0)
+        if position.base_offset < self._first:
+            raise self._behind(position.base_offset)
+        target = ByteEnd(self._mark.base_offset, self._mark.byte_end)
+        if position > target and not self._reaches(position):
+            raise self._diverged(position, "the log ends in front of it")
+        return position
+
+    def parts(self, start: ByteEnd, bytes_max: int, *, overlap: int) -> tuple[ByteEnd, list[SegmentPart], bool]:
+        """Parts from there on, where they end, and whether that is at the mark."""
+        found: list[SegmentPart] = []
+        mark = self._mark
+        at = start
+        left = bytes_max
+        while at.base_offset < mark.base_offset:
+            if left < _LEAST_BYTES and found:
+                return at, found, False
+            path = segment_path(self._folder, at.base_offset)
+            try:
+                size = self._files.size(path)
+                footer = self._footer_size(path, size)
+                if at.position > size - footer:
+                    raise self._diverged(at, f"the segment's frames end at {size - footer}")
+                begin = max(0, at.position - overlap)
+                end = size if size - begin <= left else min(size - footer, begin + left)
+                if end == begin:
+                    if found:
+                        return at, found, False
+                    end = size  # the footer alone
+                data = self._files.read(path, begin, end - begin)
+            except FileNotFoundError as error:
+                raise self._gone(at) from error
+            found.append(SegmentPart(self._shard, at.base_offset, begin, data, end == size))
+            left -= len(data)
+            overlap = 0
+            if end < size:
+                return ByteEnd(at.base_offset, end), found, False
+            at = ByteEnd(self._end_of(path, size), 0)
+        if at.base_offset > mark.base_offset or mark.byte_end <= max(at.position, SEGMENT_HEADER_SIZE):
+            if overlap and at.base_offset == mark.base_offset and at.position:
+                found += self._part(at.base_offset, max(0, at.position - overlap), at.position)
+            return at, found, True
+        begin = max(0, at.position - overlap)
+        end = min(mark.byte_end, begin + left)
+        if found and left < _LEAST_BYTES:
+            return at, found, False
+        found += self._part(at.base_offset, begin, end)
+        return ByteEnd(at.base_offset, max(end, at.position)), found, end == mark.byte_end
+
+    def _part(self, base: Offset, begin: int, end: int) -> list[SegmentPart]:
+        try:
+            data = self._files.read(segment_path(self._folder, base), begin, end - begin)
+        except FileNotFoundError as error:
+            raise self._gone(ByteEnd(base, begin)) from error
+        if len(data) < end - begin:
+            raise self._diverged(ByteEnd(base, end), "the segment is shorter")
+        return [SegmentPart(self._shard, base, begin, data)]
+
+    def _reaches(self, position: ByteEnd) -> bool:
+        """Whether the log has bytes up to a place behind its mark: a power cut may have kept those, and an older mark."""
+        segments = {segment.base_offset: segment for segment in list_segments(self._files, self._folder)}
+        if position.base_offset in segments:
+            return position.position <= self._files.size(segments[position.base_offset].path)
+        before = [segment for base, segment in segments.items() if base < position.base_offset]
+        if position.position or not before:
+            return False
+        last = max(before)
+        try:
+            footer = SegmentFooter.decode_tail(reader_of(self._files, last.path), self._files.size(last.path))
+        except CorruptFrame:
+            return False
+        return footer is not None and footer.end_offset == position.base_offset
+
+    def _footer_size(self, path: str, size: int) -> int:
+        trailer = self._files.read(path, max(0, size - SEGMENT_TRAILER_SIZE), SEGMENT_TRAILER_SIZE)
+        if not SegmentFooter.is_trailer(trailer):
+            raise self._damaged(path, size, "it isn't sealed, though another segment follows")
+        return min(SegmentFooter.size_in(trailer), size - SEGMENT_HEADER_SIZE)
+
+    def _end_of(self, path: str, size: int) -> Offset:
+        """Where the segment behind a sealed one begins."""
+        try:
+            footer = SegmentFooter.decode_tail(reader_of(self._files, path), size)
+        except CorruptFrame as error:
+            raise self._damaged(path, size, error) from error
+        if footer is None:
+            raise self._damaged(path, size, "the segment's footer is missing")
+        return footer.end_offset
+
+    def _damaged(self, path: str, byte: int, why: object) -> Exception:
+        base = SegmentFile(Offset(0), path).base_offset
+        return damage(why, file=path, byte=byte, offset_from=base, offset_to=base)
+
+    def _gone(self, at: ByteEnd) -> Exception:
+        dropped = read_dropped(self._files, self._folder)
+        if dropped is not None and at.base_offset < dropped.offset:
+            self._first = dropped.offset
+            return self._behind(at.base_offset)
+        return self._diverged(at, "no such segment is there")
+
+    def _behind(self, base: Offset) -> FollowerBehindRetention:
+        return FollowerBehindRetention(
+            f"the follower goes on with segment {base} of shard {self._shard}; the leader's log begins with {self._first}",
+            hint="Have it built anew: `millstream follow --rebuild`. `retention_bytes_max` says how far a follower may fall behind.",
+            shard=int(self._shard),
+            needed_from=int(base),
+            first=int(self._first),
+        )
+
+    def _diverged(self, at: ByteEnd, why: str) -> Diverged:
+        return Diverged(
+            f"the follower has shard {self._shard} up to byte {at.position} of segment {at.base_offset}: {why}",
+            shard=int(self._shard),
+            base_offset=int(at.base_offset),
+            byte=at.position,
+        )

@@ -1,0 +1,61 @@
+"""The hybrid clock: forward whatever the wall clock does, behind whatever was heard of, and never carried off by a clock that is wrong."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.crdt.hlc import DRIFT_MAX_NS, ENCODED_SIZE, HybridTime, next_wall_ns, observe, tick
+from millstream.errors import ClockAhead, InvalidValue, MergeStateUnreadable
+
+TIMES = st.builds(HybridTime, st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1), st.integers(0, 2**32 - 1))
+
+
+@given(st.lists(st.tuples(st.integers(0, 100), st.none() | st.integers(0, 100)), min_size=1, max_size=30))
+def test_times_of_a_node_grow_over_clocks_that_go_back_and_restarts_and_pass_what_it_hears(
+    steps: list[tuple[int, int | None]],
+) -> None:
+    last, logical_walls = HybridTime(0, 0, 1), 0
+    for now, heard in steps:
+        # A restart: all that is left of the clock is what was persisted.
+        before = HybridTime.decode(last.encode())
+        remote = None if heard is None else HybridTime(heard, heard % 3, 2)
+        last = tick(before, now) if remote is None else observe(before, remote, now)
+        assert last > before
+        assert last.node == 1
+        assert remote is None or last > remote
+        logical_walls = max(logical_walls, now, heard or 0)
+        assert last.wall_ns == logical_walls
+
+
+@given(TIMES, TIMES)
+def test_the_order_of_the_bytes_is_that_of_the_times(a: HybridTime, b: HybridTime) -> None:
+    assert (a.encode() < b.encode()) == (a < b)
+    assert len(a.encode()) == ENCODED_SIZE
+    assert HybridTime.decode(a.encode()) == a
+
+
+def test_a_clock_that_is_too_far_ahead_is_refused_by_its_name() -> None:
+    own = HybridTime(50, 0, 1)
+    with pytest.raises(ClockAhead, match=r"region 2 is 60\.0 s ahead") as caught:
+        observe(own, HybridTime(51 + DRIFT_MAX_NS, 0, 2), 50)
+    assert caught.value.details["node"] == "region 2"
+    with pytest.raises(ClockAhead, match="oslo"):
+        observe(own, HybridTime(200, 0, 2), 50, name="oslo", drift_max_ns=100)
+    assert observe(own, HybridTime(50 + DRIFT_MAX_NS, 7, 2), 50) == HybridTime(50 + DRIFT_MAX_NS, 8, 1)
+
+
+def test_the_logical_part_carries_over_and_groups_of_a_log_are_apart_by_their_wall_alone() -> None:
+    assert tick(HybridTime(9, 2**63 - 1, 1), 5) == HybridTime(10, 0, 1)
+    assert next_wall_ns(9, 5) == 10
+    assert next_wall_ns(9, 12) == 12
+
+
+def test_no_time_has_numbers_out_of_range_or_other_bytes() -> None:
+    for bad in ({"wall_ns": -1}, {"wall_ns": 1, "logical": 2**63}, {"wall_ns": 1, "node": 2**32}):
+        with pytest.raises(InvalidValue):
+            HybridTime(**bad)
+    for data in (b"", b"\xff" * ENCODED_SIZE, b"\0" * (ENCODED_SIZE + 1)):
+        with pytest.raises(MergeStateUnreadable):
+            HybridTime.decode(data)

@@ -1,0 +1,207 @@
+"""Tables that merge: whole columns at a time as one value at a time, and replicas that have heard different things come together."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.crdt.region_logs import COLUMNS, KEY, MERGE, Said, plainly_merged, region_logs, region_rows, token_of
+
+from millstream.crdt.declared import ColumnMerge, MergeKind, TableMerge, union_of
+from millstream.crdt.reconcile import MergePlan, ReconciliationEngine, RegionState
+from millstream.crdt.tables import fold, lift, merged, state_schema
+from millstream.errors import InvalidValue, MergeStateUnreadable, MergeUnsuitable, OtherStream, UsageError
+from millstream.model.ids import RegionId
+
+ENGINE = ReconciliationEngine(KEY, MERGE, "public.posts")
+LOGS = region_logs()
+FEWER = settings(max_examples=settings().max_examples // 3)
+"""Of tables with ten columns."""
+
+
+def same(one: pa.Table, other: pa.Table) -> bool:
+    """To the bit, -0.0 and NaN included."""
+    return ENGINE.encode(RegionState(one)) == ENGINE.encode(RegionState(other))
+
+
+@FEWER
+@given(LOGS)
+def test_columns_merge_as_the_plain_kinds_do_value_by_value(logs: dict[int, list[Said]]) -> None:
+    said = [one for log in logs.values() for one in log]
+    found = merged(fold(region_rows(said), KEY, MERGE), KEY, MERGE)
+    expected = plainly_merged(said, at_ns=max(one.wall_ns for one in said))
+    assert json.dumps(found.to_pylist(), default=repr) == json.dumps(expected, default=repr)
+
+
+@FEWER
+@given(LOGS, st.data())
+def test_any_order_duplication_and_batching_of_records_folds_to_the_same_rows(
+    logs: dict[int, list[Said]], data: st.DataObject
+) -> None:
+    said = [one for log in logs.values() for one in log]
+    whole = fold(region_rows(said), KEY, MERGE)
+    delivered = data.draw(st.permutations(said + data.draw(st.lists(st.sampled_from(said), max_size=3))))
+    cut = data.draw(st.integers(0, len(delivered)))
+    batches = [fold(region_rows(part), KEY, MERGE) for part in (delivered[:cut], delivered[cut:])]
+    assert same(fold(pa.concat_tables(batches), KEY, MERGE), whole)
+    assert same(fold(pa.concat_tables([whole, *batches, whole]), KEY, MERGE), whole)
+
+
+def heard(logs: dict[int, list[Said]], upto: dict[int, int]) -> RegionState:
+    """Somebody who has heard so many records of each region."""
+    said = [one for region, count in upto.items() for one in logs[region][:count]]
+    vector = {RegionId(region): token_of(region, count) for region, count in upto.items()}
+    return RegionState(fold(region_rows(said), KEY, MERGE), vector)
+
+
+@FEWER
+@given(LOGS, st.data())
+def test_two_replicas_that_heard_different_things_hold_the_same_after_one_exchange(
+    logs: dict[int, list[Said]], data: st.DataObject
+) -> None:
+    sides = [
+        {r: data.draw(st.integers(0, len(log))) for r, log in logs.items() if data.draw(st.booleans())}
+        for _ in range(2)
+    ]
+    local, remote = (heard(logs, upto) for upto in sides)
+    plan = ENGINE.plan(local, remote)
+    turned = ENGINE.plan(remote, local).turned()
+    assert same(plan.to_local.rows, turned.to_local.rows)
+    assert same(plan.to_remote.rows, turned.to_remote.rows)
+    here, there = ENGINE.apply(local, plan.to_local), ENGINE.apply(remote, plan.to_remote)
+    together = heard(logs, {r: max(side.get(r, 0) for side in sides) for r in sides[0].keys() | sides[1].keys()})
+    for state in (here, there, ENGINE.apply(here, plan.to_local), ENGINE.apply(here, plan.to_remote)):
+        assert same(state.rows, together.rows)
+        assert state.vector == together.vector
+    assert ENGINE.plan(here, there).is_empty
+    # Only what is missing goes: nothing that the other side's vector has.
+    for missing, other in ((plan.to_local, sides[0]), (plan.to_remote, sides[1])):
+        rows = missing.rows.to_pylist()
+        assert all(row["__seq"] > other.get(row["__region"], 0) for row in rows)
+
+
+def posts(region: int, *rows: dict[str, Any], at: int = 1) -> RegionState:
+    said = [
+        Said(region, seq, (at + seq) * 10**9, dict.fromkeys(COLUMNS.names) | row) for seq, row in enumerate(rows, 1)
+    ]
+    return RegionState(
+        fold(region_rows(said), KEY, MERGE), {RegionId(region): token_of(region, len(said))} if said else {}
+    )
+
+
+def test_a_dry_run_tells_people_what_changes_and_who_knows_a_row() -> None:
+    local = posts(
+        1, {"id": 1, "part": "a", "likes": 3, "title": "old", "tags": ["x"]}, {"id": 2, "part": "a", "views": 1}
+    )
+    remote = posts(2, {"id": 1, "part": "a", "likes": 2, "title": "new", "hidden": True}, at=9)
+    found = ENGINE.dry_run(local, remote).to_pylist()
+    lines = {(line["key"], line["column"]): tuple(line.values())[2:] for line in found}
+    assert lines["id=1, part=a", "likes"] == ("3", "2", "5", "both")
+    assert lines["id=1, part=a", "title"] == ("old", "new", "new", "both")
+    assert lines["id=1, part=a", "tags"] == ("['x']", None, "['x']", "both")
+    assert lines["id=1, part=a", "hidden"] == ("False", "True", "True", "both")
+    assert lines["id=2, part=a", "views"] == ("1", None, "1", "local")
+    assert ("id=1, part=a", "ratio") not in lines
+    assert ENGINE.dry_run(local, remote, rows_max=2).num_rows == 2
+    assert ENGINE.dry_run(local, local).num_rows == 0
+    assert ENGINE.dry_run(posts(1), posts(2)).num_rows == 0
+
+
+def test_across_regions_the_later_wins_whatever_its_number_and_at_one_moment_whoever_hides() -> None:
+    def said(region: int, seq: int, wall_ns: int, **row: Any) -> Said:
+        return Said(region, seq, wall_ns, dict.fromkeys(COLUMNS.names) | {"id": 1, "part": ""} | row)
+
+    def seen(*records: Said) -> dict[str, Any]:
+        (row,) = merged(fold(region_rows(list(records)), KEY, MERGE), KEY, MERGE).to_pylist()
+        return dict(row)
+
+    assert seen(said(1, 9, 5, title="early"), said(2, 1, 6, title="late"))["title"] == "late"
+    assert seen(said(1, 9, 5, title="one"), said(2, 9, 5, title="two"))["title"] == "two"
+    assert seen(said(1, 9, 5, hidden=True), said(2, 9, 5, hidden=False))["hidden"]
+    assert not seen(said(1, 9, 5, hidden=True), said(2, 10, 5, hidden=False))["hidden"]
+    assert seen(said(1, 9, 6, hidden=True), said(2, 10, 5, hidden=False))["hidden"]
+
+
+def test_a_state_comes_back_from_its_bytes_and_damaged_ones_or_those_of_other_rules_do_not() -> None:
+    state = posts(1, {"id": 1, "part": "a", "likes": 3, "tags": ["x"]})
+    data = ENGINE.encode(state)
+    again = ENGINE.decode(data)
+    assert again is not None
+    assert again.vector == state.vector
+    assert same(again.rows, state.rows)
+    for at in range(0, len(data), 97):
+        with pytest.raises(MergeStateUnreadable):
+            ENGINE.decode(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    assert ReconciliationEngine(KEY, TableMerge(), "t").decode(data) is None
+
+
+def test_a_region_whose_log_was_made_anew_is_told_from_the_one_before() -> None:
+    state = posts(1, {"id": 1, "part": "a"})
+    other = RegionState(state.rows, {RegionId(1): token_of(7, 3)})
+    with pytest.raises(OtherStream, match="region 1"):
+        ENGINE.plan(state, other)
+
+
+def test_sums_beyond_their_type_are_refused_and_those_near_its_end_are_not() -> None:
+    near = 2**63 - 1
+    for values, fits in (((near, -near), True), ((near, 0), True), ((near, 1), False)):
+        rows = pa.concat_tables([posts(r, {"id": 1, "part": "", "likes": v}).rows for r, v in enumerate(values, 1)])
+        if fits:
+            assert merged(fold(rows, KEY, MERGE), KEY, MERGE).column("likes").to_pylist() == [sum(values)]
+        else:
+            with pytest.raises(InvalidValue, match="64 bits"):
+                merged(fold(rows, KEY, MERGE), KEY, MERGE)
+
+
+def test_regions_with_other_columns_and_types_meet_in_those_that_hold_both() -> None:
+    narrow = pa.schema([("id", pa.int64()), ("n", pa.int32()), ("d", pa.decimal128(5, 2))])
+    wide = pa.schema([("id", pa.int64()), ("n", pa.int64()), ("d", pa.decimal128(6, 1)), ("hide", pa.bool_())])
+    merge = TableMerge.parse({"n": "pn_counter", "hide": "hide"})
+    both = union_of("t", [narrow, wide])
+    assert both.types == [pa.int64(), pa.int64(), pa.decimal128(7, 2), pa.bool_()]
+    engine = ReconciliationEngine(("id",), merge)
+    states = []
+    for region, columns in ((1, narrow), (2, wide)):
+        records = pa.table({"__op": ["c"], "__seq": [1], "id": [5], "n": pa.array([region], columns.field("n").type)})
+        rows = lift(records, pa.array([region]), RegionId(region), columns, merge)
+        states.append(RegionState(fold(rows, ("id",), merge), {RegionId(region): token_of(region, 1)}))
+    plan: MergePlan = engine.plan(*states)
+    assert engine.value(engine.apply(states[0], plan.to_local)).column("n").to_pylist() == [3]
+    assert engine.dry_run(*states).num_rows == 1
+    with pytest.raises(MergeUnsuitable, match=r"t\.n is int32 in one region and string in another"):
+        union_of("t", [narrow, pa.schema([("n", pa.string())])])
+
+
+def test_what_can_not_merge_is_refused_by_name() -> None:
+    columns = pa.schema(
+        [("id", pa.int64()), ("at", pa.float64()), ("name", pa.string()), ("tags", pa.list_(pa.string()))]
+    )
+    for words, key, said in (
+        ({}, (), "has no key"),
+        ({}, ("at",), r"t\.at is of the key, and double"),
+        ({"id": "lww"}, ("id",), r"t\.id is of the key"),
+        ({"name": "pn_counter"}, ("id",), r"t\.name is string, which can't merge by pn_counter"),
+        ({"at": "g_counter"}, ("id",), "double, which can't merge by g_counter"),
+        ({"name": "union_set"}, ("id",), "can't merge by union_set"),
+        ({"tags": "hide"}, ("id",), "can't merge by hide"),
+        ({"gone": "lww"}, ("id",), r"t\.gone isn't there; t has id, at"),
+    ):
+        with pytest.raises(MergeUnsuitable, match=said):
+            TableMerge.parse(words).check("t", columns, key)
+    TableMerge.parse({"gone": "hide", "tags": "or_set", "at": "signal(7d)"}).check("t", columns, ("id",), whole=False)
+    for word in ("sum", "signal", "signal(0s)", "signal(999999999d)", "hide "):
+        with pytest.raises(UsageError, match="no column merges by"):
+            ColumnMerge.parse(word)
+    assert ColumnMerge.parse("signal(90m)") == ColumnMerge(MergeKind.SIGNAL, 5400 * 10**9)
+
+
+def test_records_that_take_rows_away_are_no_merging_tables() -> None:
+    records = pa.table({"__op": ["c", "d"], "__seq": [1, 2], "id": [5, 5]})
+    with pytest.raises(MergeUnsuitable, match="take rows away"):
+        lift(records, pa.array([1, 2]), RegionId(1), pa.schema([("id", pa.int64())]), TableMerge())
+    empty = state_schema(COLUMNS, MERGE).empty_table()
+    assert merged(fold(empty, KEY, MERGE), KEY, MERGE).num_rows == 0

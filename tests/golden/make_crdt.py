@@ -1,0 +1,26 @@
+"""Writes crdt-v1.json, once: what a version has written, every later one reads. `python tests/golden/make_crdt.py`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+_PLACE = Path(__file__).parent.parent / "crdt" / "test_laws.py"
+
+
+def main() -> None:
+    """Encode the samples of the tests."""
+    spec = importlib.util.spec_from_file_location("test_laws", _PLACE)
+    assert spec is not None
+    assert spec.loader is not None
+    laws = importlib.util.module_from_spec(spec)
+    sys.modules["test_laws"] = laws
+    spec.loader.exec_module(laws)
+    golden = {name: laws.CASES[name].lattice.encode(state).hex() for name, state in laws.SAMPLES.items()}
+    (Path(__file__).parent / "crdt-v1.json").write_text(json.dumps(golden, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

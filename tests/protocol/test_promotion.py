@@ -1,0 +1,171 @@
+"""How a node becomes the leader: each rule of `protocol.replication.promotion`, one contest at a time."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from millstream.errors import LinkLost, NotCaughtUp, PromotionLost
+from millstream.model.ids import Epoch, GroupNumber
+from millstream.model.positions import Seq
+from millstream.model.replication import AckLevel, NodeName
+from millstream.protocol.replication import UNPROMISED, Promise, Promotion, Rank, Role, RoleFact, Standing
+from millstream.protocol.replication import promotion as promoting
+from millstream.protocol.replication.shipping import PersistRole
+
+A, B, C = NodeName("a"), NodeName("b"), NodeName("c")
+_T = TypeVar("_T")
+
+
+def standing(group: int, promise: Promise = UNPROMISED, *, role: Role = Role.FOLLOWS) -> Standing:
+    return Standing(promise, role, Rank(UNPROMISED, GroupNumber(group)), Seq(group))
+
+
+def of(kind: type[_T], effects: list[promoting.Effect]) -> list[_T]:
+    return [effect for effect in effects if isinstance(effect, kind)]
+
+
+class Contest:
+    """B stands against A, who leads, and C, who follows."""
+
+    def __init__(
+        self, level: str = "durable(1)", *, group: int = 5, accept_loss: bool = False, has_store: bool = False
+    ) -> None:
+        fact = RoleFact(Role.FOLLOWS, leader=A)
+        self.one = Promotion(
+            B,
+            frozenset({A, B, C}),
+            fact,
+            AckLevel.parse(level),
+            accept_loss=accept_loss,
+            has_store=has_store,
+        )
+        self.now = 0.0
+        self.group = GroupNumber(group)
+        self.effects = self.step(promoting.Begin())
+
+    def step(self, event: promoting.Event) -> list[promoting.Effect]:
+        self.effects = self.one.step(event, self.now)
+        self.stood = of(promoting.Stand, self.effects)
+        if self.stood:
+            fact = RoleFact(Role.FOLLOWS, leader=A).standing_for(self.stood[0].promise)
+            self.effects = self.one.step(promoting.Stood(fact, self.group), self.now)
+        return self.effects
+
+    def all_say(self, **groups: int | None) -> list[promoting.Effect]:
+        """Each node that isn't named None answers, with what it has, and what is asked of it."""
+        for name, group in groups.items():
+            node = NodeName(name)
+            if group is None:
+                self.step(promoting.Unanswered(node))
+            else:
+                promise = self.one.fact.promise if self.one.state is promoting.State.ASKING else UNPROMISED
+                self.step(promoting.Answered(node, standing(group, promise)))
+        return self.effects
+
+    def error(self) -> Exception:
+        (failed,) = of(promoting.Failed, self.effects)
+        return failed.error
+
+
+def test_with_enough_promises_it_takes_over_and_its_reign_begins_behind_its_last_group():
+    one = Contest()
+    effects = one.all_say(a=None, c=4)
+    promise = Promise(Epoch(1), B)
+    assert effects == [promoting.AskPromise(A, promise), promoting.AskPromise(C, promise)]
+    assert one.all_say(a=None, c=4) == [promoting.TakeOver(promise)]
+    persisted, lead = one.step(promoting.TookOver(GroupNumber(5)))
+    assert isinstance(persisted, PersistRole)
+    assert isinstance(lead, promoting.Lead)
+    assert (lead.fact.role, lead.fact.leader, lead.losses) == (Role.LEADS, B, ())
+    assert lead.fact.lineage.last == (promise, 5)
+
+
+def test_too_few_that_answer_change_nothing():
+    one = Contest()
+    one.all_say(a=None, c=None)
+    assert isinstance(one.error(), NotCaughtUp)
+    assert not of(promoting.Stand, one.effects)
+    one = Contest("local")
+    one.all_say(a=None, c=5)
+    assert "a can't be asked, and 3 of 3" in str(one.error()), "what only the leader may have"
+
+
+def test_too_few_promises_fail_it_and_what_may_be_lost_is_said_where_that_is_accepted():
+    one = Contest()
+    one.all_say(a=None, c=4)
+    one.all_say(a=None, c=None)
+    assert isinstance(one.error(), NotCaughtUp)
+    one = Contest("local", accept_loss=True)
+    one.all_say(a=None, c=4)
+    one.all_say(a=None, c=4)
+    *_, lead = one.step(promoting.TookOver(GroupNumber(5)))
+    assert isinstance(lead, promoting.Lead)
+    assert lead.losses == ("what only a may have is lost; what was acknowledged at durable(1) or a higher level isn't",)
+
+
+def test_what_another_has_more_is_fetched_or_named():
+    one = Contest()
+    one.all_say(a=None, c=9)
+    (catch_up,) = one.all_say(a=None, c=9)
+    assert isinstance(catch_up, promoting.CatchUp)
+    assert (catch_up.node, catch_up.rank.group) == (C, 9)
+    assert of(promoting.TakeOver, one.step(promoting.CaughtUp(one.one.fact, GroupNumber(9))))
+    for accept_loss in (False, True):
+        one = Contest(accept_loss=accept_loss)
+        one.all_say(a=None, c=9)
+        one.all_say(a=None, c=9)
+        one.step(promoting.CatchUpFailed(LinkLost("gone")))
+        said = "c has group 9 of epoch 0, up to number 9; b has group 5 of epoch 0"
+        assert one.one.losses == [said]
+        assert bool(of(promoting.TakeOver, one.effects)) is accept_loss
+        assert bool(of(promoting.Failed, one.effects)) is not accept_loss
+
+
+def test_the_claim_decides_before_anybody_is_asked():
+    one = Contest("object", has_store=True)
+    one.all_say(a=None, c=None)
+    promise = Promise(Epoch(1), B)
+    assert one.effects[-1] == promoting.Claim(promise)
+    one.step(promoting.Claimed(Rank(UNPROMISED, GroupNumber(8)), Seq(80)))
+    (catch_up,) = one.all_say(a=None, c=None)
+    assert isinstance(catch_up, promoting.CatchUp)
+    assert catch_up.node == promoting.STORE
+    one = Contest("object", has_store=True)
+    one.all_say(a=None, c=None)
+    one.step(promoting.ClaimFailed(PromotionLost("c was faster")))
+    assert isinstance(one.error(), PromotionLost)
+
+
+def test_of_two_at_once_the_lower_promise_loses():
+    one = Contest()
+    one.all_say(a=None, c=4)
+    assert one.step(promoting.Overtaken(Promise(Epoch(1), A))) == [], "lower than its own"
+    one.step(promoting.Overtaken(Promise(Epoch(1), C)))
+    assert isinstance(one.error(), PromotionLost)
+    assert one.all_say(c=4) == [], "it is over"
+
+
+def test_time_is_up_for_who_doesnt_answer_and_a_late_answer_to_the_survey_is_no_promise():
+    one = Contest()
+    one.step(promoting.Answered(C, standing(4)))
+    one.now = 5.0
+    assert of(promoting.AskPromise, one.step(promoting.Tick()))
+    one.step(promoting.Answered(A, standing(9)))
+    one.step(promoting.Answered(C, standing(4)))
+    one.now = 10.0
+    one.step(promoting.Tick())
+    assert isinstance(one.error(), NotCaughtUp)
+
+
+def test_who_leads_already_goes_on_leading():
+    fact = RoleFact(Role.LEADS)
+    one = Promotion(A, frozenset({A, B}), fact, AckLevel.parse("local"))
+    assert one.step(promoting.Begin(), 0.0) == [promoting.Lead(fact, ())]
+
+
+def test_the_only_node_there_is_promotes_itself():
+    fact = RoleFact(Role.FENCED, Promise(Epoch(3), B), B)
+    one = Promotion(A, frozenset({A}), fact, AckLevel.parse("local"))
+    assert one.step(promoting.Begin(), 0.0) == [promoting.Stand(Promise(Epoch(4), A))]
+    stood = promoting.Stood(fact.standing_for(Promise(Epoch(4), A)), GroupNumber(5))
+    assert one.step(stood, 0.0) == [promoting.TakeOver(Promise(Epoch(4), A))]

@@ -1,0 +1,584 @@
+"""The machines of a log on several nodes, step by step; `tests/replication/simulation.py` plays them against each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TypeVar
+from uuid import UUID
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.errors import (
+    Diverged,
+    Fenced,
+    FollowerBehindRetention,
+    OtherStream,
+    ReplicaGap,
+    ReplicaTooStale,
+    RoleUnreadable,
+    ShipmentUnreadable,
+    UnknownNode,
+)
+from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, StreamId, WriterId
+from millstream.model.marks import DurableMark
+from millstream.model.positions import Offset, Seq
+from millstream.model.replication import (
+    LOCAL,
+    AckLevel,
+    Acknowledgement,
+    ByteEnd,
+    Document,
+    Hello,
+    NodeName,
+    ReplicaPosition,
+    SegmentPart,
+    Shipment,
+)
+from millstream.protocol.replication import (
+    LINEAGE,
+    UNPROMISED,
+    Acks,
+    Backoff,
+    Follower,
+    Greeting,
+    Holding,
+    Leader,
+    Lineage,
+    LinkId,
+    Promise,
+    Rank,
+    Reign,
+    Role,
+    RoleFact,
+    ShipOptions,
+    level_kept,
+    promises_wanted,
+    shipping,
+)
+from millstream.protocol.replication import follower as following
+
+STREAM, OTHER = StreamId(UUID(int=1)), StreamId(UUID(int=2))
+A, B, C = NodeName("a"), NodeName("b"), NodeName("c")
+SHARD = ShardId(0)
+GREET_FROM: ReplicaPosition = {}
+_T = TypeVar("_T")
+
+
+def at(position: int, base: int = 0) -> ReplicaPosition:
+    return {SHARD: ByteEnd(Offset(base), position)}
+
+
+def mark(group: int, position: int) -> Mapping[ShardId, DurableMark]:
+    number = GroupNumber(group)
+    return {
+        SHARD: DurableMark(
+            STREAM, WriterId(1), Epoch(1), Offset(0), position, Offset(group), number, Seq(group), Seq(99)
+        )
+    }
+
+
+def hello(node: NodeName, position: ReplicaPosition = GREET_FROM, promise: Promise = UNPROMISED) -> Hello:
+    return Hello(STREAM, node, promise.epoch, position, {}, promise.node)
+
+
+def ack(node: NodeName, group: int, position: int, epoch: int = 0) -> Acknowledgement:
+    return Acknowledgement(node, Epoch(epoch), at(position), GroupNumber(group), Seq(group), 0)
+
+
+def of(kind: type[_T], effects: list[shipping.Effect] | list[following.Effect]) -> list[_T]:
+    return [effect for effect in effects if isinstance(effect, kind)]
+
+
+class Led:
+    """A leader, with what tests say to it over and over."""
+
+    def __init__(self, *, options: ShipOptions | None = None, fact: RoleFact | None = None) -> None:
+        self.leader = Leader(STREAM, fact or RoleFact(), frozenset({B, C}), options)
+        self.now = 0.0
+
+    def step(self, event: shipping.Event) -> list[shipping.Effect]:
+        return self.leader.step(event, self.now)
+
+    def joined(self, link: int, node: NodeName, position: int = 0) -> list[shipping.Effect]:
+        """A follower that has been greeted, and has said what it has."""
+        epoch = self.leader.fact.promise.epoch
+        self.step(shipping.Joined(LinkId(link), hello(node, at(position))))
+        self.step(shipping.Sent(LinkId(link), at(position), 0, is_all=False))
+        return self.step(shipping.Acked(LinkId(link), ack(node, 0, position, epoch)))
+
+    def acked(self, link: int, node: NodeName, group: int, position: int) -> list[shipping.Effect]:
+        return self.step(shipping.Acked(LinkId(link), ack(node, group, position, self.leader.fact.promise.epoch)))
+
+    def sent(self, link: int, position: int, size: int, *, is_all: bool = True) -> list[shipping.Effect]:
+        return self.step(shipping.Sent(LinkId(link), at(position), size, is_all=is_all))
+
+
+# --- the leader --------------------------------------------------------------------------------------------------------
+
+
+def test_whatever_becomes_durable_is_read_and_sent_from_where_the_follower_stands():
+    led = Led()
+    led.joined(1, B)
+    led.sent(1, 0, 0)
+    (read,) = of(shipping.ReadAndSend, led.step(shipping.Durable(mark(1, 10))))
+    assert (read.link, read.after) == (1, at(0))
+    assert not of(shipping.ReadAndSend, led.step(shipping.Durable(mark(2, 20)))), "one at a time"
+    (read,) = of(shipping.ReadAndSend, led.sent(1, 10, 10))
+    assert read.after == at(10), "the tail that came meanwhile"
+    assert not of(shipping.ReadAndSend, led.sent(1, 20, 10))
+
+
+def test_marks_alone_and_documents_alone_are_sent_too():
+    led = Led()
+    led.step(shipping.Durable(mark(1, 10)))
+    led.joined(1, B)
+    led.sent(1, 10, 10)
+    assert of(shipping.ReadAndSend, led.step(shipping.Durable(mark(2, 10))))
+    led.sent(1, 10, 0)
+    (read,) = of(shipping.ReadAndSend, led.step(shipping.Durable(mark(2, 10), {"catalog": 3})))
+    assert read.documents == {}
+    led.sent(1, 10, 0)
+    led.now = 5.0
+    (read,) = of(shipping.ReadAndSend, led.step(shipping.Tick()))
+    assert read.documents == {"catalog": 3}, "and a word that there is nothing new"
+
+
+def test_a_cursor_moves_by_its_own_followers_acknowledgement_only():
+    led = Led(options=ShipOptions(cursor_every_s=0))
+    led.step(shipping.Durable(mark(5, 50)))
+    led.joined(1, B)
+    led.joined(2, C)
+    assert not of(shipping.PersistCursor, led.sent(1, 50, 50))
+    effects = led.acked(1, B, 5, 50)
+    assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(B, Seq(5), at(50))]
+    assert led.leader.acks.groups == {B: 5, C: 0}
+    assert led.leader.group_reached(AckLevel.parse("durable(1)")) == 5
+    assert led.leader.group_reached(AckLevel.parse("durable(2)")) == 0
+    assert not led.step(shipping.Acked(LinkId(9), ack(C, 5, 50))), "no such link"
+
+
+def test_a_follower_that_has_lost_what_it_had_counts_for_nothing_until_it_has_it_anew():
+    led = Led(options=ShipOptions(cursor_every_s=0))
+    led.step(shipping.Durable(mark(5, 50)))
+    led.joined(1, B)
+    led.sent(1, 50, 50)
+    led.acked(1, B, 5, 50)
+    effects = led.step(shipping.Joined(LinkId(2), hello(B, at(10))))
+    assert of(shipping.DropLink, effects) == [shipping.DropLink(LinkId(1), None)]
+    assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(B, Seq(0), {}, anew=True)]
+    assert of(shipping.PersistAcks, effects) == [shipping.PersistAcks(Acks())]
+    led.sent(2, 10, 0)
+    effects = led.acked(2, B, 1, 10)
+    assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(B, Seq(1), at(10))]
+    assert led.leader.acks.groups == {B: 1}
+
+
+def test_no_more_is_under_way_than_the_window_has():
+    led = Led(options=ShipOptions(shipment_bytes=30, window_bytes=50))
+    led.step(shipping.Durable(mark(9, 900)))
+    (first,) = of(shipping.ReadAndSend, led.joined(1, B))
+    (second,) = of(shipping.ReadAndSend, led.sent(1, 30, 30, is_all=False))
+    assert (first.bytes_max, second.bytes_max) == (30, 20)
+    assert not led.sent(1, 50, 20, is_all=False)
+    (third,) = of(shipping.ReadAndSend, led.acked(1, B, 0, 30))
+    assert (third.after, third.bytes_max) == (at(50), 30)
+
+
+def test_one_that_cant_be_read_for_waits_longer_each_time_and_nobody_else_does():
+    led = Led()
+    led.step(shipping.Durable(mark(1, 10)))
+    led.joined(1, B)
+    (read,) = of(shipping.ReadAndSend, led.joined(2, C))
+    error = ShipmentUnreadable("a disk")
+    effects = led.step(shipping.ReadFailed(LinkId(1), error, 0.0))
+    assert of(shipping.Tell, effects)[0].error is error
+    assert not of(shipping.ReadAndSend, effects)
+    assert read.link == 2
+    assert of(shipping.ReadAndSend, led.sent(2, 5, 5, is_all=False))
+    led.now = 0.06
+    assert [read.link for read in of(shipping.ReadAndSend, led.step(shipping.Tick()))] == [1]
+    led.step(shipping.ReadFailed(LinkId(1), error, 0.0))
+    led.now = 0.12
+    assert not of(shipping.ReadAndSend, led.step(shipping.Tick())), "twice as long"
+    led.now = 0.17
+    assert of(shipping.ReadAndSend, led.step(shipping.Tick()))
+
+
+def test_a_silent_link_is_given_up():
+    led = Led()
+    led.joined(1, B)
+    led.sent(1, 0, 0)
+    led.now = 29.0
+    assert not of(shipping.DropLink, led.step(shipping.Tick()))
+    led.now = 31.0 + 29.0
+    assert of(shipping.DropLink, led.step(shipping.Tick())) == [shipping.DropLink(LinkId(1), None)]
+
+
+def test_stopping_ships_what_is_pending_and_names_who_lacks_something():
+    led = Led()
+    led.step(shipping.Durable(mark(1, 10)))
+    led.joined(1, B)
+    effects = led.step(shipping.Stopping(5.0))
+    assert effects == []
+    led.sent(1, 10, 10)
+    effects = led.acked(1, B, 1, 10)
+    assert of(shipping.DropLink, effects) == [shipping.DropLink(LinkId(1), None)]
+    assert effects[-1] == shipping.Stopped((C,))
+    led = Led()
+    led.step(shipping.Durable(mark(1, 10)))
+    led.joined(1, B)
+    led.step(shipping.Stopping(5.0))
+    led.now = 5.0
+    assert led.step(shipping.Tick())[-1] == shipping.Stopped((B, C))
+
+
+def test_a_word_of_a_higher_promise_is_noted_before_any_link_is_dropped():
+    led = Led()
+    led.joined(1, B)
+    effects = led.step(shipping.Joined(LinkId(2), hello(C, promise=Promise(Epoch(1), C))))
+    assert isinstance(effects[0], shipping.PersistRole)
+    assert effects[0].fact.role is Role.FENCED
+    assert [type(drop.why) for drop in of(shipping.DropLink, effects)] == [Fenced, Fenced]
+    (again,) = led.step(shipping.Joined(LinkId(3), hello(B)))
+    assert isinstance(again, shipping.DropLink)
+    assert led.leader.fact.leader == C
+
+
+def test_who_isnt_to_follow_is_refused():
+    led = Led()
+    (drop, _) = led.step(shipping.Joined(LinkId(1), hello(NodeName("z"))))
+    assert isinstance(drop, shipping.DropLink)
+    assert isinstance(drop.why, UnknownNode)
+    (drop, _) = led.step(shipping.Joined(LinkId(1), Hello(OTHER, B, Epoch(0), {})))
+    assert isinstance(drop, shipping.DropLink)
+    assert isinstance(drop.why, OtherStream)
+
+
+def test_who_was_cut_off_comes_again_with_nothing():
+    led = Led()
+    led.joined(1, B, 10)
+    error = FollowerBehindRetention("gone")
+    assert of(shipping.DropLink, led.step(shipping.CutOff(B, error))) == [shipping.DropLink(LinkId(1), error)]
+    assert of(shipping.DropLink, led.step(shipping.Joined(LinkId(2), hello(B, at(10)))))[0].why is error
+    assert of(shipping.Greet, led.step(shipping.Joined(LinkId(3), hello(B))))
+
+
+def test_what_a_promoted_leader_is_told_counts_once_the_follower_has_all_that_it_began_with():
+    fact = RoleFact().asked(Promise(Epoch(1), A)).promoted(GroupNumber(7))
+    led = Led(fact=fact)
+    led.step(shipping.Durable(mark(9, 90)))
+    led.joined(1, B)
+    led.sent(1, 90, 90)
+    led.acked(1, B, 6, 60)
+    assert led.leader.acks.groups == {}
+    led.acked(1, B, 7, 70)
+    assert led.leader.acks.groups == {B: 7}
+    led.step(shipping.Acked(LinkId(1), ack(B, 9, 90, epoch=0)))
+    assert led.leader.acks.groups == {B: 7}, "said under another promise"
+
+
+# --- the follower ------------------------------------------------------------------------------------------------------
+
+
+class Following:
+    """A follower, and a leader's words."""
+
+    def __init__(self, fact: RoleFact | None = None, holding: Holding | None = None) -> None:
+        self.fact = fact or RoleFact(Role.FOLLOWS, leader=A)
+        self.follower = Follower(B, self.fact, STREAM, holding, backoff=Backoff(1.0, 8.0))
+        self.now = 100.0
+        self.lineage, self.promise = Lineage(), UNPROMISED
+
+    def step(self, event: following.Event) -> list[following.Effect]:
+        return self.follower.step(event, self.now)
+
+    def shipment(
+        self, *parts: SegmentPart, stream: StreamId = STREAM, end: int = 0, sent: float = 0, left: int = 0
+    ) -> Shipment:
+        return Shipment(
+            stream,
+            RegionId(0),
+            self.promise.epoch,
+            parts,
+            leader_end=Seq(end),
+            sent_ns=int(sent * 1e9),
+            leader=self.promise.node,
+            bytes_left=left,
+        )
+
+    def receive(self, shipment: Shipment, wall: float = 0.0) -> list[following.Effect]:
+        return self.step(following.Received(shipment, int(wall * 1e9)))
+
+    def greet(self, group: int = 0) -> list[following.Effect]:
+        data = Greeting(self.lineage, GroupNumber(group)).to_json()
+        shipment = self.shipment()
+        greeting = Shipment(
+            STREAM, RegionId(0), shipment.epoch, documents=(Document(LINEAGE, 0, data),), leader=shipment.leader
+        )
+        return self.receive(greeting)
+
+    def come(self, group: int = 0) -> list[following.Effect]:
+        self.step(following.Tick())
+        self.step(following.Connected())
+        return self.greet(group)
+
+
+def part(start: int, size: int, base: int = 0) -> SegmentPart:
+    return SegmentPart(SHARD, Offset(base), start, b"x" * size)
+
+
+def holding(group: int, position: int) -> Holding:
+    return Holding(at(position), GroupNumber(group), Seq(group))
+
+
+def test_a_follower_says_hello_is_greeted_applies_and_acknowledges():
+    one = Following()
+    assert one.step(following.Tick()) == [following.Connect(A)]
+    assert one.step(following.Connected()) == [following.Say(Hello(STREAM, B, Epoch(0), {}, {}))]
+    assert one.receive(one.shipment(part(0, 10))) == [], "before the greeting nothing is taken"
+    (said,) = one.greet()
+    assert isinstance(said, following.Say)
+    shipment = one.shipment(part(0, 10))
+    assert one.receive(shipment) == [following.Apply(shipment)]
+    (said,) = one.step(following.Applied(holding(1, 10), 5))
+    assert isinstance(said, following.Say)
+    assert isinstance(said.word, Acknowledgement)
+    assert (said.word.group, said.word.position) == (1, at(10))
+
+
+def test_a_gap_is_asked_for_and_a_duplicate_is_the_logs_to_compare():
+    one = Following(holding=holding(1, 10))
+    one.come(1)
+    (said,) = one.receive(one.shipment(part(20, 5)))
+    assert isinstance(said, following.Say)
+    assert isinstance(said.word, Hello)
+    one.greet(1)
+    shipment = one.shipment(part(0, 15))
+    assert one.receive(shipment) == [following.Apply(shipment)]
+    (said,) = one.step(following.ApplyFailed(ReplicaGap("the segment before isn't whole"), 0.5))
+    assert isinstance(said, following.Say)
+    assert isinstance(said.word, Hello)
+
+
+def test_other_bytes_stop_it_and_so_does_another_stream():
+    one = Following()
+    one.come()
+    one.receive(one.shipment(part(0, 10)))
+    error = Diverged("bytes")
+    assert one.step(following.ApplyFailed(error, 0.5)) == [
+        following.Say(error), following.BreakLink(), following.Stop(error),
+    ]  # fmt: skip
+    assert one.step(following.Tick()) == []
+    one = Following()
+    one.step(following.Tick())
+    one.step(following.Connected())
+    effects = one.receive(one.shipment(stream=OTHER))
+    assert isinstance(effects[-1], following.Stop)
+    assert isinstance(effects[-1].error, OtherStream)
+
+
+def test_a_leader_that_has_less_than_its_follower_stops_it():
+    one = Following(holding=holding(5, 50))
+    effects = one.come(4)
+    assert isinstance(effects[-1], following.Stop)
+    assert isinstance(effects[-1].error, Diverged)
+
+
+def test_a_higher_promise_is_durable_first_and_a_lower_one_refused():
+    one = Following()
+    one.promise = Promise(Epoch(2), A)
+    one.lineage = Lineage().with_reign(one.promise, GroupNumber(0))
+    effects = one.come()
+    assert isinstance(effects[0], following.PersistRole)
+    assert effects[0].fact.promise == one.promise
+    one.step(following.WasSetAside(Holding()))
+    one.promise = Promise(Epoch(1), C)
+    said, broken = one.receive(one.shipment(part(0, 10)))
+    assert isinstance(said, following.Say)
+    assert isinstance(said.word, Fenced)
+    assert broken == following.BreakLink()
+
+
+def test_what_the_new_leader_hasnt_is_set_aside_and_its_reign_noted_when_its_past_is_here():
+    one = Following(holding=holding(7, 70))
+    one.promise = Promise(Epoch(1), A)
+    one.lineage = Lineage().with_reign(one.promise, GroupNumber(5))
+    effects = one.come(9)
+    assert effects[-1] == following.SetAside(GroupNumber(5))
+    assert of(following.PersistRole, effects)[0].fact.lineage == Lineage()
+    effects = one.step(following.WasSetAside(holding(4, 40)))
+    assert not of(following.PersistRole, effects), "it ended before"
+    (said,) = effects
+    assert isinstance(said, following.Say)
+    assert isinstance(said.word, Hello)
+    assert isinstance(one.greet(9)[-1], following.Say)
+    one.receive(one.shipment(part(40, 20)))
+    effects = one.step(following.Applied(holding(6, 60), 0))
+    assert [type(effect) for effect in effects] == [following.PersistRole, following.Say]
+    assert one.follower.fact.lineage == one.lineage
+
+
+def test_an_old_leader_follows_once_something_higher_is_heard():
+    one = Following(RoleFact(), holding(7, 70))
+    one.step(following.Tick())
+    one.step(following.Connected())
+    assert isinstance(one.greet(7)[-1], following.Stop)
+    one = Following(RoleFact(), holding(7, 70))
+    one.promise = Promise(Epoch(1), A)
+    one.lineage = Lineage().with_reign(one.promise, GroupNumber(5))
+    effects = one.come(9)
+    assert effects[-1] == following.SetAside(GroupNumber(5))
+    assert of(following.PersistRole, effects)[0].fact.role is Role.FOLLOWS
+
+
+def test_it_comes_again_after_a_while_longer_each_time():
+    one = Following()
+    one.step(following.Tick())
+    lost = following.LinkGone(ShipmentUnreadable("x"), 0.0)
+    waits = []
+    for _ in range(5):
+        one.step(lost)
+        before = one.now
+        while not one.step(following.Tick()):
+            one.now += 0.25
+        waits.append(one.now - before)
+    assert waits == [0.5, 1.0, 2.0, 4.0, 4.0]
+
+
+def test_a_promise_that_is_asked_for_ends_the_link_to_the_leader_before():
+    one = Following()
+    one.come()
+    effects = one.step(following.Asked(Promise(Epoch(1), C)))
+    assert [type(effect) for effect in effects] == [following.PersistRole, following.Say, following.BreakLink]
+    assert one.step(following.Asked(Promise(Epoch(1), C))) == []
+    with pytest.raises(Fenced):
+        one.step(following.Asked(Promise(Epoch(1), B)))
+
+
+def test_age_grows_from_when_all_that_the_leader_had_was_shown():
+    one = Following()
+    one.come()
+    assert one.follower.lag(one.now).age_s == 0.0
+    one.now += 10
+    one.receive(one.shipment(part(0, 10), end=5, left=100))
+    one.step(following.Applied(holding(1, 10), 0))
+    lag = one.follower.lag(one.now)
+    assert (lag.records, lag.size_bytes, lag.age_s) == (4, 100, 10.0)
+    one.receive(one.shipment(part(10, 10), end=5))
+    one.step(following.Applied(holding(5, 20), 0))
+    assert one.follower.lag(one.now).age_s == 0.0
+    one.now += 3
+    one.follower.check_age(3.5, one.now)
+    with pytest.raises(ReplicaTooStale):
+        one.follower.check_age(2.5, one.now)
+    assert one.follower.refusal_of_writes().details["leader"] == A
+
+
+@given(offset=st.floats(-1e6, 1e6), late=st.floats(0, 30), jump=st.floats(-1e5, 1e5))
+def test_no_clock_makes_what_is_shown_younger_than_it_is(offset: float, late: float, jump: float) -> None:
+    one = Following()
+    one.come()
+    one.follower = Follower(B, one.fact, STREAM)
+    one.come()
+    for number in range(1, 5):
+        one.receive(one.shipment(part(0, 10), end=number, sent=1000 + number + offset), wall=1000.0 + number)
+        one.step(following.Applied(holding(number, 10), 0))
+    assert one.follower.lag(one.now).age_s == pytest.approx(0, abs=1e-3)
+    one.receive(one.shipment(part(0, 10), end=5, sent=1005 + offset), wall=1005.0 + late)
+    one.step(following.Applied(holding(5, 10), 0))
+    one.now += 7
+    age = one.follower.lag(one.now).age_s
+    assert 6.999 <= age <= 7.001 + late
+    one.receive(one.shipment(part(0, 10), end=6, sent=1006 + offset + jump), wall=1006.0)
+    one.step(following.Applied(holding(6, 10), 0))
+    assert one.follower.lag(one.now).age_s >= 0
+    assert not math.isnan(one.follower.clock_off_s)
+
+
+def test_a_clock_that_is_far_off_is_said_once():
+    one = Following()
+    one.step(following.Tick())
+    one.step(following.Connected())
+    said = of(shipping.Tell, one.receive(one.shipment(sent=7200), wall=0.0))
+    assert "+7200 s" in said[0].what
+    assert not of(shipping.Tell, one.receive(one.shipment(sent=7201), wall=1.0))
+
+
+# --- roles and levels --------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def lineages(draw: st.DrawFn) -> Lineage:
+    lineage = Lineage()
+    for _ in range(draw(st.integers(0, 4))):
+        epoch = Epoch(lineage.last.promise.epoch + draw(st.integers(1, 2)))
+        node = draw(st.sampled_from([A, B, C]))
+        lineage = lineage.with_reign(Promise(epoch, node), GroupNumber(lineage.last.behind + draw(st.integers(0, 3))))
+    return lineage
+
+
+@given(lineages(), st.sampled_from(Role), st.integers(0, 20))
+def test_what_is_noted_is_read_again(lineage: Lineage, role: Role, group: int) -> None:
+    fact = RoleFact(role, lineage.last.promise, A, lineage)
+    assert RoleFact.from_json(fact.to_json()) == fact
+    greeting = Greeting(lineage, GroupNumber(group))
+    assert Greeting.from_json(greeting.to_json()) == greeting
+
+
+@given(lineages(), lineages())
+def test_lineages_part_at_the_first_reign_that_differs(one: Lineage, other: Lineage) -> None:
+    common, behind = one.common_with(other)
+    assert other.common_with(one) == (common, behind)
+    assert (behind is None) == (one == other)
+    if behind is not None:
+        assert all(reign.behind <= behind for reign in common.reigns)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"\xff", b"[]", b"{}", b'{"version": 2}', b'{"version": 1}',
+        RoleFact().to_json().replace(b'"leads"', b'"rules"'),
+        RoleFact().to_json().replace(b'"epoch": 0', b'"epoch": -1'),
+        RoleFact().to_json().replace(b'"epoch": 0', b'"epoch": true'),
+        RoleFact().to_json().replace(b'"leader": ""', b'"leader": 5'),
+        RoleFact().to_json().replace(b'"lineage": [', b'"lineage": [7, '),
+    ],
+)  # fmt: skip
+def test_a_role_that_cant_be_read_is_said(data: bytes) -> None:
+    with pytest.raises(RoleUnreadable):
+        RoleFact.from_json(data)
+    with pytest.raises(RoleUnreadable):
+        Greeting.from_json(data)
+
+
+def test_two_nodes_that_begin_with_one_number_hold_different_promises():
+    fact = RoleFact().asked(Promise(Epoch(1), A))
+    assert fact.role is Role.FENCED
+    assert fact.asked(Promise(Epoch(1), A)) == fact
+    assert fact.asked(Promise(Epoch(1), B)).promise == Promise(Epoch(1), B)
+    with pytest.raises(Fenced) as refused:
+        fact.asked(Promise(Epoch(0), C))
+    assert refused.value.details == {"epoch": 1, "leader": "a"}
+
+
+def test_ranks_go_by_the_last_reign_whose_past_is_there():
+    fact = RoleFact(lineage=Lineage((Reign(UNPROMISED, GroupNumber(0)), Reign(Promise(Epoch(1), A), GroupNumber(5)))))
+    assert fact.rank(GroupNumber(4)) == Rank(UNPROMISED, GroupNumber(4))
+    assert fact.rank(GroupNumber(5)) == Rank(Promise(Epoch(1), A), GroupNumber(5))
+    assert fact.rank(GroupNumber(5)) > RoleFact().rank(GroupNumber(99))
+
+
+def test_levels_and_the_promises_that_keep_them():
+    acks = Acks(Epoch(0), {B: GroupNumber(5), C: GroupNumber(7)}, GroupNumber(3))
+    reached = [acks.reached(AckLevel.parse(name)) for name in ("durable(1)", "durable(2)", "durable(3)", "object")]
+    assert reached == [7, 5, 0, 3]
+    assert acks.reached(LOCAL) > 1 << 60
+    wanted = {
+        name: promises_wanted(AckLevel.parse(name), 4) for name in ("local", "durable(1)", "durable(3)", "object")
+    }
+    assert wanted == {"local": 4, "durable(1)": 3, "durable(3)": 1, "object": 1}
+    assert [str(level_kept(promises, 3)) for promises in (3, 2, 1)] == ["local", "durable(1)", "durable(2)"]

@@ -1,0 +1,271 @@
+"""Defects that older designs had, and some of this one's that it nearly had: each a world in which something is done wrongly.
+
+A seed of the simulator finds each of them: `test_mutations` says which.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+from tests.replication.model_log import ModelLog, Write
+from tests.replication.simulation import Node, World, search
+
+from millstream.model.ids import Epoch, GroupNumber
+from millstream.model.replication import Acknowledgement
+from millstream.protocol.replication import (
+    NOBODY,
+    Acks,
+    Follower,
+    Leader,
+    Lineage,
+    Promise,
+    Promotion,
+    Rank,
+    Reign,
+    RoleFact,
+    shipping,
+)
+from millstream.protocol.replication import follower as following
+from millstream.protocol.replication.leader import Follower as Followed
+
+SEEDS_MAX = 3000
+
+
+class SharedCursorLeader(Leader):
+    """One cursor: what one follower acknowledges counts for those whose link failed, too."""
+
+    def _count(self, follower: Followed, group: GroupNumber | None) -> list[shipping.Effect]:
+        effects = super()._count(follower, group)
+        if group is not None:
+            self.acks = Acks(self.acks.epoch, dict.fromkeys(self._nodes, group), self.acks.stored)
+        return effects
+
+
+class SharedCursor(World):
+    """A shared cursor that moves though a follower failed."""
+
+    found_by = 4
+
+    leader_type = SharedCursorLeader
+
+
+class SharedPlaceLeader(Leader):
+    """What retention keeps is noted for all by whoever acknowledges."""
+
+    def _note(self, follower: Followed, ack: Acknowledgement) -> list[shipping.Effect]:
+        effects = super()._note(follower, ack)
+        noted = [one for one in effects if isinstance(one, shipping.PersistCursor)]
+        return [*effects, *(replace(one, node=node) for one in noted for node in self._nodes)]
+
+
+class SharedPlace(World):
+    """Retention lets go of what a follower that is away lacks, since another has it."""
+
+    found_by = 45
+
+    leader_type = SharedPlaceLeader
+
+
+class IdleTail(World):
+    """What becomes durable is sent when the next does: the last of it never."""
+
+    found_by = 1
+
+    def tell_durable(self, node: Node) -> None:
+        if node.disk.log.group % 2 == 0:
+            super().tell_durable(node)
+
+
+class PlainMark(World):
+    """A session is known by its greatest number: 6, which comes behind 5 and 7, is taken for written."""
+
+    found_by = 1
+
+    def is_known_below_mark(self, log: ModelLog, write: Write) -> bool:
+        return any(one.session == write.session and one.number > write.number for one in log.written)
+
+
+class EarlyAcknowledgement(World):
+    """A follower acknowledges before it has synced."""
+
+    found_by = 1
+
+    syncs = False
+
+
+class ForgottenPromise(World):
+    """A promise is told before it is durable, and forgotten in a crash."""
+
+    found_by = 1
+
+    keeps_promises = False
+
+
+class Unfenced(Promotion):
+    """Takes over without anybody's promise."""
+
+    @property
+    def _wanted(self) -> int:
+        return 1
+
+
+class NoFencing(World):
+    """A node is promoted that asked nobody."""
+
+    found_by = 5
+
+    promotion_type = Unfenced
+
+
+class Uncompared(Promotion):
+    """Takes over though another has more."""
+
+    def _compare(self, *, may_fetch: bool) -> list[Any]:
+        self._standings.clear()
+        return super()._compare(may_fetch=may_fetch)
+
+
+class NotCompared(World):
+    """A node is promoted that lacks what others have acknowledged."""
+
+    found_by = 16
+
+    promotion_type = Uncompared
+
+
+class GroupsOnlyFact(RoleFact):
+    """Says how much it has by the number of its last group alone."""
+
+    def rank(self, group: GroupNumber) -> Rank:
+        return Rank(Promise(Epoch(0), NOBODY), group)
+
+
+class RankByGroup(World):
+    """Of two logs the one with the greater number is taken for the better, whoever wrote it."""
+
+    fact_type = GroupsOnlyFact
+
+
+class NothingSetAside(Follower):
+    """Takes what its new leader sends behind what it has of the old one."""
+
+    def _greeted(self, greeting: Any, *others: Any) -> list[following.Effect]:
+        self._aligned_with = greeting.lineage
+        return super()._greeted(greeting, *others)
+
+
+class NotSetAside(World):
+    """What only the old leader's followers have stays in their logs."""
+
+    found_by = 19
+
+    follower_type = NothingSetAside
+
+
+class EagerFollower(Follower):
+    """Notes a new reign when it hears of it."""
+
+    def _note_reigns(self) -> list[following.Effect]:
+        assert self._greeting is not None, "a reign is known from a greeting"
+        if self._greeting.lineage == self.fact.lineage:
+            return []
+        self.fact = replace(self.fact, lineage=self._greeting.lineage)
+        return [shipping.PersistRole(self.fact)]
+
+
+class EagerFact(RoleFact):
+    """Counts a reign whose past isn't here."""
+
+    def rank(self, group: GroupNumber) -> Rank:
+        return Rank(self.lineage.last.promise, group)
+
+
+class EagerReign(World):
+    """A follower is taken for having all that its new leader began with before it has."""
+
+    follower_type = EagerFollower
+    fact_type = EagerFact
+
+
+class TrustingLeader(Leader):
+    """What a follower had acknowledged counts for ever."""
+
+    def _greeting(self, follower: Followed, hello: Any, now_s: float) -> list[shipping.Effect]:
+        acked, follower.acked = follower.acked, None
+        effects = super()._greeting(follower, hello, now_s)
+        follower.acked = acked
+        return effects
+
+
+class WipedDiskCounts(World):
+    """A follower whose disk was replaced counts for what was on the old one."""
+
+    found_by = 56
+
+    leader_type = TrustingLeader
+
+
+class ShownAtOnce(World):
+    """Readers of the leader see what only it has."""
+
+    found_by = 19
+
+    shows_by_level = False
+
+
+class NumbersOnlyFact(RoleFact):
+    """A promise is its number alone: who asks with the same one gets it, too."""
+
+    def asked(self, promise: Promise) -> RoleFact:
+        if promise.epoch == self.promise.epoch:
+            return replace(self, promise=promise)
+        return super().asked(promise)
+
+
+class NumbersOnly(World):
+    """Two who stand with one number both get everybody's promise."""
+
+    fact_type = NumbersOnlyFact
+
+
+class HastyLeader(Leader):
+    """Counts what a follower acknowledges before it has all that this leader began with."""
+
+    def _acked(self, follower: Followed, ack: Acknowledgement, now_s: float) -> list[shipping.Effect]:
+        lineage, self.fact = (
+            self.fact.lineage,
+            replace(self.fact, lineage=Lineage((Reign(self.fact.promise, GroupNumber(0)),))),
+        )
+        effects = super()._acked(follower, ack, now_s)
+        self.fact = replace(self.fact, lineage=lineage)
+        return effects
+
+
+class Hasty(World):
+    """An acknowledgement counts before the follower can hold a later leader to it."""
+
+    leader_type = HastyLeader
+
+
+MUTATIONS: tuple[type[World], ...] = (
+    SharedCursor, SharedPlace, IdleTail, PlainMark, EarlyAcknowledgement, ForgottenPromise, NoFencing, NotCompared, NotSetAside,
+    WipedDiskCounts, ShownAtOnce,
+)  # fmt: skip
+
+
+def main(arguments: list[str]) -> int:
+    """Say which of the first seeds finds each defect, or those that are named."""
+    missed = 0
+    for mutation in MUTATIONS:
+        if arguments and mutation.__name__ not in arguments:
+            continue
+        broken, _ = search(1, SEEDS_MAX, mutation)
+        missed += not broken
+        sys.stdout.write(f"{mutation.__name__}: {next(iter(broken.items()), 'not found')}\n")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,24 @@
+"""A node in a process of its own: `lead` says where it listens, `follow HOST:PORT` says that it is connected; both run until they are killed."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.replication.flight_server import ExchangeServer
+
+from millstream.replication.flight import FlightTransport, LeaderAddress
+from millstream.testing.transport import hello_of
+
+if sys.argv[1] == "lead":
+    transport = FlightTransport("web")
+    server = ExchangeServer(transport)
+    sys.stdout.write(f"{server.place}\n")
+    sys.stdout.flush()
+    while transport.accept(3600.0):
+        pass
+else:
+    link = FlightTransport("web", LeaderAddress(sys.argv[2])).connect(hello_of(), 30.0)
+    sys.stdout.write("connected\n")
+    sys.stdout.flush()
+    while True:
+        link.recv(3600.0)

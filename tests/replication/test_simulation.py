@@ -1,0 +1,42 @@
+"""Worlds of `simulation`: five thousand at every run, a hundred thousand new ones in the soak."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+from tests.replication.mutations import MUTATIONS
+from tests.replication.simulation import World, search
+
+SEEDS = 5_000
+PARTS = 5
+SOAK_SEEDS = int(os.environ.get("MILLSTREAM_SOAK_SEEDS", "100000"))
+WANTED = {
+    "catching up", "clock jumps", "cut off", "damaged", "doubled", "kill", "left alone", "lost", "missing", "power cut",
+    "promotion failed by NotCaughtUp", "promotion failed by PromotionLost", "promotions", "promotions with losses", "reordered",
+    "set aside", "wiped",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_worlds_in_which_everything_fails(part: int):
+    count = SEEDS // PARTS
+    broken, happened = search(1 + part * count, count)
+    assert not broken, f"python -m tests.replication.simulation {next(iter(broken))} 1"
+    assert happened.keys() >= WANTED, "the search leaves out what it is for"
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+def test_a_defect_is_found(mutation: type[World]):
+    broken, _ = search(mutation.found_by, 1, mutation)
+    assert broken, "a seed that finds it: python -m tests.replication.mutations " + mutation.__name__
+
+
+@pytest.mark.soak
+def test_soak_worlds_in_which_everything_fails():
+    first = random.SystemRandom().randrange(1 << 40)
+    print(f"\npython -m tests.replication.simulation {first} {SOAK_SEEDS}")  # noqa: T201 - repeats what is found
+    broken, happened = search(first, SOAK_SEEDS)
+    assert not broken, f"python -m tests.replication.simulation {next(iter(broken))} 1"
+    assert happened["seeds"] == SOAK_SEEDS

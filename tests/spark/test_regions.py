@@ -1,0 +1,97 @@
+"""Spark's aggregates merge regions as the pure functions do, to the bit, out of the same logs."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyspark.sql import SparkSession
+
+import millstream
+from millstream.app.home import Home
+from millstream.app.regions import RegionTable
+from millstream.errors import UnknownTable
+from millstream.model.ids import RegionId
+from millstream.spark.columns import spark_schema
+from millstream.spark.regions import merged_regions, region_records
+
+MERGES = """
+views = "g_counter"
+likes = "pn_counter"
+weight = "pn_counter"
+paid = "pn_counter"
+tags = "union_set"
+seen = "or_set"
+heat = "signal(2s)"
+hidden = "hide"
+"""
+
+
+def rows_of(region: int, count: int) -> list[dict[str, Any]]:
+    """Rows that hit few keys often, with values that round, and nulls everywhere."""
+    chance = np.random.default_rng(region)
+
+    def sometimes(value: Any) -> Any:
+        return value if chance.random() < 0.8 else None
+
+    return [
+        {
+            "id": int(chance.integers(0, 12)),
+            "part": "é" if chance.random() < 0.5 else "",
+            "title": sometimes(f"{region}.{number}"),
+            "ratio": sometimes(float(chance.choice([-0.0, 0.0, np.inf, 0.1]))),
+            "views": sometimes(int(chance.integers(0, 99))),
+            "likes": sometimes(int(chance.integers(-(2**50), 2**50))),
+            "weight": sometimes(float(chance.choice([0.1, 0.2, 0.3, 1e16, -1e16, -0.0]))),
+            "paid": sometimes(int(chance.integers(-9, 9))),
+            "tags": sometimes([str(tag) for tag in chance.choice(["x", "y", "é", "Z"], 2)]),
+            "seen": sometimes([int(one) for one in chance.integers(-2, 3, 2)]),
+            "heat": sometimes(float(chance.standard_normal())),
+            "hidden": sometimes(bool(chance.random() < 0.5)),
+        }
+        for number in range(count)
+    ]
+
+
+def test_spark_merges_the_logs_of_regions_as_the_pure_functions_do_to_the_bit(
+    tmp_path: Path, spark: SparkSession
+) -> None:
+    schema = pa.schema(
+        [("id", pa.int64()), ("part", pa.string()), ("title", pa.string()), ("ratio", pa.float64()), ("views", pa.int32()),
+         ("likes", pa.int64()), ("weight", pa.float64()), ("paid", pa.decimal128(9, 2)), ("tags", pa.list_(pa.string())),
+         ("seen", pa.list_(pa.int64())), ("heat", pa.float64()), ("hidden", pa.bool_())]
+    )  # fmt: skip
+    homes = {region: tmp_path / str(region) for region in (1, 2, 5)}
+    for region, folder in homes.items():
+        folder.mkdir()
+        (folder / "millstream.toml").write_text(
+            f'[streams.shop]\nregion = {region}\n[streams.shop.log]\ndisk_used_max = 1.0\n[streams.shop.keys]\n"public.posts" = ["id", "part"]\n'
+            f'[streams.shop.merge."public.posts"]\n{MERGES}'
+        )
+        rows = rows_of(region, 40)
+        with millstream.open(folder) as home:
+            for start in range(0, 40, 8):
+                home.append("shop", "posts", pa.Table.from_pylist(rows[start : start + 8], schema=schema))
+    here = homes[1] / "data" / "wal"
+    for region in (2, 5):
+        shutil.copytree(homes[region] / "data" / "wal" / "shop", here / f"shop@{region}")
+    table = RegionTable(Home(homes[1]), "shop", "public.posts")
+    expected = table.engine.value(table.merged_state())
+
+    logs = {RegionId(1): str(here / "shop"), **{RegionId(n): str(here / f"shop@{n}") for n in (2, 5)}}
+    records = region_records(spark, logs, "public.posts")
+    merge = merged_regions(records.union(records), ("id", "part"), table.engine.merge, table.columns)
+    found = merge.toArrow()
+    assert [(one.name, one.dataType) for one in merge.schema] == [
+        (one.name, one.dataType) for one in spark_schema(expected.schema)
+    ]
+    order = [("id", "ascending"), ("part", "ascending")]
+    for name in expected.column_names:
+        ours, theirs = (side.sort_by(order).column(name).to_pylist() for side in (expected, found))
+        assert list(map(repr, ours)) == list(map(repr, theirs)), name
+    with pytest.raises(UnknownTable):
+        region_records(spark, logs, "public.nothing")

@@ -1,0 +1,435 @@
+"""Lives of a leader's log and its followers, drawn from a seed.
+
+The leader appends, seals, restarts, crashes, drops; shipments are cut anywhere, doubled, lost, damaged; followers' disks fail, are full, or
+lose their power at any operation.
+
+`python -m tests.wal.replica_search FIRST COUNT` plays that many seeds and says what it found; one seed repeats its life exactly.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field, replace
+
+from tests.wal.truth import FOLDER, SMALL, Truth
+
+from millstream.codec.log_directory import Numbering
+from millstream.errors import (
+    DiskFull,
+    FollowerBehindRetention,
+    MillstreamError,
+    ReplicaFailed,
+    ReplicaGap,
+    ShipmentUnreadable,
+)
+from millstream.model.ids import ShardId
+from millstream.model.marks import DurableMark
+from millstream.model.positions import Seq
+from millstream.model.replication import ByteEnd, Shipment
+from millstream.protocol.retention import Bounds, HolderKind, Retention
+from millstream.testing.clock import ManualClock
+from millstream.testing.files import Crash, MemoryFiles, keep_any, lose_all
+from millstream.wal.commit import GroupCommitter
+from millstream.wal.inspect import verify
+from millstream.wal.layout import list_segments, shard_folder
+from millstream.wal.mark import read_mark
+from millstream.wal.options import LogOptions
+from millstream.wal.reader import StreamReader
+from millstream.wal.replica import ReplicaLog
+from millstream.wal.retain import drop_segments
+from millstream.wal.shipping import ShipSource
+
+PLENTY = 1 << 40
+Rows = dict[tuple[int, int, int], str]
+
+
+@dataclass
+class Follower:
+    """One, and what it has promised."""
+
+    files: MemoryFiles = field(default_factory=MemoryFiles)
+    log: ReplicaLog | None = None
+    source: ShipSource | None = None
+    promised: dict[ShardId, DurableMark] = field(default_factory=dict)
+    """The marks that it showed when it acknowledged last."""
+    group: int = 0
+    """The group that it acknowledged last."""
+    last: Shipment | None = None
+
+
+@dataclass
+class ReplicaLife:
+    """A leader's and its followers', from one seed."""
+
+    seed: int
+    truth: Truth = field(default_factory=Truth)
+    files: MemoryFiles = field(default_factory=MemoryFiles)
+    clock: ManualClock = field(default_factory=ManualClock)
+    leader: GroupCommitter | None = None
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.chance = random.Random(self.seed)
+        self.followers = [Follower() for _ in range(2)]
+
+    def live(self) -> None:
+        """All of it; `AssertionError` where a promise is broken."""
+        for _ in range(self.chance.randint(10, 30)):
+            if self.chance.random() < 0.5:
+                self._lead()
+            else:
+                self._follow(self.chance.choice(self.followers))
+        self._open()
+        assert self.leader is not None
+        self.truth.commit(self.leader, self.truth.ops([(1, 1), (2, 2)], [(3, 1)]))
+        for follower in self.followers:
+            self._catch_up(follower)
+            self._same_bytes(follower)
+            here, first = self._read(follower.files), StreamReader(FOLDER, files=self.files).first_seq()
+            numbers = {row: seq for seq, row in self.truth.seqs_seen.items()}
+            assert {row: text for row, text in here.items() if numbers[row] >= first} == self._read(self.files)
+            assert verify(FOLDER, files=follower.files).is_whole
+
+    # --- the leader ------------------------------------------------------------------------------------------------
+
+    def _lead(self) -> None:
+        self._open()
+        self.chance.choice([self._append] * 5 + [self._spill, self._retain, self._wait, self._stop])()
+
+    def _open(self) -> None:
+        if self.leader is None:
+            self.leader = self.truth.open(self.files, options=self._options(), clock=self.clock)
+
+    def _stop(self) -> None:
+        assert self.leader is not None
+        if self.chance.random() < 0.3:
+            self.leader.close()
+            self._count("leader closed")
+        else:
+            if self.chance.random() < 0.7:
+                self.files.plan.crash_at = self.files.plan.operations + self.chance.randint(1, 20)
+                try:
+                    for _ in range(4):
+                        self._append()
+                except Crash:
+                    self._count("leader crashed in a group")
+            self.files = self.files.crash(self._kept())
+            for follower in self.followers:
+                follower.source = None
+            self._count("leader crashed")
+        self.leader = None
+
+    def _append(self) -> None:
+        assert self.leader is not None
+        self.truth.commit(self.leader, *(self._ops() for _ in range(self.chance.randint(1, 3))))
+
+    def _spill(self) -> None:
+        assert self.leader is not None
+        op = self.truth.spilled(*(self._pieces() for _ in range(self.chance.randint(1, 6))))
+        self.truth.commit(self.leader, op)
+
+    def _retain(self) -> None:
+        assert self.leader is not None
+        tracker = Retention()
+        tracker.needs(
+            "reader", HolderKind.BACKLOG, Seq(max(1, self.leader.persisted_upto - self.chance.randint(0, 60)))
+        )
+        drop_segments(FOLDER, tracker, Bounds(0.0, 0, 0), files=self.files, clock=self.clock)
+        self._count("retentions")
+
+    def _wait(self) -> None:
+        assert self.leader is not None
+        self.clock.advance(self.chance.choice([1, 4000]))
+        self.leader.roll()
+
+    # --- followers -------------------------------------------------------------------------------------------------
+
+    def _follow(self, follower: Follower) -> None:
+        if not self._begin(follower):
+            return
+        if self.chance.random() < 0.4:
+            self._break_within(follower, 30)
+        if self.chance.random() < 0.1:
+            follower.files.capacity_bytes = follower.files.used_bytes() + self.chance.randint(0, 9000)
+        try:
+            for _ in range(self.chance.randint(1, 6)):
+                if not self._ship(follower):
+                    break
+        except Crash:
+            self._count("follower crashed")
+            self._end(follower)
+        except ReplicaFailed:
+            self._count("follower failed")
+            self._end(follower)
+        except DiskFull:
+            self._count("follower's disk full")
+        except FollowerBehindRetention:
+            self._rebuild(follower)
+        self._mend(follower)
+        if follower.log is not None and self.chance.random() < 0.15:
+            follower.log.close()
+            follower.log = None
+            self._count("follower restarted")
+
+    def _begin(self, follower: Follower) -> bool:
+        """Open its log, though the power may go meanwhile."""
+        if follower.log is None:
+            if self.chance.random() < 0.3:
+                self._break_within(follower, 20)
+            try:
+                follower.log = ReplicaLog.open(FOLDER, files=follower.files, side_by_side=False)
+            except (Crash, OSError):
+                self._count("follower crashed in recovery")
+                self._end(follower)
+                return False
+            finally:
+                self._mend(follower)
+            self._kept_its_promise(follower)
+            if follower.source is not None:
+                follower.source.restart()
+        if follower.source is None:
+            follower.source = ShipSource(FOLDER, files=self.files, clock=self.clock)
+        return True
+
+    def _ship(self, follower: Follower) -> bool:
+        """One shipment, or something that isn't one."""
+        assert follower.log is not None
+        assert follower.source is not None
+        what = self.chance.random()
+        if what < 0.1 and follower.last is not None:
+            self._count("doubled")
+            before, marks = follower.log.position(), follower.log.marks()
+            try:
+                self._apply(follower, follower.last)
+            except (ReplicaGap, ShipmentUnreadable):  # a frame that was cut went with a restart, or came damaged
+                self._count("came again")
+            assert all(follower.log.position()[shard] >= end for shard, end in before.items())
+            assert follower.log.position() != before or follower.log.marks() == marks
+            return True
+        shipment = follower.source.read(follower.log.position(), self.chance.choice([1, 5_000, 7_777, 60_000]))
+        if shipment is None:
+            return False
+        if what < 0.2:
+            self._damage(follower, shipment)
+        elif what < 0.3:
+            self._count("lost")
+            self._skip(follower, shipment)
+        else:
+            if what < 0.6:
+                shipment = self._cut(shipment)
+            try:
+                self._apply(follower, shipment)
+                follower.last = shipment
+            except (ReplicaGap, ShipmentUnreadable):
+                # A piece of a frame that was damaged on its way was here.
+                self._count("came again")
+                follower.source.restart()
+        return True
+
+    def _apply(self, follower: Follower, shipment: Shipment) -> None:
+        assert follower.log is not None
+        follower.log.apply(shipment)
+        self._count("shipments")
+        follower.promised, follower.group = dict(follower.log.marks()), follower.log.end().group
+        if self.chance.random() < 0.1:
+            self._shows_a_beginning(follower)
+
+    def _cut(self, shipment: Shipment) -> Shipment:
+        """Only its beginning arrives: cut anywhere but in a header or a footer."""
+        if not shipment.parts:
+            return shipment
+        keep = self.chance.randrange(len(shipment.parts))
+        last = shipment.parts[keep]
+        if last.is_end or len(last.data) <= 4096:
+            return replace(shipment, parts=shipment.parts[:keep], marks={}) if keep else shipment
+        cut = replace(last, data=last.data[: self.chance.randint(4096, len(last.data))])
+        self._count("cut")
+        return replace(shipment, parts=(*shipment.parts[:keep], cut), marks={})
+
+    def _skip(self, follower: Follower, shipment: Shipment) -> None:
+        """A shipment is lost; the one behind it is refused as long as it lies beyond what is here."""
+        assert follower.log is not None
+        assert follower.source is not None
+        ahead = dict(follower.log.position())
+        for part in shipment.parts:
+            ahead[part.shard] = part.end
+        if shipment.parts and not any(part.is_end for part in shipment.parts):
+            following = follower.source.read(ahead, 60_000)
+            if following is not None and following.parts:
+                try:
+                    follower.log.apply(following)
+                except ReplicaGap:
+                    self._count("gaps")
+                except ShipmentUnreadable:
+                    self._count("came again")
+        follower.source.restart()
+
+    def _damage(self, follower: Follower, shipment: Shipment) -> None:
+        """A byte flips on the way; nothing of it is believed."""
+        assert follower.log is not None
+        assert follower.source is not None
+        follower.source.restart()
+        if not shipment.parts:
+            return
+        place = self.chance.randrange(len(shipment.parts))
+        data = bytearray(shipment.parts[place].data)
+        data[self.chance.randrange(len(data))] ^= 1 << self.chance.randrange(8)
+        parts = list(shipment.parts)
+        parts[place] = replace(parts[place], data=bytes(data))
+        before = follower.log.end()
+        try:
+            follower.log.apply(replace(shipment, parts=tuple(parts), marks={}))
+        except DiskFull:
+            raise
+        except ReplicaFailed:
+            raise
+        except MillstreamError as error:
+            self._count(f"damaged: {error.code}")
+        assert follower.log.end() == before
+
+    def _catch_up(self, follower: Follower) -> None:
+        """All that the leader has, without trouble."""
+        while not self._begin(follower):
+            pass
+        assert follower.log is not None
+        assert follower.source is not None
+        follower.source.restart()
+        try:
+            while True:
+                shipment = follower.source.read(follower.log.position(), 20_000)
+                if shipment is None:
+                    break
+                try:
+                    follower.log.apply(shipment)
+                except (ReplicaGap, ShipmentUnreadable):
+                    # A piece of a frame that was damaged on its way was here.
+                    self._count("came again")
+                    follower.source.restart()
+        except FollowerBehindRetention:
+            self._rebuild(follower)
+            self._catch_up(follower)
+
+    def _rebuild(self, follower: Follower) -> None:
+        self._count("behind retention")
+        follower.files = MemoryFiles()
+        follower.log, follower.source, follower.last, follower.promised, follower.group = None, None, None, {}, 0
+
+    def _end(self, follower: Follower) -> None:
+        """The process is gone, or the power is. What a reader beside it saw at that very moment was whole."""
+        self._mend(follower)
+        self._shows_a_beginning(follower)
+        only_process = self.chance.random() < 0.4
+        follower.files = follower.files.crash(process_only=True) if only_process else follower.files.crash(self._kept())
+        follower.log = None
+
+    # --- judging ---------------------------------------------------------------------------------------------------
+
+    def _kept_its_promise(self, follower: Follower) -> None:
+        """What it acknowledged is there after any crash, whatever became of its marks."""
+        assert follower.log is not None
+        position = follower.log.position()
+        for shard, mark in follower.promised.items():
+            end = ByteEnd(mark.base_offset, 0 if mark.byte_end == 4096 else mark.byte_end)
+            assert position.get(shard, ByteEnd(mark.base_offset, 0)) >= end
+        assert follower.log.end().group >= follower.group
+
+    def _shows_a_beginning(self, follower: Follower) -> None:
+        """A reader there sees what the leader's does, up to some group's end."""
+        if not follower.files.exists(f"{FOLDER}/00000"):
+            return
+        reader = StreamReader(FOLDER, files=follower.files)
+        upto = reader.persisted_upto()
+        here, there = self._read(follower.files), self._read(self.files)
+        first = StreamReader(FOLDER, files=self.files).first_seq()
+        seqs = {row: seq for seq, row in self.truth.seqs_seen.items()}
+        wanted = {row: text for row, text in there.items() if seqs[row] <= upto}
+        assert {row: text for row, text in here.items() if seqs[row] >= first} == {
+            row: text for row, text in wanted.items() if seqs[row] >= reader.first_seq()
+        }
+        for xid in {row[0] for row in here}:
+            rows = {(table, index) for of, table, index in here if of == xid}
+            assert len(rows) == len(self.truth.rows[xid]), "half an operation is shown"
+
+    def _read(self, files: MemoryFiles) -> Rows:
+        reader = StreamReader(FOLDER, files=files)
+        if reader.persisted_upto() < reader.first_seq():
+            return {}
+        return self.truth.read_by_seq(StreamReader(FOLDER, files=files))
+
+    def _same_bytes(self, follower: Follower) -> None:
+        for shard in (ShardId(0), ShardId(1)):
+            folder = shard_folder(FOLDER, shard)
+            mark = read_mark(self.files, folder)
+            assert mark == read_mark(follower.files, folder)
+            assert mark is not None
+            for segment in list_segments(follower.files, folder):
+                try:
+                    theirs = self.files.read(segment.path)
+                except FileNotFoundError:
+                    continue  # dropped there
+                whole = segment.base_offset < mark.base_offset
+                assert follower.files.read(segment.path) == (theirs if whole else theirs[: mark.byte_end])
+
+    def _break_within(self, follower: Follower, operations: int) -> None:
+        at = follower.files.plan.operations + self.chance.randint(1, operations)
+        if self.chance.random() < 0.7:
+            follower.files.plan.crash_at = at
+        else:
+            follower.files.plan.fail_at = frozenset({at})
+
+    def _mend(self, follower: Follower) -> None:
+        follower.files.plan.crash_at = None
+        follower.files.plan.fail_at = frozenset()
+        follower.files.capacity_bytes = PLENTY
+
+    def _kept(self) -> object:
+        return self.chance.choice([None, lose_all, keep_any(self.chance.randrange(1 << 30))])
+
+    # --- what is written -------------------------------------------------------------------------------------------
+
+    def _options(self) -> LogOptions:
+        return replace(
+            SMALL,
+            segment_bytes=self.chance.choice([3_000, 9_000, 30_000]),
+            frame_bytes_max=self.chance.choice([300, 1_500, 1 << 20]),
+            disk_used_max=1.0,
+            numbering=self.chance.choice(list(Numbering)),
+        )
+
+    def _ops(self) -> object:
+        size = self.chance.choice([8, 8, 120, 3000])
+        return self.truth.ops(*(self._pieces() for _ in range(self.chance.randint(1, 3))), size=size)
+
+    def _pieces(self) -> list[tuple[int, int]]:
+        return [(self.chance.choice([1, 2, 3]), self.chance.randint(1, 6)) for _ in range(self.chance.randint(1, 3))]
+
+    def _count(self, what: str) -> None:
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+
+def search(first: int, count: int, *, seconds: float = float("inf")) -> tuple[list[int], dict[str, int]]:
+    """Play seeds; returns those that broke a promise, and how often what happened."""
+    broken, counts = [], {"seeds": 0}
+    until = time.monotonic() + seconds
+    for seed in range(first, first + count):
+        if time.monotonic() > until:
+            break
+        life = ReplicaLife(seed)
+        try:
+            life.live()
+        except Exception:  # noqa: BLE001 - told, and the search goes on
+            sys.stdout.write(f"seed {seed}:\n{traceback.format_exc()}\n")
+            broken.append(seed)
+        counts["seeds"] += 1
+        for what, times in life.counts.items():
+            counts[what] = counts.get(what, 0) + times
+    return broken, counts
+
+
+if __name__ == "__main__":
+    found, happened = search(int(sys.argv[1]), int(sys.argv[2]))
+    sys.stdout.write(f"{happened}\nbroken: {found}\n")
+    sys.exit(bool(found))

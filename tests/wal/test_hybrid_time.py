@@ -1,0 +1,93 @@
+"""Hybrid times of commit groups: they rise whatever the machine's clock does, over restarts, and pass what was heard of other regions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+
+from millstream.crdt.hlc import DRIFT_MAX_NS, HybridTime
+from millstream.errors import ClockAhead, OtherRegion
+from millstream.model.ids import Epoch, RegionId, ShardId, StreamId, TableId
+from millstream.model.positions import Seq
+from millstream.testing import ManualClock
+from millstream.testing.log import MemoryReservations, plain_ops, plain_table
+from millstream.wal.options import LogOptions
+from millstream.wal.reader import StreamReader
+from millstream.wal.writer import LogWriter
+
+STREAM = StreamId(UUID(int=5))
+REGION = RegionId(3)
+
+
+def opened(
+    folder: Path, epoch: int, clock: ManualClock, reservations: MemoryReservations, region: RegionId
+) -> LogWriter:
+    return LogWriter.open(
+        str(folder),
+        stream=STREAM,
+        shards=[ShardId(0)],
+        epoch=Epoch(epoch),
+        reservations=reservations,
+        clock=clock,
+        region=region,
+        options=LogOptions(disk_used_max=1.0),
+    )
+
+
+def times_of(folder: Path) -> dict[int, int]:
+    """Each record's number and hybrid time."""
+    reader = StreamReader(str(folder))
+    found: dict[int, int] = {}
+    for part in reader.read_between(Seq(0), reader.persisted_upto()):
+        assert part.region == REGION
+        found |= dict(zip(part.batch.column("__seq").to_pylist(), part.hybrid_ns.to_pylist(), strict=True))
+    return found
+
+
+def test_groups_have_rising_times_over_clocks_that_go_back_and_restarts_and_are_later_than_what_was_heard(
+    tmp_path: Path,
+) -> None:
+    clock, reservations, table = ManualClock(), MemoryReservations(), plain_table(1)
+    times: dict[int, int] = {}
+    for epoch in (1, 2):
+        with opened(tmp_path / "log", epoch, clock, reservations, REGION) as log:
+            for rows in (1, 2, 1):
+                log.append(plain_ops({rows: [(table, rows, "x")]}))
+                clock.step_wall(-7)
+            remote = HybridTime(clock.now_ns() + DRIFT_MAX_NS, 9, 8)
+            with pytest.raises(ClockAhead, match="oslo"):
+                log.hear(HybridTime(remote.wall_ns + 1, 0, 8), name="oslo")
+            log.hear(remote)
+            log.append(plain_ops({9: [(table, 2, "x")]}))
+        times = times_of(tmp_path / "log")
+        assert max(times.values()) > remote.wall_ns
+    in_order = [times[seq] for seq in sorted(times)]
+    assert in_order == sorted(in_order)
+    assert len(set(in_order)) == 8
+    assert [in_order.count(time) for time in sorted(set(in_order))] == [1, 2, 1, 2, 1, 2, 1, 2]
+
+
+def test_times_of_records_are_their_frames_where_only_some_are_asked_for(tmp_path: Path) -> None:
+    clock, table = ManualClock(), plain_table(1)
+    with opened(tmp_path / "log", 1, clock, MemoryReservations(), REGION) as log:
+        for _ in range(3):
+            log.append(plain_ops({1: [(table, 3, "x")]}))
+    times = times_of(tmp_path / "log")
+    reader = StreamReader(str(tmp_path / "log"))
+    for after, upto in ((1, 5), (2, 3), (4, 9)):
+        parts = list(reader.read_between(Seq(after), Seq(upto), table=TableId(1)))
+        seqs = [seq for part in parts for seq in part.batch.column("__seq").to_pylist()]
+        assert [time for part in parts for time in part.hybrid_ns.to_pylist()] == [times[seq] for seq in seqs]
+    whole = list(reader.read(ShardId(0), reader.first_offset(ShardId(0))))
+    assert [time for part in whole for time in part.hybrid_ns.to_pylist()] == [times[seq] for seq in sorted(times)]
+
+
+def test_a_log_is_not_opened_as_another_regions(tmp_path: Path) -> None:
+    clock, reservations = ManualClock(), MemoryReservations()
+    with opened(tmp_path / "log", 1, clock, reservations, REGION) as log:
+        log.append(plain_ops({1: [(plain_table(1), 1, "x")]}))
+    with pytest.raises(OtherRegion, match="region 3, and the configuration says that this is region 0"):
+        opened(tmp_path / "log", 2, clock, reservations, RegionId(0))
+    opened(tmp_path / "log", 3, clock, reservations, REGION).close()

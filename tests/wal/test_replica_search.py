@@ -1,0 +1,31 @@
+"""Seeds of `replica_search`: a few at every run, thousands of new ones in the soak."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+from tests.wal.replica_search import search
+
+SEEDS = 12
+SOAK_SEEDS = int(os.environ.get("MILLSTREAM_SOAK_SEEDS", "10000"))
+WANTED = {
+    "shipments", "cut", "doubled", "lost", "gaps", "damaged: shipment_unreadable", "follower crashed", "follower failed",
+    "follower crashed in recovery", "follower's disk full", "behind retention", "leader crashed in a group",
+}  # fmt: skip
+
+
+def test_lives_of_followers_whose_disks_fail_and_whose_shipments_are_lost_doubled_and_damaged():
+    broken, happened = search(1, SEEDS)
+    assert not broken, f"python -m tests.wal.replica_search {broken[0]} 1"
+    assert happened.keys() >= WANTED, "the search leaves out what it is for"
+
+
+@pytest.mark.soak
+def test_soak_lives_of_followers():
+    first = random.SystemRandom().randrange(1 << 40)
+    print(f"\npython -m tests.wal.replica_search {first} {SOAK_SEEDS}")  # noqa: T201 - repeats what is found
+    broken, happened = search(first, SOAK_SEEDS)
+    assert not broken, f"python -m tests.wal.replica_search {broken[0]} 1"
+    assert happened["seeds"] == SOAK_SEEDS

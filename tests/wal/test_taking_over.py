@@ -1,0 +1,178 @@
+"""A follower becomes the leader, and the old leader a follower: nothing acknowledged is lost, what only the old one has is set aside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.wal.replica_pairs import Pair, rows, ship
+from tests.wal.truth import FOLDER
+
+from millstream.testing.files import Crash, MemoryFiles, keep_any
+from millstream.wal.history import SetAside, common_prefix, history_of, truncate_to
+from millstream.wal.inspect import verify
+from millstream.wal.layout import list_segments, list_shards, shard_folder
+from millstream.wal.reader import StreamReader
+from millstream.wal.replica import ReplicaLog
+from millstream.wal.shipping import ShipSource
+from millstream.wal.taking_over import finish_rebuild, prepare_promotion, rebuilding_folder, resume_rebuild
+
+ASIDE = f"{FOLDER}.aside-20260101"
+
+
+def at_every_crash(files: MemoryFiles, step: Callable[[MemoryFiles], object], *, stride: int = 1) -> int:
+    """Break a step off at each of its operations by a power cut; repeated, it must end. Returns how many there were."""
+    before = files.plan.operations
+    probe = files.crash()
+    step(probe)
+    count = probe.plan.operations
+    assert files.plan.operations == before
+    for at in range(1, count + 1, stride):
+        tried = files.crash()
+        tried.plan.crash_at = at
+        try:
+            step(tried)
+        except Crash:
+            tried = tried.crash(keep_any(at))
+        step(tried)
+        files_equal(tried, probe)
+    return count
+
+
+def files_equal(one: MemoryFiles, other: MemoryFiles) -> None:
+    """The same segments with the same bytes, shown alike."""
+    for folder in (FOLDER, ASIDE):
+        assert list_shards(one, folder) == list_shards(other, folder)
+        for shard in list_shards(one, folder):
+            held = [
+                {segment.base_offset: files.read(segment.path) for segment in list_segments(files, shard_folder(folder, shard))}
+                for files in (one, other)
+            ]  # fmt: skip
+            assert held[0] == held[1]
+        assert StreamReader(folder, files=one).persisted_upto() == StreamReader(folder, files=other).persisted_upto()
+
+
+def torn_apart() -> Pair:
+    """A follower that has everything of some groups, one shard of more; and a leader that has still more."""
+    pair = Pair()
+    pair.append(5)
+    pair.ship()
+    pair.append(4)
+    shipment = pair.source.read(pair.log.position(), 12_000)
+    assert shipment is not None
+    assert not shipment.marks
+    assert {part.shard for part in shipment.parts} == {0}
+    pair.log.apply(shipment)
+    pair.log.close()
+    pair.append(1)
+    pair.leader.abandon()
+    return pair
+
+
+def test_a_follower_with_half_a_shipment_becomes_a_leader_with_all_that_it_acknowledged():
+    pair = torn_apart()
+    acknowledged = pair.read()
+    at_every_crash(pair.files, lambda files: prepare_promotion(FOLDER, files=files))
+    end = prepare_promotion(FOLDER, files=pair.files)
+    assert end.group == 5
+    assert pair.read() == acknowledged
+    leader = pair.truth.open(pair.files)
+    assert pair.read() == acknowledged
+    for xid in list(pair.truth.acknowledged):
+        if xid not in {row[0] for row in acknowledged}:
+            del pair.truth.acknowledged[xid]  # of the old leader alone
+    pair.truth.commit(leader, pair.truth.ops([(1, 3), (2, 2)], [(3, 1)]))
+    assert pair.read().items() > acknowledged.items()
+    leader.close()
+    assert verify(FOLDER, files=pair.files).is_whole
+
+
+def promoted() -> tuple[Pair, MemoryFiles]:
+    """The follower leads and has written; the old leader's files as it left them."""
+    pair = torn_apart()
+    prepare_promotion(FOLDER, files=pair.files)
+    old = pair.leader_files.crash()
+    pair.truth.seqs_seen.clear()  # numbers that only the old leader gave may be given again
+    pair.leader = pair.truth.open(pair.files)
+    pair.truth.commit(pair.leader, pair.truth.ops([(1, 2)], [(3, 1)]))
+    return pair, old
+
+
+def truncated(old: MemoryFiles, leader: MemoryFiles) -> SetAside | None:
+    common = common_prefix(FOLDER, history_of(FOLDER, files=leader), files=old)
+    return truncate_to(FOLDER, common, aside=ASIDE, files=old)
+
+
+def test_an_old_leaders_own_tail_is_set_aside_readable_and_it_follows_the_new_one():
+    pair, old = promoted()
+    had = rows(old.crash(), pair.truth)
+    pair.truth.seqs_seen.clear()
+    common = rows(pair.files, pair.truth)
+    aside = truncated(old, pair.files)
+    assert aside is not None
+    pair.truth.seqs_seen.clear()
+    beyond = rows(old, pair.truth, ASIDE)
+    assert {row for row in had if row not in common} == set(beyond)
+    assert aside.first_seq == min(pair.truth.seqs_seen)
+    pair.truth.seqs_seen.clear()
+    kept = rows(old, pair.truth)
+    assert kept.items() <= common.items()
+    assert len(kept) == len(had) - len(beyond)
+    log = ReplicaLog.open(FOLDER, files=old, side_by_side=False)
+    ship(ShipSource(FOLDER, files=pair.files), log, 5000)
+    assert rows(old, pair.truth) == rows(pair.files, pair.truth)
+    assert verify(FOLDER, files=old).is_whole
+
+
+def test_setting_aside_may_be_broken_off_anywhere_and_repeated():
+    pair, old = promoted()
+    assert at_every_crash(old, lambda files: truncated(files, pair.files)) > 10
+
+
+def test_a_log_that_has_nothing_beyond_stays_as_it_is():
+    pair = Pair()
+    pair.append(7)
+    pair.ship()
+    pair.log.close()
+    before = pair.read(), pair.files.plan.writes
+    assert truncated(pair.files, pair.leader_files) is None
+    assert (pair.read(), pair.files.plan.writes) == before
+    assert not pair.files.exists(ASIDE)
+
+
+def test_another_history_of_the_same_offsets_has_nothing_behind_the_common_part():
+    pair, old = promoted()
+    for shard, end in common_prefix(FOLDER, history_of(FOLDER, files=pair.files), files=old).items():
+        mine, theirs = (
+            b"".join(files.read(segment.path)[: 1 << 30 if segment.base_offset < end.base_offset else end.position]
+                     for segment in list_segments(files, shard_folder(FOLDER, shard)) if segment.base_offset <= end.base_offset)
+            for files in (old, pair.files)
+        )  # fmt: skip
+        assert mine == theirs
+
+
+def test_a_log_that_is_built_anew_comes_into_its_place_whole_or_not_at_all():
+    pair = Pair()
+    pair.append(4)
+    pair.ship()
+    pair.log.close()
+    pair.append(4)
+    built = ReplicaLog.open(rebuilding_folder(FOLDER), files=pair.files, side_by_side=False)
+    ship(ShipSource(FOLDER, files=pair.leader_files), built)
+    built.close()
+    before, after = pair.read(), pair.read_leader()
+    assert not resume_rebuild(FOLDER, aside=ASIDE, files=pair.files)
+    probe = pair.files.crash()
+    finish_rebuild(FOLDER, aside=ASIDE, files=probe)
+    for at in range(1, probe.plan.operations + 1):
+        files = pair.files.crash()
+        files.plan.crash_at = at
+        try:
+            finish_rebuild(FOLDER, aside=ASIDE, files=files)
+        except Crash:
+            files = files.crash(keep_any(at))
+        if not resume_rebuild(FOLDER, aside=ASIDE, files=files):
+            assert rows(files, pair.truth) in (before, after)
+            continue
+        assert rows(files, pair.truth) == after
+        assert rows(files, pair.truth, ASIDE) == before
+    assert rows(probe, pair.truth) == after
