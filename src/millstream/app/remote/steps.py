@@ -195,7 +195,7 @@ def append_call(
 
     Raises:
         InvalidValue, RowsTooLarge: as `table_of`.
-            UsageError: it is told apart in two ways, or in half of one; the table has no name; or `acks` is no level.
+        UsageError: it is told apart in two ways, or in half of one; the table has no name, or `acks` is no level.
     """
     parse_qualified_name(table)
     columns = rows if isinstance(rows, pa.Table) else table_of(rows)
