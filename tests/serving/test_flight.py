@@ -23,6 +23,7 @@ from tests.serving.servers import Authority, served
 import millstream
 from millstream.app.home import Home
 from millstream.app.opened import home_appender, open_reader
+from millstream.app.replicating.node_calls import ACTION
 from millstream.app.serving import bulk_read
 from millstream.app.serving import flight as module
 from millstream.app.serving.access import Access, Credentials, TokenBook
@@ -30,8 +31,11 @@ from millstream.app.serving.flight import FlightServer, flight_error
 from millstream.errors import AddressInUse, InvalidValue
 from millstream.ingest.bulk import Cutter, GetRequest, PutRequest
 from millstream.model.access import Rights
+from millstream.model.ids import Epoch
 from millstream.model.operations import Appended
 from millstream.model.records import record_schema
+from millstream.model.replication import Hello, NodeName
+from millstream.replication.flight_wire import FollowRequest
 
 KEYED = '[streams.shop]\n[streams.shop.keys]\n"public.orders" = ["id"]\n[streams.web]\n'
 ROWS = pa.schema([pa.field("id", pa.int64()), pa.field("name", pa.string())])
@@ -547,6 +551,8 @@ listen = "127.0.0.1:0"
             return found if token is None else _Authorized(found, token)
 
         orders = fl.FlightDescriptor.for_path("shop", "public.orders")
+        hello = Hello(None, NodeName("b"), Epoch(0), {})
+        following = fl.FlightDescriptor.for_command(FollowRequest("shop", 1 << 20, hello).command())
         with connected("loader.example.com") as loader:
             writer, told = loader.do_put(orders, ROWS)
             writer.write_batch(batch(1))
@@ -558,6 +564,8 @@ listen = "127.0.0.1:0"
             "do_get": lambda caller: caller.do_get(fl.Ticket(b'{"stream": "shop", "table": "orders"}')).read_all(),
             "get_flight_info": lambda caller: caller.get_flight_info(orders),
             "list_flights": lambda caller: list(caller.list_flights()),
+            "do_action": lambda caller: list(caller.do_action(fl.Action(ACTION, b'{"op": "state", "stream": "shop"}'))),
+            "do_exchange": lambda caller: caller.do_exchange(following)[1].read_chunk(),
         }
         offered = {name for name in vars(FlightServer) if name in dir(fl.FlightServerBase)} - {"__init__", "__doc__"}
         assert {name for name in offered if not name.startswith("_")} == set(everything)
@@ -568,7 +576,8 @@ listen = "127.0.0.1:0"
                 with connected("loader.example.com", token) as caller:
                     assert refused(lambda: call(caller))["code"] == code, name  # noqa: B023 - as above
         with connected("stranger.example.com", reader) as caller:
-            assert refused(lambda: _put_one(caller, orders))["code"] == "forbidden"
+            for name in ("do_put", "do_action", "do_exchange"):
+                assert refused(lambda: everything[name](caller))["code"] == "forbidden", name  # noqa: B023 - as above
             assert everything["do_get"](caller).num_rows == 1
             web = fl.FlightDescriptor.for_path("web", "clicks")
             assert refused(lambda: caller.get_flight_info(web))["code"] == "forbidden"
@@ -618,6 +627,12 @@ class _Authorized:
 
     def list_flights(self) -> Any:
         return self._inner.list_flights(options=self._options)
+
+    def do_action(self, action: Any) -> Any:
+        return self._inner.do_action(action, options=self._options)
+
+    def do_exchange(self, where: Any) -> Any:
+        return self._inner.do_exchange(where, options=self._options)
 
 
 def test_flight_does_not_listen_for_other_machines_without_tls_and_tokens(tmp_path: Path) -> None:
