@@ -32,12 +32,14 @@ def free_port() -> int:
 class Node:
     """One home, and its processes by name. `start` and `kill` as often as one likes."""
 
-    def __init__(self, folder: Path, name: str, ports: dict[str, int], *, acks: str = "local", more: str = "") -> None:
+    def __init__(
+        self, folder: Path, name: str, ports: dict[str, int], *, acks: str = "local", more: str = "", stream: str = ""
+    ) -> None:
         self.name: Final = name
         nodes = "\n".join(f'{node} = "grpc://127.0.0.1:{port}"' for node, port in ports.items())
         self.home: Final = make_home(
             folder,
-            f'[streams.{STREAM}]\nacks = "{acks}"\n[streams.{STREAM}.ingest]\nschema_on_write = "create"\n'
+            f'[streams.{STREAM}]\nacks = "{acks}"\n[streams.{STREAM}.ingest]\nschema_on_write = "create"\n{stream}'
             f'[http]\nlisten = "127.0.0.1:0"\n[flight]\nlisten = "127.0.0.1:{ports[name]}"\n'
             f'[replication]\nnode = "{name}"\n{more}[replication.nodes]\n{nodes}\n',
         )
@@ -110,10 +112,20 @@ class Node:
 
 
 @contextlib.contextmanager
-def nodes(folder: Path, names: str = "ab", *, acks: str = "local", more: str = "") -> Iterator[list[Node]]:
-    """Nodes that know of each other; whatever they run is killed at the end."""
+def nodes(
+    folder: Path, names: str = "ab", *, acks: str = "local", more: str = "", stream: str = ""
+) -> Iterator[list[Node]]:
+    """Nodes that know of each other; whatever they run is killed at the end.
+
+    Args:
+        folder: where their homes go.
+        names: a letter a node.
+        acks: the stream's level.
+        more: what else `[replication]` has.
+        stream: what else the stream has.
+    """
     ports = {name: free_port() for name in names}
-    made = [Node(folder / name, name, ports, acks=acks, more=more) for name in names]
+    made = [Node(folder / name, name, ports, acks=acks, more=more, stream=stream) for name in names]
     try:
         yield made
     finally:

@@ -483,12 +483,12 @@ def test_an_answer_that_never_comes_is_told_as_unknown(home: Path, monkeypatch: 
     monkeypatch.setattr("millstream.ingest.local.ANSWER_PATIENCE_S", 0.5)
     with process(home, "capture", "run") as owner, millstream.open(home) as opened:
         wait_for(lambda: writes(home, owner.pid))
-        opened.append("web", "clicks", {"number": 0}, deadline_s=5)
+        opened.append("web", "clicks", {"number": 0}, deadline_s=30)
         owner.send_signal(signal.SIGSTOP)
         with pytest.raises(AppendOutcomeUnknown):
             opened.append("web", "clicks", {"number": 1}, deadline_s=0.5)
         owner.send_signal(signal.SIGCONT)
-        opened.append("web", "clicks", {"number": 2}, deadline_s=5)
+        opened.append("web", "clicks", {"number": 2}, deadline_s=30)
     numbers = [row["number"] for row in rows_of(home)]
     assert numbers in ([0, 1, 2], [0, 2], [0, 2, 1])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.app.nodes import STREAM, Node, eventually, nodes
 
 import millstream
 from millstream.errors import Fenced, ReadOnly
+from millstream.testing.pytest_plugin import Database
 from millstream.wal.reader import StreamReader
 
 
@@ -139,3 +141,39 @@ def test_a_stream_comes_back_from_an_object_store_alone(tmp_path: Path) -> None:
                 assert [row for batch in home.read(STREAM) for row in batch.column("id").to_pylist()] == there
                 home.append(STREAM, "orders", [{"id": 9}])
                 assert [row for batch in home.read(STREAM) for row in batch.column("id").to_pylist()] == [*there, 9]
+
+
+def test_capture_goes_on_from_the_node_that_was_promoted(tmp_path: Path, postgres: Database) -> None:
+    slot = f"nodes_{os.getpid()}"
+    source = f'[streams.{STREAM}.source]\ndsn = {json.dumps(postgres.dsn)}\nslot = "{slot}"\n'
+    with (
+        postgres.connect() as connection,
+        nodes(tmp_path, "abc", acks="durable(1)", stream=source) as (a, b, c),
+    ):
+        connection.execute("CREATE TABLE orders (id bigint PRIMARY KEY)")
+        connection.execute("INSERT INTO orders SELECT generate_series(1, 100)")
+        for node in (a, b, c):
+            node.start("serve")
+        for node in (b, c):
+            node.start("follow", "a")
+        a.start("owner")
+        eventually(lambda: sorted(b.rows()) == list(range(1, 101)), "the copy comes", a, b, c)
+        for one in range(101, 121):
+            connection.execute(f"INSERT INTO orders VALUES ({one})")
+        confirmed = (
+            f"SELECT confirmed_flush_lsn >= pg_current_wal_lsn() FROM pg_replication_slots WHERE slot_name = '{slot}'"
+        )
+        eventually(lambda: connection.execute(confirmed).fetchone() == (True,), "the slot is confirmed", a, b, c)
+        a.kill()
+        for one in range(121, 141):
+            connection.execute(f"INSERT INTO orders VALUES ({one})")
+        b.answer("promote")
+        b.start("owner")
+        everything = list(range(1, 141))
+        eventually(lambda: sorted(b.rows()) == everything, "capture goes on", b, c)
+        eventually(lambda: sorted(c.rows()) == everything, "the other one follows the new leader", b, c)
+        for part in ("owner", "serve"):
+            a.start(part)
+        a.start("follow", "b")
+        eventually(lambda: sorted(a.rows()) == everything, "the old leader follows", a, b, c)
+        eventually(lambda: a.bytes_of_log() == b.bytes_of_log() == c.bytes_of_log(), "all have the same bytes", a, b, c)
