@@ -39,7 +39,7 @@ class Node:
         nodes = "\n".join(f'{node} = "grpc://127.0.0.1:{port}"' for node, port in ports.items())
         self.home: Final = make_home(
             folder,
-            f'[streams.{STREAM}]\nacks = "{acks}"\n[streams.{STREAM}.ingest]\nschema_on_write = "create"\n{stream}'
+            f'[streams.{STREAM}]\nacks = "{acks}"\n{stream}[streams.{STREAM}.ingest]\nschema_on_write = "create"\n'
             f'[http]\nlisten = "127.0.0.1:0"\n[flight]\nlisten = "127.0.0.1:{ports[name]}"\n'
             f'[replication]\nnode = "{name}"\n{more}[replication.nodes]\n{nodes}\n',
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.app.homes import run
-from tests.app.nodes import STREAM, Node, eventually, nodes
+from tests.app.nodes import STREAM, Node, eventually, free_port, nodes
 
 import millstream
 from millstream.errors import Fenced, ReadOnly
@@ -177,3 +177,40 @@ def test_capture_goes_on_from_the_node_that_was_promoted(tmp_path: Path, postgre
         a.start("follow", "b")
         eventually(lambda: sorted(a.rows()) == everything, "the old leader follows", a, b, c)
         eventually(lambda: a.bytes_of_log() == b.bytes_of_log() == c.bytes_of_log(), "all have the same bytes", a, b, c)
+
+
+def test_regions_follow_one_another_and_read_what_both_have_written(tmp_path: Path) -> None:
+    ports = free_port(), free_port()
+    keys = f'[streams.{STREAM}.keys]\n"public.posts" = ["id"]\n[streams.{STREAM}.merge."public.posts"]\nlikes = "pn_counter"\n'
+    homes = [
+        Node(
+            tmp_path / f"region{own}",
+            "a",
+            {"a": ports[own - 1]},
+            more=f'regions = {{ {other} = "grpc://127.0.0.1:{ports[other - 1]}" }}\n',
+            stream=f"region = {own}\n{keys}",
+        )
+        for own, other in ((1, 2), (2, 1))
+    ]
+    try:
+        for node, likes in zip(homes, (5, 3), strict=True):
+            with millstream.open(node.home) as home:
+                home.append(STREAM, "posts", {"id": 7, "likes": likes})
+            node.start("serve")
+            node.start("follow")
+
+        def likes_at(node: Node) -> list[int]:
+            with millstream.open(node.home) as home:
+                return list(home.merged(STREAM, "posts").column("likes").to_pylist())
+
+        for node in homes:
+            eventually(lambda node=node: likes_at(node) == [8], "what both regions have counted", *homes)
+        with millstream.open(homes[0].home) as home:
+            home.append(STREAM, "posts", {"id": 7, "likes": 6})
+        for node in homes:
+            eventually(lambda node=node: likes_at(node) == [9], "what one of them counts on", *homes)
+        (of_one,) = homes[0].answer("replicas")["streams"]
+        assert [one["node"] for one in of_one["followers"]] == ["region-2"]
+    finally:
+        for node in homes:
+            node.kill()

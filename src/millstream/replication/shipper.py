@@ -89,7 +89,7 @@ class WalShipper:
         notes: where to note things.
         documents: what goes along, as it is now: called now and then, from one thread.
         options: how much at once.
-        only: as `Leader`'s.
+        only, observers: as `Leader`'s.
         files, clock: the world.
     """
 
@@ -105,6 +105,7 @@ class WalShipper:
         documents: Callable[[], tuple[Document, ...]] = tuple,
         options: ShipOptions | None = None,
         only: NodeName | None = None,
+        observers: frozenset[NodeName] = frozenset(),
         files: Files | None = None,
         clock: Clock | None = None,
     ) -> None:
@@ -117,6 +118,7 @@ class WalShipper:
         self._documents = documents
         self._options = options
         self._only = only
+        self._observers = observers
         self._files: Files = RealFiles() if files is None else files
         self._clock: Clock = SystemClock() if clock is None else clock
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -188,7 +190,9 @@ class WalShipper:
             stream = self._wait_for_stream()
             if stream is None:
                 return
-            self._leader = leader = Leader(stream, self._fact, self._nodes, self._options, only=self._only)
+            self._leader = leader = Leader(
+                stream, self._fact, self._nodes, self._options, only=self._only, observers=self._observers
+            )
             while not leader.is_stopped and not leader.is_fenced and not self._ending.is_set():
                 try:
                     event = self._events.get(timeout=_TICK_S)

@@ -9,9 +9,11 @@ from pydantic import Field, field_validator, model_validator
 
 from millstream.app.config.section import Duration, Section
 from millstream.errors import UsageError
+from millstream.model.ids import RegionId
 from millstream.model.replication import check_node_name
 
 _ADDRESS: Final = re.compile(r"(?:grpc|grpc\+tcp|grpc\+tls)://(?:\[[0-9a-fA-F:.]+\]|[^:/\s\[\]]+):\d{1,5}\Z")
+_REGION: Final = re.compile(r"[1-9]\d{0,9}\Z")
 _STORES: Final = ("s3://", "gs://", "az://", "file:///")
 
 
@@ -26,6 +28,11 @@ class ReplicationConfig(Section):
         default={},
         description="Where Arrow Flight of each node listens, by the node's name, this one's too: "
         '`a = "grpc+tls://a.example.com:8788"`; `grpc://` without TLS. The same on all nodes.',
+    )
+    regions: dict[str, str] = Field(
+        default={},
+        description='Where Arrow Flight of other regions listens, by the region\'s number: `2 = "grpc+tls://eu.example.com:8788"`. Their logs of the streams that have '
+        "a `region` are followed, beside the own ones; over there this home's region is named likewise. See the how-to on several regions.",
     )
     token: str | None = Field(
         default=None,
@@ -75,6 +82,21 @@ class ReplicationConfig(Section):
                 )
         return nodes
 
+    @field_validator("regions")
+    @classmethod
+    def _check_regions(cls, regions: dict[str, str]) -> dict[str, str]:
+        for region, address in regions.items():
+            if _REGION.match(region) is None or int(region) >= 1 << 32:
+                raise ValueError(f"{region} is no region's number: they are 1, 2 …")
+            if _ADDRESS.match(address) is None and not address.startswith("${"):
+                raise ValueError(f"{region}: {address!r} must be an address of Flight such as grpc+tls://host:8788")
+        return regions
+
+    @property
+    def region_addresses(self) -> dict[RegionId, str]:
+        """`regions`, by number."""
+        return {RegionId(int(region)): address for region, address in self.regions.items()}
+
     @field_validator("object_store")
     @classmethod
     def _check_store(cls, url: str | None) -> str | None:
@@ -86,6 +108,8 @@ class ReplicationConfig(Section):
     def _check_together(self) -> ReplicationConfig:
         if self.nodes and self.node is None:
             raise ValueError("names nodes, and not which of them this is: set node")
+        if self.regions and self.node is None:
+            raise ValueError("names regions, and not which node this is: set node")
         if self.node is not None and self.nodes and self.node not in self.nodes:
             raise ValueError(f"node {self.node} isn't among nodes ({', '.join(sorted(self.nodes))})")
         if (self.certificate is None) != (self.key is None):

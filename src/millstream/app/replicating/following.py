@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -23,11 +23,13 @@ from millstream.app.replicating.node_calls import (
     NodeState,
     address_of,
     promise_in,
+    region_node,
     state_of_node,
     this_node,
 )
 from millstream.app.replicating.roles import LOOK_EVERY_S, Roles, replication_folder
 from millstream.errors import (
+    ConfigError,
     Fenced,
     HomeBusy,
     LinkLost,
@@ -37,7 +39,7 @@ from millstream.errors import (
     UnknownStream,
     UsageError,
 )
-from millstream.model.ids import GroupNumber
+from millstream.model.ids import GroupNumber, RegionId, region_log_name
 from millstream.model.replication import Document, Hello, NodeName
 from millstream.protocol.replication.follower import Lag
 from millstream.protocol.replication.roles import Role, RoleFact
@@ -75,6 +77,8 @@ def begin_to_follow(home: Home, leader: NodeName | None, streams: Sequence[str])
     """
     me = this_node(home)
     home.prepare()
+    if leader is None and home.config.replication.regions and set(home.config.replication.nodes) <= {me}:
+        return {}  # other regions alone: whom to follow there, the configuration says
     found: dict[str, RoleFact] = {}
     roles = Roles(home)
     for stream in streams or sorted(home.config.streams):
@@ -134,7 +138,10 @@ def follow_home(
     this_node(home)
     home.prepare()
     with RoleLock.take(home.run_folder, "follow", patience_s=LOCK_PATIENCE_S if lifeline.supervised else 0.5):
-        streams = {name: _FollowedStream(home, name, lifeline.stop) for name in sorted(home.config.streams)}
+        streams = {
+            copy.log: _FollowedStream(home, copy, lifeline.stop)
+            for copy in (*map(_own_copy, sorted(home.config.streams)), *region_copies(home))
+        }
 
         def facts() -> dict[str, Any]:
             return {"streams": {name: stream.facts() for name, stream in streams.items()}}
@@ -168,9 +175,10 @@ def follow_home(
 class _FollowedStream:
     """One stream, by its role as that changes."""
 
-    def __init__(self, home: Home, name: str, stop: threading.Event) -> None:
+    def __init__(self, home: Home, copy: _Copy, stop: threading.Event) -> None:
         self._home = home
-        self._name = name
+        self._copy = copy
+        self._name = copy.log
         self._stop = stop
         self._roles = Roles(home)
         self._follower: WalFollower | None = None
@@ -231,7 +239,7 @@ class _FollowedStream:
 
     def _follow(self, *, until_caught_up: bool) -> None:
         fact = self._roles.of(self._name)
-        follower = make_follower(self._home, self._name, fact, notes=FollowingNotes(self._home, self._name))
+        follower = _follower_of(self._home, self._copy, fact, FollowingNotes(self._home, self._name))
         ended, over = threading.Event(), threading.Event()
 
         def watch() -> None:
@@ -254,16 +262,56 @@ class _FollowedStream:
             watching.join()
 
 
-def make_follower(
-    home: Home, name: str, fact: RoleFact, *, notes: FollowingNotes, only: NodeName | None = None
-) -> WalFollower:
-    """A follower of a stream; with `only`, of that node and no other one. Raises as `WalFollower`."""
+def make_follower(home: Home, name: str, fact: RoleFact, *, notes: FollowingNotes, only: NodeName) -> WalFollower:
+    """A follower of a stream that takes from one node and no other. Raises as `WalFollower`."""
+    return _follower_of(home, replace(_own_copy(name), only=only), fact, notes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A log that another node leads, and where it lies here."""
+
+    stream: str
+    """Its name there."""
+    log: str
+    """Its name here."""
+    follower: NodeName | None = None
+    """What this node is called over there; None: by its own name."""
+    only: NodeName | None = None
+    """Whom it takes it from; None: who leads."""
+
+
+def _own_copy(name: str) -> _Copy:
+    return _Copy(name, name)
+
+
+def region_copies(home: Home) -> list[_Copy]:
+    """The logs of other regions that the configuration has followed; that they are is noted, where it wasn't."""
+    found = []
+    roles = Roles(home)
+    for name, config in sorted(home.config.streams.items()):
+        for number in sorted(home.config.replication.region_addresses) if config.region else ():
+            if number == config.region:
+                raise ConfigError(
+                    f"region {number} is this home's own in stream {name}, and stands among [replication.regions]",
+                    hint="Name the others there.",
+                )
+            there = region_node(number)
+            copy = _Copy(name, region_log_name(name, number), region_node(RegionId(config.region)), there)
+            found.append(copy)
+            with roles.changing(copy.log) as changing:
+                if changing.fact.role is not Role.FOLLOWS:
+                    changing.put(replace(changing.fact, role=Role.FOLLOWS, leader=there))
+    return found
+
+
+def _follower_of(home: Home, copy: _Copy, fact: RoleFact, notes: FollowingNotes) -> WalFollower:
     return WalFollower(
-        name,
-        str(home.wal_folder(name)),
-        this_node(home),
+        copy.log,
+        str(home.wal_folder(copy.log)),
+        copy.follower or this_node(home),
         fact,
-        _Connecting(home, name, only).connect,
+        _Connecting(home, copy.stream, copy.only).connect,
         notes,
         documents=notes.versions(),
     )

@@ -15,7 +15,8 @@ import structlog
 
 from millstream.app.config.quantities import duration_s
 from millstream.app.replicating.catalog_document import CatalogDocument
-from millstream.app.replicating.roles import LOOK_EVERY_S, Roles, acks_file, replication_folder
+from millstream.app.replicating.node_calls import region_node
+from millstream.app.replicating.roles import LOOK_EVERY_S, Roles, replication_folder
 from millstream.app.replicating.session_document import SessionDocument
 from millstream.app.writing.stream_writer import resolve_stream
 from millstream.errors import FollowerBehindRetention, MillstreamError, UnknownStream
@@ -143,6 +144,7 @@ class _StreamShipping:
                 notes,
                 documents=documents.now,
                 only=only,
+                observers=frozenset(region_node(region) for region in replication.region_addresses),
             )
             notes.tell = shipper.hear
             self._shipper = shipper
@@ -211,7 +213,7 @@ class _Notes:
         self._catalog = catalog
         self._stream = stream
         replication_folder(home, name).mkdir(parents=True, exist_ok=True)
-        self._acks = AcksFile(RealFiles(), str(acks_file(home, name)), stream, fact.promise.epoch)
+        self._acks = AcksFile(RealFiles(), str(home.acks_file(name)), stream, fact.promise.epoch)
         self.tell: Callable[[CutOff], None] = lambda _: None
 
     def role(self, fact: RoleFact) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.errors import ConfigError, LinkLost, ShipmentUnreadable, UnknownNode
-from millstream.model.ids import Epoch, GroupNumber
+from millstream.model.ids import Epoch, GroupNumber, RegionId
 from millstream.model.positions import Seq
 from millstream.model.replication import NodeName
 from millstream.protocol.replication.roles import Promise, Rank, RoleFact
@@ -73,10 +73,16 @@ def this_node(home: Home) -> NodeName:
     return NodeName(name)
 
 
+def region_node(region: RegionId) -> NodeName:
+    """What a home of another region calls itself, or is called, as a follower."""
+    return NodeName(f"region-{region}")
+
+
 def address_of(home: Home, node: str) -> LeaderAddress:
-    """Where a node's Flight server is. `UnknownNode` where the configuration doesn't say."""
+    """Where a node's Flight server is, or another region's. `UnknownNode` where the configuration doesn't say."""
     replication = home.config.replication
-    address = replication.nodes.get(node)
+    regions = {region_node(region): address for region, address in replication.region_addresses.items()}
+    address = replication.nodes.get(node) or regions.get(NodeName(node))
     if address is None:
         known = ", ".join(sorted(replication.nodes)) or "none"
         raise UnknownNode(f"{home.config_file} names no node {node}; nodes: {known}", node=node)

@@ -140,8 +140,3 @@ def role_file(home: Home, stream: str) -> Path:
 def replication_folder(home: Home, stream: str) -> Path:
     """What a node keeps of a stream beside its log: its role, the leader's documents."""
     return home.data / "replication" / stream
-
-
-def acks_file(home: Home, stream: str) -> Path:
-    """What followers hold, as the shipper tells the owner."""
-    return home.data / "replication" / f"{stream}.acks"

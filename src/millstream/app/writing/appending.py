@@ -75,11 +75,11 @@ class HomeAppender:
 
     def __init__(self, home: Home, open_other: OpenOther) -> None:
         leave_logs_to_application()
-        _OPEN_HERE.add(self)
         self._home = home
         self._open_other = open_other
         self._writer = home.config.writer.name
         self._begin()
+        _OPEN_HERE.add(self)
 
     def _begin(self) -> None:
         self._lock = threading.Lock()

@@ -125,6 +125,7 @@ class Leader:
         nodes: who may follow: all but this one.
         options: how much goes at once.
         only: after a promise, what this node has is shipped under that promise, to whom it was given; no acknowledgement counts.
+        observers: who may follow as well, and never leads or promises: what they acknowledge counts for no level.
     """
 
     def __init__(
@@ -135,8 +136,10 @@ class Leader:
         options: ShipOptions | None = None,
         *,
         only: NodeName | None = None,
+        observers: frozenset[NodeName] = frozenset(),
     ) -> None:
         self._stream: Final = stream
+        self._observers: Final = observers
         self._nodes: Final = nodes
         self._options: Final = ShipOptions() if options is None else options
         self._only: Final = only
@@ -230,7 +233,7 @@ class Leader:
                 stream=str(self._stream),
                 node=str(hello.node),
             )
-        if hello.node not in self._nodes or (self._only is not None and hello.node != self._only):
+        if hello.node not in self._nodes | self._observers or (self._only is not None and hello.node != self._only):
             return _unknown_node(hello.node, self._nodes)
         return None
 
@@ -325,7 +328,7 @@ class Leader:
         return [PersistCursor(follower.node, ack.persisted_upto, ack.position)]
 
     def _count(self, follower: Follower, group: GroupNumber | None) -> list[Effect]:
-        if self._only is not None or group == follower.counted:
+        if self._only is not None or follower.node in self._observers or group == follower.counted:
             return []
         follower.counted = group
         groups = {node: one.counted for node, one in self.followers.items() if one.counted is not None}
