@@ -20,6 +20,7 @@ from bench import (  # noqa: F401 - they register their figures
     line_protocol,
     log_costs,
     log_open,
+    nodes,
     regions,
     replication,
     routing,
