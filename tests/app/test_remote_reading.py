@@ -171,6 +171,7 @@ def answering(*answers: bytes) -> Iterator[str]:
                     while b"\r\n\r\n" not in heard:
                         heard += connection.recv(65536)
                     connection.sendall(answer)
+            listener.close()  # who comes again is refused, and needn't wait for an answer
 
         thread = threading.Thread(target=work)
         thread.start()

@@ -323,7 +323,9 @@ def answer_of(response: httpx.Response, body: bytes, opened: object) -> Answer:
 def lost_of(error: httpx.RequestError, url: str) -> Lost:
     """That no answer came, whether the request may have arrived, and what has to be changed where it never will. Blocks for up to two seconds."""
     why = str(error) or type(error).__name__
-    if url.startswith("http:") and isinstance(error, httpx.RemoteProtocolError) and _speaks_tls(url):
+    # One that broke off in the midst of an answer speaks HTTP, and who waits for its rows has no time to lose.
+    has_begun = "message body" in why
+    if url.startswith("http:") and isinstance(error, httpx.RemoteProtocolError) and not has_begun and _speaks_tls(url):
         return Lost("it speaks TLS", sent=False, hint=f"Connect to https:{url.partition(':')[2]}.")
     if "WRONG_VERSION_NUMBER" in why or "RECORD_LAYER_FAILURE" in why:
         return Lost("it speaks no TLS", sent=False, hint=f"Connect to http:{url.partition(':')[2]}.")
