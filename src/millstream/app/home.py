@@ -242,12 +242,7 @@ class Home:
         return self.loaded_config.config
 
     def written_stream(self, named: str) -> StreamConfig:
-        """A configured stream, to write to.
-
-        Raises:
-            UnknownStream: there is none of that name; the hint says how to have it.
-            ReadOnly, Fenced: another node leads it.
-        """
+        """A configured stream, to write to; `UnknownStream`, which says how to have it, where there is none of that name."""
         found = self.config.streams.get(named)
         if found is None:
             known = ", ".join(sorted(self.config.streams)) or "none"
@@ -256,10 +251,6 @@ class Home:
                 hint=f"Add [streams.{named}] to it: a stream that only applications write needs nothing else. Streams here: {known}.",
                 stream=named,
             )
-        if self.config.replication.nodes:
-            from millstream.app.replicating.roles import Roles
-
-            Roles(self).check_leads(named)
         return found
 
     def stream_config(self, named: str | None = None) -> tuple[str, StreamConfig]:

@@ -19,6 +19,7 @@ import structlog
 from millstream.app.control import ControlServer, have_done
 from millstream.app.locks import RoleLock, holder, writer_role
 from millstream.app.logs import leave_logs_to_application
+from millstream.app.replicating.roles import Roles
 from millstream.app.wiring import place_compiled_code
 from millstream.app.writing.stream_writer import stream_writer
 from millstream.app.writing.writer_facts import refuse_embedded_catalog
@@ -34,6 +35,7 @@ from millstream.ingest.valid_rows import columns_for
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from millstream.app.config.model import StreamConfig
     from millstream.app.home import Home
     from millstream.app.writing.sinks import OpenOther
     from millstream.app.writing.stream_writer import StreamWriter
@@ -103,7 +105,7 @@ class HomeAppender:
         acks: AckLevel | None = None,
     ) -> Appended:
         """See `OpenHome.append`."""
-        self._home.written_stream(stream)
+        _written(self._home, stream)
         valid = columns_for(rows, keep_valid_rows=keep_valid_rows)
         batch = one_request(table, valid.table, write_id, keep_valid_rows, acks)
         (outcome,) = self.append_batch(stream, batch, deadline_s=deadline_s)
@@ -121,7 +123,7 @@ class HomeAppender:
 
     def _through(self, stream: str, call: Callable[[AppendClient | _OwnWriter], _Made]) -> _Made:
         """What whoever writes gives; waits for it where it has just gone, or begins."""
-        self._home.written_stream(stream)
+        _written(self._home, stream)
         self._begin_in_child()
         give_up_s = time.monotonic() + _STARTS_WITHIN_S
         while True:
@@ -143,7 +145,7 @@ class HomeAppender:
             UnknownStream, ReshardRefused, DiskFull …: as there.
             HomeBusy: another process writes the home, and doesn't answer.
         """
-        self._home.written_stream(stream)
+        _written(self._home, stream)
         self._begin_in_child()
         give_up_s = time.monotonic() + _STARTS_WITHIN_S
         while True:
@@ -174,7 +176,7 @@ class HomeAppender:
         self, stream: str, batch: AppendBatch, *, deadline_s: float
     ) -> list[Appended | MillstreamError]:
         """As `append_batch`, for a task of any event loop, which goes on meanwhile."""
-        self._home.written_stream(stream)
+        _written(self._home, stream)
         self._begin_in_child()
         give_up_s = time.monotonic() + _STARTS_WITHIN_S
         while True:
@@ -269,6 +271,14 @@ class HomeAppender:
                 self._client = None
 
 
+def _written(home: Home, stream: str) -> StreamConfig:
+    """A stream to write to. Raises as `Home.written_stream`; `ReadOnly`, `Fenced` where another node leads it."""
+    found = home.written_stream(stream)
+    if home.config.replication.nodes:
+        Roles(home).check_leads(stream)
+    return found
+
+
 def will_write(home: Home, writer: str | None) -> bool:
     """Whether `millstream run` or `millstream capture run` of this writer's name is there: it writes, or is about to.
 
@@ -360,7 +370,7 @@ class _OwnWriter:
 
     def _open(self, stream: str) -> tuple[contextlib.ExitStack, StreamWriter]:
         with contextlib.ExitStack() as stack:
-            config = self._home.written_stream(stream)
+            config = _written(self._home, stream)
             writer = stack.enter_context(stream_writer(self._home, self._catalog, stream, config, self._open_other))
             self._streams[stream] = stack.pop_all(), writer
         return self._streams[stream]
