@@ -28,6 +28,8 @@ _MILLSTREAM: Final = str(Path(sys.executable).parent / "millstream")
 _STREAM: Final = "bench"
 _WAIT_S: Final = 120.0
 _GIB: Final = 1 << 30
+_LOAD_S: Final = 2.0
+"""How long the load lasts before its leader is killed."""
 
 
 def _free_port() -> int:
@@ -158,10 +160,9 @@ def promotion() -> Iterator[Figure]:
                     load = threading.Thread(target=_load, args=(home, stop, one), daemon=True)
                     load.start()
                     loads.append(load)
-                time.sleep(2.0)
                 b.start("capture", "run")
                 _wait_until(lambda b=b: b.upto() > 0, "the follower")
-                time.sleep(2.0)
+                time.sleep(_LOAD_S)
                 began = time.perf_counter()
                 a.kill()
                 subprocess.run(b.command("promote"), check=True, capture_output=True, env=as_installed())
@@ -236,7 +237,7 @@ def catch_up() -> Iterator[Figure]:
         config.write_text(config.read_text() + f"b = {port}\n")
         a.kill()
         a.start("serve")
-        time.sleep(2.0)
+        _wait_until(lambda: _listens(_port_of(a)), "the leader")
         yield compared(
             "catch_up_1gib_s",
             ours,
@@ -247,6 +248,12 @@ def catch_up() -> Iterator[Figure]:
             size_bytes=size,
             note="`millstream follow --until-caught-up`, from its start to its end, over loopback; peer: the same files copied and fsynced",
         )
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+        return True
+    return False
 
 
 def _port_of(node: _Node) -> int:

@@ -209,8 +209,26 @@ def test_regions_follow_one_another_and_read_what_both_have_written(tmp_path: Pa
             home.append(STREAM, "posts", {"id": 7, "likes": 6})
         for node in homes:
             eventually(lambda node=node: likes_at(node) == [9], "what one of them counts on", *homes)
-        (of_one,) = homes[0].answer("replicas")["streams"]
-        assert [one["node"] for one in of_one["followers"]] == ["region-2"]
+        own, copy = homes[0].answer("replicas")["streams"]
+        assert [one["node"] for one in own["followers"]] == ["region-2"]
+        assert (copy["stream"], copy["role"], copy["leader"]) == (f"{STREAM}@2", "follows", "region-2")
     finally:
         for node in homes:
             node.kill()
+
+
+def test_an_application_that_writes_lets_go_where_another_node_is_promoted(tmp_path: Path) -> None:
+    """… without a process of its home beside it that does."""
+    with nodes(tmp_path) as (a, b):
+        a.start("serve")
+        with millstream.open(a.home) as home:
+            home.append(STREAM, "orders", [{"id": 1}])
+            b.start("serve")
+            b.start("follow", "a")
+            eventually(lambda: b.rows() == [1], "what was there comes", a, b)
+            promoted = b.ask("promote")
+            assert promoted.returncode == 0, promoted.stderr
+            with pytest.raises(Fenced):
+                home.append(STREAM, "orders", [{"id": 2}])
+        append(b, 3)
+        assert b.rows() == [1, 3]

@@ -301,7 +301,7 @@ class Home:
         with (self.run_folder / "home.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if (facts := self._facts()) != fresh | facts | catalog:
-                replace_file(self.data / "home.json", json.dumps(fresh | facts | catalog) + "\n")
+                replace_file(self.data / "home.json", json.dumps(fresh | facts | catalog).encode() + b"\n")
 
     def prepare(self) -> None:
         """Check the format and make the folders that writing needs.
@@ -443,11 +443,11 @@ class Home:
         fresh.rename(link)
 
 
-def replace_file(file: Path, text: str) -> None:
+def replace_file(file: Path, data: bytes) -> None:
     """Write a small file whole or not at all, durably."""
     fresh = file.with_name(f".{file.name}.{os.getpid()}")
-    with fresh.open("w") as output:
-        output.write(text)
+    with fresh.open("wb") as output:
+        output.write(data)
         output.flush()
         os.fsync(output.fileno())
     fresh.rename(file)

@@ -6,25 +6,22 @@ One thread: it hears the leader, writes, syncs and answers. The position is the 
 from __future__ import annotations
 
 import contextlib
-import queue
 import random
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from typing import Final, Protocol
 
 import structlog
 
-from millstream.errors import Diverged, LinkLost, LogError, MillstreamError
+from millstream.errors import Diverged, LogError, MillstreamError
 from millstream.model.ids import GroupNumber
-from millstream.model.replication import Document, Hello, NodeName
+from millstream.model.replication import Acknowledgement, Document, Hello, NodeName
 from millstream.ports import Clock, Files, LeaderLink
 from millstream.protocol.replication.follower import (
     Applied,
     Apply,
     ApplyFailed,
-    Asked,
     BreakLink,
     Connect,
     Connected,
@@ -42,7 +39,7 @@ from millstream.protocol.replication.follower import (
     Tick,
     WasSetAside,
 )
-from millstream.protocol.replication.roles import Promise, RoleFact
+from millstream.protocol.replication.roles import RoleFact
 from millstream.protocol.replication.shipping import PersistRole, Tell
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.replica import ReplicaLog
@@ -59,6 +56,13 @@ class FollowerNotes(Protocol):
 
     def role(self, fact: RoleFact) -> None:
         """Durably: whom it has promised what."""
+
+    def check_promise(self, fact: RoleFact) -> None:
+        """Return where nobody was promised more than that. Asked behind what was made durable and in front of each acknowledgement.
+
+        Raises:
+            Fenced: another process of this node has given a higher promise. What was made durable before it, it has told of.
+        """
 
     def documents(self, documents: tuple[Document, ...]) -> None:
         """Durably, in place of the older ones."""
@@ -110,21 +114,9 @@ class WalFollower:
         self._machine = Follower(node, fact, self._log.stream, self._holding(), documents)
         self._link: LeaderLink | None = None
         self._leader: NodeName | None = None
-        self._asked: queue.SimpleQueue[tuple[Promise, Future[tuple[RoleFact, Holding]]]] = queue.SimpleQueue()
         self._lag_told_s = 0.0
 
-    # --- asked from other threads --------------------------------------------------------------------------------------
-
-    def promise(self, promise: Promise, timeout_s: float) -> tuple[RoleFact, Holding]:
-        """Give a promise, durably, and say what is here.
-
-        Raises:
-            Fenced: another was given that is higher.
-            TimeoutError: it is busy; the promise may be given yet.
-        """
-        asked: Future[tuple[RoleFact, Holding]] = Future()
-        self._asked.put((promise, asked))
-        return asked.result(timeout_s)
+    # --- what others may ask, on any thread ----------------------------------------------------------------------------
 
     def facts(self) -> dict[str, object]:
         """What is known now, JSON-able."""
@@ -170,7 +162,6 @@ class WalFollower:
         try:
             while not stop.is_set():
                 self._step(Tick())
-                self._answer_asked()
                 if self._machine.stopped_by is not None:
                     raise self._machine.stopped_by
                 if self._log.failure is not None:
@@ -189,10 +180,6 @@ class WalFollower:
         """Break the link, and give up the log's locks."""
         self._break_link()
         self._log.close()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                _, asked = self._asked.get_nowait()
-                asked.set_exception(LinkLost("this node's follower has ended"))
 
     def _open_log(self) -> ReplicaLog:
         return ReplicaLog.open(self._folder, files=self._files)
@@ -211,17 +198,6 @@ class WalFollower:
         if shipment is not None:
             self._step(Received(shipment, self._clock.now_ns()))
 
-    def _answer_asked(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                promise, asked = self._asked.get_nowait()
-                try:
-                    self._step(Asked(promise))
-                except MillstreamError as error:
-                    asked.set_exception(error)
-                else:
-                    asked.set_result((self._machine.fact, self._machine.holding))
-
     def _step(self, event: Event) -> None:
         """One event, and what follows from it at once."""
         events: list[Event] = [event]
@@ -239,6 +215,8 @@ class WalFollower:
                 self._leader = leader
                 return Connected()
             case Say(word):
+                if isinstance(word, Acknowledgement):
+                    self._notes.check_promise(self._machine.fact)
                 return self._say(word)
             case Apply(shipment):
                 try:

@@ -6,8 +6,6 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from millstream.app.control import have_done
-from millstream.app.locks import holder
 from millstream.app.replicating.node_calls import NodeState, promise_in, this_node
 from millstream.app.replicating.roles import Roles
 from millstream.errors import HomeBusy, ShardLocked, UnknownStream, UsageError
@@ -34,7 +32,7 @@ def answer_node(home: Home, asked: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UnknownStream, UsageError: there is none of that name, or no such call.
         Fenced: this node has promised something higher.
-        HomeBusy: it has promised; but its writer, or its follower, doesn't end: asked again, it answers once that has.
+        HomeBusy: it has promised; but its writer doesn't end: asked again, it answers once that has.
     """
     stream = str(asked.get("stream"))
     if stream not in home.config.streams:
@@ -62,18 +60,12 @@ def node_state(home: Home, stream: str) -> NodeState:
 
 def give_promise(home: Home, stream: str, promise: Promise) -> NodeState:
     """Give a promise, durably; what was under way of a lower one has ended when this returns. Raises as `answer_node`."""
-    roles = Roles(home)
-    if roles.of(stream).role is Role.FOLLOWS and holder(home.run_folder, "follow"):
-        asked = {"stream": stream, "epoch": int(promise.epoch), "to": promise.node}
-        answer = have_done(home, "follow", "promise", asked, deadline_s=_ENDS_WITHIN_S)
-        if answer is None:
-            raise HomeBusy(
-                "this node's follower doesn't answer", hint="Ask again; `millstream status` shows who it is."
-            )
-        return NodeState.of_dict(answer)
-    with roles.changing(stream) as changing:
+    with Roles(home).changing(stream) as changing:
         changing.put(changing.fact.asked(promise))
-    wait_for_writer(home, stream)
+        led = changing.fact.role is Role.FENCED
+    if led:
+        wait_for_writer(home, stream)
+    # Who follows here looks at the promise in front of each acknowledgement: whatever was acknowledged is in this.
     return node_state(home, stream)
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from millstream.app.control import ControlServer
+from millstream.app.home import replace_file
 from millstream.app.locks import LOCK_PATIENCE_S, RoleLock, holder, nobody_writes
 from millstream.app.replicating.ages import note_age
 from millstream.app.replicating.aside_report import write_report
 from millstream.app.replicating.node_calls import (
     NodeState,
     address_of,
-    promise_in,
     region_node,
     state_of_node,
     this_node,
@@ -31,8 +29,6 @@ from millstream.app.replicating.roles import LOOK_EVERY_S, Roles, replication_fo
 from millstream.errors import (
     ConfigError,
     Fenced,
-    HomeBusy,
-    LinkLost,
     MillstreamError,
     ReplicationError,
     Retry,
@@ -42,7 +38,7 @@ from millstream.errors import (
 from millstream.model.ids import GroupNumber, RegionId, region_log_name
 from millstream.model.replication import Document, Hello, NodeName
 from millstream.protocol.replication.follower import Lag
-from millstream.protocol.replication.roles import Role, RoleFact
+from millstream.protocol.replication.roles import Role, RoleFact, fenced_error
 from millstream.replication.flight import FlightTransport
 from millstream.replication.follower import WalFollower
 from millstream.wal.files import RealFiles
@@ -58,7 +54,6 @@ if TYPE_CHECKING:
 logger = structlog.get_logger("millstream.follow")
 
 _AGAIN_S: Final = 1.0
-_PROMISES_WITHIN_S: Final = 8.0
 _VERSIONS: Final = "documents.json"
 
 
@@ -146,10 +141,7 @@ def follow_home(
         def facts() -> dict[str, Any]:
             return {"streams": {name: stream.facts() for name, stream in streams.items()}}
 
-        def promise(asked: Mapping[str, Any]) -> dict[str, Any]:
-            return streams[str(asked["stream"])].promise(asked).as_dict()
-
-        with ControlServer(home, "follow", {"status": facts}, {"promise": promise}):
+        with ControlServer(home, "follow", {"status": facts}):
             threads = [
                 threading.Thread(target=stream.run, kwargs={"until_caught_up": until_caught_up}, name=f"follow-{name}")
                 for name, stream in streams.items()
@@ -192,28 +184,9 @@ class _FollowedStream:
         if follower is not None:
             self._told = follower.facts()
         role = self._roles.of(self._name).role
+        told = self._told if role is Role.FOLLOWS else {}
         error = None if self.error is None else self.error.as_dict()
-        return {
-            "stream": self._name,
-            "role": role.value,
-            **({"error": error} if role is not Role.FOLLOWS else self._told | {"error": error}),
-        }
-
-    def promise(self, asked: Mapping[str, Any]) -> NodeState:
-        """Give a promise, durably. Raises `Fenced`, and `HomeBusy` where it is busy."""
-        from millstream.app.replicating.desk import node_state
-
-        promise = promise_in(asked)
-        follower = self._follower
-        if follower is None:
-            with self._roles.changing(self._name) as changing:
-                changing.put(changing.fact.asked(promise))
-            return node_state(self._home, self._name)
-        try:
-            fact, holding = follower.promise(promise, _PROMISES_WITHIN_S)
-        except (FutureTimeoutError, LinkLost) as error:
-            raise HomeBusy("this node's follower is busy", hint="Ask again.") from error
-        return NodeState(this_node(self._home), fact, holding.group, holding.persisted_upto)
+        return {**told, "stream": self._name, "role": role.value, "error": error}
 
     def run(self, *, until_caught_up: bool) -> None:
         """Follow while this node does, and nobody promotes it."""
@@ -381,15 +354,21 @@ class FollowingNotes:
         """As the port says. Raises `Fenced` where another process has given a higher promise meanwhile."""
         with self._roles.changing(self._name) as changing:
             if changing.fact.promise > fact.promise:
-                raise Fenced(f"{changing.fact.promise.node} was promised something higher meanwhile")
+                raise fenced_error(changing.fact.promise)
             changing.put(fact)
+
+    def check_promise(self, fact: RoleFact) -> None:
+        """As the port says."""
+        promise = self._roles.of(self._name).promise
+        if promise > fact.promise:
+            raise fenced_error(promise)
 
     def documents(self, documents: tuple[Document, ...]) -> None:
         """As the port says."""
         for document in documents:
-            _replace(self._folder / f"{document.name}.document", document.data)
+            replace_file(self._folder / f"{document.name}.document", document.data)
         versions = self.versions() | {one.name: one.version for one in documents}
-        _replace(self._folder / _VERSIONS, json.dumps(versions).encode())
+        replace_file(self._folder / _VERSIONS, json.dumps(versions).encode())
 
     def set_aside(self, behind: GroupNumber) -> None:
         """As the port says: into a folder that reads as a log by itself."""
@@ -432,18 +411,3 @@ def start_anew(home: Home, stream: str) -> Path | None:
         aside = replication_folder(home, stream) / f"replaced-{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}"
         folder.rename(aside)
         return aside
-
-
-def _replace(file: Path, data: bytes) -> None:
-    """Durably, whole or not at all."""
-    fresh = file.with_name(f".{file.name}.{os.getpid()}")
-    with fresh.open("wb") as output:
-        output.write(data)
-        output.flush()
-        os.fsync(output.fileno())
-    fresh.rename(file)
-    folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

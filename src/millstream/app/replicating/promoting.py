@@ -9,10 +9,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
-from uuid import UUID
 
 import structlog
 
+from millstream.app.home import replace_file
 from millstream.app.locks import RoleLock, nobody_writes
 from millstream.app.replicating.catalog_document import CATALOG, adopt_catalog
 from millstream.app.replicating.desk import node_state, wait_for_writer
@@ -30,7 +30,7 @@ from millstream.errors import (
     PromotionLost,
     UnknownStream,
 )
-from millstream.model.ids import Epoch, GroupNumber, StreamId
+from millstream.model.ids import Epoch, GroupNumber
 from millstream.model.replication import AckLevel, NodeName
 from millstream.protocol.replication.promotion import (
     STORE,
@@ -130,7 +130,6 @@ class _Attempt:
     ) -> None:
         self._home = home
         self._stream = stream
-        self._me = me
         self._tell = tell
         self._roles = Roles(home)
         config = home.config.streams[stream]
@@ -158,9 +157,9 @@ class _Attempt:
                 done, self._asked = wait(self._asked, timeout=_TICK_S, return_when="FIRST_COMPLETED")
                 for answer in done:
                     self._step(answer.result())
-                if not done:
-                    time.sleep(0 if self._asked else _TICK_S)
-                    self._step(Tick())
+                if not self._asked:
+                    time.sleep(_TICK_S)  # an answer that counts for nothing is waited for until time is up
+                self._step(Tick())
         finally:
             self._asking.shutdown(wait=False, cancel_futures=True)
         if self._error is not None:
@@ -275,6 +274,8 @@ class _Attempt:
             if changing.fact.promise >= promise:
                 return Overtaken(changing.fact.promise)
             changing.put(changing.fact.standing_for(promise))
+        # One that had just begun to follow when this looked first hears of the promise now.
+        wait_for_writer(self._home, self._stream)
         return Stood(changing.fact, node_state(self._home, self._stream).group)
 
     def _take_over(self) -> GroupNumber:
@@ -298,15 +299,13 @@ class _Attempt:
                     hint="Where its catalog lies in PostgreSQL, this node's has to lie there as well: [catalog] url.",
                 )
             sessions = notes.document(SESSIONS)
-            if sessions is not None and not (folder / SESSIONS_NAME).exists():
-                (folder / SESSIONS_NAME).write_bytes(sessions)
+            if sessions is not None:
+                replace_file(folder / SESSIONS_NAME, sessions)
         with self._home.open_catalog() as known, nobody_writes(self._home.run_folder):
-            found: StreamId = resolve_stream(self._home, known, self._stream)
-            assert UUID(str(found)) == UUID(str(stream)), "the log's own stream"
             group = take_over(
                 self._home,
                 known,
-                found,
+                resolve_stream(self._home, known, self._stream),
                 self._stream,
                 self._home.config.streams[self._stream],
                 reserved=max(mark.reserved_to for mark in marks.values()),

@@ -26,8 +26,10 @@ def list_replicas(home: Home) -> dict[str, Any]:
     serving = ask(home, "serve", "replication") or {}
     following = (ask(home, "follow", "status") or {}).get("streams", {})
     found = []
-    for name in sorted(home.config.streams):
-        fact = Roles(home).of(name)
+    roles = Roles(home)
+    # Those of other regions have a role as well.
+    for name in sorted({*home.config.streams, *roles.streams()}):
+        fact = roles.of(name)
         state = node_state(home, name)
         shipped = serving.get(name, {})
         found.append(

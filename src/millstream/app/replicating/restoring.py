@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from millstream.app.home import FILE_NAME, Home, replace_file
 from millstream.app.replicating.catalog_document import CATALOG, adopt_catalog
@@ -29,6 +29,9 @@ from millstream.wal.taking_over import prepare_promotion
 
 if TYPE_CHECKING:
     from millstream.model.ids import StreamId
+
+_BEGUN: Final = "restoring.json"
+"""Which stream is being restored: there until that is done."""
 
 
 def restore_stream(
@@ -62,36 +65,41 @@ def restore_stream(
     if at is not None:
         _cut_at(wal, StreamToken.parse(at, stream=stream_id).linear(), found.end.persisted_upto, replication)
     elif (sessions := found.documents.get(SESSIONS)) is not None:
-        (wal / SESSIONS_NAME).write_bytes(sessions)
+        replace_file(wal / SESSIONS_NAME, sessions)
     _adopt(home, stream_id, found.documents.get(CATALOG), wal)
+    marks = durable_marks(RealFiles(), str(wal))
+    group = max((mark.group for mark in marks.values()), default=GroupNumber(0))
     with Roles(home).changing(stream) as changing:
         # It leads what it has; nodes that went on from somewhere else have a lineage of their own.
-        changing.put(RoleFact(lineage=found.lineage, promise=found.lineage.last.promise))
+        lineage = found.lineage.covered_by(group)
+        changing.put(RoleFact(lineage=lineage, promise=found.lineage.last.promise))
+    # From here on it is a home like any other, and nothing is restored into it again.
+    (home.data / _BEGUN).unlink()
     reader = StreamReader(str(wal))
-    marks = durable_marks(RealFiles(), str(wal))
     return {
         "stream": stream,
         "id": str(stream_id),
         "persisted_upto": int(reader.persisted_upto()),
         "token": str(reader.token()),
-        "group": int(max((mark.group for mark in marks.values()), default=GroupNumber(0))),
+        "group": int(group),
         "bytes": found.size_bytes,
     }
 
 
 def _home_at(folder: Path, stream: str) -> Home:
     folder = folder.expanduser().absolute()
-    begun = folder / "data" / "restoring.json"
+    begun = folder / "data" / _BEGUN
     if folder.exists() and any(folder.iterdir()) and not begun.exists():
         raise UsageError(f"{folder} isn't empty", hint="Name a new folder; what is restored becomes a home of its own.")
     if begun.exists() and json.loads(begun.read_bytes()).get("stream") != stream:
         raise UsageError(f"{folder} was begun for another stream", hint="Name a new folder.")
     begun.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(begun, json.dumps({"stream": stream}) + "\n")
+    replace_file(begun, json.dumps({"stream": stream}).encode() + b"\n")
     if not (folder / FILE_NAME).exists():
         replace_file(
             folder / FILE_NAME,
-            f"# Restored from an object store. Put in what the stream had: its source, its keys, its lake.\n[streams.{stream}]\n",
+            "# Restored from an object store. Put in what the stream had: its source, its keys, its lake.\n"
+            f"[streams.{stream}]\n".encode(),
         )
     home = Home(folder, needs_source=False)
     home.prepare()

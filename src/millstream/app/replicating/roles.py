@@ -54,10 +54,6 @@ class Roles:
         """Whether this node leads a stream."""
         return self.of(stream).role is Role.LEADS
 
-    def follows_any(self) -> bool:
-        """Whether a stream is followed here."""
-        return any(self.of(stream).role is Role.FOLLOWS for stream in self.streams())
-
     def streams(self) -> list[str]:
         """Those that have a file."""
         return sorted(file.parent.name for file in (self._home.data / "replication").glob("*/role.json"))
@@ -128,7 +124,7 @@ class Changing:
         """Make it so, durably. A promise never shrinks."""
         assert fact.promise >= self.fact.promise, "a promise never shrinks"
         if fact != self.fact or not self._file.exists():
-            replace_file(self._file, fact.to_json().decode())
+            replace_file(self._file, fact.to_json())
             self.fact = fact
 
 

@@ -389,9 +389,13 @@ class _OwnWriter:
                 all_of_them.callback(stack.close)
 
     def _step_aside(self) -> None:
+        roles = Roles(self._home)
         while not self._ended.wait(_LOOK_EVERY_S):
             if will_write(self._home, self._writer):
                 logger.info("another process writes the home from here on", home=str(self._home.path))
+                break
+            if not all(roles.leads(stream) for stream in list(self._streams)):
+                logger.info("another node leads from here on", home=str(self._home.path))
                 break
         # Also what a broken-off `close` has begun.
         self.close()

@@ -103,6 +103,8 @@ def stream_writer(
         else:
             shared = opened.enter_context(_join(home, catalog, stream, name, config, own))
             log, writer, first_shard = shared.log, shared.writer, shared.shards[0]
+        # Once more, with the shards' locks: who has meanwhile been promised that this node writes no more waits for these, and for nothing else.
+        Roles(home).check_leads(name)
         with contextlib.suppress(ClockAhead, OtherRegion):  # the owner tells of it, again and again
             hear_regions(home, name, config, log)
         routing = StreamRouting(catalog, stream, name, config, log, first_shard=first_shard, is_shared=own is not None)
