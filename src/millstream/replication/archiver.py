@@ -92,8 +92,6 @@ class WalArchiver:
                     link = self._store.accept(_ACCEPTS_WITHIN_S)
                 if link is not None:
                     self._store_all(link)
-                    self._backoff.succeeded()
-                    self.error = None
             except Fenced as error:
                 self.error = error
                 claimed = Promise(
@@ -111,7 +109,9 @@ class WalArchiver:
                     error=self.error.message,
                     code=self.error.code,
                 )
-                link = None
+                if link is not None:
+                    link.close()  # the store takes no other one before
+                    link = None
                 if self._ending.wait(self._backoff.after_failure(random.random())):  # noqa: S311 - no secret
                     return
                 continue
@@ -147,6 +147,8 @@ class WalArchiver:
                 return
             while (word := link.recv(_HEARS_FOR_S if shipment is None else 0.0)) is not None:
                 if isinstance(word, Acknowledgement):
+                    self._backoff.succeeded()
+                    self.error = None
                     # Shipments that waited go as one object: what is acknowledged is all that came before, or some.
                     under_way = 0 if is_covered(position, word.position) else under_way
                     if word.group > self.stored_group:

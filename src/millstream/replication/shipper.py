@@ -129,7 +129,7 @@ class WalShipper:
         self._newest_documents: tuple[Document, ...] = ()
         self._threads: list[threading.Thread] = []
         self._world = _World(folder, self._files, self._clock, self._events.put, self._fact_now, self._newer_documents)
-        self.failure: BaseException | None = None
+        self.failure: Exception | None = None
         """Why it ended by itself: an error of the tree, or a bug."""
         self.ended: Final = threading.Event()
         self.lacking: tuple[NodeName, ...] = ()
@@ -199,7 +199,7 @@ class WalShipper:
                 except queue.Empty:
                     event = Tick()
                 self._carry_out(leader.step(event, time.monotonic()))
-        except BaseException as error:
+        except Exception as error:
             self.failure = error
             if not isinstance(error, MillstreamError):
                 logger.exception("the shipper fails", stream=self._name)
@@ -272,6 +272,8 @@ class WalShipper:
                 self._links[number] = link
                 self._events.put(Joined(number, came.hello))
                 link.start()
+                if self._ending.is_set():
+                    link.drop(None)  # it came while all were dropped
 
     def _watch(self) -> None:
         """Tell the machine of marks and documents when they have changed."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from millstream.app.replicating.node_calls import this_node
-from millstream.errors import ConfigError, StoreUnavailable, UnknownStream
-from millstream.model.ids import Epoch, GroupNumber
+from millstream.errors import ConfigError, UnknownStream
+from millstream.model.ids import Epoch
 from millstream.model.positions import Seq
 from millstream.model.replication import Document, Hello, NodeName
 from millstream.protocol.replication.roles import LINEAGE, Greeting, Lineage, Rank, RoleFact
@@ -71,7 +71,6 @@ def fetch(
     folder: Path,
     *,
     tell: Callable[[str], None] = lambda _: None,
-    must_have: GroupNumber | None = None,
 ) -> Fetched:
     """Take everything that a store has of a stream and a log hasn't into that log.
 
@@ -80,7 +79,6 @@ def fetch(
         stream: its name, for errors.
         folder: the log's; nobody has it open. It is made where it isn't there.
         tell: told how far it is, now and then.
-        must_have: a group that the store is known to have.
 
     Raises:
         UnknownStream: the store has nothing of that stream, nor has the folder.
@@ -108,6 +106,4 @@ def fetch(
         end = log.end()
     finally:
         log.close()
-    if must_have is not None and end.group < must_have:
-        raise StoreUnavailable(f"the store said that it has group {must_have}, and gave groups up to {end.group}")
     return Fetched(end, documents, size_bytes)

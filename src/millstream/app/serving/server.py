@@ -149,8 +149,8 @@ async def _serve(
 
 @contextlib.contextmanager
 def _shipping(home: Home) -> Iterator[Shipping | None]:
-    """What other nodes follow, where the home is a node; what they lack at the end is shipped first."""
-    if home.config.replication.node is None or home.config.flight.listen is None:
+    """What other nodes follow, and an object store gets, where the home is a node; what they lack at the end is shipped first."""
+    if home.config.replication.node is None:
         yield None
         return
     from millstream.app.replicating.leading import Shipping
