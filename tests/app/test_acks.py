@@ -29,7 +29,10 @@ from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader
 
 LOCAL = "[streams.web]\n"
-REQUIRED = '[streams.web]\nacks = "durable(1)"\n'
+REQUIRED = (
+    '[streams.web]\nacks = "durable(1)"\n[replication]\nnode = "a"\n'
+    'nodes = { a = "grpc://127.0.0.1:1", b = "grpc://127.0.0.1:2" }\n'
+)
 FAR = 1 << 40
 TARGET = "/v1/streams/web/tables/clicks"
 

@@ -30,6 +30,7 @@ from millstream.app.config.model import (
 )
 from millstream.app.config.quantities import disk_bytes
 from millstream.app.config.region_checks import clashes_of_regions
+from millstream.app.config.replication_checks import clashes_of_level
 from millstream.app.config.routing_checks import clashes_of_routing
 from millstream.app.config.serving_model import HttpConfig
 from millstream.app.config.toml_lines import KeyPath, key_lines
@@ -397,6 +398,7 @@ def _clashes(config: Config, disk: int) -> Iterator[tuple[KeyPath, str]]:
                 yield (*at, "types", column), "must name a column as schema.table.column"
         yield from _clashes_of_buffer(at, name, stream, config.writer.name)
         yield from _clashes_of_lake(at, stream.lake)
+        yield from clashes_of_level(at, stream.acks, config.replication)
         yield from clashes_of_routing(at, name, stream)
         yield from clashes_of_regions(at, stream, config.writer.name)
         for table, key in stream.keys.items():
