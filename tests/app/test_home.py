@@ -38,7 +38,7 @@ def test_a_named_folder_that_is_no_home_is_not_replaced_by_another(tmp_path: Pat
 
 
 def test_a_copied_log_without_a_configuration_can_be_named(tmp_path: Path) -> None:
-    for name in ("shop", "shop.rebuilding", "shop.aside-20260101"):
+    for name in ("shop", "shop.aside-20260101"):
         (tmp_path / "data" / "wal" / name).mkdir(parents=True)
     home = Home.find(tmp_path)
     assert home.streams_on_disk() == ["shop"] == [home.pick_stream(None)]

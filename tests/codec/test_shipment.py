@@ -15,9 +15,7 @@ from millstream.codec.checksums import crc32c
 from millstream.codec.shipment import (
     START_SIZE,
     Message,
-    decode_history,
     decode_message,
-    encode_history,
     encode_message,
     message_size,
 )
@@ -30,9 +28,7 @@ from millstream.model.replication import (
     ByteEnd,
     Document,
     Hello,
-    LogHistory,
     NodeName,
-    SegmentHistory,
     SegmentPart,
     Shipment,
 )
@@ -135,21 +131,6 @@ def test_an_error_arrives_as_the_error_that_it_was(error: MillstreamError):
     assert type(found) is type(error)
     assert isinstance(found, MillstreamError)
     assert found.as_dict() == error.as_dict()
-
-
-HASHES = st.binary(min_size=32, max_size=32)
-SEGMENTS = st.builds(
-    SegmentHistory, INT63.map(Offset), HASHES, INT63, INT63.map(Offset), HASHES, st.just(b"") | HASHES
-)  # fmt: skip
-
-
-@given(st.dictionaries(U32.map(ShardId), st.lists(SEGMENTS, max_size=3).map(tuple), max_size=3), st.integers(0))
-def test_a_logs_history_comes_back_and_a_damaged_one_is_refused(history: LogHistory, place: int):
-    data = bytearray(encode_history(history))
-    assert decode_history(bytes(data)) == history
-    data[place % len(data)] ^= 8
-    with pytest.raises(ShipmentUnreadable):
-        decode_history(bytes(data))
 
 
 def test_another_version_is_refused_by_name():

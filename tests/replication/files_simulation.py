@@ -9,10 +9,10 @@ In the end the leader is lost with its disk, and the follower that the promises 
 from __future__ import annotations
 
 import sys
-import traceback
 from collections import deque
 from dataclasses import dataclass, field, replace
 
+from tests.seeds import main
 from tests.wal.replica_search import Follower as Replica
 from tests.wal.replica_search import ReplicaLife
 from tests.wal.truth import FOLDER, STREAM
@@ -73,7 +73,7 @@ class MachinesLife(ReplicaLife):
         self.sure_upto = Seq(0)
         """What some follower has acknowledged."""
 
-    def live(self) -> None:
+    def play(self) -> None:
         for _ in range(self.chance.randint(30, 120)):
             self.now += 0.05
             if self.chance.random() < 0.2:
@@ -85,7 +85,7 @@ class MachinesLife(ReplicaLife):
         self.truth.commit(self.leader, self.truth.ops([(1, 1), (2, 2)], [(3, 1)]))
         self._tell_durable()
         for side in self.sides:
-            self._mend(side.replica)
+            self._mend(side.replica.files)
         for _ in range(5_000):
             self.now += 0.05
             for side in self.sides:
@@ -186,7 +186,7 @@ class MachinesLife(ReplicaLife):
         if side.replica.log is None and not self._begin_side(side, trouble=trouble):
             return
         if trouble and chance < 0.12:
-            self._break_within(side.replica, 30)
+            self._break_within(side.replica.files, 30, crashes=0.7)
         try:
             self._lead_step(shipping.Tick())
             self._follow_step(side, following.Tick())
@@ -201,12 +201,12 @@ class MachinesLife(ReplicaLife):
         finally:
             if side.replica.log is not None and side.replica.log.failure is not None:
                 self._end_side(side)
-            self._mend(side.replica)
+            self._mend(side.replica.files)
 
     def _begin_side(self, side: Side, *, trouble: bool) -> bool:
         replica = side.replica
         if trouble and self.chance.random() < 0.2:
-            self._break_within(replica, 20)
+            self._break_within(replica.files, 20, crashes=0.7)
         try:
             replica.log = ReplicaLog.open(FOLDER, files=replica.files, side_by_side=False)
         except (Crash, OSError):
@@ -214,7 +214,7 @@ class MachinesLife(ReplicaLife):
             self._end_side(side)
             return False
         finally:
-            self._mend(replica)
+            self._mend(replica.files)
         self._kept_its_promise(replica)
         side.machine = Follower(
             side.node, side.fact, replica.log.stream, self._holding(replica), backoff=Backoff(0.05, 0.2)
@@ -363,23 +363,5 @@ class MachinesLife(ReplicaLife):
         self._count("promotions")
 
 
-def search(first: int, count: int) -> tuple[list[int], dict[str, int]]:
-    """Play seeds; returns those that broke a promise, and how often what happened."""
-    broken, counts = [], {"seeds": 0}
-    for seed in range(first, first + count):
-        life = MachinesLife(seed)
-        try:
-            life.live()
-        except Exception:  # noqa: BLE001 - told, and the search goes on
-            sys.stdout.write(f"seed {seed}:\n{traceback.format_exc()}\n")
-            broken.append(seed)
-        counts["seeds"] += 1
-        for what, times in life.counts.items():
-            counts[what] = counts.get(what, 0) + times
-    return broken, counts
-
-
 if __name__ == "__main__":
-    found, happened = search(int(sys.argv[1]), int(sys.argv[2]))
-    sys.stdout.write(f"{happened}\nbroken: {found}\n")
-    sys.exit(bool(found))
+    sys.exit(main(MachinesLife, sys.argv[1:]))

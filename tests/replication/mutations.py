@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from tests.replication.model_log import ModelLog, Write
-from tests.replication.simulation import Node, World, search
+from tests.replication.simulation import Node, World
+from tests.seeds import search
 
 from millstream.model.ids import Epoch, GroupNumber
 from millstream.model.replication import AckLevel, Acknowledgement
@@ -254,7 +255,7 @@ def main(arguments: list[str]) -> int:
     for mutation in MUTATIONS:
         if arguments and mutation.__name__ not in arguments:
             continue
-        broken, _ = search(1, SEEDS_MAX, mutation)
+        broken, _ = search(mutation, 1, SEEDS_MAX)
         missed += not broken
         sys.stdout.write(f"{mutation.__name__}: {next(iter(broken.items()), 'not found')}\n")
     return 1 if missed else 0

@@ -18,8 +18,6 @@ from __future__ import annotations
 import heapq
 import random
 import sys
-import time
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,6 +25,7 @@ from uuid import UUID
 
 from tests.replication.model_log import ModelLog, Write
 from tests.replication.network import Wire
+from tests.seeds import Violation, main
 
 from millstream.errors import Diverged, Fenced, FollowerBehindRetention, LinkLost, MillstreamError, ReplicaGap
 from millstream.model.ids import GroupNumber, RegionId, StreamId
@@ -71,10 +70,6 @@ ELECTIONS = ("kill", "power", "cut", "alone", "alone", "alone")
 DISKS = ("power", "cut", "cut", "wipe", "wipe")
 AGE_ERROR_S = 1.5
 """How much younger a follower may think that it is: by as long as the quickest shipment takes."""
-
-
-class Violation(AssertionError):
-    """A promise was broken."""
 
 
 class Crashed(Exception):
@@ -992,37 +987,5 @@ class World:
         return ""
 
 
-def search(
-    first: int, count: int, world: type[World] = World, *, until: int = 1
-) -> tuple[dict[int, str], Counter[str]]:
-    """Play that many seeds; what they broke, by seed, and what happened in them. It ends once `until` are broken."""
-    broken: dict[int, str] = {}
-    counts: Counter[str] = Counter()
-    for seed in range(first, first + count):
-        one = world(seed)
-        try:
-            one.play()
-        except Exception as error:  # noqa: BLE001 - whatever breaks is found
-            broken[seed] = str(error) if isinstance(error, Violation) else traceback.format_exc()
-            if len(broken) >= until:
-                break
-        counts += one.counts
-        counts["seeds"] += 1
-    return broken, counts
-
-
-def main(arguments: list[str]) -> int:
-    """Play seeds; 1 where one broke something."""
-    first, count = int(arguments[0]), int(arguments[1])
-    began = time.monotonic()
-    broken, counts = search(first, count, until=5)
-    for seed, what in broken.items():
-        sys.stdout.write(f"seed {seed}: {what}\n")
-    sys.stdout.write(
-        f"{counts['seeds']} seeds, {len(broken)} broken, {time.monotonic() - began:.1f} s; {dict(counts.most_common())}\n"
-    )
-    return 1 if broken else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(World, sys.argv[1:]))

@@ -6,7 +6,8 @@ import os
 import random
 
 import pytest
-from tests.replication.files_simulation import search
+from tests.replication.files_simulation import MachinesLife
+from tests.seeds import search
 
 SEEDS = 10
 SOAK_SEEDS = int(os.environ.get("MILLSTREAM_SOAK_SEEDS", "10000"))
@@ -17,8 +18,8 @@ WANTED = {
 
 
 def test_machines_over_real_logs_whose_disks_fail():
-    broken, happened = search(1, SEEDS)
-    assert not broken, f"python -m tests.replication.files_simulation {broken[0]} 1"
+    broken, happened = search(MachinesLife, 1, SEEDS)
+    assert not broken, f"python -m tests.replication.files_simulation {next(iter(broken))} 1"
     assert happened.keys() >= WANTED, "the search leaves out what it is for"
 
 
@@ -26,6 +27,6 @@ def test_machines_over_real_logs_whose_disks_fail():
 def test_soak_machines_over_real_logs_whose_disks_fail():
     first = random.SystemRandom().randrange(1 << 40)
     print(f"\npython -m tests.replication.files_simulation {first} {SOAK_SEEDS}")  # noqa: T201 - repeats what is found
-    broken, happened = search(first, SOAK_SEEDS)
-    assert not broken, f"python -m tests.replication.files_simulation {broken[0]} 1"
+    broken, happened = search(MachinesLife, first, SOAK_SEEDS)
+    assert not broken, f"python -m tests.replication.files_simulation {next(iter(broken))} 1"
     assert happened["seeds"] == SOAK_SEEDS

@@ -7,7 +7,8 @@ import random
 
 import pytest
 from tests.replication.mutations import MUTATIONS, SCRIPT_SEED, OldTail
-from tests.replication.simulation import World, search
+from tests.replication.simulation import World
+from tests.seeds import search
 
 SEEDS = 5_000
 PARTS = 5
@@ -22,14 +23,14 @@ WANTED = {
 @pytest.mark.parametrize("part", range(PARTS))
 def test_worlds_in_which_everything_fails(part: int):
     count = SEEDS // PARTS
-    broken, happened = search(1 + part * count, count)
+    broken, happened = search(World, 1 + part * count, count)
     assert not broken, f"python -m tests.replication.simulation {next(iter(broken))} 1"
     assert happened.keys() >= WANTED, "the search leaves out what it is for"
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
 def test_a_defect_is_found(mutation: type[World]):
-    broken, _ = search(mutation.found_by, 1, mutation)
+    broken, _ = search(mutation, mutation.found_by, 1)
     assert broken, "a seed that finds it: python -m tests.replication.mutations " + mutation.__name__
 
 
@@ -41,6 +42,6 @@ def test_the_longest_log_isnt_the_best_one():
 def test_soak_worlds_in_which_everything_fails():
     first = random.SystemRandom().randrange(1 << 40)
     print(f"\npython -m tests.replication.simulation {first} {SOAK_SEEDS}")  # noqa: T201 - repeats what is found
-    broken, happened = search(first, SOAK_SEEDS)
+    broken, happened = search(World, first, SOAK_SEEDS)
     assert not broken, f"python -m tests.replication.simulation {next(iter(broken))} 1"
     assert happened["seeds"] == SOAK_SEEDS

@@ -5,47 +5,33 @@
 
 from __future__ import annotations
 
-import random
 import sys
-import time
-import traceback
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from tests.wal.truth import FOLDER, SMALL, Truth
+from tests.seeds import main
+from tests.wal.drawn_log import PLENTY, DrawnLog
+from tests.wal.truth import FOLDER
 
-from millstream.codec.log_directory import Numbering
 from millstream.errors import AppendOutcomeUnknown, DiskFull, MillstreamError, WriterClosed
 from millstream.model.positions import Seq
 from millstream.protocol.retention import Bounds, HolderKind, Retention
-from millstream.testing.clock import ManualClock
-from millstream.testing.files import Crash, MemoryFiles, keep_any, lose_all
+from millstream.testing.files import Crash
 from millstream.wal.commit import GroupCommitter
 from millstream.wal.inspect import verify
-from millstream.wal.options import LogOptions
 from millstream.wal.reader import StreamReader
 from millstream.wal.retain import drop_segments
 
-PLENTY = 1 << 40
-
 
 @dataclass
-class Life:
+class Life(DrawnLog):
     """One log's, from one seed."""
 
-    seed: int
-    truth: Truth = field(default_factory=Truth)
-    files: MemoryFiles = field(default_factory=MemoryFiles)
-    clock: ManualClock = field(default_factory=ManualClock)
     log: GroupCommitter | None = None
     dropped_upto: int = 0
     """Retention may have dropped what lies below."""
     seen: list[int] = field(default_factory=list)
-    counts: dict[str, int] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.chance = random.Random(self.seed)
-
-    def live(self) -> None:
+    def play(self) -> None:
         """All of it; `AssertionError` where a promise is broken."""
         for _ in range(self.chance.randint(2, 5)):
             self._begin()
@@ -65,7 +51,7 @@ class Life:
         while self.log is None:
             breaks = trouble and self.chance.random() < 0.4
             if breaks:
-                self._break_within(60)
+                self._break_within(self.files, 60, crashes=0.6)
             try:
                 self.log = self.truth.open(self.files, options=self._options(), clock=self.clock)
             except Crash:
@@ -76,12 +62,12 @@ class Life:
                 self._count("failed recovery")
                 self._die()
             finally:
-                self._mend()
+                self._mend(self.files)
         self._judge()
 
     def _work(self) -> None:
         if self.chance.random() < 0.85:
-            self._break_within(120)
+            self._break_within(self.files, 120, crashes=0.6)
         try:
             for _ in range(self.chance.randint(1, 8)):
                 self.chance.choice([self._append, self._append, self._append, self._spill, self._retain, self._wait])()
@@ -101,7 +87,7 @@ class Life:
 
     def _end(self) -> None:
         """The process ends, in one way or another, if it hasn't."""
-        self._mend()
+        self._mend(self.files)
         if self.log is not None and self.log.failure is not None:
             self._die()
         elif self.log is not None and self.chance.random() < 0.5:
@@ -158,23 +144,11 @@ class Life:
 
     # --- trouble ---------------------------------------------------------------------------------------------------
 
-    def _break_within(self, operations: int) -> None:
-        at = self.files.plan.operations + self.chance.randint(1, operations)
-        if self.chance.random() < 0.6:
-            self.files.plan.crash_at = at
-        else:
-            self.files.plan.fail_at = frozenset({at})
-
-    def _mend(self) -> None:
-        self.files.plan.crash_at = None
-        self.files.plan.fail_at = frozenset()
-        self.files.capacity_bytes = PLENTY
-
     def _crash(self, what: str) -> None:
         """The power goes: of what wasn't synced the disk kept nothing, all, or anything."""
         self._count(what)
         self._look()
-        self.files = self.files.crash(self.chance.choice([None, lose_all, keep_any(self.chance.randrange(1 << 30))]))
+        self.files = self.files.crash(self._kept())
         self.files.capacity_bytes = PLENTY
         self.log = None
 
@@ -193,11 +167,11 @@ class Life:
     def _look(self) -> None:
         """What a reader beside the writer saw at last has to stay."""
         try:
-            self.seen = sorted({*self.seen, *self._kept(self.truth.shown(self.files))})
+            self.seen = sorted({*self.seen, *self._still_there(self.truth.shown(self.files))})
         except (MillstreamError, FileNotFoundError):
-            assert self.counts.get("groups", 0) == 0 or self.log is None or self.log.failure is not None
+            assert self.counts["groups"] == 0 or self.log is None or self.log.failure is not None
 
-    def _kept(self, xids: list[int]) -> list[int]:
+    def _still_there(self, xids: list[int]) -> list[int]:
         """Those that retention can't have dropped."""
         acks = self.truth.acknowledged
         return [xid for xid in xids if xid not in acks or acks[xid].seqs.first > self.dropped_upto]
@@ -215,48 +189,6 @@ class Life:
         numbers = [seq for seq, (other, _, _) in self.truth.seqs_seen.items() if other == xid]
         return bool(numbers) and min(numbers) <= self.dropped_upto
 
-    # --- what is written -------------------------------------------------------------------------------------------
-
-    def _options(self) -> LogOptions:
-        return replace(
-            SMALL,
-            segment_bytes=self.chance.choice([3_000, 9_000, 30_000]),
-            frame_bytes_max=self.chance.choice([300, 1_500, 1 << 20]),
-            disk_used_max=1.0,
-            numbering=self.chance.choice(list(Numbering)),
-        )
-
-    def _ops(self) -> object:
-        size = self.chance.choice([8, 8, 120])
-        return self.truth.ops(*(self._pieces() for _ in range(self.chance.randint(1, 3))), size=size)
-
-    def _pieces(self) -> list[tuple[int, int]]:
-        return [(self.chance.choice([1, 2, 3]), self.chance.randint(1, 6)) for _ in range(self.chance.randint(1, 3))]
-
-    def _count(self, what: str) -> None:
-        self.counts[what] = self.counts.get(what, 0) + 1
-
-
-def search(first: int, count: int, *, seconds: float = float("inf")) -> tuple[list[int], dict[str, int]]:
-    """Play seeds; returns those that broke a promise, and how often what happened."""
-    broken, counts = [], {"seeds": 0}
-    until = time.monotonic() + seconds
-    for seed in range(first, first + count):
-        if time.monotonic() > until:
-            break
-        life = Life(seed)
-        try:
-            life.live()
-        except Exception:  # noqa: BLE001 - told, and the search goes on
-            sys.stdout.write(f"seed {seed}:\n{traceback.format_exc()}\n")
-            broken.append(seed)
-        counts["seeds"] += 1
-        for what, times in life.counts.items():
-            counts[what] = counts.get(what, 0) + times
-    return broken, counts
-
 
 if __name__ == "__main__":
-    found, happened = search(int(sys.argv[1]), int(sys.argv[2]))
-    sys.stdout.write(f"{happened}\nbroken: {found}\n")
-    sys.exit(bool(found))
+    sys.exit(main(Life, sys.argv[1:]))

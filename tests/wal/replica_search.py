@@ -8,15 +8,14 @@ lose their power at any operation.
 
 from __future__ import annotations
 
-import random
 import sys
-import time
-import traceback
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
-from tests.wal.truth import FOLDER, SMALL, Truth
+from tests.seeds import main
+from tests.wal.drawn_log import DrawnLog
+from tests.wal.truth import FOLDER
 
-from millstream.codec.log_directory import Numbering
 from millstream.errors import (
     DiskFull,
     FollowerBehindRetention,
@@ -30,19 +29,16 @@ from millstream.model.marks import DurableMark
 from millstream.model.positions import Seq
 from millstream.model.replication import ByteEnd, Shipment
 from millstream.protocol.retention import Bounds, HolderKind, Retention
-from millstream.testing.clock import ManualClock
-from millstream.testing.files import Crash, MemoryFiles, keep_any, lose_all
+from millstream.testing.files import Crash, MemoryFiles
 from millstream.wal.commit import GroupCommitter
 from millstream.wal.inspect import verify
 from millstream.wal.layout import list_segments, shard_folder
 from millstream.wal.mark import read_mark
-from millstream.wal.options import LogOptions
 from millstream.wal.reader import StreamReader
 from millstream.wal.replica import ReplicaLog
 from millstream.wal.retain import drop_segments
 from millstream.wal.shipping import ShipSource
 
-PLENTY = 1 << 40
 Rows = dict[tuple[int, int, int], str]
 
 
@@ -61,21 +57,18 @@ class Follower:
 
 
 @dataclass
-class ReplicaLife:
+class ReplicaLife(DrawnLog):
     """A leader's and its followers', from one seed."""
 
-    seed: int
-    truth: Truth = field(default_factory=Truth)
-    files: MemoryFiles = field(default_factory=MemoryFiles)
-    clock: ManualClock = field(default_factory=ManualClock)
+    value_sizes: ClassVar[list[int]] = [8, 8, 120, 3000]
+
     leader: GroupCommitter | None = None
-    counts: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.chance = random.Random(self.seed)
+        super().__post_init__()
         self.followers = [Follower() for _ in range(2)]
 
-    def live(self) -> None:
+    def play(self) -> None:
         """All of it; `AssertionError` where a promise is broken."""
         for _ in range(self.chance.randint(10, 30)):
             if self.chance.random() < 0.5:
@@ -151,7 +144,7 @@ class ReplicaLife:
         if not self._begin(follower):
             return
         if self.chance.random() < 0.4:
-            self._break_within(follower, 30)
+            self._break_within(follower.files, 30, crashes=0.7)
         if self.chance.random() < 0.1:
             follower.files.capacity_bytes = follower.files.used_bytes() + self.chance.randint(0, 9000)
         try:
@@ -168,7 +161,7 @@ class ReplicaLife:
             self._count("follower's disk full")
         except FollowerBehindRetention:
             self._rebuild(follower)
-        self._mend(follower)
+        self._mend(follower.files)
         if follower.log is not None and self.chance.random() < 0.15:
             follower.log.close()
             follower.log = None
@@ -178,7 +171,7 @@ class ReplicaLife:
         """Open its log, though the power may go meanwhile."""
         if follower.log is None:
             if self.chance.random() < 0.3:
-                self._break_within(follower, 20)
+                self._break_within(follower.files, 20, crashes=0.7)
             try:
                 follower.log = ReplicaLog.open(FOLDER, files=follower.files, side_by_side=False)
             except (Crash, OSError):
@@ -186,7 +179,7 @@ class ReplicaLife:
                 self._end(follower)
                 return False
             finally:
-                self._mend(follower)
+                self._mend(follower.files)
             self._kept_its_promise(follower)
             if follower.source is not None:
                 follower.source.restart()
@@ -319,7 +312,7 @@ class ReplicaLife:
 
     def _end(self, follower: Follower) -> None:
         """The process is gone, or the power is. What a reader beside it saw at that very moment was whole."""
-        self._mend(follower)
+        self._mend(follower.files)
         self._shows_a_beginning(follower)
         only_process = self.chance.random() < 0.4
         follower.files = follower.files.crash(process_only=True) if only_process else follower.files.crash(self._kept())
@@ -373,63 +366,6 @@ class ReplicaLife:
                 whole = segment.base_offset < mark.base_offset
                 assert follower.files.read(segment.path) == (theirs if whole else theirs[: mark.byte_end])
 
-    def _break_within(self, follower: Follower, operations: int) -> None:
-        at = follower.files.plan.operations + self.chance.randint(1, operations)
-        if self.chance.random() < 0.7:
-            follower.files.plan.crash_at = at
-        else:
-            follower.files.plan.fail_at = frozenset({at})
-
-    def _mend(self, follower: Follower) -> None:
-        follower.files.plan.crash_at = None
-        follower.files.plan.fail_at = frozenset()
-        follower.files.capacity_bytes = PLENTY
-
-    def _kept(self) -> object:
-        return self.chance.choice([None, lose_all, keep_any(self.chance.randrange(1 << 30))])
-
-    # --- what is written -------------------------------------------------------------------------------------------
-
-    def _options(self) -> LogOptions:
-        return replace(
-            SMALL,
-            segment_bytes=self.chance.choice([3_000, 9_000, 30_000]),
-            frame_bytes_max=self.chance.choice([300, 1_500, 1 << 20]),
-            disk_used_max=1.0,
-            numbering=self.chance.choice(list(Numbering)),
-        )
-
-    def _ops(self) -> object:
-        size = self.chance.choice([8, 8, 120, 3000])
-        return self.truth.ops(*(self._pieces() for _ in range(self.chance.randint(1, 3))), size=size)
-
-    def _pieces(self) -> list[tuple[int, int]]:
-        return [(self.chance.choice([1, 2, 3]), self.chance.randint(1, 6)) for _ in range(self.chance.randint(1, 3))]
-
-    def _count(self, what: str) -> None:
-        self.counts[what] = self.counts.get(what, 0) + 1
-
-
-def search(first: int, count: int, *, seconds: float = float("inf")) -> tuple[list[int], dict[str, int]]:
-    """Play seeds; returns those that broke a promise, and how often what happened."""
-    broken, counts = [], {"seeds": 0}
-    until = time.monotonic() + seconds
-    for seed in range(first, first + count):
-        if time.monotonic() > until:
-            break
-        life = ReplicaLife(seed)
-        try:
-            life.live()
-        except Exception:  # noqa: BLE001 - told, and the search goes on
-            sys.stdout.write(f"seed {seed}:\n{traceback.format_exc()}\n")
-            broken.append(seed)
-        counts["seeds"] += 1
-        for what, times in life.counts.items():
-            counts[what] = counts.get(what, 0) + times
-    return broken, counts
-
 
 if __name__ == "__main__":
-    found, happened = search(int(sys.argv[1]), int(sys.argv[2]))
-    sys.stdout.write(f"{happened}\nbroken: {found}\n")
-    sys.exit(bool(found))
+    sys.exit(main(ReplicaLife, sys.argv[1:]))

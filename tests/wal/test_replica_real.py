@@ -11,7 +11,6 @@ from millstream.testing.log import plain_ops
 from millstream.wal.reader import StreamReader
 from millstream.wal.replica import ReplicaLog
 from millstream.wal.shipping import ShipSource
-from millstream.wal.taking_over import finish_rebuild, rebuilding_folder
 
 OPERATIONS = 60
 
@@ -50,10 +49,3 @@ def test_a_follower_beside_a_busy_writer_shows_a_beginning_of_its_log_at_every_m
     assert xids(StreamReader(folder)) == xids(StreamReader(leader))
     writer.close()
     log.close()
-    built = ReplicaLog.open(rebuilding_folder(folder))
-    again = ShipSource(leader)
-    while (shipment := again.read(built.position())) is not None:
-        built.apply(shipment)
-    built.close()
-    finish_rebuild(folder, aside=f"{folder}.aside-1")
-    assert xids(StreamReader(folder)) == xids(StreamReader(f"{folder}.aside-1")) == xids(StreamReader(leader))

@@ -6,7 +6,8 @@ import os
 import random
 
 import pytest
-from tests.wal.replica_search import search
+from tests.seeds import search
+from tests.wal.replica_search import ReplicaLife
 
 SEEDS = 12
 SOAK_SEEDS = int(os.environ.get("MILLSTREAM_SOAK_SEEDS", "10000"))
@@ -17,8 +18,8 @@ WANTED = {
 
 
 def test_lives_of_followers_whose_disks_fail_and_whose_shipments_are_lost_doubled_and_damaged():
-    broken, happened = search(1, SEEDS)
-    assert not broken, f"python -m tests.wal.replica_search {broken[0]} 1"
+    broken, happened = search(ReplicaLife, 1, SEEDS)
+    assert not broken, f"python -m tests.wal.replica_search {next(iter(broken))} 1"
     assert happened.keys() >= WANTED, "the search leaves out what it is for"
 
 
@@ -26,6 +27,6 @@ def test_lives_of_followers_whose_disks_fail_and_whose_shipments_are_lost_double
 def test_soak_lives_of_followers():
     first = random.SystemRandom().randrange(1 << 40)
     print(f"\npython -m tests.wal.replica_search {first} {SOAK_SEEDS}")  # noqa: T201 - repeats what is found
-    broken, happened = search(first, SOAK_SEEDS)
-    assert not broken, f"python -m tests.wal.replica_search {broken[0]} 1"
+    broken, happened = search(ReplicaLife, first, SOAK_SEEDS)
+    assert not broken, f"python -m tests.wal.replica_search {next(iter(broken))} 1"
     assert happened["seeds"] == SOAK_SEEDS

@@ -7,18 +7,21 @@ from collections.abc import Callable
 from tests.wal.replica_pairs import Pair, rows, ship
 from tests.wal.truth import FOLDER
 
+from millstream.model.ids import GroupNumber
 from millstream.model.marks import ShownMark
 from millstream.testing.files import Crash, MemoryFiles, keep_any
-from millstream.wal.history import SetAside, common_prefix, history_of, truncate_to
+from millstream.wal.history import SetAside, ends_behind, truncate_to
 from millstream.wal.inspect import verify
 from millstream.wal.layout import list_segments, list_shards, shard_folder
 from millstream.wal.mark import MarkFile, read_mark
 from millstream.wal.reader import StreamReader
 from millstream.wal.replica import ReplicaLog
 from millstream.wal.shipping import ShipSource
-from millstream.wal.taking_over import finish_rebuild, prepare_promotion, rebuilding_folder, resume_rebuild
+from millstream.wal.taking_over import prepare_promotion
 
 ASIDE = f"{FOLDER}.aside-20260101"
+PROMOTED_BEHIND = GroupNumber(5)
+"""The last group that the follower of `torn_apart` has whole."""
 
 
 def at_every_crash(files: MemoryFiles, step: Callable[[MemoryFiles], object], *, stride: int = 1) -> int:
@@ -75,7 +78,7 @@ def test_a_follower_with_half_a_shipment_becomes_a_leader_with_all_that_it_ackno
     acknowledged = pair.read()
     at_every_crash(pair.files, lambda files: prepare_promotion(FOLDER, files=files))
     end = prepare_promotion(FOLDER, files=pair.files)
-    assert end.group == 5
+    assert end.group == PROMOTED_BEHIND
     assert pair.read() == acknowledged
     leader = pair.truth.open(pair.files)
     assert pair.read() == acknowledged
@@ -99,9 +102,8 @@ def promoted() -> tuple[Pair, MemoryFiles]:
     return pair, old
 
 
-def truncated(old: MemoryFiles, leader: MemoryFiles) -> SetAside | None:
-    common = common_prefix(FOLDER, history_of(FOLDER, files=leader), files=old)
-    return truncate_to(FOLDER, common, aside=ASIDE, files=old)
+def truncated(files: MemoryFiles) -> SetAside | None:
+    return truncate_to(FOLDER, ends_behind(files, FOLDER, PROMOTED_BEHIND), aside=ASIDE, files=files)
 
 
 def test_an_old_leaders_own_tail_is_set_aside_readable_and_it_follows_the_new_one():
@@ -109,7 +111,7 @@ def test_an_old_leaders_own_tail_is_set_aside_readable_and_it_follows_the_new_on
     had = rows(old.crash(), pair.truth)
     pair.truth.seqs_seen.clear()
     common = rows(pair.files, pair.truth)
-    aside = truncated(old, pair.files)
+    aside = truncated(old)
     assert aside is not None
     pair.truth.seqs_seen.clear()
     beyond = rows(old, pair.truth, ASIDE)
@@ -134,7 +136,7 @@ def test_what_an_old_leader_had_to_hold_back_holds_back_nothing_at_the_follower_
         file = MarkFile.open(old, folder)
         file.move_shown(ShownMark(mark, required=True), anchor=True)
         file.close()
-    truncated(old, pair.files)
+    truncated(old)
     pair.truth.seqs_seen.clear()
     assert rows(old, pair.truth).items() <= rows(pair.files, pair.truth).items()
     log = ReplicaLog.open(FOLDER, files=old, side_by_side=False)
@@ -143,8 +145,8 @@ def test_what_an_old_leader_had_to_hold_back_holds_back_nothing_at_the_follower_
 
 
 def test_setting_aside_may_be_broken_off_anywhere_and_repeated():
-    pair, old = promoted()
-    assert at_every_crash(old, lambda files: truncated(files, pair.files)) > 10
+    _, old = promoted()
+    assert at_every_crash(old, truncated) > 10
 
 
 def test_a_log_that_has_nothing_beyond_stays_as_it_is():
@@ -153,45 +155,19 @@ def test_a_log_that_has_nothing_beyond_stays_as_it_is():
     pair.ship()
     pair.log.close()
     before = pair.read(), pair.files.plan.writes
-    assert truncated(pair.files, pair.leader_files) is None
+    assert truncate_to(FOLDER, pair.log.position(), aside=ASIDE, files=pair.files) is None
     assert (pair.read(), pair.files.plan.writes) == before
     assert not pair.files.exists(ASIDE)
 
 
-def test_another_history_of_the_same_offsets_has_nothing_behind_the_common_part():
+def test_up_to_the_group_behind_which_they_part_two_logs_are_the_same():
     pair, old = promoted()
-    for shard, end in common_prefix(FOLDER, history_of(FOLDER, files=pair.files), files=old).items():
+    ends = ends_behind(old, FOLDER, PROMOTED_BEHIND)
+    assert ends == ends_behind(pair.files, FOLDER, PROMOTED_BEHIND)
+    for shard, end in ends.items():
         mine, theirs = (
             b"".join(files.read(segment.path)[: 1 << 30 if segment.base_offset < end.base_offset else end.position]
                      for segment in list_segments(files, shard_folder(FOLDER, shard)) if segment.base_offset <= end.base_offset)
             for files in (old, pair.files)
         )  # fmt: skip
         assert mine == theirs
-
-
-def test_a_log_that_is_built_anew_comes_into_its_place_whole_or_not_at_all():
-    pair = Pair()
-    pair.append(4)
-    pair.ship()
-    pair.log.close()
-    pair.append(4)
-    built = ReplicaLog.open(rebuilding_folder(FOLDER), files=pair.files, side_by_side=False)
-    ship(ShipSource(FOLDER, files=pair.leader_files), built)
-    built.close()
-    before, after = pair.read(), pair.read_leader()
-    assert not resume_rebuild(FOLDER, aside=ASIDE, files=pair.files)
-    probe = pair.files.crash()
-    finish_rebuild(FOLDER, aside=ASIDE, files=probe)
-    for at in range(1, probe.plan.operations + 1):
-        files = pair.files.crash()
-        files.plan.crash_at = at
-        try:
-            finish_rebuild(FOLDER, aside=ASIDE, files=files)
-        except Crash:
-            files = files.crash(keep_any(at))
-        if not resume_rebuild(FOLDER, aside=ASIDE, files=files):
-            assert rows(files, pair.truth) in (before, after)
-            continue
-        assert rows(files, pair.truth) == after
-        assert rows(files, pair.truth, ASIDE) == before
-    assert rows(probe, pair.truth) == after

@@ -172,7 +172,7 @@ class Home:
             return sorted(
                 entry.name
                 for entry in (self.data / "wal").iterdir()
-                # What is built anew, or was set aside, lies beside as `STREAM.…`: no stream's name has a dot.
+                # What somebody moved aside may lie beside as `STREAM.…`: no stream's name has a dot.
                 if entry.is_dir() and "." not in entry.name
             )
         except FileNotFoundError:

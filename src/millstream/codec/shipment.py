@@ -27,10 +27,8 @@ from millstream.model.replication import (
     ByteEnd,
     Document,
     Hello,
-    LogHistory,
     NodeName,
     ReplicaPosition,
-    SegmentHistory,
     SegmentPart,
     Shipment,
     check_node_name,
@@ -43,7 +41,6 @@ START_SIZE: Final = 24
 Message: TypeAlias = Shipment | Hello | Acknowledgement | MillstreamError
 
 _START: Final = struct.Struct("<4sIHHIQ")
-_COUNT: Final = struct.Struct("<I")
 _SHIPMENT: Final = struct.Struct("<16siqqqIIII")
 """stream, region, epoch, leader's end, sent, parts, marks, first kept, documents"""
 _PART: Final = struct.Struct("<IqqQ?")
@@ -64,9 +61,6 @@ _HELD: Final = struct.Struct("<Hq")
 _ACKNOWLEDGEMENT: Final = struct.Struct("<qqqqqqdI")
 """promised, group, persisted upto, applied, records behind, bytes behind, lag, shards"""
 _TEXT: Final = struct.Struct("<H")
-_HISTORY_MAGIC: Final = b"MHS1"
-_SEGMENT: Final = struct.Struct("<Iqqq32s32s?32s")
-"""shard, base offset, frames' end, end offset, header's hash, frames' hash, is sealed, footer's hash"""
 
 
 class _Kind(IntEnum):
@@ -179,44 +173,6 @@ class _Taken:
     def left(self) -> bool:
         """Whether not exactly everything was taken."""
         return (self._position, self._body) != (self._head_end, len(self._view))
-
-
-# --- histories ------------------------------------------------------------------------------------------------------
-
-
-def encode_history(history: LogHistory) -> bytes:
-    """What `wal.history` says of a log, to travel as a document or a message's part."""
-    pieces = [
-        _SEGMENT.pack(
-            shard, of.base_offset, of.frames_end, of.end_offset, of.header_hash, of.frames_hash, bool(of.footer_hash),
-            of.footer_hash,
-        )
-        for shard, segments in history.items()
-        for of in segments
-    ]  # fmt: skip
-    shards = [_COUNT.pack(shard) for shard in history]
-    rest = b"".join((_COUNT.pack(len(shards)), *shards, *pieces))
-    return _HISTORY_MAGIC + _COUNT.pack(crc32c(rest)) + rest
-
-
-def decode_history(data: Bytes) -> LogHistory:
-    """Of its bytes. Raises `ShipmentUnreadable`."""
-    view = memoryview(data)
-    if bytes(view[:4]) != _HISTORY_MAGIC or len(view) < 12 or _COUNT.unpack_from(view, 4)[0] != crc32c(view[8:]):
-        raise ShipmentUnreadable("what was to say how a log came about is damaged, or of another version")
-    taken = _Taken(view[8:], len(view) - 8)
-    try:
-        shards = [ShardId(taken.fields(_COUNT)[0]) for _ in range(taken.fields(_COUNT)[0])]
-        found: dict[ShardId, list[SegmentHistory]] = {shard: [] for shard in shards}
-        while taken.left:
-            shard, base, frames_end, end_offset, header, frames, is_sealed, footer = taken.fields(_SEGMENT)
-            of = SegmentHistory(
-                Offset(base), header, frames_end, Offset(end_offset), frames, footer if is_sealed else b""
-            )
-            found[ShardId(shard)].append(of)
-    except (ValueError, KeyError, struct.error) as error:
-        raise ShipmentUnreadable(f"what was to say how a log came about makes no sense: {error}") from error
-    return {shard: tuple(segments) for shard, segments in found.items()}
 
 
 # --- shipments ------------------------------------------------------------------------------------------------------

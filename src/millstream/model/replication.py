@@ -66,27 +66,6 @@ class SegmentPart:
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentHistory:
-    """What two nodes compare of a segment: that its frames are the same up to some byte."""
-
-    base_offset: Offset
-    header_hash: bytes
-    """SHA-256 of its header."""
-    frames_end: int
-    """Exclusive end of its frames in the file."""
-    end_offset: Offset
-    """Exclusive end of their records."""
-    frames_hash: bytes
-    """SHA-256 over the heads of these frames; heads hold the checksums of what lies behind them."""
-    footer_hash: bytes = b""
-    """SHA-256 of its footer; empty where it has none."""
-
-
-LogHistory = Mapping[ShardId, tuple[SegmentHistory, ...]]
-"""Of every shard all segments that are there, in order."""
-
-
-@dataclass(frozen=True, slots=True)
 class Document:
     """Something beside the log that a promoted node needs: the newest counts, whole."""
 

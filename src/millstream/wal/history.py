@@ -1,7 +1,6 @@
 """Where two logs of one stream part: what an old leader has that the new one's history doesn't, set aside and cut off.
 
-Two nodes compare what their segments' footers say, and of the open one a hash of its frames' heads. Up to where they agree their bytes are
-the same, for a head holds the checksums of all that its frame holds.
+Their lineages say behind which commit group they part. Up to where that group ends on each shard their bytes are the same.
 
 What lies beyond is copied first, into a folder that reads as a log by itself, from the first record that parts on; a copy is whole once all
 its marks are there. Then the marks are lowered, then the files cut, the last ones first. A crash anywhere leaves what the same call
@@ -10,26 +9,26 @@ goes on from.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Final
 
 from millstream.codec.log_frame import FrameHeader
-from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SEGMENT_TRAILER_SIZE, SegmentFooter
+from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SegmentFooter
 from millstream.errors import CorruptFrame, LogError, TruncatedFrame
-from millstream.model.ids import ShardId
+from millstream.model.ids import GroupNumber, ShardId
 from millstream.model.marks import DroppedMark, DurableMark
 from millstream.model.positions import Offset, Seq
-from millstream.model.replication import ByteEnd, LogHistory, SegmentHistory
+from millstream.model.replication import ByteEnd
 from millstream.ports import Files
 from millstream.wal.files import RealFiles
 from millstream.wal.index import read_header
 from millstream.wal.layout import MARK_NAME, SegmentFile, list_segments, list_shards, segment_path, shard_folder
 from millstream.wal.mark import MarkFile, read_dropped, read_mark
 from millstream.wal.replica_marks import allow_all
-from millstream.wal.scan import Window, read_frame, reader_of, scan_frames
+from millstream.wal.scan import ScannedFrame, Window, read_frame, reader_of, scan_frames
 from millstream.wal.shards import lock_shards
 
 _COPY_BYTES: Final = 1 << 20
@@ -47,24 +46,31 @@ class SetAside:
     """Of the segments that lie there: what is common in the first of each shard lies there too."""
 
 
-def history_of(folder: str, *, files: Files | None = None) -> LogHistory:
-    """What a log says of itself to another node. Frames count up to the first that isn't whole, also behind the marks.
+def ends_behind(files: Files, folder: str, group: GroupNumber) -> dict[ShardId, ByteEnd]:
+    """For each shard, the end of its last frame of that group or an older one; of a segment whose frames end there, without its footer.
+
+    A shard that has no such frame any more (or never had one) ends where its first segment begins.
 
     Raises:
         CorruptWal: a segment's header is damaged.
     """
-    files = RealFiles() if files is None else files
-    return {shard: tuple(_segments_of(files, folder, shard)) for shard in list_shards(files, folder)}
+    return {
+        shard: _end_behind(files, list_segments(files, shard_folder(folder, shard)), group)
+        for shard in list_shards(files, folder)
+    }
 
 
-def common_prefix(folder: str, other: LogHistory, *, files: Files | None = None) -> dict[ShardId, ByteEnd]:
-    """Up to where a log has the same bytes as another one, of each shard: as a follower of that one would say its position.
-
-    Where this log has less of a segment than the other, its own end is taken, and shipping compares what lies in front of it once more. Of
-    segments that the other one has dropped nothing can be said: they count as common.
-    """
-    files = RealFiles() if files is None else files
-    return {shard: _common(files, folder, shard, other.get(shard, ())) for shard in list_shards(files, folder)}
+def last_group_upto(files: Files, folder: str, seq: Seq) -> GroupNumber:
+    """The last commit group of a log whose numbers all lie at or below one; 0 where there is none."""
+    found = 0
+    for shard in list_shards(files, folder):
+        for segment in _with_frames(files, list_segments(files, shard_folder(folder, shard))):
+            headers = (frame.header for frame in _frames(files, segment, payload=False))
+            groups = [header.group for header in headers if header.group_last_seq <= seq]
+            found = max(found, max(groups, default=0))
+            if groups:
+                break
+    return GroupNumber(found)
 
 
 def truncate_to(
@@ -121,74 +127,28 @@ def _found(files: Files, aside: str) -> SetAside | None:
     return SetAside(aside, Seq(max(mark.seq for mark in dropped) + 1), size)
 
 
-# --- comparing ------------------------------------------------------------------------------------------------------
+# --- walking --------------------------------------------------------------------------------------------------------
 
 
-def _segments_of(files: Files, folder: str, shard: ShardId) -> Iterator[SegmentHistory]:
-    segments = list_segments(files, shard_folder(folder, shard))
-    for segment in segments:
-        size = files.size(segment.path)
-        read = reader_of(files, segment.path)
-        trailer = read(max(0, size - SEGMENT_TRAILER_SIZE), SEGMENT_TRAILER_SIZE)
-        if SegmentFooter.is_trailer(trailer):
-            length = SegmentFooter.size_in(trailer)
-            try:
-                footer = SegmentFooter.decode_tail(read, size)
-            except CorruptFrame:
-                footer = None
-            if footer is not None:
-                encoded = SegmentFooter.encoded_hash(read(size - length, length))
-                header = _header_hash(files, segment)
-                yield SegmentHistory(
-                    segment.base_offset, header, size - length, footer.end_offset, footer.frames_hash, encoded
-                )
-                continue
-        yield _by_frames(files, segment, None)
+def _end_behind(files: Files, segments: Sequence[SegmentFile], group: GroupNumber) -> ByteEnd:
+    for segment in _with_frames(files, segments):
+        older = takewhile(lambda frame: frame.header.group <= group, _frames(files, segment, payload=False))
+        end = max((frame.end for frame in older), default=0)
+        if end:
+            return ByteEnd(segment.base_offset, end)
+    return ByteEnd(segments[0].base_offset if segments else Offset(0), 0)
 
 
-def _by_frames(files: Files, segment: SegmentFile, end: int | None) -> SegmentHistory:
-    """One by its frames: all that are whole, or those in front of a byte."""
-    heads, position, offset = hashlib.sha256(), SEGMENT_HEADER_SIZE, segment.base_offset
-    for frame_end, head, header in _frames(files, segment, end):
-        heads.update(head)
-        position, offset = frame_end, Offset(header.first_offset + header.count)
-    return SegmentHistory(segment.base_offset, _header_hash(files, segment), position, offset, heads.digest())
+def _with_frames(files: Files, segments: Sequence[SegmentFile]) -> Iterator[SegmentFile]:
+    """Those that have more than a header, the last first."""
+    return (segment for segment in reversed(segments) if files.size(segment.path) > SEGMENT_HEADER_SIZE)
 
 
-def _header_hash(files: Files, segment: SegmentFile) -> bytes:
-    return hashlib.sha256(files.read(segment.path, 0, SEGMENT_HEADER_SIZE)).digest()
-
-
-def _frames(files: Files, segment: SegmentFile, end: int | None) -> Iterator[tuple[int, bytes, FrameHeader]]:
+def _frames(files: Files, segment: SegmentFile, *, payload: bool = True) -> Iterator[ScannedFrame]:
+    """A segment's frames, up to the first that isn't whole."""
     header = read_header(files, segment)
-    try:
-        for frame in scan_frames(Window(reader_of(files, segment.path)), header, end=end):
-            yield frame.end, frame.head, frame.header
-    except (CorruptFrame, TruncatedFrame):
-        return
-
-
-def _common(files: Files, folder: str, shard: ShardId, other: Sequence[SegmentHistory]) -> ByteEnd:
-    theirs = {segment.base_offset: segment for segment in other}
-    first = min(theirs, default=Offset(0))
-    own = list(_segments_of(files, folder, shard))
-    end = ByteEnd(own[0].base_offset if own else Offset(0), 0)
-    for place, mine in enumerate(own):
-        following = own[place + 1].base_offset if place + 1 < len(own) else None
-        found = theirs.get(mine.base_offset)
-        dropped = following is not None and following <= first
-        if dropped or (found is not None and mine.footer_hash and mine.footer_hash == found.footer_hash):
-            end = ByteEnd(mine.end_offset, 0)
-            continue
-        if found is None or mine.header_hash != found.header_hash or mine.frames_end <= SEGMENT_HEADER_SIZE:
-            return end
-        if mine.frames_end < found.frames_end:
-            return ByteEnd(mine.base_offset, mine.frames_end)
-        path = segment_path(shard_folder(folder, shard), mine.base_offset)
-        upto = _by_frames(files, SegmentFile(mine.base_offset, path), found.frames_end)
-        same = (upto.frames_end, upto.frames_hash) == (found.frames_end, found.frames_hash)
-        return ByteEnd(mine.base_offset, found.frames_end) if same else end
-    return end
+    with suppress(CorruptFrame, TruncatedFrame):
+        yield from scan_frames(Window(reader_of(files, segment.path)), header, payload=payload)
 
 
 # --- cutting --------------------------------------------------------------------------------------------------------
@@ -217,26 +177,22 @@ class Cut:
         if end is None:
             end = ByteEnd(segments[0].base_offset if segments else Offset(0), 0)
         beyond = [segment for segment in segments if segment.base_offset >= end.base_offset]
-        size, has_frames = 0, False
+        size, has_frames, reached = 0, False, 0
         last: FrameHeader | None = None
         for segment in beyond:
             begin = end.position if segment.base_offset == end.base_offset else 0
             size += files.size(segment.path) - begin
-            for frame_end, _, header in _frames(files, segment, None):
-                if frame_end <= begin:
-                    last = header
+            if begin:
+                reached = SEGMENT_HEADER_SIZE
+            for frame in _frames(files, segment):
+                if frame.end <= begin:
+                    last, reached = frame.header, frame.end
                 else:
                     has_frames = True
                     break
-        if end.position:
-            found = (
-                _by_frames(files, beyond[0], end.position)
-                if beyond and beyond[0].base_offset == end.base_offset
-                else None
-            )
-            if found is None or found.frames_end != end.position:
-                raise LogError(f"no frame ends at byte {end.position} of segment {end.base_offset} of shard {shard}")
-        else:
+        if reached != end.position:
+            raise LogError(f"no frame ends at byte {end.position} of segment {end.base_offset} of shard {shard}")
+        if not end.position:
             last = _last_sealed(files, [segment for segment in segments if segment.base_offset < end.base_offset])
         offset = end.base_offset if last is None else Offset(last.first_offset + last.count)
         return cls(shard, shard_dir, read_mark(files, shard_dir), segments, end, offset, last, has_frames, max(size, 0))

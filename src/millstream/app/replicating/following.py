@@ -42,8 +42,7 @@ from millstream.protocol.replication.roles import Role, RoleFact, fenced_error
 from millstream.replication.flight import FlightTransport
 from millstream.replication.follower import WalFollower
 from millstream.wal.files import RealFiles
-from millstream.wal.group_ends import ends_behind
-from millstream.wal.history import truncate_to
+from millstream.wal.history import ends_behind, truncate_to
 from millstream.wal.layout import SESSIONS_NAME
 
 if TYPE_CHECKING:

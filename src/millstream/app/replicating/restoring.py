@@ -20,8 +20,7 @@ from millstream.model.positions import Seq, StreamToken
 from millstream.protocol.replication.roles import RoleFact
 from millstream.replication.object_store import ObjectStoreTransport
 from millstream.wal.files import RealFiles
-from millstream.wal.group_ends import ends_behind, last_group_upto
-from millstream.wal.history import truncate_to
+from millstream.wal.history import ends_behind, last_group_upto, truncate_to
 from millstream.wal.layout import SESSIONS_NAME
 from millstream.wal.reader import StreamReader
 from millstream.wal.shipping import durable_marks

@@ -1,0 +1,56 @@
+"""Searches: lives and worlds that are drawn from seeds, played one after the other; a seed repeats its own exactly."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Violation(AssertionError):
+    """A promise was broken; its message says it all."""
+
+
+class Drawn(Protocol):
+    """What is drawn from a seed."""
+
+    counts: Counter[str]
+    """How often what happened."""
+
+    def play(self) -> None:
+        """All of it. Raises where a promise is broken."""
+
+
+def search(
+    draw: Callable[[int], Drawn], first: int, count: int, *, until: int = 1
+) -> tuple[dict[int, str], Counter[str]]:
+    """Play that many seeds; what they broke, by seed, and what happened in them. It ends once `until` are broken."""
+    broken: dict[int, str] = {}
+    counts: Counter[str] = Counter()
+    for seed in range(first, first + count):
+        one = draw(seed)
+        try:
+            one.play()
+        except Exception as error:  # noqa: BLE001 - whatever breaks is found
+            broken[seed] = str(error) if isinstance(error, Violation) else traceback.format_exc()
+        counts += one.counts
+        counts["seeds"] += 1
+        if len(broken) >= until:
+            break
+    return broken, counts
+
+
+def main(draw: Callable[[int], Drawn], arguments: list[str]) -> int:
+    """Play `FIRST COUNT`, and say what came of it; 1 where a seed broke something."""
+    first, count = int(arguments[0]), int(arguments[1])
+    began = time.monotonic()
+    broken, counts = search(draw, first, count, until=5)
+    for seed, what in broken.items():
+        sys.stdout.write(f"seed {seed}: {what}\n")
+    sys.stdout.write(
+        f"{counts['seeds']} seeds, {len(broken)} broken, {time.monotonic() - began:.1f} s; {dict(counts.most_common())}\n"
+    )
+    return 1 if broken else 0
