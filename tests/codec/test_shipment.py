@@ -56,9 +56,12 @@ SHIPMENTS = st.builds(
     st.lists(st.builds(Document, st.text(max_size=8), INT63, st.binary(max_size=20)), max_size=2).map(tuple),
     INT63.map(Seq),
     INT63,
+    NODES | st.just(NodeName("")),
+    INT63,
 )
 HELLOS = st.builds(
-    Hello, st.none() | STREAMS, NODES, INT63.map(Epoch), POSITIONS, st.dictionaries(st.text(max_size=8), INT63, max_size=2)
+    Hello, st.none() | STREAMS, NODES, INT63.map(Epoch), POSITIONS, st.dictionaries(st.text(max_size=8), INT63, max_size=2),
+    NODES | st.just(NodeName("")),
 )  # fmt: skip
 ACKNOWLEDGEMENTS = st.builds(
     Acknowledgement, NODES, INT63.map(Epoch), POSITIONS, INT63.map(GroupNumber), INT63.map(Seq), INT63, INT63, INT63,
@@ -148,9 +151,9 @@ def golden() -> list[Message]:
         Shipment(
             STREAM, RegionId(2), Epoch(7), (SegmentPart(ShardId(1), Offset(100), 4096, b"frames", is_end=True),),
             {ShardId(1): mark}, {ShardId(0): DroppedMark(Seq(9), Offset(4))}, (Document("catalog", 3, b"tables"),), Seq(300),
-            1_750_000_000_000_000_000,
+            1_750_000_000_000_000_000, NodeName("node-a"), 65_536,
         ),
-        Hello(STREAM, NodeName("node-b"), Epoch(6), {ShardId(1): ByteEnd(Offset(100), 8192)}, {"sessions": 4}),
+        Hello(STREAM, NodeName("node-b"), Epoch(6), {ShardId(1): ByteEnd(Offset(100), 8192)}, {"sessions": 4}, NodeName("node-a")),
         Acknowledgement(
             NodeName("node-b"), Epoch(6), {ShardId(1): ByteEnd(Offset(100), 8192)}, GroupNumber(12), Seq(300), 17, 1, 2, 0.5
         ),

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 from tests.app.homes import wait_for
@@ -42,8 +42,6 @@ from millstream.testing.transport import (
     shipments_of,
     take_until,
 )
-
-PEER: Final = Path(__file__).with_name("peer_process.py")
 
 
 class FlightStage:
@@ -102,7 +100,9 @@ def impatient() -> Iterator[FlightStage]:
 @contextlib.contextmanager
 def peer(*words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A node in a process of its own, and the first line that it says."""
-    process = subprocess.Popen([sys.executable, str(PEER), *words], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.replication.peer_process", *words], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert process.stdout is not None
         yield process, process.stdout.readline().strip()

@@ -41,8 +41,8 @@ START_SIZE: Final = 24
 Message: TypeAlias = Shipment | Hello | Acknowledgement | MillstreamError
 
 _START: Final = struct.Struct("<4sIHHIQ")
-_SHIPMENT: Final = struct.Struct("<16siqqqIIII")
-"""stream, region, epoch, leader's end, sent, parts, marks, first kept, documents"""
+_SHIPMENT: Final = struct.Struct("<16siqqqqIIII")
+"""stream, region, epoch, leader's end, sent, bytes left, parts, marks, first kept, documents"""
 _PART: Final = struct.Struct("<IqqQ?")
 """shard, base offset, position, length, is end"""
 _MARK: Final = struct.Struct("<I16siqqqqqqqI?q?")
@@ -181,9 +181,10 @@ class _Taken:
 def _shipment(shipment: Shipment) -> bytes:
     pieces = [
         _SHIPMENT.pack(
-            shipment.stream.bytes, shipment.region, shipment.epoch, shipment.leader_end, shipment.sent_ns,
+            shipment.stream.bytes, shipment.region, shipment.epoch, shipment.leader_end, shipment.sent_ns, shipment.bytes_left,
             len(shipment.parts), len(shipment.marks), len(shipment.first_kept), len(shipment.documents),
-        )
+        ),
+        _text(shipment.leader),
     ]  # fmt: skip
     pieces += [
         _PART.pack(part.shard, part.base_offset, part.position, len(part.data), part.is_end) for part in shipment.parts
@@ -204,7 +205,8 @@ def _shipment(shipment: Shipment) -> bytes:
 
 
 def _decode_shipment(taken: _Taken) -> Shipment:
-    stream, region, epoch, leader_end, sent, n_parts, n_marks, n_dropped, n_documents = taken.fields(_SHIPMENT)
+    stream, region, epoch, leader_end, sent, left, n_parts, n_marks, n_dropped, n_documents = taken.fields(_SHIPMENT)
+    leader = _decode_promised_to(taken)
     parts = []
     for _ in range(n_parts):
         shard, base, position, length, is_end = taken.fields(_PART)
@@ -222,7 +224,7 @@ def _decode_shipment(taken: _Taken) -> Shipment:
         documents.append(Document(taken.text(n_name), version, bytes(taken.body(length))))
     return Shipment(
         StreamId(UUID(bytes=stream)), RegionId(region), Epoch(epoch), tuple(parts), marks, first_kept, tuple(documents),
-        Seq(leader_end), sent,
+        Seq(leader_end), sent, leader, left,
     )  # fmt: skip
 
 
@@ -245,6 +247,7 @@ def _hello(hello: Hello) -> bytes:
         _HELLO.pack(
             hello.stream is not None, stream, hello.promised, len(hello.position), len(hello.documents)
         ),
+        _text(hello.promised_to),
         _ends(hello.position),
     ]  # fmt: skip
     for name, version in hello.documents.items():
@@ -256,12 +259,14 @@ def _hello(hello: Hello) -> bytes:
 def _decode_hello(taken: _Taken) -> Hello:
     node = _decode_node(taken)
     has_stream, stream, promised, n_shards, n_documents = taken.fields(_HELLO)
+    promised_to = _decode_promised_to(taken)
     position = _decode_ends(taken, n_shards)
     documents = {}
     for _ in range(n_documents):
         n_name, version = taken.fields(_HELD)
         documents[taken.text(n_name)] = version
-    return Hello(StreamId(UUID(bytes=stream)) if has_stream else None, node, Epoch(promised), position, documents)
+    known = StreamId(UUID(bytes=stream)) if has_stream else None
+    return Hello(known, node, Epoch(promised), position, documents, promised_to)
 
 
 def _acknowledgement(said: Acknowledgement) -> bytes:
@@ -294,6 +299,12 @@ def _text(text: str) -> bytes:
 
 def _decode_node(taken: _Taken) -> NodeName:
     return check_node_name(taken.text(taken.fields(_TEXT)[0]))
+
+
+def _decode_promised_to(taken: _Taken) -> NodeName:
+    """Empty where nobody was ever promoted."""
+    name = taken.text(taken.fields(_TEXT)[0])
+    return check_node_name(name) if name else NodeName("")
 
 
 def _ends(position: ReplicaPosition) -> bytes:

@@ -126,7 +126,9 @@ class StoreUnavailable(ReplicationError):
     """The object store doesn't answer."""
 
     code = "store_unavailable"
-    default_hint = "Check its address and credentials; it is tried again."
+    default_hint = (
+        "Check its address and credentials. A process that runs tries again by itself; a command can be repeated."
+    )
 
 
 class LinkLost(ReplicationError):

@@ -27,8 +27,8 @@ def check_node_name(name: str) -> NodeName:
     """The name itself, where it is one that a node may have; else `UsageError`."""
     if _NODE_NAME.match(name) is None or len(name) > 63:
         raise UsageError(
-            f"{name!r} can't name a node",
-            hint="Names of nodes are those of hosts: lower-case letters, digits and -, at most 63 characters.",
+            f"{name!r} can't name a node: names of nodes have lower-case letters, digits and -, at most 63",
+            hint="Name it as a host is named, such as a or db-2.",
         )
     return NodeName(name)
 

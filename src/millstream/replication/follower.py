@@ -238,9 +238,10 @@ class WalFollower:
             case Stop(error):
                 level = logger.error if isinstance(error, Diverged) else logger.warning
                 level("follows no more", stream=self._name, error=error.message, code=error.code, hint=error.hint)
-            case Tell(node, what, error):
+            case Tell(_, what, error):
                 told = {} if error is None else {"error": error.message, "code": error.code}
-                logger.warning("following", stream=self._name, node=node, what=what, **told)
+                text = f"following: {what}"
+                logger.warning(text, stream=self._name, **told)
         return None
 
     def _say(self, word: object) -> Event | None:

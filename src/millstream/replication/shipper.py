@@ -24,7 +24,7 @@ from millstream.model.marks import DurableMark
 from millstream.model.positions import Seq
 from millstream.model.replication import Acknowledgement, Document, Hello, NodeName, ReplicaPosition, Shipment
 from millstream.ports import Clock, Files, FollowerLink, Transport
-from millstream.protocol.replication.leader import Leader
+from millstream.protocol.replication.leader import Leader, Phase
 from millstream.protocol.replication.levels import Acks
 from millstream.protocol.replication.roles import LINEAGE, Greeting, RoleFact
 from millstream.protocol.replication.shipping import (
@@ -167,16 +167,18 @@ class WalShipper:
             return []
         found: list[dict[str, object]] = []
         for node, one in sorted(dict(leader.followers).items()):
-            acked = one.acked
+            acked, is_apart = one.acked, one.phase is Phase.APART
+            # Of one that is away it is known what it had, not what it lacks of what came since; and it grows older.
+            away_s = max(0.0, time.monotonic() - one.heard_at) if is_apart else 0.0
             found.append(
                 {
                     "node": node,
                     "phase": one.phase.value,
                     "group": None if acked is None else int(acked.group),
                     "persisted_upto": None if acked is None else int(acked.persisted_upto),
-                    "records_behind": None if acked is None else acked.records_behind,
-                    "bytes_behind": None if acked is None else acked.bytes_behind,
-                    "lag_s": None if acked is None or acked.lag_s < 0 else acked.lag_s,
+                    "records_behind": None if acked is None or is_apart else acked.records_behind,
+                    "bytes_behind": None if acked is None or is_apart else acked.bytes_behind,
+                    "lag_s": None if acked is None or acked.lag_s < 0 else round(acked.lag_s + away_s, 3),
                     "acknowledged_s": None if acked is None else acked.applied_ns / 1e9,
                     "cut_off": None if one.cut_off is None else one.cut_off.as_dict(),
                 }
@@ -245,7 +247,8 @@ class WalShipper:
                 case Tell(node, what, error):
                     say = logger.info if error is None else logger.warning
                     told = {} if error is None else {"error": error.message, "code": error.code}
-                    say("follower", stream=self._name, node=node, what=what, **told)
+                    text = f"follower {node} {what}"
+                    say(text, stream=self._name, **told)
                 case Stopped(lacking):
                     self.lacking = lacking
 

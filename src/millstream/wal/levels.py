@@ -23,7 +23,7 @@ from millstream.errors import LevelUnknown, LogError, ReplicasMissing
 from millstream.model.ids import GroupNumber, StreamId
 from millstream.model.operations import OPERATION_SCHEMA, Ack, Repeated, WriteOps
 from millstream.model.positions import Seq
-from millstream.model.replication import LOCAL, AckLevel, Holdings
+from millstream.model.replication import LOCAL, AckKind, AckLevel, Holdings
 from millstream.ports import HighWater
 from millstream.wal.answers import AwaitedAtLevel, BlockedAtLevel, Outcome, PromisedAtLevel, Waiting, answer
 from millstream.wal.commit import GroupCommitter
@@ -319,12 +319,19 @@ class LevelWaits:
     def _missing(self, held: _Held, why: str) -> ReplicasMissing:
         level = held.waiting.level or self._default
         behind = self._behind(held)
-        who = f"{', '.join(behind)} lacks it" if behind else "nobody else is known to have it"
+        who = f"{', '.join(behind)} lacks it" if behind else self._too_few(level)
         return ReplicasMissing(
             f"the write is durable here, and not {level} as asked for: {who}, and {why}",
             level=str(level),
             behind=list(behind),
         )
+
+    def _too_few(self, level: AckLevel) -> str:
+        """Why a level isn't reached that nobody lags behind of whom it is known."""
+        if level.kind is AckKind.OBJECT:
+            return "no object store has taken anything yet"
+        known = [place.name for place in self._holdings.places if not place.is_store]
+        return f"no more followers have come than {', '.join(known)}" if known else "no follower has come yet"
 
     def _say_who_is_missing(self, now: float) -> None:
         if now - self._told_s < _TELL_EVERY_S:

@@ -80,7 +80,7 @@ def begin_to_follow(home: Home, leader: NodeName | None, streams: Sequence[str])
             raise UnknownStream(f"no stream {stream} in {home.config_file}", stream=stream)
         whom = leader or _only_other(home, me, roles.of(stream))
         if whom == me:
-            raise UsageError(f"{me} is this node itself")
+            raise UsageError(f"{me} is this node itself", hint="Name another one of [replication] nodes.")
         address_of(home, whom)
         with roles.changing(stream) as changing:
             fact = changing.fact

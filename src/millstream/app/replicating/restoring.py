@@ -14,7 +14,7 @@ from millstream.app.replicating.catalog_document import CATALOG, adopt_catalog
 from millstream.app.replicating.roles import Roles
 from millstream.app.replicating.session_document import SESSIONS
 from millstream.app.replicating.stores import fetch
-from millstream.errors import TokenFromFuture, UsageError
+from millstream.errors import TokenFromFuture, UnknownStream, UsageError
 from millstream.model.ids import GroupNumber, check_stream_name
 from millstream.model.positions import Seq, StreamToken
 from millstream.protocol.replication.roles import RoleFact
@@ -49,15 +49,20 @@ def restore_stream(
         `stream`, `id`, `persisted_upto`, `token`, `group`, `bytes`: JSON-able.
 
     Raises:
-        UsageError: the folder has a log that is written already; or the store's address is none.
+        UsageError: the folder has something else, or was restored to the end already; or the store's address is none.
         UnknownStream: the store has nothing of that name.
         InvalidToken, TokenFromFuture: the token is another stream's, or lies beyond what is stored.
         StoreUnavailable, ShipmentUnreadable, DiskFull …: it can be begun again, and goes on where it was.
     """
     check_stream_name(stream)
-    home = _home_at(folder, stream)
-    wal, replication = home.wal_folder(stream), home.data / "replication" / stream
+    folder = folder.expanduser().absolute()
+    begun = folder / "data" / _BEGUN
+    _check_folder(folder, begun, stream)
     with contextlib.closing(ObjectStoreTransport(url, stream, node="restore")) as store:
+        if not store.newest().marks:  # before a folder is made, which a name that was mistyped would leave behind
+            raise UnknownStream(f"{url} has nothing of stream {stream}", stream=stream)
+        home = _home_at(folder, begun, stream)
+        wal, replication = home.wal_folder(stream), home.data / "replication" / stream
         found = fetch(store, stream, wal, tell=tell)
     prepare_promotion(str(wal))
     stream_id = StreamReader(str(wal)).stream_id
@@ -73,7 +78,8 @@ def restore_stream(
         lineage = found.lineage.covered_by(group)
         changing.put(RoleFact(lineage=lineage, promise=found.lineage.last.promise))
     # From here on it is a home like any other, and nothing is restored into it again.
-    (home.data / _BEGUN).unlink()
+    begun.unlink()
+    RealFiles().sync_dir(str(begun.parent))
     reader = StreamReader(str(wal))
     return {
         "stream": stream,
@@ -85,13 +91,14 @@ def restore_stream(
     }
 
 
-def _home_at(folder: Path, stream: str) -> Home:
-    folder = folder.expanduser().absolute()
-    begun = folder / "data" / _BEGUN
+def _check_folder(folder: Path, begun: Path, stream: str) -> None:
     if folder.exists() and any(folder.iterdir()) and not begun.exists():
         raise UsageError(f"{folder} isn't empty", hint="Name a new folder; what is restored becomes a home of its own.")
     if begun.exists() and json.loads(begun.read_bytes()).get("stream") != stream:
         raise UsageError(f"{folder} was begun for another stream", hint="Name a new folder.")
+
+
+def _home_at(folder: Path, begun: Path, stream: str) -> Home:
     begun.parent.mkdir(parents=True, exist_ok=True)
     replace_file(begun, json.dumps({"stream": stream}).encode() + b"\n")
     if not (folder / FILE_NAME).exists():
