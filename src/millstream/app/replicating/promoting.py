@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from millstream.app.home import replace_file
-from millstream.app.locks import RoleLock, nobody_writes
+from millstream.app.locks import RoleLock
 from millstream.app.replicating.catalog_document import CATALOG, adopt_catalog
 from millstream.app.replicating.desk import node_state, wait_for_writer
 from millstream.app.replicating.following import FollowingNotes, make_follower
@@ -106,7 +106,7 @@ def promote(
         UnknownStream, ConfigError: there is no such stream, or the configuration names no nodes.
         NotCaughtUp: too few nodes answer, or one has more that can't be had; this node goes on as it was.
         PromotionLost: another node is being promoted, or was.
-        HomeBusy: somebody writes here.
+        HomeBusy: another promotion goes on here; or who wrote here doesn't end.
         CatalogError, StoreUnavailable …: this node can't take over; nothing is lost, and it can be tried again.
     """
     if stream not in home.config.streams:
@@ -301,7 +301,8 @@ class _Attempt:
             sessions = notes.document(SESSIONS)
             if sessions is not None:
                 replace_file(folder / SESSIONS_NAME, sessions)
-        with self._home.open_catalog() as known, nobody_writes(self._home.run_folder):
+        # `millstream run` may be there and wait for its part: this node doesn't lead yet, so that nobody opens the log, whose locks are taken here.
+        with self._home.open_catalog() as known:
             group = take_over(
                 self._home,
                 known,
