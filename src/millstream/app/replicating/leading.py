@@ -22,8 +22,7 @@ from millstream.app.writing.stream_writer import resolve_stream
 from millstream.errors import FollowerBehindRetention, MillstreamError, UnknownStream
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq
-from millstream.model.replication import Document, Holding, NodeName
-from millstream.protocol.replication.levels import Acks
+from millstream.model.replication import Document, Holdings, NodeName
 from millstream.protocol.replication.roles import Role, RoleFact
 from millstream.protocol.replication.shipping import CutOff, Heard
 from millstream.protocol.retention import HolderKind
@@ -230,14 +229,8 @@ class _Notes:
         except FollowerBehindRetention as error:
             self.tell(CutOff(node, error))
 
-    def acks(self, acks: Acks, persisted: dict[NodeName, Seq], now_ns: int) -> None:
-        self._acks.promise(acks.epoch)
-        for node in {place.name for place in self._acks.holdings.places if not place.is_store} - set(acks.groups):
-            self._acks.forget(node)
-        for node, group in acks.groups.items():
-            self._acks.tell(Holding(node, acks.epoch, group, persisted.get(node, Seq(0)), now_ns))
-        if acks.stored:
-            self._acks.tell(Holding("object-store", acks.epoch, acks.stored, Seq(0), now_ns, is_store=True))
+    def acks(self, holdings: Holdings, now_ns: int) -> None:
+        self._acks.take_over(holdings, now_ns)
 
     def close(self) -> None:
         self._acks.close()

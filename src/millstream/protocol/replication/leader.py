@@ -39,9 +39,18 @@ from millstream.errors import Fenced, FollowerBehindRetention, MillstreamError, 
 from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
-from millstream.model.replication import AckLevel, Acknowledgement, ByteEnd, Hello, NodeName, ReplicaPosition
+from millstream.model.replication import (
+    OBJECT_STORE,
+    AckLevel,
+    Acknowledgement,
+    ByteEnd,
+    Hello,
+    Holding,
+    Holdings,
+    NodeName,
+    ReplicaPosition,
+)
 from millstream.protocol.replication.backoff import Backoff
-from millstream.protocol.replication.levels import Acks
 from millstream.protocol.replication.roles import NOBODY, Lineage, Promise, RoleFact, fenced_error
 from millstream.protocol.replication.shipping import (
     Acked,
@@ -145,7 +154,9 @@ class Leader:
         self._only: Final = only
         self.fact = fact
         self.followers: dict[NodeName, Follower] = {}
-        self.acks = Acks(fact.promise.epoch)
+        self.holdings = Holdings(fact.promise.epoch)
+        """What counts for levels, without times."""
+        self._stored = GroupNumber(0)
         self.is_fenced = False
         self.is_stopped = False
         self._marks: Mapping[ShardId, DurableMark] = {}
@@ -166,7 +177,7 @@ class Leader:
 
     def group_reached(self, level: AckLevel) -> GroupNumber:
         """The last group that is, by what was acknowledged, where the level says."""
-        return min(self.acks.reached(level), self.group)
+        return min(self.holdings.group_reached(level), self.group)
 
     def step(self, event: Event, now_s: float) -> list[Effect]:
         """What to do about an event, at a moment of a clock that never goes back."""
@@ -181,9 +192,9 @@ class Leader:
                     self._marks, self._documents = dict(marks), dict(documents)
                     self._changes += 1
             case Stored(group):
-                if group > self.acks.stored:
-                    self.acks = Acks(self.acks.epoch, self.acks.groups, group)
-                    effects.append(PersistAcks(self.acks))
+                if group > self._stored:
+                    self._stored = group
+                    effects += self._held()
             case CutOff(node, error):
                 effects += self._cut_off(node, error)
             case Heard(promise):
@@ -331,9 +342,20 @@ class Leader:
         if self._only is not None or follower.node in self._observers or group == follower.counted:
             return []
         follower.counted = group
-        groups = {node: one.counted for node, one in self.followers.items() if one.counted is not None}
-        self.acks = Acks(self.acks.epoch, groups, self.acks.stored)
-        return [PersistAcks(self.acks)]
+        return self._held()
+
+    def _held(self) -> list[Effect]:
+        """Tell who holds what now."""
+        epoch = self.holdings.promised
+        places = [
+            Holding(node, epoch, one.counted, one.acked.persisted_upto)
+            for node, one in self.followers.items()
+            if one.counted is not None and one.acked is not None
+        ]
+        if self._stored:
+            places.append(Holding(OBJECT_STORE, epoch, self._stored, is_store=True))
+        self.holdings = Holdings(epoch, tuple(places))
+        return [PersistAcks(self.holdings)]
 
     # --- what goes next --------------------------------------------------------------------------------------------
 

@@ -14,8 +14,7 @@ from millstream.errors import FollowerBehindRetention, MillstreamError
 from millstream.model.ids import GroupNumber, ShardId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Seq
-from millstream.model.replication import Acknowledgement, Hello, NodeName, ReplicaPosition
-from millstream.protocol.replication.levels import Acks
+from millstream.model.replication import Acknowledgement, Hello, Holdings, NodeName, ReplicaPosition
 from millstream.protocol.replication.roles import Promise, RoleFact
 
 LinkId = NewType("LinkId", int)
@@ -169,7 +168,8 @@ class PersistCursor:
 class PersistAcks:
     """Tell whoever waits for others to have something."""
 
-    acks: Acks
+    holdings: Holdings
+    """Without times."""
 
 
 @dataclass(frozen=True, slots=True)
