@@ -264,6 +264,13 @@ def test_who_isnt_to_follow_is_refused():
     assert isinstance(drop.why, OtherStream)
 
 
+def test_who_comes_with_nothing_begins_anew_also_where_this_leader_has_never_heard_of_it():
+    led = Led()
+    effects = led.step(shipping.Joined(LinkId(1), hello(B)))
+    assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(B, Seq(0), {}, anew=True)]
+    assert not of(shipping.PersistCursor, led.step(shipping.Joined(LinkId(2), hello(C, at(10)))))
+
+
 def test_who_was_cut_off_comes_again_with_nothing():
     led = Led()
     led.joined(1, B, 10)

@@ -36,6 +36,19 @@ def check_node_name(name: str) -> NodeName:
     return NodeName(name)
 
 
+_HOLDER: Final = "follower "
+
+
+def follower_holder(node: NodeName) -> str:
+    """A follower's name among those who hold segments."""
+    return f"{_HOLDER}{node}"
+
+
+def follower_of_holder(name: str) -> NodeName | None:
+    """The follower of such a name; None where it is another one's."""
+    return NodeName(name.removeprefix(_HOLDER)) if name.startswith(_HOLDER) else None
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class ByteEnd:
     """Exclusive end of a shard's bytes; orders as the bytes do."""

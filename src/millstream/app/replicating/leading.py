@@ -22,7 +22,7 @@ from millstream.app.writing.stream_writer import resolve_stream
 from millstream.errors import FollowerBehindRetention, MillstreamError, UnknownStream
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq
-from millstream.model.replication import Document, Holdings, NodeName
+from millstream.model.replication import Document, Holdings, NodeName, follower_holder
 from millstream.protocol.replication.roles import Role, RoleFact
 from millstream.protocol.replication.shipping import CutOff, Heard
 from millstream.protocol.retention import HolderKind
@@ -222,10 +222,10 @@ class _Notes:
 
     def cursor(self, node: NodeName, needed_from: Seq, *, anew: bool) -> None:
         if anew:
-            self._catalog.release(self._stream, holder_of(node))
+            self._catalog.release(self._stream, follower_holder(node))
             return
         try:
-            self._catalog.set_needed_from(self._stream, holder_of(node), needed_from, kind=HolderKind.FOLLOWER)
+            self._catalog.set_needed_from(self._stream, follower_holder(node), needed_from, kind=HolderKind.FOLLOWER)
         except FollowerBehindRetention as error:
             self.tell(CutOff(node, error))
 
@@ -234,8 +234,3 @@ class _Notes:
 
     def close(self) -> None:
         self._acks.close()
-
-
-def holder_of(node: NodeName) -> str:
-    """A follower's name among those who hold segments."""
-    return f"follower {node}"

@@ -231,7 +231,7 @@ class Leader:
         follower.link = link
         effects.append(Tell(node, "came"))
         if follower.cut_off is not None:
-            if any(end.position or end.base_offset for end in hello.position.values()):
+            if not _is_nothing(hello.position):
                 effects += [DropLink(link, follower.cut_off), *self._apart(follower)]
                 return effects
             follower.cut_off = None
@@ -250,8 +250,10 @@ class Leader:
 
     def _greeting(self, follower: Follower, hello: Hello, now_s: float) -> list[Effect]:
         effects: list[Effect] = []
-        if follower.acked is not None and not is_covered(follower.acked.position, hello.position):
-            # What it had acknowledged is gone there: a disk was replaced, or what it had was set aside.
+        lost = follower.acked is not None and not is_covered(follower.acked.position, hello.position)
+        if lost or (self._only is None and _is_nothing(hello.position)):
+            # What it had acknowledged is gone there: a disk was replaced, or what it had was set aside. Who comes with nothing begins anew also where
+            # this leader has never heard of it: it may have been cut off before.
             follower.acked = None
             effects.append(PersistCursor(follower.node, Seq(0), {}, anew=True))
             follower.noted, follower.noted_at = (Seq(0), {}), now_s
@@ -418,6 +420,10 @@ class Leader:
 def is_covered(position: ReplicaPosition, by: ReplicaPosition) -> bool:
     """Whether all that lies below one position does below the other."""
     return all(end <= by.get(shard, _NOTHING) for shard, end in position.items())
+
+
+def _is_nothing(position: ReplicaPosition) -> bool:
+    return not any(end.position or end.base_offset for end in position.values())
 
 
 def end_of(marks: Mapping[ShardId, DurableMark]) -> ReplicaPosition:
