@@ -250,13 +250,14 @@ class Leader:
 
     def _greeting(self, follower: Follower, hello: Hello, now_s: float) -> list[Effect]:
         effects: list[Effect] = []
-        lost = follower.acked is not None and not is_covered(follower.acked.position, hello.position)
-        if lost or (self._only is None and _is_nothing(hello.position)):
-            # What it had acknowledged is gone there: a disk was replaced, or what it had was set aside. Who comes with nothing begins anew also where
+        is_lost = follower.acked is not None and not is_covered(follower.acked.position, hello.position)
+        if is_lost or (self._only is None and _is_nothing(hello.position)):
+            # What it had acknowledged is gone there: a disk was replaced, or what it had was set aside. Who comes with nothing holds the log anew also where
             # this leader has never heard of it: it may have been cut off before.
-            follower.acked = None
             effects.append(PersistCursor(follower.node, Seq(0), {}, anew=True))
             follower.noted, follower.noted_at = (Seq(0), {}), now_s
+        if is_lost:
+            follower.acked = None
             effects += self._count(follower, None)
         follower.phase = Phase.GREETING
         follower.sent, follower.documents = hello.position, hello.documents
