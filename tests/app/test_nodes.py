@@ -212,6 +212,8 @@ def test_regions_follow_one_another_and_read_what_both_have_written(tmp_path: Pa
         own, copy = homes[0].answer("replicas")["streams"]
         assert [one["node"] for one in own["followers"]] == ["region-2"]
         assert (copy["stream"], copy["role"], copy["leader"]) == (f"{STREAM}@2", "follows", "region-2")
+        (told,) = homes[0].answer("status")["streams"]
+        assert told["log"]["held"]["follower region-2"]["kind"] == "follower"
     finally:
         for node in homes:
             node.kill()

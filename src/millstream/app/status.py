@@ -268,16 +268,19 @@ def _retention(
         is `needed_by`; None where none is sealed. `retention`: the bounds in force, `age_s`, `bytes`, `bytes_max`; None where the
         configuration can't be read or doesn't name the stream.
     """
+    from millstream.app.region_holders import merge_needs
+    from millstream.app.regions import KeptVectors
     from millstream.app.retention import bounds_of, moved_us, tracker_of
     from millstream.protocol.retention import HolderKind
     from millstream.wal.retain import hold_for_sessions, oldest_sealed
 
     positions = catalog.pipelines(stream)
-    tracker = tracker_of(positions)
     folder = home.wal_folder(name)
     config = None
     with contextlib.suppress(MillstreamError):  # said already
         config = home.config.streams.get(name)
+    merges = {} if config is None else merge_needs(catalog, name, stream, config, KeptVectors(home))
+    tracker = tracker_of(positions, merges)
     bounds = None if config is None else bounds_of(config.log, folder)
     oldest: dict[str, Any] | None = None
     try:

@@ -201,17 +201,32 @@ class ReconciliationEngine:
         Raises:
             MergeStateUnreadable: the bytes are damaged.
         """
-        body = opened(Kind.TABLE, data)
-        size = int.from_bytes(body[:4], "big")
+        vector, rows = _parted(data, self.key, self.merge)
+        if vector is None:
+            return None
         try:
-            head = json.loads(body[4 : 4 + size])
-            if tuple(head["key"]) != self.key or head["merge"] != _words(self.merge):
-                return None
-            vector = {RegionId(int(region)): StreamToken.parse(token) for region, token in head["vector"].items()}
-            rows = pa.ipc.open_stream(body[4 + size :]).read_all()
-        except (ValueError, KeyError, TypeError, AttributeError, pa.ArrowException, InvalidToken) as error:
+            return RegionState(pa.ipc.open_stream(rows).read_all(), vector)
+        except (ValueError, pa.ArrowException) as error:
             raise MergeStateUnreadable(f"the bytes of a table's state make no sense: {error}") from error
-        return RegionState(rows, vector)
+
+
+def vector_in(data: bytes, key: tuple[str, ...], merge: TableMerge) -> Vector | None:
+    """The vector alone of a state's bytes; None, and raises, as `ReconciliationEngine.decode`."""
+    return _parted(data, key, merge)[0]
+
+
+def _parted(data: bytes, key: tuple[str, ...], merge: TableMerge) -> tuple[Vector | None, bytes]:
+    """The vector, and the bytes of the rows; no vector where key or merge are other ones."""
+    body = opened(Kind.TABLE, data)
+    size = int.from_bytes(body[:4], "big")
+    try:
+        head = json.loads(body[4 : 4 + size])
+        if tuple(head["key"]) != key or head["merge"] != _words(merge):
+            return None, b""
+        vector = {RegionId(int(region)): StreamToken.parse(token) for region, token in head["vector"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, InvalidToken) as error:
+        raise MergeStateUnreadable(f"the bytes of a table's state make no sense: {error}") from error
+    return vector, body[4 + size :]
 
 
 def widened(rows: pa.Table, schema: pa.Schema) -> pa.Table:

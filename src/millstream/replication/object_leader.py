@@ -23,6 +23,7 @@ from millstream.model.ids import Epoch, GroupNumber, ShardId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import (
+    OBJECT_STORE,
     Acknowledgement,
     ByteEnd,
     Hello,
@@ -30,7 +31,6 @@ from millstream.model.replication import (
     SegmentPart,
     Shipment,
 )
-from millstream.protocol.replication.shipping import STORE_NODE
 from millstream.replication.object_layout import (
     TRAILER_BYTES,
     Layout,
@@ -117,7 +117,7 @@ class Stored:
     def hello(self, promised: Epoch) -> Hello:
         """The same, as a follower would say it."""
         stream = None if self.stream is None else self.stream.stream
-        return Hello(stream, STORE_NODE, promised, self.reached(), dict(self.documents))
+        return Hello(stream, OBJECT_STORE, promised, self.reached(), dict(self.documents))
 
     def covered(self) -> list[str]:
         """Shipments of which every byte lies in stored segments."""
@@ -277,7 +277,7 @@ class StoredLink:
             self._stored.add(name, shipment, _starts(shipment, sum(len(buffer) for buffer in buffers)))
             stored = self._stored
             word = Acknowledgement(
-                STORE_NODE,
+                OBJECT_STORE,
                 self._epoch,
                 stored.reached(),
                 max((mark.group for mark in stored.marks.values()), default=GroupNumber(0)),

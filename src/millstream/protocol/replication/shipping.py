@@ -8,20 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, NewType
+from typing import NewType
 
 from millstream.errors import MillstreamError
 from millstream.model.ids import GroupNumber, ShardId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Seq
-from millstream.model.replication import Acknowledgement, Hello, NodeName, ReplicaPosition
-from millstream.protocol.replication.levels import Acks
+from millstream.model.replication import Acknowledgement, Hello, Holdings, NodeName, ReplicaPosition
 from millstream.protocol.replication.roles import Promise, RoleFact
 
 LinkId = NewType("LinkId", int)
-
-STORE_NODE: Final = NodeName("object-store")
-"""Who acknowledges what is stored in the object store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +161,8 @@ class PersistCursor:
 class PersistAcks:
     """Tell whoever waits for others to have something."""
 
-    acks: Acks
+    holdings: Holdings
+    """Without times."""
 
 
 @dataclass(frozen=True, slots=True)
