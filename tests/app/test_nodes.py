@@ -8,11 +8,14 @@ import shutil
 import signal
 from pathlib import Path
 
+import httpx
 import pytest
 from tests.app.homes import run
 from tests.app.nodes import STREAM, Node, eventually, free_port, nodes
 
 import millstream
+from millstream.app.home import Home
+from millstream.app.replicating.examining import examine_nodes
 from millstream.errors import Fenced, ReadOnly
 from millstream.testing.pytest_plugin import Database
 from millstream.wal.reader import StreamReader
@@ -45,6 +48,27 @@ def test_a_follower_has_the_leaders_bytes_and_says_whom_to_write_to(tmp_path: Pa
         eventually(lambda: b.rows() == [1, 2, 3, 4, 5, 6], "it goes on where it was", a, b)
 
 
+def check_what_a_follower_says(a: Node, b: Node) -> None:
+    """The commands and addresses at which people and load balancers look."""
+    status = b.answer("status")
+    assert status["streams"][0]["state"] == "follows"
+    assert status["streams"][0]["replication"]["following"]["records_behind"] == 0
+    assert a.answer("status")["streams"][0]["replication"]["followers"][0]["node"] == "b"
+    for node, other, role in ((a, "b", "follows a"), (b, "a", "leads")):
+        own, its = examine_nodes(Home(node.home))
+        assert (own.error, its.error) == (None, None)
+        assert (its.check, its.message) == (f"node {other} of {STREAM}", f"answers, {role}, has group 3")
+    eventually(lambda: a.url() and b.url(), "both listen", a, b)
+    assert httpx.get(f"{a.url()}/readyz").status_code == 200
+    unready = httpx.get(f"{b.url()}/readyz")
+    assert (unready.status_code, unready.json()["detail"]) == (503, "a leads: writes go there")
+    assert f'millstream_replica_behind_records{{stream="{STREAM}"}} 0.0' in httpx.get(f"{b.url()}/metrics").text
+    assert f'millstream_node_leads{{stream="{STREAM}"}} 1.0' in httpx.get(f"{a.url()}/metrics").text
+    with millstream.connect(b.url()) as there, pytest.raises(ReadOnly) as refused:
+        there.append(STREAM, "orders", [{"id": 9}])
+    assert refused.value.details["leader"] == "a"
+
+
 def test_a_promotion_beside_a_living_leader_loses_nothing(tmp_path: Path) -> None:
     """… and whoever waits to write the node that is promoted, as `millstream run` does, goes on through it."""
     with nodes(tmp_path) as (a, b):
@@ -54,6 +78,7 @@ def test_a_promotion_beside_a_living_leader_loses_nothing(tmp_path: Path) -> Non
             node.start("owner")
         append(a, 1, 2, 3)
         eventually(lambda: b.rows() == [1, 2, 3], "what was there comes", a, b)
+        check_what_a_follower_says(a, b)
         promoted = b.ask("promote")
         assert promoted.returncode == 0, promoted.stderr
         append(b, 4)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 def collect_status(home: Home) -> dict[str, Any]:
     """A home's status, JSON-able: `home`, `processes`, `streams`, `problems`."""
     problems: list[str] = []
+    nodes = _nodes(home, problems)
     owner, pipeline = ask(home, "owner", "status") or {}, ask(home, "pipeline", "status") or {}
     streams: list[dict[str, Any]] = []
     names = set(home.streams_on_disk())
@@ -48,12 +49,30 @@ def collect_status(home: Home) -> dict[str, Any]:
             streams = [{"name": name, "id": None, "state": "never run"} for name in sorted(names)]
     except MillstreamError as error:
         problems.append(error.message)
+    for one in streams:
+        one["replication"] = its = nodes.get(one["name"])
+        if its is not None and its["role"] != "leads":
+            one["state"] = its["role"]
     return {
         "home": str(home.path),
         "processes": {role: holder(home.run_folder, role).get("pid") for role in get_args(Role)} | _appending(home),
         "streams": streams,
         "problems": problems,
     }
+
+
+def _nodes(home: Home, problems: list[str]) -> dict[str, dict[str, Any]]:
+    """By stream what `millstream replicas` says of it; empty where the home is no node, or that can't be read."""
+    from millstream.app.replicating.replicas import list_replicas
+
+    try:
+        if home.config.replication.node is not None:
+            return {one["stream"]: one for one in list_replicas(home)["streams"]}
+    except ConfigError:
+        pass  # said already
+    except (MillstreamError, OSError) as error:
+        problems.append(f"replication: {error}")
+    return {}
 
 
 def _appending(home: Home) -> dict[str, int | None]:

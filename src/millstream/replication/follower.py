@@ -115,6 +115,8 @@ class WalFollower:
         self._link: LeaderLink | None = None
         self._leader: NodeName | None = None
         self._lag_told_s = 0.0
+        self._trouble: tuple[str, ...] | None = ()
+        """What was told of last, which isn't repeated with each try; None once it follows."""
 
     # --- what others may ask, on any thread ----------------------------------------------------------------------------
 
@@ -196,6 +198,9 @@ class WalFollower:
             self._step(LinkGone(error, random.random()))  # noqa: S311 - no secret
             return
         if shipment is not None:
+            if self._trouble is not None:
+                self._trouble = None
+                logger.info("follows", stream=self._name, leader=self._leader)
             self._step(Received(shipment, self._clock.now_ns()))
 
     def _step(self, event: Event) -> None:
@@ -240,8 +245,10 @@ class WalFollower:
                 level("follows no more", stream=self._name, error=error.message, code=error.code, hint=error.hint)
             case Tell(_, what, error):
                 told = {} if error is None else {"error": error.message, "code": error.code}
-                text = f"following: {what}"
-                logger.warning(text, stream=self._name, **told)
+                trouble = (what, *told.values())
+                if trouble != self._trouble:
+                    self._trouble = trouble
+                    logger.warning(what, stream=self._name, **told)
         return None
 
     def _say(self, word: object) -> Event | None:

@@ -499,7 +499,7 @@ class Follower:
             # Whom it followed leads no more, and says who may: that is tried once, for a promise isn't a promotion.
             self._hint = NodeName(str(error.details["leader"]))
         self._later(chance, now_s)
-        return [Tell(self._node, "lost its leader", error)]
+        return [Tell(self._node, "has no leader now, and tries again", error)]
 
     def _later(self, chance: float, now_s: float) -> None:
         self.phase, self._taken, self._greeting = Phase.APART, None, None
