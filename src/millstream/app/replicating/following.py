@@ -25,13 +25,16 @@ from millstream.app.replicating.node_calls import (
     state_of_node,
     this_node,
 )
-from millstream.app.replicating.roles import LOOK_EVERY_S, Roles, replication_folder
+from millstream.app.replicating.roles import LOOK_EVERY_S, VERSIONS_NAME, Roles, replication_folder
 from millstream.errors import (
     ConfigError,
+    DiskFull,
     Fenced,
     MillstreamError,
+    ReplicaFailed,
     ReplicationError,
     Retry,
+    RoleUnreadable,
     UnknownStream,
     UsageError,
 )
@@ -41,7 +44,7 @@ from millstream.protocol.replication.follower import Lag
 from millstream.protocol.replication.roles import Role, RoleFact, fenced_error
 from millstream.replication.flight import FlightTransport
 from millstream.replication.follower import WalFollower
-from millstream.wal.files import RealFiles
+from millstream.wal.files import NO_SPACE, RealFiles
 from millstream.wal.history import ends_behind, truncate_to
 from millstream.wal.layout import SESSIONS_NAME
 
@@ -53,7 +56,6 @@ if TYPE_CHECKING:
 logger = structlog.get_logger("millstream.follow")
 
 _AGAIN_S: Final = 1.0
-_VERSIONS: Final = "documents.json"
 
 
 def begin_to_follow(home: Home, leader: NodeName | None, streams: Sequence[str]) -> dict[str, RoleFact]:
@@ -182,10 +184,12 @@ class _FollowedStream:
         follower = self._follower
         if follower is not None:
             self._told = follower.facts()
-        role = self._roles.of(self._name).role
+        role: Role | None = None
+        with contextlib.suppress(RoleUnreadable):
+            role = self._roles.of(self._name).role
         told = self._told if role is Role.FOLLOWS else {}
         error = None if self.error is None else self.error.as_dict()
-        return {**told, "stream": self._name, "role": role.value, "error": error}
+        return {**told, "stream": self._name, "role": None if role is None else role.value, "error": error}
 
     def run(self, *, until_caught_up: bool) -> None:
         """Follow while this node does, and nobody promotes it."""
@@ -196,9 +200,9 @@ class _FollowedStream:
                     self.error = None
                 if until_caught_up:
                     return
-            except MillstreamError as error:
-                self.error = error
-                if error.retry in {Retry.OPERATOR, Retry.NEVER} and not isinstance(error, Fenced):
+            except (MillstreamError, OSError) as failed:
+                self.error = error = _in_our_tree(failed, self._home)
+                if error.retry in {Retry.OPERATOR, Retry.NEVER} and not isinstance(error, Fenced | DiskFull):
                     return
                 logger.warning("begins again", stream=self._name, error=error.message, code=error.code, in_s=_AGAIN_S)
                 self._stop.wait(_AGAIN_S)
@@ -216,7 +220,10 @@ class _FollowedStream:
 
         def watch() -> None:
             while not over.is_set() and not self._stop.wait(LOOK_EVERY_S):
-                now = self._roles.of(self._name)
+                try:
+                    now = self._roles.of(self._name)
+                except RoleUnreadable:
+                    break
                 if now.role is not Role.FOLLOWS or now.promise > follower.fact.promise:
                     break
                 if holder(self._home.run_folder, "promote"):
@@ -232,6 +239,15 @@ class _FollowedStream:
             self._told, self._follower = follower.facts(), None
             over.set()
             watching.join()
+
+
+def _in_our_tree(error: MillstreamError | OSError, home: Home) -> MillstreamError:
+    """What a role or a document that couldn't be made durable means: it is tried again, and stops no other stream."""
+    if isinstance(error, MillstreamError):
+        return error
+    if error.errno in NO_SPACE:
+        return DiskFull(f"{home.data} has no space: {error}", hint="Free space: this node goes on by itself then.")
+    return ReplicaFailed(f"the disk under {home.data} failed: {error}")
 
 
 def make_follower(home: Home, name: str, fact: RoleFact, *, notes: FollowingNotes, only: NodeName) -> WalFollower:
@@ -338,8 +354,9 @@ class FollowingNotes:
 
     def versions(self) -> dict[str, int]:
         """Of the documents that are kept."""
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            found = json.loads((self._folder / _VERSIONS).read_bytes())
+        # Damaged they count as none: the leader sends all of them again.
+        with contextlib.suppress(FileNotFoundError, ValueError, TypeError, AttributeError):
+            found = json.loads((self._folder / VERSIONS_NAME).read_bytes())
             return {str(name): int(version) for name, version in found.items()}
         return {}
 
@@ -367,7 +384,7 @@ class FollowingNotes:
         for document in documents:
             replace_file(self._folder / f"{document.name}.document", document.data)
         versions = self.versions() | {one.name: one.version for one in documents}
-        replace_file(self._folder / _VERSIONS, json.dumps(versions).encode())
+        replace_file(self._folder / VERSIONS_NAME, json.dumps(versions).encode())
 
     def set_aside(self, behind: GroupNumber) -> None:
         """As the port says: into a folder that reads as a log by itself."""
