@@ -105,8 +105,9 @@ def replicas(session: Session, as_json: bool) -> None:
             rows.append([one["stream"], "object store", "stores", one["object_store"]["group"], None, None, None, None])
     print_table(titles, rows, right=titles[3:])
     for one in found["streams"]:
-        if one["error"] is not None:
-            note(f"stream {one['stream']}: {one['error']['message']}\n  hint: {one['error']['hint']}")
+        error = one["error"] or (one["following"] or {}).get("error")
+        if error is not None:
+            note(f"stream {one['stream']}: {error['message']} ({error['code']})\n  hint: {error['hint']}")
     if not found["serves"] and any(one["role"] == "leads" for one in found["streams"]):
         note("`millstream serve` doesn't run here: nobody can follow this node")
     if not found["follows"] and any(one["role"] == "follows" for one in found["streams"]):

@@ -188,7 +188,7 @@ class _FollowedStream:
         with contextlib.suppress(RoleUnreadable):
             role = self._roles.of(self._name).role
         told = self._told if role is Role.FOLLOWS else {}
-        error = None if self.error is None else self.error.as_dict()
+        error = told.get("error") if self.error is None else self.error.as_dict()
         return {**told, "stream": self._name, "role": None if role is None else role.value, "error": error}
 
     def run(self, *, until_caught_up: bool) -> None:
