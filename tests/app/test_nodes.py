@@ -46,16 +46,16 @@ def test_a_follower_has_the_leaders_bytes_and_says_whom_to_write_to(tmp_path: Pa
 
 
 def test_a_promotion_beside_a_living_leader_loses_nothing(tmp_path: Path) -> None:
+    """… and whoever waits to write the node that is promoted, as `millstream run` does, goes on through it."""
     with nodes(tmp_path) as (a, b):
-        a.start("owner")
-        a.start("serve")
-        append(a, 1, 2, 3)
-        b.start("serve")
         b.start("follow", "a")
+        for node in (a, b):
+            node.start("serve")
+            node.start("owner")
+        append(a, 1, 2, 3)
         eventually(lambda: b.rows() == [1, 2, 3], "what was there comes", a, b)
         promoted = b.ask("promote")
         assert promoted.returncode == 0, promoted.stderr
-        b.start("owner")
         append(b, 4)
         assert b.rows() == [1, 2, 3, 4]
         with pytest.raises(Fenced) as refused:

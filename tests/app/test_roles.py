@@ -14,8 +14,8 @@ import millstream
 from millstream.app.home import Home, replace_file
 from millstream.app.replicating.ages import age_of_replica, note_age
 from millstream.app.replicating.desk import answer_node
-from millstream.app.replicating.following import FollowingNotes
 from millstream.app.replicating.level_document import LEVEL, Terms
+from millstream.app.replicating.notes import FollowingNotes
 from millstream.app.replicating.promoting import promote
 from millstream.app.replicating.roles import VERSIONS_NAME, Roles, replication_folder, role_file
 from millstream.errors import MillstreamError, NotCaughtUp, RoleUnreadable, UnknownNode, UsageError

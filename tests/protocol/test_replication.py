@@ -260,13 +260,29 @@ def test_who_isnt_to_follow_is_refused():
     assert isinstance(drop.why, OtherStream)
 
 
-def test_who_was_cut_off_comes_again_with_nothing():
+@pytest.mark.parametrize("position", [{}, at(20)])
+def test_who_was_cut_off_comes_again_with_nothing_or_with_what_it_lacked(position: ReplicaPosition):
     led = Led()
     led.joined(1, B, 10)
     error = FollowerBehindRetention("gone")
-    assert of(shipping.DropLink, led.step(shipping.CutOff(B, error))) == [shipping.DropLink(LinkId(1), error)]
-    assert of(shipping.DropLink, led.step(shipping.Joined(LinkId(2), hello(B, at(10)))))[0].why is error
-    assert of(shipping.Greet, led.step(shipping.Joined(LinkId(3), hello(B))))
+    effects = led.step(shipping.ReadFailed(LinkId(1), error, 0.5))
+    assert of(shipping.DropLink, effects) == [shipping.DropLink(LinkId(1), error)]
+    assert led.leader.followers[B].cut_off is error
+    effects = led.step(shipping.Joined(LinkId(2), hello(B, position)))
+    assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(B, Seq(0), {}, anew=True)]
+    assert of(shipping.Greet, effects)
+    assert led.leader.followers[B].cut_off is None
+
+
+def test_segments_are_kept_for_the_object_store_as_for_a_follower():
+    led = Led()
+    led.step(shipping.Durable(mark(9, 90)))
+    effects = led.step(shipping.Stored(GroupNumber(3), Seq(30)))
+    assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(shipping.STORE_NODE, Seq(30), {})]
+    assert not of(shipping.PersistCursor, led.step(shipping.Stored(GroupNumber(4), Seq(40))))
+    led.now += 60
+    effects = led.step(shipping.Tick())
+    assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(shipping.STORE_NODE, Seq(40), {})]
 
 
 def test_what_a_promoted_leader_is_told_counts_once_the_follower_has_all_that_it_began_with():

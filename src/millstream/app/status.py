@@ -269,7 +269,8 @@ def _retention(
         configuration can't be read or doesn't name the stream.
     """
     from millstream.app.retention import bounds_of, moved_us, tracker_of
-    from millstream.wal.retain import oldest_sealed
+    from millstream.protocol.retention import HolderKind
+    from millstream.wal.retain import hold_for_sessions, oldest_sealed
 
     positions = catalog.pipelines(stream)
     tracker = tracker_of(positions)
@@ -280,6 +281,7 @@ def _retention(
     bounds = None if config is None else bounds_of(config.log, folder)
     oldest: dict[str, Any] | None = None
     try:
+        hold_for_sessions(str(folder), tracker)
         segment = oldest_sealed(str(folder))
         if segment is not None:
             since_s = max(segment.sealed_ns / 1e9, moved_us(catalog, stream) / 1e6)
@@ -298,6 +300,7 @@ def _retention(
             # The tracker's: a pipeline that has said nothing yet holds everything.
             name: {"kind": holder.kind.value, **_held(needed, counted(Seq(needed - 1)))}
             for name, holder in sorted(tracker.holders.items())
+            if holder.kind is not HolderKind.SESSIONS  # the log's own: it gives way within a round of retention
             if (needed := Seq(max(1, holder.needed_from)))
         },
         "cut_off": {

@@ -26,11 +26,11 @@ from millstream.model.replication import (
     Acknowledgement,
     ByteEnd,
     Hello,
-    NodeName,
     ReplicaPosition,
     SegmentPart,
     Shipment,
 )
+from millstream.protocol.replication.shipping import STORE_NODE
 from millstream.replication.object_layout import (
     TRAILER_BYTES,
     Layout,
@@ -45,8 +45,6 @@ from millstream.replication.object_layout import (
 from millstream.replication.objects import Listed, Objects
 from millstream.replication.queues import Inbox, Window
 
-STORE_NODE: Final = NodeName("object-store")
-"""Who acknowledges what is stored."""
 _OBJECT_BYTES: Final = 8 << 20
 """As much goes into one object where more waits: a store takes tens of milliseconds for any."""
 _PIECE_BYTES: Final = 8 << 20

@@ -14,9 +14,10 @@ from millstream.model.ids import Epoch, RegionId, ShardId
 from millstream.model.marks import DurableMark
 from millstream.model.replication import Hello
 from millstream.ports import FollowerLink, LeaderLink
+from millstream.protocol.replication.shipping import STORE_NODE
 from millstream.replication import object_layout
 from millstream.replication.object_layout import Layout
-from millstream.replication.object_leader import STORE_NODE, SegmentBytes, StoredLink, stored_of
+from millstream.replication.object_leader import SegmentBytes, StoredLink, stored_of
 from millstream.replication.object_reader import POLLS_S, StoreReader
 from millstream.replication.objects import Objects, open_objects
 from millstream.replication.queues import WINDOW_BYTES

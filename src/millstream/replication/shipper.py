@@ -30,7 +30,6 @@ from millstream.protocol.replication.roles import LINEAGE, Greeting, RoleFact
 from millstream.protocol.replication.shipping import (
     Acked,
     Asked,
-    CutOff,
     DropLink,
     Durable,
     Effect,
@@ -151,7 +150,7 @@ class WalShipper:
             thread.join(_ENDS_WITHIN_S)
         return self.lacking
 
-    def hear(self, event: Stored | CutOff | Heard) -> None:
+    def hear(self, event: Stored | Heard) -> None:
         """Tell it what came from elsewhere. Any thread."""
         self._events.put(event)
 

@@ -26,7 +26,7 @@ from millstream.model.positions import Seq
 from millstream.model.replication import Document, Holding, NodeName
 from millstream.protocol.replication.levels import Acks
 from millstream.protocol.replication.roles import Role, RoleFact
-from millstream.protocol.replication.shipping import CutOff, Heard
+from millstream.protocol.replication.shipping import STORE_NODE, Heard
 from millstream.protocol.retention import HolderKind
 from millstream.replication.archiver import WalArchiver
 from millstream.replication.flight import FlightTransport, FollowRequest
@@ -147,10 +147,11 @@ class _StreamShipping:
                 only=only,
                 observers=frozenset(region_node(region) for region in replication.region_addresses),
             )
-            notes.tell = shipper.hear
             self._shipper = shipper
             shipper.start()
-            if replication.object_store is not None and only is None:
+            if replication.object_store is None:
+                catalog.release(stream, holder_of(STORE_NODE))
+            elif only is None:
                 self._archiver = stack.enter_context(self._archiving(fact, shipper, documents))
             try:
                 while not self._ending.wait(LOOK_EVERY_S) and not shipper.ended.is_set():
@@ -217,7 +218,6 @@ class _Notes:
         self._stream = stream
         replication_folder(home, name).mkdir(parents=True, exist_ok=True)
         self._acks = AcksFile(RealFiles(), str(home.acks_file(name)), stream, fact.promise.epoch)
-        self.tell: Callable[[CutOff], None] = lambda _: None
 
     def role(self, fact: RoleFact) -> None:
         with self._roles.changing(self._name) as changing:
@@ -230,8 +230,10 @@ class _Notes:
             return
         try:
             self._catalog.set_needed_from(self._stream, holder_of(node), needed_from, kind=HolderKind.FOLLOWER)
-        except FollowerBehindRetention as error:
-            self.tell(CutOff(node, error))
+        except FollowerBehindRetention:
+            # What it needed then it has meanwhile, from here or from elsewhere: else reading would have told it so.
+            self._catalog.release(self._stream, holder_of(node))
+            self._catalog.set_needed_from(self._stream, holder_of(node), needed_from, kind=HolderKind.FOLLOWER)
 
     def acks(self, acks: Acks, persisted: dict[NodeName, Seq], now_ns: int) -> None:
         self._acks.promise(acks.epoch)
@@ -240,7 +242,7 @@ class _Notes:
         for node, group in acks.groups.items():
             self._acks.tell(Holding(node, acks.epoch, group, persisted.get(node, Seq(0)), now_ns))
         if acks.stored:
-            self._acks.tell(Holding("object-store", acks.epoch, acks.stored, Seq(0), now_ns, is_store=True))
+            self._acks.tell(Holding(STORE_NODE, acks.epoch, acks.stored, Seq(0), now_ns, is_store=True))
 
     def close(self) -> None:
         self._acks.close()

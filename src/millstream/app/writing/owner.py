@@ -21,7 +21,7 @@ from millstream.app.locks import LOCK_PATIENCE_S, RoleLock, writer_role
 from millstream.app.part import Lifeline
 from millstream.app.regions import hear_regions
 from millstream.app.replicating.roles import Roles
-from millstream.app.retention import sweep
+from millstream.app.retention import is_for_sessions, sweep
 from millstream.app.wiring import capture_config, place_compiled_code
 from millstream.app.writing.appending import append_socket
 from millstream.app.writing.buffered import buffer_name, open_buffer
@@ -269,7 +269,9 @@ class OwnedStream:
         """Let go of segments that nobody needs and that are too old or too many."""
         writer = self.writer
         if writer is not None:
-            sweep(self.catalog, self.name, writer.stream, self.home.wal_folder(self.name), self.config.log)
+            swept = sweep(self.catalog, self.name, writer.stream, self.home.wal_folder(self.name), self.config.log)
+            if is_for_sessions(swept):
+                writer.log.copy_sessions()  # the next round lets go of it
 
     def _capture(
         self, writer: StreamWriter, stop: threading.Event, *, until_caught_up: bool, tell: Callable[[], None]

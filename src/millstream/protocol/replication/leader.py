@@ -11,7 +11,7 @@ Each follower has a state of its own here, and nothing about one waits for anoth
     | ReadFailed       | -                      | read again after a while, longer each time                   | the same |
     | LinkGone         | -                      | -> apart                | -> apart; its cursor is noted      |
     | Durable, Tick    | -                      | -                       | ReadAndSend, if there is anything  |
-    | CutOff           | from now on refused: FollowerBehindRetention, until it comes with nothing: then it is rebuilt |
+    | ReadFailed: what it lacks was dropped | -  | the link goes, and it is told: FollowerBehindRetention. It may have it from elsewhere when it comes again |
 
 Rules, each of them held by a test, or a seed of the simulator, that fails without it:
 
@@ -29,6 +29,7 @@ Effects are to be carried out in their order, and none if one before failed. Not
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -44,9 +45,9 @@ from millstream.protocol.replication.backoff import Backoff
 from millstream.protocol.replication.levels import Acks
 from millstream.protocol.replication.roles import NOBODY, Lineage, Promise, RoleFact, fenced_error
 from millstream.protocol.replication.shipping import (
+    STORE_NODE,
     Acked,
     Asked,
-    CutOff,
     DropLink,
     Durable,
     Effect,
@@ -152,6 +153,8 @@ class Leader:
         self._documents: Mapping[str, int] = {}
         self._changes = 0
         self._stop_at: float | None = None
+        self._store_has = self._store_needs = Seq(0)
+        self._store_noted_at = -math.inf
         self._lacking: set[NodeName] = set()
 
     @property
@@ -180,12 +183,11 @@ class Leader:
                 if dict(marks) != dict(self._marks) or dict(documents) != dict(self._documents):
                     self._marks, self._documents = dict(marks), dict(documents)
                     self._changes += 1
-            case Stored(group):
+            case Stored(group, persisted_upto):
+                self._store_has = max(self._store_has, persisted_upto)
                 if group > self.acks.stored:
                     self.acks = Acks(self.acks.epoch, self.acks.groups, group)
                     effects.append(PersistAcks(self.acks))
-            case CutOff(node, error):
-                effects += self._cut_off(node, error)
             case Heard(promise):
                 effects += self._fenced_by(promise)
             case Stopping(deadline_s):
@@ -200,6 +202,7 @@ class Leader:
         if not self.is_fenced:
             for follower in self.followers.values():
                 effects += self._go_on(follower, now_s)
+            effects += self._note_store(now_s)
             effects += self._stop(now_s)
         return effects
 
@@ -220,12 +223,8 @@ class Leader:
             effects.append(DropLink(follower.link, _taken(node)))
         follower.link = link
         effects.append(Tell(node, "came"))
-        if follower.cut_off is not None:
-            if any(end.position or end.base_offset for end in hello.position.values()):
-                effects += [DropLink(link, follower.cut_off), *self._apart(follower)]
-                return effects
-            follower.cut_off = None
-        return effects + self._greeting(follower, hello, now_s)
+        is_anew, follower.cut_off = follower.cut_off is not None, None
+        return effects + self._greeting(follower, hello, now_s, is_anew=is_anew)
 
     def _refusal(self, hello: Hello) -> MillstreamError | None:
         if hello.stream not in (None, self._stream):
@@ -238,10 +237,10 @@ class Leader:
             return _unknown_node(hello.node, self._nodes)
         return None
 
-    def _greeting(self, follower: Follower, hello: Hello, now_s: float) -> list[Effect]:
+    def _greeting(self, follower: Follower, hello: Hello, now_s: float, *, is_anew: bool = False) -> list[Effect]:
         effects: list[Effect] = []
-        if follower.acked is not None and not is_covered(follower.acked.position, hello.position):
-            # What it had acknowledged is gone there: a disk was replaced, or what it had was set aside.
+        if is_anew or (follower.acked is not None and not is_covered(follower.acked.position, hello.position)):
+            # What it had acknowledged is gone there: a disk was replaced, or what it had was set aside. Or it fell behind what is kept here.
             follower.acked = None
             effects.append(PersistCursor(follower.node, Seq(0), {}, anew=True))
             follower.noted, follower.noted_at = (Seq(0), {}), now_s
@@ -269,6 +268,13 @@ class Leader:
         if follower.link is not None:
             effects += [DropLink(follower.link, error), *self._apart(follower)]
         return effects
+
+    def _note_store(self, now_s: float) -> list[Effect]:
+        """Segments are kept for the object store as for a follower."""
+        if self._store_has == self._store_needs or now_s < self._store_noted_at + self._options.cursor_every_s:
+            return []
+        self._store_needs, self._store_noted_at = self._store_has, now_s
+        return [PersistCursor(STORE_NODE, self._store_has, {})]
 
     # --- what is said on a link ------------------------------------------------------------------------------------
 

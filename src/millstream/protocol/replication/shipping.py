@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NewType
+from typing import Final, NewType
 
-from millstream.errors import FollowerBehindRetention, MillstreamError
+from millstream.errors import MillstreamError
 from millstream.model.ids import GroupNumber, ShardId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Seq
@@ -19,6 +19,9 @@ from millstream.protocol.replication.levels import Acks
 from millstream.protocol.replication.roles import Promise, RoleFact
 
 LinkId = NewType("LinkId", int)
+
+STORE_NODE: Final = NodeName("object-store")
+"""Who acknowledges what is stored in the object store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,17 +107,10 @@ class Durable:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The object store has everything up to that group."""
+    """The object store has everything up to that group, and number."""
 
     group: GroupNumber
-
-
-@dataclass(frozen=True, slots=True)
-class CutOff:
-    """Retention has dropped, or will, what a follower lacks."""
-
-    node: NodeName
-    error: FollowerBehindRetention
+    persisted_upto: Seq = Seq(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +134,7 @@ class Tick:
 
 
 Event = (
-    Joined | Asked | Acked | Sent | ReadFailed | LinkGone | Durable | Stored | CutOff | Heard | Stopping | Tick
+    Joined | Asked | Acked | Sent | ReadFailed | LinkGone | Durable | Stored | Heard | Stopping | Tick
 )  # fmt: skip
 
 # --- what is to be done ------------------------------------------------------------------------------------------------
