@@ -15,6 +15,7 @@ from millstream.errors import (
     Diverged,
     Fenced,
     FollowerBehindRetention,
+    NodeNameTaken,
     OtherStream,
     ReplicaGap,
     ReplicaTooStale,
@@ -174,7 +175,9 @@ def test_a_follower_that_has_lost_what_it_had_counts_for_nothing_until_it_has_it
     led.sent(1, 50, 50)
     led.acked(1, B, 5, 50)
     effects = led.step(shipping.Joined(LinkId(2), hello(B, at(10))))
-    assert of(shipping.DropLink, effects) == [shipping.DropLink(LinkId(1), None)]
+    (dropped,) = of(shipping.DropLink, effects)
+    assert dropped.link == LinkId(1)
+    assert isinstance(dropped.why, NodeNameTaken), "two homes of one name hear of each other"
     assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(B, Seq(0), {}, anew=True)]
     assert of(shipping.PersistAcks, effects) == [shipping.PersistAcks(Holdings())]
     led.sent(2, 10, 0)

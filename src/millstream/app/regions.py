@@ -18,7 +18,7 @@ import pyarrow as pa
 from millstream.app.config.region_checks import key_of
 from millstream.crdt.declared import TableMerge, union_of
 from millstream.crdt.hlc import HybridTime
-from millstream.crdt.reconcile import ReconciliationEngine, RegionState, Vector, behind, vector_in, widened
+from millstream.crdt.reconcile import ReconciliationEngine, RegionState, Vector, behind, vector_in, vector_of, widened
 from millstream.crdt.tables import fold, lift, own_columns, state_schema
 from millstream.errors import (
     LogError,
@@ -187,8 +187,12 @@ class RegionTable:
         Raises:
             OtherStream: a region's log was made anew since what is kept was.
             MergeStateUnreadable: what is kept is damaged.
+            MergeUnsuitable: columns are to merge otherwise than they did, and retention has dropped what that would be made of.
         """
-        state = self._kept() or self.empty
+        state = self._kept()
+        if state is None:
+            self._check_can_begin_anew()
+            state = self.empty
         for region, reader in self._readers.items():
             after = self._heard(state, region, reader)
             lacking = self.engine.missing(self.state_of(region, after), state.vector)
@@ -228,6 +232,22 @@ class RegionTable:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+    def _check_can_begin_anew(self) -> None:
+        """What is kept doesn't serve any more: refuse to do without it where the logs have less."""
+        try:
+            heard = vector_of(self._file.read_bytes())
+        except FileNotFoundError:
+            return
+        for region, reader in self._readers.items():
+            if region in heard and reader.first_seq() > 1:
+                raise MergeUnsuitable(
+                    f"{self.name} has merged otherwise so far, or by another key; that can't be made anew: retention has dropped what region "
+                    f"{region} wrote before number {reader.first_seq()}",
+                    hint=f"Put [streams.S.merge] and the key back as they were. To do without what was dropped, move {self._file} away.",
+                    table=self.name,
+                    region=int(region),
+                )
 
     def _kept(self) -> RegionState | None:
         """What is kept; None where there is nothing, or columns merge otherwise now."""

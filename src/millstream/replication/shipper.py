@@ -240,7 +240,7 @@ class WalShipper:
                         found.drop(why)
                 case Tell(node, what, error):
                     say = logger.info if error is None else logger.warning
-                    told = {} if error is None else {"error": error.message, "code": error.code}
+                    told = {} if error is None else {"error": error.message, "code": error.code, "hint": error.hint}
                     text = f"follower {node} {what}"
                     say(text, stream=self._name, **told)
                 case Stopped(lacking):

@@ -15,6 +15,7 @@ import structlog
 
 from millstream.app.config.quantities import duration_s
 from millstream.app.replicating.catalog_document import CatalogDocument
+from millstream.app.replicating.level_document import Terms
 from millstream.app.replicating.node_calls import region_node
 from millstream.app.replicating.roles import LOOK_EVERY_S, Roles, replication_folder
 from millstream.app.replicating.session_document import SessionDocument
@@ -194,10 +195,12 @@ class _Documents:
         self._lock = threading.Lock()
         self._catalog = CatalogDocument(home)
         self._sessions = SessionDocument(home.wal_folder(name))
+        self._level = Terms.configured(home, name).document()
 
     def now(self) -> tuple[Document, ...]:
         with self._lock:
-            return tuple(one for one in (self._catalog.newest(), self._sessions.newest()) if one is not None)
+            found = self._level, self._catalog.newest(), self._sessions.newest()
+            return tuple(one for one in found if one is not None)
 
     def close(self) -> None:
         with self._lock:

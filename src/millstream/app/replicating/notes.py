@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import structlog
 
 from millstream.app.home import replace_file
 from millstream.app.replicating.ages import note_age
 from millstream.app.replicating.aside_report import write_report
-from millstream.app.replicating.roles import Roles, replication_folder
+from millstream.app.replicating.roles import VERSIONS_NAME, Roles, replication_folder
 from millstream.errors import MillstreamError
 from millstream.model.ids import GroupNumber
 from millstream.model.replication import Document
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 logger = structlog.get_logger("millstream.follow")
 
-_VERSIONS: Final = "documents.json"
-
 
 class FollowingNotes:
     """See `FollowerNotes`."""
@@ -41,8 +39,9 @@ class FollowingNotes:
 
     def versions(self) -> dict[str, int]:
         """Of the documents that are kept."""
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            found = json.loads((self._folder / _VERSIONS).read_bytes())
+        # Damaged they count as none: the leader sends all of them again.
+        with contextlib.suppress(FileNotFoundError, ValueError, TypeError, AttributeError):
+            found = json.loads((self._folder / VERSIONS_NAME).read_bytes())
             return {str(name): int(version) for name, version in found.items()}
         return {}
 
@@ -70,7 +69,7 @@ class FollowingNotes:
         for document in documents:
             replace_file(self._folder / f"{document.name}.document", document.data)
         versions = self.versions() | {one.name: one.version for one in documents}
-        replace_file(self._folder / _VERSIONS, json.dumps(versions).encode())
+        replace_file(self._folder / VERSIONS_NAME, json.dumps(versions).encode())
 
     def set_aside(self, behind: GroupNumber) -> None:
         """As the port says: into a folder that reads as a log by itself."""

@@ -306,7 +306,7 @@ def _until_led_no_more(home: Home, name: str, stop: threading.Event) -> Iterator
     roles, ended, over = Roles(home), threading.Event(), threading.Event()
 
     def watch() -> None:
-        while not over.is_set() and not stop.wait(_LOOK_EVERY_S) and roles.leads(name):
+        while not over.is_set() and not stop.wait(_LOOK_EVERY_S) and roles.leads_surely(name):
             continue
         ended.set()
 

@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from millstream.errors import Fenced, FollowerBehindRetention, MillstreamError, OtherStream, UnknownNode
+from millstream.errors import Fenced, FollowerBehindRetention, MillstreamError, NodeNameTaken, OtherStream, UnknownNode
 from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
@@ -229,7 +229,8 @@ class Leader:
             return [DropLink(link, refusal), Tell(node, "is refused", refusal)]
         follower = self.followers.setdefault(node, Follower(node))
         if follower.link is not None:
-            effects.append(DropLink(follower.link, None))
+            # Who has come anew itself doesn't hear it any more.
+            effects.append(DropLink(follower.link, _taken(node)))
         follower.link = link
         effects.append(Tell(node, "came"))
         is_anew, follower.cut_off = follower.cut_off is not None, None
@@ -444,6 +445,10 @@ def _unknown_node(node: NodeName, nodes: frozenset[NodeName]) -> UnknownNode:
     return UnknownNode(
         f"{node} is not among those that may follow: {', '.join(sorted(nodes)) or 'nobody'}", node=str(node)
     )
+
+
+def _taken(node: NodeName) -> NodeNameTaken:
+    return NodeNameTaken(f"somebody else has come to the leader as node {node}", node=str(node))
 
 
 def _promise_in(error: Fenced) -> Promise:
