@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TypeVar
 from uuid import UUID
 
@@ -148,6 +149,10 @@ def test_marks_alone_and_documents_alone_are_sent_too():
     led.sent(1, 10, 0)
     (read,) = of(shipping.ReadAndSend, led.step(shipping.Durable(mark(2, 10), {"catalog": 3})))
     assert read.documents == {}
+    led.sent(1, 10, 0)
+    assert of(shipping.ReadAndSend, led.step(shipping.Durable(mark(2, 10), {"catalog": 3}, mark(1, 5)))), (
+        "what is shown"
+    )
     led.sent(1, 10, 0)
     led.now = 5.0
     (read,) = of(shipping.ReadAndSend, led.step(shipping.Tick()))
@@ -452,6 +457,21 @@ def test_what_the_new_leader_hasnt_is_set_aside_and_its_reign_noted_when_its_pas
     effects = one.step(following.Applied(holding(6, 60), 0))
     assert [type(effect) for effect in effects] == [following.PersistRole, following.Say]
     assert one.follower.fact.lineage == one.lineage
+
+
+def test_what_one_follower_is_enough_for_is_shown_with_an_acknowledgement_that_counts():
+    one = Following()
+    one.promise = Promise(Epoch(1), A)
+    one.lineage = Lineage().with_reign(one.promise, GroupNumber(5))
+    one.come(9)
+    one.step(following.WasSetAside(Holding()))
+    one.greet(9)
+    for group, by_one, shown in ((4, True, False), (6, False, False), (7, True, True)):
+        one.receive(replace(one.shipment(part(one.follower.holding.group * 10, 10)), by_one=by_one))
+        effects = one.step(following.Applied(holding(group, group * 10), 0))
+        kinds = [type(effect) for effect in effects]
+        assert (kinds[-1], following.ShowAll in kinds) == (following.Say, shown)
+    assert kinds == [following.ShowAll, following.Say], "just before"
 
 
 def test_an_old_leader_follows_once_something_higher_is_heard():

@@ -62,7 +62,7 @@ class WalArchiver:
         self._lineage = lineage
         self._documents = documents
         self._clock: Clock = SystemClock() if clock is None else clock
-        self._source = ShipSource(folder, files=files, clock=clock)
+        self._source = ShipSource(folder, files=files, clock=clock, tells_shown=False)
         self._ending = threading.Event()
         self._backoff = Backoff()
         self.stored_group = GroupNumber(0)

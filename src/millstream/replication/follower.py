@@ -35,6 +35,7 @@ from millstream.protocol.replication.follower import (
     Received,
     Say,
     SetAside,
+    ShowAll,
     Stop,
     Tick,
     WasSetAside,
@@ -58,7 +59,7 @@ class FollowerNotes(Protocol):
         """Durably: whom it has promised what."""
 
     def check_promise(self, fact: RoleFact) -> None:
-        """Return where nobody was promised more than that. Asked behind what was made durable and in front of each acknowledgement.
+        """Return where nobody was promised more than that. Asked behind what was made durable, before it is told or shown.
 
         Raises:
             Fenced: another process of this node has given a higher promise. What was made durable before it, it has told of.
@@ -229,6 +230,9 @@ class WalFollower:
                 except MillstreamError as error:
                     return ApplyFailed(error, random.random())  # noqa: S311 - no secret
                 return Applied(self._holding(), self._clock.now_ns())
+            case ShowAll():
+                self._notes.check_promise(self._machine.fact)
+                self._log.show_all()
             case SetAside(behind):
                 self._log.close()
                 self._notes.set_aside(behind)

@@ -207,7 +207,8 @@ class StoredLink:
         return self._ended.is_set()
 
     def send(self, shipment: Shipment) -> None:
-        """See the port."""
+        """See the port. Who reads a store takes all of it: what readers of the leader see isn't kept."""
+        shipment = dataclasses.replace(shipment, shown=None, by_one=False)
         self._window.send(shipment.size_bytes)
         with self._comes:
             self._waiting.append(shipment)

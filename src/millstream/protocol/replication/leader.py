@@ -18,7 +18,7 @@ Rules, each of them held by a test, or a seed of the simulator, that fails witho
 - A cursor moves by that follower's acknowledgement only: not by sending, nor by another's. One that comes back with less than it had
   acknowledged counts for nothing until it has acknowledged anew.
 - An acknowledgement counts for levels only once the follower has all that the leader began with: else a group that a later leader lacks might count.
-- Whatever changes is sent: bytes, or marks alone, or a document alone; however little it is. Nothing new for a while is sent, too, so that a follower
+- Whatever changes is sent: bytes, or marks alone, or what readers see alone, or a document alone; however little it is. Nothing new for a while is sent, too, so that a follower
   knows that it is nothing.
 - Reading and sending happen one at a time a follower, and no more bytes are under way than the window has.
 - Any word of a higher promise ends it all: durably first, then every link.
@@ -161,6 +161,7 @@ class Leader:
         self.is_stopped = False
         self._marks: Mapping[ShardId, DurableMark] = {}
         self._documents: Mapping[str, int] = {}
+        self._shown: Mapping[ShardId, DurableMark] = {}
         self._changes = 0
         self._stop_at: float | None = None
         self._store_has = self._store_needs = Seq(0)
@@ -189,9 +190,10 @@ class Leader:
         match event:
             case Joined(link, hello):
                 effects += self._joined(link, hello, now_s)
-            case Durable(marks, documents):
-                if dict(marks) != dict(self._marks) or dict(documents) != dict(self._documents):
-                    self._marks, self._documents = dict(marks), dict(documents)
+            case Durable(marks, documents, shown):
+                now = dict(marks), dict(documents), dict(shown)
+                if now != (self._marks, self._documents, self._shown):
+                    self._marks, self._documents, self._shown = now
                     self._changes += 1
             case Stored(group, persisted_upto):
                 self._store_has = max(self._store_has, persisted_upto)

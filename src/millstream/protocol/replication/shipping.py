@@ -99,6 +99,8 @@ class Durable:
     marks: Mapping[ShardId, DurableMark]
     documents: Mapping[str, int] = field(default_factory=dict)
     """Versions."""
+    shown: Mapping[ShardId, DurableMark] = field(default_factory=dict)
+    """How far readers see each shard, where that isn't what is durable: it may change without anything else."""
 
 
 @dataclass(frozen=True, slots=True)
