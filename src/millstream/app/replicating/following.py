@@ -18,6 +18,7 @@ from millstream.app.home import replace_file
 from millstream.app.locks import LOCK_PATIENCE_S, RoleLock, holder, nobody_writes
 from millstream.app.replicating.ages import note_age
 from millstream.app.replicating.aside_report import write_report
+from millstream.app.replicating.leaders import note_leaders
 from millstream.app.replicating.node_calls import (
     NodeState,
     address_of,
@@ -211,6 +212,7 @@ class _FollowedStream:
 
     def _follow(self, *, until_caught_up: bool) -> None:
         fact = self._roles.of(self._name)
+        note_leaders(self._home, self._name)
         follower = _follower_of(self._home, self._copy, fact, FollowingNotes(self._home, self._name))
         ended, over = threading.Event(), threading.Event()
 
@@ -330,6 +332,7 @@ class FollowingNotes:
     """See `FollowerNotes`."""
 
     def __init__(self, home: Home, name: str) -> None:
+        self._home = home
         self._roles = Roles(home)
         self._name = name
         self._folder = replication_folder(home, name)
@@ -354,7 +357,10 @@ class FollowingNotes:
         with self._roles.changing(self._name) as changing:
             if changing.fact.promise > fact.promise:
                 raise fenced_error(changing.fact.promise)
+            is_new = changing.fact.lineage != fact.lineage
             changing.put(fact)
+        if is_new:
+            note_leaders(self._home, self._name)
 
     def check_promise(self, fact: RoleFact) -> None:
         """As the port says."""

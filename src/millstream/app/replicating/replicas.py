@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from millstream.app.control import ask
 from millstream.app.replicating.ages import age_of_replica
 from millstream.app.replicating.desk import node_state
+from millstream.app.replicating.leaders import leader_facts, leaders_of
 from millstream.app.replicating.node_calls import this_node
 from millstream.app.replicating.roles import Roles
 from millstream.protocol.replication.roles import Role
@@ -32,11 +33,17 @@ def list_replicas(home: Home) -> dict[str, Any]:
         fact = roles.of(name)
         state = node_state(home, name)
         shipped = serving.get(name, {})
+        leaders = leaders_of(home, name)
         found.append(
             {
                 "stream": name,
                 "role": fact.role.value,
                 "leader": fact.leader or (str(this_node(home)) if fact.role is Role.LEADS else None),
+                "writes_go_to": leader_facts(home, leaders),
+                "led": [
+                    {"epoch": int(one.since.epoch), "node": str(one.node), "behind": int(one.behind)}
+                    for one in leaders.leaderships
+                ],
                 "promised": {"epoch": int(fact.promise.epoch), "node": fact.promise.node or None},
                 "group": int(state.group),
                 "persisted_upto": int(state.persisted_upto),
