@@ -22,7 +22,6 @@ from millstream.app.replicating.leaders import note_leaders
 from millstream.app.replicating.node_calls import (
     NodeState,
     address_of,
-    region_node,
     state_of_node,
     this_node,
 )
@@ -37,7 +36,7 @@ from millstream.errors import (
     UsageError,
 )
 from millstream.model.ids import GroupNumber, RegionId, region_log_name
-from millstream.model.replication import Document, Hello, NodeName
+from millstream.model.replication import Document, Hello, NodeName, region_node
 from millstream.protocol.replication.follower import Lag
 from millstream.protocol.replication.roles import Role, RoleFact, fenced_error
 from millstream.replication.flight import FlightTransport

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from millstream.app.replicating.node_calls import this_node
 from millstream.app.replicating.roles import Roles
 from millstream.catalog.leaders import StreamLeaders
 from millstream.errors import LogError, MillstreamError
+from millstream.model.replication import NodeName
 from millstream.protocol.replication.leaders import LeaderMap, leader_by, leaders_known
 from millstream.wal.files import RealFiles
 from millstream.wal.shipping import durable_marks
@@ -40,9 +40,10 @@ def leaders_of(home: Home, name: str, catalog: Catalog | None = None) -> LeaderM
     Raises:
         RoleUnreadable: the role's file is damaged.
     """
-    if home.config.replication.node is None:
+    node = home.config.replication.node
+    if node is None:
         return LeaderMap()
-    me, fact = this_node(home), Roles(home).of(name)
+    me, fact = NodeName(node), Roles(home).of(name)
     known = leaders_known(fact, me).joined(_noted(home, name, catalog))
     leads = leader_by(fact, me, known)
     if leads is None:
@@ -73,7 +74,8 @@ def note_leaders(home: Home, name: str, catalog: Catalog | None = None) -> None:
         stream = _stream_id(home, name)
         if stream is None or not home.has_catalog():
             return
-        known = leaders_known(Roles(home).of(name), this_node(home)).leaderships
+        me = NodeName(home.config.replication.node or "")
+        known = leaders_known(Roles(home).of(name), me).leaderships
         if catalog is not None:
             StreamLeaders(catalog, stream).note(known)
             return

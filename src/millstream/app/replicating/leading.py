@@ -16,14 +16,13 @@ import structlog
 from millstream.app.config.quantities import duration_s
 from millstream.app.replicating.catalog_document import CatalogDocument
 from millstream.app.replicating.leaders import note_leaders
-from millstream.app.replicating.node_calls import region_node
 from millstream.app.replicating.roles import LOOK_EVERY_S, Roles, replication_folder
 from millstream.app.replicating.session_document import SessionDocument
 from millstream.app.writing.stream_writer import resolve_stream
 from millstream.errors import FollowerBehindRetention, MillstreamError, UnknownStream
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq
-from millstream.model.replication import Document, Holdings, NodeName, follower_holder
+from millstream.model.replication import Document, Holdings, NodeName, follower_holder, region_node
 from millstream.protocol.replication.roles import Role, RoleFact
 from millstream.protocol.replication.shipping import CutOff, Heard
 from millstream.protocol.retention import HolderKind
