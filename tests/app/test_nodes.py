@@ -82,6 +82,13 @@ def test_a_promotion_beside_a_living_leader_loses_nothing(tmp_path: Path) -> Non
         promoted = b.ask("promote")
         assert promoted.returncode == 0, promoted.stderr
         append(b, 4)
+        (of_b,) = b.answer("replicas")["streams"]
+        assert (of_b["writes_go_to"]["node"], of_b["writes_go_to"]["here"], of_b["writes_go_to"]["epoch"]) == (
+            "b",
+            True,
+            1,
+        )
+        assert [(one["epoch"], one["node"]) for one in of_b["led"]] == [(0, "a"), (1, "b")], "by the catalog that came"
         assert b.rows() == [1, 2, 3, 4]
         with pytest.raises(Fenced) as refused:
             append(a, 5)

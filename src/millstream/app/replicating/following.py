@@ -15,10 +15,10 @@ import structlog
 from millstream.app.control import ControlServer
 from millstream.app.locks import LOCK_PATIENCE_S, RoleLock, holder, nobody_writes
 from millstream.app.replicating.filling import fill, has_log
+from millstream.app.replicating.leaders import note_leaders
 from millstream.app.replicating.node_calls import (
     NodeState,
     address_of,
-    region_node,
     state_of_node,
     this_node,
 )
@@ -39,7 +39,7 @@ from millstream.errors import (
     UsageError,
 )
 from millstream.model.ids import RegionId, region_log_name
-from millstream.model.replication import Hello, NodeName
+from millstream.model.replication import Hello, NodeName, region_node
 from millstream.protocol.replication.roles import Role, RoleFact
 from millstream.replication.flight import FlightTransport
 from millstream.replication.follower import WalFollower
@@ -230,6 +230,7 @@ class _FollowedStream:
 
     def _follow(self, *, until_caught_up: bool) -> None:
         fact = self._roles.of(self._name)
+        note_leaders(self._home, self._name)
         follower = _follower_of(self._home, self._copy, fact, FollowingNotes(self._home, self._name))
         with self._unless_told_else(lambda: follower.fact) as ended:
             self._follower = follower

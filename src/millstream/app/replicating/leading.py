@@ -15,15 +15,15 @@ import structlog
 
 from millstream.app.config.quantities import duration_s
 from millstream.app.replicating.catalog_document import CatalogDocument
+from millstream.app.replicating.leaders import note_leaders
 from millstream.app.replicating.level_document import Terms
-from millstream.app.replicating.node_calls import region_node
 from millstream.app.replicating.roles import LOOK_EVERY_S, Roles, replication_folder
 from millstream.app.replicating.session_document import SessionDocument
 from millstream.app.writing.stream_writer import resolve_stream
 from millstream.errors import FollowerBehindRetention, MillstreamError, UnknownStream
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq
-from millstream.model.replication import OBJECT_STORE, Document, Holdings, NodeName, follower_holder
+from millstream.model.replication import OBJECT_STORE, Document, Holdings, NodeName, follower_holder, region_node
 from millstream.protocol.replication.roles import Role, RoleFact
 from millstream.protocol.replication.shipping import Heard
 from millstream.protocol.retention import HolderKind
@@ -132,6 +132,7 @@ class _StreamShipping:
         with contextlib.ExitStack() as stack:
             catalog = stack.enter_context(self._home.open_catalog())
             stream = resolve_stream(self._home, catalog, self._name)
+            note_leaders(self._home, self._name, catalog)
             notes = stack.enter_context(contextlib.closing(_Notes(self._home, self._name, catalog, stream, fact)))
             documents = _Documents(self._home, self._name)
             stack.callback(documents.close)

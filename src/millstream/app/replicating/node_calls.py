@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.errors import ConfigError, LinkLost, ShipmentUnreadable, UnknownNode, UsageError
-from millstream.model.ids import Epoch, GroupNumber, RegionId
+from millstream.model.ids import Epoch, GroupNumber
 from millstream.model.positions import Seq
-from millstream.model.replication import NodeName, check_node_name
+from millstream.model.replication import NodeName, check_node_name, region_node
 from millstream.protocol.replication.roles import Promise, Rank, RoleFact
 from millstream.replication.flight_address import LeaderAddress
 from millstream.replication.flight_wire import FLIGHT_FAILURES, error_of_flight
@@ -73,11 +73,6 @@ def this_node(home: Home) -> NodeName:
             hint="Set [replication] node, and in [replication.nodes] the address of each node.",
         )
     return NodeName(name)
-
-
-def region_node(region: RegionId) -> NodeName:
-    """What a home of another region calls itself, or is called, as a follower."""
-    return NodeName(f"region-{region}")
 
 
 def address_of(home: Home, node: str) -> LeaderAddress:
