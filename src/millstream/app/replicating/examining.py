@@ -65,7 +65,7 @@ def _own(home: Home) -> NodeFinding:
             parts.append(f"{stream} {fact.role.value}{leader}")
     except MillstreamError as error:
         return NodeFinding(check, error.message, error)
-    if home.config.flight.listen is None:
+    if home.config.flight.listen is None and (replication.regions or len(replication.nodes) > 1):
         message = f"{replication.node} has no Flight server: nobody can follow it, or ask it for a promise"
         hint = 'Set [flight] listen, such as "0.0.0.0:8788": where the others\' [replication.nodes] have this one.'
         return NodeFinding(check, message, ConfigError(message, hint=hint))
@@ -108,12 +108,12 @@ def _disagreement(home: Home, node: str, stream: str, state: NodeState) -> Mills
 
 
 def _store(home: Home, stream: str, url: str) -> NodeFinding:
-    from millstream.app.replicating.stores import store_of, store_rank
+    from millstream.app.replicating.stores import store_of, stored_lineage
 
     check = f"object store of {stream}"
     try:
         with contextlib.closing(store_of(home, stream)) as store:
-            rank, _ = store_rank(store)
+            rank, _, _ = stored_lineage(store)
     except MillstreamError as error:
         return NodeFinding(check, error.message, error)
     return NodeFinding(
