@@ -137,7 +137,7 @@ class RegionTable:
         merge = merge_of(config, self.name)
         columns = [schema.to_arrow() for schema in known]
         self.columns: Final = union_of(self.name, columns if kept is None else [*columns, kept[1]])
-        merge.check(self.name, self.columns, key)
+        merge.check(self.name, self.columns, key, whole=False)  # a column comes with the first row that has it
         self.engine: Final = ReconciliationEngine(key, merge, self.name)
         self._ids = {region: {schema.table_id for schema in found} for region, found in schemas.items()}
 

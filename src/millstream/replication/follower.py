@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 import structlog
 
-from millstream.errors import Diverged, LogError, MillstreamError
+from millstream.errors import AccessError, Diverged, LogError, MillstreamError
 from millstream.model.ids import GroupNumber
 from millstream.model.replication import Acknowledgement, Document, Hello, NodeName
 from millstream.ports import Clock, Files, LeaderLink
@@ -116,6 +116,9 @@ class WalFollower:
         self._link: LeaderLink | None = None
         self._leader: NodeName | None = None
         self._lag_told_s = 0.0
+        self._failure: MillstreamError | None = None
+        """Why it had no leader last."""
+        self._apart_since_s = 0.0
         self._trouble: tuple[str, ...] | None = ()
         """What was told of last, which isn't repeated with each try; None once it follows."""
 
@@ -159,12 +162,16 @@ class WalFollower:
 
         Raises:
             Diverged, OtherStream, FollowerBehindRetention: what a person has to look after.
+            AccessError, LinkLost …: with `until_caught_up`, where the leader refuses this node, or isn't there for a minute.
             ReplicaFailed: the disk failed.
             CatalogError, OSError …: what couldn't be made durable.
         """
+        self._apart_since_s = time.monotonic()
         try:
             while not stop.is_set():
                 self._step(Tick())
+                if until_caught_up:
+                    self._give_up_in_time()
                 if self._machine.stopped_by is not None:
                     raise self._machine.stopped_by
                 if self._log.failure is not None:
@@ -183,6 +190,15 @@ class WalFollower:
         """Break the link, and give up the log's locks."""
         self._break_link()
         self._log.close()
+
+    def _give_up_in_time(self) -> None:
+        """A job ends, by the error, where waiting doesn't help: it would be there for ever, and nobody would look."""
+        if self._link is not None and self._trouble is None:
+            self._apart_since_s = time.monotonic()
+        elif self._failure is not None:
+            waited_s = time.monotonic() - self._apart_since_s
+            if isinstance(self._failure, AccessError) or waited_s > _GIVES_UP_AFTER_S:
+                raise self._failure
 
     def _open_log(self) -> ReplicaLog:
         return ReplicaLog.open(self._folder, files=self._files)
@@ -249,6 +265,7 @@ class WalFollower:
                 level("follows no more", stream=self._name, error=error.message, code=error.code, hint=error.hint)
             case Tell(_, what, error):
                 told = {} if error is None else {"error": error.message, "code": error.code, "hint": error.hint}
+                self._failure = error
                 trouble = (what, *told.values())
                 if trouble != self._trouble:
                     self._trouble = trouble
@@ -288,5 +305,7 @@ class WalFollower:
                 self._notes.lag(self.lag())
 
 
+_GIVES_UP_AFTER_S: Final = 60.0
+"""As long as a leader may take to be started anew, or another one to be promoted."""
 _LAG_EVERY_S: Final = 0.2
 """How often readers of other processes are told how old what they see is: below what anybody bounds it by."""

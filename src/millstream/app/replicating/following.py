@@ -21,6 +21,7 @@ from millstream.app.replicating.node_calls import (
     address_of,
     state_of_node,
     this_node,
+    told_by,
 )
 from millstream.app.replicating.notes import FollowingNotes
 from millstream.app.replicating.roles import LOOK_EVERY_S, Roles, replication_folder
@@ -200,7 +201,8 @@ class _FollowedStream:
                     return
             except (MillstreamError, OSError) as failed:
                 self.error = error = _in_our_tree(failed, self._home)
-                if error.retry in {Retry.OPERATOR, Retry.NEVER} and not isinstance(error, Fenced | DiskFull):
+                lasts = until_caught_up or error.retry in {Retry.OPERATOR, Retry.NEVER}
+                if lasts and not isinstance(error, Fenced | DiskFull):
                     return
                 logger.warning("begins again", stream=self._name, error=error.message, code=error.code, in_s=_AGAIN_S)
                 self._stop.wait(_AGAIN_S)
@@ -364,7 +366,14 @@ class _Connecting:
         return other, self._link(other, hello, timeout_s)
 
     def _link(self, node: NodeName, hello: Hello, timeout_s: float) -> LeaderLink:
-        return FlightTransport(self._stream, address_of(self._home, node)).connect(hello, timeout_s)
+        address = address_of(self._home, node)
+        try:
+            return FlightTransport(self._stream, address).connect(hello, timeout_s)
+        except MillstreamError as error:
+            told = told_by(address, node, error)
+            if told is error:
+                raise
+            raise told from error
 
     def _who_leads(self, but: NodeName, hello: Hello) -> NodeName | None:
         found: list[NodeState] = []
