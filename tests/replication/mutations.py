@@ -14,10 +14,9 @@ from tests.replication.simulation import Node, World
 from tests.seeds import search
 
 from millstream.model.ids import Epoch, GroupNumber
-from millstream.model.replication import AckLevel, Acknowledgement
+from millstream.model.replication import AckLevel, Acknowledgement, Holding, Holdings
 from millstream.protocol.replication import (
     NOBODY,
-    Acks,
     Follower,
     Leader,
     Promise,
@@ -40,7 +39,8 @@ class SharedCursorLeader(Leader):
     def _count(self, follower: Followed, group: GroupNumber | None) -> list[shipping.Effect]:
         effects = super()._count(follower, group)
         if group is not None:
-            self.acks = Acks(self.acks.epoch, dict.fromkeys(self._nodes, group), self.acks.stored)
+            epoch = self.holdings.promised
+            self.holdings = Holdings(epoch, tuple(Holding(node, epoch, group) for node in self._nodes))
         return effects
 
 

@@ -153,4 +153,4 @@ class WalArchiver:
                     under_way = 0 if is_covered(position, word.position) else under_way
                     if word.group > self.stored_group:
                         self.stored_group = word.group
-                        self._tell(Stored(word.group))
+                        self._tell(Stored(word.group, word.persisted_upto))

@@ -116,24 +116,26 @@ class WalFollower:
         self._link: LeaderLink | None = None
         self._leader: NodeName | None = None
         self._lag_told_s = 0.0
+        self._trouble: tuple[str, ...] | None = ()
+        """What was told of last, which isn't repeated with each try; None once it follows."""
 
     # --- what others may ask, on any thread ----------------------------------------------------------------------------
 
     def facts(self) -> dict[str, object]:
         """What is known now, JSON-able."""
         machine = self._machine
-        lag, stopped = machine.lag(time.monotonic()), machine.stopped_by
+        lag, error = machine.lag(time.monotonic()), machine.stopped_by or machine.trouble
         return {
             "phase": machine.phase.value,
             "leader": machine.fact.leader or None,
             "promised": int(machine.fact.promise.epoch),
             "group": int(machine.holding.group),
             "persisted_upto": int(machine.holding.persisted_upto),
-            "records_behind": lag.records,
-            "bytes_behind": lag.size_bytes,
+            "records_behind": lag.records if machine.has_heard else None,
+            "bytes_behind": lag.size_bytes if machine.has_heard else None,
             "lag_s": None if lag.age_s == float("inf") else round(lag.age_s, 3),
             "leader_clock_off_s": round(machine.clock_off_s, 3),
-            "error": None if stopped is None else stopped.as_dict(),
+            "error": None if error is None else error.as_dict(),
         }
 
     @property
@@ -197,6 +199,9 @@ class WalFollower:
             self._step(LinkGone(error, random.random()))  # noqa: S311 - no secret
             return
         if shipment is not None:
+            if self._trouble is not None:
+                self._trouble = None
+                logger.info("follows", stream=self._name, leader=self._leader)
             self._step(Received(shipment, self._clock.now_ns()))
 
     def _step(self, event: Event) -> None:
@@ -243,9 +248,11 @@ class WalFollower:
                 level = logger.error if isinstance(error, Diverged) else logger.warning
                 level("follows no more", stream=self._name, error=error.message, code=error.code, hint=error.hint)
             case Tell(_, what, error):
-                told = {} if error is None else {"error": error.message, "code": error.code}
-                text = f"following: {what}"
-                logger.warning(text, stream=self._name, **told)
+                told = {} if error is None else {"error": error.message, "code": error.code, "hint": error.hint}
+                trouble = (what, *told.values())
+                if trouble != self._trouble:
+                    self._trouble = trouble
+                    logger.warning(what, stream=self._name, **told)
         return None
 
     def _say(self, word: object) -> Event | None:

@@ -23,10 +23,10 @@ from millstream.model.ids import Epoch, GroupNumber, ShardId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import (
+    OBJECT_STORE,
     Acknowledgement,
     ByteEnd,
     Hello,
-    NodeName,
     ReplicaPosition,
     SegmentPart,
     Shipment,
@@ -45,8 +45,6 @@ from millstream.replication.object_layout import (
 from millstream.replication.objects import Listed, Objects
 from millstream.replication.queues import Inbox, Window
 
-STORE_NODE: Final = NodeName("object-store")
-"""Who acknowledges what is stored."""
 _OBJECT_BYTES: Final = 8 << 20
 """As much goes into one object where more waits: a store takes tens of milliseconds for any."""
 _PIECE_BYTES: Final = 8 << 20
@@ -119,7 +117,7 @@ class Stored:
     def hello(self, promised: Epoch) -> Hello:
         """The same, as a follower would say it."""
         stream = None if self.stream is None else self.stream.stream
-        return Hello(stream, STORE_NODE, promised, self.reached(), dict(self.documents))
+        return Hello(stream, OBJECT_STORE, promised, self.reached(), dict(self.documents))
 
     def covered(self) -> list[str]:
         """Shipments of which every byte lies in stored segments."""
@@ -280,7 +278,7 @@ class StoredLink:
             self._stored.add(name, shipment, _starts(shipment, sum(len(buffer) for buffer in buffers)))
             stored = self._stored
             word = Acknowledgement(
-                STORE_NODE,
+                OBJECT_STORE,
                 self._epoch,
                 stored.reached(),
                 max((mark.group for mark in stored.marks.values()), default=GroupNumber(0)),

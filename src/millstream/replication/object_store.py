@@ -16,12 +16,12 @@ from millstream.model.replication import Hello
 from millstream.ports import FollowerLink, LeaderLink
 from millstream.replication import object_layout
 from millstream.replication.object_layout import Layout
-from millstream.replication.object_leader import STORE_NODE, SegmentBytes, StoredLink, stored_of
+from millstream.replication.object_leader import SegmentBytes, StoredLink, stored_of
 from millstream.replication.object_reader import POLLS_S, StoreReader
 from millstream.replication.objects import Objects, open_objects
 from millstream.replication.queues import WINDOW_BYTES
 
-__all__ = ["STORE_NODE", "ObjectStoreTransport", "SegmentBytes"]
+__all__ = ["ObjectStoreTransport", "SegmentBytes"]
 
 _ONE_REGION = RegionId(0)
 

@@ -22,15 +22,13 @@ from millstream.errors import LinkLost, LogError, MillstreamError
 from millstream.model.ids import GroupNumber, ShardId, StreamId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Seq
-from millstream.model.replication import Acknowledgement, Document, Hello, NodeName, ReplicaPosition, Shipment
+from millstream.model.replication import Acknowledgement, Document, Hello, Holdings, NodeName, ReplicaPosition, Shipment
 from millstream.ports import Clock, Files, FollowerLink, Transport
 from millstream.protocol.replication.leader import Leader, Phase
-from millstream.protocol.replication.levels import Acks
 from millstream.protocol.replication.roles import LINEAGE, Greeting, RoleFact
 from millstream.protocol.replication.shipping import (
     Acked,
     Asked,
-    CutOff,
     DropLink,
     Durable,
     Effect,
@@ -73,8 +71,8 @@ class ShipperNotes(Protocol):
     def cursor(self, node: NodeName, needed_from: Seq, *, anew: bool) -> None:
         """Durably: from where on retention keeps the log for a follower. `anew`: it has less than it had."""
 
-    def acks(self, acks: Acks, persisted: dict[NodeName, Seq], now_ns: int) -> None:
-        """To whoever waits for a level; `persisted` is how far each follower shows its log."""
+    def acks(self, holdings: Holdings, now_ns: int) -> None:
+        """To whoever waits for a level: who holds what, at that moment of the clock. Places that hold what they did keep their time."""
 
 
 class WalShipper:
@@ -153,7 +151,7 @@ class WalShipper:
             thread.join(_ENDS_WITHIN_S)
         return self.lacking
 
-    def hear(self, event: Stored | CutOff | Heard) -> None:
+    def hear(self, event: Stored | Heard) -> None:
         """Tell it what came from elsewhere. Any thread."""
         self._events.put(event)
 
@@ -233,12 +231,8 @@ class WalShipper:
                     self._notes.role(fact)
                 case PersistCursor(node, needed_from, _, anew):
                     self._notes.cursor(node, needed_from, anew=anew)
-                case PersistAcks(acks):
-                    followers = {} if self._leader is None else self._leader.followers
-                    persisted = {
-                        node: one.acked.persisted_upto for node, one in followers.items() if one.acked is not None
-                    }
-                    self._notes.acks(acks, persisted, self._clock.now_ns())
+                case PersistAcks(holdings):
+                    self._notes.acks(holdings, self._clock.now_ns())
                 case Greet(link) | ReadAndSend(link):
                     if link in self._links:
                         self._links[link].jobs.put(effect)
@@ -248,7 +242,7 @@ class WalShipper:
                         found.drop(why)
                 case Tell(node, what, error):
                     say = logger.info if error is None else logger.warning
-                    told = {} if error is None else {"error": error.message, "code": error.code}
+                    told = {} if error is None else {"error": error.message, "code": error.code, "hint": error.hint}
                     text = f"follower {node} {what}"
                     say(text, stream=self._name, **told)
                 case Stopped(lacking):

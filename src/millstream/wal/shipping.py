@@ -192,15 +192,17 @@ class ShipSource:
         count = 0
         for shard, mark in marks.items():
             at = position.get(shard, ByteEnd(Offset(0), 0))
+            # A segment that has no frames yet isn't given.
+            in_last = 0 if mark.byte_end == SEGMENT_HEADER_SIZE else mark.byte_end
             if at.base_offset == mark.base_offset:
-                count += max(0, mark.byte_end - at.position)
+                count += max(0, in_last - at.position)
                 continue
             shard_dir = shard_folder(self._folder, shard)
             for segment in list_segments(self._files, shard_dir):
                 if at.base_offset <= segment.base_offset < mark.base_offset:
                     with suppress(FileNotFoundError):
                         count += self._files.size(segment.path)
-            count += mark.byte_end - (at.position if at.base_offset < mark.base_offset else 0)
+            count += in_last - (at.position if at.base_offset < mark.base_offset else 0)
         return max(0, count)
 
     def region(self) -> RegionId:

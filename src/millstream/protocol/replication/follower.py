@@ -45,6 +45,7 @@ from millstream.errors import (
     Fenced,
     FollowerBehindRetention,
     MillstreamError,
+    NodeNameTaken,
     OtherStream,
     ReadOnly,
     ReplicaGap,
@@ -274,6 +275,8 @@ class Follower:
         self.holding = Holding() if holding is None else holding
         self.phase = Phase.APART
         self.stopped_by: MillstreamError | None = None
+        self.trouble: MillstreamError | None = None
+        """Why it last lost its leader, or couldn't take what came; None once it follows again."""
         self.clock_off_s = 0.0
         """How far the leader's clock is ahead of this one; behind it where negative."""
         self._documents = {} if documents is None else dict(documents)
@@ -292,6 +295,11 @@ class Follower:
         self._clock_told = False
 
     # --- what readers and writers are told -------------------------------------------------------------------------
+
+    @property
+    def has_heard(self) -> bool:
+        """Whether a leader has said how much it has."""
+        return bool(self._delays)
 
     def lag(self, now_s: float) -> Lag:
         """How far behind, at a moment of the clock that `step` is given."""
@@ -442,6 +450,7 @@ class Follower:
         shipment, self._taken, self.holding = self._taken, None, holding
         if self.phase is not Phase.FOLLOWING or shipment is None:
             return []  # the link went meanwhile
+        self.trouble = None
         kept = [*self._keep(shipment), *self._note_reigns()]
         return [*kept, *self._show_all(shipment), *self._acknowledge(shipment, now_s, wall_ns)]
 
@@ -506,6 +515,7 @@ class Follower:
         if isinstance(error, _LASTING):
             return self._stop(error)
         self._later(chance, now_s)
+        self.trouble = error
         return [Tell(self._node, "could not take what came", error), BreakLink()]
 
     def _link_gone(self, error: MillstreamError, chance: float, now_s: float) -> list[Effect]:
@@ -516,7 +526,11 @@ class Follower:
             # Whom it followed leads no more, and says who may: that is tried once, for a promise isn't a promotion.
             self._hint = NodeName(str(error.details["leader"]))
         self._later(chance, now_s)
-        return [Tell(self._node, "lost its leader", error)]
+        self.trouble = error
+        if isinstance(error, NodeNameTaken):
+            # Both go on, by turns, and slowly: which of them is right isn't known here.
+            self._connect_at = now_s + _TURN_S * (0.5 + 0.5 * chance)
+        return [Tell(self._node, "has no leader now, and tries again", error)]
 
     def _later(self, chance: float, now_s: float) -> None:
         self.phase, self._taken, self._greeting = Phase.APART, None, None
@@ -541,6 +555,8 @@ class Follower:
         return []
 
 
+_TURN_S: Final = 10.0
+"""How long a node stays away at most that another one of its name drove off."""
 _LASTING: Final = (Diverged, FollowerBehindRetention, OtherStream)
 """What time doesn't mend."""
 _NOTHING: Final = ByteEnd(Offset(0), 0)

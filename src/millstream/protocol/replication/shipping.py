@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NewType
 
-from millstream.errors import FollowerBehindRetention, MillstreamError
+from millstream.errors import MillstreamError
 from millstream.model.ids import GroupNumber, ShardId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Seq
-from millstream.model.replication import Acknowledgement, Hello, NodeName, ReplicaPosition
-from millstream.protocol.replication.levels import Acks
+from millstream.model.replication import Acknowledgement, Hello, Holdings, NodeName, ReplicaPosition
 from millstream.protocol.replication.roles import Promise, RoleFact
 
 LinkId = NewType("LinkId", int)
@@ -106,17 +105,10 @@ class Durable:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The object store has everything up to that group."""
+    """The object store has everything up to that group, and number."""
 
     group: GroupNumber
-
-
-@dataclass(frozen=True, slots=True)
-class CutOff:
-    """Retention has dropped, or will, what a follower lacks."""
-
-    node: NodeName
-    error: FollowerBehindRetention
+    persisted_upto: Seq = Seq(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +132,7 @@ class Tick:
 
 
 Event = (
-    Joined | Asked | Acked | Sent | ReadFailed | LinkGone | Durable | Stored | CutOff | Heard | Stopping | Tick
+    Joined | Asked | Acked | Sent | ReadFailed | LinkGone | Durable | Stored | Heard | Stopping | Tick
 )  # fmt: skip
 
 # --- what is to be done ------------------------------------------------------------------------------------------------
@@ -171,7 +163,8 @@ class PersistCursor:
 class PersistAcks:
     """Tell whoever waits for others to have something."""
 
-    acks: Acks
+    holdings: Holdings
+    """Without times."""
 
 
 @dataclass(frozen=True, slots=True)
