@@ -130,6 +130,12 @@ def test_who_takes_everything_for_good_isnt_told_what_is_shown(pair: Hidden):
     sent = ship(ShipSource(FOLDER, files=pair.leader_files, tells_shown=False), log)
     assert [one.shown for one in sent] == [None] * len(sent)
     assert seen(files) == pair.leader.persisted_upto > seen(pair.leader_files)
+    log = ReplicaLog.open(FOLDER, files=(files := MemoryFiles()), side_by_side=False, withholds=True)
+    ship(ShipSource(FOLDER, files=pair.leader_files, tells_shown=False), log)
+    assert (seen(files), log.end().persisted_upto) == (0, pair.leader.persisted_upto), "a follower waits for its leader"
+    pair.held(1)
+    ship(ShipSource(FOLDER, files=pair.leader_files), log)
+    assert seen(files) == seen(pair.leader_files) > 0
     source = ShipSource(FOLDER, files=pair.leader_files, tells_shown=False)
     assert source.read(log.position()) is not None
     pair.held(2)

@@ -114,6 +114,7 @@ class ReplicaLog:
         readers: ReplicaShown,
         *,
         side_by_side: bool,
+        withholds: bool,
     ) -> None:
         self._folder = folder
         self._files = files
@@ -125,6 +126,7 @@ class ReplicaLog:
         self._shards = shards
         self._groups = groups
         self._readers = readers
+        self._withholds = withholds
         self._syncers = ThreadPoolExecutor(4, "replica-sync") if side_by_side else None
         self.failure: ReplicaFailed | None = None
         """Why nothing more is taken; None while all is well."""
@@ -137,6 +139,7 @@ class ReplicaLog:
         files: Files | None = None,
         stream: StreamId | None = None,
         side_by_side: bool = True,
+        withholds: bool = False,
     ) -> ReplicaLog:
         """Take the locks, verify what lies behind the marks, and make it durable.
 
@@ -144,6 +147,7 @@ class ReplicaLog:
             folder: the stream's; made where it isn't there.
             files: the file system.
             stream: whose log it must be; None to take what lies there, or comes first.
+            withholds: show readers nothing of what comes without a word of what may be shown.
             side_by_side: fsync several shards by several threads; without, in order, for tests that count.
 
         Raises:
@@ -190,7 +194,7 @@ class ReplicaLog:
             if isinstance(error, OSError) and error.errno in NO_SPACE:
                 raise DiskFull(f"{folder} has no space to write again what came last: {error}") from error
             raise
-        log = cls(folder, files, lock, stream, shards, groups, readers, side_by_side=side_by_side)
+        log = cls(folder, files, lock, stream, shards, groups, readers, side_by_side=side_by_side, withholds=withholds)
         try:
             own = {number: mark for number, mark in log.marks().items() if mark.writer != NOBODY}
             covered = min((mark.group for mark in own.values()), default=GroupNumber(0))
@@ -501,7 +505,7 @@ class ReplicaLog:
         """Move the marks that came, and what readers see as far as the leader says so."""
         if not shipment.marks:
             return
-        if shipment.shown or self._readers.is_required:
+        if shipment.shown or self._readers.is_required or (self._withholds and shipment.shown is None):
             self._require()
         self._move_marks(shipment.marks)
         if shipment.shown:
