@@ -116,10 +116,8 @@ class WalFollower:
         self._link: LeaderLink | None = None
         self._leader: NodeName | None = None
         self._lag_told_s = 0.0
-        self._failure: MillstreamError | None = None
-        """Why it had no leader last."""
         self._apart_since_s = 0.0
-        self._trouble: tuple[str, ...] | None = ()
+        self._told: tuple[str, ...] | None = ()
         """What was told of last, which isn't repeated with each try; None once it follows."""
 
     # --- what others may ask, on any thread ----------------------------------------------------------------------------
@@ -193,12 +191,11 @@ class WalFollower:
 
     def _give_up_in_time(self) -> None:
         """A job ends, by the error, where waiting doesn't help: it would be there for ever, and nobody would look."""
-        if self._link is not None and self._trouble is None:
+        trouble = self._machine.trouble
+        if trouble is None:
             self._apart_since_s = time.monotonic()
-        elif self._failure is not None:
-            waited_s = time.monotonic() - self._apart_since_s
-            if isinstance(self._failure, AccessError) or waited_s > _GIVES_UP_AFTER_S:
-                raise self._failure
+        elif isinstance(trouble, AccessError) or time.monotonic() - self._apart_since_s > _GIVES_UP_AFTER_S:
+            raise trouble
 
     def _open_log(self) -> ReplicaLog:
         return ReplicaLog.open(self._folder, files=self._files)
@@ -215,8 +212,8 @@ class WalFollower:
             self._step(LinkGone(error, random.random()))  # noqa: S311 - no secret
             return
         if shipment is not None:
-            if self._trouble is not None:
-                self._trouble = None
+            if self._told is not None:
+                self._told = None
                 logger.info("follows", stream=self._name, leader=self._leader)
             self._step(Received(shipment, self._clock.now_ns()))
 
@@ -265,10 +262,9 @@ class WalFollower:
                 level("follows no more", stream=self._name, error=error.message, code=error.code, hint=error.hint)
             case Tell(_, what, error):
                 told = {} if error is None else {"error": error.message, "code": error.code, "hint": error.hint}
-                self._failure = error
-                trouble = (what, *told.values())
-                if trouble != self._trouble:
-                    self._trouble = trouble
+                words = (what, *told.values())
+                if words != self._told:
+                    self._told = words
                     logger.warning(what, stream=self._name, **told)
         return None
 
