@@ -7,7 +7,7 @@ import io
 import logging
 import os
 import sys
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TextIO, cast
 
 import structlog
 
@@ -35,7 +35,7 @@ def configure_logs(*, part: str = "", style: LogFormat = "text") -> None:
             structlog.processors.JSONRenderer(default=str) if style == "json" else Words(terminal=sys.stderr.isatty()),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level if isinstance(level, int) else logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(_Lines()),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Lines())),
         cache_logger_on_first_use=True,
     )
 
