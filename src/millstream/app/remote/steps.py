@@ -23,8 +23,10 @@ from millstream.errors import (
     AccessError,
     AnswerUnreadable,
     AppendOutcomeUnknown,
+    Fenced,
     MillstreamError,
     PositionError,
+    ReadOnly,
     RemoteError,
     RoutingError,
     ServerUnreachable,
@@ -51,6 +53,9 @@ _BUSY: Final = frozenset({429, 503})
 """Nothing was done; later it may be."""
 _UNTOLD: Final = frozenset({500, 502, 504})
 """Somebody failed on the way: nobody knows how far the request had come."""
+
+_SAID_FIRST: Final = (AccessError, SessionsNeedOneWriter, ReadOnly, Fenced)
+"""Said of a try before anybody looks what became of the one before."""
 
 _Result = TypeVar("_Result")
 
@@ -263,8 +268,8 @@ def appended(call: Call, *, url: str, deadline_s: float, now: Callable[[], float
                 unknown = _unknown(error.message, call, url)
             elif got.status in _BUSY:
                 wait_s = _wait_of(got, nap_s)
-            elif unknown is not None and isinstance(error, AccessError | SessionsNeedOneWriter):
-                raise unknown from error  # of this try it is said before anybody looks what became of the one before
+            elif unknown is not None and isinstance(error, _SAID_FIRST):
+                raise unknown from error
             else:
                 raise error
         if now() + wait_s >= give_up_s or (unknown is not None and not is_told_apart):

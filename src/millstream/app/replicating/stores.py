@@ -30,14 +30,14 @@ class Fetched:
     """What came out of a store."""
 
     end: ReplicaEnd
-    documents: dict[str, bytes]
+    documents: dict[str, Document]
     size_bytes: int
 
     @property
     def lineage(self) -> Lineage:
         """Who has led, as far as this log goes."""
-        data = self.documents.get(LINEAGE)
-        return Lineage() if data is None else Greeting.from_json(data).lineage.covered_by(self.end.group)
+        found = self.documents.get(LINEAGE)
+        return Lineage() if found is None else Greeting.from_json(found.data).lineage.covered_by(self.end.group)
 
 
 def store_of(home: Home, stream: str) -> ObjectStoreTransport:
@@ -85,7 +85,7 @@ def fetch(
         Diverged: the log has other bytes than the store; nothing of it was changed.
         ShipmentUnreadable, StoreUnavailable, FollowerBehindRetention, DiskFull …: as what it does.
     """
-    documents: dict[str, bytes] = {}
+    documents: dict[str, Document] = {}
     size_bytes = 0
     log = ReplicaLog.open(str(folder))
     try:
@@ -93,7 +93,7 @@ def fetch(
         link = store.connect(hello, _CONNECTS_WITHIN_S)
         told_s = time.monotonic()
         while (shipment := link.recv(_LOOKS_FOR_S)) is not None:
-            documents |= {document.name: document.data for document in shipment.documents}
+            documents |= {document.name: document for document in shipment.documents}
             if shipment.parts or shipment.marks:
                 log.apply(shipment)
                 size_bytes += sum(len(part.data) for part in shipment.parts)
