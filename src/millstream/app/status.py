@@ -124,6 +124,7 @@ def _stream(
             "pid": writer.pid or None,
             "alive": is_written,
         },
+        "leader": _leader(home, catalog, name),
         "writers": shared["writers"],
         "source": {
             "number": int(source.id) if source else None,
@@ -171,6 +172,15 @@ def _ring(catalog: Catalog, stream: StreamId, problems: list[str]) -> list[dict[
     except MillstreamError as error:
         problems.append(f"hash ring: {error.message}")
         return []
+
+
+def _leader(home: Home, catalog: Catalog, name: str) -> dict[str, Any] | None:
+    """The node that the stream is written at; None where the home is no node, or its configuration or role can't be read."""
+    from millstream.app.replicating.leaders import leader_facts, leaders_of
+
+    with contextlib.suppress(MillstreamError):  # said already
+        return leader_facts(home, leaders_of(home, name, catalog))
+    return None
 
 
 def _has_source(home: Home, name: str) -> bool:
@@ -287,16 +297,19 @@ def _retention(
         is `needed_by`; None where none is sealed. `retention`: the bounds in force, `age_s`, `bytes`, `bytes_max`; None where the
         configuration can't be read or doesn't name the stream.
     """
+    from millstream.app.region_holders import merge_needs
+    from millstream.app.regions import KeptVectors
     from millstream.app.retention import bounds_of, moved_us, tracker_of
     from millstream.protocol.retention import HolderKind
     from millstream.wal.retain import hold_for_sessions, oldest_sealed
 
     positions = catalog.pipelines(stream)
-    tracker = tracker_of(positions)
     folder = home.wal_folder(name)
     config = None
     with contextlib.suppress(MillstreamError):  # said already
         config = home.config.streams.get(name)
+    merges = {} if config is None else merge_needs(catalog, name, stream, config, KeptVectors(home))
+    tracker = tracker_of(positions, merges)
     bounds = None if config is None else bounds_of(config.log, folder)
     oldest: dict[str, Any] | None = None
     try:

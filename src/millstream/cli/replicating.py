@@ -110,6 +110,13 @@ def replicas(session: Session, as_json: bool) -> None:
         if one["object_store"] is not None:
             rows.append([one["stream"], "object store", "stores", one["object_store"]["group"], None, None, None, None])
     print_table(titles, rows, right=titles[3:])
+    for one in found["streams"]:
+        error = one["error"] or (one["following"] or {}).get("error")
+        if error is not None:
+            note(f"stream {one['stream']}: {error['message']} ({error['code']})\n  hint: {error['hint']}")
+        leads = one["writes_go_to"]
+        if leads is not None and leads["epoch"] > one["promised"]["epoch"]:
+            note(f"{leads['node']} leads {one['stream']} since epoch {leads['epoch']}, of which this node hasn't heard")
     if not found["serves"] and any(one["role"] == "leads" for one in found["streams"]):
         note("`millstream serve` doesn't run here: nobody can follow this node")
     if not found["follows"] and any(one["role"] == "follows" for one in found["streams"]):
@@ -117,7 +124,9 @@ def replicas(session: Session, as_json: bool) -> None:
 
 
 def _part(one: dict[str, Any]) -> str:
-    role: str = one["role"]
+    role: str | None = one["role"]
+    if role is None:
+        return "unknown"
     return role if role == "leads" else f"{role}: {one['leader']}" if role == "fenced" else f"follows {one['leader']}"
 
 

@@ -149,6 +149,16 @@ class UnknownNode(ReplicationError):
     default_hint = "`millstream replicas` lists them; [replication] nodes in millstream.toml names them."
 
 
+class NodeNameTaken(ReplicationError):
+    """Two homes have one node's name: a leader hears the one that came last, so they drive each other away."""
+
+    code = "node_name_taken"
+    default_hint = (
+        "Each home needs a name of its own in [replication] node, and all of them in [replication.nodes]. A home that was copied from another "
+        "node's gets its own name there, then `millstream follow --rebuild`."
+    )
+
+
 class ClockAhead(ReplicationError):
     """Another node's clock runs further ahead of this one's than is allowed: what it says would win over everything that is written here meanwhile."""
 

@@ -35,6 +35,7 @@ from millstream.protocol.replication.follower import (
     Received,
     Say,
     SetAside,
+    ShowAll,
     Stop,
     Tick,
     WasSetAside,
@@ -58,7 +59,7 @@ class FollowerNotes(Protocol):
         """Durably: whom it has promised what."""
 
     def check_promise(self, fact: RoleFact) -> None:
-        """Return where nobody was promised more than that. Asked behind what was made durable and in front of each acknowledgement.
+        """Return where nobody was promised more than that. Asked behind what was made durable, before it is told or shown.
 
         Raises:
             Fenced: another process of this node has given a higher promise. What was made durable before it, it has told of.
@@ -115,10 +116,8 @@ class WalFollower:
         self._link: LeaderLink | None = None
         self._leader: NodeName | None = None
         self._lag_told_s = 0.0
-        self._failure: MillstreamError | None = None
-        """Why it had no leader last."""
         self._apart_since_s = 0.0
-        self._trouble: tuple[str, ...] | None = ()
+        self._told: tuple[str, ...] | None = ()
         """What was told of last, which isn't repeated with each try; None once it follows."""
 
     # --- what others may ask, on any thread ----------------------------------------------------------------------------
@@ -126,18 +125,18 @@ class WalFollower:
     def facts(self) -> dict[str, object]:
         """What is known now, JSON-able."""
         machine = self._machine
-        lag, stopped = machine.lag(time.monotonic()), machine.stopped_by
+        lag, error = machine.lag(time.monotonic()), machine.stopped_by or machine.trouble
         return {
             "phase": machine.phase.value,
             "leader": machine.fact.leader or None,
             "promised": int(machine.fact.promise.epoch),
             "group": int(machine.holding.group),
             "persisted_upto": int(machine.holding.persisted_upto),
-            "records_behind": lag.records,
-            "bytes_behind": lag.size_bytes,
+            "records_behind": lag.records if machine.has_heard else None,
+            "bytes_behind": lag.size_bytes if machine.has_heard else None,
             "lag_s": None if lag.age_s == float("inf") else round(lag.age_s, 3),
             "leader_clock_off_s": round(machine.clock_off_s, 3),
-            "error": None if stopped is None else stopped.as_dict(),
+            "error": None if error is None else error.as_dict(),
         }
 
     @property
@@ -192,12 +191,11 @@ class WalFollower:
 
     def _give_up_in_time(self) -> None:
         """A job ends, by the error, where waiting doesn't help: it would be there for ever, and nobody would look."""
-        if self._link is not None and self._trouble is None:
+        trouble = self._machine.trouble
+        if trouble is None:
             self._apart_since_s = time.monotonic()
-        elif self._failure is not None:
-            waited_s = time.monotonic() - self._apart_since_s
-            if isinstance(self._failure, AccessError) or waited_s > _GIVES_UP_AFTER_S:
-                raise self._failure
+        elif isinstance(trouble, AccessError) or time.monotonic() - self._apart_since_s > _GIVES_UP_AFTER_S:
+            raise trouble
 
     def _open_log(self) -> ReplicaLog:
         return ReplicaLog.open(self._folder, files=self._files)
@@ -214,8 +212,8 @@ class WalFollower:
             self._step(LinkGone(error, random.random()))  # noqa: S311 - no secret
             return
         if shipment is not None:
-            if self._trouble is not None:
-                self._trouble = None
+            if self._told is not None:
+                self._told = None
                 logger.info("follows", stream=self._name, leader=self._leader)
             self._step(Received(shipment, self._clock.now_ns()))
 
@@ -245,6 +243,9 @@ class WalFollower:
                 except MillstreamError as error:
                     return ApplyFailed(error, random.random())  # noqa: S311 - no secret
                 return Applied(self._holding(), self._clock.now_ns())
+            case ShowAll():
+                self._notes.check_promise(self._machine.fact)
+                self._log.show_all()
             case SetAside(behind):
                 self._log.close()
                 self._notes.set_aside(behind)
@@ -260,11 +261,10 @@ class WalFollower:
                 level = logger.error if isinstance(error, Diverged) else logger.warning
                 level("follows no more", stream=self._name, error=error.message, code=error.code, hint=error.hint)
             case Tell(_, what, error):
-                told = {} if error is None else {"error": error.message, "code": error.code}
-                self._failure = error
-                trouble = (what, *told.values())
-                if trouble != self._trouble:
-                    self._trouble = trouble
+                told = {} if error is None else {"error": error.message, "code": error.code, "hint": error.hint}
+                words = (what, *told.values())
+                if words != self._told:
+                    self._told = words
                     logger.warning(what, stream=self._name, **told)
         return None
 

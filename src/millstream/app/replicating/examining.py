@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from millstream.app.replicating.node_calls import region_node, state_of_node, this_node
+from millstream.app.replicating.node_calls import state_of_node, this_node
 from millstream.app.replicating.roles import Roles
 from millstream.errors import ConfigError, MillstreamError, ReplicationError
+from millstream.model.replication import region_node
 from millstream.protocol.replication.roles import Role
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ import structlog
 from millstream.app.control import ControlServer
 from millstream.app.locks import LOCK_PATIENCE_S, RoleLock, holder, nobody_writes
 from millstream.app.replicating.filling import fill, has_log
+from millstream.app.replicating.leaders import note_leaders
 from millstream.app.replicating.node_calls import (
     NodeState,
     address_of,
-    region_node,
     state_of_node,
     this_node,
     told_by,
@@ -29,19 +29,23 @@ from millstream.app.replicating.roles import LOOK_EVERY_S, Roles, replication_fo
 from millstream.app.replicating.stores import store_of
 from millstream.errors import (
     ConfigError,
+    DiskFull,
     Fenced,
     FollowerBehindRetention,
     MillstreamError,
+    ReplicaFailed,
     ReplicationError,
     Retry,
+    RoleUnreadable,
     UnknownStream,
     UsageError,
 )
 from millstream.model.ids import RegionId, region_log_name
-from millstream.model.replication import Hello, NodeName
+from millstream.model.replication import Hello, NodeName, region_node
 from millstream.protocol.replication.roles import Role, RoleFact
 from millstream.replication.flight import FlightTransport
 from millstream.replication.follower import WalFollower
+from millstream.wal.files import NO_SPACE
 
 if TYPE_CHECKING:
     from millstream.app.home import Home
@@ -179,10 +183,12 @@ class _FollowedStream:
         follower = self._follower
         if follower is not None:
             self._told = follower.facts()
-        role = self._roles.of(self._name).role
+        role: Role | None = None
+        with contextlib.suppress(RoleUnreadable):
+            role = self._roles.of(self._name).role
         told = self._told if role is Role.FOLLOWS else {}
-        error = None if self.error is None else self.error.as_dict()
-        return {**told, "stream": self._name, "role": role.value, "error": error}
+        error = told.get("error") if self.error is None else self.error.as_dict()
+        return {**told, "stream": self._name, "role": None if role is None else role.value, "error": error}
 
     def run(self, *, until_caught_up: bool) -> None:
         """Follow while this node does, and nobody promotes it."""
@@ -194,10 +200,10 @@ class _FollowedStream:
                     self.error = None
                 if until_caught_up and is_done:
                     return
-            except MillstreamError as error:
-                self.error = error
+            except (MillstreamError, OSError) as failed:
+                self.error = error = _in_our_tree(failed, self._home)
                 lasts = until_caught_up or error.retry in {Retry.OPERATOR, Retry.NEVER}
-                if lasts and not isinstance(error, Fenced):
+                if lasts and not isinstance(error, Fenced | DiskFull):
                     return
                 logger.warning("begins again", stream=self._name, error=error.message, code=error.code, in_s=_AGAIN_S)
                 self._stop.wait(_AGAIN_S)
@@ -227,6 +233,7 @@ class _FollowedStream:
 
     def _follow(self, *, until_caught_up: bool) -> None:
         fact = self._roles.of(self._name)
+        note_leaders(self._home, self._name)
         follower = _follower_of(self._home, self._copy, fact, FollowingNotes(self._home, self._name))
         with self._unless_told_else(lambda: follower.fact) as ended:
             self._follower = follower
@@ -256,7 +263,10 @@ class _FollowedStream:
 
         def watch() -> None:
             while not over.is_set() and not self._stop.wait(LOOK_EVERY_S):
-                now = self._roles.of(self._name)
+                try:
+                    now = self._roles.of(self._name)
+                except RoleUnreadable:
+                    break
                 if now.role is not Role.FOLLOWS or now.promise > fact().promise:
                     break
                 if holder(self._home.run_folder, "promote"):
@@ -270,6 +280,15 @@ class _FollowedStream:
         finally:
             over.set()
             watching.join()
+
+
+def _in_our_tree(error: MillstreamError | OSError, home: Home) -> MillstreamError:
+    """What a role or a document that couldn't be made durable means: it is tried again, and stops no other stream."""
+    if isinstance(error, MillstreamError):
+        return error
+    if error.errno in NO_SPACE:
+        return DiskFull(f"{home.data} has no space: {error}", hint="Free space: this node goes on by itself then.")
+    return ReplicaFailed(f"the disk under {home.data} failed: {error}")
 
 
 def make_follower(home: Home, name: str, fact: RoleFact, *, notes: FollowingNotes, only: NodeName) -> WalFollower:

@@ -11,10 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from millstream.errors import AccessError, ConfigError, LinkLost, MillstreamError, ShipmentUnreadable, UnknownNode
-from millstream.model.ids import Epoch, GroupNumber, RegionId
+from millstream.errors import (
+    AccessError,
+    ConfigError,
+    LinkLost,
+    MillstreamError,
+    ShipmentUnreadable,
+    UnknownNode,
+    UsageError,
+)
+from millstream.model.ids import Epoch, GroupNumber
 from millstream.model.positions import Seq
-from millstream.model.replication import NodeName
+from millstream.model.replication import NodeName, check_node_name, region_node
 from millstream.protocol.replication.roles import Promise, Rank, RoleFact
 from millstream.replication.flight_address import LeaderAddress
 from millstream.replication.flight_wire import FLIGHT_FAILURES, error_of_flight
@@ -24,6 +32,8 @@ if TYPE_CHECKING:
 
 ACTION: Final = "millstream-node"
 _ANSWER_BYTES_MAX: Final = 1 << 20
+_EPOCHS: Final = 1 << 62
+"""More than there will ever be, and room for later ones above the highest: a promise can't be taken back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +81,6 @@ def this_node(home: Home) -> NodeName:
             hint="Set [replication] node, and in [replication.nodes] the address of each node.",
         )
     return NodeName(name)
-
-
-def region_node(region: RegionId) -> NodeName:
-    """What a home of another region calls itself, or is called, as a follower."""
-    return NodeName(f"region-{region}")
 
 
 def address_of(home: Home, node: str) -> LeaderAddress:
@@ -161,5 +166,8 @@ def ask_promise(home: Home, node: str, stream: str, promise: Promise, *, timeout
 
 
 def promise_in(asked: Mapping[str, Any]) -> Promise:
-    """The promise that a call asks for."""
-    return Promise(Epoch(int(asked["epoch"])), NodeName(str(asked["to"])))
+    """The promise that a call asks for. `UsageError` where it is none that a node could ever keep."""
+    epoch, node = asked.get("epoch"), asked.get("to")
+    if type(epoch) is not int or not 0 < epoch < _EPOCHS or not isinstance(node, str):
+        raise UsageError(f"epoch {epoch!r} of {node!r} is no promise")
+    return Promise(Epoch(epoch), check_node_name(node))

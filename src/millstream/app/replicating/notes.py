@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import structlog
 
 from millstream.app.home import replace_file
 from millstream.app.replicating.ages import note_age
 from millstream.app.replicating.aside_report import write_report
-from millstream.app.replicating.roles import Roles, replication_folder
+from millstream.app.replicating.leaders import note_leaders
+from millstream.app.replicating.roles import VERSIONS_NAME, Roles, replication_folder
 from millstream.errors import MillstreamError
 from millstream.model.ids import GroupNumber
 from millstream.model.replication import Document
@@ -26,13 +27,12 @@ if TYPE_CHECKING:
 
 logger = structlog.get_logger("millstream.follow")
 
-_VERSIONS: Final = "documents.json"
-
 
 class FollowingNotes:
     """See `FollowerNotes`."""
 
     def __init__(self, home: Home, name: str) -> None:
+        self._home = home
         self._roles = Roles(home)
         self._name = name
         self._folder = replication_folder(home, name)
@@ -41,8 +41,9 @@ class FollowingNotes:
 
     def versions(self) -> dict[str, int]:
         """Of the documents that are kept."""
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            found = json.loads((self._folder / _VERSIONS).read_bytes())
+        # Damaged they count as none: the leader sends all of them again.
+        with contextlib.suppress(FileNotFoundError, ValueError, TypeError, AttributeError):
+            found = json.loads((self._folder / VERSIONS_NAME).read_bytes())
             return {str(name): int(version) for name, version in found.items()}
         return {}
 
@@ -57,7 +58,10 @@ class FollowingNotes:
         with self._roles.changing(self._name) as changing:
             if changing.fact.promise > fact.promise:
                 raise fenced_error(changing.fact.promise)
+            is_new = changing.fact.lineage != fact.lineage
             changing.put(fact)
+        if is_new:
+            note_leaders(self._home, self._name)
 
     def check_promise(self, fact: RoleFact) -> None:
         """As the port says."""
@@ -70,7 +74,7 @@ class FollowingNotes:
         for document in documents:
             replace_file(self._folder / f"{document.name}.document", document.data)
         versions = self.versions() | {one.name: one.version for one in documents}
-        replace_file(self._folder / _VERSIONS, json.dumps(versions).encode())
+        replace_file(self._folder / VERSIONS_NAME, json.dumps(versions).encode())
 
     def set_aside(self, behind: GroupNumber) -> None:
         """As the port says: into a folder that reads as a log by itself."""

@@ -17,6 +17,8 @@ from millstream.app.locks import RoleLock
 from millstream.app.replicating.catalog_document import CATALOG, adopt_catalog
 from millstream.app.replicating.desk import node_state, wait_for_writer
 from millstream.app.replicating.following import make_follower
+from millstream.app.replicating.leaders import note_leaders
+from millstream.app.replicating.level_document import LEVEL, Terms
 from millstream.app.replicating.node_calls import NodeState, ask_promise, state_of_node, this_node
 from millstream.app.replicating.notes import FollowingNotes
 from millstream.app.replicating.roles import Roles
@@ -32,7 +34,7 @@ from millstream.errors import (
     UnknownStream,
 )
 from millstream.model.ids import Epoch, GroupNumber
-from millstream.model.replication import AckLevel, NodeName
+from millstream.model.replication import AckKind, NodeName
 from millstream.protocol.replication.promotion import (
     STORE,
     Answered,
@@ -120,6 +122,7 @@ def promote(
         held.enter_context(RoleLock.take(home.run_folder, "promote"))
         attempt = _Attempt(home, stream, me, accept_loss=accept_loss, tell=tell)
         fact, losses = attempt.run()
+        note_leaders(home, stream)
     return Promoted(stream, fact.promise.epoch, fact.lineage.last.behind, losses, time.monotonic() - began_s)
 
 
@@ -133,16 +136,15 @@ class _Attempt:
         self._stream = stream
         self._tell = tell
         self._roles = Roles(home)
-        config = home.config.streams[stream]
-        level = AckLevel.parse(config.acks)
-        nodes = frozenset(NodeName(node) for node in home.config.replication.nodes) | {me}
+        terms, has_store = self._terms()
+        nodes = terms.nodes | {me}
         _refuse_several_writers(home, stream)
         self._machine = Promotion(
             me,
             nodes,
             self._roles.of(stream),
-            level,
-            has_store=home.config.replication.object_store is not None,
+            terms.level,
+            has_store=has_store,
             accept_loss=accept_loss,
             answer_s=_PROMISES_S,
         )
@@ -150,6 +152,20 @@ class _Attempt:
         self._asked: set[Future[Event]] = set()
         self._error: MillstreamError | None = None
         self._lead: Lead | None = None
+
+    def _terms(self) -> tuple[Terms, bool]:
+        """By what was acknowledged: the leader has sent what it goes by, which this node's configuration may say otherwise. And whether a store decides."""
+        own = Terms.configured(self._home, self._stream)
+        sent = FollowingNotes(self._home, self._stream).document(LEVEL)
+        its = own if sent is None else Terms.from_json(sent)
+        if its.level != own.level:
+            self._tell(f"the leader has acknowledged at {its.level}, and this node is configured for {own.level}")
+        if its.nodes != own.nodes:
+            self._tell(
+                f"the leader counts the nodes {', '.join(sorted(its.nodes))}; here are {', '.join(sorted(own.nodes))}"
+            )
+        stores = AckKind.OBJECT in {own.level.kind, its.level.kind}
+        return own.with_leaders(its), stores or self._home.config.replication.object_store is not None
 
     def run(self) -> tuple[RoleFact, tuple[str, ...]]:
         try:
