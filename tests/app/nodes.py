@@ -69,8 +69,8 @@ class Node:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, part: str, *words: str) -> subprocess.Popen[bytes]:
-        """Start one of its processes: `owner`, `serve` or `follow`; more words go to the command."""
-        command = {"owner": ["capture", "run"], "serve": ["serve"], "follow": ["follow"]}[part]
+        """Start one of its processes: `owner`, `serve`, `follow`, or `run` with all of them and the pipeline; more words go to the command."""
+        command = {"owner": ["capture", "run"], "serve": ["serve"], "follow": ["follow"], "run": ["run"]}[part]
         with (self.home / f"{part}.log").open("ab") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "millstream.cli", "--home", str(self.home), *command, *words],
@@ -132,6 +132,7 @@ class Node:
             return []
         reader = StreamReader(str(folder))
         found: list[Any] = []
+        # One that has led is cut back when it follows: a file may go while it is read.
         try:
             for some in reader.read_between(Seq(reader.first_seq() - 1), reader.persisted_upto()):
                 found += some.batch.column(column).to_pylist()
@@ -175,7 +176,9 @@ def eventually(condition: Any, what: str, *of: Node) -> None:
         what=lambda: (
             what
             + "".join(
-                f"\n--- {n.name} {part}\n{n.log(part)[-3000:]}" for n in of for part in ("owner", "serve", "follow")
+                f"\n--- {n.name} {part}\n{n.log(part)[-3000:]}"
+                for n in of
+                for part in ("owner", "serve", "follow", "run")
             )
         ),
     )

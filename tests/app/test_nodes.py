@@ -117,6 +117,8 @@ def test_what_a_dead_leader_alone_had_takes_a_word_and_is_set_aside(tmp_path: Pa
         assert "a" in promoted[0]["losses"][0]
         b.start("owner")
         append(b, 4)
+        with pytest.raises(Fenced):
+            append(a, 9)  # nobody has come to it yet: it asks the others in front of its first write
         a.start("serve")
         a.start("owner")
         a.start("follow", "b")

@@ -24,6 +24,7 @@ from millstream.app.replicating.node_calls import (
     told_by,
 )
 from millstream.app.replicating.notes import FollowingNotes
+from millstream.app.replicating.others import hearing_of_promotions
 from millstream.app.replicating.roles import LOOK_EVERY_S, Roles, replication_folder
 from millstream.app.replicating.stores import store_of
 from millstream.errors import (
@@ -140,7 +141,7 @@ def follow_home(
         def facts() -> dict[str, Any]:
             return {"streams": {name: stream.facts() for name, stream in streams.items()}}
 
-        with ControlServer(home, "follow", {"status": facts}):
+        with ControlServer(home, "follow", {"status": facts}), hearing_of_promotions(home):
             threads = [
                 threading.Thread(target=stream.run, kwargs={"until_caught_up": until_caught_up}, name=f"follow-{name}")
                 for name, stream in streams.items()
