@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -82,6 +83,11 @@ class Node:
         with contextlib.suppress(FileNotFoundError):
             return (self.home / f"{part}.log").read_text()
         return ""
+
+    def url(self) -> str:
+        """Where its HTTP listens; nothing before it does."""
+        found = re.findall(r"listening \(address ([\d.:]+)\)", self.log("serve"))
+        return f"http://{found[-1]}" if found else ""
 
     def ask(self, *words: str) -> subprocess.CompletedProcess[str]:
         """A command, to its end."""

@@ -201,19 +201,33 @@ class ReconciliationEngine:
         Raises:
             MergeStateUnreadable: the bytes are damaged.
         """
-        head, vector, rows = _head_of(data)
+        vector, rows = _parted(data, self.key, self.merge)
+        if vector is None:
+            return None
         try:
-            if tuple(head["key"]) != self.key or _remembered(head["merge"]) != _remembered(_words(self.merge)):
-                return None
-            found = pa.ipc.open_stream(rows).read_all()
-        except (ValueError, KeyError, TypeError, AttributeError, pa.ArrowException, InvalidToken) as error:
+            return RegionState(pa.ipc.open_stream(rows).read_all(), vector)
+        except (ValueError, pa.ArrowException) as error:
             raise MergeStateUnreadable(f"the bytes of a table's state make no sense: {error}") from error
-        return RegionState(found, vector)
+
+
+def vector_in(data: bytes, key: tuple[str, ...], merge: TableMerge) -> Vector | None:
+    """The vector alone of a state's bytes; None, and raises, as `ReconciliationEngine.decode`."""
+    return _parted(data, key, merge)[0]
 
 
 def vector_of(data: bytes) -> Vector:
     """Up to where a state had heard the regions, however its columns merged. `MergeStateUnreadable` where the bytes are damaged."""
     return _head_of(data)[1]
+
+
+def _parted(data: bytes, key: tuple[str, ...], merge: TableMerge) -> tuple[Vector | None, bytes]:
+    """The vector, and the bytes of the rows; no vector where key or merge are other ones."""
+    head, vector, rows = _head_of(data)
+    try:
+        is_other = tuple(head["key"]) != key or _remembered(head["merge"]) != _remembered(_words(merge))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise MergeStateUnreadable(f"the bytes of a table's state make no sense: {error}") from error
+    return (None, b"") if is_other else (vector, rows)
 
 
 def table_in(data: bytes) -> tuple[tuple[str, ...], pa.Schema]:

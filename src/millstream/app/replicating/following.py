@@ -15,12 +15,13 @@ import structlog
 from millstream.app.control import ControlServer
 from millstream.app.locks import LOCK_PATIENCE_S, RoleLock, holder, nobody_writes
 from millstream.app.replicating.filling import fill, has_log
+from millstream.app.replicating.leaders import note_leaders
 from millstream.app.replicating.node_calls import (
     NodeState,
     address_of,
-    region_node,
     state_of_node,
     this_node,
+    told_by,
 )
 from millstream.app.replicating.notes import FollowingNotes
 from millstream.app.replicating.roles import LOOK_EVERY_S, Roles, replication_folder
@@ -39,7 +40,7 @@ from millstream.errors import (
     UsageError,
 )
 from millstream.model.ids import RegionId, region_log_name
-from millstream.model.replication import Hello, NodeName
+from millstream.model.replication import Hello, NodeName, region_node
 from millstream.protocol.replication.roles import Role, RoleFact
 from millstream.replication.flight import FlightTransport
 from millstream.replication.follower import WalFollower
@@ -201,7 +202,8 @@ class _FollowedStream:
                     return
             except (MillstreamError, OSError) as failed:
                 self.error = error = _in_our_tree(failed, self._home)
-                if error.retry in {Retry.OPERATOR, Retry.NEVER} and not isinstance(error, Fenced | DiskFull):
+                lasts = until_caught_up or error.retry in {Retry.OPERATOR, Retry.NEVER}
+                if lasts and not isinstance(error, Fenced | DiskFull):
                     return
                 logger.warning("begins again", stream=self._name, error=error.message, code=error.code, in_s=_AGAIN_S)
                 self._stop.wait(_AGAIN_S)
@@ -231,6 +233,7 @@ class _FollowedStream:
 
     def _follow(self, *, until_caught_up: bool) -> None:
         fact = self._roles.of(self._name)
+        note_leaders(self._home, self._name)
         follower = _follower_of(self._home, self._copy, fact, FollowingNotes(self._home, self._name))
         with self._unless_told_else(lambda: follower.fact) as ended:
             self._follower = follower
@@ -364,7 +367,14 @@ class _Connecting:
         return other, self._link(other, hello, timeout_s)
 
     def _link(self, node: NodeName, hello: Hello, timeout_s: float) -> LeaderLink:
-        return FlightTransport(self._stream, address_of(self._home, node)).connect(hello, timeout_s)
+        address = address_of(self._home, node)
+        try:
+            return FlightTransport(self._stream, address).connect(hello, timeout_s)
+        except MillstreamError as error:
+            told = told_by(address, node, error)
+            if told is error:
+                raise
+            raise told from error
 
     def _who_leads(self, but: NodeName, hello: Hello) -> NodeName | None:
         found: list[NodeState] = []

@@ -15,18 +15,17 @@ import structlog
 
 from millstream.app.config.quantities import duration_s
 from millstream.app.replicating.catalog_document import CatalogDocument
+from millstream.app.replicating.leaders import note_leaders
 from millstream.app.replicating.level_document import Terms
-from millstream.app.replicating.node_calls import region_node
 from millstream.app.replicating.roles import LOOK_EVERY_S, Roles, replication_folder
 from millstream.app.replicating.session_document import SessionDocument
 from millstream.app.writing.stream_writer import resolve_stream
 from millstream.errors import FollowerBehindRetention, MillstreamError, UnknownStream
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq
-from millstream.model.replication import Document, Holding, NodeName
-from millstream.protocol.replication.levels import Acks
+from millstream.model.replication import OBJECT_STORE, Document, Holdings, NodeName, follower_holder, region_node
 from millstream.protocol.replication.roles import Role, RoleFact
-from millstream.protocol.replication.shipping import STORE_NODE, Heard
+from millstream.protocol.replication.shipping import Heard
 from millstream.protocol.retention import HolderKind
 from millstream.replication.archiver import WalArchiver
 from millstream.replication.flight import FlightTransport, FollowRequest
@@ -133,6 +132,7 @@ class _StreamShipping:
         with contextlib.ExitStack() as stack:
             catalog = stack.enter_context(self._home.open_catalog())
             stream = resolve_stream(self._home, catalog, self._name)
+            note_leaders(self._home, self._name, catalog)
             notes = stack.enter_context(contextlib.closing(_Notes(self._home, self._name, catalog, stream, fact)))
             documents = _Documents(self._home, self._name)
             stack.callback(documents.close)
@@ -150,7 +150,7 @@ class _StreamShipping:
             self._shipper = shipper
             shipper.start()
             if replication.object_store is None:
-                catalog.release(stream, holder_of(STORE_NODE))
+                catalog.release(stream, follower_holder(OBJECT_STORE))
             elif only is None:
                 self._archiver = stack.enter_context(self._archiving(fact, shipper, documents))
             try:
@@ -226,28 +226,17 @@ class _Notes:
 
     def cursor(self, node: NodeName, needed_from: Seq, *, anew: bool) -> None:
         if anew:
-            self._catalog.release(self._stream, holder_of(node))
+            self._catalog.release(self._stream, follower_holder(node))
             return
         try:
-            self._catalog.set_needed_from(self._stream, holder_of(node), needed_from, kind=HolderKind.FOLLOWER)
+            self._catalog.set_needed_from(self._stream, follower_holder(node), needed_from, kind=HolderKind.FOLLOWER)
         except FollowerBehindRetention:
             # What it needed then it has meanwhile, from here or from elsewhere: else reading would have told it so.
-            self._catalog.release(self._stream, holder_of(node))
-            self._catalog.set_needed_from(self._stream, holder_of(node), needed_from, kind=HolderKind.FOLLOWER)
+            self._catalog.release(self._stream, follower_holder(node))
+            self._catalog.set_needed_from(self._stream, follower_holder(node), needed_from, kind=HolderKind.FOLLOWER)
 
-    def acks(self, acks: Acks, persisted: dict[NodeName, Seq], now_ns: int) -> None:
-        self._acks.promise(acks.epoch)
-        for node in {place.name for place in self._acks.holdings.places if not place.is_store} - set(acks.groups):
-            self._acks.forget(node)
-        for node, group in acks.groups.items():
-            self._acks.tell(Holding(node, acks.epoch, group, persisted.get(node, Seq(0)), now_ns))
-        if acks.stored:
-            self._acks.tell(Holding(STORE_NODE, acks.epoch, acks.stored, Seq(0), now_ns, is_store=True))
+    def acks(self, holdings: Holdings, now_ns: int) -> None:
+        self._acks.take_over(holdings, now_ns)
 
     def close(self) -> None:
         self._acks.close()
-
-
-def holder_of(node: NodeName) -> str:
-    """A follower's name among those who hold segments."""
-    return f"follower {node}"

@@ -11,6 +11,7 @@ import structlog
 from millstream.app.home import replace_file
 from millstream.app.replicating.ages import note_age
 from millstream.app.replicating.aside_report import write_report
+from millstream.app.replicating.leaders import note_leaders
 from millstream.app.replicating.roles import VERSIONS_NAME, Roles, replication_folder
 from millstream.errors import MillstreamError
 from millstream.model.ids import GroupNumber
@@ -31,6 +32,7 @@ class FollowingNotes:
     """See `FollowerNotes`."""
 
     def __init__(self, home: Home, name: str) -> None:
+        self._home = home
         self._roles = Roles(home)
         self._name = name
         self._folder = replication_folder(home, name)
@@ -56,7 +58,10 @@ class FollowingNotes:
         with self._roles.changing(self._name) as changing:
             if changing.fact.promise > fact.promise:
                 raise fenced_error(changing.fact.promise)
+            is_new = changing.fact.lineage != fact.lineage
             changing.put(fact)
+        if is_new:
+            note_leaders(self._home, self._name)
 
     def check_promise(self, fact: RoleFact) -> None:
         """As the port says."""

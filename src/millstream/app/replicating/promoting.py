@@ -17,6 +17,7 @@ from millstream.app.locks import RoleLock
 from millstream.app.replicating.catalog_document import CATALOG, adopt_catalog
 from millstream.app.replicating.desk import node_state, wait_for_writer
 from millstream.app.replicating.following import make_follower
+from millstream.app.replicating.leaders import note_leaders
 from millstream.app.replicating.level_document import LEVEL, Terms
 from millstream.app.replicating.node_calls import NodeState, ask_promise, state_of_node, this_node
 from millstream.app.replicating.notes import FollowingNotes
@@ -121,6 +122,7 @@ def promote(
         held.enter_context(RoleLock.take(home.run_folder, "promote"))
         attempt = _Attempt(home, stream, me, accept_loss=accept_loss, tell=tell)
         fact, losses = attempt.run()
+        note_leaders(home, stream)
     return Promoted(stream, fact.promise.epoch, fact.lineage.last.behind, losses, time.monotonic() - began_s)
 
 
