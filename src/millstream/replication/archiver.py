@@ -70,6 +70,7 @@ class WalArchiver:
         self._ending = threading.Event()
         self._backoff = Backoff()
         self.stored_group = GroupNumber(0)
+        self._stored_at: ReplicaPosition = {}
         self.error: MillstreamError | None = None
         """Why nothing is stored just now."""
         self._thread = threading.Thread(target=self._run, name=f"archive-{name}", daemon=True)
@@ -178,6 +179,6 @@ class WalArchiver:
                     self.error = None
                     # Shipments that waited go as one object: what is acknowledged is all that came before, or some.
                     under_way = 0 if is_covered(position, word.position) else under_way
-                    if word.group > self.stored_group:
-                        self.stored_group = word.group
-                        self._tell(Stored(word.group, word.persisted_upto))
+                    if (word.group, word.position) != (self.stored_group, self._stored_at):
+                        self.stored_group, self._stored_at = word.group, word.position
+                        self._tell(Stored(word.group, word.persisted_upto, word.position))
