@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.app.homes import run
 from tests.app.nodes import STREAM, Node, eventually, nodes
 
 import millstream
@@ -139,3 +140,55 @@ def test_a_store_that_cant_be_used_keeps_no_follower_waiting(tmp_path: Path) -> 
         eventually(lambda: b.rows() == [1], "what was there comes", a, b)
         (of_a,) = a.answer("replicas")["streams"]
         assert of_a["object_store"]["error"]["code"] == "store_unusable"
+
+
+def restored(folder: Path, name: str, *words: str) -> list[int]:
+    """What comes out of the store."""
+    url = (folder / "store").as_uri()
+    done = run(folder, "restore", "--from", url, "--stream", STREAM, *words, str(folder / name))
+    assert done.returncode == 0, done.stderr
+    with millstream.open(folder / name) as home:
+        return [row for batch in home.read(STREAM) for row in batch.column("id").to_pylist()]
+
+
+def test_a_promotion_takes_what_only_the_store_has_and_one_without_the_store_sets_that_aside(tmp_path: Path) -> None:
+    """… of region 2: its log lies in the store by that."""
+    store, away = tmp_path / "store", tmp_path / "away"
+    with nodes(tmp_path, acks="object", more=store_in(tmp_path), stream="region = 2\n") as (a, b):
+
+        def append(node: Node, one: int) -> None:
+            with millstream.open(node.home) as home:
+                home.append(STREAM, "orders", [{"id": one}], deadline_s=60)
+
+        a.start("serve")
+        append(a, 1)
+        b.start("follow", "a")
+        eventually(lambda: b.rows() == [1], "what was there comes", a, b)
+        b.end("follow")
+        append(a, 2)
+        a.kill()
+        (promoted,) = b.answer("promote")
+        assert promoted["losses"] == []
+        assert b.rows() == [1, 2], "what only the store had"
+        # The other way round, and the store is away while it happens.
+        b.start("serve")
+        append(b, 3)
+        a.start("follow", "b")
+        eventually(lambda: a.rows() == [1, 2, 3], "the old leader follows", a, b)
+        a.end("follow")
+        append(b, 4)
+        b.kill()
+        store.rename(away)
+        store.write_text("in the way")
+        refused = a.ask("promote")
+        assert refused.returncode == 1
+        assert "store_unavailable" in refused.stderr
+        (promoted,) = a.answer("promote", "--accept-loss")
+        assert "the store that decides who leads doesn't answer" in promoted["losses"][0]
+        store.unlink()
+        away.rename(store)
+        a.start("serve")
+        append(a, 5)
+        assert a.rows() == [1, 2, 3, 5]
+        a.kill()
+        assert restored(tmp_path, "restored", "--region", "2") == [1, 2, 3, 5]

@@ -15,7 +15,7 @@ from millstream.app.replicating.roles import Roles
 from millstream.app.replicating.session_document import SESSIONS
 from millstream.app.replicating.stores import fetch
 from millstream.errors import TokenFromFuture, UnknownStream, UsageError
-from millstream.model.ids import GroupNumber, check_stream_name
+from millstream.model.ids import GroupNumber, RegionId, check_stream_name
 from millstream.model.positions import Seq, StreamToken
 from millstream.protocol.replication.roles import RoleFact
 from millstream.replication.object_store import ObjectStoreTransport
@@ -29,12 +29,19 @@ from millstream.wal.taking_over import prepare_promotion
 if TYPE_CHECKING:
     from millstream.model.ids import StreamId
 
+_ONE_REGION: Final = RegionId(0)
 _BEGUN: Final = "restoring.json"
 """Which stream is being restored: there until that is done."""
 
 
 def restore_stream(
-    url: str, stream: str, folder: Path, *, at: str | None = None, tell: Callable[[str], None] = lambda _: None
+    url: str,
+    stream: str,
+    folder: Path,
+    *,
+    region: RegionId = _ONE_REGION,
+    at: str | None = None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Bring a stream back from an object store.
 
@@ -42,6 +49,7 @@ def restore_stream(
         url: the store's, as `[replication] object_store` has it.
         stream: its name there.
         folder: a home to make, or one that was begun by a call that was cut short. It gets a millstream.toml where it has none.
+        region: whose log, of several regions that write the stream.
         at: a token of the stream: what came behind it stays away. None: everything.
         tell: told what happens, a line each.
 
@@ -58,10 +66,11 @@ def restore_stream(
     folder = folder.expanduser().absolute()
     begun = folder / "data" / _BEGUN
     _check_folder(folder, begun, stream)
-    with contextlib.closing(ObjectStoreTransport(url, stream, node="restore")) as store:
+    with contextlib.closing(ObjectStoreTransport(url, stream, region=region, node="restore")) as store:
         if not store.newest().marks:  # before a folder is made, which a name that was mistyped would leave behind
-            raise UnknownStream(f"{url} has nothing of stream {stream}", stream=stream)
-        home = _home_at(folder, begun, stream)
+            of_region = f" in region {region}" if region else ""
+            raise UnknownStream(f"{url} has nothing of stream {stream}{of_region}", stream=stream)
+        home = _home_at(folder, begun, stream, region)
         wal, replication = home.wal_folder(stream), home.data / "replication" / stream
         found = fetch(store, stream, wal, tell=tell)
     prepare_promotion(str(wal))
@@ -99,14 +108,14 @@ def _check_folder(folder: Path, begun: Path, stream: str) -> None:
         raise UsageError(f"{folder} was begun for another stream", hint="Name a new folder.")
 
 
-def _home_at(folder: Path, begun: Path, stream: str) -> Home:
+def _home_at(folder: Path, begun: Path, stream: str, region: RegionId) -> Home:
     begun.parent.mkdir(parents=True, exist_ok=True)
     replace_file(begun, json.dumps({"stream": stream}).encode() + b"\n")
     if not (folder / FILE_NAME).exists():
         replace_file(
             folder / FILE_NAME,
             "# Restored from an object store. Put in what the stream had: its source, its keys, its lake.\n"
-            f"[streams.{stream}]\n".encode(),
+            f"[streams.{stream}]\n{f'region = {region}{chr(10)}' if region else ''}".encode(),
         )
     home = Home(folder, needs_source=False)
     home.prepare()
