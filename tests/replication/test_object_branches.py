@@ -138,6 +138,13 @@ def test_a_store_that_is_ahead_goes_on_with_the_new_leaders_log_and_keeps_what_i
     assert found.lineage.last.behind == behind
     assert before <= scene.names(), "what only the old leader had stored is still there"
     with closing(scene.transport("c")) as transport:
+        assert transport.set_aside() == (0,)
+    aside = scene.folder / "aside"
+    with closing(ObjectStoreTransport(scene.store.as_uri(), "web", upto=Epoch(0))) as transport:
+        assert fetch(transport, "web", aside).lineage == RoleFact().lineage
+    assert StreamReader(str(aside)).token() == StreamReader(str(scene.old)).token()
+    same_segments(scene.old, aside)
+    with closing(scene.transport("c")) as transport:
         assert stored_lineage(transport)[0] == Rank(NEW, group_of(scene.new))
     # The leader comes back, and once more: the store goes on where it was.
     write(scene.new, 4, 40, "b", first=120)

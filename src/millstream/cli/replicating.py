@@ -186,14 +186,21 @@ def promote(session: Session, streams: tuple[str, ...], accept_loss: bool, as_js
     "--region", type=click.IntRange(0), default=0, help="Whose log, of several regions that write the stream."
 )
 @click.option("--at", metavar="TOKEN", help="Restore up to that token; else everything.")
+@click.option(
+    "--epoch",
+    type=click.IntRange(0),
+    help="Restore what was stored up to that epoch and then set aside, where a node was promoted without the store.",
+)
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 @json_option
-def restore(store: str, stream: str, region: int, at: str | None, folder: Path, as_json: bool) -> None:
+def restore(
+    store: str, stream: str, region: int, at: str | None, epoch: int | None, folder: Path, as_json: bool
+) -> None:
     """Bring a stream back from an object store alone, into FOLDER: a home that has its log, its catalog and its sessions."""
     from millstream.app.replicating.restoring import restore_stream
     from millstream.model.ids import RegionId
 
-    found = restore_stream(store, stream, folder, region=RegionId(region), at=at, tell=note)
+    found = restore_stream(store, stream, folder, region=RegionId(region), at=at, epoch=epoch, tell=note)
     if as_json:
         print_json(found)
         return

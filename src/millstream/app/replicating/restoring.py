@@ -15,7 +15,7 @@ from millstream.app.replicating.roles import Roles
 from millstream.app.replicating.session_document import SESSIONS
 from millstream.app.replicating.stores import fetch
 from millstream.errors import TokenFromFuture, UnknownStream, UsageError
-from millstream.model.ids import GroupNumber, RegionId, check_stream_name
+from millstream.model.ids import Epoch, GroupNumber, RegionId, check_stream_name
 from millstream.model.positions import Seq, StreamToken
 from millstream.protocol.replication.roles import RoleFact
 from millstream.replication.object_store import ObjectStoreTransport
@@ -41,6 +41,7 @@ def restore_stream(
     *,
     region: RegionId = _ONE_REGION,
     at: str | None = None,
+    epoch: int | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Bring a stream back from an object store.
@@ -51,6 +52,8 @@ def restore_stream(
         folder: a home to make, or one that was begun by a call that was cut short. It gets a millstream.toml where it has none.
         region: whose log, of several regions that write the stream.
         at: a token of the stream: what came behind it stays away. None: everything.
+        epoch: the log as it was under that epoch, where a leader with a higher one was promoted without the store and has gone on from
+            below; None: the log.
         tell: told what happens, a line each.
 
     Returns:
@@ -66,13 +69,21 @@ def restore_stream(
     folder = folder.expanduser().absolute()
     begun = folder / "data" / _BEGUN
     _check_folder(folder, begun, stream)
-    with contextlib.closing(ObjectStoreTransport(url, stream, region=region, node="restore")) as store:
+    upto = None if epoch is None else Epoch(epoch)
+    with contextlib.closing(ObjectStoreTransport(url, stream, region=region, node="restore", upto=upto)) as store:
+        aside = store.set_aside()
+        _check_epoch(upto, aside)
         if not store.newest().marks:  # before a folder is made, which a name that was mistyped would leave behind
             of_region = f" in region {region}" if region else ""
             raise UnknownStream(f"{url} has nothing of stream {stream}{of_region}", stream=stream)
         home = _home_at(folder, begun, stream, region)
         wal, replication = home.wal_folder(stream), home.data / "replication" / stream
         found = fetch(store, stream, wal, tell=tell)
+        if upto is None and aside:
+            tell(
+                "the store also has what a promotion without it has set aside: "
+                + ", ".join(f"--epoch {one}" for one in aside)
+            )
     prepare_promotion(str(wal))
     stream_id = StreamReader(str(wal)).stream_id
     if at is not None:
@@ -99,6 +110,14 @@ def restore_stream(
         "group": int(group),
         "bytes": found.size_bytes,
     }
+
+
+def _check_epoch(epoch: Epoch | None, aside: tuple[Epoch, ...]) -> None:
+    if epoch is not None and epoch not in aside:
+        raise UsageError(
+            f"nothing that was stored under epoch {epoch} is set aside",
+            hint=f"Epochs with more than the log has: {', '.join(map(str, aside)) or 'none'}. Without --epoch the log is restored.",
+        )
 
 
 def _check_folder(folder: Path, begun: Path, stream: str) -> None:
