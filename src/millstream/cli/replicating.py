@@ -191,14 +191,25 @@ def promote(session: Session, streams: tuple[str, ...], accept_loss: bool, as_js
     "--from", "store", required=True, metavar="URL", help="The object store: s3://bucket/prefix, file:///folder …"
 )
 @click.option("--stream", required=True, metavar="S", help="Which stream of it.")
+@click.option(
+    "--region", type=click.IntRange(0), default=0, help="Whose log, of several regions that write the stream."
+)
 @click.option("--at", metavar="TOKEN", help="Restore up to that token; else everything.")
+@click.option(
+    "--epoch",
+    type=click.IntRange(0),
+    help="Restore what was stored up to that epoch and then set aside, where a node was promoted without the store.",
+)
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 @json_option
-def restore(store: str, stream: str, at: str | None, folder: Path, as_json: bool) -> None:
+def restore(
+    store: str, stream: str, region: int, at: str | None, epoch: int | None, folder: Path, as_json: bool
+) -> None:
     """Bring a stream back from an object store alone, into FOLDER: a home that has its log, its catalog and its sessions."""
     from millstream.app.replicating.restoring import restore_stream
+    from millstream.model.ids import RegionId
 
-    found = restore_stream(store, stream, folder, at=at, tell=note)
+    found = restore_stream(store, stream, folder, region=RegionId(region), at=at, epoch=epoch, tell=note)
     if as_json:
         print_json(found)
         return

@@ -140,16 +140,17 @@ class Stored:
         return [name for name, keys in self.shipments.items() if keys <= self.sealed and name not in kept]
 
 
-def stored_of(objects: Objects, layout: Layout, epoch: Epoch | None = None) -> Stored:
+def stored_of(objects: Objects, layout: Layout, epoch: Epoch | None = None, *, upto: Epoch | None = None) -> Stored:
     """Read what the store has: names of segments, and the shipments behind them.
 
     Args:
         objects: the store.
         layout: the names of the log.
         epoch: for the leader of that epoch, who may have begun a branch.
+        upto: as if no higher epoch had been.
     """
     names = list(objects.listed(layout.groups))
-    found = Stored(history=history_of(objects, layout).as_of(epoch))
+    found = Stored(history=history_of(objects, layout, upto).as_of(epoch))
     last: dict[ShardId, Listed] = {}
     for shard in shards_of(objects, layout):
         for listed in objects.listed(layout.shard(shard)):

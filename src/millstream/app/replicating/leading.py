@@ -207,7 +207,7 @@ class _StreamShipping:
             self._name,
             str(self._home.wal_folder(self._name)),
             fact.promise,
-            store_of(self._home, self._name),
+            lambda: store_of(self._home, self._name),
             shipper.hear,
             lineage_document(fact),
             documents=documents.now,
