@@ -25,6 +25,7 @@ from millstream.app.replicating.node_calls import (
     state_of_node,
     this_node,
 )
+from millstream.app.replicating.retaining import CopyRetention
 from millstream.app.replicating.roles import LOOK_EVERY_S, Roles, replication_folder
 from millstream.errors import (
     ConfigError,
@@ -36,6 +37,7 @@ from millstream.errors import (
     UsageError,
 )
 from millstream.model.ids import GroupNumber, RegionId, region_log_name
+from millstream.model.positions import Seq
 from millstream.model.replication import Document, Hello, NodeName, region_node
 from millstream.protocol.replication.follower import Lag
 from millstream.protocol.replication.roles import Role, RoleFact, fenced_error
@@ -334,6 +336,7 @@ class FollowingNotes:
         self._home = home
         self._roles = Roles(home)
         self._name = name
+        self._retention = CopyRetention(home, name)
         self._folder = replication_folder(home, name)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._wal_folder = home.wal_folder(name)
@@ -396,6 +399,10 @@ class FollowingNotes:
     def lag(self, lag: Lag) -> None:
         """As the port says."""
         note_age(self._folder, None if lag.age_s == float("inf") else lag.age_s)
+
+    def let_go(self, leader_dropped: Seq) -> None:
+        """As the port says."""
+        self._retention.look(leader_dropped)
 
 
 def start_anew(home: Home, stream: str) -> Path | None:
