@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from millstream.app.status import collect_status
 from millstream.app.writing.owner import OwnedStream
 from millstream.app.writing.stream_writer import stream_writer
 from millstream.cli.main import cli
-from millstream.errors import FollowerBehindRetention
+from millstream.errors import FollowerBehindRetention, OffsetExpired, UnknownStream
 from millstream.model.positions import Seq
 from millstream.model.replication import Document
 from millstream.protocol.retention import HolderKind
@@ -147,6 +148,48 @@ def test_the_copy_of_another_regions_log_goes_with_that_once_it_was_merged_here(
     assert let_go(one, "shop@2", leader_dropped=1) == 1, "as much as its leader"
     assert let_go(one, "shop@2") == 1, "all that is sealed"
     assert merged(one) == [1, 2, 3, 4]
+
+
+def test_what_was_dropped_before_it_was_merged_is_said_once_and_the_rest_is_merged(tmp_path: Path) -> None:
+    """A region that was cut off, and whose copy was built anew, could never be merged again without giving up what was kept."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    configure(one, MERGES)
+    configure(two, '[streams.shop.keys]\nposts = ["id"]\n', region=2)
+    copy = one / "data" / "wal" / "shop@2"
+    write(one, 1)
+    write(two, 2)
+    shutil.copytree(two / "data" / "wal" / "shop", copy)
+    assert CliRunner().invoke(cli, ["--home", str(one), "reconcile", "posts"]).exit_code == 0
+    write(two, 3, 4)
+    retain(two)
+    shutil.rmtree(copy)
+    shutil.copytree(two / "data" / "wal" / "shop", copy)
+    first = StreamReader(str(copy)).first_seq()
+    with pytest.raises(OffsetExpired):
+        merged(one)
+    said = CliRunner().invoke(cli, ["--home", str(one), "reconcile", "posts", "--json"])
+    (_, taken) = json.loads(said.stdout)["tables"][0]["taken"]
+    assert (taken["begins_at"], taken["rows"]) == (int(first), 1)
+    assert merged(one) == [1, 2, 4], "3 was dropped over there"
+    again = CliRunner().invoke(cli, ["--home", str(one), "reconcile", "posts", "--json"])
+    assert [one["begins_at"] for one in json.loads(again.stdout)["tables"][0]["taken"]] == [None, None]
+
+
+def test_another_regions_log_is_rebuilt_by_its_name(tmp_path: Path) -> None:
+    configure(tmp_path, REGIONS.format(2))
+    write(tmp_path, 1)
+    copy = tmp_path / "data" / "wal" / "shop@2"
+    for words in (["--stream", "shop@2"], []):
+        shutil.copytree(tmp_path / "data" / "wal" / "shop", copy)
+        done = CliRunner().invoke(cli, ["--home", str(tmp_path), "follow", "--rebuild", "--only-note", *words])
+        assert done.exit_code == 0, done.output
+        assert not copy.exists()
+    assert len(list((tmp_path / "data" / "replication" / "shop@2").glob("replaced-*"))) == 2
+    assert (tmp_path / "data" / "wal" / "shop").is_dir()
+    unknown = CliRunner().invoke(
+        cli, ["--home", str(tmp_path), "follow", "--rebuild", "--only-note", "--stream", "shop@3"]
+    )
+    assert isinstance(unknown.exception, UnknownStream)
 
 
 def test_a_nodes_copy_goes_with_its_leaders_log_but_for_sessions_that_it_would_lack(tmp_path: Path) -> None:
