@@ -13,7 +13,7 @@ from click.testing import CliRunner
 import millstream
 from millstream.app.home import PIPELINE, Home
 from millstream.app.opened import open_other
-from millstream.app.replicating.following import FollowingNotes
+from millstream.app.replicating.notes import FollowingNotes
 from millstream.app.replicating.retaining import CopyRetention
 from millstream.app.replicating.session_document import SESSIONS
 from millstream.app.status import collect_status
@@ -88,7 +88,7 @@ def test_what_was_not_merged_yet_holds_the_log_whatever_its_size(tmp_path: Path)
     assert log["held"]["merge public.posts"]["from"] == log["first_seq"] > 1
     assert merged(tmp_path) == [1, 2, 3, 4], "what was merged is there, and what wasn't yet"
     # A state of other words isn't gone on from, nor one that is gone: then what is left is needed.
-    configure(tmp_path, MERGES.replace('likes = "pn_counter"', 'likes = "lww"'), most="0B")
+    configure(tmp_path, MERGES.replace('likes = "pn_counter"', 'likes = "g_counter"'), most="0B")
     assert retain(tmp_path)[1]["held"]["merge public.posts"]["from"] == 1
     configure(tmp_path, MERGES, most="0B")
     shutil.rmtree(tmp_path / "data" / "regions")

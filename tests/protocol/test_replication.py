@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TypeVar
 from uuid import UUID
 
@@ -15,6 +16,7 @@ from millstream.errors import (
     Diverged,
     Fenced,
     FollowerBehindRetention,
+    NodeNameTaken,
     OtherStream,
     ReplicaGap,
     ReplicaTooStale,
@@ -148,6 +150,10 @@ def test_marks_alone_and_documents_alone_are_sent_too():
     (read,) = of(shipping.ReadAndSend, led.step(shipping.Durable(mark(2, 10), {"catalog": 3})))
     assert read.documents == {}
     led.sent(1, 10, 0)
+    assert of(shipping.ReadAndSend, led.step(shipping.Durable(mark(2, 10), {"catalog": 3}, mark(1, 5)))), (
+        "what is shown"
+    )
+    led.sent(1, 10, 0)
     led.now = 5.0
     (read,) = of(shipping.ReadAndSend, led.step(shipping.Tick()))
     assert read.documents == {"catalog": 3}, "and a word that there is nothing new"
@@ -174,7 +180,9 @@ def test_a_follower_that_has_lost_what_it_had_counts_for_nothing_until_it_has_it
     led.sent(1, 50, 50)
     led.acked(1, B, 5, 50)
     effects = led.step(shipping.Joined(LinkId(2), hello(B, at(10))))
-    assert of(shipping.DropLink, effects) == [shipping.DropLink(LinkId(1), None)]
+    (dropped,) = of(shipping.DropLink, effects)
+    assert dropped.link == LinkId(1)
+    assert isinstance(dropped.why, NodeNameTaken), "two homes of one name hear of each other"
     assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(B, Seq(0), {}, anew=True)]
     assert of(shipping.PersistAcks, effects) == [shipping.PersistAcks(Holdings())]
     led.sent(2, 10, 0)
@@ -271,13 +279,29 @@ def test_who_comes_with_nothing_begins_anew_also_where_this_leader_has_never_hea
     assert not of(shipping.PersistCursor, led.step(shipping.Joined(LinkId(2), hello(C, at(10)))))
 
 
-def test_who_was_cut_off_comes_again_with_nothing():
+@pytest.mark.parametrize("position", [{}, at(20)])
+def test_who_was_cut_off_comes_again_with_nothing_or_with_what_it_lacked(position: ReplicaPosition):
     led = Led()
     led.joined(1, B, 10)
     error = FollowerBehindRetention("gone")
-    assert of(shipping.DropLink, led.step(shipping.CutOff(B, error))) == [shipping.DropLink(LinkId(1), error)]
-    assert of(shipping.DropLink, led.step(shipping.Joined(LinkId(2), hello(B, at(10)))))[0].why is error
-    assert of(shipping.Greet, led.step(shipping.Joined(LinkId(3), hello(B))))
+    effects = led.step(shipping.ReadFailed(LinkId(1), error, 0.5))
+    assert of(shipping.DropLink, effects) == [shipping.DropLink(LinkId(1), error)]
+    assert led.leader.followers[B].cut_off is error
+    effects = led.step(shipping.Joined(LinkId(2), hello(B, position)))
+    assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(B, Seq(0), {}, anew=True)]
+    assert of(shipping.Greet, effects)
+    assert led.leader.followers[B].cut_off is None
+
+
+def test_segments_are_kept_for_the_object_store_as_for_a_follower():
+    led = Led()
+    led.step(shipping.Durable(mark(9, 90)))
+    effects = led.step(shipping.Stored(GroupNumber(3), Seq(30)))
+    assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(OBJECT_STORE, Seq(30), {})]
+    assert not of(shipping.PersistCursor, led.step(shipping.Stored(GroupNumber(4), Seq(40))))
+    led.now += 60
+    effects = led.step(shipping.Tick())
+    assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(OBJECT_STORE, Seq(40), {})]
 
 
 def test_what_a_promoted_leader_is_told_counts_once_the_follower_has_all_that_it_began_with():
@@ -433,6 +457,21 @@ def test_what_the_new_leader_hasnt_is_set_aside_and_its_reign_noted_when_its_pas
     effects = one.step(following.Applied(holding(6, 60), 0))
     assert [type(effect) for effect in effects] == [following.PersistRole, following.Say]
     assert one.follower.fact.lineage == one.lineage
+
+
+def test_what_one_follower_is_enough_for_is_shown_with_an_acknowledgement_that_counts():
+    one = Following()
+    one.promise = Promise(Epoch(1), A)
+    one.lineage = Lineage().with_reign(one.promise, GroupNumber(5))
+    one.come(9)
+    one.step(following.WasSetAside(Holding()))
+    one.greet(9)
+    for group, by_one, shown in ((4, True, False), (6, False, False), (7, True, True)):
+        one.receive(replace(one.shipment(part(one.follower.holding.group * 10, 10)), by_one=by_one))
+        effects = one.step(following.Applied(holding(group, group * 10), 0))
+        kinds = [type(effect) for effect in effects]
+        assert (kinds[-1], following.ShowAll in kinds) == (following.Say, shown)
+    assert kinds == [following.ShowAll, following.Say], "just before"
 
 
 def test_an_old_leader_follows_once_something_higher_is_heard():

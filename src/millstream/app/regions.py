@@ -18,7 +18,16 @@ import pyarrow as pa
 from millstream.app.config.region_checks import key_of
 from millstream.crdt.declared import TableMerge, union_of
 from millstream.crdt.hlc import HybridTime
-from millstream.crdt.reconcile import ReconciliationEngine, RegionState, Vector, behind, vector_in, widened
+from millstream.crdt.reconcile import (
+    ReconciliationEngine,
+    RegionState,
+    Vector,
+    behind,
+    table_in,
+    vector_in,
+    vector_of,
+    widened,
+)
 from millstream.crdt.tables import fold, lift, own_columns, state_schema
 from millstream.errors import (
     LogError,
@@ -106,9 +115,12 @@ class RegionTable:
         self.name: Final = qualified_name(*parse_qualified_name(table))
         schemas = {region: list(self._schemas(reader)) for region, reader in self._readers.items()}
         known = [schema for found in schemas.values() for schema in found]
-        if not known:
+        kept = self._kept_table()
+        if not known and kept is None:
             raise UnknownTable(f"no region of {stream} has records of {table}", table=table)
-        key = known[-1].key if config is None else key_of(config, self.name) or known[-1].key
+        # Of a table whose records retention has dropped, every one, what is kept alone knows what it was like.
+        found_key = known[-1].key if known else kept[0] if kept else ()
+        key = found_key if config is None else key_of(config, self.name) or found_key
         for region, found in schemas.items():
             for schema in found:
                 if schema.source != 0:
@@ -123,8 +135,9 @@ class RegionTable:
                         table=self.name,
                     )
         merge = merge_of(config, self.name)
-        self.columns: Final = union_of(self.name, [schema.to_arrow() for schema in known])
-        merge.check(self.name, self.columns, key)
+        columns = [schema.to_arrow() for schema in known]
+        self.columns: Final = union_of(self.name, columns if kept is None else [*columns, kept[1]])
+        merge.check(self.name, self.columns, key, whole=False)  # a column comes with the first row that has it
         self.engine: Final = ReconciliationEngine(key, merge, self.name)
         self._ids = {region: {schema.table_id for schema in found} for region, found in schemas.items()}
 
@@ -188,8 +201,12 @@ class RegionTable:
             OffsetExpired: that, where nobody is told.
             OtherStream: a region's log was made anew since what is kept was.
             MergeStateUnreadable: what is kept is damaged.
+            MergeUnsuitable: columns are to merge otherwise than they did, and retention has dropped what that would be made of.
         """
-        state = self._kept() or self.empty
+        state = self._kept()
+        if state is None:
+            self._check_can_begin_anew()
+            state = self.empty
         for region, reader in self._readers.items():
             after = self._heard(state, region, reader)
             first = reader.first_seq() if take is not None or after == 0 else Seq(0)
@@ -230,6 +247,29 @@ class RegionTable:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+    def _check_can_begin_anew(self) -> None:
+        """What is kept doesn't serve any more: refuse to do without it where the logs have less."""
+        try:
+            heard = vector_of(self._file.read_bytes())
+        except FileNotFoundError:
+            return
+        for region, reader in self._readers.items():
+            if region in heard and reader.first_seq() > 1:
+                raise MergeUnsuitable(
+                    f"{self.name} has merged otherwise so far, or by another key; that can't be made anew: retention has dropped what region "
+                    f"{region} wrote before number {reader.first_seq()}",
+                    hint=f"Put [streams.S.merge] and the key back as they were. To do without what was dropped, move {self._file} away.",
+                    table=self.name,
+                    region=int(region),
+                )
+
+    def _kept_table(self) -> tuple[tuple[str, ...], pa.Schema] | None:
+        """The key and the columns of what is kept; None where there is nothing."""
+        try:
+            return table_in(self._file.read_bytes())
+        except FileNotFoundError:
+            return None
 
     def _kept(self) -> RegionState | None:
         """What is kept; None where there is nothing, or columns merge otherwise now."""

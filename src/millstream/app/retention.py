@@ -107,6 +107,13 @@ def sweep(
     return swept
 
 
+def is_for_sessions(swept: Sweep) -> bool:
+    """Whether nothing but the copy of the sessions keeps the oldest segment."""
+    from millstream.wal.retain import SESSIONS_HOLDER
+
+    return swept.kept.needed_by == (SESSIONS_HOLDER,)
+
+
 def moved_us(catalog: Catalog, stream: StreamId) -> int:
     """When a segment was last dropped, µs since 1970; 0: never."""
     return int(catalog.fact(_scope(stream), _MOVED, 0))

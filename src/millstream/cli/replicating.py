@@ -33,7 +33,11 @@ if TYPE_CHECKING:
     metavar="S",
     help="Only this stream; may be repeated. Else all that are configured. With --rebuild also another region's log, such as shop@2.",
 )
-@click.option("--rebuild", is_flag=True, help="Set this node's copy aside first, and build it anew from the leader's.")
+@click.option(
+    "--rebuild",
+    is_flag=True,
+    help="Set this node's copy aside first, and build it anew: from the object store, where there is one, else from what the leader has kept.",
+)
 @click.option("--until-caught-up", is_flag=True, help="End when everything is here that the leader has.")
 @click.option("--only-note", is_flag=True, help="Only note whom this node follows; `millstream run` does the rest.")
 @log_format_option
@@ -68,7 +72,9 @@ def follow(
                 if aside is not None:
                     note(f"the copy of {name} so far is in {aside}")
             for name, fact in facts.items():
-                note(f"stream {name} follows {fact.leader}")
+                store = home.config.replication.object_store
+                anew = "" if not rebuild or store is None else f"; the new one begins with what {store} has"
+                note(f"stream {name} follows {fact.leader}{anew}")
             if only_note:
                 return
         found = follow_home(home, lifeline, until_caught_up=until_caught_up, on_progress=lambda _: None)
@@ -105,6 +111,9 @@ def replicas(session: Session, as_json: bool) -> None:
             rows.append([one["stream"], "object store", "stores", one["object_store"]["group"], None, None, None, None])
     print_table(titles, rows, right=titles[3:])
     for one in found["streams"]:
+        error = one["error"] or (one["following"] or {}).get("error")
+        if error is not None:
+            note(f"stream {one['stream']}: {error['message']} ({error['code']})\n  hint: {error['hint']}")
         leads = one["writes_go_to"]
         if leads is not None and leads["epoch"] > one["promised"]["epoch"]:
             note(f"{leads['node']} leads {one['stream']} since epoch {leads['epoch']}, of which this node hasn't heard")
@@ -115,7 +124,9 @@ def replicas(session: Session, as_json: bool) -> None:
 
 
 def _part(one: dict[str, Any]) -> str:
-    role: str = one["role"]
+    role: str | None = one["role"]
+    if role is None:
+        return "unknown"
     return role if role == "leads" else f"{role}: {one['leader']}" if role == "fenced" else f"follows {one['leader']}"
 
 

@@ -121,6 +121,11 @@ class Shipment:
     nobody was ever promoted."""
     bytes_left: int = 0
     """What the sender has of the stream, durably, beyond this."""
+    shown: Mapping[ShardId, DurableMark] | None = None
+    """Goes with marks: how far readers of the leader see each shard, where others have to hold it first; empty: they see all that the marks
+    say. None: nothing is said of it."""
+    by_one: bool = False
+    """What this follower has acknowledged is held as the stream's level asks, by that alone."""
 
     @property
     def size_bytes(self) -> int:
@@ -196,6 +201,11 @@ class AckLevel:
 
     def __str__(self) -> str:
         return f"durable({self.followers})" if self.kind is AckKind.DURABLE else self.kind.value
+
+    @property
+    def by_one(self) -> bool:
+        """Whether what any one follower has is held."""
+        return self.kind is AckKind.DURABLE and self.followers == 1
 
     def covers(self, other: AckLevel) -> bool:
         """Whether what is held as this one says is held as the other one says, too."""

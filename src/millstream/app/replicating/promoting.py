@@ -7,18 +7,20 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
 from millstream.app.home import replace_file
-from millstream.app.locks import RoleLock, nobody_writes
+from millstream.app.locks import RoleLock
 from millstream.app.replicating.catalog_document import CATALOG, adopt_catalog
 from millstream.app.replicating.desk import node_state, wait_for_writer
-from millstream.app.replicating.following import FollowingNotes, make_follower
+from millstream.app.replicating.following import make_follower
 from millstream.app.replicating.leaders import note_leaders
+from millstream.app.replicating.level_document import LEVEL, Terms
 from millstream.app.replicating.node_calls import NodeState, ask_promise, state_of_node, this_node
+from millstream.app.replicating.notes import FollowingNotes
 from millstream.app.replicating.roles import Roles
 from millstream.app.replicating.session_document import SESSIONS
 from millstream.app.writing.stream_writer import resolve_stream, take_over
@@ -32,7 +34,7 @@ from millstream.errors import (
     UnknownStream,
 )
 from millstream.model.ids import Epoch, GroupNumber
-from millstream.model.replication import AckLevel, NodeName
+from millstream.model.replication import AckKind, NodeName
 from millstream.protocol.replication.promotion import (
     STORE,
     Answered,
@@ -107,7 +109,7 @@ def promote(
         UnknownStream, ConfigError: there is no such stream, or the configuration names no nodes.
         NotCaughtUp: too few nodes answer, or one has more that can't be had; this node goes on as it was.
         PromotionLost: another node is being promoted, or was.
-        HomeBusy: somebody writes here.
+        HomeBusy: another promotion goes on here; or who wrote here doesn't end.
         CatalogError, StoreUnavailable …: this node can't take over; nothing is lost, and it can be tried again.
     """
     if stream not in home.config.streams:
@@ -134,16 +136,15 @@ class _Attempt:
         self._stream = stream
         self._tell = tell
         self._roles = Roles(home)
-        config = home.config.streams[stream]
-        level = AckLevel.parse(config.acks)
-        nodes = frozenset(NodeName(node) for node in home.config.replication.nodes) | {me}
+        terms, has_store = self._terms()
+        nodes = terms.nodes | {me}
         _refuse_several_writers(home, stream)
         self._machine = Promotion(
             me,
             nodes,
             self._roles.of(stream),
-            level,
-            has_store=home.config.replication.object_store is not None,
+            terms.level,
+            has_store=has_store,
             accept_loss=accept_loss,
             answer_s=_PROMISES_S,
         )
@@ -151,6 +152,20 @@ class _Attempt:
         self._asked: set[Future[Event]] = set()
         self._error: MillstreamError | None = None
         self._lead: Lead | None = None
+
+    def _terms(self) -> tuple[Terms, bool]:
+        """By what was acknowledged: the leader has sent what it goes by, which this node's configuration may say otherwise. And whether a store decides."""
+        own = Terms.configured(self._home, self._stream)
+        sent = FollowingNotes(self._home, self._stream).document(LEVEL)
+        its = own if sent is None else Terms.from_json(sent)
+        if its.level != own.level:
+            self._tell(f"the leader has acknowledged at {its.level}, and this node is configured for {own.level}")
+        if its.nodes != own.nodes:
+            self._tell(
+                f"the leader counts the nodes {', '.join(sorted(its.nodes))}; here are {', '.join(sorted(own.nodes))}"
+            )
+        stores = AckKind.OBJECT in {own.level.kind, its.level.kind}
+        return own.with_leaders(its), stores or self._home.config.replication.object_store is not None
 
     def run(self) -> tuple[RoleFact, tuple[str, ...]]:
         try:
@@ -225,13 +240,14 @@ class _Attempt:
         return Answered(node, _standing(state))
 
     def _claim(self, promise: Promise) -> Event:
-        from millstream.app.replicating.stores import store_of, store_rank
+        from millstream.app.replicating.stores import store_of, stored_lineage
 
         try:
             with contextlib.closing(store_of(self._home, self._stream)) as store:
                 if not store.claim(promise.epoch, promise.node):
                     return ClaimFailed(PromotionLost(f"epoch {promise.epoch} was claimed by another node"))
-                return Claimed(*store_rank(store))
+                rank, _, persisted_upto = stored_lineage(store)
+                return Claimed(rank, persisted_upto)
         except MillstreamError as error:
             return ClaimFailed(error)
 
@@ -242,7 +258,7 @@ class _Attempt:
             fact = self._roles.of(self._stream)
             notes = FollowingNotes(self._home, self._stream)
             if node == STORE:
-                return self._fetch(fact)
+                return self._fill()
             follower = make_follower(self._home, self._stream, fact, notes=notes, only=node)
             stop = threading.Event()
             giving_up = threading.Timer(_CATCHES_UP_WITHIN_S, stop.set)
@@ -256,16 +272,14 @@ class _Attempt:
             return CatchUpFailed(error)
         return CaughtUp(self._roles.of(self._stream), node_state(self._home, self._stream).group)
 
-    def _fetch(self, fact: RoleFact) -> Event:
+    def _fill(self) -> Event:
         """Take what the object store has more."""
-        from millstream.app.replicating.stores import fetch, store_of
+        from millstream.app.replicating.filling import fill
+        from millstream.app.replicating.stores import store_of
 
         with contextlib.closing(store_of(self._home, self._stream)) as store:
-            found = fetch(store, self._stream, self._home.wal_folder(self._stream), tell=self._tell)
-        fact = replace(fact, lineage=found.lineage)
-        with self._roles.changing(self._stream) as changing:
-            changing.put(fact)
-        return CaughtUp(fact, found.end.group)
+            fill(self._home, self._stream, store, tell=self._tell)
+        return CaughtUp(self._roles.of(self._stream), node_state(self._home, self._stream).group)
 
     # --- this one ------------------------------------------------------------------------------------------------------
 
@@ -303,7 +317,8 @@ class _Attempt:
             sessions = notes.document(SESSIONS)
             if sessions is not None:
                 replace_file(folder / SESSIONS_NAME, sessions)
-        with self._home.open_catalog() as known, nobody_writes(self._home.run_folder):
+        # `millstream run` may be there and wait for its part: this node doesn't lead yet, so that nobody opens the log, whose locks are taken here.
+        with self._home.open_catalog() as known:
             group = take_over(
                 self._home,
                 known,

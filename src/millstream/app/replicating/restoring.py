@@ -69,8 +69,9 @@ def restore_stream(
     if at is not None:
         _cut_at(wal, StreamToken.parse(at, stream=stream_id).linear(), found.end.persisted_upto, replication)
     elif (sessions := found.documents.get(SESSIONS)) is not None:
-        replace_file(wal / SESSIONS_NAME, sessions)
-    _adopt(home, stream_id, found.documents.get(CATALOG), wal)
+        replace_file(wal / SESSIONS_NAME, sessions.data)
+    catalog = found.documents.get(CATALOG)
+    _adopt(home, stream_id, None if catalog is None else catalog.data, wal)
     marks = durable_marks(RealFiles(), str(wal))
     group = max((mark.group for mark in marks.values()), default=GroupNumber(0))
     with Roles(home).changing(stream) as changing:

@@ -22,7 +22,7 @@ from millstream.app.part import Lifeline
 from millstream.app.region_holders import expect_followers, merge_needs
 from millstream.app.regions import KeptVectors, hear_regions
 from millstream.app.replicating.roles import Roles
-from millstream.app.retention import sweep
+from millstream.app.retention import is_for_sessions, sweep
 from millstream.app.wiring import capture_config, place_compiled_code
 from millstream.app.writing.appending import append_socket
 from millstream.app.writing.buffered import buffer_name, open_buffer
@@ -274,7 +274,9 @@ class OwnedStream:
             return
         expect_followers(self.catalog, self.name, writer.stream, self.config, self.home.config.replication)
         merges = merge_needs(self.catalog, self.name, writer.stream, self.config, self._kept)
-        sweep(self.catalog, self.name, writer.stream, self.home.wal_folder(self.name), self.config.log, merges)
+        swept = sweep(self.catalog, self.name, writer.stream, self.home.wal_folder(self.name), self.config.log, merges)
+        if is_for_sessions(swept):
+            writer.log.copy_sessions()  # the next round lets go of it
 
     def _capture(
         self, writer: StreamWriter, stop: threading.Event, *, until_caught_up: bool, tell: Callable[[], None]
@@ -304,7 +306,7 @@ def _until_led_no_more(home: Home, name: str, stop: threading.Event) -> Iterator
     roles, ended, over = Roles(home), threading.Event(), threading.Event()
 
     def watch() -> None:
-        while not over.is_set() and not stop.wait(_LOOK_EVERY_S) and roles.leads(name):
+        while not over.is_set() and not stop.wait(_LOOK_EVERY_S) and roles.leads_surely(name):
             continue
         ended.set()
 
