@@ -28,7 +28,7 @@ What becomes of the oldest segment, by who needs it and how large the log is:
     |------------------------------|--------------------|--------------|----------------------------|
     | nobody                       | Drop when old      | Drop         | Drop                       |
     | consumers and followers only | Keep               | Keep         | CutOff of each, then Drop  |
-    | a pipeline, backlog or merge | Keep               | Keep         | Keep; nobody is cut off    |
+    | anybody else                 | Keep               | Keep         | Keep; nobody is cut off    |
 
 Nobody is cut off where that would free nothing. Pipelines and backlogs never are, nor what is merged of several regions: the lake, and the
 merged table, have no other way to what they lack.
@@ -66,6 +66,8 @@ class HolderKind(StrEnum):
     FOLLOWER = "follower"
     MERGE = "merge"
     """What is kept of a table that several regions write: records that it hasn't taken."""
+    LEADER = "leader"
+    """Of a follower's log: what its leader still has. Whoever is promoted needs all that those in the leader's catalog do."""
 
     @property
     def can_be_cut_off(self) -> bool:

@@ -12,9 +12,11 @@ from millstream.app.home import replace_file
 from millstream.app.replicating.ages import note_age
 from millstream.app.replicating.aside_report import write_report
 from millstream.app.replicating.leaders import note_leaders
+from millstream.app.replicating.retaining import CopyRetention
 from millstream.app.replicating.roles import VERSIONS_NAME, Roles, replication_folder
 from millstream.errors import MillstreamError
 from millstream.model.ids import GroupNumber
+from millstream.model.positions import Seq
 from millstream.model.replication import Document
 from millstream.protocol.replication.follower import Lag
 from millstream.protocol.replication.roles import RoleFact, fenced_error
@@ -35,6 +37,7 @@ class FollowingNotes:
         self._home = home
         self._roles = Roles(home)
         self._name = name
+        self._retention = CopyRetention(home, name)
         self._folder = replication_folder(home, name)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._wal_folder = home.wal_folder(name)
@@ -105,3 +108,7 @@ class FollowingNotes:
     def lag(self, lag: Lag) -> None:
         """As the port says."""
         note_age(self._folder, None if lag.age_s == float("inf") else lag.age_s)
+
+    def let_go(self, leader_dropped: Seq) -> None:
+        """As the port says."""
+        self._retention.look(leader_dropped)
