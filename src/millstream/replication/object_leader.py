@@ -183,7 +183,8 @@ class StoredLink:
         self._segment_bytes = segment_bytes
         self._stored = stored_of(objects, layout)
         self._lock = threading.Lock()
-        self._epoch = Epoch(0)
+        self._epoch: Epoch | None = None
+        """Under which this link has claimed the store; the first leader's is 0."""
         self._number = 0
         self._hello = self._stored.hello(greatest_claim(objects, layout))
         self._is_empty = self._stored.stream is None and not self._stored.sealed
@@ -194,8 +195,12 @@ class StoredLink:
         self._words: Inbox[Acknowledgement] = Inbox(4 << 20)
         self._ended = threading.Event()
         self._sealing: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        threading.Thread(target=self._write_all, name="object-store-writes", daemon=True).start()
-        threading.Thread(target=self._seal_all, name="object-store-seals", daemon=True).start()
+        self._threads = (
+            threading.Thread(target=self._write_all, name="object-store-writes", daemon=True),
+            threading.Thread(target=self._seal_all, name="object-store-seals", daemon=True),
+        )
+        for thread in self._threads:
+            thread.start()
         self._sealing.put(True)
 
     @property
@@ -203,10 +208,17 @@ class StoredLink:
         """What the store has."""
         return self._hello
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether it is of no use any more."""
-        return self._ended.is_set()
+    def has_ended(self, timeout_s: float) -> bool:
+        """Whether it is of no use any more, and changes nothing: the next one would take what it writes for another leader's, and miss what it takes away.
+
+        Waits so long for what is under way.
+        """
+        if not self._ended.is_set():
+            return False
+        deadline_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def send(self, shipment: Shipment) -> None:
         """See the port."""
@@ -265,7 +277,7 @@ class StoredLink:
         for document in shipment.documents:
             self._objects.put_new(self._layout.document(document.name, document.version), [document.data])
         buffers = encode_message(shipment)
-        name = self._layout.group(self._epoch, self._number)
+        name = self._layout.group(shipment.epoch, self._number)
         # One of our own attempts may have been told to have failed, and have been there all the same.
         if not self._objects.put_new(name, buffers) and bytes(self._objects.get(name) or b"") != b"".join(buffers):
             leads = greatest_claim(self._objects, self._layout)
@@ -280,7 +292,7 @@ class StoredLink:
             stored = self._stored
             word = Acknowledgement(
                 STORE_NODE,
-                self._epoch,
+                shipment.epoch,
                 stored.reached(),
                 max((mark.group for mark in stored.marks.values()), default=GroupNumber(0)),
                 max((mark.persisted_upto for mark in stored.marks.values()), default=Seq(0)),
