@@ -152,6 +152,13 @@ class WalArchiver:
 
     def _store_all(self, link: FollowerLink) -> None:
         """Store until it is to end and nothing is left, or something fails."""
+        claimed = link.hello.promised
+        if claimed > self._promise.epoch:
+            # What lies there may be another log by now: it isn't to be compared with this one.
+            raise Fenced(
+                f"another node has claimed the object store of {self._name}: epoch {claimed}, and this is {self._promise.epoch}",
+                epoch=int(claimed),
+            )
         position = dict(link.hello.position)
         versions = dict(link.hello.documents)
         self._source.restart()

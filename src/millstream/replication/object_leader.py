@@ -212,7 +212,7 @@ class StoredLink:
         """What is stored isn't the log yet."""
         self._lock = threading.Lock()
         self._epoch: Epoch | None = None
-        """Under which it writes; None: it hasn't begun. Who was never promoted leads under 0."""
+        """Under which this link has claimed the store; the first leader's is 0."""
         self._number = 0
         self._hello = self._stored.hello(greatest_claim(objects, layout))
         self._is_empty = self._stored.stream is None and not self._stored.sealed
@@ -223,8 +223,12 @@ class StoredLink:
         self._words: Inbox[Acknowledgement] = Inbox(4 << 20)
         self._ended = threading.Event()
         self._sealing: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        threading.Thread(target=self._write_all, name="object-store-writes", daemon=True).start()
-        threading.Thread(target=self._seal_all, name="object-store-seals", daemon=True).start()
+        self._threads = (
+            threading.Thread(target=self._write_all, name="object-store-writes", daemon=True),
+            threading.Thread(target=self._seal_all, name="object-store-seals", daemon=True),
+        )
+        for thread in self._threads:
+            thread.start()
         self._sealing.put(True)
 
     @property
@@ -232,10 +236,17 @@ class StoredLink:
         """What the store has."""
         return self._hello
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether it is of no use any more."""
-        return self._ended.is_set()
+    def has_ended(self, timeout_s: float) -> bool:
+        """Whether it is of no use any more, and changes nothing: the next one would take what it writes for another leader's, and miss what it takes away.
+
+        Waits so long for what is under way.
+        """
+        if not self._ended.is_set():
+            return False
+        deadline_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def send(self, shipment: Shipment) -> None:
         """See the port. Who reads a store takes all of it: what readers of the leader see isn't kept."""

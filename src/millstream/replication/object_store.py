@@ -99,7 +99,7 @@ class ObjectStoreTransport:
             ShipmentUnreadable: likewise.
         """
         with self._lock:
-            if not self._closed.is_set() and (self._link is None or self._link.has_ended):
+            if not self._closed.is_set() and (self._link is None or self._link.has_ended(timeout_s)):
                 if not self._is_probed:
                     self.check()
                 self._link = StoredLink(
