@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -68,8 +69,8 @@ class Node:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, part: str, *words: str) -> subprocess.Popen[bytes]:
-        """Start one of its processes: `owner`, `serve` or `follow`; more words go to the command."""
-        command = {"owner": ["capture", "run"], "serve": ["serve"], "follow": ["follow"]}[part]
+        """Start one of its processes: `owner`, `serve`, `follow`, or `run` with all of them and the pipeline; more words go to the command."""
+        command = {"owner": ["capture", "run"], "serve": ["serve"], "follow": ["follow"], "run": ["run"]}[part]
         with (self.home / f"{part}.log").open("ab") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "millstream.cli", "--home", str(self.home), *command, *words],
@@ -109,6 +110,11 @@ class Node:
             return (self.home / f"{part}.log").read_text()
         return ""
 
+    def url(self) -> str:
+        """Where its HTTP listens; nothing before it does."""
+        found = re.findall(r"listening \(address ([\d.:]+)\)", self.log("serve"))
+        return f"http://{found[-1]}" if found else ""
+
     def ask(self, *words: str) -> subprocess.CompletedProcess[str]:
         """A command, to its end."""
         return run(self.home, *words)
@@ -126,6 +132,7 @@ class Node:
             return []
         reader = StreamReader(str(folder))
         found: list[Any] = []
+        # One that has led is cut back when it follows: a file may go while it is read.
         try:
             for some in reader.read_between(Seq(reader.first_seq() - 1), reader.persisted_upto()):
                 found += some.batch.column(column).to_pylist()
@@ -169,7 +176,9 @@ def eventually(condition: Any, what: str, *of: Node) -> None:
         what=lambda: (
             what
             + "".join(
-                f"\n--- {n.name} {part}\n{n.log(part)[-3000:]}" for n in of for part in ("owner", "serve", "follow")
+                f"\n--- {n.name} {part}\n{n.log(part)[-3000:]}"
+                for n in of
+                for part in ("owner", "serve", "follow", "run")
             )
         ),
     )

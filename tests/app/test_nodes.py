@@ -8,12 +8,15 @@ import shutil
 import signal
 from pathlib import Path
 
+import httpx
 import pytest
 from tests.app.homes import run
 from tests.app.nodes import STREAM, Node, eventually, free_port, nodes
 
 import millstream
-from millstream.errors import Fenced, ReadOnly
+from millstream.app.home import Home
+from millstream.app.replicating.examining import examine_nodes
+from millstream.errors import Fenced, ReadOnly, ReplicasMissing
 from millstream.testing.pytest_plugin import Database
 from millstream.wal.reader import StreamReader
 
@@ -45,6 +48,27 @@ def test_a_follower_has_the_leaders_bytes_and_says_whom_to_write_to(tmp_path: Pa
         eventually(lambda: b.rows() == [1, 2, 3, 4, 5, 6], "it goes on where it was", a, b)
 
 
+def check_what_a_follower_says(a: Node, b: Node) -> None:
+    """The commands and addresses at which people and load balancers look."""
+    status = b.answer("status")
+    assert status["streams"][0]["state"] == "follows"
+    assert status["streams"][0]["replication"]["following"]["records_behind"] == 0
+    assert a.answer("status")["streams"][0]["replication"]["followers"][0]["node"] == "b"
+    for node, other, role in ((a, "b", "follows a"), (b, "a", "leads")):
+        own, its = examine_nodes(Home(node.home))
+        assert (own.error, its.error) == (None, None)
+        assert (its.check, its.message) == (f"node {other} of {STREAM}", f"answers, {role}, has group 3")
+    eventually(lambda: a.url() and b.url(), "both listen", a, b)
+    assert httpx.get(f"{a.url()}/readyz").status_code == 200
+    unready = httpx.get(f"{b.url()}/readyz")
+    assert (unready.status_code, unready.json()["detail"]) == (503, "a leads: writes go there")
+    assert f'millstream_replica_behind_records{{stream="{STREAM}"}} 0.0' in httpx.get(f"{b.url()}/metrics").text
+    assert f'millstream_node_leads{{stream="{STREAM}"}} 1.0' in httpx.get(f"{a.url()}/metrics").text
+    with millstream.connect(b.url()) as there, pytest.raises(ReadOnly) as refused:
+        there.append(STREAM, "orders", [{"id": 9}])
+    assert refused.value.details["leader"] == "a"
+
+
 def test_a_promotion_beside_a_living_leader_loses_nothing(tmp_path: Path) -> None:
     """… and whoever waits to write the node that is promoted, as `millstream run` does, goes on through it."""
     with nodes(tmp_path) as (a, b):
@@ -54,9 +78,17 @@ def test_a_promotion_beside_a_living_leader_loses_nothing(tmp_path: Path) -> Non
             node.start("owner")
         append(a, 1, 2, 3)
         eventually(lambda: b.rows() == [1, 2, 3], "what was there comes", a, b)
+        check_what_a_follower_says(a, b)
         promoted = b.ask("promote")
         assert promoted.returncode == 0, promoted.stderr
         append(b, 4)
+        (of_b,) = b.answer("replicas")["streams"]
+        assert (of_b["writes_go_to"]["node"], of_b["writes_go_to"]["here"], of_b["writes_go_to"]["epoch"]) == (
+            "b",
+            True,
+            1,
+        )
+        assert [(one["epoch"], one["node"]) for one in of_b["led"]] == [(0, "a"), (1, "b")], "by the catalog that came"
         assert b.rows() == [1, 2, 3, 4]
         with pytest.raises(Fenced) as refused:
             append(a, 5)
@@ -85,6 +117,8 @@ def test_what_a_dead_leader_alone_had_takes_a_word_and_is_set_aside(tmp_path: Pa
         assert "a" in promoted[0]["losses"][0]
         b.start("owner")
         append(b, 4)
+        with pytest.raises(Fenced):
+            append(a, 9)  # nobody has come to it yet: it asks the others in front of its first write
         a.start("serve")
         a.start("owner")
         a.start("follow", "b")
@@ -95,6 +129,10 @@ def test_what_a_dead_leader_alone_had_takes_a_word_and_is_set_aside(tmp_path: Pa
         facts = json.loads((report / "report.json").read_text())
         assert (facts["records"], facts["tables"]) == (1, {"public.orders": 1})
         assert StreamReader(facts["log"]).persisted_upto() == facts["last_seq"]
+        a.end("follow", signal.SIGKILL)
+        (report / "report.json").unlink()  # as if it had been killed in front of that
+        a.start("follow")
+        eventually((report / "report.json").exists, "the report is written by whoever follows next", a)
 
 
 def test_a_write_that_followers_have_acknowledged_outlives_its_leader(tmp_path: Path) -> None:
@@ -120,6 +158,20 @@ def test_a_write_that_followers_have_acknowledged_outlives_its_leader(tmp_path: 
             assert home.session(STREAM, "till").append("orders", [{"id": 21}], deadline_s=100).duplicate is False
         assert b.rows() == list(range(1, 22))
         eventually(lambda: a.rows() == b.rows(), "the old leader has it", a, b)
+
+
+def test_a_follower_shows_what_the_level_holds_for_and_that_also_where_nothing_else_comes(tmp_path: Path) -> None:
+    with nodes(tmp_path, "abc", acks="durable(2)") as (a, b, c):
+        a.start("owner")
+        a.start("serve")
+        b.start("follow", "a")
+        with millstream.open(a.home) as home, pytest.raises(ReplicasMissing):
+            home.append(STREAM, "orders", [{"id": 1}], deadline_s=1)
+        eventually(lambda: b.bytes_of_log() == a.bytes_of_log() != {}, "the bytes come", a, b)
+        assert b.rows() == a.rows() == []
+        c.start("follow", "a")
+        for node in (a, b, c):
+            eventually(lambda node=node: node.rows() == [1], "what two followers have is shown everywhere", a, b, c)
 
 
 def test_a_stream_comes_back_from_an_object_store_alone(tmp_path: Path) -> None:
@@ -212,6 +264,8 @@ def test_regions_follow_one_another_and_read_what_both_have_written(tmp_path: Pa
         own, copy = homes[0].answer("replicas")["streams"]
         assert [one["node"] for one in own["followers"]] == ["region-2"]
         assert (copy["stream"], copy["role"], copy["leader"]) == (f"{STREAM}@2", "follows", "region-2")
+        (told,) = homes[0].answer("status")["streams"]
+        assert told["log"]["held"]["follower region-2"]["kind"] == "follower"
     finally:
         for node in homes:
             node.kill()

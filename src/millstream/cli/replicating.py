@@ -33,7 +33,11 @@ if TYPE_CHECKING:
     metavar="S",
     help="Only this stream; may be repeated. Else all that are configured.",
 )
-@click.option("--rebuild", is_flag=True, help="Set this node's copy aside first, and build it anew from the leader's.")
+@click.option(
+    "--rebuild",
+    is_flag=True,
+    help="Set this node's copy aside first, and build it anew: from the object store, where there is one, else from what the leader has kept.",
+)
 @click.option("--until-caught-up", is_flag=True, help="End when everything is here that the leader has.")
 @click.option("--only-note", is_flag=True, help="Only note whom this node follows; `millstream run` does the rest.")
 @log_format_option
@@ -65,9 +69,11 @@ def follow(
             facts = begin_to_follow(home, None if node is None else check_node_name(node), streams)
             for name, fact in facts.items():
                 aside = start_anew(home, name) if rebuild else None
+                store = home.config.replication.object_store
                 note(
                     f"stream {name} follows {fact.leader}"
                     + ("" if aside is None else f"; the copy so far is in {aside}")
+                    + ("" if not rebuild or store is None else f"; the new one begins with what {store} has")
                 )
             if only_note:
                 return
@@ -104,6 +110,13 @@ def replicas(session: Session, as_json: bool) -> None:
         if one["object_store"] is not None:
             rows.append([one["stream"], "object store", "stores", one["object_store"]["group"], None, None, None, None])
     print_table(titles, rows, right=titles[3:])
+    for one in found["streams"]:
+        error = one["error"] or (one["following"] or {}).get("error")
+        if error is not None:
+            note(f"stream {one['stream']}: {error['message']} ({error['code']})\n  hint: {error['hint']}")
+        leads = one["writes_go_to"]
+        if leads is not None and leads["epoch"] > one["promised"]["epoch"]:
+            note(f"{leads['node']} leads {one['stream']} since epoch {leads['epoch']}, of which this node hasn't heard")
     if not found["serves"] and any(one["role"] == "leads" for one in found["streams"]):
         note("`millstream serve` doesn't run here: nobody can follow this node")
     if not found["follows"] and any(one["role"] == "follows" for one in found["streams"]):
@@ -111,7 +124,9 @@ def replicas(session: Session, as_json: bool) -> None:
 
 
 def _part(one: dict[str, Any]) -> str:
-    role: str = one["role"]
+    role: str | None = one["role"]
+    if role is None:
+        return "unknown"
     return role if role == "leads" else f"{role}: {one['leader']}" if role == "fenced" else f"follows {one['leader']}"
 
 

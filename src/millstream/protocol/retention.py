@@ -27,9 +27,10 @@ What becomes of the oldest segment, by who needs it and how large the log is:
     |------------------------------|--------------------|--------------|----------------------------|
     | nobody                       | Drop when old      | Drop         | Drop                       |
     | consumers and followers only | Keep               | Keep         | CutOff of each, then Drop  |
-    | a pipeline or a backlog      | Keep               | Keep         | Keep; nobody is cut off    |
+    | a pipeline, backlog or merge | Keep               | Keep         | Keep; nobody is cut off    |
 
-Nobody is cut off where that would free nothing. Pipelines and backlogs never are: the lake has no other way to what they lack.
+Nobody is cut off where that would free nothing. Pipelines and backlogs never are, nor what is merged of several regions: the lake, and the
+merged table, have no other way to what they lack.
 
 The machine does nothing by itself. `step` gives one effect; the caller carries it out (a cut-off durably, before anything else)
 and asks again. Segments aren't remembered from one call to the next: the caller shows the oldest sealed one of every shard.
@@ -61,6 +62,8 @@ class HolderKind(StrEnum):
     """Of the log's writer: writes of applications that the copy of its sessions lacks."""
     CONSUMER = "consumer"
     FOLLOWER = "follower"
+    MERGE = "merge"
+    """What is kept of a table that several regions write: records that it hasn't taken."""
 
     @property
     def can_be_cut_off(self) -> bool:

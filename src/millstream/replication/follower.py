@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 import structlog
 
-from millstream.errors import Diverged, LogError, MillstreamError
+from millstream.errors import AccessError, Diverged, LogError, MillstreamError
 from millstream.model.ids import GroupNumber
 from millstream.model.replication import Acknowledgement, Document, Hello, NodeName
 from millstream.ports import Clock, Files, LeaderLink
@@ -35,6 +35,7 @@ from millstream.protocol.replication.follower import (
     Received,
     Say,
     SetAside,
+    ShowAll,
     Stop,
     Tick,
     WasSetAside,
@@ -58,7 +59,7 @@ class FollowerNotes(Protocol):
         """Durably: whom it has promised what."""
 
     def check_promise(self, fact: RoleFact) -> None:
-        """Return where nobody was promised more than that. Asked behind what was made durable and in front of each acknowledgement.
+        """Return where nobody was promised more than that. Asked behind what was made durable, before it is told or shown.
 
         Raises:
             Fenced: another process of this node has given a higher promise. What was made durable before it, it has told of.
@@ -115,24 +116,27 @@ class WalFollower:
         self._link: LeaderLink | None = None
         self._leader: NodeName | None = None
         self._lag_told_s = 0.0
+        self._apart_since_s = 0.0
+        self._told: tuple[str, ...] | None = ()
+        """What was told of last, which isn't repeated with each try; None once it follows."""
 
     # --- what others may ask, on any thread ----------------------------------------------------------------------------
 
     def facts(self) -> dict[str, object]:
         """What is known now, JSON-able."""
         machine = self._machine
-        lag, stopped = machine.lag(time.monotonic()), machine.stopped_by
+        lag, error = machine.lag(time.monotonic()), machine.stopped_by or machine.trouble
         return {
             "phase": machine.phase.value,
             "leader": machine.fact.leader or None,
             "promised": int(machine.fact.promise.epoch),
             "group": int(machine.holding.group),
             "persisted_upto": int(machine.holding.persisted_upto),
-            "records_behind": lag.records,
-            "bytes_behind": lag.size_bytes,
+            "records_behind": lag.records if machine.has_heard else None,
+            "bytes_behind": lag.size_bytes if machine.has_heard else None,
             "lag_s": None if lag.age_s == float("inf") else round(lag.age_s, 3),
             "leader_clock_off_s": round(machine.clock_off_s, 3),
-            "error": None if stopped is None else stopped.as_dict(),
+            "error": None if error is None else error.as_dict(),
         }
 
     @property
@@ -161,12 +165,16 @@ class WalFollower:
 
         Raises:
             Diverged, OtherStream, FollowerBehindRetention: what a person has to look after.
+            AccessError, LinkLost …: with `until_caught_up`, where the leader refuses this node, or isn't there for a minute.
             ReplicaFailed: the disk failed.
             CatalogError, OSError …: what couldn't be made durable.
         """
+        self._apart_since_s = time.monotonic()
         try:
             while not stop.is_set():
                 self._step(Tick())
+                if until_caught_up:
+                    self._give_up_in_time()
                 if self._machine.stopped_by is not None:
                     raise self._machine.stopped_by
                 if self._log.failure is not None:
@@ -186,6 +194,14 @@ class WalFollower:
         self._break_link()
         self._log.close()
 
+    def _give_up_in_time(self) -> None:
+        """A job ends, by the error, where waiting doesn't help: it would be there for ever, and nobody would look."""
+        trouble = self._machine.trouble
+        if trouble is None:
+            self._apart_since_s = time.monotonic()
+        elif isinstance(trouble, AccessError) or time.monotonic() - self._apart_since_s > _GIVES_UP_AFTER_S:
+            raise trouble
+
     def _open_log(self) -> ReplicaLog:
         return ReplicaLog.open(self._folder, files=self._files)
 
@@ -201,6 +217,9 @@ class WalFollower:
             self._step(LinkGone(error, random.random()))  # noqa: S311 - no secret
             return
         if shipment is not None:
+            if self._told is not None:
+                self._told = None
+                logger.info("follows", stream=self._name, leader=self._leader)
             self._step(Received(shipment, self._clock.now_ns()))
 
     def _step(self, event: Event) -> None:
@@ -229,6 +248,9 @@ class WalFollower:
                 except MillstreamError as error:
                     return ApplyFailed(error, random.random())  # noqa: S311 - no secret
                 return Applied(self._holding(), self._clock.now_ns())
+            case ShowAll():
+                self._notes.check_promise(self._machine.fact)
+                self._log.show_all()
             case SetAside(behind):
                 self._log.close()
                 self._notes.set_aside(behind)
@@ -244,9 +266,11 @@ class WalFollower:
                 level = logger.error if isinstance(error, Diverged) else logger.warning
                 level("follows no more", stream=self._name, error=error.message, code=error.code, hint=error.hint)
             case Tell(_, what, error):
-                told = {} if error is None else {"error": error.message, "code": error.code}
-                text = f"following: {what}"
-                logger.warning(text, stream=self._name, **told)
+                told = {} if error is None else {"error": error.message, "code": error.code, "hint": error.hint}
+                words = (what, *told.values())
+                if words != self._told:
+                    self._told = words
+                    logger.warning(what, stream=self._name, **told)
         return None
 
     def _say(self, word: object) -> Event | None:
@@ -282,5 +306,7 @@ class WalFollower:
                 self._notes.lag(self.lag())
 
 
+_GIVES_UP_AFTER_S: Final = 60.0
+"""As long as a leader may take to be started anew, or another one to be promoted."""
 _LAG_EVERY_S: Final = 0.2
 """How often readers of other processes are told how old what they see is: below what anybody bounds it by."""

@@ -27,7 +27,7 @@ from millstream.wal.files import RealFiles
 from millstream.wal.index import read_header
 from millstream.wal.layout import MARK_NAME, SegmentFile, list_segments, list_shards, segment_path, shard_folder
 from millstream.wal.mark import MarkFile, read_dropped, read_mark
-from millstream.wal.replica_marks import allow_all
+from millstream.wal.replica_shown import lower_shown
 from millstream.wal.scan import ScannedFrame, Window, read_frame, reader_of, scan_frames
 from millstream.wal.shards import lock_shards
 
@@ -100,7 +100,7 @@ def truncate_to(
         cuts = {shard: Cut.at(files, folder, shard, common.get(shard)) for shard in marks}
         beyond = sum(cut.beyond_bytes for cut in cuts.values())
         if not beyond:
-            return _found(files, aside)
+            return found_aside(files, aside)
         lowered = _lowered(cuts)
         lasts = [cut.last for cut in cuts.values() if cut.last is not None]
         common_seq = max((header.group_last_seq for header in lasts), default=Seq(0))
@@ -108,17 +108,18 @@ def truncate_to(
         if has_records and not _is_whole(files, aside, cuts):
             _copy(files, aside, cuts, common_seq)
         for shard, moved in lowered.items():
+            lower_shown(files, cuts[shard].folder, marks[shard], moved)
+        for shard, moved in lowered.items():
             marks[shard].move(moved, anchor=True)
-            allow_all(files, cuts[shard].folder, marks[shard], moved)
         for shard, cut in cuts.items():
             if cut.is_below_mark and shard not in lowered:
                 forget_mark(files, cut.folder)
             cut.apply(files)
-    return _found(files, aside)
+    return found_aside(files, aside)
 
 
-def _found(files: Files, aside: str) -> SetAside | None:
-    """What lies aside; None where nothing does."""
+def found_aside(files: Files, aside: str) -> SetAside | None:
+    """What lies in a folder that `truncate_to` was given; None where nothing does, or its copy was cut short."""
     shards = [shard_folder(aside, shard) for shard in list_shards(files, aside)]
     dropped = [mark for shard_dir in shards if (mark := read_dropped(files, shard_dir)) is not None]
     if not dropped:

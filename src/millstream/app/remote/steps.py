@@ -54,9 +54,6 @@ _BUSY: Final = frozenset({429, 503})
 _UNTOLD: Final = frozenset({500, 502, 504})
 """Somebody failed on the way: nobody knows how far the request had come."""
 
-_SAID_FIRST: Final = (AccessError, SessionsNeedOneWriter, ReadOnly, Fenced)
-"""Said of a try before anybody looks what became of the one before."""
-
 _Result = TypeVar("_Result")
 
 
@@ -264,12 +261,15 @@ def appended(call: Call, *, url: str, deadline_s: float, now: Callable[[], float
                 continue
             if isinstance(error, RoutingError):
                 raise error  # nobody took it, or some did, who would have it once more with each try
+            if isinstance(error, ReadOnly | Fenced):
+                # It stays so, and the caller is told where writes go; of a try before nobody here knows.
+                raise (unknown or error)
             if isinstance(error, AppendOutcomeUnknown) or got.status in _UNTOLD:
                 unknown = _unknown(error.message, call, url)
             elif got.status in _BUSY:
                 wait_s = _wait_of(got, nap_s)
-            elif unknown is not None and isinstance(error, _SAID_FIRST):
-                raise unknown from error
+            elif unknown is not None and isinstance(error, AccessError | SessionsNeedOneWriter):
+                raise unknown from error  # of this try it is said before anybody looks what became of the one before
             else:
                 raise error
         if now() + wait_s >= give_up_s or (unknown is not None and not is_told_apart):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,36 +13,39 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from millstream.app.control import ControlServer
-from millstream.app.home import replace_file
 from millstream.app.locks import LOCK_PATIENCE_S, RoleLock, holder, nobody_writes
-from millstream.app.replicating.ages import note_age
-from millstream.app.replicating.aside_report import write_report
+from millstream.app.replicating.filling import fill, has_log
+from millstream.app.replicating.leaders import note_leaders
 from millstream.app.replicating.node_calls import (
     NodeState,
     address_of,
-    region_node,
     state_of_node,
     this_node,
+    told_by,
 )
+from millstream.app.replicating.notes import FollowingNotes
+from millstream.app.replicating.others import hearing_of_promotions
 from millstream.app.replicating.roles import LOOK_EVERY_S, Roles, replication_folder
+from millstream.app.replicating.stores import store_of
 from millstream.errors import (
     ConfigError,
+    DiskFull,
     Fenced,
+    FollowerBehindRetention,
     MillstreamError,
+    ReplicaFailed,
     ReplicationError,
     Retry,
+    RoleUnreadable,
     UnknownStream,
     UsageError,
 )
-from millstream.model.ids import GroupNumber, RegionId, region_log_name
-from millstream.model.replication import Document, Hello, NodeName
-from millstream.protocol.replication.follower import Lag
-from millstream.protocol.replication.roles import Role, RoleFact, fenced_error
+from millstream.model.ids import RegionId, region_log_name
+from millstream.model.replication import Hello, NodeName, region_node
+from millstream.protocol.replication.roles import Role, RoleFact
 from millstream.replication.flight import FlightTransport
 from millstream.replication.follower import WalFollower
-from millstream.wal.files import RealFiles
-from millstream.wal.history import ends_behind, truncate_to
-from millstream.wal.layout import SESSIONS_NAME
+from millstream.wal.files import NO_SPACE
 
 if TYPE_CHECKING:
     from millstream.app.home import Home
@@ -53,7 +55,6 @@ if TYPE_CHECKING:
 logger = structlog.get_logger("millstream.follow")
 
 _AGAIN_S: Final = 1.0
-_VERSIONS: Final = "documents.json"
 
 
 def begin_to_follow(home: Home, leader: NodeName | None, streams: Sequence[str]) -> dict[str, RoleFact]:
@@ -140,7 +141,7 @@ def follow_home(
         def facts() -> dict[str, Any]:
             return {"streams": {name: stream.facts() for name, stream in streams.items()}}
 
-        with ControlServer(home, "follow", {"status": facts}):
+        with ControlServer(home, "follow", {"status": facts}), hearing_of_promotions(home):
             threads = [
                 threading.Thread(target=stream.run, kwargs={"until_caught_up": until_caught_up}, name=f"follow-{name}")
                 for name, stream in streams.items()
@@ -182,23 +183,28 @@ class _FollowedStream:
         follower = self._follower
         if follower is not None:
             self._told = follower.facts()
-        role = self._roles.of(self._name).role
+        role: Role | None = None
+        with contextlib.suppress(RoleUnreadable):
+            role = self._roles.of(self._name).role
         told = self._told if role is Role.FOLLOWS else {}
-        error = None if self.error is None else self.error.as_dict()
-        return {**told, "stream": self._name, "role": role.value, "error": error}
+        # Who follows again has its own word of how that goes.
+        error = told.get("error") if self.error is None or follower is not None else self.error.as_dict()
+        return {**told, "stream": self._name, "role": None if role is None else role.value, "error": error}
 
     def run(self, *, until_caught_up: bool) -> None:
         """Follow while this node does, and nobody promotes it."""
         while not self._stop.is_set():
+            is_done = True
             try:
                 if self._roles.of(self._name).role is Role.FOLLOWS and not holder(self._home.run_folder, "promote"):
-                    self._follow(until_caught_up=until_caught_up)
+                    is_done = self._follow_or_fill(until_caught_up=until_caught_up)
                     self.error = None
-                if until_caught_up:
+                if until_caught_up and is_done:
                     return
-            except MillstreamError as error:
-                self.error = error
-                if error.retry in {Retry.OPERATOR, Retry.NEVER} and not isinstance(error, Fenced):
+            except (MillstreamError, OSError) as failed:
+                self.error = error = _in_our_tree(failed, self._home)
+                lasts = until_caught_up or error.retry in {Retry.OPERATOR, Retry.NEVER}
+                if lasts and not isinstance(error, Fenced | DiskFull):
                     return
                 logger.warning("begins again", stream=self._name, error=error.message, code=error.code, in_s=_AGAIN_S)
                 self._stop.wait(_AGAIN_S)
@@ -209,15 +215,62 @@ class _FollowedStream:
                 return
             self._stop.wait(LOOK_EVERY_S)
 
+    def _follow_or_fill(self, *, until_caught_up: bool) -> bool:
+        """Follow, and have from the object store what the leader has dropped; False where there is more to be done."""
+        fills = self._copy.only is None and self._home.config.replication.object_store is not None
+        # Who has nothing would get from the leader what that has kept, and nothing older.
+        if fills and not has_log(self._home, self._name) and self._fill() is None:
+            return False
+        try:
+            self._follow(until_caught_up=until_caught_up)
+        except FollowerBehindRetention as error:
+            if not fills:
+                raise
+            logger.info("the leader has dropped what comes next", stream=self._name, error=error.message)
+            if self._fill() is False:
+                raise
+            return False
+        return True
+
     def _follow(self, *, until_caught_up: bool) -> None:
         fact = self._roles.of(self._name)
-        follower = _follower_of(self._home, self._copy, fact, FollowingNotes(self._home, self._name))
+        note_leaders(self._home, self._name)
+        notes = FollowingNotes(self._home, self._name)
+        notes.report_what_was_set_aside()
+        follower = _follower_of(self._home, self._copy, fact, notes)
+        with self._unless_told_else(lambda: follower.fact) as ended:
+            self._follower = follower
+            try:
+                follower.run(ended, until_caught_up=until_caught_up)
+            finally:
+                self._told, self._follower = follower.facts(), None
+
+    def _fill(self) -> bool | None:
+        """Take what the object store has more; whether it had anything. None: it was interrupted."""
+        fact = self._roles.of(self._name)
+        with (
+            self._unless_told_else(lambda: fact) as ended,
+            contextlib.closing(store_of(self._home, self._name)) as store,
+        ):
+            self._told = {"phase": "filling"}
+            found = fill(self._home, self._name, store, stop=ended.is_set, tell=self._tell_filling)
+            return None if ended.is_set() else found is not None
+
+    def _tell_filling(self, what: str) -> None:
+        logger.info("takes from the object store", stream=self._name, how_far=what)
+
+    @contextlib.contextmanager
+    def _unless_told_else(self, fact: Callable[[], RoleFact]) -> Iterator[threading.Event]:
+        """An event that is set once this node is to stop, promises more than the fact says, or is promoted."""
         ended, over = threading.Event(), threading.Event()
 
         def watch() -> None:
             while not over.is_set() and not self._stop.wait(LOOK_EVERY_S):
-                now = self._roles.of(self._name)
-                if now.role is not Role.FOLLOWS or now.promise > follower.fact.promise:
+                try:
+                    now = self._roles.of(self._name)
+                except RoleUnreadable:
+                    break
+                if now.role is not Role.FOLLOWS or now.promise > fact().promise:
                     break
                 if holder(self._home.run_folder, "promote"):
                     break
@@ -225,13 +278,20 @@ class _FollowedStream:
 
         watching = threading.Thread(target=watch, name=f"follow-watch-{self._name}", daemon=True)
         watching.start()
-        self._follower = follower
         try:
-            follower.run(ended, until_caught_up=until_caught_up)
+            yield ended
         finally:
-            self._told, self._follower = follower.facts(), None
             over.set()
             watching.join()
+
+
+def _in_our_tree(error: MillstreamError | OSError, home: Home) -> MillstreamError:
+    """What a role or a document that couldn't be made durable means: it is tried again, and stops no other stream."""
+    if isinstance(error, MillstreamError):
+        return error
+    if error.errno in NO_SPACE:
+        return DiskFull(f"{home.data} has no space: {error}", hint="Free space: this node goes on by itself then.")
+    return ReplicaFailed(f"the disk under {home.data} failed: {error}")
 
 
 def make_follower(home: Home, name: str, fact: RoleFact, *, notes: FollowingNotes, only: NodeName) -> WalFollower:
@@ -310,7 +370,14 @@ class _Connecting:
         return other, self._link(other, hello, timeout_s)
 
     def _link(self, node: NodeName, hello: Hello, timeout_s: float) -> LeaderLink:
-        return FlightTransport(self._stream, address_of(self._home, node)).connect(hello, timeout_s)
+        address = address_of(self._home, node)
+        try:
+            return FlightTransport(self._stream, address).connect(hello, timeout_s)
+        except MillstreamError as error:
+            told = told_by(address, node, error)
+            if told is error:
+                raise
+            raise told from error
 
     def _who_leads(self, but: NodeName, hello: Hello) -> NodeName | None:
         found: list[NodeState] = []
@@ -324,80 +391,6 @@ class _Connecting:
             if one.fact.role is Role.LEADS and one.fact.promise >= (hello.promised, hello.promised_to)
         ]
         return max(leads, key=lambda one: one.fact.promise).node if leads else None
-
-
-class FollowingNotes:
-    """See `FollowerNotes`."""
-
-    def __init__(self, home: Home, name: str) -> None:
-        self._roles = Roles(home)
-        self._name = name
-        self._folder = replication_folder(home, name)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._wal_folder = home.wal_folder(name)
-
-    def versions(self) -> dict[str, int]:
-        """Of the documents that are kept."""
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            found = json.loads((self._folder / _VERSIONS).read_bytes())
-            return {str(name): int(version) for name, version in found.items()}
-        return {}
-
-    def document(self, name: str) -> bytes | None:
-        """One that is kept; None where none came."""
-        with contextlib.suppress(FileNotFoundError):
-            return (self._folder / f"{name}.document").read_bytes()
-        return None
-
-    def role(self, fact: RoleFact) -> None:
-        """As the port says. Raises `Fenced` where another process has given a higher promise meanwhile."""
-        with self._roles.changing(self._name) as changing:
-            if changing.fact.promise > fact.promise:
-                raise fenced_error(changing.fact.promise)
-            changing.put(fact)
-
-    def check_promise(self, fact: RoleFact) -> None:
-        """As the port says."""
-        promise = self._roles.of(self._name).promise
-        if promise > fact.promise:
-            raise fenced_error(promise)
-
-    def documents(self, documents: tuple[Document, ...]) -> None:
-        """As the port says."""
-        for document in documents:
-            replace_file(self._folder / f"{document.name}.document", document.data)
-        versions = self.versions() | {one.name: one.version for one in documents}
-        replace_file(self._folder / _VERSIONS, json.dumps(versions).encode())
-
-    def forget_documents(self) -> None:
-        """Keep none of them any more."""
-        (self._folder / _VERSIONS).unlink(missing_ok=True)
-        for document in self._folder.glob("*.document"):
-            document.unlink()
-
-    def set_aside(self, behind: GroupNumber) -> None:
-        """As the port says: into a folder that reads as a log by itself."""
-        files, folder = RealFiles(), str(self._wal_folder)
-        # Not by the time: a call that was cut short is repeated. Of two that were promoted with one number each may have had this node follow.
-        promise = self._roles.of(self._name).promise
-        aside = self._folder / f"aside-behind-{behind}-for-{promise.epoch}-{promise.node}"
-        found = truncate_to(folder, ends_behind(files, folder, behind), aside=str(aside), files=files)
-        (self._wal_folder / SESSIONS_NAME).unlink(missing_ok=True)
-        if found is None:
-            return
-        logger.warning(
-            "set aside what the leader doesn't have", stream=self._name, folder=found.folder, bytes=found.size_bytes
-        )
-        try:
-            report = write_report(self._name, found, aside.with_name(f"{aside.name}-report"))
-        except (MillstreamError, OSError) as error:
-            logger.warning("what was set aside can't be told of", stream=self._name, error=str(error))
-        else:
-            logger.warning("its records stand in a report", stream=self._name, folder=str(report))
-
-    def lag(self, lag: Lag) -> None:
-        """As the port says."""
-        note_age(self._folder, None if lag.age_s == float("inf") else lag.age_s)
 
 
 def start_anew(home: Home, stream: str) -> Path | None:

@@ -16,19 +16,19 @@ import structlog
 
 from millstream.app.config.quantities import duration_s
 from millstream.app.replicating.catalog_document import CatalogDocument
-from millstream.app.replicating.following import FollowingNotes
-from millstream.app.replicating.node_calls import region_node
+from millstream.app.replicating.leaders import note_leaders
+from millstream.app.replicating.level_document import Terms
+from millstream.app.replicating.notes import FollowingNotes
 from millstream.app.replicating.roles import LOOK_EVERY_S, Roles, replication_folder
 from millstream.app.replicating.session_document import SessionDocument
 from millstream.app.writing.stream_writer import resolve_stream
 from millstream.errors import FollowerBehindRetention, MillstreamError, UnknownStream
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq
-from millstream.model.replication import Document, Holding, NodeName
+from millstream.model.replication import OBJECT_STORE, Document, Holdings, NodeName, follower_holder, region_node
 from millstream.protocol.replication.leader import Phase
-from millstream.protocol.replication.levels import Acks
 from millstream.protocol.replication.roles import Promise, Role, RoleFact
-from millstream.protocol.replication.shipping import CutOff, Heard
+from millstream.protocol.replication.shipping import Heard
 from millstream.protocol.retention import HolderKind
 from millstream.replication.archiver import WalArchiver
 from millstream.replication.flight import FlightTransport, FollowRequest
@@ -142,6 +142,7 @@ class _StreamShipping:
         with contextlib.ExitStack() as stack:
             catalog = stack.enter_context(self._home.open_catalog())
             stream = resolve_stream(self._home, catalog, self._name)
+            note_leaders(self._home, self._name, catalog)
             notes = stack.enter_context(contextlib.closing(_Notes(self._home, self._name, catalog, stream, fact)))
             documents: _Documents | _Kept = _Documents(self._home, self._name)
             if fact.role is Role.FOLLOWS:
@@ -158,10 +159,11 @@ class _StreamShipping:
                 only=only,
                 observers=frozenset(region_node(region) for region in replication.region_addresses),
             )
-            notes.tell = shipper.hear
             self._shipper = shipper
             shipper.start()
-            if replication.object_store is not None and only is None:
+            if replication.object_store is None:
+                catalog.release(stream, follower_holder(OBJECT_STORE))
+            elif only is None:
                 self._archiver = stack.enter_context(self._archiving(fact, shipper, documents))
             try:
                 while not self._ending.wait(LOOK_EVERY_S) and not shipper.ended.is_set():
@@ -216,10 +218,12 @@ class _Documents:
         self._lock = threading.Lock()
         self._catalog = CatalogDocument(home)
         self._sessions = SessionDocument(home.wal_folder(name))
+        self._level = Terms.configured(home, name).document()
 
     def now(self) -> tuple[Document, ...]:
         with self._lock:
-            return tuple(one for one in (self._catalog.newest(), self._sessions.newest()) if one is not None)
+            found = self._level, self._catalog.newest(), self._sessions.newest()
+            return tuple(one for one in found if one is not None)
 
     def close(self) -> None:
         with self._lock:
@@ -251,7 +255,6 @@ class _Notes:
         self._stream = stream
         replication_folder(home, name).mkdir(parents=True, exist_ok=True)
         self._acks = AcksFile(RealFiles(), str(home.acks_file(name)), stream, fact.promise.epoch)
-        self.tell: Callable[[CutOff], None] = lambda _: None
 
     def role(self, fact: RoleFact) -> None:
         with self._roles.changing(self._name) as changing:
@@ -260,26 +263,17 @@ class _Notes:
 
     def cursor(self, node: NodeName, needed_from: Seq, *, anew: bool) -> None:
         if anew:
-            self._catalog.release(self._stream, holder_of(node))
+            self._catalog.release(self._stream, follower_holder(node))
             return
         try:
-            self._catalog.set_needed_from(self._stream, holder_of(node), needed_from, kind=HolderKind.FOLLOWER)
-        except FollowerBehindRetention as error:
-            self.tell(CutOff(node, error))
+            self._catalog.set_needed_from(self._stream, follower_holder(node), needed_from, kind=HolderKind.FOLLOWER)
+        except FollowerBehindRetention:
+            # What it needed then it has meanwhile, from here or from elsewhere: else reading would have told it so.
+            self._catalog.release(self._stream, follower_holder(node))
+            self._catalog.set_needed_from(self._stream, follower_holder(node), needed_from, kind=HolderKind.FOLLOWER)
 
-    def acks(self, acks: Acks, persisted: dict[NodeName, Seq], now_ns: int) -> None:
-        self._acks.promise(acks.epoch)
-        for node in {place.name for place in self._acks.holdings.places if not place.is_store} - set(acks.groups):
-            self._acks.forget(node)
-        for node, group in acks.groups.items():
-            self._acks.tell(Holding(node, acks.epoch, group, persisted.get(node, Seq(0)), now_ns))
-        if acks.stored:
-            self._acks.tell(Holding("object-store", acks.epoch, acks.stored, Seq(0), now_ns, is_store=True))
+    def acks(self, holdings: Holdings, now_ns: int) -> None:
+        self._acks.take_over(holdings, now_ns)
 
     def close(self) -> None:
         self._acks.close()
-
-
-def holder_of(node: NodeName) -> str:
-    """A follower's name among those who hold segments."""
-    return f"follower {node}"

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import structlog
@@ -16,8 +16,11 @@ from millstream.app.home import replace_file
 from millstream.app.locks import RoleLock
 from millstream.app.replicating.catalog_document import CATALOG, adopt_catalog
 from millstream.app.replicating.desk import node_state, wait_for_writer
-from millstream.app.replicating.following import FollowingNotes, make_follower
+from millstream.app.replicating.following import make_follower
+from millstream.app.replicating.leaders import note_leaders
+from millstream.app.replicating.level_document import LEVEL, Terms
 from millstream.app.replicating.node_calls import NodeState, ask_promise, state_of_node, this_node
+from millstream.app.replicating.notes import FollowingNotes
 from millstream.app.replicating.roles import Roles
 from millstream.app.replicating.session_document import SESSIONS
 from millstream.app.writing.stream_writer import resolve_stream, take_over
@@ -32,7 +35,7 @@ from millstream.errors import (
     UnknownStream,
 )
 from millstream.model.ids import Epoch, GroupNumber, StreamId
-from millstream.model.replication import AckLevel, NodeName
+from millstream.model.replication import AckKind, NodeName
 from millstream.protocol.replication.promotion import (
     STORE,
     Answered,
@@ -59,7 +62,7 @@ from millstream.protocol.replication.promotion import (
     TookOver,
     Unanswered,
 )
-from millstream.protocol.replication.roles import LINEAGE, Promise, Role, RoleFact
+from millstream.protocol.replication.roles import Promise, Role, RoleFact
 from millstream.protocol.replication.shipping import PersistRole
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME
@@ -125,6 +128,7 @@ def promote(
         held.enter_context(RoleLock.take(home.run_folder, "promote"))
         attempt = _Attempt(home, stream, me, accept_loss=accept_loss, tell=tell)
         fact, losses = attempt.run()
+        note_leaders(home, stream)
     return Promoted(stream, fact.promise.epoch, fact.lineage.last.behind, losses, time.monotonic() - began_s)
 
 
@@ -138,16 +142,15 @@ class _Attempt:
         self._stream = stream
         self._tell = tell
         self._roles = Roles(home)
-        config = home.config.streams[stream]
-        level = AckLevel.parse(config.acks)
-        nodes = frozenset(NodeName(node) for node in home.config.replication.nodes) | {me}
+        terms, has_store = self._terms()
+        nodes = terms.nodes | {me}
         _refuse_several_writers(home, stream)
         self._machine = Promotion(
             me,
             nodes,
             self._roles.of(stream),
-            level,
-            has_store=home.config.replication.object_store is not None,
+            terms.level,
+            has_store=has_store,
             accept_loss=accept_loss,
             answer_s=_PROMISES_S,
         )
@@ -157,6 +160,20 @@ class _Attempt:
         """Who didn't answer when it was asked how it stands: it isn't given long to promise."""
         self._error: MillstreamError | None = None
         self._lead: Lead | None = None
+
+    def _terms(self) -> tuple[Terms, bool]:
+        """By what was acknowledged: the leader has sent what it goes by, which this node's configuration may say otherwise. And whether a store decides."""
+        own = Terms.configured(self._home, self._stream)
+        sent = FollowingNotes(self._home, self._stream).document(LEVEL)
+        its = own if sent is None else Terms.from_json(sent)
+        if its.level != own.level:
+            self._tell(f"the leader has acknowledged at {its.level}, and this node is configured for {own.level}")
+        if its.nodes != own.nodes:
+            self._tell(
+                f"the leader counts the nodes {', '.join(sorted(its.nodes))}; here are {', '.join(sorted(own.nodes))}"
+            )
+        stores = AckKind.OBJECT in {own.level.kind, its.level.kind}
+        return own.with_leaders(its), stores or self._home.config.replication.object_store is not None
 
     def run(self) -> tuple[RoleFact, tuple[str, ...]]:
         try:
@@ -233,13 +250,14 @@ class _Attempt:
         return Answered(node, _standing(state))
 
     def _claim(self, promise: Promise) -> Event:
-        from millstream.app.replicating.stores import store_of, store_rank
+        from millstream.app.replicating.stores import store_of, stored_lineage
 
         try:
             with contextlib.closing(store_of(self._home, self._stream)) as store:
                 if not store.claim(promise.epoch, promise.node):
                     return ClaimFailed(PromotionLost(f"epoch {promise.epoch} was claimed by another node"))
-                return Claimed(*store_rank(store))
+                rank, _, persisted_upto = stored_lineage(store)
+                return Claimed(rank, persisted_upto)
         except MillstreamError as error:
             return ClaimFailed(error)
 
@@ -250,7 +268,7 @@ class _Attempt:
             fact = self._roles.of(self._stream)
             notes = FollowingNotes(self._home, self._stream)
             if node == STORE:
-                return self._fetch(fact)
+                return self._fill()
             follower = _once_let_go(lambda: make_follower(self._home, self._stream, fact, notes=notes, only=node))
             stop = threading.Event()
             watching = threading.Thread(
@@ -267,21 +285,14 @@ class _Attempt:
             return CatchUpFailed(error)
         return CaughtUp(self._roles.of(self._stream), node_state(self._home, self._stream).group)
 
-    def _fetch(self, fact: RoleFact) -> Event:
+    def _fill(self) -> Event:
         """Take what the object store has more."""
-        from millstream.app.replicating.stores import fetch, store_of
+        from millstream.app.replicating.filling import fill
+        from millstream.app.replicating.stores import store_of
 
         with contextlib.closing(store_of(self._home, self._stream)) as store:
-            folder = self._home.wal_folder(self._stream)
-            found = _once_let_go(lambda: fetch(store, self._stream, folder, tell=self._tell))
-        # The log's last tables may be in the store's alone.
-        FollowingNotes(self._home, self._stream).documents(
-            tuple(one for one in found.documents.values() if one.name != LINEAGE)
-        )
-        fact = replace(fact, lineage=found.lineage)
-        with self._roles.changing(self._stream) as changing:
-            changing.put(fact)
-        return CaughtUp(fact, found.end.group)
+            _once_let_go(lambda: fill(self._home, self._stream, store, tell=self._tell))
+        return CaughtUp(self._roles.of(self._stream), node_state(self._home, self._stream).group)
 
     # --- this one ------------------------------------------------------------------------------------------------------
 

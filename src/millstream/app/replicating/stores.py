@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from millstream.app.replicating.node_calls import this_node
-from millstream.errors import ConfigError, UnknownStream
-from millstream.model.ids import Epoch
+from millstream.errors import ConfigError, FollowerBehindRetention, ReplicaGap, UnknownStream
+from millstream.model.ids import Epoch, GroupNumber
 from millstream.model.positions import Seq
-from millstream.model.replication import Document, Hello, NodeName
+from millstream.model.replication import Document, Hello, NodeName, Shipment
 from millstream.protocol.replication.roles import LINEAGE, Greeting, Lineage, Rank, RoleFact
 from millstream.replication.object_store import ObjectStoreTransport
 from millstream.wal.mark import stream_cut
@@ -48,15 +48,15 @@ def store_of(home: Home, stream: str) -> ObjectStoreTransport:
     return ObjectStoreTransport(url, stream, node=this_node(home))
 
 
-def store_rank(store: ObjectStoreTransport) -> tuple[Rank | None, Seq]:
-    """How much a store has of what was acknowledged, and up to which number; None where it has nothing. Raises `StoreUnavailable`."""
+def stored_lineage(store: ObjectStoreTransport) -> tuple[Rank | None, Lineage, Seq]:
+    """How much a store has of what was acknowledged (None: nothing), who led up to there, and up to which number. Raises `StoreUnavailable`."""
     found = store.newest()
     if not found.marks:
-        return None, Seq(0)
+        return None, Lineage(), Seq(0)
     group = max(mark.group for mark in found.marks.values())
-    lineage = found.documents.get(LINEAGE)
-    past = Lineage() if lineage is None else Greeting.from_json(lineage).lineage
-    return Rank(past.covered_by(group).last.promise, group), stream_cut(found.marks.values())
+    document = found.documents.get(LINEAGE)
+    lineage = (Lineage() if document is None else Greeting.from_json(document).lineage).covered_by(group)
+    return Rank(lineage.last.promise, group), lineage, stream_cut(found.marks.values())
 
 
 def lineage_document(fact: RoleFact) -> Document:
@@ -70,6 +70,9 @@ def fetch(
     stream: str,
     folder: Path,
     *,
+    upto: GroupNumber | None = None,
+    withholds: bool = False,
+    stop: Callable[[], bool] = lambda: False,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Fetched:
     """Take everything that a store has of a stream and a log hasn't into that log.
@@ -78,6 +81,9 @@ def fetch(
         store: the store.
         stream: its name, for errors.
         folder: the log's; nobody has it open. It is made where it isn't there.
+        upto: with that group it is enough, whatever is stored meanwhile; None: with what is there when nothing comes any more.
+        withholds: whether readers of the log see nothing of it before a leader says so.
+        stop: whether to break off.
         tell: told how far it is, now and then.
 
     Raises:
@@ -87,23 +93,40 @@ def fetch(
     """
     documents: dict[str, Document] = {}
     size_bytes = 0
-    log = ReplicaLog.open(str(folder))
+    log = ReplicaLog.open(str(folder), withholds=withholds)
     try:
         hello = Hello(log.stream, NodeName("restore"), Epoch(0), log.position())
         link = store.connect(hello, _CONNECTS_WITHIN_S)
         told_s = time.monotonic()
-        while (shipment := link.recv(_LOOKS_FOR_S)) is not None:
-            documents |= {document.name: document for document in shipment.documents}
+        while not stop() and (shipment := link.recv(_LOOKS_FOR_S)) is not None:
+            # Shipments that are still there may have older ones than came first.
+            documents |= {
+                one.name: one
+                for one in shipment.documents
+                if one.name not in documents or one.version >= documents[one.name].version
+            }
             if shipment.parts or shipment.marks:
-                log.apply(shipment)
+                _apply(log, shipment)
                 size_bytes += sum(len(part.data) for part in shipment.parts)
             if time.monotonic() - told_s > 1.0:
                 told_s = time.monotonic()
                 tell(f"{size_bytes >> 20} MiB are here")
+            if upto is not None and log.end().group >= upto:
+                break
         link.close()
-        if log.stream is None:
+        if log.stream is None and not stop():
             raise UnknownStream(f"the store has nothing of stream {stream}", stream=stream)
         end = log.end()
     finally:
         log.close()
     return Fetched(end, documents, size_bytes)
+
+
+def _apply(log: ReplicaLog, shipment: Shipment) -> None:
+    try:
+        log.apply(shipment)
+    except ReplicaGap as error:
+        raise FollowerBehindRetention(
+            f"the object store lacks what comes next here: {error.message}",
+            hint="Its bytes from there on are older than the store, or were deleted there. `millstream follow --rebuild` begins with what the store has.",
+        ) from error

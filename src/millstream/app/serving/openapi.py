@@ -88,12 +88,12 @@ _REFUSED: Final[Mapping[int, str]] = {
     410: "What is asked for was dropped: retention went past it.",
     413: "The body is too large.",
     415: "The body is of a type or encoding that isn't taken.",
-    421: "It was sent to a name that isn't the server's; or another node leads the stream (`read_only`, `fenced`): its name and address are in `details`.",
+    421: "It was sent to a name that isn't the server's.",
     422: "The rows have no place in the table, or are too many or too large; or a query takes more than it may.",
     424: "Some of the places that the rows go to took them, and some didn't: sent again, they would be twice in the former.",
     429: "There is no room now: send it again after `Retry-After` seconds.",
     500: "A failure of the server's; with `append_outcome_unknown` the rows may be durable.",
-    503: "Nobody writes now, or others don't have the rows in time (`replicas_missing`): send it again after `Retry-After` seconds.",
+    503: "Nobody writes now, another node leads (`read_only`, `fenced`), or others don't have the rows in time (`replicas_missing`): send it again after `Retry-After` seconds.",
     507: "The disk is full.",
 }
 _RETRIED: Final = frozenset({429, 503})

@@ -84,9 +84,6 @@ _STATUS: Final[Mapping[type[MillstreamError], HTTPStatus]] = {
     Forbidden: HTTPStatus.FORBIDDEN,
     AccessError: HTTPStatus.FORBIDDEN,
     UnknownHost: HTTPStatus.MISDIRECTED_REQUEST,
-    # Not a 5xx: after those nobody knows what became of a write, and here nothing did.
-    ReadOnly: HTTPStatus.MISDIRECTED_REQUEST,
-    Fenced: HTTPStatus.MISDIRECTED_REQUEST,
     UnknownStream: HTTPStatus.NOT_FOUND,
     UnknownTable: HTTPStatus.NOT_FOUND,
     UnknownPath: HTTPStatus.NOT_FOUND,
@@ -120,6 +117,9 @@ _STATUS: Final[Mapping[type[MillstreamError], HTTPStatus]] = {
     WriterClosed: HTTPStatus.SERVICE_UNAVAILABLE,
     HomeBusy: HTTPStatus.SERVICE_UNAVAILABLE,
     ReplicasMissing: HTTPStatus.SERVICE_UNAVAILABLE,
+    # Not a 4xx, for which shippers of metrics drop what they have: sent again it may reach the leader, behind a load balancer for instance.
+    ReadOnly: HTTPStatus.SERVICE_UNAVAILABLE,
+    Fenced: HTTPStatus.SERVICE_UNAVAILABLE,
     StaleEpoch: HTTPStatus.SERVICE_UNAVAILABLE,
     CatalogBusy: HTTPStatus.SERVICE_UNAVAILABLE,
     CatalogUnreachable: HTTPStatus.SERVICE_UNAVAILABLE,

@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NewType
 
-from millstream.errors import FollowerBehindRetention, MillstreamError
+from millstream.errors import MillstreamError
 from millstream.model.ids import GroupNumber, ShardId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Seq
-from millstream.model.replication import Acknowledgement, Hello, NodeName, ReplicaPosition
-from millstream.protocol.replication.levels import Acks
+from millstream.model.replication import Acknowledgement, Hello, Holdings, NodeName, ReplicaPosition
 from millstream.protocol.replication.roles import Promise, RoleFact
 
 LinkId = NewType("LinkId", int)
@@ -100,21 +99,16 @@ class Durable:
     marks: Mapping[ShardId, DurableMark]
     documents: Mapping[str, int] = field(default_factory=dict)
     """Versions."""
+    shown: Mapping[ShardId, DurableMark] = field(default_factory=dict)
+    """How far readers see each shard, where that isn't what is durable: it may change without anything else."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The object store has everything up to that group."""
+    """The object store has everything up to that group, and number."""
 
     group: GroupNumber
-
-
-@dataclass(frozen=True, slots=True)
-class CutOff:
-    """Retention has dropped, or will, what a follower lacks."""
-
-    node: NodeName
-    error: FollowerBehindRetention
+    persisted_upto: Seq = Seq(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +132,7 @@ class Tick:
 
 
 Event = (
-    Joined | Asked | Acked | Sent | ReadFailed | LinkGone | Durable | Stored | CutOff | Heard | Stopping | Tick
+    Joined | Asked | Acked | Sent | ReadFailed | LinkGone | Durable | Stored | Heard | Stopping | Tick
 )  # fmt: skip
 
 # --- what is to be done ------------------------------------------------------------------------------------------------
@@ -169,7 +163,8 @@ class PersistCursor:
 class PersistAcks:
     """Tell whoever waits for others to have something."""
 
-    acks: Acks
+    holdings: Holdings
+    """Without times."""
 
 
 @dataclass(frozen=True, slots=True)
