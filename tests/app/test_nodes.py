@@ -158,6 +158,10 @@ def test_what_a_dead_leader_alone_had_takes_a_word_and_is_set_aside(tmp_path: Pa
         facts = json.loads((report / "report.json").read_text())
         assert (facts["records"], facts["tables"]) == (1, {"public.orders": 1})
         assert StreamReader(facts["log"]).persisted_upto() == facts["last_seq"]
+        a.end("follow", signal.SIGKILL)
+        (report / "report.json").unlink()  # as if it had been killed in front of that
+        a.start("follow")
+        eventually((report / "report.json").exists, "the report is written by whoever follows next", a)
 
 
 def test_a_write_that_followers_have_acknowledged_outlives_its_leader(tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ class StoredLink:
         """What is stored isn't the log yet."""
         self._lock = threading.Lock()
         self._epoch: Epoch | None = None
-        """Under which this link has claimed the store; the first leader's is 0."""
+        """Under which it writes; None: it hasn't begun. Who was never promoted leads under 0."""
         self._number = 0
         self._hello = self._stored.hello(greatest_claim(objects, layout))
         self._is_empty = self._stored.stream is None and not self._stored.sealed

@@ -240,7 +240,9 @@ class _FollowedStream:
     def _follow(self, *, until_caught_up: bool) -> None:
         fact = self._roles.of(self._name)
         note_leaders(self._home, self._name)
-        follower = _follower_of(self._home, self._copy, fact, FollowingNotes(self._home, self._name))
+        notes = FollowingNotes(self._home, self._name)
+        notes.report_what_was_set_aside()
+        follower = _follower_of(self._home, self._copy, fact, notes)
         with self._unless_told_else(lambda: follower.fact) as ended:
             self._follower = follower
             try:
