@@ -145,6 +145,11 @@ class WalFollower:
         return self._machine.fact
 
     @property
+    def group(self) -> GroupNumber:
+        """The last that its log has, whole."""
+        return self._machine.holding.group
+
+    @property
     def stopped_by(self) -> MillstreamError | None:
         """Why it takes nothing any more, where a person has to look."""
         return self._machine.stopped_by

@@ -190,7 +190,8 @@ class _FollowedStream:
         with contextlib.suppress(RoleUnreadable):
             role = self._roles.of(self._name).role
         told = self._told if role is Role.FOLLOWS else {}
-        error = told.get("error") if self.error is None else self.error.as_dict()
+        # Who follows again has its own word of how that goes.
+        error = told.get("error") if self.error is None or follower is not None else self.error.as_dict()
         return {**told, "stream": self._name, "role": None if role is None else role.value, "error": error}
 
     def run(self, *, until_caught_up: bool) -> None:

@@ -76,11 +76,18 @@ class FollowingNotes:
         versions = self.versions() | {one.name: one.version for one in documents}
         replace_file(self._folder / VERSIONS_NAME, json.dumps(versions).encode())
 
+    def forget_documents(self) -> None:
+        """Keep none of them any more."""
+        (self._folder / VERSIONS_NAME).unlink(missing_ok=True)
+        for document in self._folder.glob("*.document"):
+            document.unlink()
+
     def set_aside(self, behind: GroupNumber) -> None:
         """As the port says: into a folder that reads as a log by itself."""
         files, folder = RealFiles(), str(self._wal_folder)
-        # Not by the time: a call that was cut short is repeated.
-        aside = self._folder / f"aside-behind-{behind}-for-{self._roles.of(self._name).promise.epoch}"
+        # Not by the time: a call that was cut short is repeated. Of two that were promoted with one number each may have had this node follow.
+        promise = self._roles.of(self._name).promise
+        aside = self._folder / f"aside-behind-{behind}-for-{promise.epoch}-{promise.node}"
         found = truncate_to(folder, ends_behind(files, folder, behind), aside=str(aside), files=files)
         (self._wal_folder / SESSIONS_NAME).unlink(missing_ok=True)
         if found is None:
