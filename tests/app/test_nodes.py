@@ -33,6 +33,8 @@ def test_a_follower_has_the_leaders_bytes_and_says_whom_to_write_to(tmp_path: Pa
         a.start("owner")
         a.start("serve")
         append(a, 1, 2, 3)
+        refused = b.ask("promote")  # which nobody has told yet whom to follow
+        assert (refused.returncode, "two_leaders" in refused.stderr) == (1, True), refused.stderr
         b.start("follow", "a")
         eventually(lambda: b.rows() == [1, 2, 3], "what was there comes", a, b)
         append(a, 4)

@@ -53,6 +53,8 @@ def collect_status(home: Home) -> dict[str, Any]:
         one["replication"] = its = nodes.get(one["name"])
         if its is not None and its["role"] != "leads":
             one["state"] = its["role"]
+            if "lag" in one:  # the leader lands: nothing waits here
+                one["lag"] |= {"lake": _lake_lag(None)}
     return {
         "home": str(home.path),
         "processes": {role: holder(home.run_folder, role).get("pid") for role in get_args(Role)} | _appending(home),

@@ -96,6 +96,7 @@ from millstream.errors._replication import RoleUnreadable as RoleUnreadable
 from millstream.errors._replication import ShipmentUnreadable as ShipmentUnreadable
 from millstream.errors._replication import StoreUnavailable as StoreUnavailable
 from millstream.errors._replication import StoreUnusable as StoreUnusable
+from millstream.errors._replication import TwoLeaders as TwoLeaders
 from millstream.errors._replication import UnknownNode as UnknownNode
 from millstream.errors._root import MillstreamError as MillstreamError
 from millstream.errors._root import Retry as Retry

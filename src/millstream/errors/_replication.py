@@ -114,6 +114,17 @@ class PromotionLost(ReplicationError):
     default_hint = "Have this node follow the one that won: `millstream follow`."
 
 
+class TwoLeaders(ReplicationError):
+    """Two nodes lead a stream, and neither was promoted: one of them was never told whom to follow, so that each has a log of its own."""
+
+    code = "two_leaders"
+    retry = Retry.OPERATOR
+    default_hint = (
+        "Decide whose log it is to be. On the other node, stop `millstream run`, move data/wal/STREAM away (what it has isn't in the first one's log), then "
+        "`millstream follow` the first."
+    )
+
+
 class StoreUnusable(ReplicationError):
     """The object store can't do what shipping needs of it."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from millstream.app.replicating.node_calls import state_of_node, this_node
 from millstream.app.replicating.roles import Roles
-from millstream.errors import ConfigError, MillstreamError, ReplicationError
+from millstream.errors import ConfigError, MillstreamError, ReplicationError, TwoLeaders
 from millstream.model.replication import region_node
 from millstream.protocol.replication.roles import Role
 
@@ -96,10 +96,7 @@ def _disagreement(home: Home, node: str, stream: str, state: NodeState) -> Mills
         )
     theirs = state.fact
     if own.role is Role.LEADS and theirs.role is Role.LEADS:
-        return ReplicationError(
-            f"this node leads stream {stream}, and so does {node}",
-            hint=f"`millstream follow {node} --only-note` on the one of lower epoch, or on the one that is new: `millstream replicas --json` tells.",
-        )
+        return TwoLeaders(f"this node leads stream {stream}, and so does {node}", stream=stream, node=node)
     if own.role is not Role.LEADS and theirs.role is not Role.LEADS and own.leader == node:
         return ReplicationError(
             f"this node follows {node}, which doesn't lead stream {stream}",

@@ -37,6 +37,7 @@ from millstream.errors import (
     ReplicationError,
     Retry,
     RoleUnreadable,
+    TwoLeaders,
     UnknownStream,
     UsageError,
 )
@@ -114,6 +115,8 @@ def _led_so_far(home: Home, stream: str, whom: NodeName, fact: RoleFact) -> Role
         return replace(fact, role=Role.FENCED, leader=whom)
     theirs = state_of_node(home, whom, stream).fact
     fenced = fact.heard_of(theirs.promise)
+    if fenced.role is Role.LEADS and theirs.role is Role.LEADS:
+        raise TwoLeaders(f"this node leads stream {stream} itself, and so does {whom}", stream=stream, node=whom)
     if fenced.role is Role.LEADS:
         raise ReplicationError(
             f"this node leads stream {stream} itself, and {whom} wasn't promoted",

@@ -21,6 +21,7 @@ from millstream.app.replicating.leaders import note_leaders
 from millstream.app.replicating.level_document import LEVEL, Terms
 from millstream.app.replicating.node_calls import NodeState, ask_promise, state_of_node, this_node
 from millstream.app.replicating.notes import FollowingNotes
+from millstream.app.replicating.others import hear_of_promotions
 from millstream.app.replicating.roles import Roles
 from millstream.app.replicating.session_document import SESSIONS
 from millstream.app.writing.stream_writer import resolve_stream, take_over
@@ -32,6 +33,7 @@ from millstream.errors import (
     NotCaughtUp,
     PromotionLost,
     ShardLocked,
+    TwoLeaders,
     UnknownStream,
 )
 from millstream.model.ids import Epoch, GroupNumber, StreamId
@@ -113,6 +115,7 @@ def promote(
 
     Raises:
         UnknownStream, ConfigError: there is no such stream, or the configuration names no nodes.
+        TwoLeaders: this node leads, and has never followed the other one that does.
         NotCaughtUp: too few nodes answer, or one has more that can't be had; this node goes on as it was.
         PromotionLost: another node is being promoted, or was.
         HomeBusy: another promotion goes on here; or who wrote here doesn't end.
@@ -126,6 +129,7 @@ def promote(
     with contextlib.ExitStack() as held:
         # Who follows here sees this lock, and steps aside for as long.
         held.enter_context(RoleLock.take(home.run_folder, "promote"))
+        _refuse_two_leaders(home, stream)
         attempt = _Attempt(home, stream, me, accept_loss=accept_loss, tell=tell)
         fact, losses = attempt.run()
         note_leaders(home, stream)
@@ -376,6 +380,19 @@ def _once_let_go(do: Callable[[], _Result]) -> _Result:
 
 def _standing(state: NodeState) -> Standing:
     return Standing(state.fact.promise, state.fact.role, state.rank, state.persisted_upto)
+
+
+def _refuse_two_leaders(home: Home, stream: str) -> None:
+    """A node that was never told whom to follow leads as well, alone: to say so again would hide it."""
+    if not hear_of_promotions(home, stream):
+        return
+    for node in sorted(home.config.replication.nodes.keys() - {home.config.replication.node}):
+        try:
+            theirs = state_of_node(home, node, stream, timeout_s=_SURVEYS_S).fact
+        except MillstreamError:
+            continue  # it says nothing against it
+        if theirs.role is Role.LEADS:
+            raise TwoLeaders(f"this node leads stream {stream}, and so does {node}", stream=stream, node=node)
 
 
 def _refuse_several_writers(home: Home, stream: str) -> None:
