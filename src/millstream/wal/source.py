@@ -141,6 +141,8 @@ class SegmentSource:
             on_damage(error)
             self._header = SegmentHeader(NO_STREAM, RegionId(0), ShardId(0), Epoch(0), base)
         self._schemas = SchemaSet(self._header.directory)
+        self._brought: set[int] = set()
+        """Where schemas stand that were read."""
         self._heads = Window(reader_of(files, path), HEADS_AHEAD_BYTES)
 
     def knows(self, tables: Iterable[TableEntry]) -> bool:
@@ -148,8 +150,9 @@ class SegmentSource:
         return all((table.table_id, table.schema_version) in self._schemas for table in tables)
 
     def bring_schemas(self, places: Iterable[SchemaPlace]) -> None:
-        """Read the schemas at these places."""
-        for some in [places] if self._on_damage is None else [[place] for place in places]:
+        """Read the schemas at these places, each once: in a log that is new each frame may bring one, of hundreds of tables."""
+        new = [place for place in places if place[0] not in self._brought]
+        for some in [new] if self._on_damage is None else [[place] for place in new]:
             try:
                 found = load_schemas(self._files, self.path, self._header, some)
             except CorruptWal as error:
@@ -157,6 +160,7 @@ class SegmentSource:
                     raise
                 self._on_damage(error)
                 continue
+            self._brought.update(place[0] for place in some)
             for schema in found.tables.values():
                 if (schema.table_id, schema.version) not in self._schemas:
                     self._schemas.add(schema)
