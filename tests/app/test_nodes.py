@@ -82,6 +82,13 @@ def test_a_promotion_beside_a_living_leader_loses_nothing(tmp_path: Path) -> Non
         promoted = b.ask("promote")
         assert promoted.returncode == 0, promoted.stderr
         append(b, 4)
+        (of_b,) = b.answer("replicas")["streams"]
+        assert (of_b["writes_go_to"]["node"], of_b["writes_go_to"]["here"], of_b["writes_go_to"]["epoch"]) == (
+            "b",
+            True,
+            1,
+        )
+        assert [(one["epoch"], one["node"]) for one in of_b["led"]] == [(0, "a"), (1, "b")], "by the catalog that came"
         assert b.rows() == [1, 2, 3, 4]
         with pytest.raises(Fenced) as refused:
             append(a, 5)
@@ -110,6 +117,8 @@ def test_what_a_dead_leader_alone_had_takes_a_word_and_is_set_aside(tmp_path: Pa
         assert "a" in promoted[0]["losses"][0]
         b.start("owner")
         append(b, 4)
+        with pytest.raises(Fenced):
+            append(a, 9)  # nobody has come to it yet: it asks the others in front of its first write
         a.start("serve")
         a.start("owner")
         a.start("follow", "b")
@@ -273,3 +282,28 @@ def test_an_application_that_writes_lets_go_where_another_node_is_promoted(tmp_p
                 home.append(STREAM, "orders", [{"id": 2}])
         append(b, 3)
         assert b.rows() == [1, 3]
+
+
+def test_a_follower_that_has_less_than_another_takes_that_before_it_leads(tmp_path: Path) -> None:
+    with nodes(tmp_path, "abc", acks="durable(1)") as (a, b, c):
+        for node in (a, b, c):
+            node.start("serve")
+        for node in (b, c):
+            node.start("follow", "a")
+        with millstream.open(a.home) as home:
+            home.append(STREAM, "orders", [{"id": 1}], deadline_s=100)
+        eventually(lambda: b.rows() == c.rows() == [1], "what was there comes", a, b, c)
+        c.end("follow", signal.SIGKILL)
+        with millstream.open(a.home) as home:
+            # A table that the one to be promoted has never heard of.
+            home.append(STREAM, "others", [{"id": 2}], deadline_s=100)
+        a.kill()
+        assert c.rows() == [1]
+        promoted = c.ask("promote")
+        assert promoted.returncode == 0, promoted.stderr
+        assert c.rows() == [1, 2]
+        b.end("follow")
+        b.start("follow")
+        with millstream.open(c.home) as home:
+            home.append(STREAM, "others", [{"id": 3}], deadline_s=100)
+        eventually(lambda: b.rows() == [1, 2, 3], "the other one follows the new leader", b, c)

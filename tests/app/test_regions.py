@@ -147,6 +147,19 @@ def test_what_was_reconciled_is_kept_and_only_what_is_new_is_read_again(tmp_path
         assert rows_of(one) == rows_of(two)
 
 
+def test_a_column_that_merges_comes_with_the_first_row_that_has_it(tmp_path: Path) -> None:
+    one, two = made(tmp_path / "one", 1), made(tmp_path / "two", 2)
+    with millstream.open(one) as home:
+        home.append("shop", "posts", {"id": 7, "likes": 5})
+        assert home.merged("shop", "posts").to_pylist() == [{"id": 7, "likes": 5}]
+    assert CliRunner().invoke(cli, ["--home", str(one), "reconcile"]).exit_code == 0
+    with millstream.open(two) as home:
+        home.append("shop", "posts", {"id": 7, "likes": 3, "hidden": True})
+    follow(one, two, 2)
+    with millstream.open(one) as home:
+        assert home.merged("shop", "posts").to_pylist() == [{"id": 7, "likes": 8, "hidden": True}]
+
+
 def test_what_is_kept_is_damaged_or_of_another_log(tmp_path: Path) -> None:
     with both(tmp_path) as (one, two):
         run(one)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from tests.app.nodes import STREAM, Node, eventually, nodes
 
 import millstream
@@ -18,9 +20,11 @@ from millstream.app.replicating.level_document import LEVEL, Terms
 from millstream.app.replicating.notes import FollowingNotes
 from millstream.app.replicating.promoting import promote
 from millstream.app.replicating.roles import VERSIONS_NAME, Roles, replication_folder, role_file
-from millstream.errors import MillstreamError, NotCaughtUp, RoleUnreadable, UnknownNode, UsageError
+from millstream.cli.main import cli
+from millstream.errors import MillstreamError, NotCaughtUp, ReadOnly, RoleUnreadable, UnknownNode, UsageError
+from millstream.model.ids import Epoch
 from millstream.model.replication import AckLevel, Document, NodeName
-from millstream.protocol.replication.roles import Role, RoleFact
+from millstream.protocol.replication.roles import Promise, Role, RoleFact
 
 
 def home_of(node: Node) -> Home:
@@ -133,3 +137,26 @@ def test_a_disk_that_fails_under_a_role_is_no_bug(tmp_path: Path) -> None:
         file.rmdir()
         replace_file(file, data)
         assert Roles(home).of(STREAM).role is Role.FOLLOWS
+
+
+def test_a_copy_is_neither_mended_by_itself_nor_imported_into(tmp_path: Path) -> None:
+    """Other bytes than the leader's, or a log of its own, would have the node stop at the next word of its leader."""
+    with nodes(tmp_path) as (a, b):
+        with millstream.open(a.home) as opened:
+            opened.append(STREAM, "orders", [{"id": 1}])
+        exported = tmp_path / "exported"
+        called = CliRunner().invoke(
+            cli, ["--home", str(a.home), "wal", "export", "--format", "arrow", "-o", str(exported)]
+        )
+        assert called.exit_code == 0, called.output
+        home = home_of(b)
+        shutil.copytree(a.home / "data" / "wal" / STREAM, b.home / "data" / "wal" / STREAM)
+        follows(home, "a")
+        for words in (["wal", "repair"], ["wal", "import", str(exported)]):
+            refused = CliRunner().invoke(cli, ["--home", str(b.home), *words])
+            assert isinstance(refused.exception, ReadOnly), refused.output
+        assert CliRunner().invoke(cli, ["--home", str(b.home), "wal", "repair", "--dry-run"]).exit_code == 0
+        with Roles(home).changing(STREAM) as changing:
+            changing.put(changing.fact.standing_for(Promise(Epoch(1), NodeName("b"))))
+        mended = CliRunner().invoke(cli, ["--home", str(b.home), "wal", "repair"])
+        assert mended.exit_code == 0, "where no leader is left, there is nobody to take it from anew"

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING
 import structlog
 
 from millstream.app.regions import KeptVectors
-from millstream.app.replicating.node_calls import region_node
 from millstream.errors import UnknownTable
 from millstream.model.ids import RegionId, StreamId
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.positions import Seq, short_stream_id
-from millstream.model.replication import NodeName, follower_holder, follower_of_holder
+from millstream.model.replication import NodeName, follower_holder, follower_of_holder, region_node
 from millstream.protocol.retention import HolderKind
 
 if TYPE_CHECKING:

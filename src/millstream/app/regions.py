@@ -18,7 +18,16 @@ import pyarrow as pa
 from millstream.app.config.region_checks import key_of
 from millstream.crdt.declared import TableMerge, union_of
 from millstream.crdt.hlc import HybridTime
-from millstream.crdt.reconcile import ReconciliationEngine, RegionState, Vector, behind, vector_in, vector_of, widened
+from millstream.crdt.reconcile import (
+    ReconciliationEngine,
+    RegionState,
+    Vector,
+    behind,
+    table_in,
+    vector_in,
+    vector_of,
+    widened,
+)
 from millstream.crdt.tables import fold, lift, own_columns, state_schema
 from millstream.errors import (
     LogError,
@@ -106,9 +115,12 @@ class RegionTable:
         self.name: Final = qualified_name(*parse_qualified_name(table))
         schemas = {region: list(self._schemas(reader)) for region, reader in self._readers.items()}
         known = [schema for found in schemas.values() for schema in found]
-        if not known:
+        kept = self._kept_table()
+        if not known and kept is None:
             raise UnknownTable(f"no region of {stream} has records of {table}", table=table)
-        key = known[-1].key if config is None else key_of(config, self.name) or known[-1].key
+        # Of a table whose records retention has dropped, every one, what is kept alone knows what it was like.
+        found_key = known[-1].key if known else kept[0] if kept else ()
+        key = found_key if config is None else key_of(config, self.name) or found_key
         for region, found in schemas.items():
             for schema in found:
                 if schema.source != 0:
@@ -123,8 +135,9 @@ class RegionTable:
                         table=self.name,
                     )
         merge = merge_of(config, self.name)
-        self.columns: Final = union_of(self.name, [schema.to_arrow() for schema in known])
-        merge.check(self.name, self.columns, key)
+        columns = [schema.to_arrow() for schema in known]
+        self.columns: Final = union_of(self.name, columns if kept is None else [*columns, kept[1]])
+        merge.check(self.name, self.columns, key, whole=False)  # a column comes with the first row that has it
         self.engine: Final = ReconciliationEngine(key, merge, self.name)
         self._ids = {region: {schema.table_id for schema in found} for region, found in schemas.items()}
 
@@ -248,6 +261,13 @@ class RegionTable:
                     table=self.name,
                     region=int(region),
                 )
+
+    def _kept_table(self) -> tuple[tuple[str, ...], pa.Schema] | None:
+        """The key and the columns of what is kept; None where there is nothing."""
+        try:
+            return table_in(self._file.read_bytes())
+        except FileNotFoundError:
+            return None
 
     def _kept(self) -> RegionState | None:
         """What is kept; None where there is nothing, or columns merge otherwise now."""

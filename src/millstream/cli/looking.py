@@ -179,7 +179,7 @@ def _retention_waits(stream: dict[str, Any]) -> str:
 def _holder_words(stream: dict[str, Any], holder: str) -> str:
     kind = stream["log"]["held"][holder]["kind"]
     if kind != "backlog":
-        return f"the {kind} {holder}"
+        return f"the {holder}" if holder.startswith(f"{kind} ") else f"the {kind} {holder}"
     _, _, table_id = holder.partition("/")
     name = next((table["name"] for table in stream["tables"] if str(table["id"]) == table_id), None)
     return f"{name or f'table {table_id}'}, which is set aside"

@@ -114,6 +114,9 @@ def replicas(session: Session, as_json: bool) -> None:
         error = one["error"] or (one["following"] or {}).get("error")
         if error is not None:
             note(f"stream {one['stream']}: {error['message']} ({error['code']})\n  hint: {error['hint']}")
+        leads = one["writes_go_to"]
+        if leads is not None and leads["epoch"] > one["promised"]["epoch"]:
+            note(f"{leads['node']} leads {one['stream']} since epoch {leads['epoch']}, of which this node hasn't heard")
     if not found["serves"] and any(one["role"] == "leads" for one in found["streams"]):
         note("`millstream serve` doesn't run here: nobody can follow this node")
     if not found["follows"] and any(one["role"] == "follows" for one in found["streams"]):

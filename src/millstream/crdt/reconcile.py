@@ -230,6 +230,16 @@ def _parted(data: bytes, key: tuple[str, ...], merge: TableMerge) -> tuple[Vecto
     return (None, b"") if is_other else (vector, rows)
 
 
+def table_in(data: bytes) -> tuple[tuple[str, ...], pa.Schema]:
+    """The key and the columns of the table that a state is of. `MergeStateUnreadable` where the bytes are damaged."""
+    head, _, rows = _head_of(data)
+    try:
+        key = tuple(str(name) for name in head["key"])
+        return key, own_columns(pa.ipc.open_stream(rows).schema)
+    except (ValueError, KeyError, TypeError, pa.ArrowException) as error:
+        raise MergeStateUnreadable(f"the bytes of a table's state make no sense: {error}") from error
+
+
 def _head_of(data: bytes) -> tuple[dict[str, Any], Vector, bytes]:
     """What stands in front of a state's rows, its vector, and the rows' bytes."""
     body = opened(Kind.TABLE, data)

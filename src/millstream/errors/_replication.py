@@ -135,7 +135,10 @@ class LinkLost(ReplicationError):
     """The connection between a leader and a follower broke."""
 
     code = "link_lost"
-    default_hint = "Nothing: it is made anew, and goes on where it was."
+    default_hint = (
+        "Nothing, where `millstream run` is there: it is made anew, and goes on where it was. A command can be repeated, once the other node "
+        "serves at the address that [replication] has for it."
+    )
 
 
 class UnknownNode(ReplicationError):

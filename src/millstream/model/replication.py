@@ -36,6 +36,11 @@ def check_node_name(name: str) -> NodeName:
     return NodeName(name)
 
 
+def region_node(region: RegionId) -> NodeName:
+    """What a home of another region calls itself, or is called, as a follower."""
+    return NodeName(f"region-{region}")
+
+
 _HOLDER: Final = "follower "
 
 

@@ -10,15 +10,17 @@ from typing import Final
 
 import structlog
 
-from millstream.errors import Fenced, LogError, MillstreamError
+from millstream.errors import Fenced, FollowerBehindRetention, LogError, MillstreamError
 from millstream.model.ids import Epoch, GroupNumber
 from millstream.model.replication import Acknowledgement, Document, NodeName, ReplicaPosition
-from millstream.ports import Clock, Files, FollowerLink, Transport
+from millstream.ports import Clock, Files, FollowerLink
 from millstream.protocol.replication.backoff import Backoff
 from millstream.protocol.replication.leader import is_covered
-from millstream.protocol.replication.roles import NOBODY, Promise
+from millstream.protocol.replication.roles import LINEAGE, NOBODY, Greeting, Lineage, Promise
 from millstream.protocol.replication.shipping import Heard, Stored
-from millstream.wal.files import SystemClock
+from millstream.replication.object_store import ObjectStoreTransport, StoredState
+from millstream.wal.files import RealFiles, SystemClock
+from millstream.wal.history import ends_behind
 from millstream.wal.shipping import ShipSource
 
 logger = structlog.get_logger("millstream.ship")
@@ -35,7 +37,7 @@ class WalArchiver:
         name: the stream's.
         folder: its log's.
         promise: under which this node leads.
-        store: the object store, as a transport: what it acknowledges is durable there.
+        store: the object store: what it acknowledges is durable there.
         tell: hears of what is stored, and of another node's claim.
         lineage: the document that says who has led.
         documents: what goes along, as it is now.
@@ -47,7 +49,7 @@ class WalArchiver:
         name: str,
         folder: str,
         promise: Promise,
-        store: Transport,
+        store: ObjectStoreTransport,
         tell: Callable[[Stored | Heard], None],
         lineage: Document,
         *,
@@ -62,6 +64,8 @@ class WalArchiver:
         self._lineage = lineage
         self._documents = documents
         self._clock: Clock = SystemClock() if clock is None else clock
+        self._folder = folder
+        self._files: Files = RealFiles() if files is None else files
         self._source = ShipSource(folder, files=files, clock=clock, tells_shown=False)
         self._ending = threading.Event()
         self._backoff = Backoff()
@@ -90,6 +94,7 @@ class WalArchiver:
         while True:
             try:
                 if link is None:
+                    self._store.begin(self._promise.epoch, self._common_end)
                     link = self._store.accept(_ACCEPTS_WITHIN_S)
                 if link is not None:
                     self._store_all(link)
@@ -118,6 +123,28 @@ class WalArchiver:
                 continue
             if self._ending.is_set():
                 return
+
+    def _common_end(self, stored: StoredState) -> ReplicaPosition | None:
+        """Where this node's log parts from the stored one; None where it doesn't.
+
+        Raises:
+            FollowerBehindRetention: that lies before what this node has kept.
+        """
+        mine = Greeting.from_json(self._lineage.data).lineage
+        group = max((mark.group for mark in stored.marks.values()), default=GroupNumber(0))
+        document = stored.documents.get(LINEAGE)
+        theirs = (Lineage() if document is None else Greeting.from_json(document).lineage).covered_by(group)
+        parts_behind = mine.common_with(theirs)[1]
+        if parts_behind is None:
+            return None
+        ends = ends_behind(self._files, self._folder, parts_behind)
+        for shard, end in ends.items():
+            if not end.position and end.base_offset:
+                raise FollowerBehindRetention(
+                    f"the object store has to go on behind group {parts_behind}; the log here begins with offset {end.base_offset} of shard {shard}",
+                    hint="Name another place in [replication] object_store: what is kept goes there. What is stored stays, and can be restored.",
+                )
+        return ends
 
     def _store_all(self, link: FollowerLink) -> None:
         """Store until it is to end and nothing is left, or something fails."""

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 import structlog
 
-from millstream.errors import Diverged, LogError, MillstreamError
+from millstream.errors import AccessError, Diverged, LogError, MillstreamError
 from millstream.model.ids import GroupNumber
 from millstream.model.replication import Acknowledgement, Document, Hello, NodeName
 from millstream.ports import Clock, Files, LeaderLink
@@ -116,7 +116,8 @@ class WalFollower:
         self._link: LeaderLink | None = None
         self._leader: NodeName | None = None
         self._lag_told_s = 0.0
-        self._trouble: tuple[str, ...] | None = ()
+        self._apart_since_s = 0.0
+        self._told: tuple[str, ...] | None = ()
         """What was told of last, which isn't repeated with each try; None once it follows."""
 
     # --- what others may ask, on any thread ----------------------------------------------------------------------------
@@ -144,6 +145,11 @@ class WalFollower:
         return self._machine.fact
 
     @property
+    def group(self) -> GroupNumber:
+        """The last that its log has, whole."""
+        return self._machine.holding.group
+
+    @property
     def stopped_by(self) -> MillstreamError | None:
         """Why it takes nothing any more, where a person has to look."""
         return self._machine.stopped_by
@@ -159,12 +165,16 @@ class WalFollower:
 
         Raises:
             Diverged, OtherStream, FollowerBehindRetention: what a person has to look after.
+            AccessError, LinkLost …: with `until_caught_up`, where the leader refuses this node, or isn't there for a minute.
             ReplicaFailed: the disk failed.
             CatalogError, OSError …: what couldn't be made durable.
         """
+        self._apart_since_s = time.monotonic()
         try:
             while not stop.is_set():
                 self._step(Tick())
+                if until_caught_up:
+                    self._give_up_in_time()
                 if self._machine.stopped_by is not None:
                     raise self._machine.stopped_by
                 if self._log.failure is not None:
@@ -184,6 +194,14 @@ class WalFollower:
         self._break_link()
         self._log.close()
 
+    def _give_up_in_time(self) -> None:
+        """A job ends, by the error, where waiting doesn't help: it would be there for ever, and nobody would look."""
+        trouble = self._machine.trouble
+        if trouble is None:
+            self._apart_since_s = time.monotonic()
+        elif isinstance(trouble, AccessError) or time.monotonic() - self._apart_since_s > _GIVES_UP_AFTER_S:
+            raise trouble
+
     def _open_log(self) -> ReplicaLog:
         return ReplicaLog.open(self._folder, files=self._files)
 
@@ -199,8 +217,8 @@ class WalFollower:
             self._step(LinkGone(error, random.random()))  # noqa: S311 - no secret
             return
         if shipment is not None:
-            if self._trouble is not None:
-                self._trouble = None
+            if self._told is not None:
+                self._told = None
                 logger.info("follows", stream=self._name, leader=self._leader)
             self._step(Received(shipment, self._clock.now_ns()))
 
@@ -249,9 +267,9 @@ class WalFollower:
                 level("follows no more", stream=self._name, error=error.message, code=error.code, hint=error.hint)
             case Tell(_, what, error):
                 told = {} if error is None else {"error": error.message, "code": error.code, "hint": error.hint}
-                trouble = (what, *told.values())
-                if trouble != self._trouble:
-                    self._trouble = trouble
+                words = (what, *told.values())
+                if words != self._told:
+                    self._told = words
                     logger.warning(what, stream=self._name, **told)
         return None
 
@@ -288,5 +306,7 @@ class WalFollower:
                 self._notes.lag(self.lag())
 
 
+_GIVES_UP_AFTER_S: Final = 60.0
+"""As long as a leader may take to be started anew, or another one to be promoted."""
 _LAG_EVERY_S: Final = 0.2
 """How often readers of other processes are told how old what they see is: below what anybody bounds it by."""

@@ -57,6 +57,11 @@ class Layout:
         return f"{self.root}/documents"
 
     @property
+    def branches(self) -> str:
+        """The folder of branches."""
+        return f"{self.root}/branches"
+
+    @property
     def begins(self) -> str:
         """The object that says what was gone before the first shipment."""
         return f"{self.root}/begins"
@@ -81,15 +86,35 @@ class Layout:
         """A sealed segment."""
         return f"{self.shard(shard)}/{epoch:020}/{base:020}"
 
-    def document(self, name: str, version: int) -> str:
-        """A document."""
-        return f"{self.documents}/{name}/{version:020}"
+    def branch(self, epoch: Epoch) -> str:
+        """Where a leader's log parts from what was stored before it."""
+        return f"{self.branches}/{epoch:020}"
+
+    def branch_whole(self, epoch: Epoch) -> str:
+        """Says that the leader has stored all that stands in the place of what was."""
+        return f"{self.branch(epoch)}.whole"
+
+    def document(self, name: str, epoch: Epoch, version: int) -> str:
+        """A document, as the leader of an epoch had it."""
+        return f"{self.documents}/{name}/{epoch:020}/{version:020}"
 
 
 def group_of(name: str) -> tuple[Epoch, int]:
     """The epoch and number in a shipment's name."""
     _, epoch, number = name.rsplit("/", 2)
     return Epoch(int(epoch)), int(number)
+
+
+def document_of(name: str) -> tuple[str, Epoch, int]:
+    """The document's name, its epoch and its version in an object's name."""
+    _, document, epoch, version = name.rsplit("/", 3)
+    return document, Epoch(int(epoch)), int(version)
+
+
+def segment_of(name: str) -> tuple[Epoch, Offset]:
+    """The epoch and the base offset in a segment's name."""
+    _, epoch, base = name.rsplit("/", 2)
+    return Epoch(int(epoch)), Offset(int(base))
 
 
 def behind(part: SegmentPart) -> ByteEnd:
@@ -99,11 +124,6 @@ def behind(part: SegmentPart) -> ByteEnd:
         if magic == SEGMENT_END_MAGIC:
             return ByteEnd(Offset(end), 0)
     return part.end
-
-
-def base_of(name: str) -> Offset:
-    """The base offset in a segment's name."""
-    return Offset(int(name.rpartition("/")[2]))
 
 
 def shards_of(objects: Objects, layout: Layout) -> list[ShardId]:

@@ -31,15 +31,18 @@ from millstream.model.replication import (
     SegmentPart,
     Shipment,
 )
+from millstream.protocol.replication.roles import LINEAGE
+from millstream.replication.object_history import History, history_of, note_whole
 from millstream.replication.object_layout import (
     TRAILER_BYTES,
     Layout,
-    base_of,
     behind,
     claim,
+    document_of,
     end_of,
     greatest_claim,
     group_of,
+    segment_of,
     shards_of,
 )
 from millstream.replication.objects import Listed, Objects
@@ -71,7 +74,9 @@ class Stored:
 
     marks: dict[ShardId, DurableMark] = field(default_factory=dict)
     position: dict[ShardId, ByteEnd] = field(default_factory=dict)
-    documents: dict[str, int] = field(default_factory=dict)
+    documents: dict[str, tuple[Epoch, int]] = field(default_factory=dict)
+    """By name, the epoch and the version of the newest."""
+    history: History = field(default_factory=History)
     sealed: set[tuple[ShardId, Offset]] = field(default_factory=set)
     """Segments that are stored whole."""
     pieces: dict[tuple[ShardId, Offset], list[_Piece]] = field(default_factory=dict)
@@ -89,21 +94,30 @@ class Stored:
 
     def add(self, name: str, shipment: Shipment, starts: Sequence[int]) -> None:
         """A shipment that is stored now, and where each part's bytes begin in it."""
-        self.shipments[name] = set()
+        epoch = group_of(name)[0]
+        keys: set[tuple[ShardId, Offset]] = set()
         for part, start in zip(shipment.parts, starts, strict=True):
+            if not self.history.has(part.shard, epoch, part.base_offset):
+                continue
             key = (part.shard, part.base_offset)
             if key not in self.sealed:
                 self.pieces.setdefault(key, []).append(_Piece(name, start, part.position, len(part.data)))
                 if part.is_end:
                     self.ended.add(key)
-            self.shipments[name].add(key)
+            keys.add(key)
             end = behind(part)
             self.position[part.shard] = max(end, self.position.get(part.shard, end))
+        self.stream = dataclasses.replace(shipment, parts=(), documents=())
+        if not self.history.tells(epoch):
+            return  # it stays, whatever covers it: it tells of what isn't the log any more
+        self.shipments[name] = keys
         if shipment.marks:
             self.marks = dict(shipment.marks)
             self.marked = name
-        self.documents |= {document.name: document.version for document in shipment.documents}
-        self.stream = dataclasses.replace(shipment, parts=(), documents=())
+        for document in shipment.documents:
+            self.documents[document.name] = max(
+                (epoch, document.version), self.documents.get(document.name, (epoch, 0))
+            )
 
     def reached(self) -> ReplicaPosition:
         """Where the store is; behind a segment's end stands the beginning of the next one, where that is known."""
@@ -117,7 +131,8 @@ class Stored:
     def hello(self, promised: Epoch) -> Hello:
         """The same, as a follower would say it."""
         stream = None if self.stream is None else self.stream.stream
-        return Hello(stream, OBJECT_STORE, promised, self.reached(), dict(self.documents))
+        versions = {name: version for name, (_, version) in self.documents.items()}
+        return Hello(stream, OBJECT_STORE, promised, self.reached(), versions)
 
     def covered(self) -> list[str]:
         """Shipments of which every byte lies in stored segments."""
@@ -125,23 +140,33 @@ class Stored:
         return [name for name, keys in self.shipments.items() if keys <= self.sealed and name not in kept]
 
 
-def stored_of(objects: Objects, layout: Layout) -> Stored:
-    """Read what the store has: names of segments, and the shipments behind them."""
-    found = Stored()
+def stored_of(objects: Objects, layout: Layout, epoch: Epoch | None = None) -> Stored:
+    """Read what the store has: names of segments, and the shipments behind them.
+
+    Args:
+        objects: the store.
+        layout: the names of the log.
+        epoch: for the leader of that epoch, who may have begun a branch.
+    """
+    names = list(objects.listed(layout.groups))
+    found = Stored(history=history_of(objects, layout).as_of(epoch))
     last: dict[ShardId, Listed] = {}
     for shard in shards_of(objects, layout):
         for listed in objects.listed(layout.shard(shard)):
-            base = base_of(listed.name)
-            found.sealed.add((shard, base))
-            last[shard] = listed
+            its_epoch, base = segment_of(listed.name)
+            if found.history.has(shard, its_epoch, base):
+                found.sealed.add((shard, base))
+                if shard not in last or base > segment_of(last[shard].name)[1]:
+                    last[shard] = listed
     for shard, listed in last.items():
         start = max(0, listed.size - TRAILER_BYTES)
         trailer = objects.get(listed.name, start, TRAILER_BYTES) or memoryview(b"")
-        found.position[shard] = behind(SegmentPart(shard, base_of(listed.name), start, trailer, is_end=True))
+        found.position[shard] = behind(SegmentPart(shard, segment_of(listed.name)[1], start, trailer, is_end=True))
     for listed in objects.listed(layout.documents):
-        _, name, version = listed.name.rsplit("/", 2)
-        found.documents[name] = max(int(version), found.documents.get(name, 0))
-    for listed in objects.listed(layout.groups):
+        name, its_epoch, version = document_of(listed.name)
+        if found.history.tells(its_epoch):
+            found.documents[name] = max((its_epoch, version), found.documents.get(name, (its_epoch, 0)))
+    for listed in names:
         data = objects.get(listed.name)
         message = None if data is None else decode_message(data)
         found.last = listed.name
@@ -161,6 +186,7 @@ class StoredLink:
         node: who leads.
         window_bytes: how much may wait to be written.
         segment_bytes: where sealed segments can be read more cheaply than from the store.
+        epoch: under which `node` leads; None: the first shipment tells.
 
     Raises:
         StoreUnavailable, ShipmentUnreadable: what it has can't be read.
@@ -174,14 +200,18 @@ class StoredLink:
         *,
         window_bytes: int,
         segment_bytes: SegmentBytes | None = None,
+        epoch: Epoch | None = None,
     ) -> None:
         self._objects = objects
         self._layout = layout
         self._node = node
         self._segment_bytes = segment_bytes
-        self._stored = stored_of(objects, layout)
+        self._stored = stored_of(objects, layout, epoch)
+        self._is_branching = False
+        """What is stored isn't the log yet."""
         self._lock = threading.Lock()
-        self._epoch = Epoch(0)
+        self._epoch: Epoch | None = None
+        """Under which it writes; None: it hasn't begun. Who was never promoted leads under 0."""
         self._number = 0
         self._hello = self._stored.hello(greatest_claim(objects, layout))
         self._is_empty = self._stored.stream is None and not self._stored.sealed
@@ -259,12 +289,14 @@ class StoredLink:
         return _joined(taken), size
 
     def _write(self, shipment: Shipment) -> None:
-        if shipment.epoch != self._epoch:
+        epoch = shipment.epoch
+        if epoch != self._epoch:
             self._begin(shipment)
         for document in shipment.documents:
-            self._objects.put_new(self._layout.document(document.name, document.version), [document.data])
+            name = self._layout.document(document.name, epoch, document.version)
+            self._objects.put_new(name, [document.data])
         buffers = encode_message(shipment)
-        name = self._layout.group(self._epoch, self._number)
+        name = self._layout.group(epoch, self._number)
         # One of our own attempts may have been told to have failed, and have been there all the same.
         if not self._objects.put_new(name, buffers) and bytes(self._objects.get(name) or b"") != b"".join(buffers):
             leads = greatest_claim(self._objects, self._layout)
@@ -274,12 +306,15 @@ class StoredLink:
             )
         self._number += 1
         self._stored.last = name
+        if self._is_branching and shipment.marks:
+            note_whole(self._objects, self._layout, epoch)
+            self._is_branching = False
         with self._lock:
             self._stored.add(name, shipment, _starts(shipment, sum(len(buffer) for buffer in buffers)))
             stored = self._stored
             word = Acknowledgement(
                 OBJECT_STORE,
-                self._epoch,
+                epoch,
                 stored.reached(),
                 max((mark.group for mark in stored.marks.values()), default=GroupNumber(0)),
                 max((mark.persisted_upto for mark in stored.marks.values()), default=Seq(0)),
@@ -306,6 +341,13 @@ class StoredLink:
             self._stored.last = listed.name
         last = group_of(self._stored.last) if self._stored.last else (Epoch(0), -1)
         self._epoch, self._number = shipment.epoch, last[1] + 1 if last[0] == shipment.epoch else 0
+        branch = next(
+            (one for one in history_of(self._objects, self._layout).branches if one.epoch == shipment.epoch), None
+        )
+        self._is_branching = branch is not None and not branch.is_whole
+        if self._is_branching and self._stored.marks:
+            note_whole(self._objects, self._layout, shipment.epoch)
+            self._is_branching = False
         if self._is_empty and shipment.first_kept:
             begins = Shipment(shipment.stream, shipment.region, shipment.epoch, first_kept=shipment.first_kept)
             self._objects.put_new(self._layout.begins, encode_message(begins))
@@ -343,10 +385,14 @@ class StoredLink:
             for name in gone:
                 del self._stored.shipments[name]
             newest = dict(self._stored.documents)
-        self._objects.delete([
-            listed.name for listed in self._objects.listed(self._layout.documents)
-            if int(listed.name.rpartition("/")[2]) < newest.get(listed.name.rsplit("/", 2)[1], 0)
-        ])  # fmt: skip
+        old = []
+        for listed in self._objects.listed(self._layout.documents):
+            document, epoch, version = document_of(listed.name)
+            is_older = document in newest and (epoch, version) < newest[document]
+            # Who has led is small, and a reader may hold on to what it has listed.
+            if is_older and document != LINEAGE and self._stored.history.tells(epoch):
+                old.append(listed.name)
+        self._objects.delete(old)
 
     def _put_together(self, pieces: Sequence[_Piece]) -> Iterator[Bytes]:
         at = 0

@@ -1,6 +1,6 @@
 """The follower's end of an object store: what is stored, from a position on, and what comes to it.
 
-What there is, is read in this order: names of shipments, then sealed segments, then the shipments. A shipment goes only once a segment has its
+What there is, is read in this order: names of shipments, then the branches, then sealed segments, then the shipments. A shipment goes only once a segment has its
 bytes. So one that has gone by the time it is read lies in a segment that wasn't there before, and reading begins anew from where it has got to.
 """
 
@@ -22,10 +22,11 @@ from millstream.errors import (
     OtherStream,
     ShipmentUnreadable,
 )
-from millstream.model.ids import ShardId
+from millstream.model.ids import Epoch, ShardId
 from millstream.model.marks import DurableMark
 from millstream.model.replication import Acknowledgement, ByteEnd, Document, Hello, SegmentPart, Shipment
-from millstream.replication.object_layout import Layout, base_of, group_of, shards_of
+from millstream.replication.object_history import History, history_of
+from millstream.replication.object_layout import Layout, document_of, group_of, segment_of, shards_of
 from millstream.replication.objects import Listed, Objects
 
 POLLS_S: Final = 0.5
@@ -55,6 +56,8 @@ class StoreReader:
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._begins: Hello | None = None
+        self._history: History | None = None
+        """By which it was read so far."""
         self._shipments = self._read()
 
     def recv(self, timeout_s: float) -> Shipment | None:
@@ -64,6 +67,7 @@ class StoreReader:
             StoreUnavailable: the store doesn't answer; the link is of no use any more.
             FollowerBehindRetention: the store lacks what lies at the position.
             OtherStream: it has another stream of that name.
+            LinkLost: a new leader's log parts from what was read, further below: the link is of no use any more.
         """
         until_s = time.monotonic() + timeout_s
         while True:
@@ -110,6 +114,7 @@ class StoreReader:
         """What comes next, for ever; None where nothing is there as yet."""
         while True:
             names = list(self._objects.listed(self._layout.groups))
+            self._follow_history()
             newest = self._newest(names)
             if newest is None:
                 yield None
@@ -120,9 +125,23 @@ class StoreReader:
             while last is not None:
                 last = yield from self._tail(last)
 
+    def _follow_history(self) -> None:
+        """See which objects are the log now."""
+        history = history_of(self._objects, self._layout)
+        if self._history is not None and history.parts_below(self._position, self._history):
+            raise LinkLost("a new leader's log parts from what was read of the object store")
+        self._history = history
+
+    @property
+    def _told(self) -> History:
+        assert self._history is not None, "it is read first"
+        return self._history
+
     def _newest(self, names: list[Listed]) -> Shipment | None:
         """The newest shipment without its parts."""
         for listed in reversed(names):
+            if not self._told.tells(group_of(listed.name)[0]):
+                continue
             found = self._shipment(listed.name)
             if isinstance(found, Shipment):
                 if self._hello.stream is not None and found.stream != self._hello.stream:
@@ -135,33 +154,36 @@ class StoreReader:
         data = None if self._position else self._objects.get(self._layout.begins)
         first = None if data is None else decode_message(data)
         documents = self._newer_documents()
-        self._documents |= {name: document.version for name, document in documents.items()}
         if documents or isinstance(first, Shipment):
             kept = first.first_kept if isinstance(first, Shipment) else {}
             yield dataclasses.replace(newest, first_kept=kept, documents=tuple(documents.values()))
 
     def _newer_documents(self) -> dict[str, Document]:
-        """The newest of each that are newer than those known."""
+        """The newest of each, where they aren't those that are known."""
         while True:
             newest: dict[str, Listed] = {}
             for listed in self._objects.listed(self._layout.documents):
-                newest[listed.name.rsplit("/", 2)[1]] = listed
+                name, epoch, _ = document_of(listed.name)
+                if self._told.tells(epoch):
+                    newest[name] = listed
             found: dict[str, Document] = {}
             for name, listed in newest.items():
-                version = int(listed.name.rpartition("/")[2])
-                if version > self._documents.get(name, -1):
+                version = document_of(listed.name)[2]
+                if version != self._documents.get(name):
                     data = self._objects.get(listed.name)
                     if data is None:
                         break  # a newer one has taken its place
                     found[name] = Document(name, version, bytes(data))
             else:
+                self._documents |= {name: document.version for name, document in found.items()}
                 return found
 
     def _segments(self, newest: Shipment) -> Iterator[Shipment]:
         """Sealed segments, from the position on."""
         for shard in shards_of(self._objects, self._layout):
-            for listed in self._objects.listed(self._layout.shard(shard)):
-                base = base_of(listed.name)
+            stored = ((*segment_of(listed.name), listed) for listed in self._objects.listed(self._layout.shard(shard)))
+            own = [(base, listed) for epoch, base, listed in stored if self._told.has(shard, epoch, base)]
+            for base, listed in sorted(own, key=lambda one: one[0]):
                 reached = self._position.get(shard, ByteEnd(base, 0))
                 if reached.base_offset > base or reached >= ByteEnd(base, listed.size):
                     continue
@@ -190,10 +212,13 @@ class StoreReader:
             if found is None:
                 return None
             if isinstance(found, Shipment):
-                marks = dict(found.marks) or marks
-                rest = self._rest(found)
+                epoch = group_of(listed.name)[0]
+                if self._told.tells(epoch):
+                    marks = dict(found.marks) or marks
+                rest = self._rest(found, epoch)
                 if rest.parts:
-                    yield dataclasses.replace(rest, marks=marks)
+                    # The newest documents have come before.
+                    yield dataclasses.replace(rest, marks=marks, documents=())
                     marks = {}
         if marks:
             yield dataclasses.replace(newest, marks=marks)
@@ -203,15 +228,18 @@ class StoreReader:
         """What has come behind a name; the last name then. None where one is missing."""
         epoch, number = group_of(last)
         is_new = False
-        for listed in self._objects.listed(self._layout.groups, last):
+        behind = list(self._objects.listed(self._layout.groups, last))
+        if (behind or self._told.has_begun) and history_of(self._objects, self._layout) != self._told:
+            return None
+        for listed in behind:
             next_epoch, next_number = group_of(listed.name)
             found = self._shipment(listed.name)
             if found is None or next_number != (number + 1 if next_epoch == epoch else 0):
                 return None
             epoch, number, last, is_new = next_epoch, next_number, listed.name, True
-            if isinstance(found, Shipment):
+            if isinstance(found, Shipment) and self._told.tells(epoch):
                 self._documents |= {document.name: document.version for document in found.documents}
-                yield self._rest(found)
+                yield self._rest(found, epoch)
         if not is_new:
             yield None
         return last
@@ -226,10 +254,12 @@ class StoreReader:
             raise ShipmentUnreadable(f"{name} is neither a shipment nor an end")
         return message
 
-    def _rest(self, shipment: Shipment) -> Shipment:
+    def _rest(self, shipment: Shipment, epoch: Epoch) -> Shipment:
         """What of it lies behind the position, which moves along."""
         parts = []
         for part in shipment.parts:
+            if not self._told.has(part.shard, epoch, part.base_offset):
+                continue
             reached = self._position.get(part.shard)
             if reached is not None and part.end <= reached:
                 continue

@@ -6,17 +6,18 @@ The store is the one place that all nodes see, so it also says who leads: `claim
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from millstream.errors import LinkLost
+from millstream.errors import Fenced, LinkLost
 from millstream.model.ids import Epoch, RegionId, ShardId
 from millstream.model.marks import DurableMark
-from millstream.model.replication import Hello
+from millstream.model.replication import Hello, ReplicaPosition
 from millstream.ports import FollowerLink, LeaderLink
 from millstream.replication import object_layout
+from millstream.replication.object_history import begin_branch
 from millstream.replication.object_layout import Layout
-from millstream.replication.object_leader import SegmentBytes, StoredLink, stored_of
+from millstream.replication.object_leader import SegmentBytes, Stored, StoredLink, stored_of
 from millstream.replication.object_reader import POLLS_S, StoreReader
 from millstream.replication.objects import Objects, open_objects
 from millstream.replication.queues import WINDOW_BYTES
@@ -75,6 +76,7 @@ class ObjectStoreTransport:
         self._readers: list[StoreReader] = []
         self._closed = threading.Event()
         self._is_probed = False
+        self._epoch: Epoch | None = None
 
     def check(self) -> None:
         """Find out whether the store does what is needed of it.
@@ -103,6 +105,7 @@ class ObjectStoreTransport:
                     self._node,
                     window_bytes=self._window_bytes,
                     segment_bytes=self._segment_bytes,
+                    epoch=self._epoch,
                 )
                 return self._link
         self._closed.wait(timeout_s)
@@ -135,6 +138,32 @@ class ObjectStoreTransport:
         """
         return object_layout.claim(self._objects, self._layout, epoch, holder)
 
+    def begin(self, epoch: Epoch, common: Callable[[StoredState], ReplicaPosition | None]) -> None:
+        """Claim the store for an epoch, under which this node leads, and note where its log parts from what is stored, where it does.
+
+        Before `accept`; it can be repeated.
+
+        Args:
+            epoch: the node's.
+            common: where what its log has in common with the stored one ends; None: it is the same one, as far as that goes.
+
+        Raises:
+            Fenced: another node has claimed it, or a higher one was claimed.
+            StoreUnusable, StoreUnavailable, ShipmentUnreadable: as `accept`. And whatever `common` does.
+        """
+        if not self._is_probed:
+            self.check()
+        if not self.claim(epoch, self._node):
+            leads = self.greatest_claim()
+            raise Fenced(
+                f"another node has claimed the object store of {self._layout.stream}: epoch {leads}, and this is {epoch}",
+                epoch=int(leads),
+            )
+        stored = stored_of(self._objects, self._layout)
+        state = self._state_of(stored)
+        begin_branch(self._objects, self._layout, epoch, self._node, stored.reached(), lambda: common(state))
+        self._epoch = epoch
+
     def greatest_claim(self) -> Epoch:
         """The highest epoch that was claimed; 0 where none was. Raises `StoreUnavailable`."""
         return object_layout.greatest_claim(self._objects, self._layout)
@@ -145,10 +174,12 @@ class ObjectStoreTransport:
 
     def newest(self) -> StoredState:
         """What the store has of the log: the newest marks, and the newest documents. Raises as `accept`."""
-        found = stored_of(self._objects, self._layout)
+        return self._state_of(stored_of(self._objects, self._layout))
+
+    def _state_of(self, stored: Stored) -> StoredState:
         documents = {}
-        for name, version in found.documents.items():
-            data = self._objects.get(self._layout.document(name, version))
+        for name, (epoch, version) in stored.documents.items():
+            data = self._objects.get(self._layout.document(name, epoch, version))
             if data is not None:
                 documents[name] = bytes(data)
-        return StoredState(found.marks, documents)
+        return StoredState(stored.marks, documents)

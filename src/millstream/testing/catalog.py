@@ -442,6 +442,10 @@ class CatalogConformance(WithCatalog):
         catalog.put_fact("a", "x", {"n": 1})
         catalog.put_fact("a", "x", [1, None, "\0", "é\U0001f600", "y" * 3_000_000])
         catalog.put_fact("b", "x", "other")
+        for value in ("first", "second"):
+            catalog.add_fact("b", "once", value)
+        assert catalog.fact("b", "once") == "first"
+        catalog.drop_fact("b", "once")
         assert catalog.fact("a", "x")[:4] == [1, None, "\0", "é\U0001f600"]
         assert len(catalog.fact("a", "x")[4]) == 3_000_000
         assert catalog.facts("b") == {"x": "other"}

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from millstream.app.replicating.node_calls import region_node, state_of_node, this_node
+from millstream.app.replicating.node_calls import state_of_node, this_node
 from millstream.app.replicating.roles import Roles
 from millstream.errors import ConfigError, MillstreamError, ReplicationError
+from millstream.model.replication import region_node
 from millstream.protocol.replication.roles import Role
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def _own(home: Home) -> NodeFinding:
             parts.append(f"{stream} {fact.role.value}{leader}")
     except MillstreamError as error:
         return NodeFinding(check, error.message, error)
-    if home.config.flight.listen is None:
+    if home.config.flight.listen is None and (replication.regions or len(replication.nodes) > 1):
         message = f"{replication.node} has no Flight server: nobody can follow it, or ask it for a promise"
         hint = 'Set [flight] listen, such as "0.0.0.0:8788": where the others\' [replication.nodes] have this one.'
         return NodeFinding(check, message, ConfigError(message, hint=hint))

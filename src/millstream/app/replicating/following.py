@@ -15,14 +15,16 @@ import structlog
 from millstream.app.control import ControlServer
 from millstream.app.locks import LOCK_PATIENCE_S, RoleLock, holder, nobody_writes
 from millstream.app.replicating.filling import fill, has_log
+from millstream.app.replicating.leaders import note_leaders
 from millstream.app.replicating.node_calls import (
     NodeState,
     address_of,
-    region_node,
     state_of_node,
     this_node,
+    told_by,
 )
 from millstream.app.replicating.notes import FollowingNotes
+from millstream.app.replicating.others import hearing_of_promotions
 from millstream.app.replicating.roles import LOOK_EVERY_S, Roles, replication_folder
 from millstream.app.replicating.stores import store_of
 from millstream.errors import (
@@ -39,7 +41,7 @@ from millstream.errors import (
     UsageError,
 )
 from millstream.model.ids import RegionId, region_log_name
-from millstream.model.replication import Hello, NodeName
+from millstream.model.replication import Hello, NodeName, region_node
 from millstream.protocol.replication.roles import Role, RoleFact
 from millstream.replication.flight import FlightTransport
 from millstream.replication.follower import WalFollower
@@ -139,7 +141,7 @@ def follow_home(
         def facts() -> dict[str, Any]:
             return {"streams": {name: stream.facts() for name, stream in streams.items()}}
 
-        with ControlServer(home, "follow", {"status": facts}):
+        with ControlServer(home, "follow", {"status": facts}), hearing_of_promotions(home):
             threads = [
                 threading.Thread(target=stream.run, kwargs={"until_caught_up": until_caught_up}, name=f"follow-{name}")
                 for name, stream in streams.items()
@@ -185,7 +187,8 @@ class _FollowedStream:
         with contextlib.suppress(RoleUnreadable):
             role = self._roles.of(self._name).role
         told = self._told if role is Role.FOLLOWS else {}
-        error = told.get("error") if self.error is None else self.error.as_dict()
+        # Who follows again has its own word of how that goes.
+        error = told.get("error") if self.error is None or follower is not None else self.error.as_dict()
         return {**told, "stream": self._name, "role": None if role is None else role.value, "error": error}
 
     def run(self, *, until_caught_up: bool) -> None:
@@ -200,7 +203,8 @@ class _FollowedStream:
                     return
             except (MillstreamError, OSError) as failed:
                 self.error = error = _in_our_tree(failed, self._home)
-                if error.retry in {Retry.OPERATOR, Retry.NEVER} and not isinstance(error, Fenced | DiskFull):
+                lasts = until_caught_up or error.retry in {Retry.OPERATOR, Retry.NEVER}
+                if lasts and not isinstance(error, Fenced | DiskFull):
                     return
                 logger.warning("begins again", stream=self._name, error=error.message, code=error.code, in_s=_AGAIN_S)
                 self._stop.wait(_AGAIN_S)
@@ -230,6 +234,7 @@ class _FollowedStream:
 
     def _follow(self, *, until_caught_up: bool) -> None:
         fact = self._roles.of(self._name)
+        note_leaders(self._home, self._name)
         follower = _follower_of(self._home, self._copy, fact, FollowingNotes(self._home, self._name))
         with self._unless_told_else(lambda: follower.fact) as ended:
             self._follower = follower
@@ -363,7 +368,14 @@ class _Connecting:
         return other, self._link(other, hello, timeout_s)
 
     def _link(self, node: NodeName, hello: Hello, timeout_s: float) -> LeaderLink:
-        return FlightTransport(self._stream, address_of(self._home, node)).connect(hello, timeout_s)
+        address = address_of(self._home, node)
+        try:
+            return FlightTransport(self._stream, address).connect(hello, timeout_s)
+        except MillstreamError as error:
+            told = told_by(address, node, error)
+            if told is error:
+                raise
+            raise told from error
 
     def _who_leads(self, but: NodeName, hello: Hello) -> NodeName | None:
         found: list[NodeState] = []

@@ -11,6 +11,7 @@ import structlog
 from millstream.app.home import replace_file
 from millstream.app.replicating.ages import note_age
 from millstream.app.replicating.aside_report import write_report
+from millstream.app.replicating.leaders import note_leaders
 from millstream.app.replicating.roles import VERSIONS_NAME, Roles, replication_folder
 from millstream.errors import MillstreamError
 from millstream.model.ids import GroupNumber
@@ -31,6 +32,7 @@ class FollowingNotes:
     """See `FollowerNotes`."""
 
     def __init__(self, home: Home, name: str) -> None:
+        self._home = home
         self._roles = Roles(home)
         self._name = name
         self._folder = replication_folder(home, name)
@@ -56,7 +58,10 @@ class FollowingNotes:
         with self._roles.changing(self._name) as changing:
             if changing.fact.promise > fact.promise:
                 raise fenced_error(changing.fact.promise)
+            is_new = changing.fact.lineage != fact.lineage
             changing.put(fact)
+        if is_new:
+            note_leaders(self._home, self._name)
 
     def check_promise(self, fact: RoleFact) -> None:
         """As the port says."""
@@ -71,11 +76,18 @@ class FollowingNotes:
         versions = self.versions() | {one.name: one.version for one in documents}
         replace_file(self._folder / VERSIONS_NAME, json.dumps(versions).encode())
 
+    def forget_documents(self) -> None:
+        """Keep none of them any more."""
+        (self._folder / VERSIONS_NAME).unlink(missing_ok=True)
+        for document in self._folder.glob("*.document"):
+            document.unlink()
+
     def set_aside(self, behind: GroupNumber) -> None:
         """As the port says: into a folder that reads as a log by itself."""
         files, folder = RealFiles(), str(self._wal_folder)
-        # Not by the time: a call that was cut short is repeated.
-        aside = self._folder / f"aside-behind-{behind}-for-{self._roles.of(self._name).promise.epoch}"
+        # Not by the time: a call that was cut short is repeated. Of two that were promoted with one number each may have had this node follow.
+        promise = self._roles.of(self._name).promise
+        aside = self._folder / f"aside-behind-{behind}-for-{promise.epoch}-{promise.node}"
         found = truncate_to(folder, ends_behind(files, folder, behind), aside=str(aside), files=files)
         (self._wal_folder / SESSIONS_NAME).unlink(missing_ok=True)
         if found is None:

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 from millstream.app.control import ask
 from millstream.app.replicating.ages import age_of_replica
 from millstream.app.replicating.desk import node_state
+from millstream.app.replicating.leaders import leader_facts, leaders_of
 from millstream.app.replicating.node_calls import this_node
 from millstream.app.replicating.roles import Roles
 from millstream.errors import MillstreamError, RoleUnreadable
+from millstream.protocol.replication.leaders import LeaderMap
 from millstream.protocol.replication.roles import Role, RoleFact
 
 if TYPE_CHECKING:
@@ -30,9 +32,10 @@ def list_replicas(home: Home) -> dict[str, Any]:
     # Those of other regions have a role as well.
     for name in sorted({*home.config.streams, *roles.streams()}):
         error: MillstreamError | None = None
-        fact, state = RoleFact(), None
+        fact, state, leaders = RoleFact(), None, LeaderMap()
         try:
             fact = roles.of(name)
+            leaders = leaders_of(home, name)
             state = node_state(home, name)
         except MillstreamError as failed:
             error = failed  # of this stream: what is known of the others is shown all the same
@@ -43,6 +46,11 @@ def list_replicas(home: Home) -> dict[str, Any]:
                 "stream": name,
                 "role": None if role is None else role.value,
                 "leader": fact.leader or (str(this_node(home)) if role is Role.LEADS else None),
+                "writes_go_to": leader_facts(home, leaders),
+                "led": [
+                    {"epoch": int(one.since.epoch), "node": str(one.node), "behind": int(one.behind)}
+                    for one in leaders.leaderships
+                ],
                 "promised": {"epoch": int(fact.promise.epoch), "node": fact.promise.node or None},
                 "group": None if state is None else int(state.group),
                 "persisted_upto": None if state is None else int(state.persisted_upto),

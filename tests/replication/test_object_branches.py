@@ -1,0 +1,234 @@
+"""A store that has more than the leader that goes on: its history is the leader's, whatever breaks off on the way, and nothing is taken away."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from tests.app.homes import wait_for
+
+from millstream.app.replicating.stores import Fetched, fetch, lineage_document, stored_lineage
+from millstream.codec.checksums import Bytes
+from millstream.errors import LinkLost, StoreUnavailable
+from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId
+from millstream.model.positions import Seq
+from millstream.model.replication import Hello, NodeName
+from millstream.protocol.replication.roles import UNPROMISED, Promise, Rank, RoleFact
+from millstream.protocol.replication.shipping import Heard, Stored
+from millstream.replication.archiver import WalArchiver
+from millstream.replication.object_store import ObjectStoreTransport
+from millstream.replication.objects import Objects
+from millstream.testing.log import MemoryReservations, plain_ops, plain_table
+from millstream.wal.files import RealFiles
+from millstream.wal.options import LogOptions
+from millstream.wal.reader import StreamReader
+from millstream.wal.shipping import durable_marks
+from millstream.wal.taking_over import prepare_promotion
+from millstream.wal.writer import LogWriter
+
+STREAM = StreamId(UUID(int=7))
+SHARDS = (ShardId(0), ShardId(1))
+TABLES = (plain_table(1), plain_table(2))
+NEW = Promise(Epoch(1), NodeName("b"))
+
+
+def write(folder: Path, epoch: int, count: int, mark: str, *, first: int = 0) -> None:
+    """Groups on two shards, some segments of them."""
+    reservations = MemoryReservations()
+    if epoch > 1:
+        reservations.reserve_to(Seq(1_000_000 * epoch), epoch=Epoch(epoch))
+    options = LogOptions(segment_bytes=40_000)
+    with closing(LogWriter.open(str(folder), stream=STREAM, shards=SHARDS, epoch=Epoch(epoch), reservations=reservations, options=options)) as log:  # fmt: skip
+        for number in range(first, first + count):
+            log.append(plain_ops({number + 1: [(TABLES[number % 2], 1, mark * 2_000)]}, shard_of={1: 0, 2: 1}))
+
+
+def group_of(folder: Path) -> GroupNumber:
+    return max(mark.group for mark in durable_marks(RealFiles(), str(folder)).values())
+
+
+class Scene:
+    """An old leader's log, what a new one has of it and behind it, and a store."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.old, self.new, self.store = folder / "old", folder / "new", folder / "store"
+
+    def transport(self, node: str, store: Path | None = None) -> ObjectStoreTransport:
+        return ObjectStoreTransport((store or self.store).as_uri(), "web", node=node, polls_s=0.02)
+
+    def archive(
+        self,
+        folder: Path,
+        fact: RoleFact,
+        *,
+        store: Path | None = None,
+        wrap: Callable[[Objects], Any] = lambda objects: objects,
+        until: Callable[[WalArchiver], object] | None = None,
+    ) -> WalArchiver:
+        """Ship a log to the store until it has everything, or until that holds."""
+        transport = self.transport(str(fact.promise.node) or "a", store)
+        transport._objects = wrap(transport._objects)
+        told: list[Stored | Heard] = []
+        archiver = WalArchiver("web", str(folder), fact.promise, transport, told.append, lineage_document(fact))
+        archiver.start()
+        group = group_of(folder)
+        wait_for(
+            lambda: archiver.stored_group >= group or (until is not None and until(archiver)),
+            what=archiver.facts,
+            seconds=30,
+        )
+        archiver.stop(10.0)
+        return archiver
+
+    def restored(self, name: str, store: Path | None = None) -> tuple[Fetched, StreamReader]:
+        """A log that is made of the store alone."""
+        folder = self.folder / name
+        with closing(self.transport("restore", store)) as transport:
+            found = fetch(transport, "web", folder)
+        return found, StreamReader(str(folder))
+
+    def names(self, under: str = "web") -> set[str]:
+        return {listed.name for listed in self.transport("x")._objects.listed(under)}
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    """The old one has stored more than the new one has of it, whose own has grown beside it."""
+    scene = Scene(tmp_path)
+    write(scene.old, 1, 60, "a")
+    scene.archive(scene.old, RoleFact())
+    shutil.copytree(scene.old, scene.new)
+    write(scene.old, 2, 45, "a", first=60)
+    scene.archive(scene.old, RoleFact())
+    prepare_promotion(str(scene.new))
+    return scene
+
+
+def promoted(scene: Scene) -> RoleFact:
+    fact = RoleFact().standing_for(NEW).promoted(group_of(scene.new))
+    write(scene.new, 3, 30, "b", first=60)
+    return fact
+
+
+def same_segments(one: Path, other: Path) -> None:
+    names = {path.relative_to(other) for path in other.rglob("*.wal")}
+    assert len(names) > 4
+    for name in names:
+        theirs, ours = (one / name).read_bytes(), (other / name).read_bytes()
+        assert theirs[: len(ours)] == ours, name
+
+
+def test_a_store_that_is_ahead_goes_on_with_the_new_leaders_log_and_keeps_what_it_had(scene: Scene) -> None:
+    behind = group_of(scene.new)
+    fact = promoted(scene)
+    before = scene.names("web/0000000000/groups/00000000000000000000")
+    with closing(scene.transport("c")) as transport:
+        assert stored_lineage(transport)[0] == Rank(UNPROMISED, group_of(scene.old))
+    scene.archive(scene.new, fact)
+    found, reader = scene.restored("restored")
+    assert reader.token() == StreamReader(str(scene.new)).token()
+    same_segments(scene.new, scene.folder / "restored")
+    assert found.lineage == fact.lineage
+    assert found.lineage.last.behind == behind
+    assert before <= scene.names(), "what only the old leader had stored is still there"
+    with closing(scene.transport("c")) as transport:
+        assert stored_lineage(transport)[0] == Rank(NEW, group_of(scene.new))
+    # The leader comes back, and once more: the store goes on where it was.
+    write(scene.new, 4, 40, "b", first=90)
+    scene.archive(scene.new, fact)
+    assert scene.restored("again")[1].token() == StreamReader(str(scene.new)).token()
+    same_segments(scene.new, scene.folder / "again")
+
+
+def test_a_reader_that_was_beyond_where_they_part_is_told(scene: Scene) -> None:
+    with closing(scene.transport("reader")) as transport:
+        link = transport.connect(Hello(None, NodeName("reader"), Epoch(0), {}), 1.0)
+        while link.recv(0.05) is not None:
+            pass
+        scene.archive(scene.new, promoted(scene))
+        with pytest.raises(LinkLost, match="parts from"):
+            link.recv(30.0)
+
+
+def test_a_promotion_without_loss_begins_no_branch(scene: Scene) -> None:
+    shutil.rmtree(scene.new)
+    shutil.copytree(scene.old, scene.new)
+    prepare_promotion(str(scene.new))
+    fact = promoted(scene)
+    scene.archive(scene.new, fact)
+    assert not scene.names("web/0000000000/branches")
+    assert scene.restored("restored")[1].token() == StreamReader(str(scene.new)).token()
+    same_segments(scene.new, scene.folder / "restored")
+
+
+class Dying:
+    """A store that is gone for good once so many objects were written: the last of them is there, or isn't."""
+
+    def __init__(self, objects: Objects, writes: int, *, with_last: bool) -> None:
+        self._objects = objects
+        self._left = writes
+        self._with_last = with_last
+        self.is_gone = False
+
+    def __getattr__(self, name: str) -> Any:
+        if self.is_gone:
+            raise StoreUnavailable("it is gone")
+        return getattr(self._objects, name)
+
+    def put_new(self, name: str, buffers: Sequence[Bytes]) -> bool:
+        return bool(self._write(lambda: self._objects.put_new(name, buffers)))
+
+    def put_large(self, name: str, pieces: Any) -> None:
+        self._write(lambda: self._objects.put_large(name, pieces))
+
+    def _write(self, put: Callable[[], Any]) -> Any:
+        if self.is_gone:
+            raise StoreUnavailable("it is gone")
+        self._left -= 1
+        if self._left > 0:
+            return put()
+        self.is_gone = True
+        if self._with_last:
+            put()
+        raise StoreUnavailable("it is gone")
+
+
+@pytest.mark.parametrize("with_last", [False, True])
+def test_whatever_of_a_branch_is_there_what_is_restored_is_one_leaders_log(scene: Scene, with_last: bool) -> None:
+    fact = promoted(scene)
+    old, new = StreamReader(str(scene.old)), StreamReader(str(scene.new))
+    seen = set()
+    for writes in range(1, 40):
+        store = scene.folder / f"store-{writes}"
+        shutil.copytree(scene.store, store)
+        made: list[Dying] = []
+
+        def dying(objects: Objects, writes: int = writes, made: list[Dying] = made) -> Dying:
+            made.append(Dying(objects, writes, with_last=with_last))
+            return made[0]
+
+        archiver = scene.archive(scene.new, fact, store=store, wrap=dying, until=lambda _, made=made: made[0].is_gone)
+        found, reader = scene.restored(f"half-{writes}", store)
+        is_new = found.lineage == fact.lineage
+        seen.add(is_new)
+        if is_new:
+            assert reader.persisted_upto() <= new.persisted_upto()
+            same_segments(scene.new, scene.folder / f"half-{writes}")
+        else:
+            assert reader.token() == old.token()
+            same_segments(scene.old, scene.folder / f"half-{writes}")
+        assert is_new or archiver.stored_group == 0, "what was said to be stored is what is restored"
+        if not made[0].is_gone:
+            break
+        scene.archive(scene.new, fact, store=store)
+        assert scene.restored(f"whole-{writes}", store)[1].token() == new.token()
+        same_segments(scene.new, scene.folder / f"whole-{writes}")
+        shutil.rmtree(store)
+    assert seen == {False, True}
+    assert not made[0].is_gone, "all of them were played"
