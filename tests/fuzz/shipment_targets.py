@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 
 from millstream.codec.checksums import crc32c
 from millstream.codec.shipment import Message, decode_message, encode_message
@@ -14,7 +15,8 @@ def message_seeds() -> list[bytes]:
     """One of each kind."""
     shipments = shipments_of(segments=1, segment_bytes=300, part_bytes=200)
     hello = hello_of(position=whole_position(shipments), documents={"catalog": 7})
-    messages: list[Message] = [*shipments, hello, acknowledgement(7), Diverged("other bytes", shard=7)]
+    told = replace(shipments[-1], shown=shipments[-1].marks, by_one=True)
+    messages: list[Message] = [*shipments, told, hello, acknowledgement(7), Diverged("other bytes", shard=7)]
     return [b"".join(encode_message(message)) for message in messages]
 
 

@@ -254,7 +254,7 @@ class NumbersOnlyFact(RoleFact):
 class NumbersOnly(World):
     """Two who stand with one number both get everybody's promise."""
 
-    found_by = 169
+    found_by = 1641
 
     fact_type = NumbersOnlyFact
 
