@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any, Final
 from tests.app.homes import make_home, run, wait_for
 
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
+from millstream.errors import LogError
 from millstream.model.positions import Seq
 from millstream.wal.reader import StreamReader
 
@@ -33,21 +35,42 @@ class Node:
     """One home, and its processes by name. `start` and `kill` as often as one likes."""
 
     def __init__(
-        self, folder: Path, name: str, ports: dict[str, int], *, acks: str = "local", more: str = "", stream: str = ""
+        self,
+        folder: Path,
+        name: str,
+        ports: dict[str, int],
+        *,
+        acks: str = "local",
+        more: str = "",
+        stream: str = "",
+        others: dict[str, int] | None = None,
+        http: int = 0,
     ) -> None:
+        """Make its home.
+
+        Args:
+            folder: where.
+            name: its own.
+            ports: where Flight of each node listens.
+            acks: the stream's level.
+            more: what else `[replication]` has.
+            stream: what else the stream has.
+            others: where it reaches other nodes, if not there.
+            http: its port for HTTP; 0: any.
+        """
         self.name: Final = name
-        nodes = "\n".join(f'{node} = "grpc://127.0.0.1:{port}"' for node, port in ports.items())
+        nodes = "\n".join(f'{node} = "grpc://127.0.0.1:{port}"' for node, port in (ports | (others or {})).items())
         self.home: Final = make_home(
             folder,
             f'[streams.{STREAM}]\nacks = "{acks}"\n{stream}[streams.{STREAM}.ingest]\nschema_on_write = "create"\n'
-            f'[http]\nlisten = "127.0.0.1:0"\n[flight]\nlisten = "127.0.0.1:{ports[name]}"\n'
+            f'[http]\nlisten = "127.0.0.1:{http}"\n[flight]\nlisten = "127.0.0.1:{ports[name]}"\n'
             f'[replication]\nnode = "{name}"\n{more}[replication.nodes]\n{nodes}\n',
         )
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, part: str, *words: str) -> subprocess.Popen[bytes]:
-        """Start one of its processes: `owner`, `serve` or `follow`; more words go to the command."""
-        command = {"owner": ["capture", "run"], "serve": ["serve"], "follow": ["follow"]}[part]
+        """Start one of its processes: `owner`, `serve`, `follow`, or `run` with all of them and the pipeline; more words go to the command."""
+        command = {"owner": ["capture", "run"], "serve": ["serve"], "follow": ["follow"], "run": ["run"]}[part]
         with (self.home / f"{part}.log").open("ab") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "millstream.cli", "--home", str(self.home), *command, *words],
@@ -73,6 +96,10 @@ class Node:
         """Whether the process is there."""
         return part in self._processes and self._processes[part].poll() is None
 
+    def parts(self) -> list[str]:
+        """Those that were started and not ended: they run, or have ended by themselves."""
+        return sorted(self._processes)
+
     def signal(self, part: str, how: signal.Signals) -> None:
         """Send it a signal."""
         self._processes[part].send_signal(how)
@@ -82,6 +109,11 @@ class Node:
         with contextlib.suppress(FileNotFoundError):
             return (self.home / f"{part}.log").read_text()
         return ""
+
+    def url(self) -> str:
+        """Where its HTTP listens; nothing before it does."""
+        found = re.findall(r"listening \(address ([\d.:]+)\)", self.log("serve"))
+        return f"http://{found[-1]}" if found else ""
 
     def ask(self, *words: str) -> subprocess.CompletedProcess[str]:
         """A command, to its end."""
@@ -94,14 +126,18 @@ class Node:
         return json.loads(done.stdout)
 
     def rows(self, column: str = "id") -> list[Any]:
-        """A column of all records, in the log's order; none where there is no log yet."""
+        """A column of all records, in the log's order; none where there is no log yet, or it is just cut back to what its leader has."""
         folder = self.home / "data" / "wal" / STREAM
         if not folder.is_dir():
             return []
         reader = StreamReader(str(folder))
         found: list[Any] = []
-        for some in reader.read_between(Seq(reader.first_seq() - 1), reader.persisted_upto()):
-            found += some.batch.column(column).to_pylist()
+        # One that has led is cut back when it follows: a file may go while it is read.
+        try:
+            for some in reader.read_between(Seq(reader.first_seq() - 1), reader.persisted_upto()):
+                found += some.batch.column(column).to_pylist()
+        except LogError:
+            return []
         return found
 
     def bytes_of_log(self) -> dict[str, bytes]:
@@ -140,7 +176,9 @@ def eventually(condition: Any, what: str, *of: Node) -> None:
         what=lambda: (
             what
             + "".join(
-                f"\n--- {n.name} {part}\n{n.log(part)[-3000:]}" for n in of for part in ("owner", "serve", "follow")
+                f"\n--- {n.name} {part}\n{n.log(part)[-3000:]}"
+                for n in of
+                for part in ("owner", "serve", "follow", "run")
             )
         ),
     )

@@ -8,12 +8,16 @@ import shutil
 import signal
 from pathlib import Path
 
+import httpx
 import pytest
 from tests.app.homes import run
 from tests.app.nodes import STREAM, Node, eventually, free_port, nodes
 
 import millstream
-from millstream.errors import Fenced, ReadOnly
+from millstream.app.home import PIPELINE, Home
+from millstream.app.replicating.examining import examine_nodes
+from millstream.errors import Fenced, ReadOnly, ReplicasMissing
+from millstream.model.positions import Seq
 from millstream.testing.pytest_plugin import Database
 from millstream.wal.reader import StreamReader
 
@@ -45,18 +49,75 @@ def test_a_follower_has_the_leaders_bytes_and_says_whom_to_write_to(tmp_path: Pa
         eventually(lambda: b.rows() == [1, 2, 3, 4, 5, 6], "it goes on where it was", a, b)
 
 
-def test_a_promotion_beside_a_living_leader_loses_nothing(tmp_path: Path) -> None:
-    with nodes(tmp_path) as (a, b):
+def test_a_follower_lets_go_of_what_its_leader_has_let_go_of(tmp_path: Path) -> None:
+    bounds = f'[streams.{STREAM}.log]\ndisk_used_max = 1.0\nretention_age = "0s"\nretention_bytes = "0B"\nretention_interval = "200ms"\n'
+
+    def segments(node: Node) -> list[str]:
+        return sorted(file.name for file in (node.home / "data" / "wal" / STREAM / "00000").glob("*.wal"))
+
+    with nodes(tmp_path, stream=bounds) as (a, b):
+        for one in (1, 2, 3):
+            append(a, one)
         a.start("owner")
         a.start("serve")
-        append(a, 1, 2, 3)
-        b.start("serve")
         b.start("follow", "a")
         eventually(lambda: b.rows() == [1, 2, 3], "what was there comes", a, b)
+        with Home(a.home).open_catalog() as catalog:
+            stream = catalog.stream(STREAM).id
+            catalog.set_needed_from(stream, PIPELINE, Seq(10**12))
+            catalog.set_landed(stream, PIPELINE, Seq(10**12))
+        append(a, 4)
+        eventually(lambda: a.rows() == [4], "the leader lets go", a, b)
+        append(a, 5)
+        eventually(lambda: b.rows() == [4, 5], "so does the follower", a, b)
+        eventually(lambda: segments(b)[0] == segments(a)[0], "of the same segments", a, b)
+        b.end("follow")
+        append(a, 6)
+        b.start("follow")
+        eventually(lambda: b.rows() == [4, 5, 6], "it goes on", a, b)
+
+
+def check_what_a_follower_says(a: Node, b: Node) -> None:
+    """The commands and addresses at which people and load balancers look."""
+    status = b.answer("status")
+    assert status["streams"][0]["state"] == "follows"
+    assert status["streams"][0]["replication"]["following"]["records_behind"] == 0
+    assert a.answer("status")["streams"][0]["replication"]["followers"][0]["node"] == "b"
+    for node, other, role in ((a, "b", "follows a"), (b, "a", "leads")):
+        own, its = examine_nodes(Home(node.home))
+        assert (own.error, its.error) == (None, None)
+        assert (its.check, its.message) == (f"node {other} of {STREAM}", f"answers, {role}, has group 3")
+    eventually(lambda: a.url() and b.url(), "both listen", a, b)
+    assert httpx.get(f"{a.url()}/readyz").status_code == 200
+    unready = httpx.get(f"{b.url()}/readyz")
+    assert (unready.status_code, unready.json()["detail"]) == (503, "a leads: writes go there")
+    assert f'millstream_replica_behind_records{{stream="{STREAM}"}} 0.0' in httpx.get(f"{b.url()}/metrics").text
+    assert f'millstream_node_leads{{stream="{STREAM}"}} 1.0' in httpx.get(f"{a.url()}/metrics").text
+    with millstream.connect(b.url()) as there, pytest.raises(ReadOnly) as refused:
+        there.append(STREAM, "orders", [{"id": 9}])
+    assert refused.value.details["leader"] == "a"
+
+
+def test_a_promotion_beside_a_living_leader_loses_nothing(tmp_path: Path) -> None:
+    """… and whoever waits to write the node that is promoted, as `millstream run` does, goes on through it."""
+    with nodes(tmp_path) as (a, b):
+        b.start("follow", "a")
+        for node in (a, b):
+            node.start("serve")
+            node.start("owner")
+        append(a, 1, 2, 3)
+        eventually(lambda: b.rows() == [1, 2, 3], "what was there comes", a, b)
+        check_what_a_follower_says(a, b)
         promoted = b.ask("promote")
         assert promoted.returncode == 0, promoted.stderr
-        b.start("owner")
         append(b, 4)
+        (of_b,) = b.answer("replicas")["streams"]
+        assert (of_b["writes_go_to"]["node"], of_b["writes_go_to"]["here"], of_b["writes_go_to"]["epoch"]) == (
+            "b",
+            True,
+            1,
+        )
+        assert [(one["epoch"], one["node"]) for one in of_b["led"]] == [(0, "a"), (1, "b")], "by the catalog that came"
         assert b.rows() == [1, 2, 3, 4]
         with pytest.raises(Fenced) as refused:
             append(a, 5)
@@ -85,6 +146,8 @@ def test_what_a_dead_leader_alone_had_takes_a_word_and_is_set_aside(tmp_path: Pa
         assert "a" in promoted[0]["losses"][0]
         b.start("owner")
         append(b, 4)
+        with pytest.raises(Fenced):
+            append(a, 9)  # nobody has come to it yet: it asks the others in front of its first write
         a.start("serve")
         a.start("owner")
         a.start("follow", "b")
@@ -120,6 +183,20 @@ def test_a_write_that_followers_have_acknowledged_outlives_its_leader(tmp_path: 
             assert home.session(STREAM, "till").append("orders", [{"id": 21}], deadline_s=100).duplicate is False
         assert b.rows() == list(range(1, 22))
         eventually(lambda: a.rows() == b.rows(), "the old leader has it", a, b)
+
+
+def test_a_follower_shows_what_the_level_holds_for_and_that_also_where_nothing_else_comes(tmp_path: Path) -> None:
+    with nodes(tmp_path, "abc", acks="durable(2)") as (a, b, c):
+        a.start("owner")
+        a.start("serve")
+        b.start("follow", "a")
+        with millstream.open(a.home) as home, pytest.raises(ReplicasMissing):
+            home.append(STREAM, "orders", [{"id": 1}], deadline_s=1)
+        eventually(lambda: b.bytes_of_log() == a.bytes_of_log() != {}, "the bytes come", a, b)
+        assert b.rows() == a.rows() == []
+        c.start("follow", "a")
+        for node in (a, b, c):
+            eventually(lambda node=node: node.rows() == [1], "what two followers have is shown everywhere", a, b, c)
 
 
 def test_a_stream_comes_back_from_an_object_store_alone(tmp_path: Path) -> None:
@@ -212,6 +289,8 @@ def test_regions_follow_one_another_and_read_what_both_have_written(tmp_path: Pa
         own, copy = homes[0].answer("replicas")["streams"]
         assert [one["node"] for one in own["followers"]] == ["region-2"]
         assert (copy["stream"], copy["role"], copy["leader"]) == (f"{STREAM}@2", "follows", "region-2")
+        (told,) = homes[0].answer("status")["streams"]
+        assert told["log"]["held"]["follower region-2"]["kind"] == "follower"
     finally:
         for node in homes:
             node.kill()
@@ -232,3 +311,28 @@ def test_an_application_that_writes_lets_go_where_another_node_is_promoted(tmp_p
                 home.append(STREAM, "orders", [{"id": 2}])
         append(b, 3)
         assert b.rows() == [1, 3]
+
+
+def test_a_follower_that_has_less_than_another_takes_that_before_it_leads(tmp_path: Path) -> None:
+    with nodes(tmp_path, "abc", acks="durable(1)") as (a, b, c):
+        for node in (a, b, c):
+            node.start("serve")
+        for node in (b, c):
+            node.start("follow", "a")
+        with millstream.open(a.home) as home:
+            home.append(STREAM, "orders", [{"id": 1}], deadline_s=100)
+        eventually(lambda: b.rows() == c.rows() == [1], "what was there comes", a, b, c)
+        c.end("follow", signal.SIGKILL)
+        with millstream.open(a.home) as home:
+            # A table that the one to be promoted has never heard of.
+            home.append(STREAM, "others", [{"id": 2}], deadline_s=100)
+        a.kill()
+        assert c.rows() == [1]
+        promoted = c.ask("promote")
+        assert promoted.returncode == 0, promoted.stderr
+        assert c.rows() == [1, 2]
+        b.end("follow")
+        b.start("follow")
+        with millstream.open(c.home) as home:
+            home.append(STREAM, "others", [{"id": 3}], deadline_s=100)
+        eventually(lambda: b.rows() == [1, 2, 3], "the other one follows the new leader", b, c)

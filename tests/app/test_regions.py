@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +31,9 @@ from millstream.errors import (
     UsageError,
 )
 from millstream.model.ids import RegionId, parse_region_log_name, region_log_name
+from millstream.protocol.retention import Bounds, Retention
 from millstream.wal.reader import StreamReader
+from millstream.wal.retain import drop_segments
 
 CONFIG = """
 [streams.shop]
@@ -144,6 +147,19 @@ def test_what_was_reconciled_is_kept_and_only_what_is_new_is_read_again(tmp_path
         assert rows_of(one) == rows_of(two)
 
 
+def test_a_column_that_merges_comes_with_the_first_row_that_has_it(tmp_path: Path) -> None:
+    one, two = made(tmp_path / "one", 1), made(tmp_path / "two", 2)
+    with millstream.open(one) as home:
+        home.append("shop", "posts", {"id": 7, "likes": 5})
+        assert home.merged("shop", "posts").to_pylist() == [{"id": 7, "likes": 5}]
+    assert CliRunner().invoke(cli, ["--home", str(one), "reconcile"]).exit_code == 0
+    with millstream.open(two) as home:
+        home.append("shop", "posts", {"id": 7, "likes": 3, "hidden": True})
+    follow(one, two, 2)
+    with millstream.open(one) as home:
+        assert home.merged("shop", "posts").to_pylist() == [{"id": 7, "likes": 8, "hidden": True}]
+
+
 def test_what_is_kept_is_damaged_or_of_another_log(tmp_path: Path) -> None:
     with both(tmp_path) as (one, two):
         run(one)
@@ -246,3 +262,33 @@ def test_arrow_types_of_merged_tables_hold_what_merging_makes(tmp_path: Path) ->
         schema = home.merged("shop", "posts").schema
     assert schema.field("likes").type == pa.int64()
     assert schema.field("heat").type == pa.float64()
+
+
+def test_columns_that_merge_otherwise_lose_nothing_that_retention_has_dropped(tmp_path: Path) -> None:
+    small = CONFIG.replace("disk_used_max = 1.0", 'disk_used_max = 1.0\nsegment_bytes = "256 KiB"')
+    home = made(tmp_path / "home", 1, small)
+    file = home / "millstream.toml"
+    with millstream.open(home) as opened:
+        opened.append("shop", "posts", [{"id": 1, "likes": 3, "tags": ["a"], "heat": 1.0, "hidden": False}])
+        while len(list((home / "data" / "wal" / "shop" / "00000").glob("*.wal"))) < 3:
+            opened.append("shop", "other", [{"id": 1, "text": os.urandom(50_000).hex()}])
+    done = CliRunner().invoke(cli, ["--home", str(home), "reconcile"])
+    assert done.exit_code == 0, done.output
+    drop_segments(str(home / "data" / "wal" / "shop"), Retention(), Bounds(0.0, 0, 0))
+    assert StreamReader(str(home / "data" / "wal" / "shop")).first_seq() > 1
+    # What is kept serves for these as well: of them it has the newest value, as it has for any.
+    file.write_text(small.format(region=1).replace("pn_counter", "lww").replace("signal(1d)", "signal(2d)"))
+    with millstream.open(home) as opened:
+        assert opened.merged("shop", "posts").to_pylist()[0]["likes"] == 3
+    # … and of this one it has more than its newest value, which nothing else can be made of.
+    file.write_text(small.format(region=1).replace("union_set", "or_set"))
+    with millstream.open(home) as opened, pytest.raises(MergeUnsuitable, match="retention has dropped"):
+        opened.merged("shop", "posts")
+    kept = home / "data" / "regions" / "shop" / "public.posts.state"
+    before = kept.read_bytes()
+    refused = CliRunner().invoke(cli, ["--home", str(home), "reconcile"])
+    assert refused.exit_code != 0
+    assert kept.read_bytes() == before
+    file.write_text(small.format(region=1))
+    with millstream.open(home) as opened:
+        assert opened.merged("shop", "posts").to_pylist()[0]["tags"] == ["a"]

@@ -6,13 +6,15 @@ import json
 
 import pytest
 
-from millstream.app.remote.steps import Answer, Call, Lost, append_call, appended
+from millstream.app.remote.steps import Answer, Call, Lost, Nap, append_call, appended
 from millstream.app.serving.problems import status_of
 from millstream.errors import (
     AppendOutcomeUnknown,
+    Fenced,
     MillstreamError,
     NoRouteMatches,
     PartialWrite,
+    ReadOnly,
     SessionsNeedOneWriter,
 )
 
@@ -35,6 +37,8 @@ def calls_of(
             wish = steps.send(answer)
         except MillstreamError as ended:
             return asked, ended
+        if isinstance(wish, Nap):
+            wish = steps.send(None)
     raise AssertionError("it goes on")
 
 
@@ -51,6 +55,17 @@ def test_what_routing_says_is_told_and_not_tried_again(error: type[MillstreamErr
     said = Answer(int(status_of(error)), PROBLEM, json.dumps({"code": error.code, "detail": "no"}).encode())
     asked, ended = calls_of([said], key=None, deadline_s=30.0)
     assert (len(asked), type(ended)) == (1, error)
+
+
+@pytest.mark.parametrize("error", [ReadOnly, Fenced])
+def test_who_doesnt_lead_says_who_does(error: type[MillstreamError]) -> None:
+    """It was a 500, after which nobody knows what became of the rows."""
+    facts = {"code": error.code, "detail": "no", "details": {"leader": "b"}}
+    said = Answer(int(status_of(error)), PROBLEM, json.dumps(facts).encode())
+    asked, ended = calls_of([said], key=None, deadline_s=30.0)
+    assert (len(asked), type(ended), ended.details["leader"]) == (1, error, "b")
+    _, ended = calls_of([Lost("cut off", sent=True), said], key=None, deadline_s=30.0)
+    assert isinstance(ended, AppendOutcomeUnknown), "the try before may be there"
 
 
 def test_a_partial_write_is_no_status_that_clients_try_again() -> None:

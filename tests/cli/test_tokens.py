@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from tests.app.homes import done, make_home, run
 
-from millstream.model.access import token_parts
+from millstream.catalog import Catalog
+from millstream.model.access import is_secret, token_parts
 
 TWO_STREAMS = "[streams.shop]\n[streams.web]\n"
 
@@ -34,6 +35,15 @@ def test_a_token_is_made_shown_once_listed_and_revoked(tmp_path: Path) -> None:
     for secret in (parts[1], facts["token"].rpartition("_")[2]):
         assert secret not in shown + json.dumps(listed)
         assert secret.encode() not in (home / "data" / "catalog.db").read_bytes()
+    other = make_home(tmp_path / "other", "[streams.web]\n")
+    again = ("token", "create", "--name", "nodes", "--all", "admin", "--given")
+    given = run(other, *again, stdin=f"{text}\n")
+    assert (given.returncode, given.stdout) == (0, ""), given.stderr
+    with Catalog(other / "data" / "catalog.db") as catalog:
+        (kept,) = catalog.access_tokens()
+    assert is_secret(parts[1], kept.digest)
+    assert run(other, *again, stdin=text).returncode == 2
+    assert run(other, *again, stdin="mst_").returncode == 2
     gone = run(home, "token", "revoke", "sensors")
     assert (gone.returncode, gone.stdout) == (0, "")
     assert [one["name"] for one in json.loads(done(home, "token", "ls", "--json"))] == [facts["id"]]

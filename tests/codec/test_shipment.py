@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from uuid import UUID
 
@@ -58,6 +59,8 @@ SHIPMENTS = st.builds(
     INT63,
     NODES | st.just(NodeName("")),
     INT63,
+    st.none() | st.dictionaries(U32.map(ShardId), MARKS, max_size=2),
+    st.booleans(),
 )
 HELLOS = st.builds(
     Hello, st.none() | STREAMS, NODES, INT63.map(Epoch), POSITIONS, st.dictionaries(st.text(max_size=8), INT63, max_size=2),
@@ -151,7 +154,8 @@ def golden() -> list[Message]:
         Shipment(
             STREAM, RegionId(2), Epoch(7), (SegmentPart(ShardId(1), Offset(100), 4096, b"frames", is_end=True),),
             {ShardId(1): mark}, {ShardId(0): DroppedMark(Seq(9), Offset(4))}, (Document("catalog", 3, b"tables"),), Seq(300),
-            1_750_000_000_000_000_000, NodeName("node-a"), 65_536,
+            1_750_000_000_000_000_000, NodeName("node-a"), 65_536, {ShardId(1): replace(mark, byte_end=6000, group=GroupNumber(11))},
+            by_one=True,
         ),
         Hello(STREAM, NodeName("node-b"), Epoch(6), {ShardId(1): ByteEnd(Offset(100), 8192)}, {"sessions": 4}, NodeName("node-a")),
         Acknowledgement(

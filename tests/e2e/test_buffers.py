@@ -38,15 +38,21 @@ def home_with(folder: Path, role: str, kind: str, location: str, name: str) -> P
     )
 
 
+def said_by(home: Path) -> Path:
+    """What its owners have said."""
+    return home.parent / f"{home.name}-owner.log"
+
+
 @contextmanager
 def owner(home: Path) -> Iterator[subprocess.Popen[bytes]]:
     """The process that writes the home's streams."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "millstream.cli", "--home", str(home), "capture", "run"],
-        env={**os.environ, "HOME": "/nonexistent"},
-        stderr=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-    )
+    with said_by(home).open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "millstream.cli", "--home", str(home), "capture", "run"],
+            env={**os.environ, "HOME": "/nonexistent"},
+            stderr=output,
+            stdout=output,
+        )
     try:
         yield process
     finally:
@@ -60,7 +66,11 @@ def records(home: Path, table: str) -> list[dict[str, Any]]:
 
 
 def wait_until_there(home: Path, rows: int) -> None:
-    wait_for(lambda: len(records(home, "clicks")) >= rows, seconds=120)
+    wait_for(
+        lambda: len(records(home, "clicks")) >= rows,
+        seconds=300,
+        what=lambda: f"{len(records(home, 'clicks'))} of {rows} rows have come; {said_by(home).read_text()[-4000:]}",
+    )
 
 
 def said_of(home: Path) -> bool:

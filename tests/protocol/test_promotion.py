@@ -80,6 +80,18 @@ def test_with_enough_promises_it_takes_over_and_its_reign_begins_behind_its_last
     assert lead.fact.lineage.last == (promise, 5)
 
 
+def test_who_stood_still_before_isnt_waited_for_where_the_others_are_enough():
+    one = Contest()
+    one.all_say(a=None, c=4)
+    assert one.all_say(c=4) == [promoting.TakeOver(Promise(Epoch(1), B))]
+    one = Contest()
+    one.all_say(a=5, c=4)
+    assert one.all_say(c=4) == [], "who answers has to step down"
+    one = Contest("local", accept_loss=True)
+    one.all_say(a=None, c=4)
+    assert one.all_say(c=4) == [], "what may be lost with it isn't given up before time"
+
+
 def test_too_few_that_answer_change_nothing():
     one = Contest()
     one.all_say(a=None, c=None)
@@ -126,8 +138,8 @@ def test_the_claim_decides_before_anybody_is_asked():
     one.all_say(a=None, c=None)
     promise = Promise(Epoch(1), B)
     assert one.effects[-1] == promoting.Claim(promise)
-    one.step(promoting.Claimed(Rank(UNPROMISED, GroupNumber(8)), Seq(80)))
-    (catch_up,) = one.all_say(a=None, c=None)
+    # Nobody's promise is needed, and nobody has answered: they are asked, and not waited for.
+    *_, catch_up = one.step(promoting.Claimed(Rank(UNPROMISED, GroupNumber(8)), Seq(80)))
     assert isinstance(catch_up, promoting.CatchUp)
     assert catch_up.node == promoting.STORE
     one = Contest("object", has_store=True)

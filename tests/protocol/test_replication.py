@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TypeVar
 from uuid import UUID
 
@@ -15,6 +16,7 @@ from millstream.errors import (
     Diverged,
     Fenced,
     FollowerBehindRetention,
+    NodeNameTaken,
     OtherStream,
     ReplicaGap,
     ReplicaTooStale,
@@ -26,21 +28,24 @@ from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, StreamId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import (
-    LOCAL,
+    OBJECT_STORE,
     AckLevel,
     Acknowledgement,
     ByteEnd,
     Document,
     Hello,
+    Holdings,
     NodeName,
     ReplicaPosition,
     SegmentPart,
     Shipment,
 )
+from millstream.model.replication import (
+    Holding as HeldBy,
+)
 from millstream.protocol.replication import (
     LINEAGE,
     UNPROMISED,
-    Acks,
     Backoff,
     Follower,
     Greeting,
@@ -99,6 +104,10 @@ class Led:
         self.leader = Leader(STREAM, fact or RoleFact(), frozenset({B, C}), options)
         self.now = 0.0
 
+    def counted(self) -> dict[str, int]:
+        """The group of each follower that counts for levels."""
+        return {place.name: place.group for place in self.leader.holdings.places if not place.is_store}
+
     def step(self, event: shipping.Event) -> list[shipping.Effect]:
         return self.leader.step(event, self.now)
 
@@ -141,6 +150,10 @@ def test_marks_alone_and_documents_alone_are_sent_too():
     (read,) = of(shipping.ReadAndSend, led.step(shipping.Durable(mark(2, 10), {"catalog": 3})))
     assert read.documents == {}
     led.sent(1, 10, 0)
+    assert of(shipping.ReadAndSend, led.step(shipping.Durable(mark(2, 10), {"catalog": 3}, mark(1, 5)))), (
+        "what is shown"
+    )
+    led.sent(1, 10, 0)
     led.now = 5.0
     (read,) = of(shipping.ReadAndSend, led.step(shipping.Tick()))
     assert read.documents == {"catalog": 3}, "and a word that there is nothing new"
@@ -154,7 +167,7 @@ def test_a_cursor_moves_by_its_own_followers_acknowledgement_only():
     assert not of(shipping.PersistCursor, led.sent(1, 50, 50))
     effects = led.acked(1, B, 5, 50)
     assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(B, Seq(5), at(50))]
-    assert led.leader.acks.groups == {B: 5, C: 0}
+    assert led.counted() == {B: 5, C: 0}
     assert led.leader.group_reached(AckLevel.parse("durable(1)")) == 5
     assert led.leader.group_reached(AckLevel.parse("durable(2)")) == 0
     assert not led.step(shipping.Acked(LinkId(9), ack(C, 5, 50))), "no such link"
@@ -167,13 +180,15 @@ def test_a_follower_that_has_lost_what_it_had_counts_for_nothing_until_it_has_it
     led.sent(1, 50, 50)
     led.acked(1, B, 5, 50)
     effects = led.step(shipping.Joined(LinkId(2), hello(B, at(10))))
-    assert of(shipping.DropLink, effects) == [shipping.DropLink(LinkId(1), None)]
+    (dropped,) = of(shipping.DropLink, effects)
+    assert dropped.link == LinkId(1)
+    assert isinstance(dropped.why, NodeNameTaken), "two homes of one name hear of each other"
     assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(B, Seq(0), {}, anew=True)]
-    assert of(shipping.PersistAcks, effects) == [shipping.PersistAcks(Acks())]
+    assert of(shipping.PersistAcks, effects) == [shipping.PersistAcks(Holdings())]
     led.sent(2, 10, 0)
     effects = led.acked(2, B, 1, 10)
     assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(B, Seq(1), at(10))]
-    assert led.leader.acks.groups == {B: 1}
+    assert led.counted() == {B: 1}
 
 
 def test_no_more_is_under_way_than_the_window_has():
@@ -257,6 +272,13 @@ def test_who_isnt_to_follow_is_refused():
     assert isinstance(drop.why, OtherStream)
 
 
+def test_who_comes_with_nothing_begins_anew_also_where_this_leader_has_never_heard_of_it():
+    led = Led()
+    effects = led.step(shipping.Joined(LinkId(1), hello(B)))
+    assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(B, Seq(0), {}, anew=True)]
+    assert not of(shipping.PersistCursor, led.step(shipping.Joined(LinkId(2), hello(C, at(10)))))
+
+
 @pytest.mark.parametrize("position", [{}, at(20)])
 def test_who_was_cut_off_comes_again_with_nothing_or_with_what_it_lacked(position: ReplicaPosition):
     led = Led()
@@ -275,11 +297,16 @@ def test_segments_are_kept_for_the_object_store_as_for_a_follower():
     led = Led()
     led.step(shipping.Durable(mark(9, 90)))
     effects = led.step(shipping.Stored(GroupNumber(3), Seq(30)))
-    assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(shipping.STORE_NODE, Seq(30), {})]
+    assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(OBJECT_STORE, Seq(30), {})]
     assert not of(shipping.PersistCursor, led.step(shipping.Stored(GroupNumber(4), Seq(40))))
     led.now += 60
     effects = led.step(shipping.Tick())
-    assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(shipping.STORE_NODE, Seq(40), {})]
+    assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(OBJECT_STORE, Seq(40), {})]
+    led.now += 60
+    effects = led.step(shipping.Stored(GroupNumber(4), Seq(40), at(90)))
+    assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(OBJECT_STORE, Seq(40), at(90))], (
+        "a footer alone"
+    )
 
 
 def test_what_a_promoted_leader_is_told_counts_once_the_follower_has_all_that_it_began_with():
@@ -289,11 +316,11 @@ def test_what_a_promoted_leader_is_told_counts_once_the_follower_has_all_that_it
     led.joined(1, B)
     led.sent(1, 90, 90)
     led.acked(1, B, 6, 60)
-    assert led.leader.acks.groups == {}
+    assert led.counted() == {}
     led.acked(1, B, 7, 70)
-    assert led.leader.acks.groups == {B: 7}
+    assert led.counted() == {B: 7}
     led.step(shipping.Acked(LinkId(1), ack(B, 9, 90, epoch=0)))
-    assert led.leader.acks.groups == {B: 7}, "said under another promise"
+    assert led.counted() == {B: 7}, "said under another promise"
 
 
 # --- the follower ------------------------------------------------------------------------------------------------------
@@ -435,6 +462,21 @@ def test_what_the_new_leader_hasnt_is_set_aside_and_its_reign_noted_when_its_pas
     effects = one.step(following.Applied(holding(6, 60), 0))
     assert [type(effect) for effect in effects] == [following.PersistRole, following.Say]
     assert one.follower.fact.lineage == one.lineage
+
+
+def test_what_one_follower_is_enough_for_is_shown_with_an_acknowledgement_that_counts():
+    one = Following()
+    one.promise = Promise(Epoch(1), A)
+    one.lineage = Lineage().with_reign(one.promise, GroupNumber(5))
+    one.come(9)
+    one.step(following.WasSetAside(Holding()))
+    one.greet(9)
+    for group, by_one, shown in ((4, True, False), (6, False, False), (7, True, True)):
+        one.receive(replace(one.shipment(part(one.follower.holding.group * 10, 10)), by_one=by_one))
+        effects = one.step(following.Applied(holding(group, group * 10), 0))
+        kinds = [type(effect) for effect in effects]
+        assert (kinds[-1], following.ShowAll in kinds) == (following.Say, shown)
+    assert kinds == [following.ShowAll, following.Say], "just before"
 
 
 def test_an_old_leader_follows_once_something_higher_is_heard():
@@ -588,11 +630,28 @@ def test_ranks_go_by_the_last_reign_whose_past_is_there():
     assert fact.rank(GroupNumber(5)) > RoleFact().rank(GroupNumber(99))
 
 
-def test_levels_and_the_promises_that_keep_them():
-    acks = Acks(Epoch(0), {B: GroupNumber(5), C: GroupNumber(7)}, GroupNumber(3))
-    reached = [acks.reached(AckLevel.parse(name)) for name in ("durable(1)", "durable(2)", "durable(3)", "object")]
-    assert reached == [7, 5, 0, 3]
-    assert acks.reached(LOCAL) > 1 << 60
+def test_a_leader_reaches_levels_by_what_counts_there_and_no_further_than_its_own_log():
+    led = Led()
+    led.step(shipping.Durable(mark(6, 60)))
+    assert led.step(shipping.Stored(GroupNumber(3)))
+    assert not of(shipping.PersistAcks, led.step(shipping.Stored(GroupNumber(2)))), "it had more before"
+    for link, node, group in ((1, B, 5), (2, C, 7)):
+        led.joined(link, node)
+        led.sent(link, 60, 60)
+        (told,) = of(shipping.PersistAcks, led.acked(link, node, group, 60))
+    assert told.holdings == Holdings(
+        Epoch(0),
+        (
+            HeldBy(B, Epoch(0), GroupNumber(5), Seq(5)),
+            HeldBy(C, Epoch(0), GroupNumber(7), Seq(7)),
+            HeldBy(OBJECT_STORE, Epoch(0), GroupNumber(3), is_store=True),
+        ),
+    )
+    names = ("local", "durable(1)", "durable(2)", "durable(3)", "object")
+    assert [led.leader.group_reached(AckLevel.parse(name)) for name in names] == [6, 6, 5, 0, 3]
+
+
+def test_the_promises_that_keep_levels():
     wanted = {
         name: promises_wanted(AckLevel.parse(name), 4) for name in ("local", "durable(1)", "durable(3)", "object")
     }

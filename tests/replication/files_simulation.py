@@ -17,10 +17,10 @@ from tests.wal.replica_search import Follower as Replica
 from tests.wal.replica_search import ReplicaLife
 from tests.wal.truth import FOLDER, STREAM
 
-from millstream.errors import FollowerBehindRetention, LinkLost, MillstreamError
+from millstream.errors import FollowerBehindRetention, LinkLost, MillstreamError, ReplicaFailed
 from millstream.model.ids import Epoch, GroupNumber, RegionId
 from millstream.model.positions import Seq
-from millstream.model.replication import AckLevel, Acknowledgement, Document, Hello, NodeName, Shipment
+from millstream.model.replication import LOCAL, AckLevel, Acknowledgement, Document, Hello, NodeName, Shipment
 from millstream.protocol.replication import (
     LINEAGE,
     Backoff,
@@ -40,8 +40,10 @@ from millstream.protocol.replication import (
 from millstream.protocol.replication import follower as following
 from millstream.protocol.replication import promotion as promoting
 from millstream.testing.files import Crash
+from millstream.wal.options import LogOptions
+from millstream.wal.reader import StreamReader
 from millstream.wal.replica import ReplicaLog
-from millstream.wal.shipping import ShipSource, durable_marks
+from millstream.wal.shipping import ShipSource, durable_marks, log_marks
 
 LEADER, NODES = NodeName("a"), (NodeName("b"), NodeName("c"))
 OPTIONS = ShipOptions(shipment_bytes=20_000, window_bytes=60_000, heartbeat_s=0.5, silence_s=30.0, cursor_every_s=0.0)
@@ -72,6 +74,8 @@ class MachinesLife(ReplicaLife):
         self.sides = [Side(node, replica) for node, replica in zip(NODES, self.followers, strict=True)]
         self.sure_upto = Seq(0)
         """What some follower has acknowledged."""
+        self.level = (AckLevel.parse("durable(2)"), AckLevel.parse("durable(1)"), LOCAL)[self.seed % 3]
+        self.hides = self.level != LOCAL
 
     def play(self) -> None:
         for _ in range(self.chance.randint(30, 120)):
@@ -95,6 +99,7 @@ class MachinesLife(ReplicaLife):
         for side in self.sides:
             assert self._has_all(side), f"{side.node} doesn't get what the leader has"
             self._same_bytes(side.replica)
+            self._shows_a_beginning(side.replica)
         self._append()
         self._tell_durable()
         for _ in range(self.chance.randint(0, 12)):
@@ -104,7 +109,21 @@ class MachinesLife(ReplicaLife):
 
     def _has_all(self, side: Side) -> bool:
         log = side.replica.log
-        return log is not None and dict(log.marks()) == dict(durable_marks(self.files, FOLDER))
+        if log is None or dict(log.marks()) != dict(durable_marks(self.files, FOLDER)):
+            return False
+        here, there = (StreamReader(FOLDER, files=files) for files in (side.replica.files, self.files))
+        return (
+            here.persisted_upto()
+            == there.persisted_upto()
+            == StreamReader(FOLDER, files=self.files, durable=True).persisted_upto()
+        )
+
+    def _held_upto(self, follower: Replica) -> Seq:
+        # What one follower has is enough.
+        here = (
+            StreamReader(FOLDER, files=follower.files, durable=True).persisted_upto() if self.level.by_one else Seq(0)
+        )
+        return max(self.held_seq, here)
 
     # --- the leader's side -----------------------------------------------------------------------------------------
 
@@ -128,7 +147,17 @@ class MachinesLife(ReplicaLife):
 
     def _tell_durable(self) -> None:
         if self.machine is not None:
-            self._lead_step(shipping.Durable(durable_marks(self.files, FOLDER)))
+            now = log_marks(self.files, FOLDER)
+            self._lead_step(shipping.Durable(now.durable, {}, now.shown))
+
+    def _options(self) -> LogOptions:
+        return replace(super()._options(), acks=self.level)
+
+    def _hold(self, group: GroupNumber) -> None:
+        """What others hold is what they have acknowledged."""
+        del group
+        if self.machine is not None and self.hides:
+            super()._hold(self.machine.group_reached(self.level))
 
     def _lead_step(self, event: shipping.Event) -> None:
         if self.machine is None:
@@ -148,6 +177,9 @@ class MachinesLife(ReplicaLife):
                     for side in self.sides:
                         if side.link == link:
                             side.down.append(why or LinkLost("over"))
+                case shipping.PersistAcks():
+                    self._hold(GroupNumber(0))
+                    self._tell_durable()
                 case _:
                     pass
 
@@ -164,7 +196,8 @@ class MachinesLife(ReplicaLife):
             self._lead_step(shipping.ReadFailed(effect.link, error, 0.5))
             return
         if found is None:
-            found = Shipment(STREAM, RegionId(0), Epoch(0), marks=durable_marks(self.files, FOLDER))
+            now = log_marks(self.files, FOLDER)
+            found = Shipment(STREAM, RegionId(0), Epoch(0), marks=now.durable, shown=now.shown, by_one=now.by_one)
         shipment = replace(found, epoch=Epoch(0), bytes_left=0 if found.marks else 1)
         side.down.append(shipment)
         end = {**effect.after, **source._expected}
@@ -276,6 +309,13 @@ class MachinesLife(ReplicaLife):
                     self._say(side, word)
                 case following.Apply(shipment):
                     self._take(side, shipment)
+                case following.ShowAll():
+                    assert replica.log is not None
+                    try:
+                        replica.log.show_all()
+                    except ReplicaFailed:
+                        return
+                    self._count("shown when acknowledged")
                 case following.BreakLink():
                     if side.machine is machine:
                         self._cut_link(side)

@@ -7,6 +7,7 @@ looked at when it could break, not in the end:
 
 - what is acknowledged at a level is, at that moment, synced on as many nodes as the level says; and every later leader has it;
 - no two nodes ever show different groups under one number; what a node has shown it goes on showing;
+- readers of any node see no more than what the stream's level holds for, and once nothing moves all of that;
 - what a node says that it has is synced there, in whole groups; a promise that it gave is kept;
 - a write that a client sends again and again is in the log once;
 - what a follower says of its age isn't less than it is;
@@ -20,7 +21,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from uuid import UUID
 
 from tests.replication.model_log import ModelLog, Write
@@ -28,7 +29,8 @@ from tests.replication.network import Wire
 from tests.seeds import Violation, main
 
 from millstream.errors import Diverged, Fenced, FollowerBehindRetention, LinkLost, MillstreamError, ReplicaGap
-from millstream.model.ids import GroupNumber, RegionId, StreamId
+from millstream.model.ids import GroupNumber, RegionId, ShardId, StreamId
+from millstream.model.marks import DurableMark
 from millstream.model.positions import Seq
 from millstream.model.replication import (
     LOCAL,
@@ -131,7 +133,6 @@ class Node:
         self.waiting: list[tuple[int, Request]] = []
         self.is_writing = False
         self.documents: dict[str, int] = {}
-        self.shown_there: int = 0
         self.is_wiped = False
         """Its disk was replaced, and it hasn't all again: who promoted anybody now would lose what it had."""
         self.ghost = 0
@@ -161,7 +162,7 @@ class Node:
         self.leader = self.world.leader_type(STREAM, self.fact, others, OPTIONS)
         self.documents = {"catalog": self.documents.get("catalog", 0) + 1}
         self.disk.documents = dict(self.documents)
-        self.lead_step(shipping.Durable(self.disk.log.marks(), self.documents))
+        self.world.tell_durable(self)
 
     def follow(self, fact: RoleFact) -> None:
         self.follower = self.world.follower_type(
@@ -269,6 +270,13 @@ class Node:
             leader_end=Seq(self.disk.log.group), **more,  # type: ignore[arg-type]
         )  # fmt: skip
 
+    def shown(self) -> dict[ShardId, DurableMark]:
+        """How far readers see the log."""
+        return {
+            shard: replace(mark, group=GroupNumber(min(self.disk.shown, mark.group)))
+            for shard, mark in self.disk.log.marks().items()
+        }
+
     def newer(self, known: dict[str, int]) -> tuple[Document, ...]:
         return tuple(
             Document(name, version, b"") for name, version in self.documents.items() if known.get(name) != version
@@ -282,7 +290,7 @@ class Node:
         documents = (Document(LINEAGE, 0, data), *self.newer(known))
         left = 1 << 30
         position = wire.asked_from
-        wire.send((self.shipment(leader, documents=documents, bytes_left=left), 0))
+        wire.send(self.shipment(leader, documents=documents, bytes_left=left))
         self.lead_step(shipping.Sent(link, position, 0, is_all=False), leader)
 
     def read_and_send(self, leader: Leader, effect: shipping.ReadAndSend) -> None:
@@ -302,10 +310,12 @@ class Node:
             leader,
             parts=tuple(parts),
             marks=self.disk.log.marks() if is_all else {},
+            shown=self.shown() if is_all and (parts or self.world.tells_shown) else None,
+            by_one=self.world.level.by_one and leader is self.leader,
             documents=self.newer(dict(effect.documents)),
             bytes_left=0 if is_all else 1,
         )
-        wire.send((shipment, self.disk.shown))
+        wire.send(shipment)
         self.lead_step(shipping.Sent(effect.link, end, shipment.size_bytes, is_all=is_all), leader)
 
     def word(self, wire: Wire, word: object) -> None:
@@ -384,7 +394,8 @@ class Node:
             return
         log = self.disk.log
         reached = min(leader.group_reached(self.world.level), log.group)
-        self.world.show(self, reached if self.world.shows_by_level else log.group)
+        if self.world.show(self, reached if self.world.shows_by_level else log.group) and self.world.tells_shown:
+            self.world.tell_durable(self)
         still = []
         for group, request in self.waiting:
             if group <= reached:
@@ -395,7 +406,7 @@ class Node:
 
     # --- following -------------------------------------------------------------------------------------------------
 
-    def follow_step(self, event: following.Event) -> None:  # noqa: C901 - one branch an effect
+    def follow_step(self, event: following.Event) -> None:  # noqa: C901, PLR0912 - one branch an effect
         machine = self.follower
         if machine is None:
             return
@@ -412,6 +423,8 @@ class Node:
                     self.documents = dict(self.disk.documents)
                 case following.Say(word):
                     self.say(word)
+                case following.ShowAll():
+                    self.world.show(self, self.disk.log.group)
                 case following.SetAside(behind):
                     gone = self.disk.log.set_aside(behind)
                     self.disk.aside += gone
@@ -464,8 +477,10 @@ class Node:
         except (ReplicaGap, Diverged, LinkLost) as error:
             self.follow_step(following.ApplyFailed(error, chance.random()))
             return
+        if shipment.shown is not None:
+            told = min(mark.group for mark in shipment.shown.values())
+            self.world.show(self, min(log.group, told) if self.world.followers_wait else log.group)
         self.follow_step(following.Applied(log.holding(), self.wall_ns()))
-        self.world.show(self, min(log.group, self.shown_there))
         if self.catching_up is not None and self.follower is not None:
             self.caught_up()
 
@@ -478,11 +493,9 @@ class Node:
                 f"{self.name} says it is {age_s:.2f} s old, and lacks what came {self.world.now - newer:.2f} s ago"
             )
 
-    def received(self, wire: Wire, message: tuple[Shipment, int]) -> None:
+    def received(self, wire: Wire, shipment: Shipment) -> None:
         if wire is not self.wire:
             return
-        shipment, shown = message
-        self.shown_there = shown
         self.follow_step(following.Received(shipment, self.wall_ns()))
 
     def lost(self, wire: Wire, error: MillstreamError | None) -> None:
@@ -611,7 +624,7 @@ class Node:
             for link in [link for link, wire in self.wires.items() if wire.machine is not self.leader]:
                 self.wires.pop(link).cut()
             self.giver = Leader(STREAM, self.fact, frozenset({promise.node}), OPTIONS, only=promise.node)
-            self.giver.step(shipping.Durable(self.disk.log.marks(), self.documents), self.world.now)
+            self.giver.step(shipping.Durable(self.disk.log.marks(), self.documents, self.shown()), self.world.now)
 
 
 class World:
@@ -632,6 +645,10 @@ class World:
     """A promise is written before it is told."""
     shows_by_level = True
     """Readers of a leader see what the stream's level holds for."""
+    followers_wait = True
+    """Readers of a follower see what its leader says."""
+    tells_shown = True
+    """What readers see is told also where nothing else is new."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -908,7 +925,7 @@ class World:
 
     def tell_durable(self, node: Node) -> None:
         """The shipper sees what its log has."""
-        node.lead_step(shipping.Durable(node.disk.log.marks(), node.documents))
+        node.lead_step(shipping.Durable(node.disk.log.marks(), node.documents, node.shown()))
 
     def acknowledge(self, leader: Node, group: int, request: Request) -> None:
         """The level holds for a write, says the leader."""
@@ -930,14 +947,27 @@ class World:
         self.highest_acked = max(self.highest_acked, group)
         self.answer(request, is_taken=True)
 
-    def show(self, node: Node, group: int) -> None:
-        """A node's readers see everything up to a group."""
+    def show(self, node: Node, group: int) -> bool:
+        """A node's readers see everything up to a group; whether that is more than before."""
         disk = node.disk
+        if group <= disk.shown:
+            return False
+        content = disk.log.groups.get(group)
+        have = [
+            one
+            for one in self.nodes.values()
+            if max(one.ghost, one.disk.log.synced_group) >= group and one.disk.log.groups.get(group, content) == content
+        ]
+        # What somebody has shown was held then, whatever became of a disk since.
+        is_held = len(have) > self.level.followers or (content is not None and self.shown.get(group) == content)
+        if self.shows_by_level and not is_held and not self.accepts_loss:
+            self.broken(f"{node.name} shows group {group} at {self.level}, and {len(have)} nodes have it")
         for number in range(disk.shown + 1, group + 1):
             content = disk.log.groups.get(number)
             if content is not None and self.shown.setdefault(number, content) != content and not self.accepts_loss:
                 self.broken(f"{node.name} shows another group {number} than was shown before")
-        disk.shown = max(disk.shown, group)
+        disk.shown = group
+        return True
 
     def promoted(self, node: Node, fact: RoleFact, losses: tuple[str, ...]) -> None:
         """Somebody leads."""
@@ -975,6 +1005,8 @@ class World:
             its = node.disk.log
             if its.group != log.group or its.position() != log.position():
                 return f"{node.name} has {its.group} of {log.group} groups"
+            if its.group != node.disk.shown:
+                return f"{node.name} shows {node.disk.shown} of {its.group} groups"
             if node.fact.lineage != leader.fact.lineage:
                 return f"{node.name} hasn't met {leader.name}"
             if not self.drops_segments and its.image() != log.image():

@@ -13,7 +13,7 @@ SEEDS = 10
 SOAK_SEEDS = int(os.environ.get("MILLSTREAM_SOAK_SEEDS", "10000"))
 WANTED = {
     "acknowledgements", "behind retention", "follower crashed", "leader crashed", "links cut", "promotions", "refused: replica_failed",
-    "shipments",
+    "shipments", "shown when acknowledged",
 }  # fmt: skip
 
 

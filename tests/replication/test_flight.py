@@ -281,6 +281,9 @@ def test_over_tls(tmp_path: Path):
         other.mkdir()
         with pytest.raises(CertificateUnusable, match="certificate of localhost"):
             of.connect(trusted=Authority(other).file)
+        with pytest.raises(LinkLost, match="speaks TLS") as caught:
+            FlightTransport("web", LeaderAddress(of.server.place)).connect(hello_of(), 30.0)
+        assert "grpc+tls://" in caught.value.hint
 
 
 def test_with_certificates_of_both(tmp_path: Path):

@@ -15,9 +15,9 @@ from millstream.codec.checksums import Bytes
 from millstream.errors import Fenced, LinkLost, MissingExtra, OtherStream, StoreUnavailable, StoreUnusable, UsageError
 from millstream.model.ids import Epoch, ShardId
 from millstream.model.positions import Offset
-from millstream.model.replication import ByteEnd, ReplicaPosition, Shipment
+from millstream.model.replication import OBJECT_STORE, ByteEnd, ReplicaPosition, Shipment
 from millstream.ports import FollowerLink
-from millstream.replication.object_store import STORE_NODE, ObjectStoreTransport
+from millstream.replication.object_store import ObjectStoreTransport
 from millstream.replication.objects import Objects
 from millstream.testing.s3 import EmbeddedS3
 from millstream.testing.transport import (
@@ -150,12 +150,12 @@ def ends(found: Arrived, begun: ReplicaPosition = NOTHING) -> dict[ShardId, Byte
 def test_what_is_stored_is_acknowledged_and_where_it_ends_is_said_at_the_next_link(stage: StoreStage):
     sent = shipments_of(is_sealed=False)
     link = leads(stage)
-    assert (link.hello.stream, link.hello.node, link.hello.position) == (None, STORE_NODE, {})
+    assert (link.hello.stream, link.hello.node, link.hello.position) == (None, OBJECT_STORE, {})
     for shipment in sent:
         link.send(shipment)
     while (word := next_word(link)).group < len(sent):
         assert word.position != whole_position(sent)
-    assert (word.node, word.promised, word.position) == (STORE_NODE, EPOCH, whole_position(sent))
+    assert (word.node, word.promised, word.position) == (OBJECT_STORE, EPOCH, whole_position(sent))
     assert word.persisted_upto == sent[-1].marks[ShardId(0)].persisted_upto
     assert stage.leader().accept(0.0) is None
     link.close()

@@ -7,7 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.model.ids import ShardId
+from millstream.model.ids import Epoch, ShardId
+from millstream.model.replication import NodeName
+from millstream.protocol.replication.leaders import LeaderMap, Leadership
+from millstream.protocol.replication.roles import Promise
 from millstream.routing.ring import ShardRouter
 
 HASHES = np.random.default_rng(7).integers(0, 2**64, 200_000, dtype=np.uint64)
@@ -41,6 +44,27 @@ def test_every_key_has_exactly_one_shard_of_ranges(cuts: set[int], keys: list[in
     hashes = np.concatenate((np.array(keys, dtype=np.uint64), EDGES, np.array(starts, dtype=np.uint64)))
     expected = np.searchsorted(np.array(starts, dtype=np.uint64), hashes, side="right") - 1
     assert (router.shards_of(hashes) == expected).all()
+
+
+@given(st.sets(st.integers(1, 2**64 - 1), max_size=20), st.booleans())
+def test_the_last_range_has_the_last_value_of_the_key_space_and_each_range_its_first(
+    cuts: set[int], to_the_end: bool
+) -> None:
+    starts = [0, *sorted(cuts | ({2**64 - 1} if to_the_end else set()))]
+    router = ShardRouter.ranges(starts, shards(len(starts)))
+    ends = np.array([*(start - 1 for start in starts[1:]), 2**64 - 1], dtype=np.uint64)
+    assert router.shards_of(ends).tolist() == list(range(len(starts)))
+    assert router.shards_of(np.array(starts, dtype=np.uint64)).tolist() == list(range(len(starts)))
+
+
+def test_a_map_of_leaders_changes_no_place() -> None:
+    router = ShardRouter.ring(shards(3))
+    assert router.leader_of(ShardId(1)) is None
+    leader = Leadership(Promise(Epoch(2), NodeName("b")), NodeName("b"))
+    led = router.led_by(LeaderMap.of([leader]))
+    assert led.leader_of(ShardId(1)) == led.leader_of(ShardId(2)) == leader
+    assert led == router
+    assert (led.shards_of(HASHES) == router.shards_of(HASHES)).all()
 
 
 def test_one_shard_has_all_keys() -> None:

@@ -24,7 +24,7 @@ from millstream.errors import (
     ReplicaGap,
     ShipmentUnreadable,
 )
-from millstream.model.ids import ShardId
+from millstream.model.ids import GroupNumber, ShardId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Seq
 from millstream.model.replication import ByteEnd, Shipment
@@ -54,6 +54,8 @@ class Follower:
     group: int = 0
     """The group that it acknowledged last."""
     last: Shipment | None = None
+    seen: int = 0
+    """The number up to which its readers saw everything."""
 
 
 @dataclass
@@ -67,6 +69,10 @@ class ReplicaLife(DrawnLog):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.followers = [Follower() for _ in range(2)]
+        self.hides = self.seed % 3 == 0
+        """Whether readers see no more than others are known to hold."""
+        self.held, self.held_seq = GroupNumber(0), Seq(0)
+        """The last group, and number, that anybody was to see."""
 
     def play(self) -> None:
         """All of it; `AssertionError` where a promise is broken."""
@@ -80,6 +86,10 @@ class ReplicaLife(DrawnLog):
         self.truth.commit(self.leader, self.truth.ops([(1, 1), (2, 2)], [(3, 1)]))
         for follower in self.followers:
             self._catch_up(follower)
+            self._shows_a_beginning(follower)
+        self._hold(self.leader.group)
+        for follower in self.followers:
+            self._catch_up(follower)
             self._same_bytes(follower)
             here, first = self._read(follower.files), StreamReader(FOLDER, files=self.files).first_seq()
             numbers = {row: seq for seq, row in self.truth.seqs_seen.items()}
@@ -91,10 +101,21 @@ class ReplicaLife(DrawnLog):
     def _lead(self) -> None:
         self._open()
         self.chance.choice([self._append] * 5 + [self._spill, self._retain, self._wait, self._stop])()
+        if self.hides and self.leader is not None:
+            self._hold(GroupNumber(self.chance.randint(min(self.held, self.leader.group), self.leader.group)))
+
+    def _hold(self, group: GroupNumber) -> None:
+        """Others hold what there is up to a group."""
+        assert self.leader is not None
+        self.held = max(self.held, group)
+        if self.leader.shown is not None:
+            self.leader.shown.show(self.held)
+            self.held_seq = max(self.held_seq, self.leader.shown.persisted_upto)
 
     def _open(self) -> None:
         if self.leader is None:
-            self.leader = self.truth.open(self.files, options=self._options(), clock=self.clock)
+            self.leader = self.truth.open(self.files, options=self._options(), clock=self.clock, hides=self.hides)
+            self._hold(self.held)
 
     def _stop(self) -> None:
         assert self.leader is not None
@@ -227,6 +248,10 @@ class ReplicaLife(DrawnLog):
         follower.log.apply(shipment)
         self._count("shipments")
         follower.promised, follower.group = dict(follower.log.marks()), follower.log.end().group
+        if self.hides:
+            upto = StreamReader(FOLDER, files=follower.files).persisted_upto()
+            assert upto >= follower.seen, "readers see less than before"
+            follower.seen = upto
         if self.chance.random() < 0.1:
             self._shows_a_beginning(follower)
 
@@ -309,6 +334,7 @@ class ReplicaLife(DrawnLog):
         self._count("behind retention")
         follower.files = MemoryFiles()
         follower.log, follower.source, follower.last, follower.promised, follower.group = None, None, None, {}, 0
+        follower.seen = 0
 
     def _end(self, follower: Follower) -> None:
         """The process is gone, or the power is. What a reader beside it saw at that very moment was whole."""
@@ -316,6 +342,7 @@ class ReplicaLife(DrawnLog):
         self._shows_a_beginning(follower)
         only_process = self.chance.random() < 0.4
         follower.files = follower.files.crash(process_only=True) if only_process else follower.files.crash(self._kept())
+        follower.seen = follower.seen if only_process else 0
         follower.log = None
 
     # --- judging ---------------------------------------------------------------------------------------------------
@@ -335,7 +362,10 @@ class ReplicaLife(DrawnLog):
             return
         reader = StreamReader(FOLDER, files=follower.files)
         upto = reader.persisted_upto()
-        here, there = self._read(follower.files), self._read(self.files)
+        assert not self.hides or upto <= max(self._held_upto(follower), reader.first_seq() - 1), (
+            "readers see what others needn't have"
+        )
+        here, there = self._read(follower.files), self._read(self.files, durable=True)
         first = StreamReader(FOLDER, files=self.files).first_seq()
         seqs = {row: seq for seq, row in self.truth.seqs_seen.items()}
         wanted = {row: text for row, text in there.items() if seqs[row] <= upto}
@@ -346,11 +376,16 @@ class ReplicaLife(DrawnLog):
             rows = {(table, index) for of, table, index in here if of == xid}
             assert len(rows) == len(self.truth.rows[xid]), "half an operation is shown"
 
-    def _read(self, files: MemoryFiles) -> Rows:
-        reader = StreamReader(FOLDER, files=files)
+    def _held_upto(self, follower: Follower) -> Seq:
+        """What readers of a follower may see."""
+        del follower
+        return self.held_seq
+
+    def _read(self, files: MemoryFiles, *, durable: bool = False) -> Rows:
+        reader = StreamReader(FOLDER, files=files, durable=durable)
         if reader.persisted_upto() < reader.first_seq():
             return {}
-        return self.truth.read_by_seq(StreamReader(FOLDER, files=files))
+        return self.truth.read_by_seq(reader)
 
     def _same_bytes(self, follower: Follower) -> None:
         for shard in (ShardId(0), ShardId(1)):

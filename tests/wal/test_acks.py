@@ -14,7 +14,7 @@ from millstream.codec.checksums import crc32c
 from millstream.errors import LogError, UsageError
 from millstream.model.ids import Epoch, GroupNumber, StreamId
 from millstream.model.positions import Seq
-from millstream.model.replication import AckLevel, Holding, Holdings
+from millstream.model.replication import LOCAL, AckLevel, Holding, Holdings
 from millstream.testing.files import MemoryFiles
 from millstream.wal.acks import FOLLOWERS_MAX, AcksFile, AcksReader
 
@@ -150,6 +150,28 @@ def test_a_level_is_reached_where_so_many_followers_are(ends: list[int], wanted:
     assert sum(end >= reached for end in ends) >= wanted or reached == 0
     assert sum(end > reached for end in ends) < wanted
     assert found.group_reached(AckLevel.parse("object")) == store
+
+
+def test_local_takes_nobody_else() -> None:
+    for found in (Holdings(), Holdings(Epoch(1), (holding("a", 9),))):
+        assert found.group_reached(LOCAL) == found.seq_reached(LOCAL) == 2**63 - 1
+
+
+def test_what_a_leader_knows_takes_the_place_of_what_was_told_and_keeps_the_time_of_what_stays() -> None:
+    files = made()
+    acks = AcksFile(files, PATH, STREAM, Epoch(1))
+    for place in (holding("a", 100, told_ns=1), holding("b", 7, told_ns=1), holding("s3", 8, is_store=True, told_ns=1)):
+        acks.tell(place)
+    acks.take_over(Holdings(Epoch(2), (holding("a", 100), holding("c", 9))), 5)
+    store = holding("s3", 8, is_store=True, told_ns=1)
+    wanted = {holding("a", 100, told_ns=1), holding("c", 9, told_ns=5), store}
+    found = AcksReader(files, PATH, STREAM).look()
+    assert (found.promised, set(found.places)) == (Epoch(2), wanted)
+    # So one that claims too much isn't believed for another one's word.
+    reader = AcksReader(files, PATH, STREAM)
+    reader.begin(GroupNumber(10))
+    acks.take_over(Holdings(Epoch(2), (holding("a", 100), holding("c", 10))), 6)
+    assert reader.look().group_reached(AckLevel.parse("durable(1)")) == 10
 
 
 def test_who_has_promised_another_leader_doesnt_count() -> None:

@@ -34,7 +34,7 @@ from millstream.wal.keyed import KeyedCommits
 from millstream.wal.numbers import BlockNumbers
 from millstream.wal.options import LogOptions
 from millstream.wal.reader import StreamReader
-from millstream.wal.retain import drop_segments
+from millstream.wal.retain import SESSIONS_HOLDER, drop_segments
 from millstream.wal.session_file import covered_upto, read_copy, session_path
 from millstream.wal.writer import LogWriter
 
@@ -334,6 +334,27 @@ def test_a_quiet_stream_lets_retention_have_what_was_sealed_by_its_age() -> None
     bounds = Bounds(0.0, 0, 1 << 40)
     swept = drop_segments(FOLDER, Retention([]), bounds, files=files, clock=ManualClock(10**18))
     assert {segment.last_seq for segment in swept.dropped} == {5, 10, 15}
+    committer.abandon()
+
+
+def test_what_retention_keeps_for_the_copy_alone_goes_once_it_is_asked_for() -> None:
+    """Of a log whose segments go at once, nothing went for an hour."""
+    files, life = MemoryFiles(), Life(every_bytes=1 << 30)
+    committer, keyed = life.open(files)
+    for number in range(1, 30):
+        keyed.commit([write((s(number), 5))])
+        committer.roll()
+        keyed.after_group()
+    bounds, now = Bounds(0.0, 0, 1 << 40), ManualClock(10**18)
+    swept = drop_segments(FOLDER, Retention([]), bounds, files=files, clock=now)
+    assert (swept.dropped, swept.kept.needed_by) == ((), (SESSIONS_HOLDER,))
+    keyed.copy_for_retention()
+    swept = drop_segments(FOLDER, Retention([]), bounds, files=files, clock=now)
+    assert len(swept.dropped) > 2
+    assert swept.kept.needed_by == ()
+    before = read_copy(files, FOLDER, STREAM)
+    keyed.copy_for_retention()
+    assert read_copy(files, FOLDER, STREAM) == before
     committer.abandon()
 
 

@@ -13,7 +13,7 @@ from millstream.testing.files import Crash, MemoryFiles, keep_any
 from millstream.wal.history import SetAside, ends_behind, truncate_to
 from millstream.wal.inspect import verify
 from millstream.wal.layout import list_segments, list_shards, shard_folder
-from millstream.wal.mark import MarkFile, read_mark
+from millstream.wal.mark import MarkFile, read_mark, read_shown
 from millstream.wal.reader import StreamReader
 from millstream.wal.replica import ReplicaLog
 from millstream.wal.shipping import ShipSource
@@ -127,7 +127,7 @@ def test_an_old_leaders_own_tail_is_set_aside_readable_and_it_follows_the_new_on
     assert verify(FOLDER, files=old).is_whole
 
 
-def test_what_an_old_leader_had_to_hold_back_holds_back_nothing_at_the_follower_that_it_becomes():
+def test_what_an_old_leader_holds_back_it_holds_back_as_a_follower_until_its_new_leader_says_more():
     pair, old = promoted()
     for shard in list_shards(old, FOLDER):
         folder = shard_folder(FOLDER, shard)
@@ -136,7 +136,12 @@ def test_what_an_old_leader_had_to_hold_back_holds_back_nothing_at_the_follower_
         file = MarkFile.open(old, folder)
         file.move_shown(ShownMark(mark, required=True), anchor=True)
         file.close()
+    assert at_every_crash(old, truncated, stride=3) > 10
     truncated(old)
+    for shard in list_shards(old, FOLDER):
+        shown, mark = (read(old, shard_folder(FOLDER, shard)) for read in (read_shown, read_mark))
+        assert isinstance(shown, ShownMark)
+        assert (shown.required, shown.mark.byte_end) == (True, mark.byte_end)
     pair.truth.seqs_seen.clear()
     assert rows(old, pair.truth).items() <= rows(pair.files, pair.truth).items()
     log = ReplicaLog.open(FOLDER, files=old, side_by_side=False)

@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
 from millstream.app.home import Home
+from millstream.app.replicating.examining import examine_nodes
+from millstream.app.replicating.roles import Roles
 from millstream.app.wiring import capture_config, place_compiled_code
 from millstream.app.writing.writer_facts import examine_writers
 from millstream.errors import MillstreamError, UnknownStream
 from millstream.model.ids import StreamId
+from millstream.protocol.replication.roles import Role
 
 if TYPE_CHECKING:
     from millstream.app.config.model import StreamConfig
@@ -68,7 +71,7 @@ def examine(home: Home, say: Callable[[str], None]) -> Iterator[Diagnosis]:
         return
     for name, stream in streams.items():
         yield from _one(f"lake of {name}", partial(_lake, home, name, stream))
-        yield from _one(f"writers of {name}", partial(examine_writers, home, name))
+        yield from _one(f"writers of {name}", partial(_writers, home, name))
         if stream.source is None:
             yield Diagnosis(f"source of {name}", "ok", "none: it has what applications append")
             continue
@@ -76,6 +79,10 @@ def examine(home: Home, say: Callable[[str], None]) -> Iterator[Diagnosis]:
             yield from _source(home, name)
         except (MillstreamError, ImportError) as error:
             yield _failed(f"source of {name}", error, "source")
+    for found in examine_nodes(home):
+        # A node works without the others: none of these keeps it from running.
+        failure = None if found.error is None else _failed(found.check, found.error, "nothing")
+        yield failure or Diagnosis(found.check, "ok", found.message)
 
 
 def repair_script(home: Home) -> str:
@@ -186,6 +193,13 @@ def _destination(home: Home, name: str, stream: StreamConfig) -> str:
             sources = {(source.system_identifier, source.database) for source in catalog.sources(stream_id)}
             schemas = list(catalog.latest_schemas(stream_id).values())
     return look(postgres_target(name, stream, stream_id), sources, schemas)
+
+
+def _writers(home: Home, name: str) -> str:
+    fact = Roles(home).of(name)
+    if fact.role is not Role.LEADS:
+        return f"none here: {fact.leader or 'another node'} leads"
+    return examine_writers(home, name)
 
 
 def _source(home: Home, name: str) -> Iterator[Diagnosis]:

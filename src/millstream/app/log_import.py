@@ -22,6 +22,7 @@ from pyarrow import ipc
 from millstream.app.home import Home
 from millstream.app.locks import nobody_writes
 from millstream.app.log_export import OPERATIONS_FILE, ROW_PREFIX, batches_of, check_columns, read_export
+from millstream.app.replicating.roles import Roles
 from millstream.codec.log_directory import Numbering
 from millstream.errors import ExportUnusable, StreamNotEmpty
 from millstream.model.ids import Epoch, RegionId, SchemaVersion, ShardId, SourceId, StreamId, TableId
@@ -100,10 +101,12 @@ def import_log(home: Home, stream: str, folder: Path) -> int:
             carry operations' numbers. Nothing was changed.
         StreamNotEmpty: the stream has records.
         HomeBusy: the home is being written.
+        ReadOnly, Fenced: another node leads the stream.
         DiskFull, CatalogError …: nothing is shown; the same call begins again.
     """
     facts = read_export(folder)
     home.prepare()
+    Roles(home).check_leads(stream)
     with nobody_writes(home.run_folder), home.open_catalog() as catalog:
         target = home.wal_folder(stream)
         found = _stream_on_disk(target, stream)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import os
 import sys
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TextIO, cast
 
 import structlog
 
@@ -33,7 +35,7 @@ def configure_logs(*, part: str = "", style: LogFormat = "text") -> None:
             structlog.processors.JSONRenderer(default=str) if style == "json" else Words(terminal=sys.stderr.isatty()),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level if isinstance(level, int) else logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Lines())),
         cache_logger_on_first_use=True,
     )
 
@@ -50,6 +52,19 @@ def leave_logs_to_application() -> None:
             wrapper_class=structlog.stdlib.BoundLogger,
             logger_factory=structlog.stdlib.LoggerFactory(),
         )
+
+
+class _Lines(io.TextIOBase):
+    """stderr, whose trouble is nobody's: where it goes to a disk that is full, or to nobody any more, a line is missing, and all goes on."""
+
+    def write(self, text: str, /) -> int:
+        with contextlib.suppress(OSError):
+            sys.stderr.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
 
 
 class Words:

@@ -234,7 +234,9 @@ def run_pipelines(home: Home, lifeline: Lifeline, *, on_progress: Callable[[dict
 def _wait_for_lead(home: Home, lifeline: Lifeline) -> bool:
     """Wait until this node leads one of its streams: what another one leads, that one lands. False where the work ended before."""
     roles = Roles(home)
-    while not any(roles.leads(name) for name in home.config.streams):
+    while not any(roles.leads_surely(name) for name in home.config.streams):
+        for name in home.config.streams:
+            roles.of(name)  # one that can't be read is told
         if lifeline.drain.is_set() or lifeline.stop.wait(_LOOK_EVERY_S):
             return False
     return True

@@ -18,9 +18,26 @@ import pyarrow as pa
 from millstream.app.config.region_checks import key_of
 from millstream.crdt.declared import TableMerge, union_of
 from millstream.crdt.hlc import HybridTime
-from millstream.crdt.reconcile import ReconciliationEngine, RegionState, behind, widened
+from millstream.crdt.reconcile import (
+    ReconciliationEngine,
+    RegionState,
+    Vector,
+    behind,
+    table_in,
+    vector_in,
+    vector_of,
+    widened,
+)
 from millstream.crdt.tables import fold, lift, own_columns, state_schema
-from millstream.errors import LogError, MergeUnsuitable, MillstreamError, OtherRegion, OtherStream, UnknownTable
+from millstream.errors import (
+    LogError,
+    MergeStateUnreadable,
+    MergeUnsuitable,
+    MillstreamError,
+    OtherRegion,
+    OtherStream,
+    UnknownTable,
+)
 from millstream.model.ids import RegionId
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.positions import Seq, StreamToken, short_stream_id
@@ -92,15 +109,18 @@ class RegionTable:
 
     def __init__(self, home: Home, stream: str, table: str) -> None:
         config = home.config.streams.get(stream) if home.config_file.exists() else None
-        self._folder = home.data / "regions" / stream
+        self._file: Final = merge_file(home, stream, table)
         self._readers = region_readers(home, stream, config)
         self._own = next(iter(self._readers))
         self.name: Final = qualified_name(*parse_qualified_name(table))
         schemas = {region: list(self._schemas(reader)) for region, reader in self._readers.items()}
         known = [schema for found in schemas.values() for schema in found]
-        if not known:
+        kept = self._kept_table()
+        if not known and kept is None:
             raise UnknownTable(f"no region of {stream} has records of {table}", table=table)
-        key = known[-1].key if config is None else key_of(config, self.name) or known[-1].key
+        # Of a table whose records retention has dropped, every one, what is kept alone knows what it was like.
+        found_key = known[-1].key if known else kept[0] if kept else ()
+        key = found_key if config is None else key_of(config, self.name) or found_key
         for region, found in schemas.items():
             for schema in found:
                 if schema.source != 0:
@@ -115,8 +135,9 @@ class RegionTable:
                         table=self.name,
                     )
         merge = merge_of(config, self.name)
-        self.columns: Final = union_of(self.name, [schema.to_arrow() for schema in known])
-        merge.check(self.name, self.columns, key)
+        columns = [schema.to_arrow() for schema in known]
+        self.columns: Final = union_of(self.name, columns if kept is None else [*columns, kept[1]])
+        merge.check(self.name, self.columns, key, whole=False)  # a column comes with the first row that has it
         self.engine: Final = ReconciliationEngine(key, merge, self.name)
         self._ids = {region: {schema.table_id for schema in found} for region, found in schemas.items()}
 
@@ -174,20 +195,26 @@ class RegionTable:
         """What all regions' logs say together: what is kept, and what they have behind that.
 
         Args:
-            take: told what was taken of which region.
+            take: told what was taken of which region, and where something was dropped before it was merged: the rest is taken all the same then.
 
         Raises:
+            OffsetExpired: that, where nobody is told.
             OtherStream: a region's log was made anew since what is kept was.
             MergeStateUnreadable: what is kept is damaged.
+            MergeUnsuitable: columns are to merge otherwise than they did, and retention has dropped what that would be made of.
         """
-        state = self._kept() or self.empty
+        state = self._kept()
+        if state is None:
+            self._check_can_begin_anew()
+            state = self.empty
         for region, reader in self._readers.items():
             after = self._heard(state, region, reader)
-            lacking = self.engine.missing(self.state_of(region, after), state.vector)
+            first = reader.first_seq() if take is not None or after == 0 else Seq(0)
+            lost = first if first > after + 1 else None
+            begins = after if lost is None else Seq(lost - 1)
+            lacking = self.engine.missing(self.state_of(region, begins), state.vector)
             if take is not None:
-                first = reader.first_seq()
                 upto = behind(lacking.vector, region)
-                lost = first if after == 0 and first > 1 else None
                 own = region == self._own
                 take.append(Reconciled(self.name, region, own, lacking.rows.num_rows, after, upto, lost))
             state = self.engine.apply(state, lacking)
@@ -208,22 +235,41 @@ class RegionTable:
 
     def keep(self, state: RegionState) -> None:
         """Keep a state, durably, for the next reading."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._file.parent.mkdir(parents=True, exist_ok=True)
         fresh = self._file.with_name(f".{self._file.name}.{os.getpid()}")
         with fresh.open("wb") as output:
             output.write(self.engine.encode(state))
             output.flush()
             os.fsync(output.fileno())
         fresh.rename(self._file)
-        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        folder = os.open(self._file.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
 
-    @property
-    def _file(self) -> Path:
-        return self._folder / f"{quote(self.name, safe='')}.state"
+    def _check_can_begin_anew(self) -> None:
+        """What is kept doesn't serve any more: refuse to do without it where the logs have less."""
+        try:
+            heard = vector_of(self._file.read_bytes())
+        except FileNotFoundError:
+            return
+        for region, reader in self._readers.items():
+            if region in heard and reader.first_seq() > 1:
+                raise MergeUnsuitable(
+                    f"{self.name} has merged otherwise so far, or by another key; that can't be made anew: retention has dropped what region "
+                    f"{region} wrote before number {reader.first_seq()}",
+                    hint=f"Put [streams.S.merge] and the key back as they were. To do without what was dropped, move {self._file} away.",
+                    table=self.name,
+                    region=int(region),
+                )
+
+    def _kept_table(self) -> tuple[tuple[str, ...], pa.Schema] | None:
+        """The key and the columns of what is kept; None where there is nothing."""
+        try:
+            return table_in(self._file.read_bytes())
+        except FileNotFoundError:
+            return None
 
     def _kept(self) -> RegionState | None:
         """What is kept; None where there is nothing, or columns merge otherwise now."""
@@ -232,6 +278,34 @@ class RegionTable:
         except FileNotFoundError:
             return None
         return self.engine.decode(data)
+
+
+def merge_file(home: Home, stream: str, table: str) -> Path:
+    """Where what was merged of a table is kept; `UsageError` where the text is no table's name."""
+    name = qualified_name(*parse_qualified_name(table))
+    return home.data / "regions" / stream / f"{quote(name, safe='')}.state"
+
+
+class KeptVectors:
+    """Up to where what is kept of a home's merged tables has the regions' logs. Each file is read once, and again when it has changed; not for several threads."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._known: dict[Path, tuple[tuple[int, int, int], Vector]] = {}
+
+    def of(self, stream: str, config: StreamConfig, table: str) -> Vector:
+        """Empty where nothing is kept, or nothing that the next reading can go on from."""
+        file = merge_file(self._home, stream, table)
+        try:
+            stat = file.stat()
+            seen = stat.st_ino, stat.st_mtime_ns, stat.st_size
+            known = self._known.get(file)
+            if known is None or known[0] != seen:
+                found = vector_in(file.read_bytes(), key_of(config, table), merge_of(config, table))
+                known = self._known[file] = seen, found or {}
+        except (FileNotFoundError, MergeStateUnreadable):
+            return {}
+        return known[1]
 
 
 def merged_table(home: Home, stream: str, table: str, *, at_ns: int | None = None) -> pa.Table:

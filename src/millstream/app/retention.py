@@ -7,9 +7,10 @@ each time: nothing that was told can be missed.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
@@ -29,16 +30,26 @@ logger = structlog.get_logger("millstream.retention")
 _MOVED = "moved_us"
 
 
-def tracker_of(positions: Iterable[PipelinePosition]) -> Retention:
-    """Who needs what of a log. Before the home's pipeline has said what it needs, it needs everything."""
+_NO_MERGES: Final[Mapping[str, Seq]] = MappingProxyType({})
+
+
+def tracker_of(positions: Iterable[PipelinePosition], merges: Mapping[str, Seq] = _NO_MERGES) -> Retention:
+    """Who needs what of a log. Before the home's pipeline has said what it needs, it needs everything.
+
+    Args:
+        positions: what stands in the catalog.
+        merges: see `region_holders.merge_needs`.
+    """
     tracker = Retention([PIPELINE])
     for position in positions:
         if position.needed_from is None or position.cut_off_at is not None:
             continue
-        tracker.needs(position.name, position.kind, position.needed_from)
+        tracker.needs(position.name, position.kind, position.needed_from, position.position)
         if position.kind is HolderKind.PIPELINE:
             # Tables that the pipeline has set aside are holders of their own.
             tracker.landed(position.name, Seq(1), position.landed)
+    for name, needed_from in merges.items():
+        tracker.needs(name, HolderKind.MERGE, needed_from)
     return tracker
 
 
@@ -50,7 +61,14 @@ def bounds_of(log: LogConfig, folder: Path) -> Bounds:
     return Bounds(log.retention_age_s, size, max(size, log.retention_bytes_max_of(disk)))
 
 
-def sweep(catalog: Catalog, name: str, stream: StreamId, folder: Path, log: LogConfig) -> Sweep:
+def sweep(
+    catalog: Catalog,
+    name: str,
+    stream: StreamId,
+    folder: Path,
+    log: LogConfig,
+    merges: Mapping[str, Seq] = _NO_MERGES,
+) -> Sweep:
     """Let go of segments that nobody needs and that are too old or too many; cut off who holds too much back.
 
     Args:
@@ -59,6 +77,7 @@ def sweep(catalog: Catalog, name: str, stream: StreamId, folder: Path, log: LogC
         stream: its id.
         folder: of its log.
         log: how much is kept.
+        merges: what tables that regions merge need besides.
 
     Raises:
         CorruptWal, CatalogError …: as `drop_segments` and the catalog.
@@ -80,12 +99,19 @@ def sweep(catalog: Catalog, name: str, stream: StreamId, folder: Path, log: LogC
             )
         return done
 
-    tracker = tracker_of(catalog.pipelines(stream))
+    tracker = tracker_of(catalog.pipelines(stream), merges)
     swept = drop_segments(str(folder), tracker, bounds_of(log, folder), cut_off=cut_off)
     if swept.dropped:
         catalog.put_fact(_scope(stream), _MOVED, time.time_ns() // 1000)
         logger.info("segments dropped", stream=name, segments=len(swept.dropped))
     return swept
+
+
+def is_for_sessions(swept: Sweep) -> bool:
+    """Whether nothing but the copy of the sessions keeps the oldest segment."""
+    from millstream.wal.retain import SESSIONS_HOLDER
+
+    return swept.kept.needed_by == (SESSIONS_HOLDER,)
 
 
 def moved_us(catalog: Catalog, stream: StreamId) -> int:

@@ -13,8 +13,9 @@ import pyarrow as pa
 
 from millstream.app.home import Home
 from millstream.app.moments import parse_as_of, parse_moment
+from millstream.app.replicating.leaders import leader_facts, leaders_of
 from millstream.app.wiring import shard_of, write_rules
-from millstream.app.writing.routing import plain_name, router_of, wanted_era
+from millstream.app.writing.routing import plain_name, ring_router, router_of, wanted_era
 from millstream.catalog.eras import RingEras
 from millstream.errors import UnknownTable, UsageError
 from millstream.ingest.columns import table_of
@@ -24,6 +25,7 @@ from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.operations import FIRST_SHARD
 from millstream.model.records import LOG_ROW_PREFIX, Op, append_row_schema
 from millstream.model.schema import Column, TableSchema
+from millstream.routing.ring import ShardRouter
 from millstream.routing.rules import DEVNULL, ShardConfig
 
 if TYPE_CHECKING:
@@ -55,7 +57,8 @@ def explain_route(
 
     Returns:
         JSON-able: `stream`, `table`, `captured`; `tried`: what takes the row or may, each with its `rule` (from 1; None behind the rules), `why`, `where`
-        and `to`; the ring's `era` and `shards`, None where there is none; and of a row its `shard` (None: not in the log), `partition` and `sinks`.
+        and `to`; the ring's `era` and `shards`, None where there is none; `leader`: the node that it is written at, as `leader_facts` tells it, None where the
+        home is no node; and of a row its `shard` (None: not in the log), `partition` and `sinks`.
 
     Raises:
         UnknownStream, UsageError: there is no such stream, or the text is no table's name; no ring was in force then.
@@ -68,12 +71,14 @@ def explain_route(
     known, era = _known(home, name, namespace, own, as_of)
     if as_of is None:
         era = wanted_era(config, era)
+    places = (ShardRouter.single(FIRST_SHARD) if era is None else ring_router(era)).led_by(leaders_of(home, name))
     facts: dict[str, Any] = {
         "stream": name,
         "table": qualified_name(namespace, own),
         "captured": known is not None and known.source != 0,
         "era": None if era is None else era.number,
         "shards": None if era is None else era.shards,
+        "leader": leader_facts(home, places.leaders),
     }
     if facts["captured"]:
         shard = int(shard_of(config, FIRST_SHARD)(plain_name(table)))

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 def collect_status(home: Home) -> dict[str, Any]:
     """A home's status, JSON-able: `home`, `processes`, `streams`, `problems`."""
     problems: list[str] = []
+    nodes = _nodes(home, problems)
     owner, pipeline = ask(home, "owner", "status") or {}, ask(home, "pipeline", "status") or {}
     streams: list[dict[str, Any]] = []
     names = set(home.streams_on_disk())
@@ -48,12 +49,30 @@ def collect_status(home: Home) -> dict[str, Any]:
             streams = [{"name": name, "id": None, "state": "never run"} for name in sorted(names)]
     except MillstreamError as error:
         problems.append(error.message)
+    for one in streams:
+        one["replication"] = its = nodes.get(one["name"])
+        if its is not None and its["role"] != "leads":
+            one["state"] = its["role"]
     return {
         "home": str(home.path),
         "processes": {role: holder(home.run_folder, role).get("pid") for role in get_args(Role)} | _appending(home),
         "streams": streams,
         "problems": problems,
     }
+
+
+def _nodes(home: Home, problems: list[str]) -> dict[str, dict[str, Any]]:
+    """By stream what `millstream replicas` says of it; empty where the home is no node, or that can't be read."""
+    from millstream.app.replicating.replicas import list_replicas
+
+    try:
+        if home.config.replication.node is not None:
+            return {one["stream"]: one for one in list_replicas(home)["streams"]}
+    except ConfigError:
+        pass  # said already
+    except (MillstreamError, OSError) as error:
+        problems.append(f"replication: {error}")
+    return {}
 
 
 def _appending(home: Home) -> dict[str, int | None]:
@@ -105,6 +124,7 @@ def _stream(
             "pid": writer.pid or None,
             "alive": is_written,
         },
+        "leader": _leader(home, catalog, name),
         "writers": shared["writers"],
         "source": {
             "number": int(source.id) if source else None,
@@ -152,6 +172,15 @@ def _ring(catalog: Catalog, stream: StreamId, problems: list[str]) -> list[dict[
     except MillstreamError as error:
         problems.append(f"hash ring: {error.message}")
         return []
+
+
+def _leader(home: Home, catalog: Catalog, name: str) -> dict[str, Any] | None:
+    """The node that the stream is written at; None where the home is no node, or its configuration or role can't be read."""
+    from millstream.app.replicating.leaders import leader_facts, leaders_of
+
+    with contextlib.suppress(MillstreamError):  # said already
+        return leader_facts(home, leaders_of(home, name, catalog))
+    return None
 
 
 def _has_source(home: Home, name: str) -> bool:
@@ -268,18 +297,23 @@ def _retention(
         is `needed_by`; None where none is sealed. `retention`: the bounds in force, `age_s`, `bytes`, `bytes_max`; None where the
         configuration can't be read or doesn't name the stream.
     """
+    from millstream.app.region_holders import merge_needs
+    from millstream.app.regions import KeptVectors
     from millstream.app.retention import bounds_of, moved_us, tracker_of
-    from millstream.wal.retain import oldest_sealed
+    from millstream.protocol.retention import HolderKind
+    from millstream.wal.retain import hold_for_sessions, oldest_sealed
 
     positions = catalog.pipelines(stream)
-    tracker = tracker_of(positions)
     folder = home.wal_folder(name)
     config = None
     with contextlib.suppress(MillstreamError):  # said already
         config = home.config.streams.get(name)
+    merges = {} if config is None else merge_needs(catalog, name, stream, config, KeptVectors(home))
+    tracker = tracker_of(positions, merges)
     bounds = None if config is None else bounds_of(config.log, folder)
     oldest: dict[str, Any] | None = None
     try:
+        hold_for_sessions(str(folder), tracker)
         segment = oldest_sealed(str(folder))
         if segment is not None:
             since_s = max(segment.sealed_ns / 1e9, moved_us(catalog, stream) / 1e6)
@@ -298,6 +332,7 @@ def _retention(
             # The tracker's: a pipeline that has said nothing yet holds everything.
             name: {"kind": holder.kind.value, **_held(needed, counted(Seq(needed - 1)))}
             for name, holder in sorted(tracker.holders.items())
+            if holder.kind is not HolderKind.SESSIONS  # the log's own: it gives way within a round of retention
             if (needed := Seq(max(1, holder.needed_from)))
         },
         "cut_off": {

@@ -26,6 +26,7 @@ def create_token(
     on_all: Sequence[str] = (),
     name: str | None = None,
     expires: str | None = None,
+    given: str | None = None,
 ) -> tuple[dict[str, Any], str]:
     """Make an access token.
 
@@ -35,6 +36,7 @@ def create_token(
         on_all: rights to all streams.
         name: tells it apart; its id where None.
         expires: after how long it holds no more, such as `30d`; None: never.
+        given: the text of a token that another home has made, which is to hold here too; None: a new one.
 
     Returns:
         What there is to know of it, and its text, which nobody can have again.
@@ -60,7 +62,7 @@ def create_token(
     expires_us = None if expires is None else time.time_ns() // 1000 + _interval_us(expires)
     home.prepare()
     with home.open_catalog() as catalog:
-        made, text = catalog.create_access_token(found, name=name, expires_us=expires_us)
+        made, text = catalog.create_access_token(found, name=name, expires_us=expires_us, given=given)
     return _facts(made), text
 
 

@@ -23,6 +23,12 @@ class Facts(CatalogPart):
                 change.on_conflict_do_update(index_elements=keys, set_={"value": change.excluded["value"]})
             )
 
+    def add_fact(self, scope: str, name: str, value: Any) -> None:
+        """Remember a JSON-able value where none of the name is remembered; else the one there was stays."""
+        change = self._database.insert(t.facts).values(scope=scope, name=name, value=json.dumps(value))
+        with self._database.write() as connection:
+            connection.execute(change.on_conflict_do_nothing(index_elements=[t.facts.c.scope, t.facts.c.name]))
+
     def fact(self, scope: str, name: str, default: Any = None) -> Any:
         """The value remembered under that name, else `default`."""
         query = select(t.facts.c.value).where(t.facts.c.scope == scope, t.facts.c.name == name)

@@ -14,7 +14,7 @@ from millstream.catalog import tables as t
 from millstream.catalog.part import CatalogPart, now_us
 from millstream.catalog.values import AccessToken, HomeIdentity
 from millstream.errors import AccessTokenExists, UnknownAccessToken, UsageError
-from millstream.model.access import Rights, digest, token_text
+from millstream.model.access import Rights, digest, token_parts, token_text
 
 _ID_BYTES: Final = 6
 _SECRET_LETTERS: Final = string.ascii_letters + string.digits
@@ -28,7 +28,7 @@ class Tokens(CatalogPart):
     _home: HomeIdentity | None
 
     def create_access_token(
-        self, rights: Rights, *, name: str | None = None, expires_us: int | None = None
+        self, rights: Rights, *, name: str | None = None, expires_us: int | None = None, given: str | None = None
     ) -> tuple[AccessToken, str]:
         """Make an access token.
 
@@ -36,21 +36,25 @@ class Tokens(CatalogPart):
             rights: what its holder may do.
             name: tells it apart for people; its id where None.
             expires_us: from when on it holds no more, in microseconds since 1970; None: it holds until it is revoked.
+            given: the text of one that another home has made: here it opens what is said here. None: one is drawn.
 
         Returns:
             What is kept of it, and its text, which nobody can have again.
 
         Raises:
-            AccessTokenExists: there is one of that name.
-            UsageError: the text can't be a name.
+            AccessTokenExists: there is one of that name; or the one that was given is known here already.
+            UsageError: the text can't be a name, or what was given is no token.
         """
-        token_id = secrets.token_hex(_ID_BYTES)
+        parts = None if given is None else token_parts(given)
+        if given is not None and parts is None:
+            raise UsageError("what was given is no token", hint="A token reads mst_…: give it as it was printed.")
+        token_id = secrets.token_hex(_ID_BYTES) if parts is None else parts[0]
         if name is not None and _NAME.match(name) is None:
             raise UsageError(
                 f"{name!r} can't name a token",
                 hint="Names are letters, digits and . _ @ -, at most 63, and begin with neither of the last.",
             )
-        secret = "".join(secrets.choice(_SECRET_LETTERS) for _ in range(_SECRET_LENGTH))
+        secret = "".join(secrets.choice(_SECRET_LETTERS) for _ in range(_SECRET_LENGTH)) if parts is None else parts[1]
         made = AccessToken(token_id, name or token_id, digest(secret), rights, now_us(), expires_us)
         row = {
             "id": made.id,
@@ -64,6 +68,12 @@ class Tokens(CatalogPart):
         keys = [t.access_tokens.c.home, t.access_tokens.c.name]
         put = self._database.insert(t.access_tokens).values(row).on_conflict_do_nothing(index_elements=keys)
         with self._database.write() as connection:
+            # A catalog in PostgreSQL has the tokens of all its homes, each once.
+            if connection.execute(select(t.access_tokens.c.id).where(t.access_tokens.c.id == token_id)).first():
+                raise AccessTokenExists(
+                    "that token is known already, in this home or in another one of this catalog",
+                    hint="`millstream token ls` lists those of this home. Homes that share a catalog need one each.",
+                )
             if connection.execute(put.returning(t.access_tokens.c.id)).first() is None:
                 raise AccessTokenExists(f"there is a token {made.name} already", name=made.name)
         return made, token_text(token_id, secret)

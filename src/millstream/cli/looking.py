@@ -61,12 +61,14 @@ def _behind(numbers: int) -> str:
 def _print_stream(stream: dict[str, Any]) -> None:
     click.secho(f"stream {stream['name']}", bold=True, nl=False)
     if stream["id"] is None:
-        click.echo(": has never run")
+        click.echo(f": {'has never run' if stream['state'] == 'never run' else stream['state']}")
+        _print_nodes(stream)
         return
     writer = stream["writer"] or {}
     captures = stream["source"]["configured"]
     reached = f"source at {stream['source']['reached'] or 'no position yet'}" if captures else "no source"
     click.echo(f": {stream['state']}, epoch {writer.get('epoch', 0)}, {reached}")
+    _print_nodes(stream)
     click.echo(f"  durable {stream['tokens']['durable']}, landed {stream['tokens']['landed']}")
     for waits in (one for one in stream["writers"] if one["state"] == "expired" and one["behind"]):
         click.secho(
@@ -81,7 +83,9 @@ def _print_stream(stream: dict[str, Any]) -> None:
     if stream["source"]["slot_dropped"]:
         click.echo("  the slot was dropped: the next run makes a new one and copies every table again")
     stages = [("capture", "source → log")] if captures else []
-    for stage, words in (*stages, ("lake", "log → lake")):
+    if (stream["replication"] or {"role": "leads"})["role"] == "leads":  # the leader lands
+        stages.append(("lake", "log → lake"))
+    for stage, words in stages:
         if lag[stage]["records"] is None and lag[stage]["bytes"] is None:
             click.echo(f"  {words}: unknown {'as yet' if stream['state'] == 'running' else 'while nothing runs'}")
             continue
@@ -104,6 +108,34 @@ def _print_stream(stream: dict[str, Any]) -> None:
         titles = ["  table", "state", "rows/s", "fold lag", "disk factor", "reason"]
         print_table(titles, [_table_row(t) for t in stream["tables"]], right=titles[2:5])
         _print_hints(stream["tables"])
+
+
+def _print_nodes(stream: dict[str, Any]) -> None:
+    """Whom a node follows and how far behind it is, or who follows it; nothing where the home is no node."""
+    its = stream["replication"]
+    if its is None:
+        return
+    if its["role"] == "leads":
+        for one in its["followers"]:
+            size, age = human_bytes(one["bytes_behind"]), human_seconds(one["lag_s"])
+            click.echo(f"  followed by {one['node']}: {one['records_behind']:,} records, {size}, {age} behind")
+        return
+    if its["role"] == "fenced":
+        click.secho(
+            f"  writes go to {its['leader']}; `millstream follow {its['leader']}` has this node follow", fg="red"
+        )
+        return
+    own = its["following"]
+    if not own:
+        click.echo(f"  follows {its['leader']}: not while neither `millstream run` nor `millstream follow` runs here")
+        return
+    error = own.get("error")
+    age = "of unknown age" if its["age_s"] is None else f"{human_seconds(its['age_s'])} old"
+    records = own.get("records_behind")
+    behind = "" if records is None else f"{records:,} records, {human_bytes(own['bytes_behind'])} behind, "
+    click.echo(f"  follows {its['leader']}: up to {its['persisted_upto']:,}, {behind}{age} at most")
+    if error is not None:
+        click.secho(f"  follow: {error['code']}: {error['message']}", fg="red")
 
 
 def _source_words(source: dict[str, Any]) -> str:
@@ -147,7 +179,7 @@ def _retention_waits(stream: dict[str, Any]) -> str:
 def _holder_words(stream: dict[str, Any], holder: str) -> str:
     kind = stream["log"]["held"][holder]["kind"]
     if kind != "backlog":
-        return f"the {kind} {holder}"
+        return f"the {holder}" if holder.startswith(f"{kind} ") else f"the {kind} {holder}"
     _, _, table_id = holder.partition("/")
     name = next((table["name"] for table in stream["tables"] if str(table["id"]) == table_id), None)
     return f"{name or f'table {table_id}'}, which is set aside"

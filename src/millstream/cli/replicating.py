@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     "streams",
     multiple=True,
     metavar="S",
-    help="Only this stream; may be repeated. Else all that are configured.",
+    help="Only this stream; may be repeated. Else all that are configured. With --rebuild also another region's log, such as shop@2.",
 )
 @click.option(
     "--rebuild",
@@ -58,7 +58,7 @@ def follow(
     """
     from millstream.app.logs import configure_logs
     from millstream.app.part import Lifeline
-    from millstream.app.replicating.following import begin_to_follow, follow_home, start_anew
+    from millstream.app.replicating.following import begin_to_follow, follow_home, logs_to_rebuild, start_anew
     from millstream.model.replication import check_node_name
 
     home = session.home(needs_source=False)
@@ -67,14 +67,14 @@ def follow(
         configure_logs(part="follow", style=log_format)
         if not lifeline.supervised:
             facts = begin_to_follow(home, None if node is None else check_node_name(node), streams)
+            for name in logs_to_rebuild(home, streams, facts) if rebuild else ():
+                aside = start_anew(home, name)
+                if aside is not None:
+                    note(f"the copy of {name} so far is in {aside}")
             for name, fact in facts.items():
-                aside = start_anew(home, name) if rebuild else None
                 store = home.config.replication.object_store
-                note(
-                    f"stream {name} follows {fact.leader}"
-                    + ("" if aside is None else f"; the copy so far is in {aside}")
-                    + ("" if not rebuild or store is None else f"; the new one begins with what {store} has")
-                )
+                anew = "" if not rebuild or store is None else f"; the new one begins with what {store} has"
+                note(f"stream {name} follows {fact.leader}{anew}")
             if only_note:
                 return
         found = follow_home(home, lifeline, until_caught_up=until_caught_up, on_progress=lambda _: None)
@@ -110,6 +110,13 @@ def replicas(session: Session, as_json: bool) -> None:
         if one["object_store"] is not None:
             rows.append([one["stream"], "object store", "stores", one["object_store"]["group"], None, None, None, None])
     print_table(titles, rows, right=titles[3:])
+    for one in found["streams"]:
+        error = one["error"] or (one["following"] or {}).get("error")
+        if error is not None:
+            note(f"stream {one['stream']}: {error['message']} ({error['code']})\n  hint: {error['hint']}")
+        leads = one["writes_go_to"]
+        if leads is not None and leads["epoch"] > one["promised"]["epoch"]:
+            note(f"{leads['node']} leads {one['stream']} since epoch {leads['epoch']}, of which this node hasn't heard")
     if not found["serves"] and any(one["role"] == "leads" for one in found["streams"]):
         note("`millstream serve` doesn't run here: nobody can follow this node")
     if not found["follows"] and any(one["role"] == "follows" for one in found["streams"]):
@@ -117,7 +124,9 @@ def replicas(session: Session, as_json: bool) -> None:
 
 
 def _part(one: dict[str, Any]) -> str:
-    role: str = one["role"]
+    role: str | None = one["role"]
+    if role is None:
+        return "unknown"
     return role if role == "leads" else f"{role}: {one['leader']}" if role == "fenced" else f"follows {one['leader']}"
 
 

@@ -71,6 +71,8 @@ def explain(
         click.echo("nothing takes rows of it: they are refused")
     if "shard" in found:
         click.echo(_place(found))
+    if found["leader"] is not None:
+        click.echo(_leader(found["leader"]))
 
 
 def _place(found: dict[str, Any]) -> str:
@@ -81,6 +83,12 @@ def _place(found: dict[str, Any]) -> str:
         words.append(f"partition {found['partition']}")
     words += found["sinks"]
     return "goes to " + ", ".join(words)
+
+
+def _leader(found: dict[str, Any]) -> str:
+    where = "this node" if found["here"] else found["node"]
+    address = "" if found["here"] or found["address"] is None else f" ({found['address']})"
+    return f"is written at {where}{address}, which leads with epoch {found['epoch']}"
 
 
 def _moments(texts: tuple[str, ...]) -> dict[str, datetime]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import click
@@ -28,6 +29,9 @@ def token(context: click.Context) -> None:
 )
 @click.option("--all", "on_all", multiple=True, metavar="RIGHT", help="The same of every stream, also of later ones.")
 @click.option("--expires", metavar="TIME", help="After how long it holds no more, such as 30d.  [default: never]")
+@click.option(
+    "--given", is_flag=True, help="Read from stdin a token that another home has made, and have it hold here too."
+)
 @json_option
 @pass_session
 def create(
@@ -36,18 +40,25 @@ def create(
     streams: tuple[str, ...],
     on_all: tuple[str, ...],
     expires: str | None,
+    given: bool,
     as_json: bool,
 ) -> None:
     """Make a token and print it, this once: what is kept of it is a hash."""
     from millstream.app.tokens import create_token
 
-    facts, text = create_token(session.home(needs_source=False), streams, on_all=on_all, name=name, expires=expires)
+    text_given = sys.stdin.readline().strip() if given else None
+    facts, text = create_token(
+        session.home(needs_source=False), streams, on_all=on_all, name=name, expires=expires, given=text_given
+    )
     if as_json:
         print_json({**facts, "token": text})
         return
-    click.echo(text)
+    if not given:
+        click.echo(text)
     until = "until it is revoked" if facts["expires"] is None else f"until {facts['expires']}"
-    note(f"Token {facts['name']} may {_words(facts['rights'])}, {until}. Keep it now: nobody can show it again.")
+    note(
+        f"Token {facts['name']} may {_words(facts['rights'])}, {until}.{'' if given else ' Keep it now: nobody can show it again.'}"
+    )
 
 
 @token.command("ls")

@@ -50,9 +50,27 @@ def repair(
     if dry_run:
         plan = plan_repair(folder, schemas=schemas)
     else:
+        _refuse_copies(home, name)
         plan = repair_log(folder, ranges, drop_readable=drop_readable, schemas=schemas)
     _report(plan, TableWords(folder), dry_run=dry_run, as_json=as_json)
     sys.exit(3 if dry_run and plan.is_needed else 0)
+
+
+def _refuse_copies(home: Home, name: str) -> None:
+    """What is made anew here would be other bytes than the leader's, and records that are lost here aren't lost there."""
+    from millstream.app.replicating.roles import Roles
+    from millstream.errors import ReadOnly
+    from millstream.protocol.replication.roles import Role
+
+    fact = Roles(home).of(name)
+    # One that stands for leader itself has nobody to take it from anew.
+    if fact.role is Role.FOLLOWS and fact.promise.node != home.config.replication.node:
+        raise ReadOnly(
+            f"stream {name} is a copy of what {fact.leader} has: it is never mended by itself",
+            hint="`millstream follow --rebuild` sets it aside and takes it anew. Where no leader is left, `millstream promote` first: what it finds damaged can be mended then.",
+            stream=name,
+            leader=str(fact.leader),
+        )
 
 
 def _report(plan: RepairPlan, words: TableWords, *, dry_run: bool, as_json: bool) -> None:

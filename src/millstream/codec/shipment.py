@@ -41,8 +41,10 @@ START_SIZE: Final = 24
 Message: TypeAlias = Shipment | Hello | Acknowledgement | MillstreamError
 
 _START: Final = struct.Struct("<4sIHHIQ")
-_SHIPMENT: Final = struct.Struct("<16siqqqqIIII")
-"""stream, region, epoch, leader's end, sent, bytes left, parts, marks, first kept, documents"""
+_SHIPMENT: Final = struct.Struct("<16siqqqqIIIIIB")
+"""stream, region, epoch, leader's end, sent, bytes left, parts, marks, shown marks, first kept, documents, flags"""
+_TELLS_SHOWN, _BY_ONE = 1, 2
+"""Flags."""
 _PART: Final = struct.Struct("<IqqQ?")
 """shard, base offset, position, length, is end"""
 _MARK: Final = struct.Struct("<I16siqqqqqqqI?q?")
@@ -182,7 +184,8 @@ def _shipment(shipment: Shipment) -> bytes:
     pieces = [
         _SHIPMENT.pack(
             shipment.stream.bytes, shipment.region, shipment.epoch, shipment.leader_end, shipment.sent_ns, shipment.bytes_left,
-            len(shipment.parts), len(shipment.marks), len(shipment.first_kept), len(shipment.documents),
+            len(shipment.parts), len(shipment.marks), len(shipment.shown or ()), len(shipment.first_kept), len(shipment.documents),
+            _TELLS_SHOWN * (shipment.shown is not None) + _BY_ONE * shipment.by_one,
         ),
         _text(shipment.leader),
     ]  # fmt: skip
@@ -195,7 +198,7 @@ def _shipment(shipment: Shipment) -> bytes:
             mark.group, mark.persisted_upto, mark.reserved_to, mark.shards, mark.elsewhere is not None,
             mark.elsewhere or 0, mark.is_settled,
         )
-        for shard, mark in shipment.marks.items()
+        for shard, mark in (*shipment.marks.items(), *(shipment.shown or {}).items())
     ]  # fmt: skip
     pieces += [_DROPPED.pack(shard, mark.seq, mark.offset) for shard, mark in shipment.first_kept.items()]
     for document in shipment.documents:
@@ -205,7 +208,11 @@ def _shipment(shipment: Shipment) -> bytes:
 
 
 def _decode_shipment(taken: _Taken) -> Shipment:
-    stream, region, epoch, leader_end, sent, left, n_parts, n_marks, n_dropped, n_documents = taken.fields(_SHIPMENT)
+    stream, region, epoch, leader_end, sent, left, n_parts, n_marks, n_shown, n_dropped, n_documents, flags = (
+        taken.fields(_SHIPMENT)
+    )
+    if flags & ~(_TELLS_SHOWN | _BY_ONE) or (n_shown and not flags & _TELLS_SHOWN):
+        raise ValueError("it has flags that none has")
     leader = _decode_promised_to(taken)
     parts = []
     for _ in range(n_parts):
@@ -214,6 +221,7 @@ def _decode_shipment(taken: _Taken) -> Shipment:
             raise ValueError("a part can't lie there")
         parts.append(SegmentPart(ShardId(shard), Offset(base), position, taken.body(length), is_end))
     marks = dict(_decode_mark(taken) for _ in range(n_marks))
+    shown = dict(_decode_mark(taken) for _ in range(n_shown))
     first_kept = {}
     for _ in range(n_dropped):
         shard, seq, offset = taken.fields(_DROPPED)
@@ -224,7 +232,7 @@ def _decode_shipment(taken: _Taken) -> Shipment:
         documents.append(Document(taken.text(n_name), version, bytes(taken.body(length))))
     return Shipment(
         StreamId(UUID(bytes=stream)), RegionId(region), Epoch(epoch), tuple(parts), marks, first_kept, tuple(documents),
-        Seq(leader_end), sent, leader, left,
+        Seq(leader_end), sent, leader, left, shown if flags & _TELLS_SHOWN else None, bool(flags & _BY_ONE),
     )  # fmt: skip
 
 

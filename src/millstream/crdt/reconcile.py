@@ -8,7 +8,7 @@ is kept. `plan` is the same whoever makes it, sides exchanged; `apply` joins, so
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.crdt.columns import codes_of, whole_column
-from millstream.crdt.declared import TableMerge, union_of
+from millstream.crdt.declared import MergeKind, TableMerge, union_of
 from millstream.crdt.lattice import Kind, opened, seal
 from millstream.crdt.tables import REGION, SEQ, fold, merged, own_columns, state_schema
 from millstream.errors import InvalidToken, MergeStateUnreadable, MillstreamError, OtherStream
@@ -196,22 +196,68 @@ class ReconciliationEngine:
         return seal(Kind.TABLE, len(head).to_bytes(4, "big") + head + sink.getvalue().to_pybytes())
 
     def decode(self, data: bytes) -> RegionState | None:
-        """The state of its bytes; None where it was made by another key, or columns merged otherwise then.
+        """The state of its bytes; None where it was made by another key, or of a column it remembers something else than is asked for now.
 
         Raises:
             MergeStateUnreadable: the bytes are damaged.
         """
-        body = opened(Kind.TABLE, data)
-        size = int.from_bytes(body[:4], "big")
+        vector, rows = _parted(data, self.key, self.merge)
+        if vector is None:
+            return None
         try:
-            head = json.loads(body[4 : 4 + size])
-            if tuple(head["key"]) != self.key or head["merge"] != _words(self.merge):
-                return None
-            vector = {RegionId(int(region)): StreamToken.parse(token) for region, token in head["vector"].items()}
-            rows = pa.ipc.open_stream(body[4 + size :]).read_all()
-        except (ValueError, KeyError, TypeError, AttributeError, pa.ArrowException, InvalidToken) as error:
+            return RegionState(pa.ipc.open_stream(rows).read_all(), vector)
+        except (ValueError, pa.ArrowException) as error:
             raise MergeStateUnreadable(f"the bytes of a table's state make no sense: {error}") from error
-        return RegionState(rows, vector)
+
+
+def vector_in(data: bytes, key: tuple[str, ...], merge: TableMerge) -> Vector | None:
+    """The vector alone of a state's bytes; None, and raises, as `ReconciliationEngine.decode`."""
+    return _parted(data, key, merge)[0]
+
+
+def vector_of(data: bytes) -> Vector:
+    """Up to where a state had heard the regions, however its columns merged. `MergeStateUnreadable` where the bytes are damaged."""
+    return _head_of(data)[1]
+
+
+def _parted(data: bytes, key: tuple[str, ...], merge: TableMerge) -> tuple[Vector | None, bytes]:
+    """The vector, and the bytes of the rows; no vector where key or merge are other ones."""
+    head, vector, rows = _head_of(data)
+    try:
+        is_other = tuple(head["key"]) != key or _remembered(head["merge"]) != _remembered(_words(merge))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise MergeStateUnreadable(f"the bytes of a table's state make no sense: {error}") from error
+    return (None, b"") if is_other else (vector, rows)
+
+
+def table_in(data: bytes) -> tuple[tuple[str, ...], pa.Schema]:
+    """The key and the columns of the table that a state is of. `MergeStateUnreadable` where the bytes are damaged."""
+    head, _, rows = _head_of(data)
+    try:
+        key = tuple(str(name) for name in head["key"])
+        return key, own_columns(pa.ipc.open_stream(rows).schema)
+    except (ValueError, KeyError, TypeError, pa.ArrowException) as error:
+        raise MergeStateUnreadable(f"the bytes of a table's state make no sense: {error}") from error
+
+
+def _head_of(data: bytes) -> tuple[dict[str, Any], Vector, bytes]:
+    """What stands in front of a state's rows, its vector, and the rows' bytes."""
+    body = opened(Kind.TABLE, data)
+    size = int.from_bytes(body[:4], "big")
+    try:
+        head = json.loads(body[4 : 4 + size])
+        vector = {RegionId(int(region)): StreamToken.parse(token) for region, token in head["vector"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, InvalidToken) as error:
+        raise MergeStateUnreadable(f"the bytes of a table's state make no sense: {error}") from error
+    return head, vector, body[4 + size :]
+
+
+def _remembered(words: Mapping[str, Sequence[Any]]) -> dict[str, str]:
+    """Of columns of which a state has more than their newest value: as what. The others may merge otherwise from one day to the next."""
+    return {name: kind for name, (kind, _) in words.items() if kind in _REMEMBERING}
+
+
+_REMEMBERING: Final = frozenset({MergeKind.G_COUNTER, MergeKind.UNION_SET, MergeKind.HIDE})
 
 
 def widened(rows: pa.Table, schema: pa.Schema) -> pa.Table:

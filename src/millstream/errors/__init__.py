@@ -81,6 +81,7 @@ from millstream.errors._replication import LevelUnknown as LevelUnknown
 from millstream.errors._replication import LinkLost as LinkLost
 from millstream.errors._replication import MergeStateUnreadable as MergeStateUnreadable
 from millstream.errors._replication import MergeUnsuitable as MergeUnsuitable
+from millstream.errors._replication import NodeNameTaken as NodeNameTaken
 from millstream.errors._replication import NotCaughtUp as NotCaughtUp
 from millstream.errors._replication import OtherRegion as OtherRegion
 from millstream.errors._replication import OtherStream as OtherStream

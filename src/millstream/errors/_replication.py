@@ -135,7 +135,10 @@ class LinkLost(ReplicationError):
     """The connection between a leader and a follower broke."""
 
     code = "link_lost"
-    default_hint = "Nothing: it is made anew, and goes on where it was."
+    default_hint = (
+        "Nothing, where `millstream run` is there: it is made anew, and goes on where it was. A command can be repeated, once the other node "
+        "serves at the address that [replication] has for it."
+    )
 
 
 class UnknownNode(ReplicationError):
@@ -144,6 +147,16 @@ class UnknownNode(ReplicationError):
     code = "unknown_node"
     retry = Retry.OPERATOR
     default_hint = "`millstream replicas` lists them; [replication] nodes in millstream.toml names them."
+
+
+class NodeNameTaken(ReplicationError):
+    """Two homes have one node's name: a leader hears the one that came last, so they drive each other away."""
+
+    code = "node_name_taken"
+    default_hint = (
+        "Each home needs a name of its own in [replication] node, and all of them in [replication.nodes]. A home that was copied from another "
+        "node's gets its own name there, then `millstream follow --rebuild`."
+    )
 
 
 class ClockAhead(ReplicationError):

@@ -44,6 +44,8 @@ class ShownMark:
     """As the writer moved it when that was its newest group."""
     required: bool
     """Whether readers go by it; else by what is durable."""
+    by_one: bool = False
+    """What any one follower has acknowledged is held as it has to be: it may show that at once."""
 
 
 @dataclass(frozen=True, slots=True)

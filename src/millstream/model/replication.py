@@ -20,6 +20,9 @@ from millstream.model.positions import Offset, Seq
 NodeName = NewType("NodeName", str)
 """One machine's name among those that have a stream; it stays when an address changes."""
 
+OBJECT_STORE: Final = NodeName("object-store")
+"""What the object store is called among those that hold a log."""
+
 _NODE_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?\Z")
 
 
@@ -31,6 +34,24 @@ def check_node_name(name: str) -> NodeName:
             hint="Name it as a host is named, such as a or db-2.",
         )
     return NodeName(name)
+
+
+def region_node(region: RegionId) -> NodeName:
+    """What a home of another region calls itself, or is called, as a follower."""
+    return NodeName(f"region-{region}")
+
+
+_HOLDER: Final = "follower "
+
+
+def follower_holder(node: NodeName) -> str:
+    """A follower's name among those who hold segments."""
+    return f"{_HOLDER}{node}"
+
+
+def follower_of_holder(name: str) -> NodeName | None:
+    """The follower of such a name; None where it is another one's."""
+    return NodeName(name.removeprefix(_HOLDER)) if name.startswith(_HOLDER) else None
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -100,6 +121,11 @@ class Shipment:
     nobody was ever promoted."""
     bytes_left: int = 0
     """What the sender has of the stream, durably, beyond this."""
+    shown: Mapping[ShardId, DurableMark] | None = None
+    """Goes with marks: how far readers of the leader see each shard, where others have to hold it first; empty: they see all that the marks
+    say. None: nothing is said of it."""
+    by_one: bool = False
+    """What this follower has acknowledged is held as the stream's level asks, by that alone."""
 
     @property
     def size_bytes(self) -> int:
@@ -176,6 +202,11 @@ class AckLevel:
     def __str__(self) -> str:
         return f"durable({self.followers})" if self.kind is AckKind.DURABLE else self.kind.value
 
+    @property
+    def by_one(self) -> bool:
+        """Whether what any one follower has is held."""
+        return self.kind is AckKind.DURABLE and self.followers == 1
+
     def covers(self, other: AckLevel) -> bool:
         """Whether what is held as this one says is held as the other one says, too."""
         if other.kind is AckKind.LOCAL or self == other:
@@ -184,6 +215,7 @@ class AckLevel:
 
 
 LOCAL: Final = AckLevel(AckKind.LOCAL)
+_ALL_THERE_IS: Final = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,28 +223,36 @@ class Holding:
     """What one other place holds durably of a stream: a follower, or the object store."""
 
     name: str
-    """The node's; of the object store what its leader calls it."""
+    """The node's; of the object store `OBJECT_STORE`."""
     promised: Epoch
     """It takes nothing of a leader with a lower one."""
     group: GroupNumber
     """The last commit group of which it has all."""
-    persisted_upto: Seq
-    told_ns: int
-    """When it said so, by the leader's clock, in nanoseconds since 1970 UTC."""
+    persisted_upto: Seq = Seq(0)  # a NewType of int
+    """Likewise of numbers; of the object store 0."""
+    told_ns: int = 0
+    """When it said so, by the leader's clock, in nanoseconds since 1970 UTC; 0 where nobody has looked at a clock yet."""
     is_store: bool = False
     """Whether it is the object store."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """Who holds how much of a stream beside the node that leads it, as of one moment."""
+    """Who holds how much of a stream beside the node that leads it, as of one moment: what each acknowledgement level is reached by.
+
+    The leader's machine makes it of what followers have said, the file of acknowledgements carries it, and the stream's writer looks at it while
+    appends wait.
+    """
 
     promised: Epoch = Epoch(0)  # a NewType of int
     """The leader's own: what a place holds counts only where it hasn't promised another leader since."""
     places: tuple[Holding, ...] = ()
 
     def group_reached(self, level: AckLevel) -> GroupNumber:
-        """The last commit group that is held as the level says; of `local` it is none's to say."""
+        """The last commit group that is held as the level says, as far as it takes others than the leader; 0 where there is none yet.
+
+        `local` takes nobody else: all there is.
+        """
         return GroupNumber(self._reached(level, [int(place.group) for place in self._counting(level)]))
 
     def seq_reached(self, level: AckLevel) -> Seq:
@@ -234,5 +274,7 @@ class Holdings:
 
     @staticmethod
     def _reached(level: AckLevel, ends: list[int]) -> int:
+        if level.kind is AckKind.LOCAL:
+            return _ALL_THERE_IS
         needed = max(level.followers, 1)
         return sorted(ends, reverse=True)[needed - 1] if len(ends) >= needed else 0

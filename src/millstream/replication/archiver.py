@@ -69,10 +69,11 @@ class WalArchiver:
         self._clock: Clock = SystemClock() if clock is None else clock
         self._folder = folder
         self._files: Files = RealFiles() if files is None else files
-        self._source = ShipSource(folder, files=files, clock=clock)
+        self._source = ShipSource(folder, files=files, clock=clock, tells_shown=False)
         self._ending = threading.Event()
         self._backoff = Backoff()
         self.stored_group = GroupNumber(0)
+        self._stored_at: ReplicaPosition = {}
         self.error: MillstreamError | None = None
         """Why nothing is stored just now."""
         self._thread = threading.Thread(target=self._run, name=f"archive-{name}", daemon=True)
@@ -181,9 +182,9 @@ class WalArchiver:
                     self.error = None
                     # Shipments that waited go as one object: what is acknowledged is all that came before, or some.
                     under_way = 0 if is_covered(position, word.position) else under_way
-                    if word.group > self.stored_group:
-                        self.stored_group = word.group
-                        self._tell(Stored(word.group, word.persisted_upto))
+                    if (word.group, word.position) != (self.stored_group, self._stored_at):
+                        self.stored_group, self._stored_at = word.group, word.position
+                        self._tell(Stored(word.group, word.persisted_upto, word.position))
 
 
 def _claimed_by(error: Exception) -> Promise:

@@ -15,6 +15,9 @@ import pyarrow.flight as fl
 from millstream.errors import CertificateUnusable, LinkLost
 
 _HANDSHAKE_STEPS: Final = 4
+_PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""A client's first words in HTTP/2: its preface, and settings of which none is set."""
+_TLS_ALERT: Final = b"\x15"
 _OPTIONS: Final = (
     # A connection of its own: two links that share one would be cut together.
     ("grpc.use_local_subchannel_pool", 1),
@@ -55,7 +58,7 @@ class LeaderAddress:
         """Connect once, and shake hands: what gRPC would try again and again, and tell nobody, is told.
 
         Raises:
-            LinkLost: it can't be reached in time.
+            LinkLost: it can't be reached in time; or it speaks TLS, and the address says that it doesn't.
             CertificateUnusable: the leader's certificate has expired or isn't trusted here, or it doesn't trust ours.
         """
         host, _, port = self.place.rpartition(":")
@@ -64,6 +67,8 @@ class LeaderAddress:
             with socket.create_connection((host, int(port)), max(timeout_s, 0.05)) as connection:
                 if self.is_tls:
                     self._shake_hands(connection, host)
+                else:
+                    self._greet(connection)
         except ssl.SSLCertVerificationError as error:
             raise CertificateUnusable(
                 f"the certificate of {self.place} can't be used: {error.verify_message}",
@@ -76,8 +81,20 @@ class LeaderAddress:
                 hint="Check that both use TLS, and that each trusts the other's authority.",
                 place=self.place,
             ) from error
+        except TimeoutError as error:
+            raise LinkLost(f"{self.place} didn't answer within {timeout_s:g} s", place=self.place) from error
         except (OSError, ValueError) as error:
             raise LinkLost(f"{self.place} can't be reached: {error}", place=self.place) from error
+
+    def _greet(self, connection: socket.socket) -> None:
+        """Begin as HTTP/2 does without TLS: who wants that says so, or hangs up, and gRPC tells nobody which of the two."""
+        connection.sendall(_PREFACE)
+        if connection.recv(1) in (b"", _TLS_ALERT):
+            raise LinkLost(
+                f"{self.place} has ended the connection at its first word: where it speaks TLS, it doesn't speak without",
+                hint="Give the node's address as grpc+tls://… in [replication.nodes].",
+                place=self.place,
+            )
 
     def _shake_hands(self, connection: socket.socket, host: str) -> None:
         if self.authority is not None:

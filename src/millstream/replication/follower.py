@@ -14,8 +14,9 @@ from typing import Final, Protocol
 
 import structlog
 
-from millstream.errors import Diverged, LogError, MillstreamError
+from millstream.errors import AccessError, Diverged, LogError, MillstreamError
 from millstream.model.ids import GroupNumber
+from millstream.model.positions import Seq
 from millstream.model.replication import Acknowledgement, Document, Hello, NodeName
 from millstream.ports import Clock, Files, LeaderLink
 from millstream.protocol.replication.follower import (
@@ -35,6 +36,7 @@ from millstream.protocol.replication.follower import (
     Received,
     Say,
     SetAside,
+    ShowAll,
     Stop,
     Tick,
     WasSetAside,
@@ -58,7 +60,7 @@ class FollowerNotes(Protocol):
         """Durably: whom it has promised what."""
 
     def check_promise(self, fact: RoleFact) -> None:
-        """Return where nobody was promised more than that. Asked behind what was made durable and in front of each acknowledgement.
+        """Return where nobody was promised more than that. Asked behind what was made durable, before it is told or shown.
 
         Raises:
             Fenced: another process of this node has given a higher promise. What was made durable before it, it has told of.
@@ -72,6 +74,13 @@ class FollowerNotes(Protocol):
 
     def lag(self, lag: Lag) -> None:
         """For readers of other processes: now and then."""
+
+    def let_go(self, leader_dropped: Seq) -> None:
+        """The leader's retention has let go of everything up to that number: so may this node's. Asked again and again, while the log is open and nothing is written.
+
+        Raises:
+            MillstreamError, OSError: nothing, or less, goes this time.
+        """
 
 
 class WalFollower:
@@ -115,30 +124,39 @@ class WalFollower:
         self._link: LeaderLink | None = None
         self._leader: NodeName | None = None
         self._lag_told_s = 0.0
+        self._leader_dropped = Seq(0)
+        self._apart_since_s = 0.0
+        self._told: tuple[str, ...] | None = ()
+        """What was told of last, which isn't repeated with each try; None once it follows."""
 
     # --- what others may ask, on any thread ----------------------------------------------------------------------------
 
     def facts(self) -> dict[str, object]:
         """What is known now, JSON-able."""
         machine = self._machine
-        lag, stopped = machine.lag(time.monotonic()), machine.stopped_by
+        lag, error = machine.lag(time.monotonic()), machine.stopped_by or machine.trouble
         return {
             "phase": machine.phase.value,
             "leader": machine.fact.leader or None,
             "promised": int(machine.fact.promise.epoch),
             "group": int(machine.holding.group),
             "persisted_upto": int(machine.holding.persisted_upto),
-            "records_behind": lag.records,
-            "bytes_behind": lag.size_bytes,
+            "records_behind": lag.records if machine.has_heard else None,
+            "bytes_behind": lag.size_bytes if machine.has_heard else None,
             "lag_s": None if lag.age_s == float("inf") else round(lag.age_s, 3),
             "leader_clock_off_s": round(machine.clock_off_s, 3),
-            "error": None if stopped is None else stopped.as_dict(),
+            "error": None if error is None else error.as_dict(),
         }
 
     @property
     def fact(self) -> RoleFact:
         """What it has noted."""
         return self._machine.fact
+
+    @property
+    def group(self) -> GroupNumber:
+        """The last that its log has, whole."""
+        return self._machine.holding.group
 
     @property
     def stopped_by(self) -> MillstreamError | None:
@@ -156,12 +174,16 @@ class WalFollower:
 
         Raises:
             Diverged, OtherStream, FollowerBehindRetention: what a person has to look after.
+            AccessError, LinkLost …: with `until_caught_up`, where the leader refuses this node, or isn't there for a minute.
             ReplicaFailed: the disk failed.
             CatalogError, OSError …: what couldn't be made durable.
         """
+        self._apart_since_s = time.monotonic()
         try:
             while not stop.is_set():
                 self._step(Tick())
+                if until_caught_up:
+                    self._give_up_in_time()
                 if self._machine.stopped_by is not None:
                     raise self._machine.stopped_by
                 if self._log.failure is not None:
@@ -171,6 +193,7 @@ class WalFollower:
                     stop.wait(_HEARS_FOR_S / 2)
                     continue
                 self._hear(self._link)
+                self._let_go()
                 if until_caught_up and self._has_all():
                     return
         finally:
@@ -180,6 +203,14 @@ class WalFollower:
         """Break the link, and give up the log's locks."""
         self._break_link()
         self._log.close()
+
+    def _give_up_in_time(self) -> None:
+        """A job ends, by the error, where waiting doesn't help: it would be there for ever, and nobody would look."""
+        trouble = self._machine.trouble
+        if trouble is None:
+            self._apart_since_s = time.monotonic()
+        elif isinstance(trouble, AccessError) or time.monotonic() - self._apart_since_s > _GIVES_UP_AFTER_S:
+            raise trouble
 
     def _open_log(self) -> ReplicaLog:
         return ReplicaLog.open(self._folder, files=self._files)
@@ -196,6 +227,9 @@ class WalFollower:
             self._step(LinkGone(error, random.random()))  # noqa: S311 - no secret
             return
         if shipment is not None:
+            if self._told is not None:
+                self._told = None
+                logger.info("follows", stream=self._name, leader=self._leader)
             self._step(Received(shipment, self._clock.now_ns()))
 
     def _step(self, event: Event) -> None:
@@ -223,7 +257,13 @@ class WalFollower:
                     self._log.apply(shipment)
                 except MillstreamError as error:
                     return ApplyFailed(error, random.random())  # noqa: S311 - no secret
+                self._leader_dropped = max(
+                    self._leader_dropped, *(gone.seq for gone in shipment.first_kept.values()), Seq(0)
+                )
                 return Applied(self._holding(), self._clock.now_ns())
+            case ShowAll():
+                self._notes.check_promise(self._machine.fact)
+                self._log.show_all()
             case SetAside(behind):
                 self._log.close()
                 self._notes.set_aside(behind)
@@ -239,9 +279,11 @@ class WalFollower:
                 level = logger.error if isinstance(error, Diverged) else logger.warning
                 level("follows no more", stream=self._name, error=error.message, code=error.code, hint=error.hint)
             case Tell(_, what, error):
-                told = {} if error is None else {"error": error.message, "code": error.code}
-                text = f"following: {what}"
-                logger.warning(text, stream=self._name, **told)
+                told = {} if error is None else {"error": error.message, "code": error.code, "hint": error.hint}
+                words = (what, *told.values())
+                if words != self._told:
+                    self._told = words
+                    logger.warning(what, stream=self._name, **told)
         return None
 
     def _say(self, word: object) -> Event | None:
@@ -276,6 +318,16 @@ class WalFollower:
             with contextlib.suppress(OSError, LogError):
                 self._notes.lag(self.lag())
 
+    def _let_go(self) -> None:
+        if not self._leader_dropped:
+            return
+        try:
+            self._notes.let_go(self._leader_dropped)
+        except (MillstreamError, OSError) as error:
+            logger.warning("retention waits", stream=self._name, error=str(error))
 
+
+_GIVES_UP_AFTER_S: Final = 60.0
+"""As long as a leader may take to be started anew, or another one to be promoted."""
 _LAG_EVERY_S: Final = 0.2
 """How often readers of other processes are told how old what they see is: below what anybody bounds it by."""

@@ -23,6 +23,7 @@ from millstream.model.ids import Epoch, GroupNumber, ShardId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
 from millstream.model.replication import (
+    OBJECT_STORE,
     Acknowledgement,
     ByteEnd,
     Hello,
@@ -31,7 +32,6 @@ from millstream.model.replication import (
     Shipment,
 )
 from millstream.protocol.replication.roles import LINEAGE
-from millstream.protocol.replication.shipping import STORE_NODE
 from millstream.replication.object_history import History, history_of, note_whole
 from millstream.replication.object_layout import (
     TRAILER_BYTES,
@@ -132,7 +132,7 @@ class Stored:
         """The same, as a follower would say it."""
         stream = None if self.stream is None else self.stream.stream
         versions = {name: version for name, (_, version) in self.documents.items()}
-        return Hello(stream, STORE_NODE, promised, self.reached(), versions)
+        return Hello(stream, OBJECT_STORE, promised, self.reached(), versions)
 
     def covered(self) -> list[str]:
         """Shipments of which every byte lies in stored segments."""
@@ -238,7 +238,8 @@ class StoredLink:
         return self._ended.is_set()
 
     def send(self, shipment: Shipment) -> None:
-        """See the port."""
+        """See the port. Who reads a store takes all of it: what readers of the leader see isn't kept."""
+        shipment = dataclasses.replace(shipment, shown=None, by_one=False)
         self._window.send(shipment.size_bytes)
         with self._comes:
             self._waiting.append(shipment)
@@ -313,7 +314,7 @@ class StoredLink:
             self._stored.add(name, shipment, _starts(shipment, sum(len(buffer) for buffer in buffers)))
             stored = self._stored
             word = Acknowledgement(
-                STORE_NODE,
+                OBJECT_STORE,
                 epoch,
                 stored.reached(),
                 max((mark.group for mark in stored.marks.values()), default=GroupNumber(0)),

@@ -14,7 +14,6 @@ from millstream.model.ids import Epoch, RegionId, ShardId
 from millstream.model.marks import DurableMark
 from millstream.model.replication import Hello, ReplicaPosition
 from millstream.ports import FollowerLink, LeaderLink
-from millstream.protocol.replication.shipping import STORE_NODE
 from millstream.replication import object_layout
 from millstream.replication.object_history import begin_branch, history_of
 from millstream.replication.object_layout import Layout
@@ -23,7 +22,7 @@ from millstream.replication.object_reader import POLLS_S, StoreReader
 from millstream.replication.objects import Objects, open_objects
 from millstream.replication.queues import WINDOW_BYTES
 
-__all__ = ["STORE_NODE", "ObjectStoreTransport", "SegmentBytes"]
+__all__ = ["ObjectStoreTransport", "SegmentBytes"]
 
 _ONE_REGION = RegionId(0)
 

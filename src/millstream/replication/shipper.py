@@ -22,10 +22,9 @@ from millstream.errors import LinkLost, LogError, MillstreamError
 from millstream.model.ids import GroupNumber, ShardId, StreamId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Seq
-from millstream.model.replication import Acknowledgement, Document, Hello, NodeName, ReplicaPosition, Shipment
+from millstream.model.replication import Acknowledgement, Document, Hello, Holdings, NodeName, ReplicaPosition, Shipment
 from millstream.ports import Clock, Files, FollowerLink, Transport
 from millstream.protocol.replication.leader import Leader, Phase
-from millstream.protocol.replication.levels import Acks
 from millstream.protocol.replication.roles import LINEAGE, Greeting, RoleFact
 from millstream.protocol.replication.shipping import (
     Acked,
@@ -53,7 +52,7 @@ from millstream.protocol.replication.shipping import (
     Tick,
 )
 from millstream.wal.files import RealFiles, SystemClock
-from millstream.wal.shipping import ShipSource, durable_marks
+from millstream.wal.shipping import LogMarks, ShipSource, durable_marks
 
 logger = structlog.get_logger("millstream.ship")
 
@@ -69,11 +68,11 @@ class ShipperNotes(Protocol):
     def role(self, fact: RoleFact) -> None:
         """Durably: who leads."""
 
-    def cursor(self, node: NodeName, needed_from: Seq, *, anew: bool) -> None:
-        """Durably: from where on retention keeps the log for a follower. `anew`: it has less than it had."""
+    def cursor(self, node: NodeName, needed_from: Seq, position: ReplicaPosition, *, anew: bool) -> None:
+        """Durably: from where on retention keeps the log for a follower, by number and on each shard. `anew`: it has less than it had."""
 
-    def acks(self, acks: Acks, persisted: dict[NodeName, Seq], now_ns: int) -> None:
-        """To whoever waits for a level; `persisted` is how far each follower shows its log."""
+    def acks(self, holdings: Holdings, now_ns: int) -> None:
+        """To whoever waits for a level: who holds what, at that moment of the clock. Places that hold what they did keep their time."""
 
 
 class WalShipper:
@@ -127,7 +126,9 @@ class WalShipper:
         self._leader: Leader | None = None
         self._newest_documents: tuple[Document, ...] = ()
         self._threads: list[threading.Thread] = []
-        self._world = _World(folder, self._files, self._clock, self._events.put, self._fact_now, self._newer_documents)
+        self._world = _World(
+            folder, self._files, self._clock, self._events.put, self._fact_now, self._newer_documents, self._counts
+        )
         self.failure: Exception | None = None
         """Why it ended by itself: an error of the tree, or a bug."""
         self.ended: Final = threading.Event()
@@ -228,14 +229,10 @@ class WalShipper:
             match effect:
                 case PersistRole(fact):
                     self._notes.role(fact)
-                case PersistCursor(node, needed_from, _, anew):
-                    self._notes.cursor(node, needed_from, anew=anew)
-                case PersistAcks(acks):
-                    followers = {} if self._leader is None else self._leader.followers
-                    persisted = {
-                        node: one.acked.persisted_upto for node, one in followers.items() if one.acked is not None
-                    }
-                    self._notes.acks(acks, persisted, self._clock.now_ns())
+                case PersistCursor(node, needed_from, position, anew):
+                    self._notes.cursor(node, needed_from, position, anew=anew)
+                case PersistAcks(holdings):
+                    self._notes.acks(holdings, self._clock.now_ns())
                 case Greet(link) | ReadAndSend(link):
                     if link in self._links:
                         self._links[link].jobs.put(effect)
@@ -245,7 +242,7 @@ class WalShipper:
                         found.drop(why)
                 case Tell(node, what, error):
                     say = logger.info if error is None else logger.warning
-                    told = {} if error is None else {"error": error.message, "code": error.code}
+                    told = {} if error is None else {"error": error.message, "code": error.code, "hint": error.hint}
                     text = f"follower {node} {what}"
                     say(text, stream=self._name, **told)
                 case Stopped(lacking):
@@ -285,7 +282,9 @@ class WalShipper:
         while not self._ending.is_set():
             try:
                 self._newest_documents = self._documents()
-                now = Durable(source.marks(), {one.name: one.version for one in self._newest_documents})
+                found = source.now()
+                versions = {one.name: one.version for one in self._newest_documents}
+                now = Durable(found.durable, versions, found.shown)
             except MillstreamError as error:
                 logger.warning("the log can't be read", stream=self._name, error=error.message, code=error.code)
                 self._ending.wait(1.0)
@@ -303,6 +302,10 @@ class WalShipper:
     def _newer_documents(self, than: Mapping[str, int]) -> tuple[Document, ...]:
         """Those that somebody with these versions lacks."""
         return tuple(one for one in self._newest_documents if one.version != than.get(one.name))
+
+    def _counts(self, node: NodeName) -> bool:
+        """Whether what a follower acknowledges counts for levels."""
+        return self._only is None and node in self._nodes and node not in self._observers
 
     def _fact_now(self) -> RoleFact:
         return self._fact if self._leader is None else self._leader.fact
@@ -322,6 +325,7 @@ class _World:
     tell: Callable[[Event], None]
     fact: Callable[[], RoleFact]
     newer_documents: Callable[[Mapping[str, int]], tuple[Document, ...]]
+    counts: Callable[[NodeName], bool]
 
 
 class _Link:
@@ -389,11 +393,11 @@ class _Link:
         """What goes, up to where the follower has everything then, and whether that is all there is."""
         world, source, fact = self._world, self._source, self._world.fact()
         documents = world.newer_documents(job.documents)
-        marks = source.marks()
+        now = source.now()
         found: Shipment | None = None
         if isinstance(job, Greet):
             position, is_all = self._position, False
-            group = max((mark.group for mark in marks.values()), default=GroupNumber(0))
+            group = max((mark.group for mark in now.durable.values()), default=GroupNumber(0))
             greeting = Document(LINEAGE, fact.promise.epoch, Greeting(fact.lineage, group).to_json())
             documents = (greeting, *documents)
         else:
@@ -402,9 +406,9 @@ class _Link:
                 source.restart()
             found = source.read(job.after, job.bytes_max)
             position = source.position_after(job.after)
-            is_all = found is None or _is_of_now(found.marks, marks)
+            is_all = found is None or _is_of_now(found, now)
         if found is None:
-            stream = next(mark.stream for mark in marks.values())
+            stream = next(mark.stream for mark in now.durable.values())
             found = Shipment(stream, source.region(), fact.promise.epoch)
         shipment = replace(
             found,
@@ -412,14 +416,21 @@ class _Link:
             leader=fact.promise.node,
             documents=documents,
             leader_end=source.leader_end(),
-            bytes_left=source.bytes_behind(position, marks),
+            bytes_left=source.bytes_behind(position, now.durable),
+            by_one=found.by_one and world.counts(self._link.hello.node),
             sent_ns=world.clock.now_ns(),
         )
         return shipment, position, is_all
 
 
-def _is_of_now(marks: Mapping[ShardId, DurableMark], now: Mapping[ShardId, DurableMark]) -> bool:
-    """Whether marks say at least what those of now do."""
+def _is_of_now(shipment: Shipment, now: LogMarks) -> bool:
+    """Whether its marks say at least what those of now do."""
+    if bool(shipment.shown) != bool(now.shown):
+        return False
+    return _covers(shipment.marks, now.durable) and (not now.shown or _covers(shipment.shown or {}, now.shown))
+
+
+def _covers(marks: Mapping[ShardId, DurableMark], now: Mapping[ShardId, DurableMark]) -> bool:
     return bool(marks) and all(
         shard in marks
         and (marks[shard].base_offset, marks[shard].byte_end, marks[shard].persisted_upto, marks[shard].group)

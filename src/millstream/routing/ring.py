@@ -1,4 +1,4 @@
-"""Which shard has a key: one map from the hashes of keys to shards, as a ring, as ranges, or all to one.
+"""Which shard has a key, and who leads that: one map from the hashes of keys to shards, as a ring, as ranges, or all to one.
 
 All three are the same thing: points on the circle of 64-bit hashes, each with an owner. A hash belongs to the first point at or
 behind it; behind the last one the circle begins anew. So the map is total: every key has exactly one shard, whatever the points.
@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from millstream.model.ids import ShardId
+from millstream.protocol.replication.leaders import LeaderMap, Leadership
 from millstream.routing.hashing import Hashes, key_hashes
 
 VIRTUAL_NODES: Final = 128
@@ -27,11 +28,11 @@ Shards: TypeAlias = npt.NDArray[np.int64]
 class ShardRouter:
     """The shard of every key. Made by `single`, `ring` or `ranges`; immutable."""
 
-    def __init__(self, points: Hashes, owners: Shards) -> None:
-        """Args: points of the circle, rising, at least one; the shard of each."""
+    def __init__(self, points: Hashes, owners: Shards, leaders: LeaderMap = LeaderMap()) -> None:  # noqa: B008 (frozen)
+        """Args: points of the circle, rising, at least one; the shard of each; who leads them."""
         if not len(points) or len(points) != len(owners) or (points[1:] <= points[:-1]).any():
             raise AssertionError("a router's points rise, and each has an owner")
-        self.points, self.owners = points, owners
+        self.points, self.owners, self.leaders = points, owners, leaders
         bits = min(_BUCKETS_BITS_MAX, int(len(points) * 4).bit_length())
         self._shift = 64 - bits
         firsts = np.arange(2**bits, dtype=np.uint64) << np.uint64(self._shift)
@@ -61,7 +62,7 @@ class ShardRouter:
 
     @classmethod
     def ranges(cls, starts: Sequence[int], shards: Sequence[ShardId]) -> Self:
-        """Hashes by ranges: shard n has those from start n to below the next one's.
+        """Hashes by ranges: shard n has those from start n to below the next one's, the last one those up to and with 2**64 - 1.
 
         Args:
             starts: rising, the first 0, below 2**64.
@@ -83,6 +84,14 @@ class ShardRouter:
 
         found: Shards = owners_of(hashes, self.points, self.owners, self._buckets, self._shift)
         return found
+
+    def led_by(self, leaders: LeaderMap) -> ShardRouter:
+        """The same places, as a map of leaders has them."""
+        return ShardRouter(self.points, self.owners, leaders)
+
+    def leader_of(self, shard: ShardId) -> Leadership | None:
+        """Who leads a shard, where that is known: where to write what belongs there."""
+        return self.leaders.leader_of(shard)
 
     def __eq__(self, other: object) -> bool:
         return (

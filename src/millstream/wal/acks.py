@@ -13,6 +13,7 @@ A slot is `MILLACK` and a newline, CRC-32C of all that follows, u16 version, u16
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from typing import Final
 
 from millstream.codec.checksums import crc32c
@@ -78,6 +79,22 @@ class AcksFile:
         if self._places.get(key) != holding:
             self._places[key] = holding
             self._write()
+
+    def take_over(self, holdings: Holdings, now_ns: int) -> None:
+        """What the leader knows now, at a moment of its clock (nanoseconds since 1970 UTC). Raises as `tell`, having changed a part.
+
+        Followers that aren't among them are forgotten: they have lost something, or have never told this leader anything. The object store is told of when
+        it has taken something. A place that holds what it did keeps the time at which it said so.
+        """
+        self.promise(holdings.promised)
+        followers = {place.name for place in holdings.places if not place.is_store}
+        for gone in [place.name for place in self._places.values() if not place.is_store]:
+            if gone not in followers:
+                self.forget(gone)
+        for place in holdings.places:
+            known = self._places.get(_key(place.name, place.is_store))
+            if known is None or replace(known, told_ns=0) != replace(place, told_ns=0):
+                self.tell(replace(place, told_ns=now_ns))
 
     def forget(self, name: str, *, is_store: bool = False) -> None:
         """Nothing more is known of a place. Raises `OSError` as `tell`."""

@@ -171,7 +171,7 @@ class GroupCommitter:
                 committer._has_spares = has_spares
                 if hides:
                     empty = {shard: committer._mark(own, Seq(0)) for shard, own in opened.items()}
-                    committer.shown = ShownMarks.begin(files, folder, marks, empty, recovered)
+                    committer.shown = ShownMarks.begin(files, folder, marks, empty, recovered, acks=options.acks)
                 committer._move_marks(anchor=True)
                 if not hides:
                     show_all(files, folder, marks)

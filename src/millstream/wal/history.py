@@ -27,7 +27,7 @@ from millstream.wal.files import RealFiles
 from millstream.wal.index import read_header
 from millstream.wal.layout import MARK_NAME, SegmentFile, list_segments, list_shards, segment_path, shard_folder
 from millstream.wal.mark import MarkFile, read_dropped, read_mark
-from millstream.wal.replica_marks import allow_all
+from millstream.wal.replica_shown import lower_shown
 from millstream.wal.scan import ScannedFrame, Window, read_frame, reader_of, scan_frames
 from millstream.wal.shards import lock_shards
 
@@ -108,8 +108,9 @@ def truncate_to(
         if has_records and not _is_whole(files, aside, cuts):
             _copy(files, aside, cuts, common_seq)
         for shard, moved in lowered.items():
+            lower_shown(files, cuts[shard].folder, marks[shard], moved)
+        for shard, moved in lowered.items():
             marks[shard].move(moved, anchor=True)
-            allow_all(files, cuts[shard].folder, marks[shard], moved)
         for shard, cut in cuts.items():
             if cut.is_below_mark and shard not in lowered:
                 forget_mark(files, cut.folder)

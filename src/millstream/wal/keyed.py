@@ -40,6 +40,8 @@ COPY_EVERY_BYTES: Final = 64 << 20
 """Of the log, at the least: what a writer that opens has to look through. Behind a large copy, four times its size."""
 COPY_EVERY_S: Final = 3600.0
 _LARGE_COPIES: Final = 4
+_SMALL_COPY_BYTES: Final = 1 << 20
+"""What can be made anew whenever retention waits for it."""
 
 
 class KeyedCommits:
@@ -195,6 +197,15 @@ class KeyedCommits:
                 counts.segments_sealed != self._sealed_at
                 and not 0 <= self._clock.now_ns() - self._made_ns < self._every_ns
             )
+        ):
+            self._copy(beside=self._in_background)
+
+    def copy_for_retention(self) -> None:
+        """Make a copy, which is all that retention waits for; a large one is made when it's due only. For who holds up the writing."""
+        if (
+            self._copy_bytes <= _SMALL_COPY_BYTES
+            and self._committer.failure is None
+            and self._committer.persisted_upto != self._upto
         ):
             self._copy(beside=self._in_background)
 

@@ -41,8 +41,9 @@ _PREFIX: Final = struct.Struct("<8sIHHQ")
 _DURABLE_FIELDS: Final = struct.Struct("<16siqqqqqqq")
 _SHARED_FIELDS: Final = struct.Struct("<q?")
 """Of version 2, behind those: the first writer elsewhere, and whether this one is settled."""
-_SHOWN_FIELDS: Final = struct.Struct("<16siqqqqqqqq??")
-"""All of a durable one's, those of version 2 too, and whether it is required."""
+_SHOWN_FIELDS: Final = struct.Struct("<16siqqqqqqqq?B")
+"""All of a durable one's, those of version 2 too, and whether it is required: one of the three below."""
+_NOT_REQUIRED, _REQUIRED, _REQUIRED_BY_ONE = range(3)
 _DROPPED_FIELDS: Final = struct.Struct("<qq")
 _PLAIN: Final = {_DURABLE: _DURABLE_FIELDS.size, _SHOWN: _SHOWN_FIELDS.size, _DROPPED: _DROPPED_FIELDS.size}
 """Bytes of an area's slots behind their beginning, in version 1."""
@@ -117,9 +118,12 @@ class MarkFile:
         self._shown_counter += 1
         mark = shown.mark
         elsewhere = -1 if mark.elsewhere is None else mark.elsewhere
+        required = _NOT_REQUIRED
+        if shown.required:
+            required = _REQUIRED_BY_ONE if shown.by_one else _REQUIRED
         fields = _SHOWN_FIELDS.pack(
             mark.stream.bytes, mark.writer, mark.epoch, mark.base_offset, mark.byte_end, mark.durable_offset, mark.group,
-            mark.persisted_upto, mark.reserved_to, elsewhere, mark.is_settled, shown.required,
+            mark.persisted_upto, mark.reserved_to, elsewhere, mark.is_settled, required,
         )  # fmt: skip
         slot = _SHOWN[0 if anchor else 1 + self._shown_counter % 2]
         self._write(slot, self._shown_counter, fields, mark.shards)
@@ -210,6 +214,12 @@ def read_shown(files: Files, shard_dir: str) -> ShownMark | None:
     return _shown_in(_read(files, shard_dir))
 
 
+def read_marks(files: Files, shard_dir: str) -> tuple[DurableMark | None, ShownMark | None]:
+    """Both of them, as of one moment. Raises as `read_mark`."""
+    data = _read(files, shard_dir)
+    return _durable_in(data), _shown_in(data)
+
+
 def read_readable(files: Files, shard_dir: str) -> DurableMark | None:
     """How far readers may read: what is shown, where that is required, else what is durable. None and raises as `read_mark`."""
     data = _read(files, shard_dir)
@@ -242,7 +252,7 @@ def _shown_in(data: bytes) -> ShownMark | None:
         StreamId(UUID(bytes=stream)), WriterId(writer), Epoch(epoch), Offset(base), byte_end, Offset(offset), GroupNumber(group),
         Seq(persisted), Seq(reserved), slot.shards, None if elsewhere < 0 else Seq(elsewhere), settled,
     )  # fmt: skip
-    return ShownMark(mark, required)
+    return ShownMark(mark, required != _NOT_REQUIRED, required == _REQUIRED_BY_ONE)
 
 
 def is_mark_damaged(files: Files, shard_dir: str) -> bool:

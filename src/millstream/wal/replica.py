@@ -42,8 +42,9 @@ from millstream.wal.arriving import ArrivingShard, WholeFrame, footer_start
 from millstream.wal.files import NO_SPACE, RealFiles
 from millstream.wal.layout import list_shards, segment_path, shard_folder
 from millstream.wal.mark import MarkFile, read_dropped, read_mark, stream_cut
-from millstream.wal.replica_marks import NOBODY, allow_all, check_mark, is_newer, moves, placeholder
+from millstream.wal.replica_marks import NOBODY, check_mark, is_newer, moves, placeholder
 from millstream.wal.replica_recovery import fresh_shard, note_sealed, recover_replica
+from millstream.wal.replica_shown import ReplicaShown
 from millstream.wal.shards import lock_shards
 from millstream.wal.shown_groups import GroupEnds, PartialGroups
 
@@ -110,8 +111,10 @@ class ReplicaLog:
         stream: StreamId | None,
         shards: dict[ShardId, _Shard],
         groups: PartialGroups,
+        readers: ReplicaShown,
         *,
         side_by_side: bool,
+        withholds: bool,
     ) -> None:
         self._folder = folder
         self._files = files
@@ -122,6 +125,8 @@ class ReplicaLog:
         )
         self._shards = shards
         self._groups = groups
+        self._readers = readers
+        self._withholds = withholds
         self._syncers = ThreadPoolExecutor(4, "replica-sync") if side_by_side else None
         self.failure: ReplicaFailed | None = None
         """Why nothing more is taken; None while all is well."""
@@ -134,6 +139,7 @@ class ReplicaLog:
         files: Files | None = None,
         stream: StreamId | None = None,
         side_by_side: bool = True,
+        withholds: bool = False,
     ) -> ReplicaLog:
         """Take the locks, verify what lies behind the marks, and make it durable.
 
@@ -141,6 +147,7 @@ class ReplicaLog:
             folder: the stream's; made where it isn't there.
             files: the file system.
             stream: whose log it must be; None to take what lies there, or comes first.
+            withholds: show readers nothing of what comes without a word of what may be shown.
             side_by_side: fsync several shards by several threads; without, in order, for tests that count.
 
         Raises:
@@ -161,7 +168,7 @@ class ReplicaLog:
             if None not in (stream, known) and stream != known:
                 raise OtherStream(f"{folder} is the log of stream {known}, not of {stream}")
             stream = stream or known
-            groups, ends = PartialGroups(), GroupEnds()
+            groups, ends, readers = PartialGroups(), GroupEnds(), ReplicaShown(files)
             shards: dict[ShardId, _Shard] = {}
 
             def note(frames: Sequence[WholeFrame]) -> None:
@@ -178,8 +185,7 @@ class ReplicaLog:
                     mark.close()
                     continue
                 stream = arriving.stream
-                if (durable := found[shard]) is not None:
-                    allow_all(files, shard_dir, mark, durable)
+                readers.found(shard, shard_dir, mark)
                 shards[shard] = _Shard(shard_dir, mark, found[shard], dropped, arriving)
         except BaseException as error:
             for mark in marks.values():
@@ -188,7 +194,7 @@ class ReplicaLog:
             if isinstance(error, OSError) and error.errno in NO_SPACE:
                 raise DiskFull(f"{folder} has no space to write again what came last: {error}") from error
             raise
-        log = cls(folder, files, lock, stream, shards, groups, side_by_side=side_by_side)
+        log = cls(folder, files, lock, stream, shards, groups, readers, side_by_side=side_by_side, withholds=withholds)
         try:
             own = {number: mark for number, mark in log.marks().items() if mark.writer != NOBODY}
             covered = min((mark.group for mark in own.values()), default=GroupNumber(0))
@@ -216,7 +222,7 @@ class ReplicaLog:
         return {number: shard.arriving.end for number, shard in self._shards.items() if not shard.arriving.is_new}
 
     def marks(self) -> Mapping[ShardId, DurableMark]:
-        """What is shown of each shard."""
+        """What is shown of each shard, but where readers wait for others to hold it."""
         return {number: shard.shown for number, shard in self._shards.items() if shard.shown is not None}
 
     def end(self) -> ReplicaEnd:
@@ -233,7 +239,7 @@ class ReplicaLog:
         return GroupNumber(min((mark.group for mark in self.marks().values() if mark.writer == writer), default=0))
 
     def apply(self, shipment: Shipment) -> None:
-        """Take a shipment: when this returns, its bytes are verified and durable, and what its marks cover is shown.
+        """Take a shipment: when this returns, its bytes are verified and durable, and what its marks cover is shown as the leader shows it.
 
         Raises:
             ReplicaGap: it lies beyond what is here; nothing was changed. `position` says what is to come.
@@ -259,6 +265,19 @@ class ReplicaLog:
                 self._forget_partial(part.shard)
                 raise
         self._uninterrupted(plan, shipment)
+
+    def show_all(self) -> None:
+        """Show readers all that is here, in whole groups: what this follower has acknowledged is held as it has to be.
+
+        Raises:
+            ReplicaFailed: the disk failed; nothing more is taken.
+        """
+        if self.failure is not None:
+            raise ReplicaFailed("the log failed before this") from self.failure
+        try:
+            self._readers.move(self.marks(), self.marks())
+        except OSError as error:
+            raise self._poison("the disk failed", error) from error
 
     def close(self) -> None:
         """Give up the locks."""
@@ -369,7 +388,7 @@ class ReplicaLog:
             self._begin_shards(plan, shipment)
             self._write(plan)
             failpoints.hit("replica.before_marks")
-            self._move_marks(shipment.marks)
+            self._show(shipment)
         except OSError as error:
             raise self._poison("the disk failed", error) from error
         except MillstreamError:
@@ -482,6 +501,26 @@ class ReplicaLog:
 
     # --- showing ---------------------------------------------------------------------------------------------------
 
+    def _show(self, shipment: Shipment) -> None:
+        """Move the marks that came, and what readers see as far as the leader says so."""
+        if not shipment.marks:
+            return
+        if shipment.shown or self._readers.is_required or (self._withholds and shipment.shown is None):
+            self._require()
+        self._move_marks(shipment.marks)
+        if shipment.shown:
+            self._readers.move(shipment.shown, self.marks())
+        elif shipment.shown is not None:
+            self._readers.allow_all(self.marks())
+
+    def _require(self) -> None:
+        """Before marks move that readers of some shard aren't to see yet."""
+        self._readers.require(
+            (number, shard.folder, shard.mark, shard.shown)
+            for number, shard in self._shards.items()
+            if shard.shown is not None
+        )
+
     def _move_marks(self, marks: Mapping[ShardId, DurableMark]) -> None:
         """Show what marks cover that are newer than those here, where it is all there."""
         shown = self.marks()
@@ -503,6 +542,8 @@ class ReplicaLog:
         shown = self.marks()
         dropped = {number: shard.dropped for number, shard in self._shards.items() if shard.dropped is not None}
         newer = ends.marks(shown, self._groups, dropped)
+        if self._readers.is_required:
+            self._require()
         for number, mark in moves(shown, newer):
             self._shards[number].mark.move(mark)
             self._shards[number].shown = mark

@@ -12,13 +12,13 @@ from dataclasses import replace
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SegmentHeader
 from millstream.errors import CorruptFrame, ReplicaGap, ShipmentUnreadable
 from millstream.model.ids import Epoch, GroupNumber, ShardId, WriterId
-from millstream.model.marks import DroppedMark, DurableMark, ShownMark
+from millstream.model.marks import DroppedMark, DurableMark
 from millstream.model.positions import SEQ_MAX, Offset, Seq
 from millstream.model.replication import ByteEnd, Shipment
 from millstream.ports import Files
 from millstream.wal.arriving import ArrivingShard
 from millstream.wal.layout import segment_path
-from millstream.wal.mark import MarkFile, common_cut, read_shown, stream_cut
+from millstream.wal.mark import common_cut, stream_cut
 from millstream.wal.scan import Window, reader_of, scan_frames
 
 NOBODY = WriterId(0)
@@ -53,13 +53,6 @@ def is_newer(mark: DurableMark, shown: DurableMark | None) -> bool:
 
 def _place(mark: DurableMark) -> tuple[int, ...]:
     return mark.base_offset, mark.byte_end, mark.epoch, mark.reserved_to, mark.is_settled
-
-
-def allow_all(files: Files, shard_dir: str, file: MarkFile, mark: DurableMark) -> None:
-    """Let readers of a follower see what is durable there: what an old leader showed them by its own rule counts no more."""
-    shown = read_shown(files, shard_dir)
-    if shown is not None and shown.required:
-        file.move_shown(ShownMark(mark, required=False), anchor=True)
 
 
 def check_mark(files: Files, shard_dir: str, mark: DurableMark, arriving: ArrivingShard) -> None:

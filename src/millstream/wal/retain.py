@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SegmentFooter
 from millstream.errors import CorruptFrame
@@ -35,6 +36,8 @@ from millstream.wal.mark import MarkFile, read_dropped, read_mark, read_readable
 from millstream.wal.scan import reader_of
 from millstream.wal.session_file import covered_upto
 from millstream.wal.shards import folder_lock
+
+SESSIONS_HOLDER: Final = "log/sessions"
 
 
 @dataclass(slots=True)
@@ -95,10 +98,7 @@ def _drop_segments(
     folder: str, tracker: Retention, bounds: Bounds, cut_off: Callable[[CutOff], bool], files: Files, now_ns: int
 ) -> Sweep:
     fronts = {shard: _front(files, folder, shard) for shard in list_shards(files, folder)}
-    covered = covered_upto(files, folder)
-    if covered is not None:
-        # What a writer that opens reads behind the copy of its sessions.
-        tracker.needs("log/sessions", HolderKind.SESSIONS, Seq(covered + 1))
+    hold_for_sessions(folder, tracker, files=files)
     log_bytes = sum(front.size_bytes for front in fronts.values())
     oldest = {shard: _oldest(files, front) for shard, front in fronts.items() if front.sealed}
     dropped: list[SealedSegment] = []
@@ -125,6 +125,13 @@ def _drop_segments(
     # Below the shard that has dropped least, nobody has anything.
     tracker.forget_below(Seq(min((Seq(0) if mark is None else mark.seq for mark in gone), default=Seq(0)) + 1))
     return Sweep(tuple(dropped), effect)
+
+
+def hold_for_sessions(folder: str, tracker: Retention, *, files: Files | None = None) -> None:
+    """Have a tracker know what a writer that opens reads of the log: all behind the copy of its sessions."""
+    covered = covered_upto(RealFiles() if files is None else files, folder)
+    if covered is not None:
+        tracker.needs(SESSIONS_HOLDER, HolderKind.SESSIONS, Seq(covered + 1))
 
 
 def oldest_sealed(folder: str, *, files: Files | None = None) -> SealedSegment | None:

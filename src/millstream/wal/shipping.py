@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Final
+from typing import Final, NamedTuple
 
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SEGMENT_TRAILER_SIZE, SegmentFooter
 from millstream.errors import CorruptFrame, Diverged, FollowerBehindRetention
@@ -28,7 +28,7 @@ from millstream.ports import Clock, Files
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.index import damage, read_header
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, segment_path, shard_folder
-from millstream.wal.mark import missing_shards, read_dropped, read_mark, stream_cut
+from millstream.wal.mark import missing_shards, read_dropped, read_mark, read_marks, stream_cut
 from millstream.wal.scan import reader_of
 
 BYTES_MAX: Final = 4 << 20
@@ -39,16 +39,31 @@ _POLL_S: Final = (0.0005, 0.02)
 """How long a look at the marks waits for the next: twice as long each time nothing has moved."""
 
 
+class LogMarks(NamedTuple):
+    """What a log's writers say, as of one moment."""
+
+    durable: Mapping[ShardId, DurableMark] = {}
+    shown: Mapping[ShardId, DurableMark] = {}
+    """How far readers see each shard, never beyond what is durable; empty where they see all of it."""
+    by_one: bool = False
+    """What any one follower has acknowledged is held."""
+
+
 def durable_marks(files: Files, folder: str) -> Mapping[ShardId, DurableMark]:
     """The marks of all shards that have one, as of one moment: what their writers have made durable, whoever may read it.
 
     Raises:
         CorruptWal: shards are missing.
     """
+    return log_marks(files, folder).durable
+
+
+def log_marks(files: Files, folder: str) -> LogMarks:
+    """As `durable_marks`, and how far readers may read."""
     while True:
         shards = list_shards(files, folder)
-        found = {shard: read_mark(files, shard_folder(folder, shard)) for shard in shards}
-        marks = {shard: mark for shard, mark in found.items() if mark is not None}
+        found = {shard: read_marks(files, shard_folder(folder, shard)) for shard in shards}
+        marks = {shard: mark for shard, (mark, _) in found.items() if mark is not None}
         # A writer that came meanwhile was given numbers below those that the others' marks may show by now.
         if list_shards(files, folder) == shards and all(
             read_mark(files, shard_folder(folder, shard)) == mark for shard, mark in marks.items() if mark.is_settled
@@ -56,7 +71,21 @@ def durable_marks(files: Files, folder: str) -> Mapping[ShardId, DurableMark]:
             missing = missing_shards(folder, shards, marks.values())
             if missing is not None:
                 raise missing
-            return marks
+            required = [seen for shard in marks if (seen := found[shard][1]) is not None and seen.required]
+            if not required:
+                return LogMarks(marks)
+            shown = {
+                # A power cut may have thrown back what is durable behind what was shown, until the log is recovered.
+                shard: mark
+                if (seen := found[shard][1]) is None or not seen.required
+                else min(seen.mark, mark, key=_reach)
+                for shard, mark in marks.items()
+            }
+            return LogMarks(marks, shown, all(seen.by_one for seen in required))
+
+
+def _reach(mark: DurableMark) -> tuple[int, ...]:
+    return mark.base_offset, mark.byte_end, mark.group, mark.persisted_upto
 
 
 class ShipSource:
@@ -66,15 +95,19 @@ class ShipSource:
         files: the file system.
         folder: the stream's.
         clock: for waiting.
+        tells_shown: whether what readers see goes along; not to who takes everything for good.
     """
 
-    def __init__(self, folder: str, *, files: Files | None = None, clock: Clock | None = None) -> None:
+    def __init__(
+        self, folder: str, *, files: Files | None = None, clock: Clock | None = None, tells_shown: bool = True
+    ) -> None:
         self._folder = folder
         self._files = RealFiles() if files is None else files
         self._clock = SystemClock() if clock is None else clock
-        self._target: Mapping[ShardId, DurableMark] = {}
+        self._tells_shown = tells_shown
+        self._moment = LogMarks()
         """What is being given: the marks of the moment at which the last round began."""
-        self._told: Mapping[ShardId, DurableMark] | None = None
+        self._told: LogMarks | None = None
         """The marks that were given last."""
         self._expected: dict[ShardId, ByteEnd] = {}
         """Where the follower stands once it has what was given."""
@@ -95,8 +128,8 @@ class ShipSource:
             Diverged: the log never had such a position.
             CorruptWal: a segment, or a shard, is missing or damaged.
         """
-        if not self._target or self._target == self._told:
-            self._target = durable_marks(self._files, self._folder)
+        if not self._target or self._moment == self._told:
+            self._moment = self.now()
         if not self._target:
             return None
         parts: list[SegmentPart] = []
@@ -117,23 +150,23 @@ class ShipSource:
             left -= sum(len(part.data) for part in found)
             if not is_done:
                 return self._shipment(parts, {}, first_kept)
-        if not parts and self._told == self._target:
+        if not parts and self._told == self._moment:
             return None
-        self._told = self._target
+        self._told = self._moment
         return self._shipment(parts, self._target, first_kept)
 
     def restart(self) -> None:
         """Give the marks once more, and look whether the follower has the same bytes: it asked for what lies behind its position."""
         self._told = None
-        self._target = {}  # what it covers may have been dropped since
+        self._moment = LogMarks()  # what it covers may have been dropped since
         self._expected.clear()
 
     def wait_beyond(self, timeout_s: float, stop: Callable[[], bool] = lambda: False) -> bool:
         """Wait until the marks have moved on from those given last; False where they haven't in time, or `stop` says so."""
         deadline = self._clock.monotonic_ns() + int(timeout_s * 1e9)
         pause = _POLL_S[0]
-        while self._told is not None and self._target == self._told:
-            if durable_marks(self._files, self._folder) != self._told:
+        while self._told is not None and self._moment == self._told:
+            if self.now() != self._told:
                 return True
             if stop() or self._clock.monotonic_ns() >= deadline:
                 return False
@@ -145,9 +178,10 @@ class ShipSource:
         """How far the log is durable now."""
         return stream_cut(durable_marks(self._files, self._folder).values())
 
-    def marks(self) -> Mapping[ShardId, DurableMark]:
-        """What is durable now. Raises `CorruptWal` where shards are missing."""
-        return durable_marks(self._files, self._folder)
+    def now(self) -> LogMarks:
+        """What is durable now, and what readers see. Raises `CorruptWal` where shards are missing."""
+        found = log_marks(self._files, self._folder)
+        return found if self._tells_shown else LogMarks(found.durable)
 
     def position_after(self, position: ReplicaPosition) -> ReplicaPosition:
         """Where a follower that stood at a position stands once it has what the last `read` gave it."""
@@ -173,8 +207,13 @@ class ShipSource:
 
     def region(self) -> RegionId:
         """Whose log it is. Raises `CorruptWal` where a header is damaged, `FileNotFoundError` where there is no segment."""
-        self._target = self._target or durable_marks(self._files, self._folder)
+        if not self._target:
+            self._moment = self.now()
         return self._region_of_log()
+
+    @property
+    def _target(self) -> Mapping[ShardId, DurableMark]:
+        return self._moment.durable
 
     def _shipment(
         self,
@@ -189,6 +228,8 @@ class ShipSource:
             epoch=max((mark.epoch for mark in self._target.values()), default=Epoch(0)),
             parts=tuple(parts),
             marks=marks,
+            shown=self._moment.shown if marks and self._tells_shown else None,
+            by_one=self._moment.by_one,
             first_kept=first_kept,
             leader_end=stream_cut(self._target.values()),
         )

@@ -19,10 +19,12 @@ from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
 from millstream.model.ids import GroupNumber, ShardId
 from millstream.model.marks import DurableMark, ShownMark
 from millstream.model.positions import Offset, Seq
+from millstream.model.replication import LOCAL, AckLevel
 from millstream.ports import Files
 from millstream.wal.layout import shard_folder
 from millstream.wal.mark import MarkFile, common_cut, read_dropped, read_mark, read_shown
 from millstream.wal.recover import Recovered
+from millstream.wal.replica_marks import NOBODY
 
 HIDDEN_MAX: Final = 1024
 """Groups of which each is kept that nobody waits for. With more, as after hours without a follower, every other one will do: the next shows it, too."""
@@ -42,8 +44,11 @@ class ShownMarks:
     Concurrency: `add` and `hide` by the thread that writes, `show` by any other one, `close` by any.
     """
 
-    def __init__(self, files: dict[ShardId, MarkFile], marks: dict[ShardId, DurableMark]) -> None:
+    def __init__(
+        self, files: dict[ShardId, MarkFile], marks: dict[ShardId, DurableMark], *, by_one: bool = False
+    ) -> None:
         self._lock = threading.Lock()
+        self._by_one = by_one
         self._files = files
         self._marks = marks
         """What is shown."""
@@ -57,7 +62,7 @@ class ShownMarks:
     @classmethod
     def begin(
         cls, files: Files, folder: str, marks: Mapping[ShardId, MarkFile], empty: Mapping[ShardId, DurableMark],
-        recovered: Recovered,
+        recovered: Recovered, *, acks: AckLevel = LOCAL,
     ) -> ShownMarks:  # fmt: skip
         """Have readers go by what is shown, beginning where they are. For a writer that has recovered, before it moves a mark.
 
@@ -67,6 +72,7 @@ class ShownMarks:
             marks: the writer's, locked.
             empty: a mark of each shard, of which stream and writer count, and how many shards there are.
             recovered: what recovery found.
+            acks: the stream's level.
 
         Raises:
             OSError: the disk is full, or fails.
@@ -76,7 +82,11 @@ class ShownMarks:
             shard_dir = shard_folder(folder, shard)
             shown = read_shown(files, shard_dir)
             known[shard] = shown.mark if shown is not None and shown.required else read_mark(files, shard_dir)
-        there = [mark for shard, mark in known.items() if mark is not None and mark.stream == empty[shard].stream]
+        there = [
+            mark
+            for shard, mark in known.items()
+            if mark is not None and mark.stream == empty[shard].stream and mark.writer != NOBODY
+        ]
         group = min((mark.group for mark in there), default=GroupNumber(0))
         upto = common_cut(there)
         # A mark that is lost, of a shard that has records, leaves nothing to begin with: nothing is shown before the level holds.
@@ -90,18 +100,24 @@ class ShownMarks:
                     empty[shard], base_offset=base, byte_end=SEGMENT_HEADER_SIZE, durable_offset=base, group=GroupNumber(0) if lost else group,
                     persisted_upto=Seq(0 if dropped is None else dropped.seq) if lost else upto,
                 )  # fmt: skip
+            elif mark.writer == NOBODY:
+                # Nothing of it was shown while the log was a follower's.
+                begun[shard] = replace(
+                    empty[shard], base_offset=mark.base_offset, byte_end=mark.byte_end, durable_offset=mark.base_offset,
+                    group=group, persisted_upto=upto if there else mark.persisted_upto,
+                )  # fmt: skip
             else:
                 begun[shard] = replace(mark, shards=empty[shard].shards)
-        own = cls(dict(marks), begun)
+        own = cls(dict(marks), begun, by_one=acks.by_one)
         for shard, mark_file in marks.items():
-            mark_file.move_shown(ShownMark(begun[shard], required=True), anchor=True)
+            mark_file.move_shown(own._said(begun[shard]), anchor=True)
         return own
 
     def add(self, shard: ShardId, mark_file: MarkFile, mark: DurableMark) -> None:
         """A shard that was begun: empty, and shown as that."""
         with self._lock:
             mark = replace(mark, group=self.group, persisted_upto=self.persisted_upto)
-            mark_file.move_shown(ShownMark(mark, required=True), anchor=True)
+            mark_file.move_shown(self._said(mark), anchor=True)
             self._files[shard], self._marks[shard] = mark_file, mark
 
     def hide(self, marks: Mapping[ShardId, DurableMark]) -> None:
@@ -143,6 +159,9 @@ class ShownMarks:
         with self._lock:
             self._closed = True
 
+    def _said(self, mark: DurableMark) -> ShownMark:
+        return ShownMark(mark, required=True, by_one=self._by_one)
+
     def _move(self, marks: Mapping[ShardId, DurableMark]) -> None:
         if self._closed:
             return
@@ -155,9 +174,9 @@ class ShownMarks:
         if len(all_of_them) > 1:
             for shard, mark in all_of_them.items():
                 between = replace(mark, persisted_upto=self.persisted_upto)
-                self._files[shard].move_shown(ShownMark(between, required=True))
+                self._files[shard].move_shown(self._said(between))
         for shard, mark in all_of_them.items():
-            self._files[shard].move_shown(ShownMark(mark, required=True))
+            self._files[shard].move_shown(self._said(mark))
         self._marks = all_of_them
         self.group, self.persisted_upto = newest.group, newest.persisted_upto
 

@@ -266,6 +266,12 @@ class LogWriter:
         """
         self._committer.times.hear(time, name)
 
+    def copy_sessions(self) -> None:
+        """Copy what is known of applications' writes out of the log, where that isn't much: retention keeps nothing for it then. Any thread."""
+        if self._keyed is not None:
+            with self._writing:
+                self._keyed.copy_for_retention()
+
     def follow(self) -> LedgerView | None:
         """Of a writer among several: tell the others where it stands, and let readers pass what others were given while it is idle.
 

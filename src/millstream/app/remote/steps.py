@@ -23,8 +23,10 @@ from millstream.errors import (
     AccessError,
     AnswerUnreadable,
     AppendOutcomeUnknown,
+    Fenced,
     MillstreamError,
     PositionError,
+    ReadOnly,
     RemoteError,
     RoutingError,
     ServerUnreachable,
@@ -259,6 +261,9 @@ def appended(call: Call, *, url: str, deadline_s: float, now: Callable[[], float
                 continue
             if isinstance(error, RoutingError):
                 raise error  # nobody took it, or some did, who would have it once more with each try
+            if isinstance(error, ReadOnly | Fenced):
+                # It stays so, and the caller is told where writes go; of a try before nobody here knows.
+                raise (unknown or error)
             if isinstance(error, AppendOutcomeUnknown) or got.status in _UNTOLD:
                 unknown = _unknown(error.message, call, url)
             elif got.status in _BUSY:

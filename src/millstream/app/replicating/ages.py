@@ -36,11 +36,11 @@ def age_of_replica(home: Home, stream: str) -> float | None:
     """How old what this node shows of a stream is at most, in seconds; None where nobody knows."""
     try:
         facts = json.loads((replication_folder(home, stream) / _NAME).read_bytes())
-    except (FileNotFoundError, ValueError):
-        return None
-    if facts.get("fresh_ns") is None or facts.get("boot") != _boot_id():
-        return None
-    return max(0.0, (_boot_ns() - int(facts["fresh_ns"])) / 1e9)
+        if facts["boot"] != _boot_id():
+            return None
+        return max(0.0, (_boot_ns() - int(facts["fresh_ns"])) / 1e9)
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return None  # none was told yet, or nobody knew; or what stands there is damaged, and told anew soon
 
 
 def check_age(home: Home, stream: str) -> None:

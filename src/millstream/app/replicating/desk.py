@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from millstream.app.replicating.node_calls import NodeState, promise_in, this_node
+from millstream.app.replicating.node_calls import NodeState, address_of, promise_in, this_node
 from millstream.app.replicating.roles import Roles
 from millstream.errors import HomeBusy, ShardLocked, UnknownStream, UsageError
 from millstream.model.ids import GroupNumber
@@ -31,6 +31,7 @@ def answer_node(home: Home, asked: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         UnknownStream, UsageError: there is none of that name, or no such call.
+        UnknownNode: a node asks for a promise that isn't configured here: this node would follow somebody that it can't find.
         Fenced: this node has promised something higher.
         HomeBusy: it has promised; but its writer doesn't end: asked again, it answers once that has.
     """
@@ -41,10 +42,8 @@ def answer_node(home: Home, asked: Mapping[str, Any]) -> dict[str, Any]:
     if op == "state":
         return node_state(home, stream).as_dict()
     if op == "promise":
-        try:
-            promise = promise_in(asked)
-        except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"a promise that can't be read: {error!r}") from error
+        promise = promise_in(asked)
+        address_of(home, promise.node)
         return give_promise(home, stream, promise).as_dict()
     raise UsageError(f"nodes can't be asked for {op!r}")
 

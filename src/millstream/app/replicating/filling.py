@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from millstream.app.replicating.notes import FollowingNotes
 from millstream.app.replicating.roles import Roles
 from millstream.app.replicating.stores import Fetched, fetch, stored_lineage
+from millstream.model.replication import AckKind, AckLevel
 from millstream.protocol.replication.roles import LINEAGE, Role, RoleFact
 from millstream.wal.replica import ReplicaLog
 
@@ -64,7 +65,9 @@ def fill(
         parts_behind = fact.lineage.covered_by(group).common_with(lineage)[1]
         if parts_behind is not None:
             notes.set_aside(parts_behind)
-    found = fetch(store, stream, folder, upto=stored.group, stop=stop, tell=tell)
+    # The store may have what too few followers have.
+    withholds = AckLevel.parse(home.config.streams[stream].acks).kind is AckKind.DURABLE
+    found = fetch(store, stream, folder, upto=stored.group, withholds=withholds, stop=stop, tell=tell)
     notes.documents(
         tuple(
             one

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,31 +15,37 @@ import structlog
 from millstream.app.control import ControlServer
 from millstream.app.locks import LOCK_PATIENCE_S, RoleLock, holder, nobody_writes
 from millstream.app.replicating.filling import fill, has_log
+from millstream.app.replicating.leaders import note_leaders
 from millstream.app.replicating.node_calls import (
     NodeState,
     address_of,
-    region_node,
     state_of_node,
     this_node,
+    told_by,
 )
 from millstream.app.replicating.notes import FollowingNotes
+from millstream.app.replicating.others import hearing_of_promotions
 from millstream.app.replicating.roles import LOOK_EVERY_S, Roles, replication_folder
 from millstream.app.replicating.stores import store_of
 from millstream.errors import (
     ConfigError,
+    DiskFull,
     Fenced,
     FollowerBehindRetention,
     MillstreamError,
+    ReplicaFailed,
     ReplicationError,
     Retry,
+    RoleUnreadable,
     UnknownStream,
     UsageError,
 )
 from millstream.model.ids import RegionId, region_log_name
-from millstream.model.replication import Hello, NodeName
+from millstream.model.replication import Hello, NodeName, region_node
 from millstream.protocol.replication.roles import Role, RoleFact
 from millstream.replication.flight import FlightTransport
 from millstream.replication.follower import WalFollower
+from millstream.wal.files import NO_SPACE
 
 if TYPE_CHECKING:
     from millstream.app.home import Home
@@ -57,7 +63,7 @@ def begin_to_follow(home: Home, leader: NodeName | None, streams: Sequence[str])
     Args:
         home: whose.
         leader: the node; None: whom it follows already, else the only other one.
-        streams: names; empty for all that are configured.
+        streams: names; empty for all that are configured. Of other regions' logs (`shop@2`) the configuration says who leads them.
 
     Raises:
         UnknownStream, UnknownNode, ConfigError: there is no such stream or node.
@@ -66,11 +72,16 @@ def begin_to_follow(home: Home, leader: NodeName | None, streams: Sequence[str])
     """
     me = this_node(home)
     home.prepare()
+    own = [name for name in streams if "@" not in name]
+    for copy in set(streams) - set(own) - {copy.log for copy in region_copies(home)}:
+        raise UnknownStream(f"{home.config_file} has no region that {copy} is a log of", stream=copy)
+    if streams and not own:
+        return {}
     if leader is None and home.config.replication.regions and set(home.config.replication.nodes) <= {me}:
         return {}  # other regions alone: whom to follow there, the configuration says
     found: dict[str, RoleFact] = {}
     roles = Roles(home)
-    for stream in streams or sorted(home.config.streams):
+    for stream in own or sorted(home.config.streams):
         if stream not in home.config.streams:
             raise UnknownStream(f"no stream {stream} in {home.config_file}", stream=stream)
         whom = leader or _only_other(home, me, roles.of(stream))
@@ -135,7 +146,7 @@ def follow_home(
         def facts() -> dict[str, Any]:
             return {"streams": {name: stream.facts() for name, stream in streams.items()}}
 
-        with ControlServer(home, "follow", {"status": facts}):
+        with ControlServer(home, "follow", {"status": facts}), hearing_of_promotions(home):
             threads = [
                 threading.Thread(target=stream.run, kwargs={"until_caught_up": until_caught_up}, name=f"follow-{name}")
                 for name, stream in streams.items()
@@ -177,10 +188,13 @@ class _FollowedStream:
         follower = self._follower
         if follower is not None:
             self._told = follower.facts()
-        role = self._roles.of(self._name).role
+        role: Role | None = None
+        with contextlib.suppress(RoleUnreadable):
+            role = self._roles.of(self._name).role
         told = self._told if role is Role.FOLLOWS else {}
-        error = None if self.error is None else self.error.as_dict()
-        return {**told, "stream": self._name, "role": role.value, "error": error}
+        # Who follows again has its own word of how that goes.
+        error = told.get("error") if self.error is None or follower is not None else self.error.as_dict()
+        return {**told, "stream": self._name, "role": None if role is None else role.value, "error": error}
 
     def run(self, *, until_caught_up: bool) -> None:
         """Follow while this node does, and nobody promotes it."""
@@ -192,9 +206,10 @@ class _FollowedStream:
                     self.error = None
                 if until_caught_up and is_done:
                     return
-            except MillstreamError as error:
-                self.error = error
-                if error.retry in {Retry.OPERATOR, Retry.NEVER} and not isinstance(error, Fenced):
+            except (MillstreamError, OSError) as failed:
+                self.error = error = _in_our_tree(failed, self._home)
+                lasts = until_caught_up or error.retry in {Retry.OPERATOR, Retry.NEVER}
+                if lasts and not isinstance(error, Fenced | DiskFull):
                     return
                 logger.warning("begins again", stream=self._name, error=error.message, code=error.code, in_s=_AGAIN_S)
                 self._stop.wait(_AGAIN_S)
@@ -224,6 +239,7 @@ class _FollowedStream:
 
     def _follow(self, *, until_caught_up: bool) -> None:
         fact = self._roles.of(self._name)
+        note_leaders(self._home, self._name)
         follower = _follower_of(self._home, self._copy, fact, FollowingNotes(self._home, self._name))
         with self._unless_told_else(lambda: follower.fact) as ended:
             self._follower = follower
@@ -253,7 +269,10 @@ class _FollowedStream:
 
         def watch() -> None:
             while not over.is_set() and not self._stop.wait(LOOK_EVERY_S):
-                now = self._roles.of(self._name)
+                try:
+                    now = self._roles.of(self._name)
+                except RoleUnreadable:
+                    break
                 if now.role is not Role.FOLLOWS or now.promise > fact().promise:
                     break
                 if holder(self._home.run_folder, "promote"):
@@ -267,6 +286,15 @@ class _FollowedStream:
         finally:
             over.set()
             watching.join()
+
+
+def _in_our_tree(error: MillstreamError | OSError, home: Home) -> MillstreamError:
+    """What a role or a document that couldn't be made durable means: it is tried again, and stops no other stream."""
+    if isinstance(error, MillstreamError):
+        return error
+    if error.errno in NO_SPACE:
+        return DiskFull(f"{home.data} has no space: {error}", hint="Free space: this node goes on by itself then.")
+    return ReplicaFailed(f"the disk under {home.data} failed: {error}")
 
 
 def make_follower(home: Home, name: str, fact: RoleFact, *, notes: FollowingNotes, only: NodeName) -> WalFollower:
@@ -345,7 +373,14 @@ class _Connecting:
         return other, self._link(other, hello, timeout_s)
 
     def _link(self, node: NodeName, hello: Hello, timeout_s: float) -> LeaderLink:
-        return FlightTransport(self._stream, address_of(self._home, node)).connect(hello, timeout_s)
+        address = address_of(self._home, node)
+        try:
+            return FlightTransport(self._stream, address).connect(hello, timeout_s)
+        except MillstreamError as error:
+            told = told_by(address, node, error)
+            if told is error:
+                raise
+            raise told from error
 
     def _who_leads(self, but: NodeName, hello: Hello) -> NodeName | None:
         found: list[NodeState] = []
@@ -359,6 +394,11 @@ class _Connecting:
             if one.fact.role is Role.LEADS and one.fact.promise >= (hello.promised, hello.promised_to)
         ]
         return max(leads, key=lambda one: one.fact.promise).node if leads else None
+
+
+def logs_to_rebuild(home: Home, streams: Sequence[str], followed: Iterable[str]) -> list[str]:
+    """The logs that are meant by a rebuild: those that are named, other regions' too; else all that are followed of other nodes, or of other regions where there are none."""
+    return list(streams) or sorted(followed) or [copy.log for copy in region_copies(home)]
 
 
 def start_anew(home: Home, stream: str) -> Path | None:

@@ -1,7 +1,8 @@
 """Ships what this home leads: part of `serve`, which has the Flight server that followers come to.
 
 A thread a stream goes by the stream's role: where this node leads it ships to all nodes; where it was fenced it gives what it has to whom it has
-promised that, so that nothing is lost of what was durable here; where it follows it says whom.
+promised that, so that nothing is lost of what was durable here; where it follows it says whom, but gives what it has to a candidate that it has
+promised to: that one may have less.
 """
 
 from __future__ import annotations
@@ -15,17 +16,27 @@ import structlog
 
 from millstream.app.config.quantities import duration_s
 from millstream.app.replicating.catalog_document import CatalogDocument
-from millstream.app.replicating.node_calls import region_node
+from millstream.app.replicating.leaders import note_leaders
+from millstream.app.replicating.level_document import Terms
+from millstream.app.replicating.notes import FollowingNotes
 from millstream.app.replicating.roles import LOOK_EVERY_S, Roles, replication_folder
 from millstream.app.replicating.session_document import SessionDocument
 from millstream.app.writing.stream_writer import resolve_stream
 from millstream.errors import FollowerBehindRetention, MillstreamError, UnknownStream
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq
-from millstream.model.replication import Document, Holding, NodeName
-from millstream.protocol.replication.levels import Acks
-from millstream.protocol.replication.roles import Role, RoleFact
-from millstream.protocol.replication.shipping import STORE_NODE, Heard
+from millstream.model.replication import (
+    OBJECT_STORE,
+    Document,
+    Holdings,
+    NodeName,
+    ReplicaPosition,
+    follower_holder,
+    region_node,
+)
+from millstream.protocol.replication.leader import Phase
+from millstream.protocol.replication.roles import Promise, Role, RoleFact
+from millstream.protocol.replication.shipping import Heard
 from millstream.protocol.retention import HolderKind
 from millstream.replication.archiver import WalArchiver
 from millstream.replication.flight import FlightTransport, FollowRequest
@@ -84,8 +95,12 @@ class Shipping:
             raise UnknownStream(
                 f"no stream {request.stream} here", hint=f"Streams: {', '.join(sorted(self._streams)) or 'none'}."
             )
-        if Roles(self._home).of(request.stream).role is Role.FOLLOWS:
-            Roles(self._home).check_leads(request.stream)
+        fact = Roles(self._home).of(request.stream)
+        if fact.role is Role.FOLLOWS:
+            hello = request.hello
+            if Promise(hello.promised, hello.promised_to) != fact.promise or hello.node != fact.promise.node:
+                Roles(self._home).check_leads(request.stream)
+            stream.candidate_came.set()
         stream.transport.serve_exchange(request, reader, writer, cut=cut, check=check)
 
 
@@ -99,6 +114,8 @@ class _StreamShipping:
         self._roles = Roles(home)
         self.transport: Final = FlightTransport(name)
         self.thread: Final = threading.Thread(target=self._run, name=f"shipping-{name}", daemon=True)
+        self.candidate_came: Final = threading.Event()
+        """Where this node follows: somebody who stands for leader wants what it has."""
         self._shipper: WalShipper | None = None
         self._archiver: WalArchiver | None = None
 
@@ -114,7 +131,8 @@ class _StreamShipping:
             try:
                 fact = self._roles.of(self._name)
                 # Without a log there is nothing to ship, and no need to make a stream of it: this node may follow yet.
-                if fact.role is not Role.FOLLOWS and self._home.wal_folder(self._name).is_dir():
+                is_wanted = fact.role is not Role.FOLLOWS or self.candidate_came.is_set()
+                if is_wanted and self._home.wal_folder(self._name).is_dir():
                     self._ship(fact)
             except MillstreamError as error:
                 logger.warning("can't ship", stream=self._name, error=error.message, code=error.code, in_s=_AGAIN_S)
@@ -128,12 +146,15 @@ class _StreamShipping:
         """Ship under a role until that changes, or until this process is to end."""
         replication = self._home.config.replication
         others = frozenset(NodeName(node) for node in replication.nodes if node != replication.node)
-        only = fact.promise.node if fact.role is Role.FENCED else None
+        only = None if fact.role is Role.LEADS else fact.promise.node
         with contextlib.ExitStack() as stack:
             catalog = stack.enter_context(self._home.open_catalog())
             stream = resolve_stream(self._home, catalog, self._name)
+            note_leaders(self._home, self._name, catalog)
             notes = stack.enter_context(contextlib.closing(_Notes(self._home, self._name, catalog, stream, fact)))
-            documents = _Documents(self._home, self._name)
+            documents: _Documents | _Kept = _Documents(self._home, self._name)
+            if fact.role is Role.FOLLOWS:
+                documents = _Kept(self._home, self._name)
             stack.callback(documents.close)
             shipper = WalShipper(
                 self._name,
@@ -149,13 +170,15 @@ class _StreamShipping:
             self._shipper = shipper
             shipper.start()
             if replication.object_store is None:
-                catalog.release(stream, holder_of(STORE_NODE))
+                catalog.release(stream, follower_holder(OBJECT_STORE))
             elif only is None:
                 self._archiver = stack.enter_context(self._archiving(fact, shipper, documents))
             try:
                 while not self._ending.wait(LOOK_EVERY_S) and not shipper.ended.is_set():
                     if self._roles.of(self._name) != shipper.fact:
                         shipper.hear(Heard(self._roles.of(self._name).promise))
+                    if fact.role is Role.FOLLOWS and self._is_left(shipper):
+                        break
             finally:
                 within_s = duration_s(replication.ship_timeout) if self._ending.is_set() else 0.0
                 lacking = shipper.stop(within_s)
@@ -167,8 +190,16 @@ class _StreamShipping:
         if shipper.failure is not None:
             raise shipper.failure
 
+    def _is_left(self, shipper: WalShipper) -> bool:
+        """Whether the candidate has come, and gone; it may come again."""
+        followers = shipper.facts()
+        if not followers or any(one["phase"] != Phase.APART for one in followers):
+            return False
+        self.candidate_came.clear()
+        return True
+
     @contextlib.contextmanager
-    def _archiving(self, fact: RoleFact, shipper: WalShipper, documents: _Documents) -> Iterator[WalArchiver]:
+    def _archiving(self, fact: RoleFact, shipper: WalShipper, documents: _Documents | _Kept) -> Iterator[WalArchiver]:
         """The object store's part."""
         from millstream.app.replicating.stores import lineage_document, store_of
 
@@ -195,14 +226,31 @@ class _Documents:
         self._lock = threading.Lock()
         self._catalog = CatalogDocument(home)
         self._sessions = SessionDocument(home.wal_folder(name))
+        self._level = Terms.configured(home, name).document()
 
     def now(self) -> tuple[Document, ...]:
         with self._lock:
-            return tuple(one for one in (self._catalog.newest(), self._sessions.newest()) if one is not None)
+            found = self._level, self._catalog.newest(), self._sessions.newest()
+            return tuple(one for one in found if one is not None)
 
     def close(self) -> None:
         with self._lock:
             self._catalog.close()
+
+
+class _Kept:
+    """What goes along where this node follows: the documents that its leader has sent. This home's own catalog hasn't what the log needs."""
+
+    def __init__(self, home: Home, name: str) -> None:
+        notes = FollowingNotes(home, name)
+        kept = [(one, version, notes.document(one)) for one, version in notes.versions().items()]
+        self._documents = tuple(Document(one, version, data) for one, version, data in kept if data is not None)
+
+    def now(self) -> tuple[Document, ...]:
+        return self._documents
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
 
 
 class _Notes:
@@ -221,30 +269,24 @@ class _Notes:
             if fact.promise > changing.fact.promise:
                 changing.put(fact)
 
-    def cursor(self, node: NodeName, needed_from: Seq, *, anew: bool) -> None:
+    def cursor(self, node: NodeName, needed_from: Seq, position: ReplicaPosition, *, anew: bool) -> None:
         if anew:
-            self._catalog.release(self._stream, holder_of(node))
+            self._catalog.release(self._stream, follower_holder(node))
             return
         try:
-            self._catalog.set_needed_from(self._stream, holder_of(node), needed_from, kind=HolderKind.FOLLOWER)
+            self._hold(node, needed_from, position)
         except FollowerBehindRetention:
             # What it needed then it has meanwhile, from here or from elsewhere: else reading would have told it so.
-            self._catalog.release(self._stream, holder_of(node))
-            self._catalog.set_needed_from(self._stream, holder_of(node), needed_from, kind=HolderKind.FOLLOWER)
+            self._catalog.release(self._stream, follower_holder(node))
+            self._hold(node, needed_from, position)
 
-    def acks(self, acks: Acks, persisted: dict[NodeName, Seq], now_ns: int) -> None:
-        self._acks.promise(acks.epoch)
-        for node in {place.name for place in self._acks.holdings.places if not place.is_store} - set(acks.groups):
-            self._acks.forget(node)
-        for node, group in acks.groups.items():
-            self._acks.tell(Holding(node, acks.epoch, group, persisted.get(node, Seq(0)), now_ns))
-        if acks.stored:
-            self._acks.tell(Holding(STORE_NODE, acks.epoch, acks.stored, Seq(0), now_ns, is_store=True))
+    def _hold(self, node: NodeName, needed_from: Seq, position: ReplicaPosition) -> None:
+        self._catalog.set_needed_from(
+            self._stream, follower_holder(node), needed_from, kind=HolderKind.FOLLOWER, position=position or None
+        )
+
+    def acks(self, holdings: Holdings, now_ns: int) -> None:
+        self._acks.take_over(holdings, now_ns)
 
     def close(self) -> None:
         self._acks.close()
-
-
-def holder_of(node: NodeName) -> str:
-    """A follower's name among those who hold segments."""
-    return f"follower {node}"

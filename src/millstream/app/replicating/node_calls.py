@@ -11,10 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from millstream.errors import ConfigError, LinkLost, ShipmentUnreadable, UnknownNode
-from millstream.model.ids import Epoch, GroupNumber, RegionId
+from millstream.errors import (
+    AccessError,
+    ConfigError,
+    LinkLost,
+    MillstreamError,
+    ShipmentUnreadable,
+    UnknownNode,
+    UsageError,
+)
+from millstream.model.ids import Epoch, GroupNumber
 from millstream.model.positions import Seq
-from millstream.model.replication import NodeName
+from millstream.model.replication import NodeName, check_node_name, region_node
 from millstream.protocol.replication.roles import Promise, Rank, RoleFact
 from millstream.replication.flight_address import LeaderAddress
 from millstream.replication.flight_wire import FLIGHT_FAILURES, error_of_flight
@@ -24,6 +32,8 @@ if TYPE_CHECKING:
 
 ACTION: Final = "millstream-node"
 _ANSWER_BYTES_MAX: Final = 1 << 20
+_EPOCHS: Final = 1 << 62
+"""More than there will ever be, and room for later ones above the highest: a promise can't be taken back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +83,6 @@ def this_node(home: Home) -> NodeName:
     return NodeName(name)
 
 
-def region_node(region: RegionId) -> NodeName:
-    """What a home of another region calls itself, or is called, as a follower."""
-    return NodeName(f"region-{region}")
-
-
 def address_of(home: Home, node: str) -> LeaderAddress:
     """Where a node's Flight server is, or another region's. `UnknownNode` where the configuration doesn't say."""
     replication = home.config.replication
@@ -101,6 +106,20 @@ def address_of(home: Home, node: str) -> LeaderAddress:
     )
 
 
+def told_by(address: LeaderAddress, node: str, error: MillstreamError) -> MillstreamError:
+    """What another node, or the way to it, made of a call, in words that fit here: whose token it is, and what to look at."""
+    if isinstance(error, AccessError):
+        return type(error)(
+            f"node {node} refuses this one: {error.message}",
+            hint=f"[replication] token has to be one that {node} knows, with the right to admin the stream: `millstream token create --all admin` there.",
+            **error.details,
+        )
+    if isinstance(error, LinkLost) and not address.is_tls and "Socket closed" in error.message:
+        hint = f"Where {node} has a certificate, its address begins with grpc+tls://."
+        return LinkLost(f"node {node} ends the connection: {error.message}", hint=hint, **error.details)
+    return error
+
+
 def ask_node(home: Home, node: str, asked: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
     """A node's answer.
 
@@ -121,7 +140,7 @@ def ask_node(home: Home, node: str, asked: Mapping[str, Any], *, timeout_s: floa
             answers = list(client.do_action(fl.Action(ACTION, json.dumps(dict(asked)).encode()), options))
             body = answers[0].body.to_pybytes()
     except FLIGHT_FAILURES as error:
-        raise error_of_flight(error) from error
+        raise told_by(address, node, error_of_flight(error)) from error
     except IndexError as error:
         raise LinkLost(f"node {node} answers nothing") from error
     if len(body) > _ANSWER_BYTES_MAX:
@@ -147,5 +166,8 @@ def ask_promise(home: Home, node: str, stream: str, promise: Promise, *, timeout
 
 
 def promise_in(asked: Mapping[str, Any]) -> Promise:
-    """The promise that a call asks for."""
-    return Promise(Epoch(int(asked["epoch"])), NodeName(str(asked["to"])))
+    """The promise that a call asks for. `UsageError` where it is none that a node could ever keep."""
+    epoch, node = asked.get("epoch"), asked.get("to")
+    if type(epoch) is not int or not 0 < epoch < _EPOCHS or not isinstance(node, str):
+        raise UsageError(f"epoch {epoch!r} of {node!r} is no promise")
+    return Promise(Epoch(epoch), check_node_name(node))

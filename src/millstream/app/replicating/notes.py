@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import structlog
 
 from millstream.app.home import replace_file
 from millstream.app.replicating.ages import note_age
 from millstream.app.replicating.aside_report import write_report
-from millstream.app.replicating.roles import Roles, replication_folder
+from millstream.app.replicating.leaders import note_leaders
+from millstream.app.replicating.retaining import CopyRetention
+from millstream.app.replicating.roles import VERSIONS_NAME, Roles, replication_folder
 from millstream.errors import MillstreamError
 from millstream.model.ids import GroupNumber
+from millstream.model.positions import Seq
 from millstream.model.replication import Document
 from millstream.protocol.replication.follower import Lag
 from millstream.protocol.replication.roles import RoleFact, fenced_error
@@ -26,23 +29,24 @@ if TYPE_CHECKING:
 
 logger = structlog.get_logger("millstream.follow")
 
-_VERSIONS: Final = "documents.json"
-
 
 class FollowingNotes:
     """See `FollowerNotes`."""
 
     def __init__(self, home: Home, name: str) -> None:
+        self._home = home
         self._roles = Roles(home)
         self._name = name
+        self._retention = CopyRetention(home, name)
         self._folder = replication_folder(home, name)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._wal_folder = home.wal_folder(name)
 
     def versions(self) -> dict[str, int]:
         """Of the documents that are kept."""
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            found = json.loads((self._folder / _VERSIONS).read_bytes())
+        # Damaged they count as none: the leader sends all of them again.
+        with contextlib.suppress(FileNotFoundError, ValueError, TypeError, AttributeError):
+            found = json.loads((self._folder / VERSIONS_NAME).read_bytes())
             return {str(name): int(version) for name, version in found.items()}
         return {}
 
@@ -57,7 +61,10 @@ class FollowingNotes:
         with self._roles.changing(self._name) as changing:
             if changing.fact.promise > fact.promise:
                 raise fenced_error(changing.fact.promise)
+            is_new = changing.fact.lineage != fact.lineage
             changing.put(fact)
+        if is_new:
+            note_leaders(self._home, self._name)
 
     def check_promise(self, fact: RoleFact) -> None:
         """As the port says."""
@@ -70,13 +77,20 @@ class FollowingNotes:
         for document in documents:
             replace_file(self._folder / f"{document.name}.document", document.data)
         versions = self.versions() | {one.name: one.version for one in documents}
-        replace_file(self._folder / _VERSIONS, json.dumps(versions).encode())
+        replace_file(self._folder / VERSIONS_NAME, json.dumps(versions).encode())
+
+    def forget_documents(self) -> None:
+        """Keep none of them any more."""
+        (self._folder / VERSIONS_NAME).unlink(missing_ok=True)
+        for document in self._folder.glob("*.document"):
+            document.unlink()
 
     def set_aside(self, behind: GroupNumber) -> None:
         """As the port says: into a folder that reads as a log by itself."""
         files, folder = RealFiles(), str(self._wal_folder)
-        # Not by the time: a call that was cut short is repeated.
-        aside = self._folder / f"aside-behind-{behind}-for-{self._roles.of(self._name).promise.epoch}"
+        # Not by the time: a call that was cut short is repeated. Of two that were promoted with one number each may have had this node follow.
+        promise = self._roles.of(self._name).promise
+        aside = self._folder / f"aside-behind-{behind}-for-{promise.epoch}-{promise.node}"
         found = truncate_to(folder, ends_behind(files, folder, behind), aside=str(aside), files=files)
         (self._wal_folder / SESSIONS_NAME).unlink(missing_ok=True)
         if found is None:
@@ -94,3 +108,7 @@ class FollowingNotes:
     def lag(self, lag: Lag) -> None:
         """As the port says."""
         note_age(self._folder, None if lag.age_s == float("inf") else lag.age_s)
+
+    def let_go(self, leader_dropped: Seq) -> None:
+        """As the port says."""
+        self._retention.look(leader_dropped)

@@ -8,15 +8,17 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import structlog
 
 from millstream.app.home import replace_file
-from millstream.app.locks import RoleLock, nobody_writes
+from millstream.app.locks import RoleLock
 from millstream.app.replicating.catalog_document import CATALOG, adopt_catalog
 from millstream.app.replicating.desk import node_state, wait_for_writer
 from millstream.app.replicating.following import make_follower
+from millstream.app.replicating.leaders import note_leaders
+from millstream.app.replicating.level_document import LEVEL, Terms
 from millstream.app.replicating.node_calls import NodeState, ask_promise, state_of_node, this_node
 from millstream.app.replicating.notes import FollowingNotes
 from millstream.app.replicating.roles import Roles
@@ -29,10 +31,11 @@ from millstream.errors import (
     MillstreamError,
     NotCaughtUp,
     PromotionLost,
+    ShardLocked,
     UnknownStream,
 )
-from millstream.model.ids import Epoch, GroupNumber
-from millstream.model.replication import AckLevel, NodeName
+from millstream.model.ids import Epoch, GroupNumber, StreamId
+from millstream.model.replication import AckKind, NodeName
 from millstream.protocol.replication.promotion import (
     STORE,
     Answered,
@@ -68,15 +71,20 @@ from millstream.wal.taking_over import prepare_promotion
 
 if TYPE_CHECKING:
     from millstream.app.home import Home
+    from millstream.replication.follower import WalFollower
 
 logger = structlog.get_logger("millstream.promote")
 
 _SURVEYS_S: Final = 5.0
 _PROMISES_S: Final = 15.0
 """A leader ends its writes before it answers."""
-_CATCHES_UP_WITHIN_S: Final = 600.0
+_COMES_WITHIN_S: Final = 15.0
+"""How long nothing may come from the node that has more: longer than a link stands still until it is given up, and made anew."""
 _TICK_S: Final = 0.1
 _STEPS_ASIDE_S: Final = 15.0
+"""How long who follows here may take to see that this node is promoted: it looks for its leader for seconds."""
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +115,7 @@ def promote(
         UnknownStream, ConfigError: there is no such stream, or the configuration names no nodes.
         NotCaughtUp: too few nodes answer, or one has more that can't be had; this node goes on as it was.
         PromotionLost: another node is being promoted, or was.
-        HomeBusy: somebody writes here.
+        HomeBusy: another promotion goes on here; or who wrote here doesn't end.
         CatalogError, StoreUnavailable …: this node can't take over; nothing is lost, and it can be tried again.
     """
     if stream not in home.config.streams:
@@ -120,6 +128,7 @@ def promote(
         held.enter_context(RoleLock.take(home.run_folder, "promote"))
         attempt = _Attempt(home, stream, me, accept_loss=accept_loss, tell=tell)
         fact, losses = attempt.run()
+        note_leaders(home, stream)
     return Promoted(stream, fact.promise.epoch, fact.lineage.last.behind, losses, time.monotonic() - began_s)
 
 
@@ -133,23 +142,38 @@ class _Attempt:
         self._stream = stream
         self._tell = tell
         self._roles = Roles(home)
-        config = home.config.streams[stream]
-        level = AckLevel.parse(config.acks)
-        nodes = frozenset(NodeName(node) for node in home.config.replication.nodes) | {me}
+        terms, has_store = self._terms()
+        nodes = terms.nodes | {me}
         _refuse_several_writers(home, stream)
         self._machine = Promotion(
             me,
             nodes,
             self._roles.of(stream),
-            level,
-            has_store=home.config.replication.object_store is not None,
+            terms.level,
+            has_store=has_store,
             accept_loss=accept_loss,
             answer_s=_PROMISES_S,
         )
         self._asking = ThreadPoolExecutor(max(1, len(nodes)), thread_name_prefix="promote")
         self._asked: set[Future[Event]] = set()
+        self._absent: set[NodeName] = set()
+        """Who didn't answer when it was asked how it stands: it isn't given long to promise."""
         self._error: MillstreamError | None = None
         self._lead: Lead | None = None
+
+    def _terms(self) -> tuple[Terms, bool]:
+        """By what was acknowledged: the leader has sent what it goes by, which this node's configuration may say otherwise. And whether a store decides."""
+        own = Terms.configured(self._home, self._stream)
+        sent = FollowingNotes(self._home, self._stream).document(LEVEL)
+        its = own if sent is None else Terms.from_json(sent)
+        if its.level != own.level:
+            self._tell(f"the leader has acknowledged at {its.level}, and this node is configured for {own.level}")
+        if its.nodes != own.nodes:
+            self._tell(
+                f"the leader counts the nodes {', '.join(sorted(its.nodes))}; here are {', '.join(sorted(own.nodes))}"
+            )
+        stores = AckKind.OBJECT in {own.level.kind, its.level.kind}
+        return own.with_leaders(its), stores or self._home.config.replication.object_store is not None
 
     def run(self) -> tuple[RoleFact, tuple[str, ...]]:
         try:
@@ -208,12 +232,14 @@ class _Attempt:
             state = state_of_node(self._home, node, self._stream, timeout_s=_SURVEYS_S)
         except MillstreamError as error:
             self._tell(f"{node} doesn't answer: {error.message}")
+            self._absent.add(node)
             return Unanswered(node)
         return Answered(node, _standing(state))
 
     def _ask(self, node: NodeName, promise: Promise) -> Event:
+        timeout_s = _SURVEYS_S if node in self._absent else _PROMISES_S
         try:
-            state = ask_promise(self._home, node, self._stream, promise, timeout_s=_PROMISES_S)
+            state = ask_promise(self._home, node, self._stream, promise, timeout_s=timeout_s)
         except Fenced as error:
             higher = Promise(Epoch(int(error.details.get("epoch", 0))), NodeName(str(error.details.get("leader", ""))))
             return Overtaken(higher)
@@ -243,14 +269,17 @@ class _Attempt:
             notes = FollowingNotes(self._home, self._stream)
             if node == STORE:
                 return self._fill()
-            follower = make_follower(self._home, self._stream, fact, notes=notes, only=node)
+            follower = _once_let_go(lambda: make_follower(self._home, self._stream, fact, notes=notes, only=node))
             stop = threading.Event()
-            giving_up = threading.Timer(_CATCHES_UP_WITHIN_S, stop.set)
-            giving_up.start()
+            watching = threading.Thread(
+                target=_watch_progress, args=(follower, stop), name="promote-watch", daemon=True
+            )
+            watching.start()
             try:
                 follower.run(stop, until_caught_up=True)
             finally:
-                giving_up.cancel()
+                stop.set()
+                watching.join()
         except MillstreamError as error:
             self._tell(f"{node} can't be followed: {error.message}")
             return CatchUpFailed(error)
@@ -262,7 +291,7 @@ class _Attempt:
         from millstream.app.replicating.stores import store_of
 
         with contextlib.closing(store_of(self._home, self._stream)) as store:
-            fill(self._home, self._stream, store, tell=self._tell)
+            _once_let_go(lambda: fill(self._home, self._stream, store, tell=self._tell))
         return CaughtUp(self._roles.of(self._stream), node_state(self._home, self._stream).group)
 
     # --- this one ------------------------------------------------------------------------------------------------------
@@ -283,7 +312,7 @@ class _Attempt:
         folder = self._home.wal_folder(self._stream)
         if self._machine.fact.role is Role.FOLLOWS and folder.is_dir():
             # Parts of groups that never came whole: a writer's recovery would take them for damage.
-            prepare_promotion(str(folder))
+            _once_let_go(lambda: prepare_promotion(str(folder)))
         marks = durable_marks(RealFiles(), str(folder)) if folder.is_dir() else {}
         notes = FollowingNotes(self._home, self._stream)
         if not marks:
@@ -293,7 +322,7 @@ class _Attempt:
         if self._machine.fact.role is Role.FOLLOWS:
             if catalog is not None:
                 adopt_catalog(self._home, catalog, [stream])
-            elif self._home.catalog_address() is None:
+            elif self._home.catalog_address() is None and not self._has_led(stream):
                 raise CatalogError(
                     f"the leader of {self._stream} has never sent its catalog here",
                     hint="Where its catalog lies in PostgreSQL, this node's has to lie there as well: [catalog] url.",
@@ -301,7 +330,8 @@ class _Attempt:
             sessions = notes.document(SESSIONS)
             if sessions is not None:
                 replace_file(folder / SESSIONS_NAME, sessions)
-        with self._home.open_catalog() as known, nobody_writes(self._home.run_folder):
+        # `millstream run` may be there and wait for its part: this node doesn't lead yet, so that nobody opens the log, whose locks are taken here.
+        with self._home.open_catalog() as known:
             group = take_over(
                 self._home,
                 known,
@@ -310,8 +340,38 @@ class _Attempt:
                 self._home.config.streams[self._stream],
                 reserved=max(mark.reserved_to for mark in marks.values()),
             )
+        # From here on this home's own are newer: once another node leads, these would be taken for what that one has sent.
+        notes.forget_documents()
         self._tell(f"has taken over, behind group {group}")
         return group
+
+    def _has_led(self, stream: StreamId) -> bool:
+        """Whether this home's own catalog is that of the log: it wrote it, and whoever leads since hasn't sent another, and so nothing else either."""
+        with self._home.open_catalog() as known:
+            return bool(known.writers(stream))
+
+
+def _watch_progress(follower: WalFollower, stop: threading.Event) -> None:
+    """Stop it once nothing has come for long: the node that has more has gone as well, and whoever promotes is told."""
+    had, since_s = (-1, -1), time.monotonic()
+    while not stop.wait(_TICK_S):
+        has = int(follower.group), follower.lag().size_bytes
+        if has != had:
+            had, since_s = has, time.monotonic()
+        elif time.monotonic() - since_s > _COMES_WITHIN_S:
+            stop.set()
+
+
+def _once_let_go(do: Callable[[], _Result]) -> _Result:
+    """Do what takes the log's locks once who follows here has stepped aside: it may be in the midst of looking for its leader."""
+    deadline = time.monotonic() + _STEPS_ASIDE_S
+    while True:
+        try:
+            return do()
+        except ShardLocked:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_TICK_S)
 
 
 def _standing(state: NodeState) -> Standing:

@@ -8,20 +8,22 @@ from typing import TYPE_CHECKING, Any
 from millstream.app.control import ask
 from millstream.app.replicating.ages import age_of_replica
 from millstream.app.replicating.desk import node_state
+from millstream.app.replicating.leaders import leader_facts, leaders_of
 from millstream.app.replicating.node_calls import this_node
 from millstream.app.replicating.roles import Roles
-from millstream.protocol.replication.roles import Role
+from millstream.errors import MillstreamError, RoleUnreadable
+from millstream.protocol.replication.leaders import LeaderMap
+from millstream.protocol.replication.roles import Role, RoleFact
 
 if TYPE_CHECKING:
     from millstream.app.home import Home
 
 
 def list_replicas(home: Home) -> dict[str, Any]:
-    """This node, and by stream its part, who leads, and who follows; JSON-able.
+    """This node, and by stream its part, who leads, and who follows; or the error with which its role or its marks can't be read. JSON-able.
 
     Raises:
         ConfigError: the home is no node.
-        RoleUnreadable, CorruptWal: as what it reads.
     """
     serving = ask(home, "serve", "replication") or {}
     following = (ask(home, "follow", "status") or {}).get("streams", {})
@@ -29,22 +31,35 @@ def list_replicas(home: Home) -> dict[str, Any]:
     roles = Roles(home)
     # Those of other regions have a role as well.
     for name in sorted({*home.config.streams, *roles.streams()}):
-        fact = roles.of(name)
-        state = node_state(home, name)
+        error: MillstreamError | None = None
+        fact, state, leaders = RoleFact(), None, LeaderMap()
+        try:
+            fact = roles.of(name)
+            leaders = leaders_of(home, name)
+            state = node_state(home, name)
+        except MillstreamError as failed:
+            error = failed  # of this stream: what is known of the others is shown all the same
+        role = None if isinstance(error, RoleUnreadable) else fact.role
         shipped = serving.get(name, {})
         found.append(
             {
                 "stream": name,
-                "role": fact.role.value,
-                "leader": fact.leader or (str(this_node(home)) if fact.role is Role.LEADS else None),
+                "role": None if role is None else role.value,
+                "leader": fact.leader or (str(this_node(home)) if role is Role.LEADS else None),
+                "writes_go_to": leader_facts(home, leaders),
+                "led": [
+                    {"epoch": int(one.since.epoch), "node": str(one.node), "behind": int(one.behind)}
+                    for one in leaders.leaderships
+                ],
                 "promised": {"epoch": int(fact.promise.epoch), "node": fact.promise.node or None},
-                "group": int(state.group),
-                "persisted_upto": int(state.persisted_upto),
+                "group": None if state is None else int(state.group),
+                "persisted_upto": None if state is None else int(state.persisted_upto),
                 "age_s": age_of_replica(home, name) if fact.role is Role.FOLLOWS else None,
                 "following": following.get(name) if fact.role is Role.FOLLOWS else None,
                 "followers": shipped.get("followers", []),
                 "object_store": shipped.get("object_store"),
                 "lineage": json.loads(fact.to_json())["lineage"],
+                "error": None if error is None else error.as_dict(),
             }
         )
     return {

@@ -28,6 +28,7 @@ from millstream.wal.taking_over import prepare_promotion
 
 if TYPE_CHECKING:
     from millstream.model.ids import StreamId
+    from millstream.model.replication import Document
 
 _ONE_REGION: Final = RegionId(0)
 _BEGUN: Final = "restoring.json"
@@ -90,8 +91,7 @@ def restore_stream(
         _cut_at(wal, StreamToken.parse(at, stream=stream_id).linear(), found.end.persisted_upto, replication)
     elif (sessions := found.documents.get(SESSIONS)) is not None:
         replace_file(wal / SESSIONS_NAME, sessions.data)
-    catalog = found.documents.get(CATALOG)
-    _adopt(home, stream_id, None if catalog is None else catalog.data, wal)
+    _adopt(home, stream_id, found.documents.get(CATALOG), wal)
     marks = durable_marks(RealFiles(), str(wal))
     group = max((mark.group for mark in marks.values()), default=GroupNumber(0))
     with Roles(home).changing(stream) as changing:
@@ -152,10 +152,10 @@ def _cut_at(wal: Path, token: Seq, persisted: Seq, replication: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _adopt(home: Home, stream: StreamId, catalog: bytes | None, wal: Path) -> None:
+def _adopt(home: Home, stream: StreamId, catalog: Document | None, wal: Path) -> None:
     """The leader's catalog as of then; and no number that it may have given out is given again."""
     if catalog is not None:
-        adopt_catalog(home, catalog, [stream])
+        adopt_catalog(home, catalog.data, [stream])
     reserved = max((mark.reserved_to for mark in durable_marks(RealFiles(), str(wal)).values()), default=Seq(0))
     with home.open_catalog() as known:
         known.resolve_stream(wal.name, found=stream)

@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.app.home import replace_file
-from millstream.errors import Fenced, ReadOnly
+from millstream.errors import Fenced, ReadOnly, RoleUnreadable
 from millstream.protocol.replication.roles import Role, RoleFact
 
 if TYPE_CHECKING:
     from millstream.app.home import Home
     from millstream.app.part import Lifeline
 
+VERSIONS_NAME: Final = "documents.json"
+"""Beside it, at whoever has followed: which of the leader's documents are there."""
 LOOK_EVERY_S: Final = 0.2
 """How often a process looks whether its node still leads."""
 
@@ -36,23 +38,37 @@ class Roles:
         """What is so now.
 
         Raises:
-            RoleUnreadable: the file is damaged.
+            RoleUnreadable: the file is damaged; or it is gone, and this node has followed.
         """
         file = role_file(self._home, stream)
         try:
             stat = file.stat()
+            seen = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+            known = self._known.get(stream)
+            if known is None or known[0] != seen:
+                known = seen, RoleFact.from_json(file.read_bytes())
+                self._known[stream] = known
         except FileNotFoundError:
+            if file.with_name(VERSIONS_NAME).exists():
+                # Without it this node would count as alone, and write beside the one that it follows.
+                raise RoleUnreadable(f"{file} is gone, and a leader's documents lie beside it") from None
             return RoleFact()
-        seen = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
-        known = self._known.get(stream)
-        if known is None or known[0] != seen:
-            known = seen, RoleFact.from_json(file.read_bytes())
-            self._known[stream] = known
+        except OSError as error:
+            raise RoleUnreadable(f"{file}: {error}") from error
+        except RoleUnreadable as error:
+            raise RoleUnreadable(f"{file}: {error.message}") from error
         return known[1]
 
     def leads(self, stream: str) -> bool:
         """Whether this node leads a stream."""
         return self.of(stream).role is Role.LEADS
+
+    def leads_surely(self, stream: str) -> bool:
+        """As `leads`; a node that can't read its role counts as one that doesn't. Who begins anew is told why."""
+        try:
+            return self.leads(stream)
+        except RoleUnreadable:
+            return False
 
     def streams(self) -> list[str]:
         """Those that have a file."""
@@ -95,12 +111,12 @@ class Roles:
 def ending_with_lead(home: Home, lifeline: Lifeline) -> Iterator[None]:
     """Have a part of a home end once this node leads a stream no more that it led when the block began; the supervisor starts it anew."""
     roles = Roles(home)
-    led = [name for name in home.config.streams if roles.leads(name)]
+    led = [name for name in home.config.streams if roles.leads_surely(name)]
     over = threading.Event()
 
     def watch() -> None:
         while not over.wait(LOOK_EVERY_S):
-            if not all(roles.leads(name) for name in led):
+            if not all(roles.leads_surely(name) for name in led):
                 lifeline.stop.set()
                 return
 

@@ -72,6 +72,7 @@ def fetch(
     folder: Path,
     *,
     upto: GroupNumber | None = None,
+    withholds: bool = False,
     stop: Callable[[], bool] = lambda: False,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Fetched:
@@ -82,6 +83,7 @@ def fetch(
         stream: its name, for errors.
         folder: the log's; nobody has it open. It is made where it isn't there.
         upto: with that group it is enough, whatever is stored meanwhile; None: with what is there when nothing comes any more.
+        withholds: whether readers of the log see nothing of it before a leader says so.
         stop: whether to break off.
         tell: told how far it is, now and then.
 
@@ -92,7 +94,7 @@ def fetch(
     """
     documents: dict[str, Document] = {}
     size_bytes = 0
-    log = ReplicaLog.open(str(folder))
+    log = ReplicaLog.open(str(folder), withholds=withholds)
     try:
         hello = Hello(log.stream, NodeName("restore"), Epoch(0), log.position())
         link = store.connect(hello, _CONNECTS_WITHIN_S)

@@ -6,8 +6,10 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
 
+from millstream.app.replicating.roles import Roles
 from millstream.app.status import collect_status
 from millstream.app.writing.appending import append_socket, will_write
+from millstream.protocol.replication.roles import Role
 
 if TYPE_CHECKING:
     from millstream.app.home import Home
@@ -25,6 +27,7 @@ class Health:
 
     def __init__(self, home: Home) -> None:
         self._home = home
+        self._roles = Roles(home)
         self._lock = threading.Lock()
         self._status: dict[str, Any] = {}
         self._status_s = -_KEEP_S
@@ -55,4 +58,9 @@ class Health:
         writer = self._home.config.writer.name
         if will_write(self._home, writer) and not append_socket(self._home, writer).exists():
             return False, "the process that writes the home doesn't listen yet"
+        streams = self._home.config.streams
+        roles = [self._roles.of(name) for name in streams] if self._home.config.replication.nodes else []
+        if roles and not any(fact.role is Role.LEADS for fact in roles):
+            # Of several streams some may be led here: those who write the others are told where they go.
+            return False, f"{roles[0].leader or 'another node'} leads: writes go there"
         return True, "writes are taken"

@@ -32,6 +32,7 @@ class _Status(Collector):
         yield GaugeMetricFamily(
             "millstream_problems", "Things that status could not read.", value=float(len(status["problems"]))
         )
+        yield from _nodes([stream for stream in status["streams"] if stream.get("replication")])
         streams = [stream for stream in status["streams"] if stream.get("id")]
         yield from _lags(streams)
         yield from _replays(streams)
@@ -54,6 +55,40 @@ class _Status(Collector):
         yield from _sinks(streams)
         yield _tables(streams)
         yield from _each_table(streams)
+
+
+def _nodes(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:
+    """Of nodes: followers tell their own lag, which grows while their link is dead, and leaders that of those who come."""
+    yield _gauge(
+        streams, "millstream_node_leads", "1 where this node leads.", lambda s: s["replication"]["role"] == "leads"
+    )
+    yield _gauge(
+        streams,
+        "millstream_replica_age_seconds",
+        "How old what this follower shows is at most.",
+        lambda s: s["replication"]["age_s"],
+    )
+    for unit in ("records", "bytes"):
+        yield _gauge(
+            streams,
+            f"millstream_replica_behind_{unit}",
+            f"{unit.capitalize()} that the leader has and this follower hasn't.",
+            partial(_behind_of_own, f"{unit}_behind"),
+        )
+        family = GaugeMetricFamily(
+            f"millstream_follower_behind_{unit}",
+            f"{unit.capitalize()} that this leader has and a follower hasn't.",
+            labels=["stream", "follower"],
+        )
+        for stream in streams:
+            for follower in stream["replication"]["followers"]:
+                if follower[f"{unit}_behind"] is not None:
+                    family.add_metric([stream["name"], follower["node"]], float(follower[f"{unit}_behind"]))
+        yield family
+
+
+def _behind_of_own(key: str, stream: dict[str, Any]) -> Any:
+    return (stream["replication"]["following"] or {}).get(key)
 
 
 def _lags(streams: list[dict[str, Any]]) -> Iterable[GaugeMetricFamily]:

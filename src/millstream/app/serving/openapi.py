@@ -93,7 +93,7 @@ _REFUSED: Final[Mapping[int, str]] = {
     424: "Some of the places that the rows go to took them, and some didn't: sent again, they would be twice in the former.",
     429: "There is no room now: send it again after `Retry-After` seconds.",
     500: "A failure of the server's; with `append_outcome_unknown` the rows may be durable.",
-    503: "Nobody writes now, or others don't have the rows in time (`replicas_missing`): send it again after `Retry-After` seconds.",
+    503: "Nobody writes now, another node leads (`read_only`, `fenced`), or others don't have the rows in time (`replicas_missing`): send it again after `Retry-After` seconds.",
     507: "The disk is full.",
 }
 _RETRIED: Final = frozenset({429, 503})

@@ -394,7 +394,7 @@ class _OwnWriter:
             if will_write(self._home, self._writer):
                 logger.info("another process writes the home from here on", home=str(self._home.path))
                 break
-            if not all(roles.leads(stream) for stream in list(self._streams)):
+            if not all(roles.leads_surely(stream) for stream in list(self._streams)):
                 logger.info("another node leads from here on", home=str(self._home.path))
                 break
         # Also what a broken-off `close` has begun.

@@ -19,9 +19,10 @@ from millstream.app.control import ControlServer
 from millstream.app.home import Home
 from millstream.app.locks import LOCK_PATIENCE_S, RoleLock, writer_role
 from millstream.app.part import Lifeline
-from millstream.app.regions import hear_regions
+from millstream.app.region_holders import expect_followers, merge_needs
+from millstream.app.regions import KeptVectors, hear_regions
 from millstream.app.replicating.roles import Roles
-from millstream.app.retention import sweep
+from millstream.app.retention import is_for_sessions, sweep
 from millstream.app.wiring import capture_config, place_compiled_code
 from millstream.app.writing.appending import append_socket
 from millstream.app.writing.buffered import buffer_name, open_buffer
@@ -80,6 +81,7 @@ class OwnedStream:
         """Set when no stream captures any more."""
         self.since_s = time.time()
         self._attempt = 0
+        self._kept = KeptVectors(home)
         self._unheard: str | None = None
         """Why a region was not heard, as it was told."""
 
@@ -268,8 +270,13 @@ class OwnedStream:
     def drop_old_segments(self) -> None:
         """Let go of segments that nobody needs and that are too old or too many."""
         writer = self.writer
-        if writer is not None:
-            sweep(self.catalog, self.name, writer.stream, self.home.wal_folder(self.name), self.config.log)
+        if writer is None:
+            return
+        expect_followers(self.catalog, self.name, writer.stream, self.config, self.home.config.replication)
+        merges = merge_needs(self.catalog, self.name, writer.stream, self.config, self._kept)
+        swept = sweep(self.catalog, self.name, writer.stream, self.home.wal_folder(self.name), self.config.log, merges)
+        if is_for_sessions(swept):
+            writer.log.copy_sessions()  # the next round lets go of it
 
     def _capture(
         self, writer: StreamWriter, stop: threading.Event, *, until_caught_up: bool, tell: Callable[[], None]
@@ -299,7 +306,7 @@ def _until_led_no_more(home: Home, name: str, stop: threading.Event) -> Iterator
     roles, ended, over = Roles(home), threading.Event(), threading.Event()
 
     def watch() -> None:
-        while not over.is_set() and not stop.wait(_LOOK_EVERY_S) and roles.leads(name):
+        while not over.is_set() and not stop.wait(_LOOK_EVERY_S) and roles.leads_surely(name):
             continue
         ended.set()
 

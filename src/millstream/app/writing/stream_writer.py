@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from millstream.app.locks import LOCK_PATIENCE_S
 from millstream.app.regions import check_merges, hear_regions
+from millstream.app.replicating.others import hear_of_promotions
 from millstream.app.replicating.roles import Roles
 from millstream.app.wiring import log_options, session_limits, shard_of, write_rules
 from millstream.app.writing.buffered import (
@@ -88,6 +89,8 @@ def stream_writer(
         MergeUnsuitable: a table can't merge as the configuration says.
         OtherRegion: the log is another region's than the configuration says.
     """
+    # Before the first write: this node may have been away while another was promoted.
+    hear_of_promotions(home, name)
     Roles(home).check_leads(name)
     stream = resolve_stream(home, catalog, name)
     if check is not None:

@@ -2,7 +2,7 @@
 
 Three machines and the facts that they share, none of which does anything by itself:
 
-- `Leader`: per follower, what goes next and how far it has the log; how far each acknowledgement level is reached (`levels`).
+- `Leader`: per follower, what goes next and how far it has the log; who holds how much of it.
 - `Follower`: what is taken of a leader, and how old what is shown is.
 - `Promotion`: how a node becomes the leader, and the old one is fenced.
 - `roles`: what a node durably knows of its part: its promise, its role, the lineage of its log.
@@ -24,7 +24,7 @@ from __future__ import annotations
 from millstream.protocol.replication.backoff import Backoff
 from millstream.protocol.replication.follower import Follower, Holding, Lag
 from millstream.protocol.replication.leader import Leader, end_of, is_covered
-from millstream.protocol.replication.levels import Acks, level_kept, promises_wanted
+from millstream.protocol.replication.levels import level_kept, promises_wanted
 from millstream.protocol.replication.promotion import Promotion, Standing
 from millstream.protocol.replication.roles import (
     LINEAGE,
@@ -45,7 +45,6 @@ __all__ = [
     "LINEAGE",
     "NOBODY",
     "UNPROMISED",
-    "Acks",
     "Backoff",
     "Follower",
     "Greeting",

@@ -10,7 +10,7 @@
     | Received, of another stream  | -       | Refuse(OtherStream) -> stopped            | the same                     | -       |
     | Received, a greeting | -               | of the same lineage: Acknowledge -> following; else SetAside, PersistRole, SayHello | as waiting | - |
     | Received, other    | -                 | nothing: what was on its way before the Hello | Apply                    | -       |
-    | Applied            | -                 | -                                         | (PersistRole,) PersistDocuments, Acknowledge |  |
+    | Applied            | -                 | -                                         | (PersistRole,) PersistDocuments, (ShowAll,) Acknowledge |  |
     | ApplyFailed        | -                 | -                                         | ReplicaGap: SayHello -> waiting; Diverged: Refuse -> stopped; else the link goes |  |
     | LinkGone           | -                 | -> apart, and again after a while, longer each time | the same; what isn't for time to mend: -> stopped |  |
 
@@ -20,6 +20,8 @@ Rules, each of them held by a test, or a seed of the simulator, that fails witho
 - Before anything is taken from a leader, what this log has and the leader's hasn't (groups behind the reign in which they part) is set aside, never
   overwritten. That is known from the lineages alone: other bytes where these agree are damage (`Diverged`), and stop everything.
 - A reign is noted when all that its leader began with is here: `roles`.
+- Readers see what the leader shows. What one follower is enough for they see when it is acknowledged: not before, since a node that was promised
+  more meanwhile may lead without it; nor while something is missing that the leader began with, since then it doesn't count.
 
 Lag: records and bytes by what the leader says that it has, time by this machine's clock that never goes back. The leader's clock only tells how long a
 shipment was on its way, beside the least of the last ones; so a clock that is far off is said, and shifts the age by no more than one that jumps while it is looked at: for the
@@ -43,6 +45,7 @@ from millstream.errors import (
     Fenced,
     FollowerBehindRetention,
     MillstreamError,
+    NodeNameTaken,
     OtherStream,
     ReadOnly,
     ReplicaGap,
@@ -178,6 +181,14 @@ class Apply:
 
 
 @dataclass(frozen=True, slots=True)
+class ShowAll:
+    """Show readers all that is here: as what is acknowledged next, it is held as the stream's level asks.
+
+    First see that nobody was promised more meanwhile: that one may lead without this.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class SetAside:
     """Keep for people what lies behind a group, and take it out of the log, durably; then `WasSetAside`.
 
@@ -206,7 +217,7 @@ class Stop:
     error: MillstreamError
 
 
-Effect = Connect | Say | Apply | SetAside | PersistDocuments | PersistRole | BreakLink | Stop | Tell
+Effect = Connect | Say | Apply | ShowAll | SetAside | PersistDocuments | PersistRole | BreakLink | Stop | Tell
 
 
 class Phase(StrEnum):
@@ -264,6 +275,8 @@ class Follower:
         self.holding = Holding() if holding is None else holding
         self.phase = Phase.APART
         self.stopped_by: MillstreamError | None = None
+        self.trouble: MillstreamError | None = None
+        """Why it last lost its leader, or couldn't take what came; None once it follows again."""
         self.clock_off_s = 0.0
         """How far the leader's clock is ahead of this one; behind it where negative."""
         self._documents = {} if documents is None else dict(documents)
@@ -282,6 +295,11 @@ class Follower:
         self._clock_told = False
 
     # --- what readers and writers are told -------------------------------------------------------------------------
+
+    @property
+    def has_heard(self) -> bool:
+        """Whether a leader has said how much it has."""
+        return bool(self._delays)
 
     def lag(self, now_s: float) -> Lag:
         """How far behind, at a moment of the clock that `step` is given."""
@@ -432,7 +450,15 @@ class Follower:
         shipment, self._taken, self.holding = self._taken, None, holding
         if self.phase is not Phase.FOLLOWING or shipment is None:
             return []  # the link went meanwhile
-        return [*self._keep(shipment), *self._note_reigns(), *self._acknowledge(shipment, now_s, wall_ns)]
+        self.trouble = None
+        kept = [*self._keep(shipment), *self._note_reigns()]
+        return [*kept, *self._show_all(shipment), *self._acknowledge(shipment, now_s, wall_ns)]
+
+    def _show_all(self, shipment: Shipment) -> list[Effect]:
+        """Where its acknowledgement counts, and is enough by itself, readers needn't wait for the leader to say so."""
+        assert self._greeting is not None, "a reign is known from a greeting"
+        counts = self.fact.lineage == self._greeting.lineage and self.fact.promise.node != self._node
+        return [ShowAll()] if shipment.by_one and counts else []
 
     def _note_reigns(self) -> list[Effect]:
         """Reigns whose past has come: before it is acknowledged, since an acknowledgement counts from there on."""
@@ -489,6 +515,7 @@ class Follower:
         if isinstance(error, _LASTING):
             return self._stop(error)
         self._later(chance, now_s)
+        self.trouble = error
         return [Tell(self._node, "could not take what came", error), BreakLink()]
 
     def _link_gone(self, error: MillstreamError, chance: float, now_s: float) -> list[Effect]:
@@ -499,7 +526,11 @@ class Follower:
             # Whom it followed leads no more, and says who may: that is tried once, for a promise isn't a promotion.
             self._hint = NodeName(str(error.details["leader"]))
         self._later(chance, now_s)
-        return [Tell(self._node, "lost its leader", error)]
+        self.trouble = error
+        if isinstance(error, NodeNameTaken):
+            # Both go on, by turns, and slowly: which of them is right isn't known here.
+            self._connect_at = now_s + _TURN_S * (0.5 + 0.5 * chance)
+        return [Tell(self._node, "has no leader now, and tries again", error)]
 
     def _later(self, chance: float, now_s: float) -> None:
         self.phase, self._taken, self._greeting = Phase.APART, None, None
@@ -524,6 +555,8 @@ class Follower:
         return []
 
 
+_TURN_S: Final = 10.0
+"""How long a node stays away at most that another one of its name drove off."""
 _LASTING: Final = (Diverged, FollowerBehindRetention, OtherStream)
 """What time doesn't mend."""
 _NOTHING: Final = ByteEnd(Offset(0), 0)

@@ -18,7 +18,7 @@ Rules, each of them held by a test, or a seed of the simulator, that fails witho
 - A cursor moves by that follower's acknowledgement only: not by sending, nor by another's. One that comes back with less than it had
   acknowledged counts for nothing until it has acknowledged anew.
 - An acknowledgement counts for levels only once the follower has all that the leader began with: else a group that a later leader lacks might count.
-- Whatever changes is sent: bytes, or marks alone, or a document alone; however little it is. Nothing new for a while is sent, too, so that a follower
+- Whatever changes is sent: bytes, or marks alone, or what readers see alone, or a document alone; however little it is. Nothing new for a while is sent, too, so that a follower
   knows that it is nothing.
 - Reading and sending happen one at a time a follower, and no more bytes are under way than the window has.
 - Any word of a higher promise ends it all: durably first, then every link.
@@ -36,16 +36,24 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from millstream.errors import Fenced, FollowerBehindRetention, MillstreamError, OtherStream, UnknownNode
+from millstream.errors import Fenced, FollowerBehindRetention, MillstreamError, NodeNameTaken, OtherStream, UnknownNode
 from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Offset, Seq
-from millstream.model.replication import AckLevel, Acknowledgement, ByteEnd, Hello, NodeName, ReplicaPosition
+from millstream.model.replication import (
+    OBJECT_STORE,
+    AckLevel,
+    Acknowledgement,
+    ByteEnd,
+    Hello,
+    Holding,
+    Holdings,
+    NodeName,
+    ReplicaPosition,
+)
 from millstream.protocol.replication.backoff import Backoff
-from millstream.protocol.replication.levels import Acks
 from millstream.protocol.replication.roles import NOBODY, Lineage, Promise, RoleFact, fenced_error
 from millstream.protocol.replication.shipping import (
-    STORE_NODE,
     Acked,
     Asked,
     DropLink,
@@ -146,14 +154,18 @@ class Leader:
         self._only: Final = only
         self.fact = fact
         self.followers: dict[NodeName, Follower] = {}
-        self.acks = Acks(fact.promise.epoch)
+        self.holdings = Holdings(fact.promise.epoch)
+        """What counts for levels, without times."""
+        self._stored = GroupNumber(0)
         self.is_fenced = False
         self.is_stopped = False
         self._marks: Mapping[ShardId, DurableMark] = {}
         self._documents: Mapping[str, int] = {}
+        self._shown: Mapping[ShardId, DurableMark] = {}
         self._changes = 0
         self._stop_at: float | None = None
-        self._store_has = self._store_needs = Seq(0)
+        self._store_has: tuple[Seq, ReplicaPosition] = (Seq(0), {})
+        self._store_noted: tuple[Seq, ReplicaPosition] = self._store_has
         self._store_noted_at = -math.inf
         self._lacking: set[NodeName] = set()
 
@@ -169,7 +181,7 @@ class Leader:
 
     def group_reached(self, level: AckLevel) -> GroupNumber:
         """The last group that is, by what was acknowledged, where the level says."""
-        return min(self.acks.reached(level), self.group)
+        return min(self.holdings.group_reached(level), self.group)
 
     def step(self, event: Event, now_s: float) -> list[Effect]:
         """What to do about an event, at a moment of a clock that never goes back."""
@@ -179,15 +191,16 @@ class Leader:
         match event:
             case Joined(link, hello):
                 effects += self._joined(link, hello, now_s)
-            case Durable(marks, documents):
-                if dict(marks) != dict(self._marks) or dict(documents) != dict(self._documents):
-                    self._marks, self._documents = dict(marks), dict(documents)
+            case Durable(marks, documents, shown):
+                now = dict(marks), dict(documents), dict(shown)
+                if now != (self._marks, self._documents, self._shown):
+                    self._marks, self._documents, self._shown = now
                     self._changes += 1
-            case Stored(group, persisted_upto):
-                self._store_has = max(self._store_has, persisted_upto)
-                if group > self.acks.stored:
-                    self.acks = Acks(self.acks.epoch, self.acks.groups, group)
-                    effects.append(PersistAcks(self.acks))
+            case Stored(group, persisted_upto, position):
+                self._store_has = max(self._store_has[0], persisted_upto), position
+                if group > self._stored:
+                    self._stored = group
+                    effects += self._held()
             case Heard(promise):
                 effects += self._fenced_by(promise)
             case Stopping(deadline_s):
@@ -219,7 +232,8 @@ class Leader:
             return [DropLink(link, refusal), Tell(node, "is refused", refusal)]
         follower = self.followers.setdefault(node, Follower(node))
         if follower.link is not None:
-            effects.append(DropLink(follower.link, None))
+            # Who has come anew itself doesn't hear it any more.
+            effects.append(DropLink(follower.link, _taken(node)))
         follower.link = link
         effects.append(Tell(node, "came"))
         is_anew, follower.cut_off = follower.cut_off is not None, None
@@ -238,11 +252,14 @@ class Leader:
 
     def _greeting(self, follower: Follower, hello: Hello, now_s: float, *, is_anew: bool = False) -> list[Effect]:
         effects: list[Effect] = []
-        if is_anew or (follower.acked is not None and not is_covered(follower.acked.position, hello.position)):
-            # What it had acknowledged is gone there: a disk was replaced, or what it had was set aside. Or it fell behind what is kept here.
-            follower.acked = None
+        is_lost = follower.acked is not None and not is_covered(follower.acked.position, hello.position)
+        if is_anew or is_lost or (self._only is None and _is_nothing(hello.position)):
+            # What it had acknowledged is gone there: a disk was replaced, or what it had was set aside. Or it fell behind what is kept here. Who comes with
+            # nothing holds the log anew also where this leader has never heard of it: it may have been cut off before.
             effects.append(PersistCursor(follower.node, Seq(0), {}, anew=True))
             follower.noted, follower.noted_at = (Seq(0), {}), now_s
+        if is_anew or is_lost:
+            follower.acked = None
             effects += self._count(follower, None)
         follower.phase = Phase.GREETING
         follower.sent, follower.documents = hello.position, hello.documents
@@ -270,10 +287,10 @@ class Leader:
 
     def _note_store(self, now_s: float) -> list[Effect]:
         """Segments are kept for the object store as for a follower."""
-        if self._store_has == self._store_needs or now_s < self._store_noted_at + self._options.cursor_every_s:
+        if self._store_has == self._store_noted or now_s < self._store_noted_at + self._options.cursor_every_s:
             return []
-        self._store_needs, self._store_noted_at = self._store_has, now_s
-        return [PersistCursor(STORE_NODE, self._store_has, {})]
+        self._store_noted, self._store_noted_at = self._store_has, now_s
+        return [PersistCursor(OBJECT_STORE, *self._store_has)]
 
     # --- what is said on a link ------------------------------------------------------------------------------------
 
@@ -337,9 +354,20 @@ class Leader:
         if self._only is not None or follower.node in self._observers or group == follower.counted:
             return []
         follower.counted = group
-        groups = {node: one.counted for node, one in self.followers.items() if one.counted is not None}
-        self.acks = Acks(self.acks.epoch, groups, self.acks.stored)
-        return [PersistAcks(self.acks)]
+        return self._held()
+
+    def _held(self) -> list[Effect]:
+        """Tell who holds what now."""
+        epoch = self.holdings.promised
+        places = [
+            Holding(node, epoch, one.counted, one.acked.persisted_upto)
+            for node, one in self.followers.items()
+            if one.counted is not None and one.acked is not None
+        ]
+        if self._stored:
+            places.append(Holding(OBJECT_STORE, epoch, self._stored, is_store=True))
+        self.holdings = Holdings(epoch, tuple(places))
+        return [PersistAcks(self.holdings)]
 
     # --- what goes next --------------------------------------------------------------------------------------------
 
@@ -404,6 +432,10 @@ def is_covered(position: ReplicaPosition, by: ReplicaPosition) -> bool:
     return all(end <= by.get(shard, _NOTHING) for shard, end in position.items())
 
 
+def _is_nothing(position: ReplicaPosition) -> bool:
+    return not any(end.position or end.base_offset for end in position.values())
+
+
 def end_of(marks: Mapping[ShardId, DurableMark]) -> ReplicaPosition:
     """The position up to which marks say that a log is durable."""
     return {shard: ByteEnd(mark.base_offset, mark.byte_end) for shard, mark in marks.items()}
@@ -416,6 +448,10 @@ def _unknown_node(node: NodeName, nodes: frozenset[NodeName]) -> UnknownNode:
     return UnknownNode(
         f"{node} is not among those that may follow: {', '.join(sorted(nodes)) or 'nobody'}", node=str(node)
     )
+
+
+def _taken(node: NodeName) -> NodeNameTaken:
+    return NodeNameTaken(f"somebody else has come to the leader as node {node}", node=str(node))
 
 
 def _promise_in(error: Fenced) -> Promise:

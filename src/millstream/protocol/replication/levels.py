@@ -1,4 +1,4 @@
-"""Acknowledgement levels: who has to have a group, how far each level is reached, and which nodes a promotion can't do without.
+"""Acknowledgement levels: who has to have a group, and which nodes a promotion can't do without.
 
 A stream has n nodes, the leader among them. What was acknowledged at a level is still there
 
@@ -9,39 +9,13 @@ A stream has n nodes, the leader among them. What was acknowledged at a level is
     | object     | the leader and the object store   | either                   | the object store: who leads looks there for a     |
     |            |                                   |                          | later claim behind each put, before it acknowledges |
 
-The same promises keep an old leader from acknowledging anything at that level: too few are left that take anything from it.
+The same promises keep an old leader from acknowledging anything at that level: too few are left that take anything from it. How far each level is
+reached is said by `model.replication.Holdings`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
-from millstream.model.ids import Epoch, GroupNumber
-from millstream.model.replication import AckKind, AckLevel, NodeName
-
-_ALL_THERE_IS = GroupNumber(2**63 - 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Acks:
-    """Who has acknowledged what, to one leader: what the stream's owner looks at while an append waits."""
-
-    epoch: Epoch = Epoch(0)
-    """Of the promise under which it leads."""
-    groups: Mapping[NodeName, GroupNumber] = field(default_factory=dict)
-    """The last group that each follower has, with everything before it. One that has lost something isn't here."""
-    stored: GroupNumber = GroupNumber(0)
-    """Likewise of the object store."""
-
-    def reached(self, level: AckLevel) -> GroupNumber:
-        """The last group for which the level holds, as far as it takes others than the leader; 0 where there is none yet."""
-        if level.kind is AckKind.LOCAL:
-            return _ALL_THERE_IS
-        if level.kind is AckKind.OBJECT:
-            return self.stored
-        best = sorted(self.groups.values(), reverse=True)
-        return best[level.followers - 1] if len(best) >= level.followers else GroupNumber(0)
+from millstream.model.replication import AckKind, AckLevel
 
 
 def promises_wanted(level: AckLevel, nodes: int) -> int:

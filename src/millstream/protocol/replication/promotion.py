@@ -5,7 +5,7 @@
 | surveying   | asks every node what it has promised, and what it has   | all have answered, or time is up: too few for the level -> failed, with nothing changed; else Stand -> standing |
 | standing    | takes nothing of the leader any more, and notes its own promise | noted -> claiming or asking                       |
 | claiming    | where a store decides between candidates: claims there  | claimed -> asking; somebody else has -> failed (PromotionLost) |
-| asking      | asks every node for its promise: the leader steps down by that | somebody has promised higher -> failed (PromotionLost); all have answered, or time is up: too few -> failed (NotCaughtUp); somebody has more -> catching up; else -> taking over |
+| asking      | asks every node for its promise: the leader steps down by that | somebody has promised higher -> failed (PromotionLost); all have answered (or enough, and all that answered before), or time is up: too few -> failed (NotCaughtUp); somebody has more -> catching up; else -> taking over |
 | catching up | takes what it lacks of the one that has most; nothing can be added there any more | it has it -> taking over; can't -> failed (NotCaughtUp) |
 | taking over | recovers the log, takes the catalog                     | PersistRole(leads, a reign behind its last group) -> leads |
 | leads       |                                                         |                                                           |
@@ -269,6 +269,8 @@ class Promotion:
         """That it stands for, from the end of the survey on."""
         self.losses: list[str] = []
         self._silent: set[NodeName] = set()
+        self._absent: frozenset[NodeName] = frozenset()
+        """Who didn't answer the survey: nobody waits for them again where the others are enough."""
         self._standings: dict[NodeName, Standing] = {}
         self._until = 0.0
 
@@ -326,15 +328,20 @@ class Promotion:
     # --- its steps -------------------------------------------------------------------------------------------------
 
     def _when_answered(self, now_s: float) -> list[Effect]:
-        if now_s < self._until and (self._standings.keys() - {STORE}) | self._silent != self._others:
+        answered = self._standings.keys() - {STORE}
+        here = 1 + len(answered)
+        waits_for = self._others - answered - self._silent
+        if self.state is State.ASKING and here >= self._wanted:
+            waits_for -= self._absent
+        if now_s < self._until and waits_for:
             return []
         if self.state is State.ASKING:
             return self._judge()
-        here = 1 + len(self._standings)
         if here < self._wanted and not self._accepts_loss:
             return self._fail(self._too_few(here, "nothing was changed"))
         highest = max([self.fact.promise, *(one.promise for one in self._standings.values())])
         self.state, self._promise = State.STANDING, Promise(Epoch(highest.epoch + 1), self._node)
+        self._absent = self._others - answered
         self._standings.clear()
         return [Stand(self._promise)]
 

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, NewType
+from typing import NewType
 
 from millstream.errors import MillstreamError
 from millstream.model.ids import GroupNumber, ShardId
 from millstream.model.marks import DurableMark
 from millstream.model.positions import Seq
-from millstream.model.replication import Acknowledgement, Hello, NodeName, ReplicaPosition
-from millstream.protocol.replication.levels import Acks
+from millstream.model.replication import Acknowledgement, Hello, Holdings, NodeName, ReplicaPosition
 from millstream.protocol.replication.roles import Promise, RoleFact
 
 LinkId = NewType("LinkId", int)
-
-STORE_NODE: Final = NodeName("object-store")
-"""Who acknowledges what is stored in the object store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +99,17 @@ class Durable:
     marks: Mapping[ShardId, DurableMark]
     documents: Mapping[str, int] = field(default_factory=dict)
     """Versions."""
+    shown: Mapping[ShardId, DurableMark] = field(default_factory=dict)
+    """How far readers see each shard, where that isn't what is durable: it may change without anything else."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The object store has everything up to that group, and number."""
+    """The object store has everything up to that group, number, and position."""
 
     group: GroupNumber
     persisted_upto: Seq = Seq(0)
+    position: ReplicaPosition = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +164,8 @@ class PersistCursor:
 class PersistAcks:
     """Tell whoever waits for others to have something."""
 
-    acks: Acks
+    holdings: Holdings
+    """Without times."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,54 @@
+"""Who has led a stream, as facts of the catalog: an entry a promotion, which is written once and never changed or taken away.
+
+So the newest entry never goes back to a lower version, whoever writes beside whom, and no two calls have to take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+from millstream.catalog.store import Catalog
+from millstream.errors import CatalogError
+from millstream.model.ids import Epoch, GroupNumber, StreamId
+from millstream.model.replication import NodeName
+from millstream.protocol.replication.leaders import LeaderMap, Leadership
+from millstream.protocol.replication.roles import Promise
+
+_KIND: Final = "leaders"
+
+
+class StreamLeaders:
+    """One stream's. Any process of any node may look, and add what it knows."""
+
+    def __init__(self, catalog: Catalog, stream: StreamId) -> None:
+        self._catalog = catalog
+        self._scope = f"{_KIND}/{stream}"
+
+    def map(self) -> LeaderMap:
+        """Who has led and who leads; nobody where nothing was noted.
+
+        Raises:
+            CatalogError: what the catalog has of it makes no sense; or as any call.
+        """
+        try:
+            return LeaderMap.of(_leadership(name, facts) for name, facts in self._catalog.facts(self._scope).items())
+        except (KeyError, TypeError, ValueError) as error:
+            raise CatalogError(f"what the catalog has of the stream's leaders makes no sense: {error}") from error
+
+    def note(self, known: Iterable[Leadership]) -> None:
+        """Add what isn't there yet; raises as `map`."""
+        there = {one.since for one in self.map().leaderships}
+        for one in known:
+            if one.since not in there:
+                self._catalog.add_fact(self._scope, _name(one), {"node": one.node, "behind": int(one.behind)})
+
+
+def _name(one: Leadership) -> str:
+    return f"{one.since.epoch} {one.since.node}"
+
+
+def _leadership(name: str, facts: dict[str, Any]) -> Leadership:
+    epoch, _, node = name.partition(" ")
+    since = Promise(Epoch(int(epoch)), NodeName(node))
+    return Leadership(since, NodeName(str(facts["node"])), GroupNumber(int(facts["behind"])))
