@@ -25,7 +25,7 @@ from millstream.wal.reader import StreamReader
 def append(node: Node, *ids: int, acks: str | None = None) -> None:
     with millstream.open(node.home) as home:
         for one in ids:
-            home.append(STREAM, "orders", [{"id": one}], acks=acks)
+            home.append(STREAM, "orders", [{"id": one}], acks=acks, deadline_s=100)
 
 
 def test_a_follower_has_the_leaders_bytes_and_says_whom_to_write_to(tmp_path: Path) -> None:

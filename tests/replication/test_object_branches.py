@@ -239,3 +239,19 @@ def test_whatever_of_a_branch_is_there_what_is_restored_is_one_leaders_log(scene
         shutil.rmtree(store)
     assert seen == {False, True}
     assert not made[0].is_gone, "all of them were played"
+
+
+def test_two_processes_of_one_leader_meet_in_the_store_and_both_go_on(scene: Scene) -> None:
+    """A write of a process that was killed may arrive when the next one has begun: what is there is read, and gone on behind."""
+    with closing(scene.transport("a")) as transport:
+        lineage = lineage_document(RoleFact())
+        other = WalArchiver("web", str(scene.old), UNPROMISED, lambda: transport, lambda _: None, lineage)
+        other.start()
+        for epoch in (3, 4):
+            write(scene.old, epoch, 10, "a", first=200 * epoch)
+            group = group_of(scene.old)
+            scene.archive(scene.old, RoleFact())
+            wait_for(lambda group=group: other.stored_group >= group, what=other.facts, seconds=30)
+        other.stop(10.0)
+    assert scene.restored("restored")[1].token() == StreamReader(str(scene.old)).token()
+    same_segments(scene.old, scene.folder / "restored")

@@ -29,6 +29,8 @@ _ACCEPTS_WITHIN_S: Final = 10.0
 _HEARS_FOR_S: Final = 0.02
 """How long it listens for what is stored before it looks for more: a store takes as long for any object."""
 
+_HOLE_HINT: Final = "Name another place in [replication] object_store: what is kept goes there. What is stored stays, and can be restored."
+
 
 class WalArchiver:
     """The archiver of one stream; a thread of its own, from `start` until `stop`.
@@ -102,16 +104,13 @@ class WalArchiver:
                     link = self._store.accept(_ACCEPTS_WITHIN_S)
                 if link is not None:
                     self._store_all(link)
-            except Fenced as error:
-                self.error = error
-                claimed = Promise(
-                    Epoch(int(error.details.get("epoch", 0))), NodeName(str(error.details.get("leader", NOBODY)))
-                )
-                self._tell(Heard(claimed))
-                return
             except Exception as error:  # noqa: BLE001 - it is told, and tried again
                 # Whatever it is: followers, and who reads, have nothing to do with it.
                 self.error = _as_told(error)
+                claimed = _claimed_by(error)
+                if claimed > self._promise:
+                    self._tell(Heard(claimed))
+                    return
                 say = logger.warning if isinstance(error, MillstreamError | OSError) else logger.exception
                 say(
                     "the object store lacks what is new",
@@ -146,7 +145,7 @@ class WalArchiver:
             if not end.position and end.base_offset:
                 raise FollowerBehindRetention(
                     f"the object store has to go on behind group {parts_behind}; the log here begins with offset {end.base_offset} of shard {shard}",
-                    hint="Name another place in [replication] object_store: what is kept goes there. What is stored stays, and can be restored.",
+                    hint=_HOLE_HINT,
                 )
         return ends
 
@@ -195,7 +194,17 @@ class WalArchiver:
                         self._tell(Stored(word.group, word.persisted_upto, word.position))
 
 
+def _claimed_by(error: Exception) -> Promise:
+    """Under what another node leads, where an error says so. A write of this node's own past that came late is none: it is read, and gone on behind."""
+    details = error.details if isinstance(error, Fenced) else {}
+    return Promise(Epoch(int(details.get("epoch", 0))), NodeName(str(details.get("leader", NOBODY))))
+
+
 def _as_told(error: Exception) -> MillstreamError:
+    if isinstance(error, FollowerBehindRetention):
+        return FollowerBehindRetention(
+            f"the object store lacks what was dropped here: {error.message}", hint=_HOLE_HINT
+        )
     if isinstance(error, MillstreamError):
         return error
     what = "the log can't be read" if isinstance(error, OSError) else "a fault of Millstream's"
