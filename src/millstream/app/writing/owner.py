@@ -35,6 +35,7 @@ from millstream.model.ids import StreamId
 
 if TYPE_CHECKING:
     from millstream.app.config.model import BufferConfig, StreamConfig
+    from millstream.app.config.replication_model import ReplicationConfig
     from millstream.app.writing.sinks import OpenOther
     from millstream.app.writing.taking import TakingProgress
     from millstream.capture import CaptureOutcome, CaptureProgress
@@ -272,7 +273,7 @@ class OwnedStream:
         writer = self.writer
         if writer is None:
             return
-        expect_followers(self.catalog, self.name, writer.stream, self.config, self.home.config.replication)
+        expect_followers(self.catalog, self.name, writer.stream, self.config, _replication_now(self.home))
         merges = merge_needs(self.catalog, self.name, writer.stream, self.config, self._kept)
         swept = sweep(self.catalog, self.name, writer.stream, self.home.wal_folder(self.name), self.config.log, merges)
         if is_for_sessions(swept):
@@ -295,6 +296,13 @@ class OwnedStream:
             until_caught_up=until_caught_up,
             on_progress=on_progress,
         )
+
+
+def _replication_now(home: Home) -> ReplicationConfig:
+    """Who may follow, by the file as it is: `serve` may have been started anew with another one. As it was, where it can't be read."""
+    with contextlib.suppress(MillstreamError):
+        return Home(home.path, needs_source=False).config.replication
+    return home.config.replication
 
 
 @contextlib.contextmanager
