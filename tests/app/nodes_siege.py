@@ -54,6 +54,8 @@ class Intensity:
     """Between two faults, at most."""
     long_s: float = 2.0
     """A fault's length, at most."""
+    kills_promotions: float = 0.0
+    """How often a promotion is killed on its way first."""
 
 
 class Writer:
@@ -420,6 +422,8 @@ class Siege:
                 words.append("--accept-loss")
                 self._accepted_loss = True
             self._say(f"{candidate.name} {' '.join(words)}")
+            if self._rng.random() < self._intensity.kills_promotions:
+                self._kill_command(candidate, *words)
             done = self._asked(candidate, *words)
             for line in (done.stdout + done.stderr).splitlines():
                 self._say(f"    {line}")
@@ -438,6 +442,18 @@ class Siege:
         while asking.is_alive():
             self._pass(0.1)
         return found[0]
+
+    def _kill_command(self, node: Node, *words: str) -> None:
+        """Begin a command, and kill it somewhere, where it lasts for so long."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", "millstream.cli", "--home", str(node.home), *words],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        self._pass(self._rng.uniform(0.5, 4.0))
+        process.kill()
+        self._say(f"it is killed: {process.wait(60)}")
+        self.counts["promotions killed"] += 1
 
     def _follow(self, old: Node) -> None:
         deadline_s = time.monotonic() + _PATIENCE_S
@@ -565,7 +581,9 @@ def _folder(seed: int) -> Iterator[Path]:
 def main(arguments: list[str]) -> int:
     """Play, and say what came of it."""
     level, first, count = arguments[0], int(arguments[1]), int(arguments[2])
-    intensity = Intensity(promotions=int(arguments[3]) if len(arguments) > 3 else 3, faults=5, long_s=3.0)
+    intensity = Intensity(
+        promotions=int(arguments[3]) if len(arguments) > 3 else 3, faults=5, long_s=3.0, kills_promotions=0.3
+    )
     broken = 0
     for seed in range(first, first + count):
         with _folder(seed) as folder:

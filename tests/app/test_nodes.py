@@ -14,10 +14,11 @@ from tests.app.homes import run
 from tests.app.nodes import STREAM, Node, eventually, free_port, nodes
 
 import millstream
-from millstream.app.home import Home
+from millstream.app.home import PIPELINE, Home
 from millstream.app.replicating.examining import examine_nodes
 from millstream.app.replicating.others import hear_of_promotions
 from millstream.errors import Fenced, ReadOnly, ReplicasMissing
+from millstream.model.positions import Seq
 from millstream.testing.pytest_plugin import Database
 from millstream.wal.reader import StreamReader
 
@@ -49,6 +50,34 @@ def test_a_follower_has_the_leaders_bytes_and_says_whom_to_write_to(tmp_path: Pa
         append(a, 5, 6)
         b.start("follow")
         eventually(lambda: b.rows() == [1, 2, 3, 4, 5, 6], "it goes on where it was", a, b)
+
+
+def test_a_follower_lets_go_of_what_its_leader_has_let_go_of(tmp_path: Path) -> None:
+    bounds = f'[streams.{STREAM}.log]\ndisk_used_max = 1.0\nretention_age = "0s"\nretention_bytes = "0B"\nretention_interval = "200ms"\n'
+
+    def segments(node: Node) -> list[str]:
+        return sorted(file.name for file in (node.home / "data" / "wal" / STREAM / "00000").glob("*.wal"))
+
+    with nodes(tmp_path, stream=bounds) as (a, b):
+        for one in (1, 2, 3):
+            append(a, one)
+        a.start("owner")
+        a.start("serve")
+        b.start("follow", "a")
+        eventually(lambda: b.rows() == [1, 2, 3], "what was there comes", a, b)
+        with Home(a.home).open_catalog() as catalog:
+            stream = catalog.stream(STREAM).id
+            catalog.set_needed_from(stream, PIPELINE, Seq(10**12))
+            catalog.set_landed(stream, PIPELINE, Seq(10**12))
+        append(a, 4)
+        eventually(lambda: a.rows() == [4], "the leader lets go", a, b)
+        append(a, 5)
+        eventually(lambda: b.rows() == [4, 5], "so does the follower", a, b)
+        eventually(lambda: segments(b)[0] == segments(a)[0], "of the same segments", a, b)
+        b.end("follow")
+        append(a, 6)
+        b.start("follow")
+        eventually(lambda: b.rows() == [4, 5, 6], "it goes on", a, b)
 
 
 def check_what_a_follower_says(a: Node, b: Node) -> None:
@@ -134,6 +163,10 @@ def test_what_a_dead_leader_alone_had_takes_a_word_and_is_set_aside(tmp_path: Pa
         facts = json.loads((report / "report.json").read_text())
         assert (facts["records"], facts["tables"]) == (1, {"public.orders": 1})
         assert StreamReader(facts["log"]).persisted_upto() == facts["last_seq"]
+        a.end("follow", signal.SIGKILL)
+        (report / "report.json").unlink()  # as if it had been killed in front of that
+        a.start("follow")
+        eventually((report / "report.json").exists, "the report is written by whoever follows next", a)
 
 
 def test_a_write_that_followers_have_acknowledged_outlives_its_leader(tmp_path: Path) -> None:

@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+from tests.app.homes import run
 from tests.app.nodes import STREAM, Node, eventually, nodes
 
 import millstream
 from millstream.app.home import PIPELINE, Home
+from millstream.errors import ReplicasMissing
 from millstream.model.positions import Seq
 from millstream.wal.reader import StreamReader
 
@@ -96,3 +99,97 @@ def test_what_the_leader_has_dropped_a_follower_has_from_the_object_store(tmp_pa
         assert rebuilt.returncode == 0, rebuilt.stderr
         assert "the new one begins with what file://" in rebuilt.stderr
         assert b.rows() == everything
+
+
+def test_without_its_store_a_write_that_asks_for_it_fails_by_name_and_nothing_else_stops(tmp_path: Path) -> None:
+    """… and once the store is there again, so is the write, once."""
+    store, away = tmp_path / "store", tmp_path / "away"
+    with nodes(tmp_path, more=store_in(tmp_path)) as (a, b):
+        a.start("serve")
+        b.start("follow", "a")
+        with millstream.open(a.home) as home:
+            home.append(STREAM, "orders", [{"id": 1}], session="till", number=1, acks="object", deadline_s=60)
+            store.rename(away)
+            store.write_text("in the way")
+            with pytest.raises(ReplicasMissing) as missing:
+                home.append(STREAM, "orders", [{"id": 2}], session="till", number=2, acks="object", deadline_s=1)
+            assert missing.value.details["behind"] == ["object-store"]
+            home.append(STREAM, "orders", [{"id": 3}], acks="durable(1)", deadline_s=60)
+            eventually(lambda: b.rows() == [1, 2, 3], "followers have it", a, b)
+            (of_a,) = a.answer("replicas")["streams"]
+            assert of_a["object_store"]["error"]["code"] == "store_unavailable"
+            store.unlink()
+            away.rename(store)
+            assert home.append(
+                STREAM, "orders", [{"id": 2}], session="till", number=2, acks="object", deadline_s=60
+            ).duplicate
+            assert a.rows() == [1, 2, 3]
+        (of_a,) = a.answer("replicas")["streams"]
+        assert of_a["object_store"]["error"] is None
+
+
+def test_a_store_that_cant_be_used_keeps_no_follower_waiting(tmp_path: Path) -> None:
+    """… such as one whose account nobody has named."""
+    with nodes(tmp_path, more='object_store = "az://container/nodes"\n') as (a, b):
+        a.start("serve")
+        with millstream.open(a.home) as home:
+            home.append(STREAM, "orders", [{"id": 1}])
+        config = b.home / "millstream.toml"
+        config.write_text(config.read_text().replace('object_store = "az://container/nodes"\n', ""))
+        b.start("follow", "a")
+        eventually(lambda: b.rows() == [1], "what was there comes", a, b)
+        (of_a,) = a.answer("replicas")["streams"]
+        assert of_a["object_store"]["error"]["code"] == "store_unusable"
+
+
+def restored(folder: Path, name: str, *words: str) -> list[int]:
+    """What comes out of the store."""
+    url = (folder / "store").as_uri()
+    done = run(folder, "restore", "--from", url, "--stream", STREAM, *words, str(folder / name))
+    assert done.returncode == 0, done.stderr
+    with millstream.open(folder / name) as home:
+        return [row for batch in home.read(STREAM) for row in batch.column("id").to_pylist()]
+
+
+def test_a_promotion_takes_what_only_the_store_has_and_one_without_the_store_sets_that_aside(tmp_path: Path) -> None:
+    """… of region 2: its log lies in the store by that."""
+    store, away = tmp_path / "store", tmp_path / "away"
+    with nodes(tmp_path, acks="object", more=store_in(tmp_path), stream="region = 2\n") as (a, b):
+
+        def append(node: Node, one: int) -> None:
+            with millstream.open(node.home) as home:
+                home.append(STREAM, "orders", [{"id": one}], deadline_s=60)
+
+        a.start("serve")
+        append(a, 1)
+        b.start("follow", "a")
+        eventually(lambda: b.rows() == [1], "what was there comes", a, b)
+        b.end("follow")
+        append(a, 2)
+        a.kill()
+        (promoted,) = b.answer("promote")
+        assert promoted["losses"] == []
+        assert b.rows() == [1, 2], "what only the store had"
+        # The other way round, and the store is away while it happens.
+        b.start("serve")
+        append(b, 3)
+        a.start("follow", "b")
+        eventually(lambda: a.rows() == [1, 2, 3], "the old leader follows", a, b)
+        a.end("follow")
+        append(b, 4)
+        b.kill()
+        store.rename(away)
+        store.write_text("in the way")
+        refused = a.ask("promote")
+        assert refused.returncode == 1
+        assert "store_unavailable" in refused.stderr
+        (promoted,) = a.answer("promote", "--accept-loss")
+        assert "the store that decides who leads doesn't answer" in promoted["losses"][0]
+        store.unlink()
+        away.rename(store)
+        a.start("serve")
+        append(a, 5)
+        assert a.rows() == [1, 2, 3, 5]
+        a.kill()
+        assert restored(tmp_path, "restored", "--region", "2") == [1, 2, 3, 5]
+        assert restored(tmp_path, "aside", "--region", "2", "--epoch", "1") == [1, 2, 3, 4]

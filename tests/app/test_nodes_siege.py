@@ -36,7 +36,9 @@ def test_soak_of_nodes_under_siege(tmp_path: Path) -> None:
         print(f"MILLSTREAM_SOAK_SEED={seed} MILLSTREAM_SOAK_LEVEL='{level}' repeats it", flush=True)  # noqa: T201 - seeds are told
         folder = tmp_path / str(plays)
         folder.mkdir()
-        siege = Siege(seed, level, folder, intensity=Intensity(promotions=4, faults=6, long_s=4.0))
+        siege = Siege(
+            seed, level, folder, intensity=Intensity(promotions=4, faults=6, long_s=4.0, kills_promotions=0.3)
+        )
         siege.play()
         print(dict(siege.counts), flush=True)  # noqa: T201 - counts are told
         plays += 1

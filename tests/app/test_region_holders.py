@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,21 @@ from click.testing import CliRunner
 import millstream
 from millstream.app.home import PIPELINE, Home
 from millstream.app.opened import open_other
+from millstream.app.replicating.notes import FollowingNotes
+from millstream.app.replicating.retaining import CopyRetention
+from millstream.app.replicating.session_document import SESSIONS
 from millstream.app.status import collect_status
 from millstream.app.writing.owner import OwnedStream
 from millstream.app.writing.stream_writer import stream_writer
 from millstream.cli.main import cli
-from millstream.errors import FollowerBehindRetention
+from millstream.errors import FollowerBehindRetention, OffsetExpired, UnknownStream
 from millstream.model.positions import Seq
+from millstream.model.replication import Document
 from millstream.protocol.retention import HolderKind
+from millstream.wal.files import RealFiles
+from millstream.wal.layout import SESSIONS_NAME
+from millstream.wal.reader import StreamReader
+from millstream.wal.session_file import write_copy
 
 STREAM = """
 [streams.shop]
@@ -33,9 +42,10 @@ MERGES = '[streams.shop.keys]\nposts = ["id"]\nnever = ["id"]\n[streams.shop.mer
 REGIONS = '[replication]\nnode = "one"\nregions = {{ {} = "grpc://127.0.0.1:1" }}\n'
 
 
-def configure(folder: Path, more: str, most: str = "1GiB") -> None:
+def configure(folder: Path, more: str, most: str = "1GiB", region: int = 1) -> None:
     folder.mkdir(exist_ok=True)
-    (folder / "millstream.toml").write_text(STREAM.format(most=most) + more)
+    text = STREAM.format(most=most).replace("region = 1", f"region = {region}")
+    (folder / "millstream.toml").write_text(text + more)
 
 
 def write(folder: Path, *likes: int) -> None:
@@ -78,7 +88,7 @@ def test_what_was_not_merged_yet_holds_the_log_whatever_its_size(tmp_path: Path)
     assert log["held"]["merge public.posts"]["from"] == log["first_seq"] > 1
     assert merged(tmp_path) == [1, 2, 3, 4], "what was merged is there, and what wasn't yet"
     # A state of other words isn't gone on from, nor one that is gone: then what is left is needed.
-    configure(tmp_path, MERGES.replace('likes = "pn_counter"', 'likes = "lww"'), most="0B")
+    configure(tmp_path, MERGES.replace('likes = "pn_counter"', 'likes = "g_counter"'), most="0B")
     assert retain(tmp_path)[1]["held"]["merge public.posts"]["from"] == 1
     configure(tmp_path, MERGES, most="0B")
     shutil.rmtree(tmp_path / "data" / "regions")
@@ -117,3 +127,92 @@ def test_who_may_follow_no_more_holds_nothing(tmp_path: Path) -> None:
     after, log = retain(tmp_path)
     assert list(log["held"]) == ["lake"]
     assert after < before
+
+
+def let_go(folder: Path, name: str, leader_dropped: int = 10**12) -> int:
+    """One look of a follower's retention, where its leader has dropped all up to a number: segments that went."""
+    return CopyRetention(Home(folder), name).look(Seq(leader_dropped))
+
+
+def test_the_copy_of_another_regions_log_goes_with_that_once_it_was_merged_here(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    configure(one, MERGES, most="0B")
+    configure(two, MERGES, most="0B", region=2)
+    write(one, 1)
+    write(two, 2, 3, 4)
+    copy = one / "data" / "wal" / "shop@2"
+    shutil.copytree(two / "data" / "wal" / "shop", copy)
+    assert let_go(one, "shop@2") == 0, "it isn't merged"
+    assert CliRunner().invoke(cli, ["--home", str(one), "reconcile", "posts"]).exit_code == 0
+    assert let_go(one, "shop@2", leader_dropped=0) == 0, "its leader has it yet"
+    assert let_go(one, "shop@2", leader_dropped=1) == 1, "as much as its leader"
+    assert let_go(one, "shop@2") == 1, "all that is sealed"
+    assert merged(one) == [1, 2, 3, 4]
+
+
+def test_what_was_dropped_before_it_was_merged_is_said_once_and_the_rest_is_merged(tmp_path: Path) -> None:
+    """A region that was cut off, and whose copy was built anew, could never be merged again without giving up what was kept."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    configure(one, MERGES)
+    configure(two, '[streams.shop.keys]\nposts = ["id"]\n', region=2)
+    copy = one / "data" / "wal" / "shop@2"
+    write(one, 1)
+    write(two, 2)
+    shutil.copytree(two / "data" / "wal" / "shop", copy)
+    assert CliRunner().invoke(cli, ["--home", str(one), "reconcile", "posts"]).exit_code == 0
+    write(two, 3, 4)
+    retain(two)
+    shutil.rmtree(copy)
+    shutil.copytree(two / "data" / "wal" / "shop", copy)
+    first = StreamReader(str(copy)).first_seq()
+    with pytest.raises(OffsetExpired):
+        merged(one)
+    said = CliRunner().invoke(cli, ["--home", str(one), "reconcile", "posts", "--json"])
+    (_, taken) = json.loads(said.stdout)["tables"][0]["taken"]
+    assert (taken["begins_at"], taken["rows"]) == (int(first), 1)
+    assert merged(one) == [1, 2, 4], "3 was dropped over there"
+    again = CliRunner().invoke(cli, ["--home", str(one), "reconcile", "posts", "--json"])
+    assert [one["begins_at"] for one in json.loads(again.stdout)["tables"][0]["taken"]] == [None, None]
+
+
+def test_another_regions_log_is_rebuilt_by_its_name(tmp_path: Path) -> None:
+    configure(tmp_path, REGIONS.format(2))
+    write(tmp_path, 1)
+    copy = tmp_path / "data" / "wal" / "shop@2"
+    for words in (["--stream", "shop@2"], []):
+        shutil.copytree(tmp_path / "data" / "wal" / "shop", copy)
+        done = CliRunner().invoke(cli, ["--home", str(tmp_path), "follow", "--rebuild", "--only-note", *words])
+        assert done.exit_code == 0, done.output
+        assert not copy.exists()
+    assert len(list((tmp_path / "data" / "replication" / "shop@2").glob("replaced-*"))) == 2
+    assert (tmp_path / "data" / "wal" / "shop").is_dir()
+    unknown = CliRunner().invoke(
+        cli, ["--home", str(tmp_path), "follow", "--rebuild", "--only-note", "--stream", "shop@3"]
+    )
+    assert isinstance(unknown.exception, UnknownStream)
+
+
+def test_a_nodes_copy_goes_with_its_leaders_log_but_for_sessions_that_it_would_lack(tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    configure(a, "", most="0B")
+    write(a, 1, 2, 3)
+    configure(b, "", most="0B")
+    shutil.copytree(a / "data" / "wal", b / "data" / "wal")
+    notes = FollowingNotes(Home(b), "shop")
+    stream = StreamReader(str(b / "data" / "wal" / "shop")).stream_id
+    write_copy(RealFiles(), str(tmp_path), stream, Seq(0), [b""])
+    notes.documents((Document(SESSIONS, 1, (tmp_path / SESSIONS_NAME).read_bytes()),))
+    (b / "data" / "wal" / "shop" / SESSIONS_NAME).unlink(missing_ok=True)
+    segments = b / "data" / "wal" / "shop" / "00000"
+    before = len(list(segments.glob("*.wal")))
+    FollowingNotes(Home(b), "shop").let_go(Seq(10**12))
+    assert len(list(segments.glob("*.wal"))) == before
+    write_copy(RealFiles(), str(tmp_path), stream, Seq(10**12), [b""])
+    notes.documents((Document(SESSIONS, 2, (tmp_path / SESSIONS_NAME).read_bytes()),))
+    FollowingNotes(Home(b), "shop").let_go(Seq(10**12))
+    assert len(list(segments.glob("*.wal"))) < before
+    configure(b, "", most="1GiB")
+    (b / "millstream.toml").write_text(
+        (b / "millstream.toml").read_text().replace('"0B"', '"1GiB"').replace('"0s"', '"1d"')
+    )
+    assert let_go(b, "shop") == 0, "by its own bounds"

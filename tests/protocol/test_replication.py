@@ -302,6 +302,11 @@ def test_segments_are_kept_for_the_object_store_as_for_a_follower():
     led.now += 60
     effects = led.step(shipping.Tick())
     assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(OBJECT_STORE, Seq(40), {})]
+    led.now += 60
+    effects = led.step(shipping.Stored(GroupNumber(4), Seq(40), at(90)))
+    assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(OBJECT_STORE, Seq(40), at(90))], (
+        "a footer alone"
+    )
 
 
 def test_what_a_promoted_leader_is_told_counts_once_the_follower_has_all_that_it_began_with():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from millstream.errors import CursorExpired, FollowerBehindRetention
 from millstream.model.ids import ShardId, TableId
 from millstream.model.positions import Offset, Seq
+from millstream.model.replication import ByteEnd
 from millstream.protocol import retention
 from millstream.protocol.retention import Bounds, CutOff, Drop, HolderKind, Keep, Retention, SealedSegment, TableBatch
 
@@ -275,6 +277,26 @@ def test_consumers_and_followers_are_cut_off_past_the_greatest_size_and_each_by_
     machine.released("mail")
     machine.needs("mail", HolderKind.CONSUMER, Seq(50))
     assert machine.holders["mail"].needed_from == 50
+
+
+def test_who_has_bytes_needs_a_segment_up_to_its_end_also_where_its_numbers_are_long_past():
+    """A shard in which nothing happens may be sealed while a follower is away that has all of its records, and lacks its footer."""
+    machine, bounds = Retention(), Bounds(0, 50, 100)
+    quiet = replace(segment(5, (1, 1, 5)), base_offset=Offset(10), end_offset=Offset(15))
+    busy = replace(segment(20, (1, 6, 20)), base_offset=Offset(15), end_offset=Offset(30))
+    inside = {quiet.shard: ByteEnd(quiet.base_offset, 4200)}
+    machine.needs("copy", HolderKind.FOLLOWER, Seq(100), inside)
+    assert ask(machine, quiet, bounds) == Keep(quiet, ("copy",))
+    machine.needs("copy", HolderKind.FOLLOWER, Seq(100), {ShardId(quiet.shard + 1): ByteEnd(Offset(1000), 0)})
+    assert ask(machine, quiet, bounds) == Keep(quiet, ("copy",)), "it has nothing of the shard"
+    machine.needs("copy", HolderKind.FOLLOWER, Seq(100), {quiet.shard: ByteEnd(quiet.end_offset, 0)})
+    assert ask(machine, quiet, bounds) == Drop(quiet)
+    machine.needs("copy", HolderKind.FOLLOWER, Seq(100), inside)
+    assert ask(machine, busy, bounds, log_bytes=100) == Keep(busy, ("copy",))
+    gone = ask(machine, quiet, bounds, log_bytes=101)
+    assert gone == CutOff("copy", HolderKind.FOLLOWER, Seq(100), Seq(6), inside)
+    with pytest.raises(FollowerBehindRetention, match="the end of a segment"):
+        machine.needs("copy", HolderKind.FOLLOWER, Seq(100))
 
 
 def test_notices_that_never_match_take_no_more_than_their_bound_and_hide_no_cut(monkeypatch: pytest.MonkeyPatch):

@@ -75,7 +75,7 @@ class Scene:
         transport = self.transport(str(fact.promise.node) or "a", store)
         transport._objects = wrap(transport._objects)
         told: list[Stored | Heard] = []
-        archiver = WalArchiver("web", str(folder), fact.promise, transport, told.append, lineage_document(fact))
+        archiver = WalArchiver("web", str(folder), fact.promise, lambda: transport, told.append, lineage_document(fact))
         archiver.start()
         group = group_of(folder)
         wait_for(
@@ -112,7 +112,7 @@ def scene(tmp_path: Path) -> Scene:
 
 def promoted(scene: Scene) -> RoleFact:
     fact = RoleFact().standing_for(NEW).promoted(group_of(scene.new))
-    write(scene.new, 3, 30, "b", first=60)
+    write(scene.new, 3, 60, "b", first=60)
     return fact
 
 
@@ -138,9 +138,16 @@ def test_a_store_that_is_ahead_goes_on_with_the_new_leaders_log_and_keeps_what_i
     assert found.lineage.last.behind == behind
     assert before <= scene.names(), "what only the old leader had stored is still there"
     with closing(scene.transport("c")) as transport:
+        assert transport.set_aside() == (0,)
+    aside = scene.folder / "aside"
+    with closing(ObjectStoreTransport(scene.store.as_uri(), "web", upto=Epoch(0))) as transport:
+        assert fetch(transport, "web", aside).lineage == RoleFact().lineage
+    assert StreamReader(str(aside)).token() == StreamReader(str(scene.old)).token()
+    same_segments(scene.old, aside)
+    with closing(scene.transport("c")) as transport:
         assert stored_lineage(transport)[0] == Rank(NEW, group_of(scene.new))
     # The leader comes back, and once more: the store goes on where it was.
-    write(scene.new, 4, 40, "b", first=90)
+    write(scene.new, 4, 40, "b", first=120)
     scene.archive(scene.new, fact)
     assert scene.restored("again")[1].token() == StreamReader(str(scene.new)).token()
     same_segments(scene.new, scene.folder / "again")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -274,6 +275,22 @@ def test_whoever_claims_fences_who_leads_and_has_all_that_was_stored(stage: Stor
     ship(new, later, singly=True)
     found = take_until(follower, lambda found: found.marks == sent[-1].marks)
     assert found.segments == arrived(sent).segments
+
+
+def test_the_first_leader_is_fenced_as_any_other_and_goes_on_after_a_restart(stage: StoreStage):
+    """Its epoch is 0, which a link began with: it claimed nothing, so that nothing ended it, and began again at the first name."""
+    sent = [replace(one, epoch=Epoch(0)) for one in shipments_of(is_sealed=False)]
+    ship(leads(stage), sent[:2], singly=True)
+    restarted = leads(stage, stage.node("north-1"))
+    ship(restarted, sent[2:4], singly=True)
+    promoted = stage.node("north-2")
+    assert promoted.claim(Epoch(1), "north-2")
+    restarted.send(sent[4])
+    assert isinstance(next_error(restarted.recv), Fenced)
+    assert promoted.stored().position == whole_position(sent[:4])
+    again = leads(stage, stage.node("north-1"))
+    again.send(sent[4])
+    assert isinstance(next_error(again.recv), Fenced)
 
 
 def test_two_that_lead_under_one_epoch_cant_both_store(stage: StoreStage):

@@ -325,6 +325,30 @@ def test_a_follower_that_fell_behind_retention_is_told_and_a_fresh_one_begins_wh
     assert ReplicaLog.open(FOLDER, files=files, side_by_side=False).position() == log.position()
 
 
+def test_a_quiet_shard_that_is_sealed_while_a_follower_is_away_waits_for_it(pair: Pair):
+    pair.append()
+    for _ in range(9):
+        pair.truth.commit(pair.leader, pair.truth.ops([(1, 9)]))
+    pair.ship()
+    tracker, quiet = (
+        Retention(),
+        segment_path(shard_folder(FOLDER, ShardId(1)), pair.log.position()[ShardId(1)].base_offset),
+    )
+
+    def retain() -> bool:
+        """Let go of what nobody needs; whether the quiet shard's segment is there still."""
+        tracker.needs("follower b", HolderKind.FOLLOWER, pair.log.end().persisted_upto, pair.log.position())
+        drop_segments(FOLDER, tracker, Bounds(0.0, 0, 1 << 40), files=pair.leader_files, clock=ManualClock())
+        return pair.leader_files.exists(quiet)
+
+    pair.reopen_leader()
+    pair.append(2)
+    assert retain()
+    pair.ship()
+    assert pair.log.end().persisted_upto == pair.leader.persisted_upto
+    assert not retain()
+
+
 def test_what_the_leader_drops_stays_at_a_follower_until_its_own_retention_drops_it(pair: Pair):
     pair.append(30)
     pair.ship()

@@ -10,7 +10,7 @@ What another region hasn't followed yet, and what `millstream reconcile` hasn't 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import structlog
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from millstream.app.config.model import StreamConfig
     from millstream.app.config.replication_model import ReplicationConfig
     from millstream.catalog import Catalog
+    from millstream.wal.reader import StreamReader
 
 logger = structlog.get_logger("millstream.retention")
 
@@ -61,16 +62,45 @@ def merge_needs(
     catalog: Catalog, name: str, stream: StreamId, config: StreamConfig, kept: KeptVectors
 ) -> Mapping[str, Seq]:
     """By holder (`merge public.posts`), the first number of the own log that what is kept of a merged table lacks. Tables that nobody has written here yet need nothing."""
-    found = {}
-    for table in sorted(config.merge):
+
+    def is_there(table: str) -> bool:
         try:
             catalog.find_table(stream, *parse_qualified_name(table))
         except UnknownTable:
-            continue
-        token = kept.of(name, config, table).get(RegionId(config.region))
-        # A log that was made anew has taken nothing.
-        is_ours = token is not None and token.stream == short_stream_id(stream)
-        found[merge_holder(table)] = Seq(token.linear() + 1) if token is not None and is_ours else Seq(0)
+            return False
+        return True
+
+    return _needs(name, RegionId(config.region), short_stream_id(stream), config, kept, is_there)
+
+
+def merge_needs_of_copy(
+    name: str, region: RegionId, reader: StreamReader, config: StreamConfig, kept: KeptVectors
+) -> Mapping[str, Seq]:
+    """As `merge_needs`, of the copy of another region's log. Raises `LogError` where that can't be read."""
+
+    def is_there(table: str) -> bool:
+        wanted = parse_qualified_name(table)
+        return any((schema.namespace, schema.name) == wanted for schema in reader.schema_versions().values())
+
+    return _needs(name, region, short_stream_id(reader.stream_id), config, kept, is_there)
+
+
+def _needs(
+    name: str,
+    region: RegionId,
+    stream: str,
+    config: StreamConfig,
+    kept: KeptVectors,
+    is_there: Callable[[str], bool],
+) -> dict[str, Seq]:
+    found = {}
+    for table in sorted(config.merge):
+        token = kept.of(name, config, table).get(region)
+        # Of a log that was made anew nothing was taken.
+        if token is not None and token.stream == stream:
+            found[merge_holder(table)] = Seq(token.linear() + 1)
+        elif is_there(table):
+            found[merge_holder(table)] = Seq(0)
     return found
 
 

@@ -195,9 +195,10 @@ class RegionTable:
         """What all regions' logs say together: what is kept, and what they have behind that.
 
         Args:
-            take: told what was taken of which region.
+            take: told what was taken of which region, and where something was dropped before it was merged: the rest is taken all the same then.
 
         Raises:
+            OffsetExpired: that, where nobody is told.
             OtherStream: a region's log was made anew since what is kept was.
             MergeStateUnreadable: what is kept is damaged.
             MergeUnsuitable: columns are to merge otherwise than they did, and retention has dropped what that would be made of.
@@ -208,11 +209,12 @@ class RegionTable:
             state = self.empty
         for region, reader in self._readers.items():
             after = self._heard(state, region, reader)
-            lacking = self.engine.missing(self.state_of(region, after), state.vector)
+            first = reader.first_seq() if take is not None or after == 0 else Seq(0)
+            lost = first if first > after + 1 else None
+            begins = after if lost is None else Seq(lost - 1)
+            lacking = self.engine.missing(self.state_of(region, begins), state.vector)
             if take is not None:
-                first = reader.first_seq()
                 upto = behind(lacking.vector, region)
-                lost = first if after == 0 and first > 1 else None
                 own = region == self._own
                 take.append(Reconciled(self.name, region, own, lacking.rows.num_rows, after, upto, lost))
             state = self.engine.apply(state, lacking)

@@ -44,7 +44,7 @@ def tracker_of(positions: Iterable[PipelinePosition], merges: Mapping[str, Seq] 
     for position in positions:
         if position.needed_from is None or position.cut_off_at is not None:
             continue
-        tracker.needs(position.name, position.kind, position.needed_from)
+        tracker.needs(position.name, position.kind, position.needed_from, position.position)
         if position.kind is HolderKind.PIPELINE:
             # Tables that the pipeline has set aside are holders of their own.
             tracker.landed(position.name, Seq(1), position.landed)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 from sqlalchemy import delete, func, select, update
 
 from millstream.catalog import tables as t
 from millstream.catalog.part import CatalogPart, greater, lock_stream, now_us
 from millstream.catalog.values import PipelinePosition
-from millstream.model.ids import StreamId
-from millstream.model.positions import Seq
+from millstream.model.ids import ShardId, StreamId
+from millstream.model.positions import Offset, Seq
+from millstream.model.replication import ByteEnd, ReplicaPosition
 from millstream.protocol.retention import CutOff, HolderKind, cut_off_error
 
 
@@ -16,7 +19,13 @@ class Holders(CatalogPart):
     """Pipelines' positions, and who holds segments."""
 
     def set_needed_from(
-        self, stream: StreamId, pipeline: str, seq: Seq, *, kind: HolderKind = HolderKind.PIPELINE
+        self,
+        stream: StreamId,
+        pipeline: str,
+        seq: Seq,
+        *,
+        kind: HolderKind = HolderKind.PIPELINE,
+        position: ReplicaPosition | None = None,
     ) -> None:
         """Hold every segment with numbers at or above `seq` for a pipeline (or another holder). Only upward.
 
@@ -25,11 +34,12 @@ class Holders(CatalogPart):
             pipeline: the holder's name.
             seq: the lowest number that it may still ask for. Of a pipeline: the start of its last batch.
             kind: what the holder is, when it is new.
+            position: of one that has the log's bytes, up to where: it takes the place of what was said before. None: that stays.
 
         Raises:
             CursorExpired, FollowerBehindRetention: it was cut off; `release` it to begin anew.
         """
-        self._move_pipeline(stream, pipeline, "needed_from", seq, kind)
+        self._move_pipeline(stream, pipeline, "needed_from", seq, kind, position)
 
     def cut_off(self, stream: StreamId, gone: CutOff) -> bool:
         """Note that a holder was cut off: it holds nothing from now on, and is told so when it comes again.
@@ -39,6 +49,8 @@ class Holders(CatalogPart):
         """
         still = (t.pipelines.c.stream == str(stream)) & (t.pipelines.c.name == gone.name)
         still &= (t.pipelines.c.needed_from <= gone.needed_from) & t.pipelines.c.cut_off_at.is_(None)
+        if gone.position is not None:
+            still &= t.pipelines.c.position == _text_of(gone.position)
         with self._database.write() as connection:
             lock_stream(connection, stream)
             done = connection.execute(
@@ -80,17 +92,28 @@ class Holders(CatalogPart):
                 r.changed_us,
                 HolderKind(r.kind),
                 None if r.cut_off_at is None else Seq(r.cut_off_at),
+                _position_of(r.position),
             )
             for r in rows
         ]
 
-    def _move_pipeline(self, stream: StreamId, pipeline: str, column: str, seq: Seq, kind: HolderKind) -> None:
+    def _move_pipeline(
+        self,
+        stream: StreamId,
+        pipeline: str,
+        column: str,
+        seq: Seq,
+        kind: HolderKind,
+        position: ReplicaPosition | None = None,
+    ) -> None:
         now = now_us()
-        values = {"stream": str(stream), "name": pipeline, column: seq, "changed_us": now, "kind": kind.value}
+        stands = {} if position is None else {"position": _text_of(position)}
+        values = {"stream": str(stream), "name": pipeline, column: seq, "changed_us": now, "kind": kind.value, **stands}
         first = self._database.insert(t.pipelines).values(values)
         upward = greater(func.coalesce(t.pipelines.c[column], 0), seq)
         change = first.on_conflict_do_update(
-            index_elements=[t.pipelines.c.stream, t.pipelines.c.name], set_={column: upward, "changed_us": now}
+            index_elements=[t.pipelines.c.stream, t.pipelines.c.name],
+            set_={column: upward, "changed_us": now, **stands},
         )
         with self._database.write() as connection:
             lock_stream(connection, stream)
@@ -101,3 +124,14 @@ class Holders(CatalogPart):
                     CutOff(gone.name, HolderKind(gone.kind), Seq(gone.needed_from), Seq(gone.cut_off_at))
                 )
             connection.execute(change)
+
+
+def _text_of(position: ReplicaPosition) -> str:
+    """In one form, so that it can be compared."""
+    return json.dumps({str(int(shard)): [end.base_offset, end.position] for shard, end in sorted(position.items())})
+
+
+def _position_of(text: str | None) -> ReplicaPosition | None:
+    if text is None:
+        return None
+    return {ShardId(int(shard)): ByteEnd(Offset(base), place) for shard, (base, place) in json.loads(text).items()}

@@ -115,6 +115,7 @@ pipelines = Table(
     Column("changed_us", BigInteger, nullable=False),
     Column("kind", Text, nullable=False, server_default="pipeline"),
     Column("cut_off_at", BigInteger),
+    Column("position", Text),
 )
 
 facts = Table(

@@ -9,6 +9,7 @@ from typing import Any
 from millstream.model.access import Rights
 from millstream.model.ids import Epoch, SchemaVersion, ShardId, SourceId, StreamId, TableId, WriterId
 from millstream.model.positions import Lsn, Seq
+from millstream.model.replication import ReplicaPosition
 from millstream.model.schema import TableKind
 from millstream.protocol.retention import HolderKind
 
@@ -151,6 +152,8 @@ class PipelinePosition:
     kind: HolderKind = HolderKind.PIPELINE
     cut_off_at: Seq | None = None
     """Where the log began when the holder was cut off, which it no longer holds since; None: it wasn't."""
+    position: ReplicaPosition | None = None
+    """Of one that has the log's bytes: up to where; None where it never said."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     "streams",
     multiple=True,
     metavar="S",
-    help="Only this stream; may be repeated. Else all that are configured.",
+    help="Only this stream; may be repeated. Else all that are configured. With --rebuild also another region's log, such as shop@2.",
 )
 @click.option(
     "--rebuild",
@@ -58,7 +58,7 @@ def follow(
     """
     from millstream.app.logs import configure_logs
     from millstream.app.part import Lifeline
-    from millstream.app.replicating.following import begin_to_follow, follow_home, start_anew
+    from millstream.app.replicating.following import begin_to_follow, follow_home, logs_to_rebuild, start_anew
     from millstream.model.replication import check_node_name
 
     home = session.home(needs_source=False)
@@ -67,14 +67,14 @@ def follow(
         configure_logs(part="follow", style=log_format)
         if not lifeline.supervised:
             facts = begin_to_follow(home, None if node is None else check_node_name(node), streams)
+            for name in logs_to_rebuild(home, streams, facts) if rebuild else ():
+                aside = start_anew(home, name)
+                if aside is not None:
+                    note(f"the copy of {name} so far is in {aside}")
             for name, fact in facts.items():
-                aside = start_anew(home, name) if rebuild else None
                 store = home.config.replication.object_store
-                note(
-                    f"stream {name} follows {fact.leader}"
-                    + ("" if aside is None else f"; the copy so far is in {aside}")
-                    + ("" if not rebuild or store is None else f"; the new one begins with what {store} has")
-                )
+                anew = "" if not rebuild or store is None else f"; the new one begins with what {store} has"
+                note(f"stream {name} follows {fact.leader}{anew}")
             if only_note:
                 return
         found = follow_home(home, lifeline, until_caught_up=until_caught_up, on_progress=lambda _: None)
@@ -191,14 +191,25 @@ def promote(session: Session, streams: tuple[str, ...], accept_loss: bool, as_js
     "--from", "store", required=True, metavar="URL", help="The object store: s3://bucket/prefix, file:///folder …"
 )
 @click.option("--stream", required=True, metavar="S", help="Which stream of it.")
+@click.option(
+    "--region", type=click.IntRange(0), default=0, help="Whose log, of several regions that write the stream."
+)
 @click.option("--at", metavar="TOKEN", help="Restore up to that token; else everything.")
+@click.option(
+    "--epoch",
+    type=click.IntRange(0),
+    help="Restore what was stored up to that epoch and then set aside, where a node was promoted without the store.",
+)
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 @json_option
-def restore(store: str, stream: str, at: str | None, folder: Path, as_json: bool) -> None:
+def restore(
+    store: str, stream: str, region: int, at: str | None, epoch: int | None, folder: Path, as_json: bool
+) -> None:
     """Bring a stream back from an object store alone, into FOLDER: a home that has its log, its catalog and its sessions."""
     from millstream.app.replicating.restoring import restore_stream
+    from millstream.model.ids import RegionId
 
-    found = restore_stream(store, stream, folder, at=at, tell=note)
+    found = restore_stream(store, stream, folder, region=RegionId(region), at=at, epoch=epoch, tell=note)
     if as_json:
         print_json(found)
         return

@@ -270,7 +270,8 @@ class FollowerBehindRetention(PositionError):
     code = "follower_behind_retention"
     retry = Retry.OPERATOR
     default_hint = (
-        "Seed the follower anew from a copy of the log; `retention_bytes_max` says how far one may fall behind."
+        "Have it built anew: `millstream follow --rebuild`. With [replication] object_store it takes what it lacks from there by itself; "
+        "`retention_bytes_max` says how far one may fall behind."
     )
 
 

@@ -4,7 +4,8 @@ Premises
 --------
 1. Segments go whole, sealed, and oldest first: by the last number of their last commit group, over all shards. The first that
    has to stay keeps all behind it, so that a reader who begins at a token never meets a hole.
-2. A holder that reads by position needs all from its number on: `needs`. For a pipeline that number is the *start* of its last
+2. A holder that reads by position needs all from its number on: `needs`. One that has the log's bytes needs, besides, each segment that it hasn't up to its end: a shard
+   where nothing happens may be sealed long after its last number, and without the footer it can't go on in the next segment. For a pipeline that number is the *start* of its last
    batch: the engine may ask for that batch again after the lake has it.
 3. Besides, a segment waits until every batch (of a table and partition) in it has *landed* in every pipeline. What has landed is
    told in ranges of numbers, of all tables or of one, in any order: before the seal or after it, twice, or never.
@@ -27,7 +28,7 @@ What becomes of the oldest segment, by who needs it and how large the log is:
     |------------------------------|--------------------|--------------|----------------------------|
     | nobody                       | Drop when old      | Drop         | Drop                       |
     | consumers and followers only | Keep               | Keep         | CutOff of each, then Drop  |
-    | a pipeline, backlog or merge | Keep               | Keep         | Keep; nobody is cut off    |
+    | anybody else                 | Keep               | Keep         | Keep; nobody is cut off    |
 
 Nobody is cut off where that would free nothing. Pipelines and backlogs never are, nor what is merged of several regions: the lake, and the
 merged table, have no other way to what they lack.
@@ -47,6 +48,7 @@ from typing import Final
 from millstream.errors import CursorExpired, FollowerBehindRetention, MillstreamError
 from millstream.model.ids import ShardId, TableId
 from millstream.model.positions import Offset, Seq
+from millstream.model.replication import ReplicaPosition
 
 RANGES_MAX: Final = 4096
 """Ranges remembered of a pipeline, of single tables and as many of all: more than a batch has tables, some hundred kilobytes."""
@@ -64,6 +66,8 @@ class HolderKind(StrEnum):
     FOLLOWER = "follower"
     MERGE = "merge"
     """What is kept of a table that several regions write: records that it hasn't taken."""
+    LEADER = "leader"
+    """Of a follower's log: what its leader still has. Whoever is promoted needs all that those in the leader's catalog do."""
 
     @property
     def can_be_cut_off(self) -> bool:
@@ -128,6 +132,8 @@ class CutOff:
     needed_from: Seq
     first: Seq
     """Where the log begins once the segment has gone that it needed."""
+    position: ReplicaPosition | None = None
+    """Where it stood, where that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +155,8 @@ class Holder:
     """It needs everything from here on; only grows."""
     landed: _Landed | None = None
     """Of a pipeline."""
+    position: ReplicaPosition | None = None
+    """Of one that has the log's bytes, as it said last: it has them up to there."""
 
 
 class Retention:
@@ -177,8 +185,14 @@ class Retention:
         """Ranges that are remembered, of all pipelines: at most `2 * RANGES_MAX` each."""
         return sum(holder.landed.count for holder in self._holders.values() if holder.landed is not None)
 
-    def needs(self, name: str, kind: HolderKind, seq: Seq) -> None:
+    def needs(self, name: str, kind: HolderKind, seq: Seq, position: ReplicaPosition | None = None) -> None:
         """Somebody may still ask for everything from `seq` on; a lower number than before changes nothing.
+
+        Args:
+            name: the holder.
+            kind: what it is, when it is new.
+            seq: the number.
+            position: up to where it has each shard's bytes; of one that isn't in it nothing. None: by numbers alone.
 
         Raises:
             CursorExpired, FollowerBehindRetention: it was cut off. `released` is how it begins anew.
@@ -188,6 +202,7 @@ class Retention:
             raise cut_off_error(gone)
         holder = self._holders.setdefault(name, _new(kind))
         holder.needed_from = max(holder.needed_from, seq)
+        holder.position = holder.position if position is None else position
 
     def landed(
         self, name: str, first: Seq, last: Seq, *, table: TableId | None = None, partition: str | None = None
@@ -243,7 +258,7 @@ class Retention:
         if log_bytes <= bounds.bytes_max or not all(self._holders[name].kind.can_be_cut_off for name in names):
             return Keep(segment, names)
         holder = self._holders.pop(names[0])
-        gone = CutOff(names[0], holder.kind, holder.needed_from, Seq(segment.last_seq + 1))
+        gone = CutOff(names[0], holder.kind, holder.needed_from, Seq(segment.last_seq + 1), holder.position)
         self._cut_off[names[0]] = gone
         return gone
 
@@ -256,8 +271,11 @@ def oldest_of(segments: Iterable[SealedSegment]) -> SealedSegment | None:
 def cut_off_error(gone: CutOff) -> MillstreamError:
     """The error that a holder gets which was cut off: `CursorExpired` or `FollowerBehindRetention`."""
     kind = FollowerBehindRetention if gone.kind is HolderKind.FOLLOWER else CursorExpired
+    needed = (
+        f"the log from {gone.needed_from} on" if gone.needed_from < gone.first else "the end of a segment of the log"
+    )
     return kind(
-        f"the {gone.kind.value} {gone.name} was cut off: it needed the log from {gone.needed_from} on, which begins at {gone.first}",
+        f"the {gone.kind.value} {gone.name} was cut off: it needed {needed}, which begins at {gone.first}",
         holder=gone.name,
         needed_from=int(gone.needed_from),
         first=int(gone.first),
@@ -271,6 +289,10 @@ def _new(kind: HolderKind) -> Holder:
 def _needs(holder: Holder, segment: SealedSegment) -> bool:
     if segment.last_seq >= holder.needed_from:
         return True
+    if holder.position is not None:
+        end = holder.position.get(segment.shard)
+        if end is None or end.base_offset <= segment.base_offset:
+            return True
     landed = holder.landed
     return landed is not None and not all(landed.covers(batch) for batch in segment.batches)
 

@@ -37,7 +37,7 @@ class WalArchiver:
         name: the stream's.
         folder: its log's.
         promise: under which this node leads.
-        store: the object store: what it acknowledges is durable there.
+        connect: gives the object store: what it acknowledges is durable there. Called from the thread, again where it fails.
         tell: hears of what is stored, and of another node's claim.
         lineage: the document that says who has led.
         documents: what goes along, as it is now.
@@ -49,7 +49,7 @@ class WalArchiver:
         name: str,
         folder: str,
         promise: Promise,
-        store: ObjectStoreTransport,
+        connect: Callable[[], ObjectStoreTransport],
         tell: Callable[[Stored | Heard], None],
         lineage: Document,
         *,
@@ -59,7 +59,8 @@ class WalArchiver:
     ) -> None:
         self._name = name
         self._promise = promise
-        self._store = store
+        self._connect = connect
+        self._store: ObjectStoreTransport | None = None
         self._tell = tell
         self._lineage = lineage
         self._documents = documents
@@ -70,6 +71,7 @@ class WalArchiver:
         self._ending = threading.Event()
         self._backoff = Backoff()
         self.stored_group = GroupNumber(0)
+        self._stored_at: ReplicaPosition = {}
         self.error: MillstreamError | None = None
         """Why nothing is stored just now."""
         self._thread = threading.Thread(target=self._run, name=f"archive-{name}", daemon=True)
@@ -82,7 +84,8 @@ class WalArchiver:
         """End, once what is durable now is stored, or after so long."""
         self._ending.set()
         self._thread.join(within_s)
-        self._store.close()
+        if self._store is not None:
+            self._store.close()
 
     def facts(self) -> dict[str, object]:
         """What is known now, JSON-able."""
@@ -93,6 +96,8 @@ class WalArchiver:
         while True:
             try:
                 if link is None:
+                    if self._store is None:
+                        self._store = self._connect()
                     self._store.begin(self._promise.epoch, self._common_end)
                     link = self._store.accept(_ACCEPTS_WITHIN_S)
                 if link is not None:
@@ -104,11 +109,11 @@ class WalArchiver:
                 )
                 self._tell(Heard(claimed))
                 return
-            except (MillstreamError, OSError) as error:
-                self.error = (
-                    error if isinstance(error, MillstreamError) else LogError(f"the log can't be read: {error}")
-                )
-                logger.warning(
+            except Exception as error:  # noqa: BLE001 - it is told, and tried again
+                # Whatever it is: followers, and who reads, have nothing to do with it.
+                self.error = _as_told(error)
+                say = logger.warning if isinstance(error, MillstreamError | OSError) else logger.exception
+                say(
                     "the object store lacks what is new",
                     stream=self._name,
                     error=self.error.message,
@@ -147,6 +152,13 @@ class WalArchiver:
 
     def _store_all(self, link: FollowerLink) -> None:
         """Store until it is to end and nothing is left, or something fails."""
+        claimed = link.hello.promised
+        if claimed > self._promise.epoch:
+            # What lies there may be another log by now: it isn't to be compared with this one.
+            raise Fenced(
+                f"another node has claimed the object store of {self._name}: epoch {claimed}, and this is {self._promise.epoch}",
+                epoch=int(claimed),
+            )
         position = dict(link.hello.position)
         versions = dict(link.hello.documents)
         self._source.restart()
@@ -178,6 +190,13 @@ class WalArchiver:
                     self.error = None
                     # Shipments that waited go as one object: what is acknowledged is all that came before, or some.
                     under_way = 0 if is_covered(position, word.position) else under_way
-                    if word.group > self.stored_group:
-                        self.stored_group = word.group
-                        self._tell(Stored(word.group, word.persisted_upto))
+                    if (word.group, word.position) != (self.stored_group, self._stored_at):
+                        self.stored_group, self._stored_at = word.group, word.position
+                        self._tell(Stored(word.group, word.persisted_upto, word.position))
+
+
+def _as_told(error: Exception) -> MillstreamError:
+    if isinstance(error, MillstreamError):
+        return error
+    what = "the log can't be read" if isinstance(error, OSError) else "a fault of Millstream's"
+    return LogError(f"{what}: {error!r}")

@@ -16,6 +16,7 @@ import structlog
 
 from millstream.errors import AccessError, Diverged, LogError, MillstreamError
 from millstream.model.ids import GroupNumber
+from millstream.model.positions import Seq
 from millstream.model.replication import Acknowledgement, Document, Hello, NodeName
 from millstream.ports import Clock, Files, LeaderLink
 from millstream.protocol.replication.follower import (
@@ -74,6 +75,13 @@ class FollowerNotes(Protocol):
     def lag(self, lag: Lag) -> None:
         """For readers of other processes: now and then."""
 
+    def let_go(self, leader_dropped: Seq) -> None:
+        """The leader's retention has let go of everything up to that number: so may this node's. Asked again and again, while the log is open and nothing is written.
+
+        Raises:
+            MillstreamError, OSError: nothing, or less, goes this time.
+        """
+
 
 class WalFollower:
     """A follower of one stream, on a log of its own.
@@ -116,6 +124,7 @@ class WalFollower:
         self._link: LeaderLink | None = None
         self._leader: NodeName | None = None
         self._lag_told_s = 0.0
+        self._leader_dropped = Seq(0)
         self._apart_since_s = 0.0
         self._told: tuple[str, ...] | None = ()
         """What was told of last, which isn't repeated with each try; None once it follows."""
@@ -184,6 +193,7 @@ class WalFollower:
                     stop.wait(_HEARS_FOR_S / 2)
                     continue
                 self._hear(self._link)
+                self._let_go()
                 if until_caught_up and self._has_all():
                     return
         finally:
@@ -247,6 +257,9 @@ class WalFollower:
                     self._log.apply(shipment)
                 except MillstreamError as error:
                     return ApplyFailed(error, random.random())  # noqa: S311 - no secret
+                self._leader_dropped = max(
+                    self._leader_dropped, *(gone.seq for gone in shipment.first_kept.values()), Seq(0)
+                )
                 return Applied(self._holding(), self._clock.now_ns())
             case ShowAll():
                 self._notes.check_promise(self._machine.fact)
@@ -304,6 +317,14 @@ class WalFollower:
             self._lag_told_s = now_s
             with contextlib.suppress(OSError, LogError):
                 self._notes.lag(self.lag())
+
+    def _let_go(self) -> None:
+        if not self._leader_dropped:
+            return
+        try:
+            self._notes.let_go(self._leader_dropped)
+        except (MillstreamError, OSError) as error:
+            logger.warning("retention waits", stream=self._name, error=str(error))
 
 
 _GIVES_UP_AFTER_S: Final = 60.0

@@ -11,7 +11,7 @@ Nothing is taken away for it: what stands outside the log stays under its names.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from millstream.codec.shipment import decode_message, encode_message
@@ -45,6 +45,8 @@ class History:
     """All branches, the first one first."""
 
     branches: tuple[Branch, ...] = ()
+    upto: Epoch | None = None
+    """As if no higher epoch had been: what was set aside since is the log then. None: as it is."""
 
     @property
     def epoch(self) -> Epoch:
@@ -66,10 +68,17 @@ class History:
             branch.is_whole and branch.epoch > epoch and branch.replaces(shard, base) for branch in self.branches
         )
 
+    @property
+    def set_aside(self) -> tuple[Epoch, ...]:
+        """Up to which epochs there is more than the log has."""
+        claimed = [branch.epoch for branch in self.branches if branch.is_whole]
+        return tuple(Epoch(epoch - 1) for epoch in claimed)
+
     def as_of(self, epoch: Epoch | None) -> History:
         """As the leader of an epoch sees it: its own branch is the log, whole or not."""
-        return History(
-            tuple(Branch(one.epoch, one.begins, one.is_whole or one.epoch == epoch) for one in self.branches)
+        return replace(
+            self,
+            branches=tuple(Branch(one.epoch, one.begins, one.is_whole or one.epoch == epoch) for one in self.branches),
         )
 
     def parts_below(self, position: ReplicaPosition, known: History) -> bool:
@@ -80,19 +89,22 @@ class History:
         )  # fmt: skip
 
     def _is_begun(self, epoch: Epoch) -> bool:
+        if self.upto is not None and epoch > self.upto:
+            return True
         return any(branch.epoch == epoch and not branch.is_whole for branch in self.branches)
 
 
-def history_of(objects: Objects, layout: Layout) -> History:
-    """Read it: after the names of shipments, since a branch is there before the first of its epoch. Raises `StoreUnavailable`, `ShipmentUnreadable`."""
+def history_of(objects: Objects, layout: Layout, upto: Epoch | None = None) -> History:
+    """Read it, up to an epoch: after the names of shipments, since a branch is there before the first of its epoch. Raises `StoreUnavailable`, `ShipmentUnreadable`."""
     names = {listed.name for listed in objects.listed(layout.branches)}
     found = []
     for name in sorted(name for name in names if not name.endswith(_WHOLE)):
         message = decode_message(objects.get(name) or memoryview(b""))
         if not isinstance(message, Hello):
             raise ShipmentUnreadable(f"{name} says nothing of a branch")
-        found.append(Branch(message.promised, dict(message.position), f"{name}{_WHOLE}" in names))
-    return History(tuple(found))
+        if upto is None or message.promised <= upto:
+            found.append(Branch(message.promised, dict(message.position), f"{name}{_WHOLE}" in names))
+    return History(tuple(found), upto)
 
 
 def begin_branch(

@@ -140,16 +140,17 @@ class Stored:
         return [name for name, keys in self.shipments.items() if keys <= self.sealed and name not in kept]
 
 
-def stored_of(objects: Objects, layout: Layout, epoch: Epoch | None = None) -> Stored:
+def stored_of(objects: Objects, layout: Layout, epoch: Epoch | None = None, *, upto: Epoch | None = None) -> Stored:
     """Read what the store has: names of segments, and the shipments behind them.
 
     Args:
         objects: the store.
         layout: the names of the log.
         epoch: for the leader of that epoch, who may have begun a branch.
+        upto: as if no higher epoch had been.
     """
     names = list(objects.listed(layout.groups))
-    found = Stored(history=history_of(objects, layout).as_of(epoch))
+    found = Stored(history=history_of(objects, layout, upto).as_of(epoch))
     last: dict[ShardId, Listed] = {}
     for shard in shards_of(objects, layout):
         for listed in objects.listed(layout.shard(shard)):
@@ -222,8 +223,12 @@ class StoredLink:
         self._words: Inbox[Acknowledgement] = Inbox(4 << 20)
         self._ended = threading.Event()
         self._sealing: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        threading.Thread(target=self._write_all, name="object-store-writes", daemon=True).start()
-        threading.Thread(target=self._seal_all, name="object-store-seals", daemon=True).start()
+        self._threads = (
+            threading.Thread(target=self._write_all, name="object-store-writes", daemon=True),
+            threading.Thread(target=self._seal_all, name="object-store-seals", daemon=True),
+        )
+        for thread in self._threads:
+            thread.start()
         self._sealing.put(True)
 
     @property
@@ -231,10 +236,17 @@ class StoredLink:
         """What the store has."""
         return self._hello
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether it is of no use any more."""
-        return self._ended.is_set()
+    def has_ended(self, timeout_s: float) -> bool:
+        """Whether it is of no use any more, and changes nothing: the next one would take what it writes for another leader's, and miss what it takes away.
+
+        Waits so long for what is under way.
+        """
+        if not self._ended.is_set():
+            return False
+        deadline_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def send(self, shipment: Shipment) -> None:
         """See the port. Who reads a store takes all of it: what readers of the leader see isn't kept."""

@@ -44,13 +44,23 @@ class StoreReader:
         layout: the names of the log.
         hello: from where on.
         polls_s: how often it is looked for what is new.
+        upto: as if no higher epoch had been; None: what is the log now.
     """
 
-    def __init__(self, objects: Objects, layout: Layout, hello: Hello, *, polls_s: float = POLLS_S) -> None:
+    def __init__(
+        self,
+        objects: Objects,
+        layout: Layout,
+        hello: Hello,
+        *,
+        polls_s: float = POLLS_S,
+        upto: Epoch | None = None,
+    ) -> None:
         self._objects = objects
         self._layout = layout
         self._hello = hello
         self._polls_s = polls_s
+        self._upto = upto
         self._position: dict[ShardId, ByteEnd] = dict(hello.position)
         self._documents = dict(hello.documents)
         self._closed = threading.Event()
@@ -127,7 +137,7 @@ class StoreReader:
 
     def _follow_history(self) -> None:
         """See which objects are the log now."""
-        history = history_of(self._objects, self._layout)
+        history = history_of(self._objects, self._layout, self._upto)
         if self._history is not None and history.parts_below(self._position, self._history):
             raise LinkLost("a new leader's log parts from what was read of the object store")
         self._history = history
@@ -229,7 +239,7 @@ class StoreReader:
         epoch, number = group_of(last)
         is_new = False
         behind = list(self._objects.listed(self._layout.groups, last))
-        if (behind or self._told.has_begun) and history_of(self._objects, self._layout) != self._told:
+        if (behind or self._told.has_begun) and history_of(self._objects, self._layout, self._upto) != self._told:
             return None
         for listed in behind:
             next_epoch, next_number = group_of(listed.name)

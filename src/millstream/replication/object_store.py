@@ -15,7 +15,7 @@ from millstream.model.marks import DurableMark
 from millstream.model.replication import Hello, ReplicaPosition
 from millstream.ports import FollowerLink, LeaderLink
 from millstream.replication import object_layout
-from millstream.replication.object_history import begin_branch
+from millstream.replication.object_history import begin_branch, history_of
 from millstream.replication.object_layout import Layout
 from millstream.replication.object_leader import SegmentBytes, Stored, StoredLink, stored_of
 from millstream.replication.object_reader import POLLS_S, StoreReader
@@ -47,6 +47,7 @@ class ObjectStoreTransport:
         options: of the store, beside what the environment says (`AWS_…` and the like).
         window_bytes: how much may wait to be written.
         polls_s: how often a reader looks for what is new.
+        upto: for readers: as if no higher epoch had been, so that what a promotion has set aside is read; None: what is the log now.
         segment_bytes: where the leader's sealed segments can be read more cheaply than from the store, in pieces; None where one can't.
 
     Raises:
@@ -63,6 +64,7 @@ class ObjectStoreTransport:
         options: Mapping[str, str] | None = None,
         window_bytes: int = WINDOW_BYTES,
         polls_s: float = POLLS_S,
+        upto: Epoch | None = None,
         segment_bytes: SegmentBytes | None = None,
     ) -> None:
         self._objects: Objects = open_objects(url, options)
@@ -70,6 +72,7 @@ class ObjectStoreTransport:
         self._node = node
         self._window_bytes = window_bytes
         self._polls_s = polls_s
+        self._upto = upto
         self._segment_bytes = segment_bytes
         self._lock = threading.Lock()
         self._link: StoredLink | None = None
@@ -96,7 +99,7 @@ class ObjectStoreTransport:
             ShipmentUnreadable: likewise.
         """
         with self._lock:
-            if not self._closed.is_set() and (self._link is None or self._link.has_ended):
+            if not self._closed.is_set() and (self._link is None or self._link.has_ended(timeout_s)):
                 if not self._is_probed:
                     self.check()
                 self._link = StoredLink(
@@ -116,7 +119,7 @@ class ObjectStoreTransport:
         del timeout_s
         if self._closed.is_set():
             raise LinkLost("the transport was closed")
-        reader = StoreReader(self._objects, self._layout, hello, polls_s=self._polls_s)
+        reader = StoreReader(self._objects, self._layout, hello, polls_s=self._polls_s, upto=self._upto)
         with self._lock:
             self._readers = [one for one in self._readers if not one.is_closed] + [reader]
         return reader
@@ -174,7 +177,11 @@ class ObjectStoreTransport:
 
     def newest(self) -> StoredState:
         """What the store has of the log: the newest marks, and the newest documents. Raises as `accept`."""
-        return self._state_of(stored_of(self._objects, self._layout))
+        return self._state_of(stored_of(self._objects, self._layout, upto=self._upto))
+
+    def set_aside(self) -> tuple[Epoch, ...]:
+        """Up to which epochs there is more than the log has: leaders that were promoted without the store have gone on from below. Raises as `accept`."""
+        return history_of(self._objects, self._layout).set_aside
 
     def _state_of(self, stored: Stored) -> StoredState:
         documents = {}

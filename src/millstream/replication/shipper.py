@@ -68,8 +68,8 @@ class ShipperNotes(Protocol):
     def role(self, fact: RoleFact) -> None:
         """Durably: who leads."""
 
-    def cursor(self, node: NodeName, needed_from: Seq, *, anew: bool) -> None:
-        """Durably: from where on retention keeps the log for a follower. `anew`: it has less than it had."""
+    def cursor(self, node: NodeName, needed_from: Seq, position: ReplicaPosition, *, anew: bool) -> None:
+        """Durably: from where on retention keeps the log for a follower, by number and on each shard. `anew`: it has less than it had."""
 
     def acks(self, holdings: Holdings, now_ns: int) -> None:
         """To whoever waits for a level: who holds what, at that moment of the clock. Places that hold what they did keep their time."""
@@ -229,8 +229,8 @@ class WalShipper:
             match effect:
                 case PersistRole(fact):
                     self._notes.role(fact)
-                case PersistCursor(node, needed_from, _, anew):
-                    self._notes.cursor(node, needed_from, anew=anew)
+                case PersistCursor(node, needed_from, position, anew):
+                    self._notes.cursor(node, needed_from, position, anew=anew)
                 case PersistAcks(holdings):
                     self._notes.acks(holdings, self._clock.now_ns())
                 case Greet(link) | ReadAndSend(link):

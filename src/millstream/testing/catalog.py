@@ -41,7 +41,8 @@ from millstream.errors import (
 )
 from millstream.model.access import EVERYTHING, Rights, is_secret, token_parts
 from millstream.model.ids import Epoch, SchemaVersion, ShardId, SourceId, StreamId, TableId, WriterId
-from millstream.model.positions import Lsn, Seq
+from millstream.model.positions import Lsn, Offset, Seq
+from millstream.model.replication import ByteEnd
 from millstream.model.schema import Column, PgType, TableSchema
 from millstream.protocol.retention import CutOff, HolderKind
 
@@ -92,7 +93,7 @@ class WithCatalog:
 def back_to_the_first_schema(connection: Connection) -> None:
     """Make a catalog as the first release made it."""
     later = {
-        "pipelines": ("kind", "cut_off_at"),
+        "pipelines": ("kind", "cut_off_at", "position"),
         "writers": (
             "location",
             "phase",
@@ -419,6 +420,22 @@ class CatalogConformance(WithCatalog):
         catalog.set_needed_from(stream, "mail", Seq(6), kind=HolderKind.CONSUMER)
         assert not catalog.cut_off(stream, gone)
         assert catalog.needed_from(stream) == {"mail": 6}
+
+    def test_a_follower_holds_by_where_it_stands_on_each_shard_as_it_said_last(
+        self, catalog: Catalog, stream: StreamId
+    ) -> None:
+        """And isn't cut off once it stands somewhere else."""
+        early, late = (
+            {ShardId(0): ByteEnd(Offset(10), 5000), ShardId(1): ByteEnd(Offset(base), place)}
+            for base, place in ((7, 4200), (9, 0))
+        )
+        for position in (early, late):
+            catalog.set_needed_from(stream, "copy", Seq(20), kind=HolderKind.FOLLOWER, position=position)
+            assert [(p.needed_from, p.position) for p in catalog.pipelines(stream)] == [(20, position)]
+        catalog.set_needed_from(stream, "copy", Seq(3), kind=HolderKind.FOLLOWER)
+        assert [(p.needed_from, p.position) for p in catalog.pipelines(stream)] == [(20, late)]
+        assert not catalog.cut_off(stream, CutOff("copy", HolderKind.FOLLOWER, Seq(20), Seq(8), early))
+        assert catalog.cut_off(stream, CutOff("copy", HolderKind.FOLLOWER, Seq(20), Seq(8), late))
 
     def test_facts_are_kept_by_scope(self, catalog: Catalog) -> None:
         """Any JSON-able value, also one that is large or full of odd characters."""

@@ -100,7 +100,7 @@ def truncate_to(
         cuts = {shard: Cut.at(files, folder, shard, common.get(shard)) for shard in marks}
         beyond = sum(cut.beyond_bytes for cut in cuts.values())
         if not beyond:
-            return _found(files, aside)
+            return found_aside(files, aside)
         lowered = _lowered(cuts)
         lasts = [cut.last for cut in cuts.values() if cut.last is not None]
         common_seq = max((header.group_last_seq for header in lasts), default=Seq(0))
@@ -115,11 +115,11 @@ def truncate_to(
             if cut.is_below_mark and shard not in lowered:
                 forget_mark(files, cut.folder)
             cut.apply(files)
-    return _found(files, aside)
+    return found_aside(files, aside)
 
 
-def _found(files: Files, aside: str) -> SetAside | None:
-    """What lies aside; None where nothing does."""
+def found_aside(files: Files, aside: str) -> SetAside | None:
+    """What lies in a folder that `truncate_to` was given; None where nothing does, or its copy was cut short."""
     shards = [shard_folder(aside, shard) for shard in list_shards(files, aside)]
     dropped = [mark for shard_dir in shards if (mark := read_dropped(files, shard_dir)) is not None]
     if not dropped:

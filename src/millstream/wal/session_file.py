@@ -25,6 +25,7 @@ from millstream.wal.layout import SESSIONS_NAME
 VERSION: Final = 1
 _MAGIC: Final = b"MILLSES\n"
 _HEAD: Final = struct.Struct("<8sII16sqQ")
+HEAD_BYTES: Final = _HEAD.size
 _CHECKED_FROM: Final = 12
 
 
@@ -102,9 +103,11 @@ def remove_copy(files: Files, folder: str) -> None:
 def covered_upto(files: Files, folder: str) -> Seq | None:
     """The last number that the copy knows of; None where there is none that could be read: nothing of the log is kept for it then."""
     path = session_path(folder)
-    if not files.exists(path):
-        return None
-    data = files.read(path, 0, _HEAD.size)
+    return covered_in(files.read(path, 0, _HEAD.size)) if files.exists(path) else None
+
+
+def covered_in(data: bytes) -> Seq | None:
+    """As `covered_upto`, of a copy's first bytes, `HEAD_BYTES` at the least."""
     if len(data) < _HEAD.size or data[:8] != _MAGIC:
         return None
     return Seq(_HEAD.unpack(data)[4])

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Final
 
+from millstream.app.home import replace_file
 from millstream.app.records_json import Cat, to_json
 from millstream.model.positions import Seq
 from millstream.wal.history import SetAside
@@ -46,5 +47,6 @@ def write_report(stream: str, found: SetAside, folder: Path) -> Path:
         "last_seq": int(reader.persisted_upto()),
         "bytes": found.size_bytes,
     }
-    (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n")
+    # Last, and whole: where it is, the records are.
+    replace_file(folder / REPORT, (json.dumps(report, indent=2) + "\n").encode())
     return folder

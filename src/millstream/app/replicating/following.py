@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -64,7 +64,7 @@ def begin_to_follow(home: Home, leader: NodeName | None, streams: Sequence[str])
     Args:
         home: whose.
         leader: the node; None: whom it follows already, else the only other one.
-        streams: names; empty for all that are configured.
+        streams: names; empty for all that are configured. Of other regions' logs (`shop@2`) the configuration says who leads them.
 
     Raises:
         UnknownStream, UnknownNode, ConfigError: there is no such stream or node.
@@ -73,11 +73,16 @@ def begin_to_follow(home: Home, leader: NodeName | None, streams: Sequence[str])
     """
     me = this_node(home)
     home.prepare()
+    own = [name for name in streams if "@" not in name]
+    for copy in set(streams) - set(own) - {copy.log for copy in region_copies(home)}:
+        raise UnknownStream(f"{home.config_file} has no region that {copy} is a log of", stream=copy)
+    if streams and not own:
+        return {}
     if leader is None and home.config.replication.regions and set(home.config.replication.nodes) <= {me}:
         return {}  # other regions alone: whom to follow there, the configuration says
     found: dict[str, RoleFact] = {}
     roles = Roles(home)
-    for stream in streams or sorted(home.config.streams):
+    for stream in own or sorted(home.config.streams):
         if stream not in home.config.streams:
             raise UnknownStream(f"no stream {stream} in {home.config_file}", stream=stream)
         whom = leader or _only_other(home, me, roles.of(stream))
@@ -238,7 +243,9 @@ class _FollowedStream:
     def _follow(self, *, until_caught_up: bool) -> None:
         fact = self._roles.of(self._name)
         note_leaders(self._home, self._name)
-        follower = _follower_of(self._home, self._copy, fact, FollowingNotes(self._home, self._name))
+        notes = FollowingNotes(self._home, self._name)
+        notes.report_what_was_set_aside()
+        follower = _follower_of(self._home, self._copy, fact, notes)
         with self._unless_told_else(lambda: follower.fact) as ended:
             self._follower = follower
             try:
@@ -392,6 +399,11 @@ class _Connecting:
             if one.fact.role is Role.LEADS and one.fact.promise >= (hello.promised, hello.promised_to)
         ]
         return max(leads, key=lambda one: one.fact.promise).node if leads else None
+
+
+def logs_to_rebuild(home: Home, streams: Sequence[str], followed: Iterable[str]) -> list[str]:
+    """The logs that are meant by a rebuild: those that are named, other regions' too; else all that are followed of other nodes, or of other regions where there are none."""
+    return list(streams) or sorted(followed) or [copy.log for copy in region_copies(home)]
 
 
 def start_anew(home: Home, stream: str) -> Path | None:

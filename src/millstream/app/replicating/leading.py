@@ -25,7 +25,15 @@ from millstream.app.writing.stream_writer import resolve_stream
 from millstream.errors import FollowerBehindRetention, MillstreamError, UnknownStream
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq
-from millstream.model.replication import OBJECT_STORE, Document, Holdings, NodeName, follower_holder, region_node
+from millstream.model.replication import (
+    OBJECT_STORE,
+    Document,
+    Holdings,
+    NodeName,
+    ReplicaPosition,
+    follower_holder,
+    region_node,
+)
 from millstream.protocol.replication.leader import Phase
 from millstream.protocol.replication.roles import Promise, Role, RoleFact
 from millstream.protocol.replication.shipping import Heard
@@ -199,7 +207,7 @@ class _StreamShipping:
             self._name,
             str(self._home.wal_folder(self._name)),
             fact.promise,
-            store_of(self._home, self._name),
+            lambda: store_of(self._home, self._name),
             shipper.hear,
             lineage_document(fact),
             documents=documents.now,
@@ -261,16 +269,21 @@ class _Notes:
             if fact.promise > changing.fact.promise:
                 changing.put(fact)
 
-    def cursor(self, node: NodeName, needed_from: Seq, *, anew: bool) -> None:
+    def cursor(self, node: NodeName, needed_from: Seq, position: ReplicaPosition, *, anew: bool) -> None:
         if anew:
             self._catalog.release(self._stream, follower_holder(node))
             return
         try:
-            self._catalog.set_needed_from(self._stream, follower_holder(node), needed_from, kind=HolderKind.FOLLOWER)
+            self._hold(node, needed_from, position)
         except FollowerBehindRetention:
             # What it needed then it has meanwhile, from here or from elsewhere: else reading would have told it so.
             self._catalog.release(self._stream, follower_holder(node))
-            self._catalog.set_needed_from(self._stream, follower_holder(node), needed_from, kind=HolderKind.FOLLOWER)
+            self._hold(node, needed_from, position)
+
+    def _hold(self, node: NodeName, needed_from: Seq, position: ReplicaPosition) -> None:
+        self._catalog.set_needed_from(
+            self._stream, follower_holder(node), needed_from, kind=HolderKind.FOLLOWER, position=position or None
+        )
 
     def acks(self, holdings: Holdings, now_ns: int) -> None:
         self._acks.take_over(holdings, now_ns)

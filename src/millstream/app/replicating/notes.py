@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
 from millstream.app.home import replace_file
 from millstream.app.replicating.ages import note_age
-from millstream.app.replicating.aside_report import write_report
+from millstream.app.replicating.aside_report import REPORT, write_report
 from millstream.app.replicating.leaders import note_leaders
+from millstream.app.replicating.retaining import CopyRetention
 from millstream.app.replicating.roles import VERSIONS_NAME, Roles, replication_folder
 from millstream.errors import MillstreamError
 from millstream.model.ids import GroupNumber
+from millstream.model.positions import Seq
 from millstream.model.replication import Document
 from millstream.protocol.replication.follower import Lag
 from millstream.protocol.replication.roles import RoleFact, fenced_error
 from millstream.wal.files import RealFiles
-from millstream.wal.history import ends_behind, truncate_to
+from millstream.wal.history import SetAside, ends_behind, found_aside, truncate_to
 from millstream.wal.layout import SESSIONS_NAME
 
 if TYPE_CHECKING:
     from millstream.app.home import Home
+
+_REPORT: Final = "-report"
 
 logger = structlog.get_logger("millstream.follow")
 
@@ -35,6 +40,7 @@ class FollowingNotes:
         self._home = home
         self._roles = Roles(home)
         self._name = name
+        self._retention = CopyRetention(home, name)
         self._folder = replication_folder(home, name)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._wal_folder = home.wal_folder(name)
@@ -95,8 +101,20 @@ class FollowingNotes:
         logger.warning(
             "set aside what the leader doesn't have", stream=self._name, folder=found.folder, bytes=found.size_bytes
         )
+        self._report(found)
+
+    def report_what_was_set_aside(self) -> None:
+        """Write the reports that are missing: who set it aside was killed in front of that, and another node has been promoted since."""
+        for aside in sorted(self._folder.glob("aside-behind-*")):
+            if aside.name.endswith(_REPORT) or (aside.with_name(aside.name + _REPORT) / REPORT).exists():
+                continue
+            found = found_aside(RealFiles(), str(aside))
+            if found is not None:
+                self._report(found)
+
+    def _report(self, found: SetAside) -> None:
         try:
-            report = write_report(self._name, found, aside.with_name(f"{aside.name}-report"))
+            report = write_report(self._name, found, Path(found.folder + _REPORT))
         except (MillstreamError, OSError) as error:
             logger.warning("what was set aside can't be told of", stream=self._name, error=str(error))
         else:
@@ -105,3 +123,7 @@ class FollowingNotes:
     def lag(self, lag: Lag) -> None:
         """As the port says."""
         note_age(self._folder, None if lag.age_s == float("inf") else lag.age_s)
+
+    def let_go(self, leader_dropped: Seq) -> None:
+        """As the port says."""
+        self._retention.look(leader_dropped)

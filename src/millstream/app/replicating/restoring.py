@@ -15,7 +15,7 @@ from millstream.app.replicating.roles import Roles
 from millstream.app.replicating.session_document import SESSIONS
 from millstream.app.replicating.stores import fetch
 from millstream.errors import TokenFromFuture, UnknownStream, UsageError
-from millstream.model.ids import GroupNumber, check_stream_name
+from millstream.model.ids import Epoch, GroupNumber, RegionId, check_stream_name
 from millstream.model.positions import Seq, StreamToken
 from millstream.protocol.replication.roles import RoleFact
 from millstream.replication.object_store import ObjectStoreTransport
@@ -30,12 +30,20 @@ if TYPE_CHECKING:
     from millstream.model.ids import StreamId
     from millstream.model.replication import Document
 
+_ONE_REGION: Final = RegionId(0)
 _BEGUN: Final = "restoring.json"
 """Which stream is being restored: there until that is done."""
 
 
 def restore_stream(
-    url: str, stream: str, folder: Path, *, at: str | None = None, tell: Callable[[str], None] = lambda _: None
+    url: str,
+    stream: str,
+    folder: Path,
+    *,
+    region: RegionId = _ONE_REGION,
+    at: str | None = None,
+    epoch: int | None = None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Bring a stream back from an object store.
 
@@ -43,7 +51,10 @@ def restore_stream(
         url: the store's, as `[replication] object_store` has it.
         stream: its name there.
         folder: a home to make, or one that was begun by a call that was cut short. It gets a millstream.toml where it has none.
+        region: whose log, of several regions that write the stream.
         at: a token of the stream: what came behind it stays away. None: everything.
+        epoch: the log as it was under that epoch, where a leader with a higher one was promoted without the store and has gone on from
+            below; None: the log.
         tell: told what happens, a line each.
 
     Returns:
@@ -59,12 +70,21 @@ def restore_stream(
     folder = folder.expanduser().absolute()
     begun = folder / "data" / _BEGUN
     _check_folder(folder, begun, stream)
-    with contextlib.closing(ObjectStoreTransport(url, stream, node="restore")) as store:
+    upto = None if epoch is None else Epoch(epoch)
+    with contextlib.closing(ObjectStoreTransport(url, stream, region=region, node="restore", upto=upto)) as store:
+        aside = store.set_aside()
+        _check_epoch(upto, aside)
         if not store.newest().marks:  # before a folder is made, which a name that was mistyped would leave behind
-            raise UnknownStream(f"{url} has nothing of stream {stream}", stream=stream)
-        home = _home_at(folder, begun, stream)
+            of_region = f" in region {region}" if region else ""
+            raise UnknownStream(f"{url} has nothing of stream {stream}{of_region}", stream=stream)
+        home = _home_at(folder, begun, stream, region)
         wal, replication = home.wal_folder(stream), home.data / "replication" / stream
         found = fetch(store, stream, wal, tell=tell)
+        if upto is None and aside:
+            tell(
+                "the store also has what a promotion without it has set aside: "
+                + ", ".join(f"--epoch {one}" for one in aside)
+            )
     prepare_promotion(str(wal))
     stream_id = StreamReader(str(wal)).stream_id
     if at is not None:
@@ -92,6 +112,14 @@ def restore_stream(
     }
 
 
+def _check_epoch(epoch: Epoch | None, aside: tuple[Epoch, ...]) -> None:
+    if epoch is not None and epoch not in aside:
+        raise UsageError(
+            f"nothing that was stored under epoch {epoch} is set aside",
+            hint=f"Epochs with more than the log has: {', '.join(map(str, aside)) or 'none'}. Without --epoch the log is restored.",
+        )
+
+
 def _check_folder(folder: Path, begun: Path, stream: str) -> None:
     if folder.exists() and any(folder.iterdir()) and not begun.exists():
         raise UsageError(f"{folder} isn't empty", hint="Name a new folder; what is restored becomes a home of its own.")
@@ -99,14 +127,14 @@ def _check_folder(folder: Path, begun: Path, stream: str) -> None:
         raise UsageError(f"{folder} was begun for another stream", hint="Name a new folder.")
 
 
-def _home_at(folder: Path, begun: Path, stream: str) -> Home:
+def _home_at(folder: Path, begun: Path, stream: str, region: RegionId) -> Home:
     begun.parent.mkdir(parents=True, exist_ok=True)
     replace_file(begun, json.dumps({"stream": stream}).encode() + b"\n")
     if not (folder / FILE_NAME).exists():
         replace_file(
             folder / FILE_NAME,
             "# Restored from an object store. Put in what the stream had: its source, its keys, its lake.\n"
-            f"[streams.{stream}]\n".encode(),
+            f"[streams.{stream}]\n{f'region = {region}{chr(10)}' if region else ''}".encode(),
         )
     home = Home(folder, needs_source=False)
     home.prepare()

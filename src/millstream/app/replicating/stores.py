@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from millstream.app.replicating.node_calls import this_node
 from millstream.errors import ConfigError, FollowerBehindRetention, ReplicaGap, UnknownStream
-from millstream.model.ids import Epoch, GroupNumber
+from millstream.model.ids import Epoch, GroupNumber, RegionId
 from millstream.model.positions import Seq
 from millstream.model.replication import Document, Hello, NodeName, Shipment
 from millstream.protocol.replication.roles import LINEAGE, Greeting, Lineage, Rank, RoleFact
@@ -45,7 +45,8 @@ def store_of(home: Home, stream: str) -> ObjectStoreTransport:
     url = home.config.replication.object_store
     if url is None:
         raise ConfigError(f"{home.config_file} names no object store", hint="Set [replication] object_store.")
-    return ObjectStoreTransport(url, stream, node=this_node(home))
+    region = RegionId(home.config.streams[stream].region)
+    return ObjectStoreTransport(url, stream, region=region, node=this_node(home))
 
 
 def stored_lineage(store: ObjectStoreTransport) -> tuple[Rank | None, Lineage, Seq]:

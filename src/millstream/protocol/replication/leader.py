@@ -164,7 +164,8 @@ class Leader:
         self._shown: Mapping[ShardId, DurableMark] = {}
         self._changes = 0
         self._stop_at: float | None = None
-        self._store_has = self._store_needs = Seq(0)
+        self._store_has: tuple[Seq, ReplicaPosition] = (Seq(0), {})
+        self._store_noted: tuple[Seq, ReplicaPosition] = self._store_has
         self._store_noted_at = -math.inf
         self._lacking: set[NodeName] = set()
 
@@ -195,8 +196,8 @@ class Leader:
                 if now != (self._marks, self._documents, self._shown):
                     self._marks, self._documents, self._shown = now
                     self._changes += 1
-            case Stored(group, persisted_upto):
-                self._store_has = max(self._store_has, persisted_upto)
+            case Stored(group, persisted_upto, position):
+                self._store_has = max(self._store_has[0], persisted_upto), position
                 if group > self._stored:
                     self._stored = group
                     effects += self._held()
@@ -286,10 +287,10 @@ class Leader:
 
     def _note_store(self, now_s: float) -> list[Effect]:
         """Segments are kept for the object store as for a follower."""
-        if self._store_has == self._store_needs or now_s < self._store_noted_at + self._options.cursor_every_s:
+        if self._store_has == self._store_noted or now_s < self._store_noted_at + self._options.cursor_every_s:
             return []
-        self._store_needs, self._store_noted_at = self._store_has, now_s
-        return [PersistCursor(OBJECT_STORE, self._store_has, {})]
+        self._store_noted, self._store_noted_at = self._store_has, now_s
+        return [PersistCursor(OBJECT_STORE, *self._store_has)]
 
     # --- what is said on a link ------------------------------------------------------------------------------------
 

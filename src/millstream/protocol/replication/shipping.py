@@ -105,10 +105,11 @@ class Durable:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The object store has everything up to that group, and number."""
+    """The object store has everything up to that group, number, and position."""
 
     group: GroupNumber
     persisted_upto: Seq = Seq(0)
+    position: ReplicaPosition = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
