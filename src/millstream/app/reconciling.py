@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from millstream.app.regions import Reconciled, RegionTable
-from millstream.errors import UsageError
+from millstream.errors import LostTailMerged, UsageError
 from millstream.model.ids import RegionId
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ def reconcile_stream(
         UsageError: no table is named, and the configuration merges none.
         UnknownStream, UnknownTable, MergeUnsuitable, OtherRegion, OtherStream, OffsetExpired, MergeStateUnreadable: see `OpenHome.merged`; what was
             done of the tables before stays so.
+        LostTailMerged: as those, but of the other tables all is done.
     """
     name = home.pick_stream(stream)
     config = home.config.streams.get(name) if home.config_file.exists() else None
@@ -83,6 +84,7 @@ def reconcile_stream(
             hint=f'Say how one merges, [streams.{name}.merge."public.posts"], or name one: its columns merge by lww.',
         )
     found = []
+    failed: LostTailMerged | None = None
     for one in names:
         table = RegionTable(home, name, one)
         regions = len(table.regions)
@@ -95,7 +97,13 @@ def reconcile_stream(
             found.append(ReconciledTable(table.name, regions, differences=differences))
             continue
         taken: list[Reconciled] = []
-        state = table.merged_state(take=taken)
+        try:
+            state = table.merged_state(take=taken)
+        except LostTailMerged as error:
+            failed = failed or error
+            continue
         table.keep(state)
         found.append(ReconciledTable(table.name, regions, table.engine.value(state).num_rows, tuple(taken)))
+    if failed is not None:
+        raise failed
     return Reconciliation(name, dry_run, tuple(found))

@@ -19,7 +19,7 @@ from millstream.app.regions import KeptVectors
 from millstream.errors import UnknownTable
 from millstream.model.ids import RegionId, StreamId
 from millstream.model.names import parse_qualified_name, qualified_name
-from millstream.model.positions import Seq, short_stream_id
+from millstream.model.positions import Seq
 from millstream.model.replication import NodeName, follower_holder, follower_of_holder, region_node
 from millstream.protocol.retention import HolderKind
 
@@ -70,7 +70,7 @@ def merge_needs(
             return False
         return True
 
-    return _needs(name, RegionId(config.region), short_stream_id(stream), config, kept, is_there)
+    return _needs(name, RegionId(config.region), config, kept, is_there)
 
 
 def merge_needs_of_copy(
@@ -82,22 +82,20 @@ def merge_needs_of_copy(
         wanted = parse_qualified_name(table)
         return any((schema.namespace, schema.name) == wanted for schema in reader.schema_versions().values())
 
-    return _needs(name, region, short_stream_id(reader.stream_id), config, kept, is_there)
+    return _needs(name, region, config, kept, is_there)
 
 
 def _needs(
     name: str,
     region: RegionId,
-    stream: str,
     config: StreamConfig,
     kept: KeptVectors,
     is_there: Callable[[str], bool],
 ) -> dict[str, Seq]:
     found = {}
     for table in sorted(config.merge):
-        token = kept.of(name, config, table).get(region)
-        # Of a log that was made anew nothing was taken.
-        if token is not None and token.stream == stream:
+        token = kept.of(name, config, table, region)
+        if token is not None:
             found[merge_holder(table)] = Seq(token.linear() + 1)
         elif is_there(table):
             found[merge_holder(table)] = Seq(0)

@@ -6,6 +6,7 @@ it. The file is derived: without it everything is read again, from where retenti
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,32 +14,38 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
+import numpy as np
 import pyarrow as pa
 
 from millstream.app.config.region_checks import key_of
+from millstream.app.region_ends import end_at, still_says
+from millstream.crdt.columns import whole_column
 from millstream.crdt.declared import TableMerge, union_of
 from millstream.crdt.hlc import HybridTime
 from millstream.crdt.reconcile import (
+    Ends,
     ReconciliationEngine,
     RegionState,
     Vector,
     behind,
+    heard_in,
     table_in,
-    vector_in,
     vector_of,
     widened,
 )
-from millstream.crdt.tables import fold, lift, own_columns, state_schema
+from millstream.crdt.tables import REGION, SEQ, WALL, fold, lift, own_columns, state_schema
 from millstream.errors import (
     LogError,
+    LostTailMerged,
     MergeStateUnreadable,
     MergeUnsuitable,
     MillstreamError,
     OtherRegion,
     OtherStream,
+    TokenFromFuture,
     UnknownTable,
 )
-from millstream.model.ids import RegionId
+from millstream.model.ids import RegionId, region_log_name
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.positions import Seq, StreamToken, short_stream_id
 from millstream.model.schema import TableKind, TableSchema
@@ -67,6 +74,8 @@ class Reconciled:
     """The region's numbers that were read, `(after, upto]`."""
     begins_at: Seq | None
     """The first number that retention has left, where it has dropped what was never merged."""
+    is_anew: bool = False
+    """Whether the log had lost what was merged of its end, so that it was taken anew."""
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able."""
@@ -78,6 +87,7 @@ class Reconciled:
             "after": int(self.after),
             "upto": int(self.upto),
             "begins_at": None if self.begins_at is None else int(self.begins_at),
+            "anew": self.is_anew,
         }
 
 
@@ -87,6 +97,10 @@ def region_readers(home: Home, stream: str, config: StreamConfig | None) -> dict
     Raises:
         OtherRegion: another region's log is named like the home's own region.
     """
+    return {region: StreamReader(folder) for region, folder in _folders(home, stream, config).items()}
+
+
+def _folders(home: Home, stream: str, config: StreamConfig | None) -> dict[RegionId, str]:
     own = RegionId(0 if config is None else config.region)
     names = home.regions_on_disk(stream)
     if own in names:
@@ -94,8 +108,7 @@ def region_readers(home: Home, stream: str, config: StreamConfig | None) -> dict
             f"data/wal/{names[own]} is named for region {own}, which is this home's own",
             hint=f"Set `region` in [streams.{stream}] to a number of this home's own, or move the folder away.",
         )
-    folders = {own: stream} | names
-    return {region: StreamReader(str(home.wal_folder(name))) for region, name in folders.items()}
+    return {region: str(home.wal_folder(name)) for region, name in ({own: stream} | names).items()}
 
 
 class RegionTable:
@@ -110,7 +123,8 @@ class RegionTable:
     def __init__(self, home: Home, stream: str, table: str) -> None:
         config = home.config.streams.get(stream) if home.config_file.exists() else None
         self._file: Final = merge_file(home, stream, table)
-        self._readers = region_readers(home, stream, config)
+        self._folders: Final = _folders(home, stream, config)
+        self._readers = {region: StreamReader(folder) for region, folder in self._folders.items()}
         self._own = next(iter(self._readers))
         self.name: Final = qualified_name(*parse_qualified_name(table))
         schemas = {region: list(self._schemas(reader)) for region, reader in self._readers.items()}
@@ -157,19 +171,34 @@ class RegionTable:
         Raises:
             OffsetExpired: retention has dropped what follows on `after`.
         """
+        while True:
+            # Who cuts the log back meanwhile leaves the beginning of one history here, and the end of another one or none.
+            with contextlib.suppress(TokenFromFuture):
+                state = self._read(region, after)
+                if region not in state.ends or self._still_says(state, region):
+                    return state
+            self._readers[region] = StreamReader(self._folders[region])
+
+    def _read(self, region: RegionId, after: Seq) -> RegionState:
         reader = self._readers[region]
         try:
             upto = reader.persisted_upto()
             vector = {region: StreamToken.scalar(reader.stream_id, upto)}
         except LogError:
             return self.empty  # nothing has come yet
+        end = end_at(reader, upto)
         rows = self.empty.rows
         waiting: list[pa.Table] = []
         for part in self._parts(region, after, upto):
             waiting.append(lift(part.batch, part.hybrid_ns, region, self.columns, self.engine.merge, table=self.name))
             if sum(one.num_rows for one in waiting) >= _FOLD_ROWS:
                 rows, waiting = self._folded([rows, *waiting]), []
-        return RegionState(self._folded([rows, *waiting]), vector)
+        return RegionState(self._folded([rows, *waiting]), vector, {} if end is None else {region: end})
+
+    def _still_says(self, state: RegionState, region: RegionId) -> bool:
+        """Whether a region's log, as it is now, has what a state has of it; read by a new reader from here on."""
+        reader = self._readers[region] = StreamReader(self._folders[region])
+        return still_says(reader, behind(state.vector, region), state.ends.get(region))
 
     def _folded(self, rows: list[pa.Table]) -> pa.Table:
         return fold(pa.concat_tables(rows), self.engine.key, self.engine.merge)
@@ -202,24 +231,64 @@ class RegionTable:
             OtherStream: a region's log was made anew since what is kept was.
             MergeStateUnreadable: what is kept is damaged.
             MergeUnsuitable: columns are to merge otherwise than they did, and retention has dropped what that would be made of.
+            LostTailMerged: a region has lost what was merged of its end, and retention has dropped what would have to be read again.
         """
         state = self._kept()
         if state is None:
             self._check_can_begin_anew()
             state = self.empty
-        for region, reader in self._readers.items():
+        for region in self.regions:
+            reader = self._readers[region]
             after = self._heard(state, region, reader)
             first = reader.first_seq() if take is not None or after == 0 else Seq(0)
             lost = first if first > after + 1 else None
-            begins = after if lost is None else Seq(lost - 1)
-            lacking = self.engine.missing(self.state_of(region, begins), state.vector)
+            heard = self.state_of(region, after if lost is None else Seq(lost - 1))
+            # Looked at behind the reading: the log can be cut at any moment, and what is read of it later belongs to its new history.
+            is_anew = not self._still_says(state, region)
+            if is_anew:
+                state, heard = self._without_lost_tail(state, region)
+                after, lost = behind(state.vector, region), None
+            lacking = self.engine.missing(heard, state.vector)
             if take is not None:
                 upto = behind(lacking.vector, region)
                 own = region == self._own
-                take.append(Reconciled(self.name, region, own, lacking.rows.num_rows, after, upto, lost))
+                take.append(Reconciled(self.name, region, own, lacking.rows.num_rows, after, upto, lost, is_anew))
             state = self.engine.apply(state, lacking)
         columns = union_of(self.name, [self.columns, own_columns(state.rows.schema)])
-        return RegionState(widened(state.rows, state_schema(columns, self.engine.merge)), state.vector)
+        return RegionState(widened(state.rows, state_schema(columns, self.engine.merge)), state.vector, state.ends)
+
+    def _without_lost_tail(self, state: RegionState, region: RegionId) -> tuple[RegionState, RegionState]:
+        """A state without what a region's log doesn't say any more, and all that the log says.
+
+        Rows that the log still says stay, and those in front of what retention has left: of these nothing else can be known.
+        """
+        rows = state.rows
+        regions, seqs, walls = (whole_column(rows.column(one.name)).to_numpy() for one in (REGION, SEQ, WALL))
+        while True:
+            heard = self.state_of(region)
+            reader = self._readers[region]
+            first, upto = reader.first_seq(), behind(heard.vector, region)
+            at = np.flatnonzero((regions == int(region)) & (seqs >= first))
+            at = at[np.argsort(seqs[at])]
+            lost = np.zeros(len(seqs), bool)
+            lost[at] = True
+            with contextlib.suppress(TokenFromFuture):  # cut once more, as is seen below
+                for part in self._parts(region, Seq(first - 1), upto) if first > 1 and len(at) else ():
+                    numbers = whole_column(part.batch.column(SEQ.name)).to_numpy()
+                    found = at[np.searchsorted(seqs[at], numbers).clip(max=len(at) - 1)]
+                    lost[found[(seqs[found] == numbers) & (walls[found] == part.hybrid_ns.to_numpy())]] = False
+            if region not in heard.ends or self._still_says(heard, region):
+                break
+        if first > 1 and lost.any():
+            raise LostTailMerged(
+                f"{self.name} was merged with records of region {region} that were lost there since ({np.count_nonzero(lost)} rows), and retention has "
+                f"dropped what those rows were before: what region {region} wrote before number {first}",
+                hint=f"While this home's copy of that log is built anew, wait until it is whole. Else move {self._file} away: `millstream reconcile` makes it "
+                "of what the logs have left.",
+                table=self.name,
+                region=int(region),
+            )
+        return self.engine.without(state, region, lost), heard
 
     def _heard(self, state: RegionState, region: RegionId, reader: StreamReader) -> Seq:
         token = state.vector.get(region)
@@ -291,20 +360,34 @@ class KeptVectors:
 
     def __init__(self, home: Home) -> None:
         self._home = home
-        self._known: dict[Path, tuple[tuple[int, int, int], Vector]] = {}
+        self._known: dict[Path, tuple[tuple[int, int, int], tuple[Vector, Ends]]] = {}
 
-    def of(self, stream: str, config: StreamConfig, table: str) -> Vector:
-        """Empty where nothing is kept, or nothing that the next reading can go on from."""
+    def of(self, stream: str, config: StreamConfig, table: str, region: RegionId) -> StreamToken | None:
+        """Up to where a region's log was heard; None where nothing is kept that the next reading can go on from, or the log was cut back since."""
+        vector, ends = self._kept(stream, config, table)
+        token = vector.get(region)
+        if token is None:
+            return None
+        name = stream if region == config.region else region_log_name(stream, region)
+        try:
+            reader = StreamReader(str(self._home.wal_folder(name)))
+            # Of a log that was made anew nothing was taken.
+            is_this = token.stream == short_stream_id(reader.stream_id)
+            return token if is_this and still_says(reader, token.linear(), ends.get(region)) else None
+        except (MillstreamError, OSError):
+            return None
+
+    def _kept(self, stream: str, config: StreamConfig, table: str) -> tuple[Vector, Ends]:
         file = merge_file(self._home, stream, table)
         try:
             stat = file.stat()
             seen = stat.st_ino, stat.st_mtime_ns, stat.st_size
             known = self._known.get(file)
             if known is None or known[0] != seen:
-                found = vector_in(file.read_bytes(), key_of(config, table), merge_of(config, table))
-                known = self._known[file] = seen, found or {}
+                found = heard_in(file.read_bytes(), key_of(config, table), merge_of(config, table))
+                known = self._known[file] = seen, found or ({}, {})
         except (FileNotFoundError, MergeStateUnreadable):
-            return {}
+            return {}, {}
         return known[1]
 
 

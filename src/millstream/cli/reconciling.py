@@ -60,6 +60,8 @@ def _print(found: Reconciliation) -> None:
                 rows = f"{taken.rows:,} {'row' if taken.rows == 1 else 'rows'}"
                 words = f"{rows} out of numbers {taken.after + 1} to {taken.upto}"
             click.echo(f"{one.name}: region {taken.region}, {whose}: {words}")
+            if taken.is_anew:
+                note("  the log lost what was merged of its end: it was taken anew")
             if taken.begins_at is not None:
                 note(f"  what it had in front of number {taken.begins_at} was dropped by retention, and never merged")
         click.echo(

@@ -23,7 +23,7 @@ from millstream.crdt.declared import MergeKind, TableMerge, union_of
 from millstream.crdt.lattice import Kind, opened, seal
 from millstream.crdt.tables import REGION, SEQ, fold, merged, own_columns, state_schema
 from millstream.errors import InvalidToken, MergeStateUnreadable, MillstreamError, OtherStream
-from millstream.model.ids import RegionId
+from millstream.model.ids import Epoch, GroupNumber, RegionId
 from millstream.model.positions import Seq, StreamToken
 
 Vector = Mapping[RegionId, StreamToken]
@@ -42,15 +42,33 @@ _DRY_RUN: Final = pa.schema(
 
 
 @dataclass(frozen=True, slots=True)
+class HeardEnd:
+    """A commit group of a region's log: the last one of what was heard. A log that has it has all in front of it as it was heard."""
+
+    seq: Seq
+    """The group's last number."""
+    group: GroupNumber
+    epoch: Epoch
+    wall_ns: int
+    """Its hybrid time."""
+
+
+Ends = Mapping[RegionId, HeardEnd]
+"""For regions, by which group what was heard of them ends; one whose end isn't known isn't in it."""
+
+
+@dataclass(frozen=True, slots=True)
 class RegionState:
     """What a replica holds of one table."""
 
     rows: pa.Table
     """As `tables.fold` gives them."""
     vector: Vector = field(default_factory=dict)
+    ends: Ends = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "vector", MappingProxyType(dict(sorted(self.vector.items()))))
+        object.__setattr__(self, "ends", MappingProxyType(dict(sorted(self.ends.items()))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +77,7 @@ class Missing:
 
     rows: pa.Table
     vector: Vector
+    ends: Ends = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +126,31 @@ class ReconciliationEngine:
         known = np.zeros(len(seqs), np.int64)
         for region, token in vector.items():
             known[regions == int(region)] = int(token.linear())
-        return Missing(state.rows.filter(pa.array(seqs > known)), held)
+        return Missing(state.rows.filter(pa.array(seqs > known)), held, state.ends)
 
     def apply(self, state: RegionState, missing: Missing) -> RegionState:
         """The state with what it lacked; done twice, it changes nothing."""
         vector = _greatest(self.table, state.vector, missing.vector)
+        ends = _latest(state.ends, missing.ends)
         if not missing.rows.num_rows:
-            return RegionState(state.rows, vector)
+            return RegionState(state.rows, vector, ends)
         schema = state_schema(
             union_of(self.table, [own_columns(state.rows.schema), own_columns(missing.rows.schema)]), self.merge
         )
         both = pa.concat_tables([widened(rows, schema) for rows in (state.rows, missing.rows)])
-        return RegionState(fold(both, self.key, self.merge), vector)
+        return RegionState(fold(both, self.key, self.merge), vector, ends)
+
+    def without(self, state: RegionState, region: RegionId, lost: npt.NDArray[np.bool_]) -> RegionState:
+        """The state where nothing is known to have been heard of a region, and some rows of it are gone.
+
+        Args:
+            state: of before.
+            region: whose log isn't what it was.
+            lost: of each of the state's rows, whether it goes.
+        """
+        vector = {one: token for one, token in state.vector.items() if one != region}
+        ends = {one: end for one, end in state.ends.items() if one != region}
+        return RegionState(state.rows.filter(pa.array(~lost)), vector, ends)
 
     def value(self, state: RegionState, *, at_ns: int | None = None) -> pa.Table:
         """What readers see; see `tables.merged`."""
@@ -187,8 +219,11 @@ class ReconciliationEngine:
     def encode(self, state: RegionState) -> bytes:
         """A state's bytes: its vector as JSON behind its length, then its rows as an Arrow IPC stream."""
         vector = {str(region): str(token) for region, token in state.vector.items()}
+        ends = {str(region): [end.seq, end.group, end.epoch, end.wall_ns] for region, end in state.ends.items()}
         head = json.dumps(
-            {"vector": vector, "key": self.key, "merge": _words(self.merge)}, sort_keys=True, separators=(",", ":")
+            {"vector": vector, "ends": ends, "key": self.key, "merge": _words(self.merge)},
+            sort_keys=True,
+            separators=(",", ":"),
         ).encode()
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, state.rows.schema) as stream:
@@ -201,17 +236,17 @@ class ReconciliationEngine:
         Raises:
             MergeStateUnreadable: the bytes are damaged.
         """
-        vector, rows = _parted(data, self.key, self.merge)
-        if vector is None:
+        heard, rows = _parted(data, self.key, self.merge)
+        if heard is None:
             return None
         try:
-            return RegionState(pa.ipc.open_stream(rows).read_all(), vector)
+            return RegionState(pa.ipc.open_stream(rows).read_all(), *heard)
         except (ValueError, pa.ArrowException) as error:
             raise MergeStateUnreadable(f"the bytes of a table's state make no sense: {error}") from error
 
 
-def vector_in(data: bytes, key: tuple[str, ...], merge: TableMerge) -> Vector | None:
-    """The vector alone of a state's bytes; None, and raises, as `ReconciliationEngine.decode`."""
+def heard_in(data: bytes, key: tuple[str, ...], merge: TableMerge) -> tuple[Vector, Ends] | None:
+    """Up to where a state of these bytes has heard the regions, and by which groups; None, and raises, as `ReconciliationEngine.decode`."""
     return _parted(data, key, merge)[0]
 
 
@@ -220,14 +255,18 @@ def vector_of(data: bytes) -> Vector:
     return _head_of(data)[1]
 
 
-def _parted(data: bytes, key: tuple[str, ...], merge: TableMerge) -> tuple[Vector | None, bytes]:
-    """The vector, and the bytes of the rows; no vector where key or merge are other ones."""
+def _parted(data: bytes, key: tuple[str, ...], merge: TableMerge) -> tuple[tuple[Vector, Ends] | None, bytes]:
+    """What was heard, and the bytes of the rows; nothing where key or merge are other ones."""
     head, vector, rows = _head_of(data)
     try:
         is_other = tuple(head["key"]) != key or _remembered(head["merge"]) != _remembered(_words(merge))
+        ends = {
+            RegionId(int(region)): HeardEnd(Seq(int(seq)), GroupNumber(int(group)), Epoch(int(epoch)), int(wall_ns))
+            for region, (seq, group, epoch, wall_ns) in head.get("ends", {}).items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise MergeStateUnreadable(f"the bytes of a table's state make no sense: {error}") from error
-    return (None, b"") if is_other else (vector, rows)
+    return (None, b"") if is_other else ((vector, ends), rows)
 
 
 def table_in(data: bytes) -> tuple[tuple[str, ...], pa.Schema]:
@@ -289,6 +328,14 @@ def _greatest(table: str, one: Vector, other: Vector) -> Vector:
                 region=int(region),
             ) from error
     return dict(sorted(found.items()))
+
+
+def _latest(one: Ends, other: Ends) -> Ends:
+    """Each region's later end."""
+    return {
+        region: max((ends[region] for ends in (one, other) if region in ends), key=lambda end: (end.seq, end.group))
+        for region in one.keys() | other.keys()
+    }
 
 
 def behind(vector: Vector, region: RegionId) -> Seq:

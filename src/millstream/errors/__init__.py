@@ -79,6 +79,7 @@ from millstream.errors._replication import Diverged as Diverged
 from millstream.errors._replication import Fenced as Fenced
 from millstream.errors._replication import LevelUnknown as LevelUnknown
 from millstream.errors._replication import LinkLost as LinkLost
+from millstream.errors._replication import LostTailMerged as LostTailMerged
 from millstream.errors._replication import MergeStateUnreadable as MergeStateUnreadable
 from millstream.errors._replication import MergeUnsuitable as MergeUnsuitable
 from millstream.errors._replication import NodeNameTaken as NodeNameTaken

@@ -195,6 +195,14 @@ class MergeUnsuitable(ReplicationError):
     default_hint = "Mend [streams.S.merge] in millstream.toml: counters are for numbers, sets for lists, hide for booleans, lww for anything."
 
 
+class LostTailMerged(ReplicationError):
+    """What was merged holds records that a region has lost since, and retention has dropped what it would be made of without them."""
+
+    code = "lost_tail_merged"
+    retry = Retry.OPERATOR
+    default_hint = "Move what was kept of the table (data/regions) away, and run `millstream reconcile`: it is made of what the logs have left."
+
+
 class OtherRegion(ReplicationError):
     """A log is another region's than its folder, or the configuration, says."""
 
