@@ -7,22 +7,35 @@ group it ended, too. Of two logs of one stream that have one group, under one ep
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
 
 from millstream.crdt.reconcile import HeardEnd
+from millstream.errors import OffsetExpired, TokenFromFuture
 from millstream.model.positions import Seq
 
 if TYPE_CHECKING:
     from millstream.wal.reader import StreamReader
+
+_LOOKS: Final = 8
+"""More often than a log is shortened within a moment."""
 
 
 def end_at(reader: StreamReader, upto: Seq) -> HeardEnd | None:
     """The last commit group of a log with numbers at or below one; None where it has none, or none any more.
 
     Raises:
-        OffsetExpired: retention went on meanwhile.
-        LogError: nothing was ever written, or the log is damaged.
+        LogError: the log is damaged.
+        OffsetExpired, TokenFromFuture: at each of some looks the log had just been shortened.
     """
+    for _ in range(_LOOKS - 1):
+        # Retention, or whoever cuts the log back, may go on between two looks at it.
+        with suppress(OffsetExpired, TokenFromFuture):
+            return _end_at(reader, upto)
+    return _end_at(reader, upto)
+
+
+def _end_at(reader: StreamReader, upto: Seq) -> HeardEnd | None:
     upto = min(upto, reader.persisted_upto())
     lowest = Seq(reader.first_seq() - 1)
     # Numbers that were reserved and never used may lie in front of `upto`: few, or very many.

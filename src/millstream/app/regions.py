@@ -124,7 +124,7 @@ class RegionTable:
         config = home.config.streams.get(stream) if home.config_file.exists() else None
         self._file: Final = merge_file(home, stream, table)
         self._folders: Final = _folders(home, stream, config)
-        self._readers = {region: StreamReader(folder) for region, folder in self._folders.items()}
+        self._readers = {region: self._open(region) for region in self._folders}
         self._own = next(iter(self._readers))
         self.name: Final = qualified_name(*parse_qualified_name(table))
         schemas = {region: list(self._schemas(reader)) for region, reader in self._readers.items()}
@@ -177,7 +177,7 @@ class RegionTable:
                 state = self._read(region, after)
                 if region not in state.ends or self._still_says(state, region):
                     return state
-            self._readers[region] = StreamReader(self._folders[region])
+            self._readers[region] = self._open(region)
 
     def _read(self, region: RegionId, after: Seq) -> RegionState:
         reader = self._readers[region]
@@ -195,9 +195,13 @@ class RegionTable:
                 rows, waiting = self._folded([rows, *waiting]), []
         return RegionState(self._folded([rows, *waiting]), vector, {} if end is None else {region: end})
 
+    def _open(self, region: RegionId) -> StreamReader:
+        """A reader of a log as it is now."""
+        return StreamReader(self._folders[region])
+
     def _still_says(self, state: RegionState, region: RegionId) -> bool:
         """Whether a region's log, as it is now, has what a state has of it; read by a new reader from here on."""
-        reader = self._readers[region] = StreamReader(self._folders[region])
+        reader = self._readers[region] = self._open(region)
         return still_says(reader, behind(state.vector, region), state.ends.get(region))
 
     def _folded(self, rows: list[pa.Table]) -> pa.Table:

@@ -1,0 +1,126 @@
+"""Defects of merging and following: each a world of regions in which something is done wrongly, and a seed that notices.
+
+python -m tests.crdt.region_mutations [NAME…]
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pyarrow as pa
+from tests.crdt.model_regions import ModelTable
+from tests.crdt.region_simulation import World
+from tests.seeds import search
+
+from millstream.crdt.reconcile import Missing, ReconciliationEngine, RegionState
+from millstream.model.ids import RegionId
+from millstream.model.positions import Seq, StreamToken
+
+SEEDS_MAX = 300
+
+
+class ForgetfulEngine(ReconciliationEngine):
+    """Puts rows beside what is there already."""
+
+    def apply(self, state: RegionState, missing: Missing) -> RegionState:
+        found = super().apply(state, missing)
+        return RegionState(pa.concat_tables([state.rows, missing.rows]), found.vector, found.ends)
+
+
+class ForgottenDuplicates(World):
+    """What comes twice is there twice."""
+
+    found_by = 1
+
+    engine_type = ForgetfulEngine
+
+
+class OverwritingEngine(ReconciliationEngine):
+    """Of a row of a region takes what came last, whole: what columns remember of older records is forgotten."""
+
+    def apply(self, state: RegionState, missing: Missing) -> RegionState:
+        new = {tuple(row[name] for name in ("__region", *self.key)) for row in missing.rows.to_pylist()}
+        keys = [tuple(row[name] for name in ("__region", *self.key)) for row in state.rows.to_pylist()]
+        left = state.rows.filter(pa.array([key not in new for key in keys], pa.bool_()))
+        return super().apply(RegionState(left, state.vector, state.ends), missing)
+
+
+class LastCameWins(World):
+    """A row that comes replaces the one that is there."""
+
+    found_by = 1
+
+    engine_type = OverwritingEngine
+
+
+class EarlyVectorTable(ModelTable):
+    """Says up to where the log goes once it was read: what was written meanwhile wasn't read."""
+
+    def _read(self, region: RegionId, after: Seq) -> RegionState:
+        found = super()._read(region, after)
+        reader = self._readers[region]
+        return RegionState(
+            found.rows, {region: StreamToken.scalar(reader.stream_id, reader.persisted_upto())}, found.ends
+        )
+
+
+class VectorBeforeItsRows(World):
+    """A vector is taken without its rows."""
+
+    found_by = 68
+
+    table_type = EarlyVectorTable
+
+
+class NumbersOnlyTable(ModelTable):
+    """Takes a log for what it was by its numbers."""
+
+    def _still_says(self, state: RegionState, region: RegionId) -> bool:  # noqa: ARG002 - that is the defect
+        self._readers[region] = self._open(region)
+        return True
+
+
+class LostTailStays(World):
+    """What was merged of a tail that was lost stays merged."""
+
+    found_by = 7
+
+    table_type = NumbersOnlyTable
+
+
+class LateAnswers(World):
+    """Who was killed takes an answer to what it had asked in front of that."""
+
+    found_by = 198
+
+    checks_asked = False
+
+
+class DeafClocks(World):
+    """A leader writes by its own clock alone."""
+
+    found_by = 1
+
+    hears = False
+
+
+MUTATIONS: tuple[type[World], ...] = (
+    ForgottenDuplicates, LastCameWins, VectorBeforeItsRows, LostTailStays, LateAnswers, DeafClocks,
+)  # fmt: skip
+
+
+def main(arguments: list[str]) -> int:
+    """Say which of the first seeds finds each defect, or those that are named."""
+    missed = 0
+    for mutation in MUTATIONS:
+        if arguments and mutation.__name__ not in arguments:
+            continue
+        broken, _ = search(mutation, 1, SEEDS_MAX)
+        missed += not broken
+        sys.stdout.write(f"{mutation.__name__}: {next(iter(broken.items()), 'not found')}\n")
+        sys.stdout.flush()
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

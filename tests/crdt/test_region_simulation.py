@@ -1,0 +1,42 @@
+"""Worlds of `region_simulation`: three hundred at every run, ten thousand new ones in the soak."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+from tests.crdt.region_mutations import MUTATIONS
+from tests.crdt.region_simulation import World
+from tests.seeds import search
+
+SEEDS = 300
+PARTS = 3
+SOAK_SEEDS = int(os.environ.get("MILLSTREAM_SOAK_SEEDS", "100000")) // 10
+WANTED = {
+    "asked", "clock jumps", "clocks that weren't heard", "copies cut", "cut while it was read", "doubled", "dropped", "fenced", "killed before it was kept",
+    "known already", "lines cut", "lost", "mirrors killed", "promotions without loss", "refused", "restarts", "tails lost",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_regions_come_to_the_same_rows_whatever_fails(part: int) -> None:
+    count = SEEDS // PARTS
+    broken, happened = search(World, 1 + part * count, count)
+    assert not broken, f"python -m tests.crdt.region_simulation {next(iter(broken))} 1"
+    assert happened.keys() >= WANTED, "the search leaves out what it is for"
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+def test_a_defect_is_found(mutation: type[World]) -> None:
+    broken, _ = search(mutation, mutation.found_by, 1)
+    assert broken, "a seed that finds it: python -m tests.crdt.region_mutations " + mutation.__name__
+
+
+@pytest.mark.soak
+def test_soak_regions_come_to_the_same_rows_whatever_fails() -> None:
+    first = random.SystemRandom().randrange(1 << 40)
+    print(f"\npython -m tests.crdt.region_simulation {first} {SOAK_SEEDS}")  # noqa: T201 - repeats what is found
+    broken, happened = search(World, first, SOAK_SEEDS)
+    assert not broken, f"python -m tests.crdt.region_simulation {next(iter(broken))} 1"
+    assert happened["seeds"] == SOAK_SEEDS
