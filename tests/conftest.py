@@ -11,7 +11,10 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 
+import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -34,3 +37,11 @@ os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
 if "NUMBA_CACHE_DIR" not in os.environ:
     os.environ["NUMBA_CACHE_DIR"] = tempfile.mkdtemp(prefix="millstream-numba-")
     atexit.register(shutil.rmtree, os.environ["NUMBA_CACHE_DIR"], ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def log_lines_as_before() -> Iterator[None]:
+    """A command that runs in this process says what it logs, and how; tests that look at log lines come behind it."""
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)

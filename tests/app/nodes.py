@@ -60,6 +60,7 @@ class Node:
         """
         self.name: Final = name
         nodes = "\n".join(f'{node} = "grpc://127.0.0.1:{port}"' for node, port in (ports | (others or {})).items())
+        self._port: Final = ports[name]
         self.home: Final = make_home(
             folder,
             f'[streams.{STREAM}]\nacks = "{acks}"\n{stream}[streams.{STREAM}.ingest]\nschema_on_write = "create"\n'
@@ -109,6 +110,12 @@ class Node:
         with contextlib.suppress(FileNotFoundError):
             return (self.home / f"{part}.log").read_text()
         return ""
+
+    def is_there(self) -> bool:
+        """Whether others can ask it who leads."""
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), 1):
+            return True
+        return False
 
     def url(self) -> str:
         """Where its HTTP listens; nothing before it does."""

@@ -25,7 +25,7 @@ from millstream.app.status import collect_status
 from millstream.testing.pytest_plugin import Database
 
 ROWS = 4000
-COPY_BYTES = 448 * MIB
+COPY_BYTES = 512 * MIB
 """What capture may take, some 280 MiB of which it takes for anything at all."""
 FILL = f"""CREATE TABLE slow (id int PRIMARY KEY, body text);
     INSERT INTO slow SELECT i, repeat(md5(i::text), 32) FROM generate_series(1, {ROWS}) i; ANALYZE slow"""
@@ -112,7 +112,7 @@ def test_wide_rows_are_copied_in_bounded_memory(tmp_path: Path, postgres: Databa
     home = make_home(tmp_path / "shop", config(postgres.dsn, None, tables='["public.wide"]'))
     other = make_home(tmp_path / "other", config(postgres.dsn, None, stream="other", tables='["public.small"]'))
     with postgres.connect() as connection:
-        connection.execute("CREATE TABLE small (id int PRIMARY KEY); INSERT INTO small VALUES (1)")
+        connection.execute("CREATE TABLE small (id int PRIMARY KEY, body text); INSERT INTO small VALUES (1, 'a')")
         connection.execute(
             "CREATE TABLE wide (id int PRIMARY KEY, body text); ALTER TABLE wide ALTER body SET STORAGE EXTERNAL"
         )

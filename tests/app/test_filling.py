@@ -41,7 +41,7 @@ def test_what_was_broken_off_goes_on_where_it_was(scene: Scene, home: Home) -> N
     with closing(store_of(home, "web")) as store:
         while True:
             calls = itertools.count()
-            found = fill(home, "web", store, stop=lambda calls=calls: next(calls) > 3)
+            found = fill(home, "web", store, stop=lambda calls=calls: next(calls) > 1)
             if found is None:
                 break
             ends.append(found.size_bytes)

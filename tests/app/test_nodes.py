@@ -34,6 +34,7 @@ def test_a_follower_has_the_leaders_bytes_and_says_whom_to_write_to(tmp_path: Pa
         a.start("owner")
         a.start("serve")
         append(a, 1, 2, 3)
+        eventually(a.is_there, "a answers", a)
         refused = b.ask("promote")  # which nobody has told yet whom to follow
         assert (refused.returncode, "two_leaders" in refused.stderr) == (1, True), refused.stderr
         b.start("follow", "a")

@@ -152,7 +152,9 @@ def test_a_column_that_merges_comes_with_the_first_row_that_has_it(tmp_path: Pat
     with millstream.open(one) as home:
         home.append("shop", "posts", {"id": 7, "likes": 5})
         assert home.merged("shop", "posts").to_pylist() == [{"id": 7, "likes": 5}]
-    assert CliRunner().invoke(cli, ["--home", str(one), "reconcile"]).exit_code == 0
+    told = CliRunner().invoke(cli, ["--home", str(one), "reconcile", "--json"])
+    assert told.exit_code == 0, told.output
+    assert "hidden" in json.loads(told.stdout)["tables"][0]["unwritten"]
     with millstream.open(two) as home:
         home.append("shop", "posts", {"id": 7, "likes": 3, "hidden": True})
     follow(one, two, 2)

@@ -29,11 +29,15 @@ class ReconciledTable:
     differences: Mapping[RegionId, pa.Table] = field(default_factory=dict)
     """Of a dry run: by other region, `ReconciliationEngine.dry_run` of this region's log with that one's."""
 
+    unwritten: tuple[str, ...] = ()
+    """Columns that the configuration merges and no region has."""
+
     def as_dict(self) -> dict[str, Any]:
         """JSON-able."""
         return {
             "table": self.name,
             "regions": self.regions,
+            "unwritten": list(self.unwritten),
             "rows": self.rows,
             "taken": [one.as_dict() for one in self.taken],
             "differences": {str(int(region)): lines.to_pylist() for region, lines in self.differences.items()},
@@ -94,7 +98,7 @@ def reconcile_stream(
             differences = {
                 other: table.engine.dry_run(local, table.state_of(other), rows_max=limit) for other in others
             }
-            found.append(ReconciledTable(table.name, regions, differences=differences))
+            found.append(ReconciledTable(table.name, regions, differences=differences, unwritten=table.unwritten))
             continue
         taken: list[Reconciled] = []
         try:
@@ -103,7 +107,8 @@ def reconcile_stream(
             failed = failed or error
             continue
         table.keep(state)
-        found.append(ReconciledTable(table.name, regions, table.engine.value(state).num_rows, tuple(taken)))
+        rows = table.engine.value(state).num_rows
+        found.append(ReconciledTable(table.name, regions, rows, tuple(taken), unwritten=table.unwritten))
     if failed is not None:
         raise failed
     return Reconciliation(name, dry_run, tuple(found))

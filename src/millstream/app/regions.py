@@ -153,6 +153,8 @@ class RegionTable:
         self.columns: Final = union_of(self.name, columns if kept is None else [*columns, kept[1]])
         merge.check(self.name, self.columns, key, whole=False)  # a column comes with the first row that has it
         self.engine: Final = ReconciliationEngine(key, merge, self.name)
+        self.unwritten: Final = tuple(name for name in merge.columns if name not in self.columns.names)
+        """Columns that the configuration merges and no region has: they come with their first row, or are misspelt."""
         self._ids = {region: {schema.table_id for schema in found} for region, found in schemas.items()}
 
     @property

@@ -47,6 +47,9 @@ def reconcile(
 
 def _print(found: Reconciliation) -> None:
     for one in found.tables:
+        if one.unwritten:
+            names = ", ".join(one.unwritten)
+            note(f"{one.name}: no region has written {names} yet, which [streams.{found.stream}.merge] names")
         if found.is_dry_run:
             for region, lines in one.differences.items():
                 _print_lines(one.name, region, lines.to_pylist())

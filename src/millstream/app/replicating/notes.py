@@ -93,7 +93,8 @@ class FollowingNotes:
         files, folder = RealFiles(), str(self._wal_folder)
         # Not by the time: a call that was cut short is repeated. Of two that were promoted with one number each may have had this node follow.
         promise = self._roles.of(self._name).promise
-        aside = self._folder / f"aside-behind-{behind}-for-{promise.epoch}-{promise.node}"
+        of = f"{promise.epoch}-{promise.node}" if promise.node else f"{promise.epoch}"
+        aside = self._folder / f"aside-behind-{behind}-for-{of}"
         found = truncate_to(folder, ends_behind(files, folder, behind), aside=str(aside), files=files)
         (self._wal_folder / SESSIONS_NAME).unlink(missing_ok=True)
         if found is None:

@@ -21,7 +21,7 @@ from millstream.model.ids import RegionId, parse_region_log_name
 from millstream.model.positions import Seq
 from millstream.protocol.retention import HolderKind, Retention
 from millstream.wal.reader import StreamReader
-from millstream.wal.retain import drop_segments
+from millstream.wal.retain import SESSIONS_HOLDER, drop_segments
 from millstream.wal.session_file import HEAD_BYTES, covered_in
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class CopyRetention:
         tracker.needs("the leader", HolderKind.LEADER, Seq(leader_dropped + 1))
         covered = self._sessions_covered()
         if covered is not None:
-            tracker.needs("log/sessions", HolderKind.SESSIONS, Seq(covered + 1))
+            tracker.needs(SESSIONS_HOLDER, HolderKind.SESSIONS, Seq(covered + 1))
         if self._region is not None:
             reader = StreamReader(str(folder))
             merges = merge_needs_of_copy(self._stream, self._region, reader, config, self._kept)
