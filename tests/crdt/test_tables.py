@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from tests.crdt.region_logs import COLUMNS, KEY, MERGE, Said, plainly_merged, region_logs, region_rows, token_of
 
 from millstream.crdt.declared import ColumnMerge, MergeKind, TableMerge, union_of
-from millstream.crdt.reconcile import MergePlan, ReconciliationEngine, RegionState
+from millstream.crdt.lattice import Kind, opened, seal
+from millstream.crdt.reconcile import HeardEnd, MergePlan, ReconciliationEngine, RegionState
 from millstream.crdt.tables import fold, lift, merged, state_schema
 from millstream.errors import InvalidValue, MergeStateUnreadable, MergeUnsuitable, OtherStream, UsageError
-from millstream.model.ids import RegionId
+from millstream.model.ids import Epoch, GroupNumber, RegionId
+from millstream.model.positions import Seq
 
 ENGINE = ReconciliationEngine(KEY, MERGE, "public.posts")
 LOGS = region_logs()
@@ -137,6 +139,29 @@ def test_a_state_comes_back_from_its_bytes_and_damaged_ones_or_those_of_other_ru
         with pytest.raises(MergeStateUnreadable):
             ENGINE.decode(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
     assert ReconciliationEngine(KEY, TableMerge(), "t").decode(data) is None
+
+
+def test_a_state_of_before_ends_were_noted_is_read_and_ends_that_make_no_sense_are_not() -> None:
+    state = posts(1, {"id": 1, "part": "a", "likes": 3})
+    end = HeardEnd(Seq(1), GroupNumber(1), Epoch(2), 7)
+    data = ENGINE.encode(RegionState(state.rows, state.vector, {RegionId(1): end}))
+    again = ENGINE.decode(data)
+    assert again is not None
+    assert again.ends == {RegionId(1): end}
+    body = opened(Kind.TABLE, data)
+    size = int.from_bytes(body[:4], "big")
+    head, rows = json.loads(body[4 : 4 + size]), body[4 + size :]
+
+    def with_ends(**ends: Any) -> bytes:
+        text = json.dumps({name: value for name, value in head.items() if name != "ends"} | ends).encode()
+        return seal(Kind.TABLE, len(text).to_bytes(4, "big") + text + rows)
+
+    older = ENGINE.decode(with_ends())
+    assert older is not None
+    assert (older.ends, older.vector) == ({}, state.vector)
+    for wrong in ([], {"1": [1, 2]}, {"1": [1, 2, 3, float("inf")]}, {"x": [1, 2, 3, 4]}, {"1": None}):
+        with pytest.raises(MergeStateUnreadable):
+            ENGINE.decode(with_ends(ends=wrong))
 
 
 def test_a_region_whose_log_was_made_anew_is_told_from_the_one_before() -> None:

@@ -264,7 +264,7 @@ def _parted(data: bytes, key: tuple[str, ...], merge: TableMerge) -> tuple[tuple
             RegionId(int(region)): HeardEnd(Seq(int(seq)), GroupNumber(int(group)), Epoch(int(epoch)), int(wall_ns))
             for region, (seq, group, epoch, wall_ns) in head.get("ends", {}).items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise MergeStateUnreadable(f"the bytes of a table's state make no sense: {error}") from error
     return (None, b"") if is_other else ((vector, ends), rows)
 
