@@ -81,7 +81,7 @@ def said_of(home: Path) -> bool:
 
 
 def follow_through_kills(tmp_path: Path, kind: str, location: str) -> None:
-    name = f"orders{next(_numbers)}"
+    name = f"travels{next(_numbers)}"
     north = home_with(tmp_path / "north", "writes", kind, location, name)
     south = home_with(tmp_path / "south", "reads", kind, location, name)
     answers: list[millstream.Appended] = []
@@ -120,7 +120,7 @@ def follow_through_kills(tmp_path: Path, kind: str, location: str) -> None:
 
 def route_into_another_home(tmp_path: Path, kind: str, location: str) -> None:
     """Rows that a rule sends to the log and to a sink too are in the log of whoever reads there, once, also where they were sent again."""
-    name = f"events{next(_numbers)}"
+    name = f"routed{next(_numbers)}"
     north = make_home(
         tmp_path / "north",
         '[streams.shop.keys]\n"public.clicks" = ["id"]\n[streams.shop.routing]\n'
