@@ -22,7 +22,7 @@ from millstream.app.writing.stream_writer import stream_writer
 from millstream.cli.main import cli
 from millstream.errors import FollowerBehindRetention, OffsetExpired, UnknownStream
 from millstream.model.positions import Seq
-from millstream.model.replication import Document
+from millstream.model.replication import OBJECT_STORE, Document, follower_holder
 from millstream.protocol.retention import HolderKind
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME
@@ -126,6 +126,22 @@ def test_who_may_follow_no_more_holds_nothing(tmp_path: Path) -> None:
     configure(tmp_path, REGIONS.format(3))
     # By the file as it is now: the owner may have begun long before.
     assert list(retain(tmp_path, began_with)[1]["held"]) == ["follower region-3", "lake"]
+    configure(tmp_path, "")
+    after, log = retain(tmp_path)
+    assert list(log["held"]) == ["lake"]
+    assert after < before
+
+
+def test_an_object_store_holds_the_log_for_as_long_as_there_is_one(tmp_path: Path) -> None:
+    """It was taken for a node that may follow no more: what wasn't stored yet went, and the store had a hole."""
+    stores = f'[replication]\nnode = "one"\nobject_store = "{(tmp_path / "store").as_uri()}"\n'
+    configure(tmp_path, stores)
+    write(tmp_path, 1, 2, 3)
+    with Home(tmp_path).open_catalog() as catalog:
+        stream = catalog.stream("shop").id
+        catalog.set_needed_from(stream, follower_holder(OBJECT_STORE), Seq(1), kind=HolderKind.FOLLOWER)
+    before, log = retain(tmp_path)
+    assert list(log["held"]) == ["follower object-store", "lake"]
     configure(tmp_path, "")
     after, log = retain(tmp_path)
     assert list(log["held"]) == ["lake"]

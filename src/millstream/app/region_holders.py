@@ -20,7 +20,7 @@ from millstream.errors import UnknownTable
 from millstream.model.ids import RegionId, StreamId
 from millstream.model.names import parse_qualified_name, qualified_name
 from millstream.model.positions import Seq
-from millstream.model.replication import NodeName, follower_holder, follower_of_holder, region_node
+from millstream.model.replication import OBJECT_STORE, NodeName, follower_holder, follower_of_holder, region_node
 from millstream.protocol.retention import HolderKind
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ def expect_followers(
     regions = {region_node(region) for region in replication.region_addresses}
     # This node itself followed before it was promoted, and stands in the catalog that came from the old leader.
     known = {NodeName(node) for node in replication.nodes if node != replication.node} | regions
+    if replication.object_store is not None:
+        known.add(OBJECT_STORE)
     held = {p.name: p for p in catalog.pipelines(stream) if p.kind is HolderKind.FOLLOWER}
     for holder in held:
         node = follower_of_holder(holder)
