@@ -65,7 +65,7 @@ def told(home: Home) -> tuple[str, str, int, bool]:
     asked: list[dict[str, Any]] = [
         explain_route(home, None, "orders", None)["leader"],
         list_replicas(home)["streams"][0]["writes_go_to"],
-        collect_status(home)["streams"][0]["leader"],
+        collect_status(home)["streams"][0]["replication"]["writes_go_to"],
     ]
     assert asked[0] == asked[1] == asked[2]
     return asked[0]["node"], asked[0]["address"], asked[0]["epoch"], asked[0]["here"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -47,8 +48,11 @@ def test_a_follower_has_the_leaders_bytes_and_says_whom_to_write_to(tmp_path: Pa
         assert refused.value.details["leader"] == "a"
         (of_a,) = a.answer("replicas")["streams"]
         assert [one["node"] for one in of_a["followers"]] == ["b"]
+        assert "  followed by b: 0 records, 0 B behind, " in a.ask("status").stdout
         b.end("follow", signal.SIGKILL)
         append(a, 5, 6)
+        # How much one lacks that is away isn't known; how old what it has is at least, is.
+        eventually(lambda: re.search(r"followed by b: [\d.]+ s old", a.ask("status").stdout), "b is away", a)
         b.start("follow")
         eventually(lambda: b.rows() == [1, 2, 3, 4, 5, 6], "it goes on where it was", a, b)
 

@@ -97,6 +97,10 @@ def test_a_role_that_is_damaged_holds_up_no_other_stream(tmp_path: Path) -> None
         shown = {one["stream"]: one for one in b.answer("replicas")["streams"]}
         assert (shown[STREAM]["role"], shown["other"]["role"]) == (None, "follows")
         assert shown[STREAM]["error"]["code"] == "role_unreadable"
+        told = b.ask("status")
+        assert told.returncode == 0, told.stderr
+        assert "role_unreadable" in told.stdout
+        assert "follows a: up to" in told.stdout
 
 
 def rows_of_other(node: Node) -> list[int]:

@@ -46,8 +46,8 @@ class LogStage:
         assert reader.first_offset(ShardId(0)) == Offset(offset - (kept is None))  # a log keeps its last frame
 
     def remake(self) -> None:
+        self.opened[0].close()  # first: an open log makes its next segment ready in the folder
         shutil.rmtree(self.folder)
-        self.opened[0].close()
         self.open()
 
     def close(self) -> None:

@@ -51,7 +51,7 @@ def collect_status(home: Home) -> dict[str, Any]:
         problems.append(error.message)
     for one in streams:
         one["replication"] = its = nodes.get(one["name"])
-        if its is not None and its["role"] != "leads":
+        if its is not None and its["role"] not in {None, "leads"}:
             one["state"] = its["role"]
             if "lag" in one:  # the leader lands: nothing waits here
                 one["lag"] |= {"lake": _lake_lag(None)}
@@ -126,7 +126,6 @@ def _stream(
             "pid": writer.pid or None,
             "alive": is_written,
         },
-        "leader": _leader(home, catalog, name),
         "writers": shared["writers"],
         "source": {
             "number": int(source.id) if source else None,
@@ -174,15 +173,6 @@ def _ring(catalog: Catalog, stream: StreamId, problems: list[str]) -> list[dict[
     except MillstreamError as error:
         problems.append(f"hash ring: {error.message}")
         return []
-
-
-def _leader(home: Home, catalog: Catalog, name: str) -> dict[str, Any] | None:
-    """The node that the stream is written at; None where the home is no node, or its configuration or role can't be read."""
-    from millstream.app.replicating.leaders import leader_facts, leaders_of
-
-    with contextlib.suppress(MillstreamError):  # said already
-        return leader_facts(home, leaders_of(home, name, catalog))
-    return None
 
 
 def _has_source(home: Home, name: str) -> bool:

@@ -115,10 +115,12 @@ def _print_nodes(stream: dict[str, Any]) -> None:
     its = stream["replication"]
     if its is None:
         return
+    if its["error"] is not None:
+        click.secho(f"  {its['error']['code']}: {its['error']['message']}", fg="red")
+        return
     if its["role"] == "leads":
         for one in its["followers"]:
-            size, age = human_bytes(one["bytes_behind"]), human_seconds(one["lag_s"])
-            click.echo(f"  followed by {one['node']}: {one['records_behind']:,} records, {size}, {age} behind")
+            click.echo(f"  followed by {one['node']}: {_behind_words(one)}{human_seconds(one['lag_s'])} old")
         return
     if its["role"] == "fenced":
         click.secho(
@@ -131,11 +133,16 @@ def _print_nodes(stream: dict[str, Any]) -> None:
         return
     error = own.get("error")
     age = "of unknown age" if its["age_s"] is None else f"{human_seconds(its['age_s'])} old"
-    records = own.get("records_behind")
-    behind = "" if records is None else f"{records:,} records, {human_bytes(own['bytes_behind'])} behind, "
-    click.echo(f"  follows {its['leader']}: up to {its['persisted_upto']:,}, {behind}{age} at most")
+    upto = "" if its["persisted_upto"] is None else f"up to {its['persisted_upto']:,}, "
+    click.echo(f"  follows {its['leader']}: {upto}{_behind_words(own)}{age} at most")
     if error is not None:
         click.secho(f"  follow: {error['code']}: {error['message']}", fg="red")
+
+
+def _behind_words(lag: dict[str, Any]) -> str:
+    """How much is lacking; nothing where that isn't known, as of a follower that is away."""
+    records = lag.get("records_behind")
+    return "" if records is None else f"{records:,} records, {human_bytes(lag['bytes_behind'])} behind, "
 
 
 def _source_words(source: dict[str, Any]) -> str:

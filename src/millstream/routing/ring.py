@@ -21,6 +21,8 @@ VIRTUAL_NODES: Final = 128
 """Points of a shard on a ring: with so many, the fullest of some shards has about a fifth more keys than the mean."""
 _LAST: Final = 2**64 - 1
 _BUCKETS_BITS_MAX: Final = 16
+_NOBODY: Final = LeaderMap()
+"""Nobody is known to lead."""
 
 Shards: TypeAlias = npt.NDArray[np.int64]
 
@@ -28,7 +30,7 @@ Shards: TypeAlias = npt.NDArray[np.int64]
 class ShardRouter:
     """The shard of every key. Made by `single`, `ring` or `ranges`; immutable."""
 
-    def __init__(self, points: Hashes, owners: Shards, leaders: LeaderMap = LeaderMap()) -> None:  # noqa: B008 (frozen)
+    def __init__(self, points: Hashes, owners: Shards, leaders: LeaderMap = _NOBODY) -> None:
         """Args: points of the circle, rising, at least one; the shard of each; who leads them."""
         if not len(points) or len(points) != len(owners) or (points[1:] <= points[:-1]).any():
             raise AssertionError("a router's points rise, and each has an owner")

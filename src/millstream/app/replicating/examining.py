@@ -56,14 +56,8 @@ def _own(home: Home) -> NodeFinding:
     try:
         for stream in sorted(home.config.streams):
             fact = roles.of(stream)
-            leader = (
-                ""
-                if fact.role is Role.LEADS
-                else f" {fact.leader}"
-                if fact.role is Role.FOLLOWS
-                else f" by {fact.leader}"
-            )
-            parts.append(f"{stream} {fact.role.value}{leader}")
+            whom = {Role.LEADS: "", Role.FOLLOWS: f" {fact.leader}", Role.FENCED: f" by {fact.leader}"}[fact.role]
+            parts.append(f"{stream} {fact.role.value}{whom}")
     except MillstreamError as error:
         return NodeFinding(check, error.message, error)
     if home.config.flight.listen is None and (replication.regions or len(replication.nodes) > 1):

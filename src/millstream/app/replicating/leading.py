@@ -26,7 +26,6 @@ from millstream.errors import FollowerBehindRetention, MillstreamError, UnknownS
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq
 from millstream.model.replication import (
-    OBJECT_STORE,
     Document,
     Holdings,
     NodeName,
@@ -152,9 +151,8 @@ class _StreamShipping:
             stream = resolve_stream(self._home, catalog, self._name)
             note_leaders(self._home, self._name, catalog)
             notes = stack.enter_context(contextlib.closing(_Notes(self._home, self._name, catalog, stream, fact)))
-            documents: _Documents | _Kept = _Documents(self._home, self._name)
-            if fact.role is Role.FOLLOWS:
-                documents = _Kept(self._home, self._name)
+            of_role = _Kept if fact.role is Role.FOLLOWS else _Documents
+            documents: _Documents | _Kept = of_role(self._home, self._name)
             stack.callback(documents.close)
             shipper = WalShipper(
                 self._name,
@@ -169,9 +167,7 @@ class _StreamShipping:
             )
             self._shipper = shipper
             shipper.start()
-            if replication.object_store is None:
-                catalog.release(stream, follower_holder(OBJECT_STORE))
-            elif only is None:
+            if replication.object_store is not None and only is None:
                 self._archiver = stack.enter_context(self._archiving(fact, shipper, documents))
             try:
                 while not self._ending.wait(LOOK_EVERY_S) and not shipper.ended.is_set():

@@ -336,10 +336,12 @@ class _Attempt:
                 replace_file(folder / SESSIONS_NAME, sessions)
         # `millstream run` may be there and wait for its part: this node doesn't lead yet, so that nobody opens the log, whose locks are taken here.
         with self._home.open_catalog() as known:
+            found = resolve_stream(self._home, known, self._stream)
+            assert found == stream, "the log's own stream"
             group = take_over(
                 self._home,
                 known,
-                resolve_stream(self._home, known, self._stream),
+                found,
                 self._stream,
                 self._home.config.streams[self._stream],
                 reserved=max(mark.reserved_to for mark in marks.values()),
