@@ -24,7 +24,7 @@ from millstream.app.replicating.node_calls import (
     told_by,
 )
 from millstream.app.replicating.notes import FollowingNotes
-from millstream.app.replicating.others import hearing_of_promotions
+from millstream.app.replicating.others import hearing_of_promotions, two_leaders
 from millstream.app.replicating.roles import LOOK_EVERY_S, Roles, replication_folder
 from millstream.app.replicating.stores import store_of
 from millstream.errors import (
@@ -37,7 +37,6 @@ from millstream.errors import (
     ReplicationError,
     Retry,
     RoleUnreadable,
-    TwoLeaders,
     UnknownStream,
     UsageError,
 )
@@ -116,7 +115,7 @@ def _led_so_far(home: Home, stream: str, whom: NodeName, fact: RoleFact) -> Role
     theirs = state_of_node(home, whom, stream).fact
     fenced = fact.heard_of(theirs.promise)
     if fenced.role is Role.LEADS and theirs.role is Role.LEADS:
-        raise TwoLeaders(f"this node leads stream {stream} itself, and so does {whom}", stream=stream, node=whom)
+        raise two_leaders(stream, whom)
     if fenced.role is Role.LEADS:
         raise ReplicationError(
             f"this node leads stream {stream} itself, and {whom} wasn't promoted",

@@ -16,7 +16,7 @@ import structlog
 
 from millstream.app.replicating.node_calls import state_of_node
 from millstream.app.replicating.roles import Roles
-from millstream.errors import MillstreamError
+from millstream.errors import MillstreamError, TwoLeaders
 from millstream.protocol.replication.roles import Promise, Role
 
 if TYPE_CHECKING:
@@ -75,3 +75,8 @@ def hearing_of_promotions(home: Home) -> Iterator[None]:
     finally:
         over.set()
         asking.join()
+
+
+def two_leaders(stream: str, node: str) -> TwoLeaders:
+    """What is said where this node leads and so does another, neither of them promoted."""
+    return TwoLeaders(f"this node leads stream {stream}, and so does {node}", stream=stream, node=node)
