@@ -135,9 +135,11 @@ def follow_home(
 
     Raises:
         HomeBusy: another process follows already.
+        ConfigError: the home is no node, or the variable that has its token isn't set.
         Diverged, FollowerBehindRetention, OtherStream …: a stream can't go on (the first one's error, after the others have ended).
     """
     this_node(home)
+    home.loaded_config.node_token()
     home.prepare()
     with RoleLock.take(home.run_folder, "follow", patience_s=LOCK_PATIENCE_S if lifeline.supervised else 0.5):
         streams = {

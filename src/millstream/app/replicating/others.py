@@ -30,15 +30,20 @@ _EVERY_S: Final = 3.0
 
 
 def hear_of_promotions(home: Home, stream: str) -> bool:
-    """Ask the other nodes what they have promised, where this one leads; whether it still does. `RoleUnreadable` where that isn't known.
+    """Ask the other nodes what they have promised, where this one leads; whether it still does.
 
     What one of them has promised to another is noted here, durably: this node is fenced by it then.
+
+    Raises:
+        RoleUnreadable: whether it leads isn't known.
+        ConfigError: the variable that has this node's token isn't set, so that nobody would answer.
     """
     roles = Roles(home)
     fact = roles.of(stream)
     others = sorted(home.config.replication.nodes.keys() - {home.config.replication.node})
     if fact.role is not Role.LEADS or not others:
         return fact.role is Role.LEADS
+    home.loaded_config.node_token()
 
     def promise_of(node: str) -> Promise:
         with contextlib.suppress(MillstreamError):
