@@ -19,16 +19,10 @@ from tests.app.homes import make_home, run, wait_for
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
 from millstream.errors import LogError, OffsetExpired
 from millstream.model.positions import Seq
+from millstream.testing._ports import free_port
 from millstream.wal.reader import StreamReader
 
 STREAM: Final = "shop"
-
-
-def free_port() -> int:
-    """A port of loopback that nobody has now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Node:

@@ -22,13 +22,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from tests.app.cutting import BOTH, Link, Way
-from tests.app.nodes import STREAM, Node, free_port
+from tests.app.nodes import STREAM, Node
+from tests.cutting import BOTH, Link, Way
 from tests.seeds import Violation
 
 import millstream
 from millstream.errors import Fenced, LogError, MillstreamError, ReadOnly, SessionAhead
 from millstream.protocol.replication.roles import Role, RoleFact
+from millstream.testing._ports import free_port
 
 NAMES: Final = "abc"
 _SESSIONS: Final = 3
@@ -80,7 +81,7 @@ class Writer:
         self._thread.join(within_s)
         was_done = not self._thread.is_alive()
         self._giving_up.set()
-        self._thread.join(30)
+        self._thread.join(60)
         for home in self._homes.values():
             home.close()
         return was_done

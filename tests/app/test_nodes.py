@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 from tests.app.homes import run
-from tests.app.nodes import STREAM, Node, eventually, free_port, nodes
+from tests.app.nodes import STREAM, Node, eventually, nodes
 
 import millstream
 from millstream.app.home import PIPELINE, Home
@@ -20,6 +20,7 @@ from millstream.app.replicating.examining import examine_nodes
 from millstream.app.replicating.others import hear_of_promotions
 from millstream.errors import Fenced, ReadOnly, ReplicasMissing
 from millstream.model.positions import Seq
+from millstream.testing._ports import free_port
 from millstream.testing.pytest_plugin import Database
 from millstream.wal.reader import StreamReader
 

@@ -164,19 +164,20 @@ def answering(*answers: bytes) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def work() -> None:
-            for answer in answers:
+            for number, answer in enumerate(answers, 1):
                 connection, _ = listener.accept()
+                if number == len(answers):
+                    listener.close()  # who comes again is refused, and needn't wait for an answer
                 with connection:
                     heard = b""
                     while b"\r\n\r\n" not in heard:
                         heard += connection.recv(65536)
                     connection.sendall(answer)
-            listener.close()  # who comes again is refused, and needn't wait for an answer
 
         thread = threading.Thread(target=work)
         thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive()
 
 

@@ -132,7 +132,7 @@ def test_a_follower_that_stands_still_is_given_up_and_its_call_ends(impatient: F
             assert isinstance(error, LinkLost)
             assert "said nothing" in error.message
             if sending is not None:
-                assert isinstance(sending.exception(30.0), LinkLost)
+                assert isinstance(sending.exception(60), LinkLost)
         wait_for(lambda: impatient.server.calls == 0, what=lambda: "a call that doesn't end")
 
 

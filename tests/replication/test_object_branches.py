@@ -251,7 +251,7 @@ def test_two_processes_of_one_leader_meet_in_the_store_and_both_go_on(scene: Sce
             write(scene.old, epoch, 10, "a", first=200 * epoch)
             group = group_of(scene.old)
             scene.archive(scene.old, RoleFact())
-            wait_for(lambda group=group: other.stored_group >= group, what=other.facts, seconds=30)
+            wait_for(lambda group=group: other.stored_group >= group, what=other.facts)
         other.stop(10.0)
     assert scene.restored("restored")[1].token() == StreamReader(str(scene.old)).token()
     same_segments(scene.old, scene.folder / "restored")

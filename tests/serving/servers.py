@@ -63,7 +63,7 @@ def served(home: Path, *words: str, until: str = "listening", **environ: str) ->
     finally:
         process.send_signal(signal.SIGTERM)
         code = process.wait(60)
-        thread.join(30)
+        thread.join(60)
         assert process.stderr is not None
         process.stderr.close()
     assert code == 0, found.said

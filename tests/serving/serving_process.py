@@ -106,6 +106,6 @@ def served(home: Path, **environ: str) -> Iterator[Served]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        listener.join(10)
+        listener.join(60)
         assert process.stderr is not None
         process.stderr.close()

@@ -67,7 +67,7 @@ client_ca = "{authority.file}"
             with pytest.raises((httpx.HTTPError, ssl.SSLError)):
                 status(context)
         done(home, "token", "revoke", "grafana")
-        wait_for(lambda: status(named) == 401, seconds=10)
+        wait_for(lambda: status(named) == 401)
         with pytest.raises(httpx.HTTPError):
             httpx.get(f"http://127.0.0.1:{port}/status")
     assert sensor.rpartition("_")[2] not in repr(server.said)
@@ -93,11 +93,11 @@ def test_a_renewed_certificate_is_taken_while_it_runs_and_a_broken_one_is_not(
         assert seen().strip() in first.decode()
         other, other_key = authority.issue("other")
         other.replace(certificate)  # not its key's yet, as while somebody copies one after the other
-        wait_for(lambda: any("can't be used" in event for event in server.events()), seconds=20)
+        wait_for(lambda: any("can't be used" in event for event in server.events()))
         assert seen().strip() in first.decode()
         renewed = certificate.read_text()
         other_key.replace(key)
-        wait_for(lambda: seen().strip() in renewed, seconds=20)
+        wait_for(lambda: seen().strip() in renewed)
 
 
 def test_other_authorities_of_clients_are_taken_while_it_runs(tmp_path: Path, authority: Authority) -> None:

@@ -340,7 +340,7 @@ def test_an_event_loop_that_ended_without_its_answers_holds_nobody_up():
         assert files.waiting.wait(DEADLINE_S)
         left_behind(log)  # two in the queue, one that waits for room
         files.may_sync.set()
-        assert first.result(10).seqs.first == 1
+        assert first.result(60).seqs.first == 1
         assert asyncio.run(log.append_async(small(5), deadline_s=10)).seqs.first == 4
     assert column(StreamReader("/wal/s", files=files), "id") == [1, 2, 3, 5]
 

@@ -65,7 +65,8 @@ def export(
     A time is that of commits at the source, in whole commit groups. CSV and Arrow of one table go to stdout, of several to a
     folder, a file each. Text goes on past damage, with exit code 3; Arrow stops at it.
     """
-    from millstream.app.opened import open_reader, table_ids
+    from millstream.app.opened import open_reader
+    from millstream.app.record_reading import table_ids
     from millstream.app.records_json import Cat
     from millstream.errors import UsageError
 

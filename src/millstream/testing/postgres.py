@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,11 +16,12 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 from urllib.parse import quote, urlencode
 
 from millstream.errors import MillstreamError
 from millstream.testing import _postgres_guardian
+from millstream.testing._ports import free_port
 from millstream.testing._postgres_binaries import (
     VERSIONS,
     Identity,
@@ -200,7 +200,7 @@ class EmbeddedPostgres:
         deadline = time.monotonic() + timeout_s
         while True:
             if self._tcp and not port_chosen:
-                self._port = _free_port()
+                self._port = free_port()
             self._configure()
             try:
                 self._launch(deadline)
@@ -458,10 +458,3 @@ def _give_all(folder: Path, identity: Identity) -> None:
         _give(Path(path), identity)
         for name in names:
             _give(Path(path) / name, identity)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: Any = probe.getsockname()[1]
-        return int(port)

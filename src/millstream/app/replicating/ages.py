@@ -49,6 +49,8 @@ def check_age(home: Home, stream: str) -> None:
     Raises:
         ReplicaTooStale: it is older, or nobody knows.
     """
+    if not home.config_file.exists():
+        return  # a copied folder: nobody has said how old it may be
     text = home.config.replication.max_staleness
     if text is None or Roles(home).of(stream).role is not Role.FOLLOWS:
         return

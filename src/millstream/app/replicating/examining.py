@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from millstream.app.replicating.node_calls import state_of_node, this_node
+from millstream.app.replicating.others import two_leaders
 from millstream.app.replicating.roles import Roles
-from millstream.errors import ConfigError, MillstreamError, ReplicationError, TwoLeaders
+from millstream.errors import ConfigError, MillstreamError, ReplicationError
 from millstream.model.replication import region_node
 from millstream.protocol.replication.roles import Role
 
@@ -90,7 +91,7 @@ def _disagreement(home: Home, node: str, stream: str, state: NodeState) -> Mills
         )
     theirs = state.fact
     if own.role is Role.LEADS and theirs.role is Role.LEADS:
-        return TwoLeaders(f"this node leads stream {stream}, and so does {node}", stream=stream, node=node)
+        return two_leaders(stream, node)
     if own.role is not Role.LEADS and theirs.role is not Role.LEADS and own.leader == node:
         return ReplicationError(
             f"this node follows {node}, which doesn't lead stream {stream}",

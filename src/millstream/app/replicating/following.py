@@ -25,7 +25,7 @@ from millstream.app.replicating.node_calls import (
     told_by,
 )
 from millstream.app.replicating.notes import FollowingNotes
-from millstream.app.replicating.others import hearing_of_promotions
+from millstream.app.replicating.others import hearing_of_promotions, two_leaders
 from millstream.app.replicating.roles import LOOK_EVERY_S, Roles, replication_folder
 from millstream.app.replicating.stores import store_of
 from millstream.errors import (
@@ -38,7 +38,6 @@ from millstream.errors import (
     ReplicationError,
     Retry,
     RoleUnreadable,
-    TwoLeaders,
     UnknownStream,
     UsageError,
 )
@@ -117,7 +116,7 @@ def _led_so_far(home: Home, stream: str, whom: NodeName, fact: RoleFact) -> Role
     theirs = state_of_node(home, whom, stream).fact
     fenced = fact.heard_of(theirs.promise)
     if fenced.role is Role.LEADS and theirs.role is Role.LEADS:
-        raise TwoLeaders(f"this node leads stream {stream} itself, and so does {whom}", stream=stream, node=whom)
+        raise two_leaders(stream, whom)
     if fenced.role is Role.LEADS:
         raise ReplicationError(
             f"this node leads stream {stream} itself, and {whom} wasn't promoted",
@@ -137,9 +136,11 @@ def follow_home(
 
     Raises:
         HomeBusy: another process follows already.
+        ConfigError: the home is no node, or the variable that has its token isn't set.
         Diverged, FollowerBehindRetention, OtherStream …: a stream can't go on (the first one's error, after the others have ended).
     """
     this_node(home)
+    home.loaded_config.node_token()
     home.prepare()
     with RoleLock.take(home.run_folder, "follow", patience_s=LOCK_PATIENCE_S if lifeline.supervised else 0.5):
         streams = {

@@ -91,7 +91,12 @@ def this_node(home: Home) -> NodeName:
 
 
 def address_of(home: Home, node: str) -> LeaderAddress:
-    """Where a node's Flight server is, or another region's. `UnknownNode` where the configuration doesn't say."""
+    """Where a node's Flight server is, or another region's.
+
+    Raises:
+        UnknownNode: the configuration doesn't say.
+        ConfigError: the variable that has this node's token isn't set.
+    """
     replication = home.config.replication
     regions = {region_node(region): address for region, address in replication.region_addresses.items()}
     address = replication.nodes.get(node) or regions.get(NodeName(node))
@@ -99,6 +104,7 @@ def address_of(home: Home, node: str) -> LeaderAddress:
         known = ", ".join(sorted(replication.nodes)) or "none"
         raise UnknownNode(f"{home.config_file} names no node {node}; nodes: {known}", node=node)
     scheme, _, place = address.partition("://")
+    token = home.loaded_config.node_token()
 
     def file(path: str | None) -> Path | None:
         return None if path is None else home.path / Path(path).expanduser()
@@ -109,7 +115,7 @@ def address_of(home: Home, node: str) -> LeaderAddress:
         authority=file(replication.authority),
         certificate=file(replication.certificate),
         key=file(replication.key),
-        token=lambda: replication.token,
+        token=lambda: token,
     )
 
 

@@ -22,7 +22,7 @@ from millstream.app.replicating.leaders import note_leaders
 from millstream.app.replicating.level_document import LEVEL, Terms
 from millstream.app.replicating.node_calls import NodeState, ask_promise, state_of_node, this_node
 from millstream.app.replicating.notes import FollowingNotes
-from millstream.app.replicating.others import hear_of_promotions
+from millstream.app.replicating.others import hear_of_promotions, two_leaders
 from millstream.app.replicating.roles import Roles
 from millstream.app.replicating.session_document import SESSIONS
 from millstream.app.writing.stream_writer import resolve_stream, take_over
@@ -35,7 +35,6 @@ from millstream.errors import (
     NotCaughtUp,
     PromotionLost,
     ShardLocked,
-    TwoLeaders,
     UnknownStream,
 )
 from millstream.model.ids import Epoch, GroupNumber, StreamId
@@ -404,7 +403,7 @@ def _refuse_two_leaders(home: Home, stream: str) -> None:
         except MillstreamError:
             continue  # it says nothing against it
         if theirs.role is Role.LEADS:
-            raise TwoLeaders(f"this node leads stream {stream}, and so does {node}", stream=stream, node=node)
+            raise two_leaders(stream, node)
 
 
 def _refuse_several_writers(home: Home, stream: str) -> None:

@@ -18,7 +18,8 @@ import pyarrow.flight as fl
 import structlog
 
 from millstream.app.config.quantities import duration_s, size_bytes
-from millstream.app.opened import open_reader, table_ids
+from millstream.app.opened import open_reader
+from millstream.app.record_reading import table_ids
 from millstream.app.replicating.desk import answer_node
 from millstream.app.replicating.node_calls import ACTION
 from millstream.app.serving.access import Access, Caller, Credentials, token_said

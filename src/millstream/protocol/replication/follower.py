@@ -48,10 +48,8 @@ from millstream.errors import (
     MillstreamError,
     NodeNameTaken,
     OtherStream,
-    ReadOnly,
     ReplicaGap,
     ReplicationError,
-    ReplicaTooStale,
     RoleUnreadable,
 )
 from millstream.model.ids import GroupNumber, StreamId
@@ -309,22 +307,6 @@ class Follower:
         """How far behind, at a moment of the clock that `step` is given."""
         age_s = math.inf if self._fresh_at is None else max(0.0, now_s - self._fresh_at)
         return Lag(max(0, self._leader_end - self.holding.persisted_upto), self._bytes_left, age_s)
-
-    def check_age(self, staleness_max_s: float | None, now_s: float) -> None:
-        """`ReplicaTooStale` where what is shown here may be older than that."""
-        lag = self.lag(now_s)
-        if staleness_max_s is not None and lag.age_s > staleness_max_s:
-            age = "of unknown age" if math.isinf(lag.age_s) else f"{lag.age_s:.1f} s old"
-            raise ReplicaTooStale(
-                f"what {self._node} has is {age}, and {staleness_max_s:g} s are allowed",
-                leader=str(self.fact.leader),
-                records_behind=lag.records,
-            )
-
-    def refusal_of_writes(self) -> ReadOnly:
-        """What whoever writes here is answered."""
-        leader = self.fact.leader
-        return ReadOnly(f"{self._node} follows {leader or 'another node'}: writes go there", leader=str(leader))
 
     # --- events ----------------------------------------------------------------------------------------------------
 
