@@ -15,6 +15,7 @@ import structlog
 from millstream.app.control import ControlServer
 from millstream.app.locks import LOCK_PATIENCE_S, RoleLock, holder, nobody_writes
 from millstream.app.replicating.filling import fill, has_log
+from millstream.app.replicating.instances import instance_of
 from millstream.app.replicating.leaders import note_leaders
 from millstream.app.replicating.node_calls import (
     NodeState,
@@ -354,6 +355,7 @@ def _follower_of(home: Home, copy: _Copy, fact: RoleFact, notes: FollowingNotes)
         _Connecting(home, copy.stream, copy.only).connect,
         notes,
         documents=notes.versions(),
+        home=instance_of(home),
     )
 
 
