@@ -115,7 +115,11 @@ def test_soak_of_two_promotions(tmp_path: Path, postgres: Database) -> None:
     while not plays or (wanted is None and time.monotonic() < until_s):
         seed = int(wanted) if wanted else random.SystemRandom().randrange(10**9)
         rng = random.Random(seed)
-        way, apart_s, turned = rng.choice(WAYS), rng.choice((0.0, rng.uniform(0, 0.1), rng.uniform(0, 1.5))), rng.random()
+        way, apart_s, turned = (
+            rng.choice(WAYS),
+            rng.choice((0.0, rng.uniform(0, 0.1), rng.uniform(0, 1.5))),
+            rng.random(),
+        )
         alive = rng.random() < 0.4
         print(f"MILLSTREAM_SOAK_SEED={seed} repeats it: {way}, {apart_s:.3f} s apart, a alive: {alive}", flush=True)  # noqa: T201 - seeds are told
         folder = tmp_path / str(plays)
