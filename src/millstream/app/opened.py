@@ -13,12 +13,13 @@ from millstream.app.calls import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, Ses
 from millstream.app.home import Home
 from millstream.app.moments import parse_as_of
 from millstream.app.record_reading import latest_stretches, read_records
-from millstream.errors import LogError, MissingExtra, WriterClosed
+from millstream.errors import LogError, MissingExtra, RoleUnreadable, WriterClosed
 from millstream.model.ids import StreamId
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.replication import AckLevel
 from millstream.model.schema import TableKind
 from millstream.model.writes import SessionFacts, WriteId
+from millstream.protocol.replication.roles import Role
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -434,8 +435,24 @@ def open_lake(
         as_of=moment,
         held=lambda: _set_aside(home, stream_id),
         known=lambda: _known(home, name, stream_id),
+        lands=lambda: _lands(home, name),
         bounds=bounds,
     )
+
+
+def _lands(home: Home, stream: str) -> str:
+    """Who lands the lake of a node that doesn't lead; nothing where it does, or nobody knows."""
+    from millstream.app.replicating.roles import Roles
+
+    try:
+        fact = Roles(home).of(stream)
+    except RoleUnreadable:
+        return ""
+    if fact.role is Role.LEADS or not fact.leader:
+        return ""
+    address = home.config.replication.nodes.get(fact.leader)
+    where = f"{fact.leader} ({address})" if address else fact.leader
+    return f"{where} leads {stream}, and the leader's pipeline lands them. Ask there"
 
 
 def _known(home: Home, stream: str, stream_id: StreamId) -> list[KnownTable]:

@@ -59,6 +59,7 @@ _CATALOG_WORDS: Final = re.compile(
     r"\b(information_schema|pg_catalog|duckdb_\w+|sqlite_master|pg_\w+)\b", re.IGNORECASE
 )
 """A query with one of these may list tables that it doesn't name."""
+_LANDS: Final = "`millstream run` lands them, and `millstream status` shows what goes on"
 _LIST: Final = re.compile(r"\s*(show(\s+all)?\s+tables|show|describe)\s*;?\s*", re.IGNORECASE)
 _LISTED: Final = (
     "SELECT list_aggregate([CASE WHEN regexp_full_match(part, '[a-z_][a-z0-9_]*') THEN part"
@@ -82,6 +83,7 @@ class LakeSession:
         as_of: Seq | datetime | None = None,
         held: Callable[[], Mapping[str, str]] | None = None,
         known: Callable[[], Sequence[KnownTable]] | None = None,
+        lands: Callable[[], str] | None = None,
         bounds: QueryBounds | None = None,
     ) -> None:
         """Open a session.
@@ -95,6 +97,8 @@ class LakeSession:
                 of a query has got nothing lately: that may take longer than the query.
             known: gives the source's tables as capture knows them. Asked at most once, where a query names one that the lake hasn't,
                 or may list all: those without a record are then empty, and those renamed since can be named as they are called now.
+            lands: says who lands the tables, for a hint where none has landed. Asked then alone; without it, or where it says nothing,
+                that is the home's own `millstream run`.
             bounds: what it may take; None for all that there is.
 
         Raises:
@@ -119,6 +123,7 @@ class LakeSession:
         except BaseException:
             self.close()
             raise
+        self._lands = lands
         self._held, self._asked_held = held, dict[str, str]()
         self._known, self._asked_known = known, list[KnownTable]()
         self._old_versions = True
@@ -339,7 +344,8 @@ class LakeSession:
         if self._failures:
             return "Not readable: " + "; ".join(f"{name} ({reason})" for name, reason in self.missing.items())
         if not self._tables:
-            return "No table has landed in the lake yet: `millstream run` lands them, and `millstream status` shows what goes on."
+            elsewhere = self._lands() if self._lands is not None else ""
+            return f"No table has landed in the lake yet: {elsewhere or _LANDS}."
         listed = ", ".join(self.tables[:20]) + (" …" if len(self.tables) > 20 else "")
         return f"Tables: {listed}. Others appear once the pipeline has landed them."
 
