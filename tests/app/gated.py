@@ -1,6 +1,6 @@
 """A command that has everything that it takes in memory, and begins when it is told to: of two of them at once, at one moment.
 
-    python -m tests.app.gated WORD…
+python -m tests.app.gated WORD…
 """
 
 from __future__ import annotations
