@@ -445,15 +445,16 @@ def test_applications_append_while_a_job_lands_what_there_is(home: Path) -> None
     with millstream.open(home) as opened:
         opened.append("web", "clicks", {"number": 0})
         with process(home, "run", "--until-caught-up") as job:
-            slowest, number = 0.0, 0
+            slowest, number, started = 0.0, 0, time.monotonic()
             while job.poll() is None:
                 number += 1
                 began = time.monotonic()
                 opened.append("web", "clicks", {"number": number})
                 slowest = max(slowest, time.monotonic() - began)
+            lasted = time.monotonic() - started
         assert job.returncode == 0
     assert [row["number"] for row in rows_of(home)] == list(range(number + 1))
-    assert slowest < 25, "none had to wait until the job was done"
+    assert slowest < lasted / 2, "none had to wait until the job was done"
 
 
 def test_names_that_differ_by_case_alone_are_one_table_too_many(home: Path) -> None:

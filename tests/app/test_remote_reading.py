@@ -137,7 +137,9 @@ def test_a_query_is_answered_from_the_lake(tmp_path: Path, postgres: Database) -
             ]
             # For others it is a plain stream of Arrow's.
             answer = httpx.post(
-                f"{url}/v1/streams/shop/query", json={"sql": "select id from public.orders", "as_of": str(before)}
+                f"{url}/v1/streams/shop/query",
+                json={"sql": "select id from public.orders", "as_of": str(before)},
+                timeout=60,
             )
             assert answer.headers["content-type"] == "application/vnd.apache.arrow.stream"
             assert pa.ipc.open_stream(answer.content).read_all().num_rows == 200_000

@@ -291,8 +291,7 @@ class _FollowedStream:
         try:
             yield ended
         finally:
-            over.set()
-            watching.join()
+            over.set()  # it sees that at its next look, for which nobody has to wait
 
 
 def _in_our_tree(error: MillstreamError | OSError, home: Home) -> MillstreamError:
