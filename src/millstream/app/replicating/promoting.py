@@ -23,7 +23,6 @@ from millstream.app.replicating.node_calls import NodeState, ask_promise, state_
 from millstream.app.replicating.notes import FollowingNotes
 from millstream.app.replicating.others import hear_of_promotions, two_leaders
 from millstream.app.replicating.roles import Roles
-from millstream.app.replicating.session_document import SESSIONS
 from millstream.app.writing.stream_writer import resolve_stream, take_over
 from millstream.errors import (
     CatalogError,
@@ -63,7 +62,7 @@ from millstream.protocol.replication.promotion import (
     TookOver,
     Unanswered,
 )
-from millstream.protocol.replication.roles import Promise, Role, RoleFact
+from millstream.protocol.replication.roles import SESSIONS, Promise, Role, RoleFact
 from millstream.protocol.replication.shipping import PersistRole
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME
