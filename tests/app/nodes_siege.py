@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from tests.app.cutting import BOTH, Link, Way
 from tests.app.nodes import STREAM, Node
+from tests.cutting import BOTH, Link, Way
 from tests.seeds import Violation
 
 import millstream

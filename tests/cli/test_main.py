@@ -43,6 +43,21 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_a_follower_begins_without_what_it_does_not_need() -> None:
+    code = (
+        "import gc, sys\n"
+        "from millstream.cli.starting import importing, leave_pandas_out\n"
+        "with importing():\n"
+        "    leave_pandas_out()\n"
+        "    import millstream.app.replicating.following, millstream.app.config.model, pyarrow as pa\n"
+        "assert gc.isenabled() and gc.get_freeze_count()\n"
+        "assert pa.array([1]).to_pylist() == [1]\n"
+        "print(sorted(set(sys.modules) & {'alembic', 'duckdb', 'fastapi', 'numba', 'obstore', 'pandas', 'sqlalchemy'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 def cpu_s_of_children() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from millstream.app.regions import KeptVectors
 from millstream.errors import UnknownTable
 from millstream.model.ids import RegionId, StreamId
 from millstream.model.names import parse_qualified_name, qualified_name
@@ -26,6 +25,7 @@ from millstream.protocol.retention import HolderKind
 if TYPE_CHECKING:
     from millstream.app.config.model import StreamConfig
     from millstream.app.config.replication_model import ReplicationConfig
+    from millstream.app.regions import KeptVectors
     from millstream.catalog import Catalog
     from millstream.wal.reader import StreamReader
 
