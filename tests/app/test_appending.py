@@ -70,7 +70,7 @@ def process(home: Path, *words: str, **environ: str) -> Iterator[subprocess.Pope
     finally:
         started.terminate()
         try:
-            started.communicate(timeout=60)
+            started.communicate(timeout=180)
         except subprocess.TimeoutExpired:
             started.kill()
             started.communicate()
@@ -350,7 +350,7 @@ def test_a_caller_that_does_not_read_or_sends_by_halves_holds_nobody_up(
             for _ in range(1000):
                 mute.sendall(struct.pack("<II", len(head), 0) + head)  # each answer is as long, and nobody reads it
         b = appenders(home, "b", count=20)[0]
-        b.communicate(timeout=60)
+        b.communicate(timeout=180)
         assert b.returncode == 0
         other = pa.table({"who": ["large"], "number": [1], "bytes": [b"x" * 200_000]})
         client = AppendClient(Path(path))

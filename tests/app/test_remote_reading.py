@@ -198,7 +198,7 @@ def answering(*answers: bytes) -> Iterator[str]:
         thread = threading.Thread(target=work)
         thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        thread.join(60)
+        thread.join(180)
         assert not thread.is_alive()
 
 

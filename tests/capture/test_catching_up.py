@@ -450,7 +450,7 @@ def run_process(stage: Stage, failpoints: str = "", **more: Any) -> tuple[int, s
         env={**os.environ, "MILLSTREAM_FAILPOINTS": failpoints},
         stdout=subprocess.PIPE,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     return done.returncode, done.stdout

@@ -174,7 +174,7 @@ def test_a_transaction_that_no_snapshot_sees_yet_is_newer_than_any_chunk(stage: 
             local.execute("SET synchronous_commit = local")
             local.execute("ALTER SYSTEM RESET synchronous_standby_names")
             local.execute("SELECT pg_reload_conf()")
-    thread.join(60)
+    thread.join(180)
     blocked.close()
     wait_until(lambda: stage.state("public.docs") is TableState.STREAMING, "the copy is whole")
     running.stop()

@@ -124,7 +124,7 @@ def owner(home: Path) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(60)
+            process.wait(180)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
