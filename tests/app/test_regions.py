@@ -19,10 +19,13 @@ import millstream
 from millstream.app.config.file import load_config
 from millstream.app.doctor import examine
 from millstream.app.home import Home
+from millstream.app.locks import RoleLock
+from millstream.app.reconciling import reconcile_stream
 from millstream.app.regions import RegionTable, newest_time
 from millstream.cli.main import cli
 from millstream.errors import (
     ConfigError,
+    HomeBusy,
     MergeStateUnreadable,
     MergeUnsuitable,
     MillstreamError,
@@ -149,6 +152,9 @@ def test_what_was_reconciled_is_kept_and_only_what_is_new_is_read_again(tmp_path
         (table,) = run(one, "--json")["tables"]
         assert [(taken["region"], taken["rows"]) for taken in table["taken"]] == [(1, 0), (2, 1)]
         assert rows_of(one) == rows_of(two)
+        with RoleLock.take(Home(one).run_folder, "reconcile"), pytest.raises(HomeBusy):
+            # Two at once: who ends last would keep what it began with.
+            reconcile_stream(Home(one), "shop")
         # Without what is kept it is the same.
         shutil.rmtree(one / "data" / "regions")
         assert rows_of(one) == rows_of(two)

@@ -17,7 +17,10 @@ from tests.app.nodes import STREAM, Node, eventually, free_port, nodes
 
 import millstream
 from millstream.app.home import Home
+from millstream.app.replicating.examining import examine_nodes
+from millstream.app.replicating.replicas import list_replicas
 from millstream.app.replicating.roles import Roles
+from millstream.errors import NodeNameTaken
 from millstream.protocol.replication.roles import Role, RoleFact
 from millstream.testing.pytest_plugin import Database
 
@@ -158,6 +161,9 @@ def test_of_two_homes_of_one_name_one_is_followed_by_its_leader_and_promised_to(
             home.append(STREAM, "orders", [{"id": 2}], deadline_s=100)
         assert b.rows() == [1, 2]
         assert error_of_following(b) is None
+        for home, is_taken in ((b, False), (copy, True)):
+            own = next(examine_nodes(Home(home.home)))
+            assert isinstance(own.error, NodeNameTaken) == is_taken, own
         b.end("follow")
         eventually(lambda: copy.rows() == [1, 2], "once the other one has gone it is taken", a, copy)
         copy.end("follow")
@@ -174,7 +180,7 @@ def test_of_two_homes_of_one_name_one_is_followed_by_its_leader_and_promised_to(
 
 
 def error_of_following(node: Node) -> str | None:
-    (stream,) = node.answer("replicas")["streams"]
+    (stream,) = list_replicas(Home(node.home))["streams"]
     following = stream["following"] or {}
     if following.get("phase") != "following" and not following.get("error"):
         return "nothing yet"

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.app.locks import holder
+from millstream.app.replicating.instances import instance_of
 from millstream.app.replicating.node_calls import NodeState, address_of, promise_in, this_node
 from millstream.app.replicating.roles import Roles
 from millstream.errors import HomeBusy, ShardLocked, UnknownStream, UsageError
@@ -57,7 +58,8 @@ def node_state(home: Home, stream: str) -> NodeState:
     marks = durable_marks(RealFiles(), str(folder)) if folder.is_dir() else {}
     group = min((mark.group for mark in marks.values()), default=GroupNumber(0))
     is_candidate = fact.role is not Role.LEADS and holder(home.run_folder, "promote").get("stream") == stream
-    return NodeState(this_node(home), fact, group, stream_cut(marks.values()) if marks else Seq(0), is_candidate)
+    upto = stream_cut(marks.values()) if marks else Seq(0)
+    return NodeState(this_node(home), fact, group, upto, is_candidate, instance_of(home))
 
 
 def give_promise(home: Home, stream: str, promise: Promise, claimant: str = "") -> NodeState:

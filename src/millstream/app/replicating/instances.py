@@ -15,9 +15,12 @@ def instance_of(home: Home) -> str:
     """A word that is the same for all processes of a home, through restarts of them, and another one for every copy.
 
     It is drawn from where the home lies, on which machine since it was started: nothing in the home could tell a copy from what it was copied from. So another
-    word may still be the same home, moved; the same word is never another one. `OSError` where the home has no data folder.
+    word may still be the same home, moved; the same word is never another one. Empty where the home has no data folder yet.
     """
-    folder = home.data.stat()
+    try:
+        folder = home.data.stat()
+    except FileNotFoundError:
+        return ""
     return hashlib.sha256(f"{boot_id()} {folder.st_dev} {folder.st_ino}".encode()).hexdigest()[:16]
 
 

@@ -47,6 +47,8 @@ class NodeState:
     persisted_upto: Seq
     is_candidate: bool = False
     """A promotion goes on there."""
+    home: str = ""
+    """Which home of that name answers: `instances.instance_of`. Empty: one of before that was said."""
 
     @property
     def rank(self) -> Rank:
@@ -61,6 +63,7 @@ class NodeState:
             "group": int(self.group),
             "persisted_upto": int(self.persisted_upto),
             "is_candidate": self.is_candidate,
+            "home": self.home,
         }
 
     @classmethod
@@ -74,6 +77,7 @@ class NodeState:
                 GroupNumber(int(facts["group"])),
                 Seq(int(facts["persisted_upto"])),
                 facts.get("is_candidate") is True,
+                str(facts.get("home", "")),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ShipmentUnreadable(f"a node answers what can't be read: {error!r}") from error

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, Final
 from millstream.app.home import FILE_NAME, Home, replace_file
 from millstream.app.replicating.catalog_document import CATALOG, adopt_catalog
 from millstream.app.replicating.roles import Roles
-from millstream.app.replicating.session_document import SESSIONS
 from millstream.app.replicating.stores import fetch
 from millstream.errors import TokenFromFuture, UnknownStream, UsageError
 from millstream.model.ids import Epoch, GroupNumber, RegionId, check_stream_name
 from millstream.model.positions import Seq, StreamToken
-from millstream.protocol.replication.roles import RoleFact
+from millstream.protocol.replication.roles import SESSIONS, RoleFact
 from millstream.replication.object_store import ObjectStoreTransport
 from millstream.wal.files import RealFiles
 from millstream.wal.history import ends_behind, last_group_upto, truncate_to
 from millstream.wal.layout import SESSIONS_NAME
 from millstream.wal.reader import StreamReader
+from millstream.wal.session_file import covered_in
 from millstream.wal.shipping import durable_marks
 from millstream.wal.taking_over import prepare_promotion
 
@@ -93,7 +93,8 @@ def restore_stream(
     stream_id = StreamReader(str(wal)).stream_id
     if at is not None:
         _cut_at(wal, StreamToken.parse(at, stream=stream_id).linear(), found.end.persisted_upto, replication)
-    elif (sessions := found.documents.get(SESSIONS)) is not None:
+    sessions = found.documents.get(SESSIONS)
+    if sessions is not None and (covered_in(sessions.data) or Seq(0)) <= StreamReader(str(wal)).persisted_upto():
         replace_file(wal / SESSIONS_NAME, sessions.data)
     _adopt(home, stream_id, found.documents.get(CATALOG), wal)
     marks = durable_marks(RealFiles(), str(wal))

@@ -283,8 +283,8 @@ class Promotion:
         self._absent: frozenset[NodeName] = frozenset()
         """Who didn't answer the survey: nobody waits for them again where the others are enough."""
         self._standings: dict[NodeName, Standing] = {}
-        self._has_claimed = False
-        """The store decides for it, under the promise that it stands for."""
+        self._won = Epoch(0)
+        """The last one that it has claimed: nobody else leads under that."""
         self._until = 0.0
 
     def step(self, event: Event, now_s: float) -> list[Effect]:  # noqa: C901, PLR0911, PLR0912 - one branch an event
@@ -317,7 +317,7 @@ class Promotion:
                 self.state = State.CLAIMING
                 return [Claim(self._promise)]
             case State.CLAIMING, Claimed(stored, persisted_upto):
-                self._has_claimed = True
+                self._won = self._promise.epoch
                 if stored is not None:
                     self._standings[STORE] = Standing(self._promise, Role.FOLLOWS, stored, persisted_upto)
                 return self._ask(now_s)
@@ -345,7 +345,6 @@ class Promotion:
         self.state, self._until = State.SURVEYING, now_s + self._answer_s
         self._standings.clear()
         self._silent.clear()
-        self._has_claimed = False
         asked: list[Effect] = [Survey(node) for node in sorted(self._others)]
         return asked + self._when_answered(now_s)
 
@@ -359,7 +358,11 @@ class Promotion:
             return []
         if self.state is State.ASKING:
             return self._judge()
-        ahead = [one.promise for node, one in self._standings.items() if one.is_candidate and one.promise.node == node]
+        ahead = [
+            one.promise
+            for node, one in self._standings.items()
+            if one.is_candidate and one.promise.node == node and one.promise.epoch != self._won
+        ]
         if ahead and max(ahead) >= self.fact.promise:
             return self._fail(_lost_to(max(ahead)))
         if here < self._wanted and not self._accepts_loss:
@@ -414,8 +417,7 @@ class Promotion:
             return []
         if self.state is State.SURVEYING:
             return []  # late: nothing is asked for now
-        is_other = promise.epoch == self._promise.epoch and promise.node != self._node
-        if self.state is State.ASKING and self._has_claimed and is_other:
+        if self.state is State.ASKING and promise.epoch == self._won and promise.node != self._node:
             # Whoever that is lost the claim, and keeps the promise: nobody would lead under either. So it stands again, above both.
             return self._begin(now_s)
         if self.state is State.STANDING:

@@ -42,6 +42,8 @@ from millstream.model.replication import NodeName
 NOBODY: Final = NodeName("")
 LINEAGE: Final = "lineage"
 """The document that bears one."""
+SESSIONS: Final = "sessions"
+"""The document that knows the log's writes up to some number: of no use to a log that ends in front of that."""
 _VERSION: Final = 1
 _CLAIMANT_MAX: Final = 64
 
@@ -133,25 +135,28 @@ class RoleFact:
         """How much this node has, whose log ends at that group."""
         return Rank(self.lineage.covered_by(group).last.promise, group)
 
-    def heard_of(self, promise: Promise) -> RoleFact:
+    def heard_of(self, promise: Promise, claimant: str = "") -> RoleFact:
         """After hearing of a promise, or giving it: the same where it isn't higher."""
         if promise <= self.promise:
             return self
         role = Role.FOLLOWS if self.role is Role.FOLLOWS else Role.FENCED
-        return replace(self, role=role, promise=promise, leader=promise.node, claimant="")
+        return replace(self, role=role, promise=promise, leader=promise.node, claimant=claimant)
 
     def asked(self, promise: Promise, claimant: str = "") -> RoleFact:
         """After giving a promise that was asked for: durable before it is answered.
 
         Raises:
             Fenced: another was given that is higher: whom it was given to is said.
-            NodeNameTaken: this one was given, or was heard of, and not from who asks now.
+            NodeNameTaken: this one was, and not to who asks now.
         """
         if promise < self.promise:
             raise fenced_error(self.promise)
-        if promise == self.promise and claimant != self.claimant:
+        if promise > self.promise:
+            return self.heard_of(promise, claimant)
+        if self.claimant and claimant != self.claimant:
             raise name_taken(promise)
-        return self if promise == self.promise else replace(self.heard_of(promise), claimant=claimant)
+        # Of one that was only heard of: another node was asked before, and has told.
+        return replace(self, claimant=claimant)
 
     def standing_for(self, promise: Promise, claimant: str = "") -> RoleFact:
         """It asks the others for that promise, and has given it itself; whom it follows is as before."""
