@@ -43,7 +43,7 @@ class Gated:
     def kill(self) -> None:
         """Where it is still there."""
         self._process.kill()
-        self._process.wait(60)
+        self._process.wait(180)
 
 
 def main() -> None:

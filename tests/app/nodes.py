@@ -83,7 +83,7 @@ class Node:
         """End a process, and wait for it."""
         process = self._processes.pop(part)
         process.send_signal(how)
-        return process.wait(60)
+        return process.wait(180)
 
     def kill(self) -> None:
         """SIGKILL all that it runs."""

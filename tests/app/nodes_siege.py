@@ -81,7 +81,7 @@ class Writer:
         self._thread.join(within_s)
         was_done = not self._thread.is_alive()
         self._giving_up.set()
-        self._thread.join(60)
+        self._thread.join(180)
         for home in self._homes.values():
             home.close()
         return was_done
@@ -453,7 +453,7 @@ class Siege:
         )
         self._pass(self._rng.uniform(0.5, 4.0))
         process.kill()
-        self._say(f"it is killed: {process.wait(60)}")
+        self._say(f"it is killed: {process.wait(180)}")
         self.counts["promotions killed"] += 1
 
     def _follow(self, old: Node) -> None:

@@ -41,7 +41,7 @@ def capturing(home: Path) -> Iterator[subprocess.Popen[bytes]]:
             yield process
         finally:
             process.send_signal(signal.SIGINT)
-            process.wait(60)
+            process.wait(180)
 
 
 def table(home: Path, name: str) -> dict[str, Any]:

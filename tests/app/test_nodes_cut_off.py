@@ -43,7 +43,7 @@ class Client:
 
     def end(self) -> None:
         self._ending.set()
-        self._thread.join(60)
+        self._thread.join(180)
 
     def _run(self) -> None:
         while not self._ending.is_set():

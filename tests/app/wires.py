@@ -105,7 +105,7 @@ class NamespaceWires:
         for holder in self._holders:
             assert holder.stdin is not None
             holder.stdin.close()
-            holder.wait(60)
+            holder.wait(180)
             assert holder.stdout is not None
             holder.stdout.close()
 

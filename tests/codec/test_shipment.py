@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from uuid import UUID
 
@@ -84,6 +85,19 @@ def test_what_is_decoded_is_what_was_said(message: Message):
     assert message_size(data[:START_SIZE]) == len(data)
 
 
+@given(MESSAGES, st.lists(st.integers(0, 400), max_size=4), st.integers(0), st.integers(0, 7))
+def test_a_message_is_the_same_wherever_it_was_cut_in_pieces(message: Message, cuts: list[int], place: int, bit: int):
+    data = encoded(message)
+    edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    assert decode_message(*(data[begin:end] for begin, end in pairwise(edges))) == message
+    flipped = bytearray(data)
+    flipped[place % len(data)] ^= 1 << bit
+    with pytest.raises(ShipmentUnreadable):
+        decode_message(*(flipped[begin:end] for begin, end in pairwise(edges)))
+    with pytest.raises(ShipmentUnreadable):
+        decode_message(*(data[begin:end] for begin, end in pairwise(edges)), b"\0")
+
+
 @given(MESSAGES, st.integers(0), st.integers(0, 7))
 def test_a_flipped_bit_is_found_wherever_it_is(message: Message, place: int, bit: int):
     data = bytearray(encoded(message))
@@ -122,6 +136,10 @@ def test_the_bytes_of_a_part_are_neither_copied_when_encoded_nor_when_decoded():
     assert isinstance(found, Shipment)
     assert isinstance(found.parts[0].data, memoryview)
     assert found.parts[0].data.obj is data
+    in_pieces = decode_message(*buffers)
+    assert isinstance(in_pieces, Shipment)
+    assert isinstance(in_pieces.parts[0].data, memoryview)
+    assert in_pieces.parts[0].data.obj is body
 
 
 @pytest.mark.parametrize(

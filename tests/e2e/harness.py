@@ -157,7 +157,7 @@ class Run:
         below = self.children()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
-            self.process.wait(30)
+            self.process.wait(120)
         wait_for(lambda: not any(alive(pid) for pid in below), "every child of a killed run ends", timeout_s=400)
 
     def stop(self, *, timeout_s: float = 240) -> int:

@@ -16,6 +16,7 @@ from millstream.errors import (
     Diverged,
     Fenced,
     FollowerBehindRetention,
+    LinkLost,
     NodeNameTaken,
     OtherStream,
     ReplicaGap,
@@ -407,6 +408,37 @@ def test_a_follower_says_hello_is_greeted_applies_and_acknowledges():
     assert isinstance(said, following.Say)
     assert isinstance(said.word, Acknowledgement)
     assert (said.word.group, said.word.position) == (1, at(10))
+
+
+def test_sessions_are_kept_once_the_log_has_come_as_far_as_they_know_it():
+    """One that is promoted on the way would have to forget them, and with them what is told of segments that retention has dropped."""
+    one = Following()
+    one.step(following.Tick())
+    one.step(following.Connected())
+    lineage = Document(LINEAGE, 0, Greeting(one.lineage, GroupNumber(20)).to_json())
+    catalog, first, second, third = (
+        Document(name, version, b"")
+        for name, version in (("catalog", 3), ("sessions", 5), ("sessions", 6), ("sessions", 7))
+    )
+    effects = one.receive(replace(one.shipment(end=20), documents=(lineage, catalog, first)))
+    assert of(following.PersistDocuments, effects) == [following.PersistDocuments((catalog,))]
+    for documents, end, has, kept in (
+        ((second,), 30, 10, []),
+        ((third,), 40, 20, [first]),
+        ((), 50, 30, []),
+        ((), 50, 40, [third]),
+    ):
+        one.receive(replace(one.shipment(part(has - 10, 10), end=end), documents=documents))
+        effects = one.step(following.Applied(holding(has, has), 0))
+        assert of(following.PersistDocuments, effects) == [following.PersistDocuments((its,)) for its in kept]
+    one.receive(replace(one.shipment(part(40, 10), end=60), documents=(replace(third, version=8),)))
+    one.step(following.Applied(holding(50, 50), 0))
+    one.step(following.LinkGone(LinkLost("gone"), 0.0))
+    one.now += 60
+    one.step(following.Tick())
+    (said,) = of(following.Say, one.step(following.Connected()))
+    assert isinstance(said.word, Hello)
+    assert said.word.documents == {"catalog": 3, "sessions": 7}, "what wasn't kept comes again"
 
 
 def test_a_gap_is_asked_for_and_a_duplicate_is_the_logs_to_compare():

@@ -46,13 +46,15 @@ def age_of_replica(home: Home, stream: str) -> float | None:
 def check_age(home: Home, stream: str) -> None:
     """Return where what this node shows of a stream is as new as `[replication] max_staleness` asks; a leader's always is.
 
+    Of one that was fenced it isn't known, until it follows: others may write since.
+
     Raises:
         ReplicaTooStale: it is older, or nobody knows.
     """
     if not home.config_file.exists():
         return  # a copied folder: nobody has said how old it may be
     text = home.config.replication.max_staleness
-    if text is None or Roles(home).of(stream).role is not Role.FOLLOWS:
+    if text is None or Roles(home).of(stream).role is Role.LEADS:
         return
     age_s, most_s = age_of_replica(home, stream), duration_s(text)
     if age_s is None or age_s > most_s:

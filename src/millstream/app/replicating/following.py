@@ -103,8 +103,12 @@ def _only_other(home: Home, me: NodeName, fact: RoleFact) -> NodeName:
         return fact.leader
     others = sorted(node for node in home.config.replication.nodes if node != me)
     if len(others) != 1:
+        where = "[replication.nodes], or of regions that write the stream, too, in [replication] regions,"
         raise UsageError(
-            "it isn't said whom to follow", hint=f"Name the node: {', '.join(others) or 'none is configured'}."
+            "it isn't said whom to follow",
+            hint=f"Name the node: {', '.join(others)}."
+            if others
+            else f"Write the addresses of others in {where} first.",
         )
     return NodeName(others[0])
 

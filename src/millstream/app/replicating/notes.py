@@ -21,10 +21,11 @@ from millstream.model.ids import GroupNumber
 from millstream.model.positions import Seq
 from millstream.model.replication import Document
 from millstream.protocol.replication.follower import Lag
-from millstream.protocol.replication.roles import RoleFact, fenced_error
+from millstream.protocol.replication.roles import SESSIONS, RoleFact, fenced_error
 from millstream.wal.files import RealFiles
 from millstream.wal.history import SetAside, ends_behind, found_aside, truncate_to
 from millstream.wal.layout import SESSIONS_NAME
+from millstream.wal.session_file import covered_in
 
 if TYPE_CHECKING:
     from millstream.app.home import Home
@@ -107,10 +108,21 @@ class FollowingNotes:
         (self._wal_folder / SESSIONS_NAME).unlink(missing_ok=True)
         if found is None:
             return
+        self._forget_sessions(found.first_seq)
         logger.warning(
             "set aside what the leader doesn't have", stream=self._name, folder=found.folder, bytes=found.size_bytes
         )
         self._report(found)
+
+    def _forget_sessions(self, first: Seq) -> None:
+        """Where they know writes of what was set aside: the log will come as far again, by others."""
+        data = self.document(SESSIONS)
+        if data is None or (covered_in(data) or Seq(0)) < first:
+            return
+        versions = self.versions()
+        versions.pop(SESSIONS, None)
+        replace_file(self._folder / VERSIONS_NAME, json.dumps(versions).encode())
+        (self._folder / f"{SESSIONS}.document").unlink(missing_ok=True)
 
     def report_what_was_set_aside(self) -> None:
         """Write the reports that are missing: who set it aside was killed in front of that, and another node has been promoted since."""

@@ -24,7 +24,6 @@ from millstream.app.replicating.node_calls import NodeState, ask_promise, state_
 from millstream.app.replicating.notes import FollowingNotes
 from millstream.app.replicating.others import hear_of_promotions, two_leaders
 from millstream.app.replicating.roles import Roles
-from millstream.app.replicating.session_document import SESSIONS
 from millstream.app.writing.stream_writer import resolve_stream, take_over
 from millstream.errors import (
     CatalogError,
@@ -66,7 +65,7 @@ from millstream.protocol.replication.promotion import (
     TookOver,
     Unanswered,
 )
-from millstream.protocol.replication.roles import Promise, Role, RoleFact, name_taken
+from millstream.protocol.replication.roles import SESSIONS, Promise, Role, RoleFact, name_taken
 from millstream.protocol.replication.shipping import PersistRole
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME

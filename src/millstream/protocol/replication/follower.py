@@ -67,6 +67,7 @@ from millstream.protocol.replication.backoff import Backoff
 from millstream.protocol.replication.roles import (
     LINEAGE,
     NOBODY,
+    SESSIONS,
     Greeting,
     Lineage,
     Promise,
@@ -282,6 +283,8 @@ class Follower:
         self.clock_off_s = 0.0
         """How far the leader's clock is ahead of this one; behind it where negative."""
         self._documents = {} if documents is None else dict(documents)
+        self._ahead: list[tuple[Seq, Document]] = []
+        """Sessions that know more of the log than is here, with where it has to have come for each: the first, and the newest."""
         self._connect_at = -math.inf
         self._greeting: Greeting | None = None
         self._taken: Shipment | None = None
@@ -348,6 +351,7 @@ class Follower:
 
     def _say_hello(self) -> list[Effect]:
         self.phase, self._greeting, self._taken = Phase.WAITING, None, None
+        self._ahead = []
         promise = self.fact.promise
         hello = Hello(
             self.stream,
@@ -472,11 +476,19 @@ class Follower:
         return [PersistRole(self.fact)]
 
     def _keep(self, shipment: Shipment) -> list[Effect]:
-        newer = tuple(
+        newer = [
             one for one in shipment.documents if one.name != LINEAGE and one.version != self._documents.get(one.name)
-        )
+        ]
+        sessions = next((one for one in newer if one.name == SESSIONS), None)
+        if sessions is not None:
+            # A node whose log ends in front of what it knows of sessions would have to forget all that only older segments said of them.
+            newer.remove(sessions)
+            self._ahead = [*self._ahead[:1], (shipment.leader_end, sessions)]
+        reached = [one for upto, one in self._ahead if upto <= self.holding.persisted_upto]
+        self._ahead = self._ahead[len(reached) :]
+        newer += reached[-1:]
         self._documents.update({one.name: one.version for one in newer})
-        return [PersistDocuments(newer)] if newer else []
+        return [PersistDocuments(tuple(newer))] if newer else []
 
     def _acknowledge(self, shipment: Shipment, now_s: float, wall_ns: int) -> list[Effect]:
         is_all = shipment.bytes_left == 0 and self.holding.persisted_upto >= shipment.leader_end

@@ -42,6 +42,8 @@ from millstream.model.replication import NodeName
 NOBODY: Final = NodeName("")
 LINEAGE: Final = "lineage"
 """The document that bears one."""
+SESSIONS: Final = "sessions"
+"""The document that knows the log's writes up to some number: of no use to a log that ends in front of that."""
 _VERSION: Final = 1
 _CLAIMANT_MAX: Final = 64
 
