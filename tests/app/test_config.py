@@ -155,6 +155,17 @@ def test_a_missing_variable_is_named_with_its_line(tmp_path: Path) -> None:
     assert "SHOP_PASSWORD is not set" in error.message
 
 
+def test_who_asks_no_other_node_needs_no_nodes_token(tmp_path: Path) -> None:
+    text = '[replication]\nnode = "b"\nmax_staleness = "10s"\ntoken = "${NODE_TOKEN}"\n'
+    assert "replication.token: the environment variable NODE_TOKEN is not set" in mistake(tmp_path, text, {}).message
+    loaded = load_config(tmp_path / "millstream.toml", {}, needs_source=False)
+    assert loaded.config.replication.max_staleness == "10s"
+    with pytest.raises(ConfigError, match=r"millstream\.toml:4: .*NODE_TOKEN is not set"):
+        loaded.node_token()
+    for environ in ({"NODE_TOKEN": "s"}, {"MILLSTREAM_REPLICATION__TOKEN": "s"}):
+        assert load_config(tmp_path / "millstream.toml", environ, needs_source=False).node_token() == "s"
+
+
 def test_a_mistake_in_the_environment_names_the_variable(tmp_path: Path) -> None:
     error = mistake(tmp_path, GOOD, ENVIRON | {"MILLSTREAM_SPARK__MASTR": "x"})
     assert "env MILLSTREAM_SPARK__MASTR: spark.mastr: unknown key" in error.message

@@ -17,6 +17,7 @@ import psycopg
 import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
+from tests.cutting import Link
 
 from millstream.catalog import Catalog, TableState
 from millstream.errors import CatalogBusy, CatalogError, CatalogUnreachable, MillstreamError, Retry
@@ -28,6 +29,7 @@ from millstream.testing.pytest_plugin import Database
 
 SECRET = "p@ss w/ord:%'\\x"
 WRONG = "not-that"
+COMMIT = b"COMMIT\0"
 
 
 @pytest.fixture(scope="module")
@@ -204,14 +206,14 @@ def test_what_roles_databases_and_other_programs_have_there_does_not_matter(
         for setting in (
             "search_path = public",
             "synchronous_commit = off",
-            "statement_timeout = 400",  # which a connection's first statement runs under, on a machine that may be slow
+            "statement_timeout = 1500",  # which a connection's first statement runs under, on a machine that may be slow
             "timezone = 'Asia/Tokyo'",
         ):
             connection.execute(f"ALTER DATABASE {database} SET {setting}")
     with Catalog(server.dsn(database)) as catalog:
         table = some_table(catalog)
         with catalog.database.write() as raw:
-            raw.execute(text("SELECT pg_sleep(0.8)"))
+            raw.execute(text("SELECT pg_sleep(2)"))
             shown = [raw.execute(text(f"SHOW {name}")).scalar() for name in ("synchronous_commit", "search_path")]
         assert shown == ["on", "millstream, pg_temp"]
         assert catalog.table(table).name == "orders"
@@ -231,7 +233,7 @@ def test_connections_that_were_cut_are_replaced_unseen(postgres: Database) -> No
 
         def read() -> None:
             with catalog.database.read():
-                together.wait(30)
+                together.wait(60)
 
         threads = [threading.Thread(target=read) for _ in range(4)]
         for thread in threads:
@@ -297,7 +299,7 @@ def test_a_server_that_restarts_is_waited_for(server: EmbeddedPostgres, database
 
 
 def reach(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -338,13 +340,13 @@ def test_threads_that_all_wait_for_a_connection_are_told_so(postgres: Database) 
 
         def hold() -> None:
             with catalog.database.read():
-                together.wait(30)
-                held.wait(30)
+                together.wait(60)
+                held.wait(60)
 
         threads = [threading.Thread(target=hold) for _ in range(8)]
         for thread in threads:
             thread.start()
-        together.wait(30)
+        together.wait(60)
         try:
             with pytest.raises(CatalogBusy, match="of this process"):
                 catalog.streams()
@@ -358,115 +360,53 @@ def test_threads_that_all_wait_for_a_connection_are_told_so(postgres: Database) 
 # --- a COMMIT whose answer never comes -----------------------------------------------------------------------------
 
 
-class Cutting:
-    """Between a client and the server: cuts the connection over which the next COMMIT goes, before or after it got there."""
-
-    def __init__(self, port: int) -> None:
-        self._target = port
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listening.getsockname()[1]
-        self.cut: str | None = None
-        self.cuts = 0
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._listening.accept()
-            except OSError:
-                return
-            server = socket.create_connection(("127.0.0.1", self._target))
-            threading.Thread(target=self._forward, args=(client, server), daemon=True).start()
-            threading.Thread(target=self._answer, args=(server, client), daemon=True).start()
-
-    def _forward(self, client: socket.socket, server: socket.socket) -> None:
-        try:
-            while data := client.recv(65536):
-                if self.cut is not None and b"COMMIT\0" in data:
-                    before, self.cut = self.cut == "before", None
-                    self.cuts += 1
-                    # The answer is lost either way.
-                    client.shutdown(socket.SHUT_RDWR)
-                    if not before:
-                        server.sendall(data)
-                    break
-                server.sendall(data)
-        except OSError:
-            pass
-        finally:
-            for end in (client, server):
-                with contextlib.suppress(OSError):
-                    end.shutdown(socket.SHUT_WR if end is server else socket.SHUT_RDWR)
-
-    @staticmethod
-    def _answer(server: socket.socket, client: socket.socket) -> None:
-        try:
-            while data := server.recv(65536):
-                client.sendall(data)
-        except OSError:
-            pass
-        finally:
-            client.close()
-
-    def close(self) -> None:
-        self._listening.close()
-
-
 @pytest.fixture
-def cutting(server: EmbeddedPostgres) -> Iterator[Cutting]:
-    proxy = Cutting(server.port)
-    yield proxy
-    proxy.close()
+def cutting(server: EmbeddedPostgres) -> Iterator[Link]:
+    """What lies between a client and the server."""
+    with contextlib.closing(Link(server.port)) as link:
+        yield link
 
 
-def test_a_commit_that_got_there_counts_though_its_answer_was_lost(cutting: Cutting, database: str) -> None:
+def test_a_commit_that_got_there_counts_though_its_answer_was_lost(cutting: Link, database: str) -> None:
     with Catalog(f"postgresql://postgres@127.0.0.1:{cutting.port}/{database}") as catalog:
         table = some_table(catalog)
         for number in range(5):
             catalog.set_state(table, TableState.COPY_REQUESTED)
-            cutting.cut = "after"
+            cutting.lose(COMMIT, arrives=True)
             assert catalog.set_state(table, TableState.COPYING, str(number), only_from=[TableState.COPY_REQUESTED])
             assert catalog.table(table).reason == str(number)
             stream = catalog.stream("shop").id
-            cutting.cut = "after"
+            cutting.lose(COMMIT, arrives=True)
             assert catalog.register_writer(stream) == (1, number + 1)
-        assert cutting.cuts == 10
+        assert cutting.losses == 10
 
 
-def test_a_commit_that_did_not_get_there_is_an_error_and_nothing_was_changed(cutting: Cutting, database: str) -> None:
+def test_a_commit_that_did_not_get_there_is_an_error_and_nothing_was_changed(cutting: Link, database: str) -> None:
     with Catalog(f"postgresql://postgres@127.0.0.1:{cutting.port}/{database}") as catalog:
         table = some_table(catalog)
         for _ in range(5):
-            cutting.cut = "before"
+            cutting.lose(COMMIT, arrives=False)
             with pytest.raises(CatalogUnreachable) as caught:
                 catalog.set_state(table, TableState.COPYING, "cut", only_from=[TableState.COPY_REQUESTED])
             assert "outcome" not in caught.value.details
             assert catalog.table(table).state is TableState.COPY_REQUESTED
-        assert cutting.cuts == 5
+        assert cutting.losses == 5
         assert catalog.set_state(table, TableState.COPYING, "whole", only_from=[TableState.COPY_REQUESTED])
 
 
-def test_a_commit_after_which_nobody_can_be_asked_is_said_to_be_unknown(
-    server: EmbeddedPostgres, cutting: Cutting, database: str
-) -> None:
+def test_a_commit_after_which_nobody_can_be_asked_is_said_to_be_unknown(cutting: Link, database: str) -> None:
     with Catalog(f"postgresql://postgres@127.0.0.1:{cutting.port}/{database}", busy_timeout_s=0.3) as catalog:
         some_table(catalog)
 
         def cut_off_from_then_on() -> None:
             with catalog.database.write() as connection:
                 connection.execute(text("UPDATE facts SET value = '2'"))
-                cutting.cut = "after"
-                cutting.close()
-                # An accept that was waiting takes one more; the server is to refuse it.
-                with server.connect() as other:
-                    other.execute(f"ALTER DATABASE {database} ALLOW_CONNECTIONS false")
+                cutting.lose(COMMIT, arrives=True)
+                cutting.refuse()
 
-        try:
-            with pytest.raises(CatalogUnreachable) as caught:
-                cut_off_from_then_on()
-        finally:
-            with server.connect() as other:
-                other.execute(f"ALTER DATABASE {database} ALLOW_CONNECTIONS true")
+        with pytest.raises(CatalogUnreachable) as caught:
+            cut_off_from_then_on()
+        assert cutting.losses == 1
         assert caught.value.details["outcome"] == "unknown"
 
 

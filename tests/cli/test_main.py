@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 
@@ -58,13 +58,18 @@ def test_a_follower_begins_without_what_it_does_not_need() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def cpu_s_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_help_answers_at_once() -> None:
     times = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = cpu_s_of_children()
         assert millstream("--help").returncode == 0
-        times.append(time.perf_counter() - start)
-    # A loaded machine must not fail the suite: 0.3 s is the figure that `make bench` reports.
+        times.append(cpu_s_of_children() - start)
+    # A loaded machine must not fail the suite, so that what others take of it doesn't count: 0.3 s is the figure that `make bench` reports.
     assert min(times) < 1.0
 
 

@@ -65,7 +65,7 @@ SHIPMENTS = st.builds(
 )
 HELLOS = st.builds(
     Hello, st.none() | STREAMS, NODES, INT63.map(Epoch), POSITIONS, st.dictionaries(st.text(max_size=8), INT63, max_size=2),
-    NODES | st.just(NodeName("")),
+    NODES | st.just(NodeName("")), st.text(max_size=16),
 )  # fmt: skip
 ACKNOWLEDGEMENTS = st.builds(
     Acknowledgement, NODES, INT63.map(Epoch), POSITIONS, INT63.map(GroupNumber), INT63.map(Seq), INT63, INT63, INT63,

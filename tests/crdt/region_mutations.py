@@ -10,7 +10,7 @@ import sys
 import pyarrow as pa
 from tests.crdt.model_regions import ModelTable
 from tests.crdt.region_simulation import World
-from tests.seeds import search
+from tests.mutations import Mutation, main
 
 from millstream.crdt.reconcile import Missing, ReconciliationEngine, RegionState
 from millstream.model.ids import RegionId
@@ -104,23 +104,10 @@ class DeafClocks(World):
     hears = False
 
 
-MUTATIONS: tuple[type[World], ...] = (
+MUTATIONS: tuple[type[Mutation], ...] = (
     ForgottenDuplicates, LastCameWins, VectorBeforeItsRows, LostTailStays, LateAnswers, DeafClocks,
 )  # fmt: skip
 
 
-def main(arguments: list[str]) -> int:
-    """Say which of the first seeds finds each defect, or those that are named."""
-    missed = 0
-    for mutation in MUTATIONS:
-        if arguments and mutation.__name__ not in arguments:
-            continue
-        broken, _ = search(mutation, 1, SEEDS_MAX)
-        missed += not broken
-        sys.stdout.write(f"{mutation.__name__}: {next(iter(broken.items()), 'not found')}\n")
-        sys.stdout.flush()
-    return 1 if missed else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(MUTATIONS, SEEDS_MAX, sys.argv[1:]))

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from decimal import Decimal
+from functools import partial
 from typing import Any, ClassVar
 
 from tests.crdt.model_regions import ENGINE, Group, ModelLog, ModelReader, ModelTable
@@ -414,6 +415,10 @@ class World:
         self.count("asked")
         self.send(lambda: mirror.take(asked, answer))
 
+    def reconcile(self, site: Site) -> None:
+        if not site.is_refused:
+            site.reconcile()
+
     def is_heard(self, log: ModelLog, heard: Seq, state: RegionState) -> bool:
         """Whether retention may go by what was merged of a log."""
         reader: Any = ModelReader(log, lambda: None)
@@ -440,10 +445,10 @@ class World:
         self.every(2.0, self.partition)
         for site in self.sites.values():
             for number in site.copies:
-                self.every(0.15, lambda site=site, number=number: self.ship(site, number))  # type: ignore[misc]
-            self.every(1.5, lambda site=site: site.is_refused or site.reconcile(), quick=False)  # type: ignore[misc]
+                self.every(0.15, partial(self.ship, site, number))
+            self.every(1.5, partial(self.reconcile, site), quick=False)
         for mirror in self.mirrors:
-            self.every(0.4, lambda mirror=mirror: self.ask(mirror), quick=False)  # type: ignore[misc]
+            self.every(0.4, partial(self.ask, mirror), quick=False)
             self.every(1.0, mirror.keep)
             self.every(1.5, mirror.kill)
         if self.drops:

@@ -1,6 +1,8 @@
 """Defects that older designs had, and some of this one's that it nearly had: each a world in which something is done wrongly.
 
-A seed of the simulator finds each of them: `test_mutations` says which.
+A seed of the simulator finds each of them: its `found_by`.
+
+python -m tests.replication.mutations [NAME…]
 """
 
 from __future__ import annotations
@@ -9,9 +11,9 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+from tests.mutations import Mutation, main
 from tests.replication.model_log import ModelLog, Write
 from tests.replication.simulation import Node, World
-from tests.seeds import search
 
 from millstream.model.ids import Epoch, GroupNumber
 from millstream.model.replication import AckLevel, Acknowledgement, Holding, Holdings
@@ -203,9 +205,9 @@ class NotSetAside(World):
 class TrustingLeader(Leader):
     """What a follower had acknowledged counts for ever."""
 
-    def _greeting(self, follower: Followed, hello: Any, now_s: float) -> list[shipping.Effect]:
+    def _greeting(self, follower: Followed, *others: Any, **more: Any) -> list[shipping.Effect]:
         acked, follower.acked = follower.acked, None
-        effects = super()._greeting(follower, hello, now_s)
+        effects = super()._greeting(follower, *others, **more)
         follower.acked = acked
         return effects
 
@@ -259,23 +261,11 @@ class NumbersOnly(World):
     fact_type = NumbersOnlyFact
 
 
-MUTATIONS: tuple[type[World], ...] = (
+MUTATIONS: tuple[type[Mutation], ...] = (
     SharedCursor, SharedPlace, IdleTail, PlainMark, EarlyAcknowledgement, ForgottenPromise, NoFencing, NotCompared, RankByGroup, NumbersOnly, NotSetAside,
     WipedDiskCounts, ShownAtOnce, FollowersShowAtOnce, ShownWithBytesAlone,
 )  # fmt: skip
 
 
-def main(arguments: list[str]) -> int:
-    """Say which of the first seeds finds each defect, or those that are named."""
-    missed = 0
-    for mutation in MUTATIONS:
-        if arguments and mutation.__name__ not in arguments:
-            continue
-        broken, _ = search(mutation, 1, SEEDS_MAX)
-        missed += not broken
-        sys.stdout.write(f"{mutation.__name__}: {next(iter(broken.items()), 'not found')}\n")
-    return 1 if missed else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(MUTATIONS, SEEDS_MAX, sys.argv[1:]))

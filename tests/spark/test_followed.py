@@ -1,13 +1,27 @@
-"""Spark reads a node that follows as it reads the one that leads."""
+"""Spark reads a node that follows as it reads the one that leads, and within the same bound of age as everybody."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pytest
+from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
+from tests.app.homes import wait_for
 from tests.app.nodes import STREAM, Node, eventually, nodes
+from tests.spark.hand_made import Home, insert
 
 import millstream
+from millstream.app.home import Home as Folder
+from millstream.app.replicating.ages import note_age
+from millstream.app.replicating.roles import Roles, replication_folder
+from millstream.errors import ReplicaTooStale
+from millstream.model.replication import NodeName
+from millstream.protocol.replication.roles import Role, RoleFact
 
 
 def test_spark_reads_a_follower_as_its_leader(tmp_path: Path, spark: SparkSession) -> None:
@@ -27,3 +41,61 @@ def test_spark_reads_a_follower_as_its_leader(tmp_path: Path, spark: SparkSessio
         )
         assert ours == theirs
         assert [row["id"] for row in ours] == list(range(20))
+
+
+def test_spark_reads_nothing_that_is_older_than_a_follower_may_show(
+    spark: SparkSession, home: Home, tmp_path: Path
+) -> None:
+    orders = home.table("public.orders", id=pa.int64())
+    (home.path / "millstream.toml").write_text('[streams.shop]\n[replication]\nnode = "b"\nmax_staleness = "1h"\n')
+    folder = Folder(home.path)
+    with Roles(folder).changing("shop") as changing:
+        changing.put(replace(RoleFact(role=Role.FENCED), leader=NodeName("a")).following(NodeName("a")))
+    ages = replication_folder(folder, "shop")
+    seen: list[int] = []
+    of_home = {"path": str(home.path), "table": "public.orders"}
+
+    def batch(**options: str) -> list[int]:
+        return sorted(row["id"] for row in spark.read.format("millstream").options(**options).load().collect())
+
+    def note(found: DataFrame, _number: int) -> None:
+        seen.extend(sorted(row["id"] for row in found.collect()))
+
+    def stream(*, is_all: bool = False) -> StreamingQuery:
+        frame = spark.readStream.format("millstream").options(**of_home).load()
+        writer = frame.writeStream.foreachBatch(note).option("checkpointLocation", str(tmp_path / "notes"))
+        return (
+            writer.trigger(availableNow=True) if is_all else writer.trigger(processingTime="50 milliseconds")
+        ).start()
+
+    home.commit(insert(orders, id=1))
+    note_age(ages, 0.0)
+    assert batch(**of_home) == [1]
+    query = stream()
+    try:
+        wait_for(lambda: seen == [1], what=lambda: str(query.exception() or seen))
+        note_age(ages, None)
+        with millstream.open(home.path) as opened, pytest.raises(ReplicaTooStale) as told:
+            opened.token("shop")
+        with pytest.raises(PySparkException) as failed:
+            query.awaitTermination(300)
+    finally:
+        query.stop()
+    for found in (
+        failed,
+        *map(_failure_of, (lambda: batch(**of_home), lambda: stream(is_all=True).awaitTermination(300))),
+    ):
+        assert f"ReplicaTooStale: {told.value.message}" in str(found.value)
+        assert told.value.hint in str(found.value)
+    assert batch(wal=str(home.wal), table="public.orders") == [1], "a folder is read as it lies there"
+
+    home.commit(insert(orders, id=2))
+    note_age(ages, 0.0)
+    stream(is_all=True).awaitTermination(300)
+    assert seen == [1, 2], "the query goes on where it was, once what is shown is new enough"
+
+
+def _failure_of(read: Callable[[], object]) -> pytest.ExceptionInfo[PySparkException]:
+    with pytest.raises(PySparkException) as failed:
+        read()
+    return failed

@@ -34,7 +34,7 @@ from millstream.wal.keyed import KeyedCommits
 from millstream.wal.numbers import BlockNumbers
 from millstream.wal.options import LogOptions
 from millstream.wal.reader import StreamReader
-from millstream.wal.retain import SESSIONS_HOLDER, drop_segments
+from millstream.wal.retain import SESSIONS_HOLDER, Sweep, drop_segments
 from millstream.wal.session_file import covered_upto, read_copy, session_path
 from millstream.wal.writer import LogWriter
 
@@ -98,6 +98,21 @@ class Life:
             in_background=False,
         )
         return committer, keyed
+
+    def open_with_segments(self, files: MemoryFiles, *, looks: bool = False) -> tuple[GroupCommitter, KeyedCommits]:
+        """Writes 1 to 29 of a session, a segment as soon as one is full; looks: whether its copy is due is asked behind each."""
+        committer, keyed = self.open(files)
+        for number in range(1, 30):
+            keyed.commit([write((s(number), 5))])
+            committer.roll()
+            if looks:
+                keyed.after_group()
+        return committer, keyed
+
+
+def retain(files: MemoryFiles) -> Sweep:
+    """All that nobody holds goes, long after."""
+    return drop_segments(FOLDER, Retention([]), Bounds(0.0, 0, 1 << 40), files=files, clock=ManualClock(10**18))
 
 
 def shown(files: MemoryFiles) -> dict[str, list[int]]:
@@ -298,18 +313,14 @@ def test_after_a_failed_disk_the_next_writer_tells_what_is_there(kind: str) -> N
 
 def test_retention_keeps_what_the_copy_lacks() -> None:
     files, life = MemoryFiles(), Life(every_bytes=1 << 30)
-    committer, keyed = life.open(files)
-    for number in range(1, 30):
-        keyed.commit([write((s(number), 5))])
-        committer.roll()
+    committer, keyed = life.open_with_segments(files)
     copied = covered_upto(files, FOLDER)
     assert copied == 0
-    bounds = Bounds(0.0, 0, 1 << 40)
-    swept = drop_segments(FOLDER, Retention([]), bounds, files=files, clock=ManualClock(10**18))
+    swept = retain(files)
     assert swept.dropped == ()
     keyed.close()
     committer.close()
-    swept = drop_segments(FOLDER, Retention([]), bounds, files=files, clock=ManualClock(10**18))
+    swept = retain(files)
     assert swept.dropped
     committer, keyed = life.open(files)
     (ack,) = keyed.commit([write((s(29), 5), (s(30), 1))])
@@ -331,8 +342,7 @@ def test_a_quiet_stream_lets_retention_have_what_was_sealed_by_its_age() -> None
     keyed.commit([write((s(4), 5))])
     keyed.after_group()
     assert covered_upto(files, FOLDER) == committer.persisted_upto - 5, "nothing was sealed behind the last copy"
-    bounds = Bounds(0.0, 0, 1 << 40)
-    swept = drop_segments(FOLDER, Retention([]), bounds, files=files, clock=ManualClock(10**18))
+    swept = retain(files)
     assert {segment.last_seq for segment in swept.dropped} == {5, 10, 15}
     committer.abandon()
 
@@ -340,16 +350,11 @@ def test_a_quiet_stream_lets_retention_have_what_was_sealed_by_its_age() -> None
 def test_what_retention_keeps_for_the_copy_alone_goes_once_it_is_asked_for() -> None:
     """Of a log whose segments go at once, nothing went for an hour."""
     files, life = MemoryFiles(), Life(every_bytes=1 << 30)
-    committer, keyed = life.open(files)
-    for number in range(1, 30):
-        keyed.commit([write((s(number), 5))])
-        committer.roll()
-        keyed.after_group()
-    bounds, now = Bounds(0.0, 0, 1 << 40), ManualClock(10**18)
-    swept = drop_segments(FOLDER, Retention([]), bounds, files=files, clock=now)
+    committer, keyed = life.open_with_segments(files, looks=True)
+    swept = retain(files)
     assert (swept.dropped, swept.kept.needed_by) == ((), (SESSIONS_HOLDER,))
     keyed.copy_for_retention()
-    swept = drop_segments(FOLDER, Retention([]), bounds, files=files, clock=now)
+    swept = retain(files)
     assert len(swept.dropped) > 2
     assert swept.kept.needed_by == ()
     before = read_copy(files, FOLDER, STREAM)
@@ -360,11 +365,7 @@ def test_what_retention_keeps_for_the_copy_alone_goes_once_it_is_asked_for() -> 
 
 def test_segments_that_fill_up_within_the_hour_make_no_copy_each() -> None:
     files, life = MemoryFiles(), Life(every_bytes=1 << 30)
-    committer, keyed = life.open(files)
-    for number in range(1, 30):
-        keyed.commit([write((s(number), 5))])
-        committer.roll()
-        keyed.after_group()
+    committer, _ = life.open_with_segments(files, looks=True)
     assert committer.counts.segments_sealed > 2
     assert covered_upto(files, FOLDER) == 0
     committer.abandon()
@@ -373,15 +374,11 @@ def test_segments_that_fill_up_within_the_hour_make_no_copy_each() -> None:
 def test_without_its_copy_a_session_of_which_retention_dropped_a_part_is_forgotten() -> None:
     """Its numbers were taken for ones far ahead of a mark of 0: kept one by one, until there were too many for a copy."""
     files, life = MemoryFiles(), Life(every_bytes=1 << 30)
-    committer, keyed = life.open(files)
-    for number in range(1, 30):
-        keyed.commit([write((s(number), 5))])
-        committer.roll()
+    committer, keyed = life.open_with_segments(files)
     keyed.commit([write((s(30), 1), (s(1, "begun later"), 1), (WriteId(key="k"), 1))])
     keyed.close()
     committer.close()
-    bounds = Bounds(0.0, 0, 1 << 40)
-    assert drop_segments(FOLDER, Retention([]), bounds, files=files, clock=ManualClock(10**18)).dropped
+    assert retain(files).dropped
     files.remove(session_path(FOLDER))
     for _ in range(2):
         committer, keyed = life.open(files)

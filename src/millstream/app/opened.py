@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from millstream.app.calls import APPEND_DEADLINE_S, LATEST_ROWS_MAX, Latest, Session, check_deadline, session_of
 from millstream.app.home import Home
 from millstream.app.moments import parse_as_of
-from millstream.errors import LogError, MissingExtra, QueryMemoryFull, UnknownTable, WriterClosed
-from millstream.model.ids import StreamId, TableId
-from millstream.model.names import parse_qualified_name
+from millstream.app.record_reading import latest_stretches, read_records
+from millstream.errors import LogError, MissingExtra, WriterClosed
+from millstream.model.ids import StreamId
 from millstream.model.positions import Seq, StreamToken
 from millstream.model.replication import AckLevel
-from millstream.model.schema import TableKind, TableSchema
+from millstream.model.schema import TableKind
 from millstream.model.writes import SessionFacts, WriteId
 
 if TYPE_CHECKING:
@@ -33,11 +33,6 @@ if TYPE_CHECKING:
     from millstream.model.operations import Appended
     from millstream.wal.index import OnDamage
     from millstream.wal.reader import StreamReader
-    from millstream.wal.source import TableRecords
-
-_COMPRESSED: Final = 4
-"""How many times as large as its frame a record's columns are taken to be, where that isn't known yet."""
-
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -50,7 +45,7 @@ class OpenHome:
 
         Args:
             home: which.
-            latest_bytes_max: see `latest_stretches`.
+            latest_bytes_max: see `latest_stretches`; `merged` reads no more at once, either.
         """
         self._home = home
         self._latest_bytes_max = latest_bytes_max
@@ -91,6 +86,17 @@ class OpenHome:
         """The newest consistent cut of a stream's log; with `vector`, how far each writer is, which waits for none of them."""
         reader = self._reader(stream)
         return reader.vector_token() if vector else reader.token()
+
+    def check_age(self, stream: str) -> None:
+        """Return where what this node shows of a stream is as new as `[replication] max_staleness` asks.
+
+        What reads the stream here asks this by itself: it is for who reads the log's files by other ways.
+
+        Raises:
+            UnknownStream: there is none of that name.
+            ReplicaTooStale: it is older, or nobody knows; of what a node leads never.
+        """
+        check_age_of_copy(self._home, self._home.pick_stream(stream))
 
     def read(
         self,
@@ -170,12 +176,17 @@ class OpenHome:
             OtherRegion, OtherStream: a log isn't what its folder, or what was merged before, says.
             OffsetExpired: retention has dropped what wasn't merged yet (`millstream reconcile`).
             InvalidValue: a counter's sum is beyond its type.
+            QueryMemoryFull: it is larger than what is read at once behind an address.
         """
-        from millstream.app.regions import merged_table
+        try:
+            from millstream.app.regions import merged_table
+        except ModuleNotFoundError as error:
+            raise _needs_run(error, "merging regions") from error
 
         moment = at if at is None or at.tzinfo is not None else at.replace(tzinfo=UTC)
         at_ns = None if moment is None else (moment - _EPOCH) // timedelta(microseconds=1) * 1000
-        return merged_table(self._home, self._home.pick_stream(stream), table, at_ns=at_ns)
+        name = self._home.pick_stream(stream)
+        return merged_table(self._home, name, table, at_ns=at_ns, bytes_max=self._latest_bytes_max)
 
     def append(
         self,
@@ -359,155 +370,66 @@ def open_other(place: str | Path, token: str | None) -> HomeCalls:
     return connect(place, token=token)
 
 
-def _needs_run(error: ModuleNotFoundError) -> MissingExtra:
+def _needs_run(error: ModuleNotFoundError, what: str = "appending") -> MissingExtra:
     return MissingExtra(
-        f"appending needs {error.name}, which isn't installed", hint="pip install 'millstream[run]'", extra="run"
+        f"{what} needs {error.name}, which isn't installed", hint="pip install 'millstream[run]'", extra="run"
     )
 
 
 def open_reader(
-    home: Home, stream: str, *, without_mark: bool = False, on_damage: OnDamage | None = None
+    home: Home,
+    stream: str,
+    *,
+    without_mark: bool = False,
+    on_damage: OnDamage | None = None,
+    of_any_age: bool = False,
 ) -> StreamReader:
-    """A reader of a stream's log. `UnknownStream` where the home has none of that name; see `StreamReader` and `check_age_of_copy`."""
+    """A reader of a stream's log.
+
+    Args:
+        home: whose.
+        stream: its name.
+        without_mark: as `StreamReader`.
+        on_damage: likewise.
+        of_any_age: read what there is, also where it is older than this node may show: for who looks at the log itself.
+
+    Raises:
+        UnknownStream: the home has none of that name.
+        ReplicaTooStale: as `check_age_of_copy`.
+        LogError: as `StreamReader`.
+    """
     from millstream.wal.reader import StreamReader
 
     name = home.pick_stream(stream)
-    check_age_of_copy(home, name)
+    if not of_any_age:
+        check_age_of_copy(home, name)
     folder = str(home.wal_folder(name))
     return StreamReader(folder, without_mark=without_mark, on_damage=on_damage)
 
 
 def check_age_of_copy(home: Home, stream: str) -> None:
     """`ReplicaTooStale` where this home follows another one in a stream, and what it has is older than `[replication] max_staleness` allows."""
-    if (home.data / "replication" / stream / "role.json").exists():
+    if _has_role(home, stream):
         from millstream.app.replicating.ages import check_age
 
-        check_age(home, stream)
+        try:
+            check_age(home, stream)
+        except ModuleNotFoundError as error:
+            raise _needs_run(error, "to tell whether a follower is new enough") from error
 
 
-def read_records(
-    reader: StreamReader,
-    *,
-    table: str | None = None,
-    after: StreamToken | str | None = None,
-    upto: StreamToken | str | None = None,
-) -> Iterator[pa.RecordBatch]:
-    """A log's records between two tokens; see `OpenHome.read`."""
-    start, end = _parse(reader.stream_id, after), _parse(reader.stream_id, upto)
-    first = reader.first_seq()
-    wanted = None if table is None else table_ids(reader, table)
-    one = wanted[0] if wanted and len(wanted) == 1 else None
-    if (start is not None and start.ahead) or (end is not None and end.ahead):
-        begin = StreamToken.scalar(reader.stream_id, Seq(first - 1)) if start is None else reader.whole_token(start)
-        reach = reader.vector_token() if end is None else reader.whole_token(end)
-        pieces = reader.read_tokens(begin, reach, table=one)
-    else:
-        low = Seq(first - 1) if start is None else reader.whole_upto(start.minimum)
-        high = reader.persisted_upto() if end is None else reader.whole_upto(end.minimum)
-        pieces = reader.read_between(low, high, table=one)
-    yield from (found.batch for found in pieces if wanted is None or found.schema.table_id in wanted)
+def _has_role(home: Home, stream: str) -> bool:
+    """Whether the home has ever been one of several nodes."""
+    return (home.data / "replication" / stream / "role.json").exists()
 
 
-def latest_stretches(
-    reader: StreamReader,
-    table: str,
-    *,
-    after: StreamToken | str | None = None,
-    upto: StreamToken | str | None = None,
-    rows_max: int = LATEST_ROWS_MAX,
-    bytes_max: int | None = None,
-) -> Iterator[Latest]:
-    """What became of a table's rows; see `OpenHome.read_latest`.
+def _landed_elsewhere(home: Home, stream: str) -> str | None:
+    """The node that lands a stream's tables, where this one doesn't."""
+    if not _has_role(home, stream):
+        return None
+    from millstream.app.replicating.roles import Roles
 
-    Args:
-        reader: the log.
-        table: as there.
-        after: as there.
-        upto: as there.
-        rows_max: as there.
-        bytes_max: bytes of the table's records in one stretch; None for any number.
-
-    Raises:
-        QueryMemoryFull: the records of one commit group, which isn't parted, have more.
-    """
-    from millstream.lake.latest import latest_rows
-
-    start, end = _parse(reader.stream_id, after), _parse(reader.stream_id, upto)
-    low = Seq(reader.first_seq() - 1) if start is None else reader.whole_upto(start.linear())
-    high = reader.persisted_upto() if end is None else reader.whole_upto(end.linear())
-    wanted = table_ids(reader, table)
-    one = wanted[0] if len(wanted) == 1 else None
-    while low < high:
-        # In frames they are compressed.
-        frames_max = None if bytes_max is None else max(1, bytes_max // _COMPRESSED)
-        reach = min(high, reader.cut(low, rows_max=rows_max, bytes_max=frames_max))
-        if reach <= low:
-            return
-        found = _records_within(reader, low, reach, wanted, one, bytes_max)
-        if found is None:
-            reach = min(high, reader.cut(low, rows_max=1))
-            found = _records_within(reader, low, reach, wanted, one, bytes_max)
-        if found is None:
-            raise QueryMemoryFull(
-                f"what was written to {table} at once, behind {StreamToken.scalar(reader.stream_id, low)}, has more than {bytes_max} bytes",
-                hint="Read its records instead (`read`), or raise `[http] query_memory_bytes_max`.",
-                size_max=bytes_max,
-            )
-        if found:
-            rows = latest_rows(found[-1].schema, [part.batch for part in found])
-            yield Latest(rows.emptied, rows.rows, StreamToken.scalar(reader.stream_id, reach))
-        low = reach
-
-
-def _records_within(
-    reader: StreamReader, low: Seq, reach: Seq, wanted: list[TableId], one: TableId | None, bytes_max: int | None
-) -> list[TableRecords] | None:
-    """A table's records in a stretch; None where they have more bytes."""
-    found: list[TableRecords] = []
-    size = 0
-    for part in reader.read_between(low, reach, table=one):
-        if part.schema.table_id in wanted:
-            size += part.batch.nbytes
-            if bytes_max is not None and size > bytes_max:
-                return None
-            found.append(part)
-    return found
-
-
-def _parse(stream: StreamId, token: StreamToken | str | None) -> StreamToken | None:
-    return None if token is None else StreamToken.parse(str(token), stream=stream)
-
-
-def table_ids(reader: StreamReader, table: str) -> list[TableId]:
-    """The ids of tables that bear a name, or bore it where none does any more; several where one was made anew.
-
-    Args:
-        reader: the log.
-        table: `schema.table`, quoted where it must be; `_messages` for logical messages.
-
-    Raises:
-        UnknownTable: the log has records of none.
-        UsageError: the text is no name.
-    """
-    wanted = parse_qualified_name(table)
-
-    def is_meant(schema: TableSchema) -> bool:
-        if schema.kind is TableKind.MESSAGES:
-            return table == schema.full_name
-        return (schema.namespace, schema.name) == wanted
-
-    schemas = reader.schemas()
-    found = [i for i, schema in schemas.items() if is_meant(schema)]
-    if not found:
-        found = sorted({i for (i, _), schema in reader.schema_versions().items() if is_meant(schema)})
-    if not found:
-        known = sorted({schema.full_name for schema in schemas.values()})
-        raise UnknownTable(
-            f"the log has no records of {table}",
-            hint=f"It has records of: {', '.join(known[:20]) or 'nothing yet'}.",
-            table=table,
-        )
-    return found
+    return Roles(home).led_elsewhere(stream)
 
 
 def open_lake(
@@ -550,6 +472,7 @@ def open_lake(
         as_of=moment,
         held=lambda: _set_aside(home, stream_id),
         known=lambda: _known(home, name, stream_id),
+        landed_by=_landed_elsewhere(home, name),
         bounds=bounds,
     )
 

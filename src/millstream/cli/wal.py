@@ -77,7 +77,7 @@ def cat(
     Goes on past damage: what can't be read is said on stderr, and the exit code is 3. `wal export` prints a range by --since
     and --until, and other formats.
     """
-    from millstream.app.opened import table_ids
+    from millstream.app.record_reading import table_ids
     from millstream.app.records_json import Cat
     from millstream.model.positions import Offset
 
@@ -160,7 +160,7 @@ def ls(session: Session, stream: str | None, as_json: bool) -> None:
 @pass_session
 def inspect_frames(session: Session, seq: str | None, table: str | None, stream: str | None, as_json: bool) -> None:
     """List frames: where they lie and what they hold; goes on past damage (exit code 3)."""
-    from millstream.app.opened import table_ids
+    from millstream.app.record_reading import table_ids
     from millstream.model.positions import Seq
     from millstream.wal.inspect import Loss, inspect
 

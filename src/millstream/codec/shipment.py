@@ -272,6 +272,8 @@ def _hello(hello: Hello) -> bytes:
     for name, version in hello.documents.items():
         encoded = name.encode()
         pieces += [_HELD.pack(len(encoded), version), encoded]
+    if hello.home:  # behind everything: where it isn't said the bytes are those of before there was one
+        pieces.append(_text(hello.home))
     return b"".join(pieces)
 
 
@@ -285,7 +287,8 @@ def _decode_hello(taken: _Taken) -> Hello:
         n_name, version = taken.fields(_HELD)
         documents[taken.text(n_name)] = version
     known = StreamId(UUID(bytes=stream)) if has_stream else None
-    return Hello(known, node, Epoch(promised), position, documents, promised_to)
+    home = taken.text(taken.fields(_TEXT)[0]) if taken.left else ""
+    return Hello(known, node, Epoch(promised), position, documents, promised_to, home)
 
 
 def _acknowledgement(said: Acknowledgement) -> bytes:

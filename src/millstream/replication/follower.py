@@ -95,6 +95,7 @@ class WalFollower:
         connect: a link to the leader that is named, or to who leads by now, with that one's name. Raises `LinkLost` or what the leader says.
         notes: where to note things.
         documents: versions of those that it has.
+        home: which home of that name this is.
         files, clock: the world.
 
     Raises (from making it):
@@ -111,6 +112,7 @@ class WalFollower:
         notes: FollowerNotes,
         *,
         documents: Mapping[str, int] | None = None,
+        home: str = "",
         files: Files | None = None,
         clock: Clock | None = None,
     ) -> None:
@@ -121,7 +123,7 @@ class WalFollower:
         self._folder = folder
         self._files: Files = RealFiles() if files is None else files
         self._log = self._open_log()
-        self._machine = Follower(node, fact, self._log.stream, self._holding(), documents)
+        self._machine = Follower(node, fact, self._log.stream, self._holding(), documents, home=home)
         self._link: LeaderLink | None = None
         self._leader: NodeName | None = None
         self._lag_told_s = 0.0

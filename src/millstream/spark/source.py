@@ -9,6 +9,9 @@ Rules:
   remembers anything from one call to the next, but for the target of an AvailableNow query.
 - Only the log's folder is read: segments and the mark, neither catalog nor owner. `read` runs in other processes, on other
   cores or machines, than the rest.
+- A home that follows is read as `home.read` reads it: what is too old for `[replication] max_staleness` isn't begun with. A batch asks when it is
+  planned, a stream for each micro-batch that is new, an AvailableNow query once, for what its "now" is. What was begun is done. A stream doesn't
+  wait instead: the bound is its patience, and one that waits looks from outside like one that has everything.
 - Spark's `commit` lags behind by a batch and the last one never comes: nothing here depends on it.
 
 Options: see `SourceOptions`.
@@ -39,6 +42,7 @@ from pyspark.sql.streaming.datasource import (
 )
 from pyspark.sql.types import StructType
 
+import millstream
 from millstream.errors import CheckpointForeign, InvalidToken, TokenFromFuture, UnknownStream, UnknownTable, UsageError
 from millstream.model.conforming import conform
 from millstream.model.ids import StreamId, TableId
@@ -71,7 +75,7 @@ class SourceOptions:
 
     Options, all optional but `path` and `stream`:
         path, stream: the home's folder, and the stream's name.
-        wal: the folder of the stream's log, in place of both.
+        wal: the folder of the stream's log, in place of both: what lies there is read, whoever's it is and however old.
         table: `schema.table`; its own columns after the `__` columns. Without it: every record as an envelope.
         columns: names, separated by commas; only these are decoded for Spark.
         starting: `earliest` (default), `latest`, or a token: the rows after it.
@@ -85,6 +89,8 @@ class SourceOptions:
     """
 
     wal: Path
+    home: Path | None = None
+    """Whose log it is, where the home was named."""
     table: str | None = None
     table_ids: frozenset[TableId] | None = None
     columns: tuple[str, ...] = ()
@@ -119,6 +125,7 @@ class SourceOptions:
             raise UsageError("tables goes with layout=frames only", hint="Use `table` with a name.")
         return cls(
             wal=_wal_folder(given),
+            home=None if "wal" in given else _folder_of(given["path"]),
             table=given.get("table"),
             table_ids=frozenset(TableId(int(t)) for t in _names(given["tables"])) if "tables" in given else None,
             columns=_names(given.get("columns", "")),
@@ -203,6 +210,12 @@ class _Scan:
         if not self._opened:
             self._opened.append(StreamReader(str(self.options.wal)))
         return self._opened[0]
+
+    def check_age(self) -> None:
+        """`ReplicaTooStale` where the home follows another one, and what it has is older than its configuration allows."""
+        if self.options.home is not None:
+            with millstream.open(self.options.home) as home:
+                home.check_age(self.options.wal.name)
 
     def start(self) -> Seq:
         """Where `starting` says; `TokenFromFuture`, `InvalidToken` where it can't be."""
@@ -297,6 +310,7 @@ class MillstreamReader(DataSourceReader):
 
     def partitions(self) -> Sequence[InputPartition]:
         """The stretches of the log between `starting` and `ending`, sized by bytes."""
+        self._scan.check_age()
         return self._scan.partitions(self._scan.start(), self._scan.end())
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -326,6 +340,8 @@ class MillstreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow
 
     def latestOffset(self, start: dict[str, str], limit: ReadLimit) -> dict[str, str]:  # noqa: N802 - Spark's name
         """The greatest cut within the limit; at least one whole group where there is one beyond `start`."""
+        if self._target is None:
+            self._scan.check_age()
         after = self._position(start)
         rows_max = limit.max_rows if isinstance(limit, ReadMaxRows) else None
         bytes_max = limit.max_bytes if isinstance(limit, ReadMaxBytes) else None
@@ -342,6 +358,7 @@ class MillstreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
         """Fix what "now" is."""
+        self._scan.check_age()
         self._target = self._scan.log.persisted_upto()
 
     def partitions(self, start: dict[str, str], end: dict[str, str]) -> Sequence[InputPartition]:
@@ -414,19 +431,26 @@ def _wal_folder(given: Mapping[str, str]) -> Path:
     where = given.get("wal") or given.get("path")
     if not where:
         raise UsageError("the millstream source needs the option path", hint='Give the home: .option("path", "shop").')
-    if "://" in where and not where.startswith("file://"):
-        raise UsageError(f"{where} can't be read", hint="Give a folder on this machine's disks.")
-    folder = Path(where.removeprefix("file://"))
+    folder = _folder_of(where)
     if "wal" not in given:
         name = given.get("stream")
         logs = folder / "data" / "wal"
-        streams = sorted(entry.name for entry in logs.iterdir() if entry.is_dir()) if logs.is_dir() else []
+        streams: list[str] = []
+        if name is None and logs.is_dir():
+            with millstream.open(folder) as home:
+                streams = home.streams()
         if name is None and len(streams) != 1:
             raise UnknownStream(f"{folder} has {len(streams)} streams", hint='Name one: .option("stream", "shop").')
         folder = logs / (name or streams[0])
     if not folder.is_dir():
         raise UnknownStream(f"there is no log in {folder}", hint="It comes with the first `millstream run`.")
     return folder
+
+
+def _folder_of(where: str) -> Path:
+    if "://" in where and not where.startswith("file://"):
+        raise UsageError(f"{where} can't be read", hint="Give a folder on this machine's disks.")
+    return Path(where.removeprefix("file://"))
 
 
 def _names(text: str) -> tuple[str, ...]:

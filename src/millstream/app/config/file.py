@@ -40,6 +40,7 @@ from millstream.model.ids import check_stream_name
 
 FILE_NAME: Final = "millstream.toml"
 ENV_PREFIX: Final = "MILLSTREAM_"
+_NODE_TOKEN: Final = ("replication", "token")
 _BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+\Z")
 
 
@@ -51,7 +52,7 @@ class LoadedConfig:
     file: Path
     origins: Mapping[KeyPath, str] = field(default_factory=dict)
     unset: Mapping[KeyPath, _Mistake] = field(default_factory=dict)
-    """Addresses of databases that name a variable which isn't set, and stand as they are written."""
+    """Addresses of databases, and this node's token, that name a variable which isn't set, and stand as they are written."""
 
     def catalog_address(self) -> str | None:
         """The address of the catalog's database; None where the catalog is embedded. `ConfigError` where its variable isn't set."""
@@ -61,6 +62,12 @@ class LoadedConfig:
         if url != EMBEDDED_CATALOG and not is_address(url):
             raise _config_error(self.file, [_Mistake(self.origin(path), key_text(path), "is no PostgreSQL address")])
         return None if url == EMBEDDED_CATALOG else url
+
+    def node_token(self) -> str | None:
+        """The token that this node shows to others; None where it shows none. `ConfigError` where its variable isn't set."""
+        if _NODE_TOKEN in self.unset:
+            raise _config_error(self.file, [self.unset[_NODE_TOKEN]])
+        return self.config.replication.token
 
     def items(self) -> Iterator[tuple[KeyPath, Any, str]]:
         """Yield every effective value with its path and origin (`millstream.toml:3`, `env NAME`, `default`), secrets masked."""
@@ -103,8 +110,8 @@ def load_config(file: Path, environ: Mapping[str, str] | None = None, *, needs_s
     Args:
         file: `millstream.toml`.
         environ: the variables; the process's own where None.
-        needs_source: False where nobody will connect to a source: a variable of a DSN (or the catalog's address) that isn't set then
-            stays as it is written.
+        needs_source: False where nobody will connect to a source: a variable of a DSN (or the catalog's address, or this node's token) that
+            isn't set then stays as it is written.
 
     Raises:
         ConfigError: the file can't be read or parsed, or something in it or in the environment is wrong; details: file, line,
@@ -210,7 +217,8 @@ class _Loader:
         try:
             return (interpolate_dsn if is_database(path, value) else interpolate)(value, self._environ)
         except MissingVariable as error:
-            if self._needs_source or not is_database(path, value) or error.name is None:
+            may_wait = is_database(path, value) or path == _NODE_TOKEN
+            if self._needs_source or not may_wait or error.name is None:
                 self._note(path, str(error), variable=error.name)
             else:
                 self._unset[path] = _Mistake(

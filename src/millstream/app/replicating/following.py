@@ -15,6 +15,7 @@ import structlog
 from millstream.app.control import ControlServer
 from millstream.app.locks import LOCK_PATIENCE_S, RoleLock, holder, nobody_writes
 from millstream.app.replicating.filling import fill, has_log
+from millstream.app.replicating.instances import instance_of
 from millstream.app.replicating.leaders import note_leaders
 from millstream.app.replicating.node_calls import (
     NodeState,
@@ -24,7 +25,7 @@ from millstream.app.replicating.node_calls import (
     told_by,
 )
 from millstream.app.replicating.notes import FollowingNotes
-from millstream.app.replicating.others import hearing_of_promotions
+from millstream.app.replicating.others import hearing_of_promotions, two_leaders
 from millstream.app.replicating.roles import LOOK_EVERY_S, Roles, replication_folder
 from millstream.app.replicating.stores import store_of
 from millstream.errors import (
@@ -37,7 +38,6 @@ from millstream.errors import (
     ReplicationError,
     Retry,
     RoleUnreadable,
-    TwoLeaders,
     UnknownStream,
     UsageError,
 )
@@ -103,8 +103,12 @@ def _only_other(home: Home, me: NodeName, fact: RoleFact) -> NodeName:
         return fact.leader
     others = sorted(node for node in home.config.replication.nodes if node != me)
     if len(others) != 1:
+        where = "[replication.nodes], or of regions that write the stream, too, in [replication] regions,"
         raise UsageError(
-            "it isn't said whom to follow", hint=f"Name the node: {', '.join(others) or 'none is configured'}."
+            "it isn't said whom to follow",
+            hint=f"Name the node: {', '.join(others)}."
+            if others
+            else f"Write the addresses of others in {where} first.",
         )
     return NodeName(others[0])
 
@@ -116,7 +120,7 @@ def _led_so_far(home: Home, stream: str, whom: NodeName, fact: RoleFact) -> Role
     theirs = state_of_node(home, whom, stream).fact
     fenced = fact.heard_of(theirs.promise)
     if fenced.role is Role.LEADS and theirs.role is Role.LEADS:
-        raise TwoLeaders(f"this node leads stream {stream} itself, and so does {whom}", stream=stream, node=whom)
+        raise two_leaders(stream, whom)
     if fenced.role is Role.LEADS:
         raise ReplicationError(
             f"this node leads stream {stream} itself, and {whom} wasn't promoted",
@@ -136,9 +140,11 @@ def follow_home(
 
     Raises:
         HomeBusy: another process follows already.
+        ConfigError: the home is no node, or the variable that has its token isn't set.
         Diverged, FollowerBehindRetention, OtherStream …: a stream can't go on (the first one's error, after the others have ended).
     """
     this_node(home)
+    home.loaded_config.node_token()
     home.prepare()
     with RoleLock.take(home.run_folder, "follow", patience_s=LOCK_PATIENCE_S if lifeline.supervised else 0.5):
         streams = {
@@ -353,6 +359,7 @@ def _follower_of(home: Home, copy: _Copy, fact: RoleFact, notes: FollowingNotes)
         _Connecting(home, copy.stream, copy.only).connect,
         notes,
         documents=notes.versions(),
+        home=instance_of(home),
     )
 
 

@@ -16,7 +16,7 @@ import structlog
 
 from millstream.app.replicating.node_calls import state_of_node
 from millstream.app.replicating.roles import Roles
-from millstream.errors import MillstreamError
+from millstream.errors import MillstreamError, TwoLeaders
 from millstream.protocol.replication.roles import Promise, Role
 
 if TYPE_CHECKING:
@@ -30,27 +30,33 @@ _EVERY_S: Final = 3.0
 
 
 def hear_of_promotions(home: Home, stream: str) -> bool:
-    """Ask the other nodes what they have promised, where this one leads; whether it still does. `RoleUnreadable` where that isn't known.
+    """Ask the other nodes what they have promised, where this one leads; whether it still does.
 
     What one of them has promised to another is noted here, durably: this node is fenced by it then.
+
+    Raises:
+        RoleUnreadable: whether it leads isn't known.
+        ConfigError: the variable that has this node's token isn't set, so that nobody would answer.
     """
     roles = Roles(home)
     fact = roles.of(stream)
     others = sorted(home.config.replication.nodes.keys() - {home.config.replication.node})
     if fact.role is not Role.LEADS or not others:
         return fact.role is Role.LEADS
+    home.loaded_config.node_token()
 
-    def promise_of(node: str) -> Promise:
+    def promised_by(node: str) -> tuple[Promise, str]:
         with contextlib.suppress(MillstreamError):
-            return state_of_node(home, node, stream, timeout_s=_ANSWERS_WITHIN_S).fact.promise
-        return fact.promise
+            theirs = state_of_node(home, node, stream, timeout_s=_ANSWERS_WITHIN_S).fact
+            return theirs.promise, theirs.claimant
+        return fact.promise, fact.claimant
 
     with ThreadPoolExecutor(len(others), thread_name_prefix="ask-nodes") as pool:
-        highest = max(pool.map(promise_of, others))
+        highest, claimant = max(pool.map(promised_by, others))
     if highest <= fact.promise:
         return True
     with roles.changing(stream) as changing:
-        changing.put(changing.fact.heard_of(highest))
+        changing.put(changing.fact.heard_of(highest, claimant))
     leads = changing.fact.role is Role.LEADS
     if not leads:
         logger.warning("another node was promoted", stream=stream, leader=changing.fact.leader)
@@ -75,3 +81,8 @@ def hearing_of_promotions(home: Home) -> Iterator[None]:
     finally:
         over.set()
         asking.join()
+
+
+def two_leaders(stream: str, node: str) -> TwoLeaders:
+    """What is said where this node leads and so does another, neither of them promoted."""
+    return TwoLeaders(f"this node leads stream {stream}, and so does {node}", stream=stream, node=node)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from millstream.app.replicating.roles import replication_folder
-from millstream.app.replicating.session_document import SESSIONS
 from millstream.app.retention import bounds_of
 from millstream.model.ids import RegionId, parse_region_log_name
 from millstream.model.positions import Seq
+from millstream.protocol.replication.roles import SESSIONS
 from millstream.protocol.retention import HolderKind, Retention
 from millstream.wal.reader import StreamReader
 from millstream.wal.retain import SESSIONS_HOLDER, drop_segments

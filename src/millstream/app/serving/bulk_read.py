@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
-from millstream.app.opened import read_records
+from millstream.app.record_reading import read_records
 
 if TYPE_CHECKING:
     from millstream.ingest.bulk import GetRequest

@@ -42,10 +42,12 @@ def serve_home(home: Home, lifeline: Lifeline) -> None:
         AddressInUse: it can't listen there.
         Unprotected: other machines would reach it, without TLS or without tokens.
         CertificateUnusable: TLS is configured, and can't be had.
+        ConfigError: the variable that has this node's token isn't set.
     """
     from millstream.app.serving.access import Access
     from millstream.app.serving.application import Application
 
+    home.loaded_config.node_token()
     home.prepare()
     host, port = home.config.http.address
     check_protected("http", (host, port), home.config.http)

@@ -1,4 +1,4 @@
-"""A link between processes that a test cuts: a TCP proxy of loopback that resets connections, keeps silent, or is slow, in either direction."""
+"""A link between processes that a test cuts: a TCP proxy of loopback that resets connections, keeps silent, is slow, or loses the one over which something goes."""
 
 from __future__ import annotations
 
@@ -40,9 +40,12 @@ class Link:
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port: Final = int(self._listening.getsockname()[1])
         self._changed = threading.Condition()
-        self._is_cut = self._is_closed = False
+        self._is_cut = False
         self._silent: frozenset[Way] = frozenset()
         self._delay_s = 0.0
+        self._losing: tuple[bytes, bool] | None = None
+        self.losses = 0
+        """How often what `lose` waited for has come."""
         self._pairs: set[_Pair] = set()
         threading.Thread(target=self._accept, name="link-accept", daemon=True).start()
 
@@ -62,6 +65,22 @@ class Link:
         with self._changed:
             self._delay_s = seconds
 
+    def lose(self, text: bytes, *, arrives: bool) -> None:
+        """Whoever sends that to the server next, in one piece, loses the connection by it, and gets no answer.
+
+        Args:
+            text: what it is known by.
+            arrives: whether the server gets the piece.
+        """
+        with self._changed:
+            self._losing = text, arrives
+
+    def refuse(self) -> None:
+        """Take no more connections, for ever; those that are there go on."""
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)  # ends the accept that waits, too
+        self._listening.close()
+
     def heal(self) -> None:
         """Everything passes."""
         with self._changed:
@@ -71,9 +90,9 @@ class Link:
     def close(self) -> None:
         """Nothing passes any more, for ever."""
         with self._changed:
-            self._is_closed = self._is_cut = True
+            self._is_cut = True
             self._reset_all()
-        self._listening.close()
+        self.refuse()
 
     def _reset_all(self) -> None:
         pairs, self._pairs = self._pairs, set()
@@ -105,6 +124,8 @@ class Link:
         try:
             while data := pair.receive(way):
                 self._hold(way, pair)
+                if way is Way.TO:
+                    data = self._left(pair, data)
                 while data and pair in self._pairs:
                     data = data[pair.send(way, data) :]
             self._hold(way, pair)
@@ -121,6 +142,16 @@ class Link:
                     self._pairs.discard(pair)
             if is_last:
                 pair.close(reset=is_reset)
+
+    def _left(self, pair: _Pair, data: bytes) -> bytes:
+        """What goes on of a piece to the server; its client is gone where that is to be lost."""
+        with self._changed:
+            if self._losing is None or self._losing[0] not in data:
+                return data
+            (_, arrives), self._losing = self._losing, None
+            self.losses += 1
+        pair.leave_client()
+        return data if arrives else b""
 
     def _hold(self, way: Way, pair: _Pair) -> None:
         """Return when a piece may go on, or its connection is to be reset."""
@@ -153,6 +184,10 @@ class _Pair:
     def finish(self, way: Way) -> None:
         """Nothing more comes that way; the other one may go on."""
         self._ends[way][1].shutdown(socket.SHUT_WR)
+
+    def leave_client(self) -> None:
+        """It is told that there is nothing more, and hears nothing any more."""
+        self._ends[Way.TO][0].shutdown(socket.SHUT_RDWR)
 
     def wake(self) -> None:
         """Whoever reads is told that there is nothing more; the other ends aren't, yet."""
