@@ -17,7 +17,7 @@ from typing import Any, Final
 from tests.app.homes import make_home, run, wait_for
 
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
-from millstream.errors import LogError, OffsetExpired
+from millstream.errors import LogCutBack, LogError, OffsetExpired
 from millstream.model.positions import Seq
 from millstream.testing._ports import free_port
 from millstream.wal.reader import StreamReader
@@ -140,7 +140,7 @@ class Node:
         try:
             for some in reader.read_between(Seq(reader.first_seq() - 1), reader.persisted_upto()):
                 found += some.batch.column(column).to_pylist()
-        except (LogError, OffsetExpired):
+        except (LogError, LogCutBack, OffsetExpired):
             return []
         return found
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 
+import pytest
 from tests.wal.replica_pairs import Pair, rows, ship
 from tests.wal.truth import FOLDER
 
+from millstream.errors import LogCutBack
 from millstream.model.ids import GroupNumber
 from millstream.model.marks import ShownMark
+from millstream.model.positions import Seq
 from millstream.testing.files import Crash, MemoryFiles, keep_any
 from millstream.wal.history import SetAside, ends_behind, truncate_to
 from millstream.wal.inspect import verify
@@ -125,6 +129,57 @@ def test_an_old_leaders_own_tail_is_set_aside_readable_and_it_follows_the_new_on
     ship(ShipSource(FOLDER, files=pair.files), log, 5000)
     assert rows(old, pair.truth) == rows(pair.files, pair.truth)
     assert verify(FOLDER, files=old).is_whole
+
+
+def test_who_reads_on_in_a_log_that_was_cut_back_and_has_grown_since_is_told_so():
+    pair, old = promoted()
+    reader = StreamReader(FOLDER, files=old)
+    reading = reader.read_between(Seq(0), reader.persisted_upto())
+    next(reading)
+    truncated(old)
+    log = ReplicaLog.open(FOLDER, files=old, side_by_side=False)
+    for _ in range(20):
+        pair.truth.commit(pair.leader, pair.truth.ops([(1, 2)], [(3, 1)]))
+    ship(ShipSource(FOLDER, files=pair.files), log, 5000)
+    with pytest.raises(LogCutBack, match="another writer"):
+        list(reading)
+
+
+@pytest.mark.parametrize("read_first", [1, 3])
+def test_who_reads_a_log_that_is_cut_back_meanwhile_is_told_so_and_how_much_is_left(read_first: int):
+    _, old = promoted()
+    reader = StreamReader(FOLDER, files=old)
+    upto = reader.persisted_upto()
+    whole = list(reader.read_between(Seq(0), upto))
+    late = StreamReader(FOLDER, files=old)
+    spans = late.spans(Seq(0), upto)
+    reading = StreamReader(FOLDER, files=old).read_between(Seq(0), upto)
+    taken = [next(reading).batch for _ in range(read_first)]
+    assert truncated(old) is not None
+    with pytest.raises(LogCutBack) as told:
+        taken.extend(found.batch for found in reading)
+    assert taken == [found.batch for found in whole[: len(taken)]]
+    left = told.value.details["persisted_upto"]
+    assert 0 < left < upto
+    with pytest.raises(LogCutBack):
+        list(chain.from_iterable(map(late.read_span, spans)))
+    kept = list(reader.read_between(Seq(0), left))
+    assert kept == whole[: len(kept)]
+
+
+def test_a_reader_that_knew_the_log_before_reads_its_new_history():
+    pair, old = promoted()
+    readers = [StreamReader(FOLDER, files=old) for _ in range(2)]
+    for reader in readers:
+        list(reader.read_between(Seq(0), reader.persisted_upto()))
+    truncated(old)
+    readers[0].persisted_upto()  # this one has looked in between
+    log = ReplicaLog.open(FOLDER, files=old, side_by_side=False)
+    ship(ShipSource(FOLDER, files=pair.files), log, 5000)
+    fresh = StreamReader(FOLDER, files=old)
+    expected = list(fresh.read_between(Seq(0), fresh.persisted_upto()))
+    for reader in readers:
+        assert list(reader.read_between(Seq(0), reader.persisted_upto())) == expected
 
 
 def test_what_an_old_leader_holds_back_it_holds_back_as_a_follower_until_its_new_leader_says_more():

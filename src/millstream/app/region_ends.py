@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from millstream.crdt.reconcile import HeardEnd
-from millstream.errors import OffsetExpired, TokenFromFuture
+from millstream.errors import LogCutBack, OffsetExpired, TokenFromFuture
 from millstream.model.positions import Seq
 
 if TYPE_CHECKING:
@@ -26,11 +26,11 @@ def end_at(reader: StreamReader, upto: Seq) -> HeardEnd | None:
 
     Raises:
         LogError: the log is damaged.
-        OffsetExpired, TokenFromFuture: at each of some looks the log had just been shortened.
+        OffsetExpired, TokenFromFuture, LogCutBack: at each of some looks the log had just been shortened.
     """
     for _ in range(_LOOKS - 1):
         # Retention, or whoever cuts the log back, may go on between two looks at it.
-        with suppress(OffsetExpired, TokenFromFuture):
+        with suppress(OffsetExpired, TokenFromFuture, LogCutBack):
             return _end_at(reader, upto)
     return _end_at(reader, upto)
 

@@ -35,6 +35,7 @@ from millstream.crdt.reconcile import (
 )
 from millstream.crdt.tables import REGION, SEQ, WALL, fold, lift, own_columns, state_schema
 from millstream.errors import (
+    LogCutBack,
     LogError,
     LostTailMerged,
     MergeStateUnreadable,
@@ -187,7 +188,7 @@ class RegionTable:
         """
         while True:
             # Who cuts the log back meanwhile leaves the beginning of one history here, and the end of another one or none.
-            with contextlib.suppress(TokenFromFuture):
+            with contextlib.suppress(TokenFromFuture, LogCutBack):
                 state = self._read(region, after)
                 if region not in state.ends or self._still_says(state, region):
                     return state
@@ -305,7 +306,7 @@ class RegionTable:
             at = at[np.argsort(seqs[at])]
             lost = np.zeros(len(seqs), bool)
             lost[at] = True
-            with contextlib.suppress(TokenFromFuture):  # cut once more, as is seen below
+            with contextlib.suppress(TokenFromFuture, LogCutBack):  # cut once more, as is seen below
                 for part in self._parts(region, Seq(first - 1), upto) if first > 1 and len(at) else ():
                     numbers = whole_column(part.batch.column(SEQ.name)).to_numpy()
                     found = at[np.searchsorted(seqs[at], numbers).clip(max=len(at) - 1)]

@@ -72,7 +72,8 @@ class Tokens(CatalogPart):
             if connection.execute(select(t.access_tokens.c.id).where(t.access_tokens.c.id == token_id)).first():
                 raise AccessTokenExists(
                     "that token is known already, in this home or in another one of this catalog",
-                    hint="`millstream token ls` lists those of this home. Homes that share a catalog need one each.",
+                    hint="`millstream token ls` lists those of this home. Homes that share a catalog need one each; nodes of one stream that do show "
+                    "each other client certificates instead: [replication] certificate and key.",
                 )
             if connection.execute(put.returning(t.access_tokens.c.id)).first() is None:
                 raise AccessTokenExists(f"there is a token {made.name} already", name=made.name)

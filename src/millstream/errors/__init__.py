@@ -255,6 +255,17 @@ class OffsetExpired(PositionError):
     code = "offset_expired"
 
 
+class LogCutBack(PositionError):
+    """A log was cut back while it was read: its node has led, and follows now; what it alone had was set aside. Details: persisted_upto (what is left)."""
+
+    code = "log_cut_back"
+    retry = Retry.BACKOFF
+    default_hint = (
+        "Read again from a token at or below what is left, and forget what was taken behind it. What was set aside lies in data/wal/STREAM.aside-…, "
+        "with a report."
+    )
+
+
 class CursorExpired(PositionError):
     """A consumer fell so far behind that the log went on without it; details: holder, needed_from, first (where the log begins)."""
 

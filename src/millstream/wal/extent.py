@@ -38,6 +38,11 @@ class LogExtent:
         self._read_mark = read_mark if durable else read_readable
         self._without_mark, self._on_damage = without_mark, on_damage
 
+    @property
+    def goes_by_marks(self) -> bool:
+        """Whether it is told by marks, and not by what frames there are."""
+        return not self._without_mark
+
     def shards(self) -> tuple[ShardId, ...]:
         """The shards that the folder has."""
         return tuple(list_shards(self._files, self._folder))

@@ -353,3 +353,14 @@ def load_schemas(files: Files, path: str, header: SegmentHeader, frames: Iterabl
             base = header.base_offset
             raise damage(error, file=path, byte=position, offset_from=base, offset_to=base) from error
     return schemas
+
+
+def has_numbers(entry: FrameEntry, numbers: tuple[Seq | None, Seq | None]) -> bool:
+    """Whether a frame has numbers in `(first, second]`."""
+    after, upto = numbers
+    return (after is None or entry.last_seq > after) and (upto is None or entry.first_seq <= upto)
+
+
+def overlaps(entry: FrameEntry, after: Seq, upto: Seq) -> bool:
+    """As `has_numbers`, of two that are known."""
+    return entry.last_seq > after and entry.first_seq <= upto

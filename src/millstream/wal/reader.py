@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
@@ -24,12 +23,22 @@ from millstream.model.schema import TableSchema
 from millstream.ports import Files
 from millstream.wal.extent import LogExtent
 from millstream.wal.files import RealFiles
-from millstream.wal.index import HEADS_AHEAD_BYTES, OnDamage, SchemaPlace, ShardIndex, load_schemas, read_header
+from millstream.wal.index import (
+    HEADS_AHEAD_BYTES,
+    OnDamage,
+    SchemaPlace,
+    ShardIndex,
+    has_numbers,
+    load_schemas,
+    overlaps,
+    read_header,
+)
 from millstream.wal.layout import SegmentFile, shard_folder
 from millstream.wal.mark import writer_cuts
+from millstream.wal.meanwhile import HistoryWatch, Meanwhile
 from millstream.wal.scan import ScannedFrame, Window, commit_times, read_frame, reader_of
 from millstream.wal.source import (
-    Expiry,
+    GroupSize,
     LogSpan,
     SegmentSource,
     TablePart,
@@ -75,6 +84,7 @@ class StreamReader:
         self._files: Files = RealFiles() if files is None else files
         self._extent = LogExtent(self._files, folder, without_mark=without_mark, on_damage=on_damage, durable=durable)
         self._on_damage = on_damage
+        self._watch = HistoryWatch()
         self._indexes: dict[ShardId, ShardIndex] = {}
         self._stream: StreamId | None = None
         self._known_schemas: KnownSchemas | None = None
@@ -85,7 +95,7 @@ class StreamReader:
     def stream_id(self) -> StreamId:
         """Whose log it is. `LogError` where nothing has been written yet."""
         if self._stream is None:
-            marks, _ = self._extent.marks()
+            marks, _ = self._marks()
             self._stream = next((mark.stream for mark in marks.values()), None)
         if self._stream is None:
             raise LogError(f"{self._folder} holds no log yet", hint="Nothing has been captured or appended so far.")
@@ -102,7 +112,7 @@ class StreamReader:
 
     def persisted_upto(self) -> Seq:
         """Every number up to it is durable and readable, or will never be."""
-        return self._extent.marks()[1]
+        return self._marks()[1]
 
     def token(self) -> StreamToken:
         """The newest consistent cut as a token."""
@@ -110,7 +120,7 @@ class StreamReader:
 
     def vector_token(self) -> StreamToken:
         """How far each writer's records are durable, for who waits for none: operations are whole in it, and it is no cut of their order."""
-        return self._vector(*self._extent.marks())
+        return self._vector(*self._marks())
 
     def _vector(self, marks: Mapping[ShardId, DurableMark], persisted: Seq) -> StreamToken:
         return StreamToken(short_stream_id(self.stream_id), persisted, writer_cuts(marks.values()))
@@ -121,7 +131,7 @@ class StreamReader:
 
     def durable_offset(self, shard: ShardId) -> Offset:
         """Exclusive end of the durable offsets of a shard."""
-        mark = self._extent.marks()[0].get(shard)
+        mark = self._marks()[0].get(shard)
         return Offset(0) if mark is None else mark.durable_offset
 
     def first_offset(self, shard: ShardId) -> Offset:
@@ -156,7 +166,7 @@ class StreamReader:
         Raises:
             OffsetExpired, TokenFromFuture, CorruptWal.
         """
-        marks, persisted = self._extent.marks()
+        marks, persisted = self._marks()
         self._extent.check_range(after, after, persisted)
         if rows_max is None and bytes_max is None:
             return persisted
@@ -183,11 +193,11 @@ class StreamReader:
         Raises:
             CorruptWal: the frames around it are damaged.
         """
-        return self._whole_upto(n, *self._extent.marks())
+        return self._whole_upto(n, *self._marks())
 
     def whole_token(self, token: StreamToken) -> StreamToken:
         """As `whole_upto` for each writer's own position and its own operations."""
-        marks, _ = self._extent.marks()
+        marks, _ = self._marks()
         whole = dict(token.ahead)
         for writer, end in writer_cuts(marks.values()).items():
             own = {shard: mark for shard, mark in marks.items() if mark.writer == writer}
@@ -205,13 +215,13 @@ class StreamReader:
             upto: inclusive; at most `persisted_upto`.
             bytes_target: about how large a piece is.
         """
-        marks, persisted = self._extent.marks()
+        marks, persisted = self._marks()
         self._extent.check_range(after, upto, persisted)
         spans: list[LogSpan] = []
         for shard, mark in marks.items():
             piece: list[FrameEntry] = []
             of: SegmentFile | None = None
-            with Expiry(self.first_seq):
+            with Meanwhile(self._extent, {shard: mark}):
                 for _, segment, entry in self._frames_of(shard, after, upto, mark):
                     size = piece[-1].position - piece[0].position if piece else 0
                     if of is not None and (segment != of or size + entry.length > bytes_target):
@@ -246,7 +256,7 @@ class StreamReader:
         have the moment of their copy as `__commit_ts`.
         """
         wanted = None if tables is None else frozenset(tables)
-        with Expiry(self.first_seq):
+        with Meanwhile(self._extent, span.end, span.upto):
             source = SegmentSource(self._files, span.path)
             source.bring_schemas(_of_tables(span.schema_frames, wanted))
             for run in runs_of(frames_in(source, span), wanted):
@@ -260,7 +270,7 @@ class StreamReader:
         Frames that straddle the span's bounds count whole.
         """
         found: dict[tuple[TableId, SchemaVersion], TablePart] = {}
-        with Expiry(self.first_seq):
+        with Meanwhile(self._extent, span.end, span.upto):
             source = SegmentSource(self._files, span.path)
             source.bring_schemas(span.schema_frames)
             for scanned in frames_in(source, span):
@@ -279,7 +289,7 @@ class StreamReader:
             TokenFromFuture: `upto` is beyond `persisted_upto`.
             CorruptWal: it is damaged; what came before was right.
         """
-        marks, persisted = self._extent.marks()
+        marks, persisted = self._marks()
         self._extent.check_range(after, upto, persisted)
         yield from self._between(marks, dict.fromkeys(marks, (after, upto)), table, offsets=offsets)
 
@@ -296,7 +306,7 @@ class StreamReader:
         Raises:
             OffsetExpired, TokenFromFuture, CorruptWal: as `read_between`.
         """
-        marks, persisted = self._extent.marks()
+        marks, persisted = self._marks()
         newest = self._vector(marks, persisted)
         if not (after <= newest and upto <= newest):
             raise TokenFromFuture(
@@ -323,7 +333,7 @@ class StreamReader:
             key=lambda found: (found[2].group_last_seq, found[2].first_seq),
         )
         sources: dict[ShardId, SegmentSource] = {}
-        with Expiry(self.first_seq):
+        with Meanwhile(self._extent, marks):
             if self._on_damage is not None:
                 for place in frames:
                     yield from self._records(sources, place, marks[place[0]], wanted, bounds[place[0]], offsets=offsets)
@@ -357,7 +367,7 @@ class StreamReader:
             OffsetExpired: retention has dropped it; details: first.
             CorruptWal.
         """
-        mark = self._extent.marks()[0].get(shard)
+        mark = self._marks()[0].get(shard)
         end = Offset(0) if mark is None else mark.durable_offset
         if from_offset > end:
             raise OffsetBeyondEnd(f"shard {shard} ends at offset {end}, {from_offset} was asked for", end=int(end))
@@ -371,11 +381,11 @@ class StreamReader:
         last = end if upto is None else min(upto, end)
         wanted = None if tables is None else frozenset(tables)
         sources: dict[ShardId, SegmentSource] = {}
-        with Expiry(self.first_seq):
+        with Meanwhile(self._extent, {shard: mark}):
             for segment, entry in self._index(shard).from_offset(from_offset, mark):
                 if entry.offset >= last:
                     return
-                if entry.kind is FrameKind.RECORDS and _has_numbers(entry, numbers):
+                if entry.kind is FrameKind.RECORDS and has_numbers(entry, numbers):
                     place = (shard, segment, entry)
                     for found in self._records(sources, place, mark, wanted, numbers, offsets=True, moments=moments):
                         yield from within_offsets(found, from_offset, last)
@@ -386,7 +396,7 @@ class StreamReader:
         Raises:
             OffsetExpired, TokenFromFuture, CorruptWal: as `read_between`; damaged rows when they are read, as `CorruptFrame`.
         """
-        marks, persisted = self._extent.marks()
+        marks, persisted = self._marks()
         self._extent.check_range(after, upto, persisted)
         yield from self._frame_groups(after, upto, marks)
 
@@ -399,7 +409,7 @@ class StreamReader:
         )
         sources: dict[ShardId, SegmentSource] = {}
         group: list[RecordsFrame] = []
-        with Expiry(self.first_seq):
+        with Meanwhile(self._extent, marks):
             for shard, segment, entry in frames:
                 source = self._source(sources, shard, segment, entry, marks[shard], None)
                 frame = source.decode(source.frame(entry.position))
@@ -417,7 +427,7 @@ class StreamReader:
             The last number in front of the first group with a commit at or behind it, and the last number of the last group with
             a commit at or in front of it.
         """
-        marks, persisted = self._extent.marks()
+        marks, persisted = self._marks()
         since: Seq | None = None
         until = Seq(self.first_seq() - 1)
         ends = (until, until)
@@ -452,8 +462,9 @@ class StreamReader:
             return {table: schema for (table, _), schema in self.schema_versions().items()}
         latest: dict[TableId, TableSchema] = {}
         newest: dict[TableId, tuple[int, SegmentFile, SchemaPlace]] = {}
-        with Expiry(self.first_seq):
-            for shard, mark in self._extent.marks()[0].items():
+        marks, _ = self._marks()
+        with Meanwhile(self._extent, marks):
+            for shard, mark in marks.items():
                 index = self._index(shard)
                 for segment in index.segments(mark):
                     for entry in index.frames(segment, mark):
@@ -468,6 +479,13 @@ class StreamReader:
         return latest
 
     # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _marks(self) -> tuple[Mapping[ShardId, DurableMark], Seq]:
+        found = self._extent.marks()
+        if self._watch.is_other(found[0]):
+            self._indexes.clear()
+            self._known_schemas = None
+        return found
 
     def _elsewhere(self) -> KnownSchemas:
         if self._known_schemas is None:
@@ -493,7 +511,7 @@ class StreamReader:
                 continue
             if entry.first_seq > upto and entry.group_last_seq > upto and not entry.more:
                 return
-            if _overlaps(entry, after, upto):
+            if overlaps(entry, after, upto):
                 yield shard, segment, entry
 
     def _source(
@@ -519,19 +537,19 @@ class StreamReader:
                 source.bring_from_elsewhere(tables)
         return source
 
-    def _groups(self, after: Seq, marks: Mapping[ShardId, DurableMark], persisted: Seq) -> Iterator[_Group]:
+    def _groups(self, after: Seq, marks: Mapping[ShardId, DurableMark], persisted: Seq) -> Iterator[GroupSize]:
         """The commit groups behind `after`, in order, over all shards."""
         frames = heapq.merge(
             *(self._frames_of(shard, after, persisted, mark) for shard, mark in marks.items()),
             key=lambda found: found[2].group_last_seq,
         )
-        current: _Group | None = None
-        with Expiry(self.first_seq):
+        current: GroupSize | None = None
+        with Meanwhile(self._extent, marks):
             for _, _, entry in frames:
                 if current is None or entry.group_last_seq != current.last_seq:
                     if current is not None:
                         yield current
-                    current = _Group(entry.group_last_seq, 0, 0)
+                    current = GroupSize(entry.group_last_seq, 0, 0)
                 current.rows += entry.count
                 current.size_bytes += entry.length
         if current is not None:
@@ -576,21 +594,5 @@ class StreamReader:
             self._on_damage(error)
 
 
-@dataclass(slots=True)
-class _Group:
-    last_seq: Seq
-    rows: int
-    size_bytes: int
-
-
-def _has_numbers(entry: FrameEntry, numbers: tuple[Seq | None, Seq | None]) -> bool:
-    after, upto = numbers
-    return (after is None or entry.last_seq > after) and (upto is None or entry.first_seq <= upto)
-
-
 def _of_tables(frames: Sequence[SchemaPlace], wanted: frozenset[TableId] | None) -> Sequence[SchemaPlace]:
     return frames if wanted is None else [frame for frame in frames if frame.table_id in wanted]
-
-
-def _overlaps(entry: FrameEntry, after: Seq, upto: Seq) -> bool:
-    return entry.last_seq > after and entry.first_seq <= upto

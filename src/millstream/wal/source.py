@@ -18,9 +18,10 @@ from millstream.codec.log_records import first_seqs, of_part
 from millstream.codec.log_run import FrameHead, FramePart, FrameRun
 from millstream.codec.log_schemas import SchemaSet
 from millstream.codec.log_segment import SegmentHeader, TableEntry
-from millstream.errors import CorruptFrame, CorruptWal, OffsetExpired, TruncatedFrame
+from millstream.errors import CorruptFrame, CorruptWal, TruncatedFrame
 from millstream.model.ids import Epoch, RegionId, SchemaVersion, ShardId, TableId
 from millstream.model.positions import Offset, Seq
+from millstream.model.replication import ByteEnd
 from millstream.model.schema import TableSchema
 from millstream.ports import Files
 from millstream.wal.index import HEADS_AHEAD_BYTES, OnDamage, SchemaPlace, damage, load_schemas, read_header
@@ -87,23 +88,20 @@ class LogSpan:
         """Bytes of its frames."""
         return self.byte_end - self.byte_start
 
+    @property
+    def end(self) -> dict[ShardId, ByteEnd]:
+        """Where its shard has to reach for it to be there."""
+        base = Offset(int(self.path.rsplit("/", 1)[-1].removesuffix(".wal")))
+        return {self.shard: ByteEnd(base, self.byte_end)}
 
-class Expiry:
-    """Turns a segment that is gone into `OffsetExpired`: retention was faster."""
 
-    def __init__(self, first_seq: Callable[[], Seq]) -> None:
-        self._first_seq = first_seq
+@dataclass(slots=True)
+class GroupSize:
+    """How much of a commit group was found, so far."""
 
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, FileNotFoundError):
-            first = self._first_seq()
-            raise OffsetExpired(
-                f"retention has dropped {error.filename} while it was read; {first} is the first number left",
-                first=int(first),
-            ) from error
+    last_seq: Seq
+    rows: int
+    size_bytes: int
 
 
 class SegmentSource:

@@ -31,10 +31,10 @@ from millstream.errors import (
     LogError,
     MillstreamError,
     NodeNameTaken,
-    NotCaughtUp,
     PromotionLost,
     ShardLocked,
     UnknownStream,
+    UsageError,
 )
 from millstream.model.ids import Epoch, GroupNumber, StreamId
 from millstream.model.replication import AckKind, NodeName
@@ -410,7 +410,8 @@ def _refuse_several_writers(home: Home, stream: str) -> None:
     with contextlib.suppress(LogError, FileNotFoundError):
         writers = {mark.writer for mark in durable_marks(RealFiles(), str(folder)).values()}
         if len(writers) > 1:
-            raise NotCaughtUp(
+            raise UsageError(
                 f"stream {stream} has {len(writers)} writers: a node of a stream of several can't be promoted",
-                hint="Promotion is for streams that one process writes: leave [writer] name out.",
+                hint="Bring back the node on which they run: this one follows, and is read as any log. A stream whose nodes are to be promoted "
+                "is one that was never written under a [writer] name.",
             )
