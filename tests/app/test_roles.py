@@ -15,7 +15,7 @@ from tests.app.nodes import STREAM, Node, eventually, nodes
 import millstream
 from millstream.app.home import Home, replace_file
 from millstream.app.replicating.ages import age_of_replica, note_age
-from millstream.app.replicating.desk import answer_node
+from millstream.app.replicating.desk import answer_node, node_state
 from millstream.app.replicating.following import begin_to_follow
 from millstream.app.replicating.level_document import LEVEL, Terms
 from millstream.app.replicating.notes import FollowingNotes
@@ -85,6 +85,30 @@ def test_a_promise_that_nobody_could_keep_isnt_given(tmp_path: Path, epoch: Any)
         with pytest.raises((UsageError, UnknownNode)):
             answer_node(home, {"op": "promise", "stream": STREAM, "epoch": 1, "to": "nobody here"})
         assert Roles(home).leads(STREAM)
+
+
+@pytest.mark.parametrize("follower", [False, True])
+def test_a_promise_tells_of_all_that_was_durable_though_a_power_cut_has_taken_the_marks_back(
+    tmp_path: Path, *, follower: bool
+) -> None:
+    """Marks aren't fsynced with each group: whoever is promoted by what they say would go on without groups that were acknowledged."""
+    with nodes(tmp_path) as (a, _):
+        home = home_of(a)
+        mark = home.wal_folder(STREAM) / "00000" / "durable.mark"
+        with millstream.open(a.home) as opened:
+            opened.append(STREAM, "orders", [{"id": 1}])
+            before = mark.read_bytes()
+            opened.append(STREAM, "orders", [{"id": 2}])
+            opened.append(STREAM, "orders", [{"id": 3}])
+        durable = node_state(home, STREAM).group
+        mark.write_bytes(before)
+        assert node_state(home, STREAM).group < durable
+        if follower:
+            follows(home, "b")
+            (replication_folder(home, STREAM) / "age.json").write_text('{"fresh_ns": 1, "boot": "the one before"}')
+        told = answer_node(home, {"op": "promise", "stream": STREAM, "epoch": 1, "to": "b"})
+        assert told["group"] == durable
+        assert a.rows() == [1, 2, 3]
 
 
 def test_a_role_that_is_damaged_holds_up_no_other_stream(tmp_path: Path) -> None:

@@ -472,11 +472,16 @@ def test_other_bytes_stop_it_and_so_does_another_stream():
     assert isinstance(effects[-1].error, OtherStream)
 
 
-def test_a_leader_that_has_less_than_its_follower_stops_it():
+def test_nothing_is_taken_from_a_leader_that_has_less_than_its_follower_until_it_has_found_the_rest():
+    """After a power cut its marks may be older than its log, until its writer has opened that."""
     one = Following(holding=holding(5, 50))
     effects = one.come(4)
-    assert isinstance(effects[-1], following.Stop)
-    assert isinstance(effects[-1].error, Diverged)
+    assert not of(following.Say, effects)
+    assert of(following.BreakLink, effects)
+    assert isinstance(one.follower.trouble, Diverged)
+    assert one.follower.stopped_by is None
+    one.now += 60
+    assert of(following.Say, one.come(5)), "it follows"
 
 
 def test_a_higher_promise_is_durable_first_and_a_lower_one_refused():

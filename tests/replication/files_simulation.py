@@ -17,7 +17,7 @@ from tests.wal.replica_search import Follower as Replica
 from tests.wal.replica_search import ReplicaLife
 from tests.wal.truth import FOLDER, STREAM
 
-from millstream.errors import FollowerBehindRetention, LinkLost, MillstreamError, ReplicaFailed
+from millstream.errors import Diverged, FollowerBehindRetention, LinkLost, MillstreamError, ReplicaFailed
 from millstream.model.ids import Epoch, GroupNumber, RegionId
 from millstream.model.positions import Seq
 from millstream.model.replication import LOCAL, AckLevel, Acknowledgement, Document, Hello, NodeName, Shipment
@@ -324,6 +324,8 @@ class MachinesLife(ReplicaLife):
                     self._rebuild(replica)
                     side.machine = None
                     self._cut_link(side)
+                case shipping.Tell(error=Diverged() as error):
+                    raise error
                 case _:
                     pass
 

@@ -447,6 +447,8 @@ class Node:
                     self.world.count(f"stop by {type(error).__name__}")
                     if isinstance(error, Diverged):
                         self.world.broken(f"{self.name}: {error}")
+                case shipping.Tell(error=Diverged() as error):
+                    self.world.broken(f"{self.name}: {error}")
                 case _:
                     pass
         if self.follower is machine and chance.random() < 0.05:

@@ -43,6 +43,13 @@ def age_of_replica(home: Home, stream: str) -> float | None:
         return None  # none was told yet, or nobody knew; or what stands there is damaged, and told anew soon
 
 
+def has_followed_since_boot(home: Home, stream: str) -> bool:
+    """Whether who follows has had the log open since the machine was started: what lay behind its marks after a power cut was found then."""
+    with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError):
+        return bool(json.loads((replication_folder(home, stream) / _NAME).read_bytes())["boot"] == _boot_id() != "")
+    return False
+
+
 def check_age(home: Home, stream: str) -> None:
     """Return where what this node shows of a stream is as new as `[replication] max_staleness` asks; a leader's always is.
 

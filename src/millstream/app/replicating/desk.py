@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.app.locks import holder
+from millstream.app.replicating.ages import has_followed_since_boot
 from millstream.app.replicating.instances import instance_of
 from millstream.app.replicating.node_calls import NodeState, address_of, promise_in, this_node
 from millstream.app.replicating.roles import Roles
@@ -17,6 +18,7 @@ from millstream.protocol.replication.roles import Promise, Role
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import list_shards
 from millstream.wal.mark import stream_cut
+from millstream.wal.replica import ReplicaLog
 from millstream.wal.shards import lock_shards
 from millstream.wal.shipping import durable_marks
 
@@ -69,8 +71,32 @@ def give_promise(home: Home, stream: str, promise: Promise, claimant: str = "") 
         led = changing.fact.role is Role.FENCED
     if led:
         wait_for_writer(home, stream)
+    _find_what_is_durable(home, stream)
     # Who follows here looks at the promise in front of each acknowledgement: whatever was acknowledged is in this.
     return node_state(home, stream)
+
+
+def _find_what_is_durable(home: Home, stream: str) -> None:
+    """Have the marks say all that is: after a power cut they may be older than what was acknowledged, until somebody has opened the log.
+
+    Who follows does so when it begins, and steps aside for a promise; who led begins no more.
+    """
+    folder = home.wal_folder(stream)
+    if not any(folder.glob("*/*.wal")) or has_followed_since_boot(home, stream):
+        return
+    deadline = time.monotonic() + _ENDS_WITHIN_S
+    while True:
+        try:
+            ReplicaLog.open(str(folder)).close()
+        except ShardLocked:
+            if time.monotonic() > deadline:
+                raise HomeBusy(
+                    f"this node has promised to follow nobody else in stream {stream}, and its log is in use: how far it goes isn't known",
+                    hint="Ask again; `millstream status` shows who it is.",
+                ) from None
+            time.sleep(_LOOK_EVERY_S)
+        else:
+            return
 
 
 def wait_for_writer(home: Home, stream: str) -> None:

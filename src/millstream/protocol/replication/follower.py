@@ -433,12 +433,12 @@ class Follower:
             self.phase, self._taken = Phase.CUTTING, shipment
             return [SetAside(parted_behind)]
         if mine == greeting.lineage and self.holding.group > greeting.group:
-            return self._stop(
-                Diverged(
-                    f"this node has group {self.holding.group}, and its leader ends at {greeting.group}: it has lost what it had",
-                    hint="Promote this node, or another that has all of it; the leader then follows.",
-                )
+            # After a power cut a leader's marks are older than its log until its writer has opened that: it isn't given up for good.
+            error = Diverged(
+                f"this node has group {self.holding.group}, and its leader ends at {greeting.group}: it has lost what it had",
+                hint="Where that goes on, promote this node, or another that has all of it; the leader then follows.",
             )
+            return self._apply_failed_for_now(error, 0.5, now_s)
         self.phase = Phase.FOLLOWING
         self._backoff.succeeded()
         kept = self._keep(shipment)
@@ -526,8 +526,9 @@ class Follower:
         self._taken = None
         if isinstance(error, ReplicaGap):
             return self._say_hello()
-        if isinstance(error, _LASTING):
-            return self._stop(error)
+        return self._stop(error) if isinstance(error, _LASTING) else self._apply_failed_for_now(error, chance, now_s)
+
+    def _apply_failed_for_now(self, error: MillstreamError, chance: float, now_s: float) -> list[Effect]:
         self._later(chance, now_s)
         self.trouble = error
         return [Tell(self._node, "could not take what came", error), BreakLink()]
