@@ -28,11 +28,9 @@ from millstream.wal.acks import AcksFile
 from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader
 
-LOCAL = "[streams.web]\n"
-REQUIRED = (
-    '[streams.web]\nacks = "durable(1)"\n[replication]\nnode = "a"\n'
-    'nodes = { a = "grpc://127.0.0.1:1", b = "grpc://127.0.0.1:2" }\n'
-)
+NODES = '[replication]\nnode = "a"\nnodes = { a = "grpc://127.0.0.1:1", b = "grpc://127.0.0.1:2", c = "grpc://127.0.0.1:3" }\n'
+LOCAL = f"[streams.web]\n{NODES}"
+REQUIRED = f'[streams.web]\nacks = "durable(1)"\n{NODES}'
 FAR = 1 << 40
 TARGET = "/v1/streams/web/tables/clicks"
 
@@ -148,7 +146,7 @@ def test_requests_commands_and_transfers_name_their_level(tmp_path: Path) -> Non
         # The parser of lines may just be compiled, which is longer than the next request waits.
         wait_for(lambda: client.post("/write?db=web", content="# nothing").status_code != 429)
         lines = client.post(
-            "/write?db=web&deadline_s=0.3", content="clicks n=2i", headers={"Millstream-Acks": "object"}
+            "/write?db=web&deadline_s=0.3", content="clicks n=2i", headers={"Millstream-Acks": "durable(2)"}
         )
         assert (lines.status_code, lines.json()["error"].startswith("the write is durable here")) == (503, True)
         with held_soon(follower):
@@ -194,3 +192,14 @@ def test_a_level_that_is_none_or_that_nobody_can_tell_is_refused(tmp_path: Path)
         opened.append("web", "clicks", {"n": 0}, acks="local")
         with pytest.raises(LevelUnknown, match="write buffer"):
             opened.append("web", "clicks", {"n": 1}, acks="durable(1)")
+
+
+@pytest.mark.parametrize(
+    ("level", "lacking"), [("durable(3)", "has 2 nodes beside this one"), ("object", "object store")]
+)
+def test_a_level_that_nobody_will_ever_reach_is_refused_at_once(tmp_path: Path, level: str, lacking: str) -> None:
+    with millstream.open(make_home(tmp_path / "web", LOCAL)) as opened:
+        with pytest.raises(LevelUnknown, match=lacking):
+            opened.append("web", "clicks", {"n": 0}, acks=level)
+        opened.append("web", "clicks", {"n": 1}, acks="local")
+    assert numbers(tmp_path / "web") == [1]

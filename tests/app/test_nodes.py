@@ -37,8 +37,8 @@ def test_a_follower_has_the_leaders_bytes_and_says_whom_to_write_to(tmp_path: Pa
         a.start("serve")
         append(a, 1, 2, 3)
         eventually(a.is_there, "a answers", a)
-        refused = b.ask("promote")  # which nobody has told yet whom to follow
-        assert (refused.returncode, "two_leaders" in refused.stderr) == (1, True), refused.stderr
+        told = b.ask("promote")  # which nobody has told yet whom to follow
+        assert (told.returncode, "two_leaders" in told.stderr) == (1, True), told.stderr
         b.start("follow", "a")
         eventually(lambda: b.rows() == [1, 2, 3], "what was there comes", a, b)
         append(a, 4)
@@ -307,6 +307,7 @@ def test_regions_follow_one_another_and_read_what_both_have_written(tmp_path: Pa
         own, copy = homes[0].answer("replicas")["streams"]
         assert [one["node"] for one in own["followers"]] == ["region-2"]
         assert (copy["stream"], copy["role"], copy["leader"]) == (f"{STREAM}@2", "follows", "region-2")
+        assert "  shop@2 follows region-2: up to " in homes[0].ask("status").stdout
         (told,) = homes[0].answer("status")["streams"]
         assert told["log"]["held"]["follower region-2"]["kind"] == "follower"
     finally:

@@ -32,12 +32,17 @@ class Served:
     @property
     def address(self) -> str:
         """Where it answers HTTP."""
-        return str(next(line["address"] for line in self.said if line["event"] == "listening"))
+        return self._address("listening")
 
     @property
     def flight(self) -> str:
         """Where it answers Flight."""
-        return str(next(line["address"] for line in self.said if line["event"] == "flight listens"))
+        return self._address("flight listens")
+
+    def _address(self, event: str) -> str:
+        """Of a line that comes: which of the two is the first isn't said."""
+        wait_for(lambda: event in self.events() or self.process.poll() is not None, what=lambda: self.said)
+        return str(next(line["address"] for line in list(self.said) if line["event"] == event))
 
     def events(self) -> list[str]:
         """What it has said."""

@@ -51,7 +51,7 @@ def frames() -> bytes:
     return first[SEGMENT_HEADER_SIZE : footer_start(memoryview(first), 0)]
 
 
-def test_all_sealed_segments_are_taken_alike_in_one_go_and_in_pieces():
+def test_all_sealed_segments_are_taken_alike_in_one_go_and_in_pieces() -> None:
     found = []
     for size in (1, 777, 1 << 20):
         header = SegmentHeader.decode(segments()[0])
@@ -72,7 +72,7 @@ def test_all_sealed_segments_are_taken_alike_in_one_go_and_in_pieces():
 @settings(max_examples=60)
 @given(st.integers(0), st.integers(0, 7), st.sampled_from([1, 5, 300, 4000]))
 @example(0, 0, 1)
-def test_damage_is_found_in_one_go_as_it_is_in_pieces(place: int, bit: int, size: int):
+def test_damage_is_found_in_one_go_as_it_is_in_pieces(place: int, bit: int, size: int) -> None:
     data = bytearray(frames())
     data[place % len(data)] ^= 1 << bit
     in_one_go = taken(bytes(data), len(data))
@@ -82,7 +82,7 @@ def test_damage_is_found_in_one_go_as_it_is_in_pieces(place: int, bit: int, size
 
 @settings(max_examples=30)
 @given(st.integers(0), st.sampled_from([1, 5, 300, 4000]))
-def test_frames_that_are_missing_or_come_twice_are_refused_in_one_go_as_in_pieces(place: int, size: int):
+def test_frames_that_are_missing_or_come_twice_are_refused_in_one_go_as_in_pieces(place: int, size: int) -> None:
     data = frames()
     ends = [frame.end.position - SEGMENT_HEADER_SIZE for frame in taken(data, len(data))[1]]
     begin, end = [0, *ends][place % len(ends)], ends[place % len(ends)]

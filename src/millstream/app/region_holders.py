@@ -54,7 +54,10 @@ def expect_followers(
         node = follower_of_holder(holder)
         if node is not None and node not in known:
             catalog.release(stream, holder)
-            logger.info("holds the log no more: it isn't among those that may follow", stream=name, node=node)
+            if node == replication.node:
+                logger.info("holds the log as a follower no more: it leads now", stream=name, node=node)
+            else:
+                logger.info("holds the log no more: it isn't among those that may follow", stream=name, node=node)
     for node in sorted(regions) if config.region else ():
         if follower_holder(node) not in held:
             catalog.set_needed_from(stream, follower_holder(node), Seq(0), kind=HolderKind.FOLLOWER)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from millstream.app.config.model import StreamConfig
+    from millstream.app.config.replication_model import ReplicationConfig
     from millstream.capture import CaptureConfig
     from millstream.ingest.schemas import WriteRules
     from millstream.lake.commits import Cut
@@ -84,8 +85,9 @@ def write_rules(stream: StreamConfig) -> Callable[[str, str], WriteRules]:
     return lambda namespace, name: keyed.get((namespace, name), others)
 
 
-def log_options(stream: StreamConfig) -> LogOptions:
+def log_options(stream: StreamConfig, replication: ReplicationConfig) -> LogOptions:
     """How a stream's log is written."""
+    from millstream.app.config.replication_checks import reach_of
     from millstream.codec.log_directory import Numbering
     from millstream.model.replication import AckLevel
     from millstream.wal.writer import LogOptions
@@ -99,6 +101,7 @@ def log_options(stream: StreamConfig) -> LogOptions:
         disk_used_max=log.disk_used_max,
         numbering=Numbering(log.sequence_numbers),
         acks=AckLevel.parse(stream.acks),
+        reach=reach_of(replication),
     )
 
 

@@ -91,7 +91,7 @@ class ReplicasMissing(ReplicationError):
 
 
 class LevelUnknown(ReplicationError):
-    """Nobody can say whether what is written is held as an acknowledgement level asks: nothing was written."""
+    """Nobody can say whether what is written is held as an acknowledgement level asks, or it never will be: nothing was written."""
 
     code = "level_unknown"
     retry = Retry.OPERATOR

@@ -217,6 +217,26 @@ class AckLevel:
 
 
 LOCAL: Final = AckLevel(AckKind.LOCAL)
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Who may ever hold what a node writes, as it is configured."""
+
+    followers: int
+    """Nodes that may follow it."""
+    has_store: bool
+    """Whether there is an object store."""
+
+    def lacks(self, level: AckLevel) -> str | None:
+        """What of a level there isn't, for people; None where it can be reached."""
+        if level.kind is AckKind.DURABLE and level.followers > self.followers:
+            return f"{level} asks for {level.followers} followers, and [replication.nodes] has {self.followers} nodes beside this one"
+        if level.kind is AckKind.OBJECT and not self.has_store:
+            return "object asks for an object store, and [replication] names none"
+        return None
+
+
 _ALL_THERE_IS: Final = 2**63 - 1
 
 

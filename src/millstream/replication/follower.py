@@ -43,6 +43,7 @@ from millstream.protocol.replication.follower import (
 )
 from millstream.protocol.replication.roles import RoleFact
 from millstream.protocol.replication.shipping import PersistRole, Tell
+from millstream.replication.joined_link import JoinedLink
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.replica import ReplicaLog
 
@@ -293,7 +294,8 @@ class WalFollower:
             if self._link is None:
                 if not isinstance(word, Hello) or self._leader is None:
                     return None
-                leader, self._link = self._connect(self._leader, word, _CONNECTS_WITHIN_S)
+                leader, link = self._connect(self._leader, word, _CONNECTS_WITHIN_S)
+                self._link = JoinedLink(link)
                 if leader != self._leader:
                     logger.info("another node leads", stream=self._name, leader=leader)
                     self._leader = leader

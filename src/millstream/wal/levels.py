@@ -23,7 +23,7 @@ from millstream.errors import LevelUnknown, LogError, ReplicasMissing
 from millstream.model.ids import GroupNumber, StreamId
 from millstream.model.operations import OPERATION_SCHEMA, Ack, Repeated, WriteOps
 from millstream.model.positions import Seq
-from millstream.model.replication import LOCAL, AckKind, AckLevel, Holdings
+from millstream.model.replication import LOCAL, AckKind, AckLevel, Holdings, Reach
 from millstream.ports import HighWater
 from millstream.wal.answers import AwaitedAtLevel, BlockedAtLevel, Outcome, PromisedAtLevel, Waiting, answer
 from millstream.wal.commit import GroupCommitter
@@ -47,8 +47,8 @@ NOTHING: Final = WriteOps(pa.RecordBatch.from_pylist([], schema=OPERATION_SCHEMA
 """Who appends it waits for all that there was before."""
 
 
-def check_level(level: AckLevel, high_water: HighWater | None, *, shared: bool) -> None:
-    """`LevelUnknown` where nobody can say whether the level holds."""
+def check_level(level: AckLevel, high_water: HighWater | None, reach: Reach | None = None, *, shared: bool) -> None:
+    """`LevelUnknown` where nobody can say whether the level holds, or it never will."""
     if level == LOCAL:
         return
     if shared:
@@ -60,6 +60,13 @@ def check_level(level: AckLevel, high_water: HighWater | None, *, shared: bool) 
     if high_water is None:
         raise LevelUnknown(
             f"nobody says whether {level} holds: what is written here is known to this machine alone", level=str(level)
+        )
+    lacking = None if reach is None else reach.lacks(level)
+    if lacking is not None:
+        raise LevelUnknown(
+            lacking,
+            hint="Ask for less, or add to [replication] and start again who writes here: it reads the configuration when it starts.",
+            level=str(level),
         )
 
 
@@ -381,7 +388,7 @@ class LevelsOfWriter:
     def _begun(self) -> LevelWaits:
         with self._beginning:
             if self._waits is None:
-                check_level(self._options.acks, self._high_water, shared=False)
+                check_level(self._options.acks, self._high_water, self._options.reach, shared=False)
                 assert self._high_water is not None
                 self._waits = LevelWaits(
                     self._high_water, self._options.acks, self._committer, self._queue, self._stream
@@ -392,11 +399,11 @@ class LevelsOfWriter:
         """The submission, which waits for what it asks for, or for the stream's level; None where it waits for this machine alone.
 
         Raises:
-            LevelUnknown: nobody can say whether what it asks for holds.
+            LevelUnknown: nobody can say whether what it asks for holds, or it never will.
         """
         level = self._options.acks
         if acks is not None and not level.covers(acks):
-            check_level(acks, self._high_water, shared=self._committer.is_shared)
+            check_level(acks, self._high_water, self._options.reach, shared=self._committer.is_shared)
             level = acks
         if level == LOCAL:
             return None

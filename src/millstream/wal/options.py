@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from millstream.codec.log_directory import Numbering
-from millstream.model.replication import LOCAL, AckLevel
+from millstream.model.replication import LOCAL, AckLevel, Reach
 
 _MIB: Final = 1 << 20
 _SPARE_EXTRA_BYTES: Final = 4 * _MIB
@@ -35,6 +35,8 @@ class LogOptions:
     """Which numbers frames carry. `BOTH` is for going back to a version that knows none but an operation's."""
     acks: AckLevel = LOCAL
     """Where an append has to be before it is acknowledged, at the least. With any other than `local` readers see nothing before that, either."""
+    reach: Reach | None = None
+    """Who may ever hold what is written; None: not known, so that a level which nobody reaches is waited for."""
     acks_patience_s: float = 5.0
     """How long closing waits for what isn't there yet."""
 

@@ -161,7 +161,7 @@ class LogWriter:
             DiskFull: there's no space to recover or to begin a segment; what was readable stays so.
         """
         options = LogOptions() if options is None else options
-        check_level(options.acks, high_water, shared=isinstance(reservations, SharedNumbers))
+        check_level(options.acks, high_water, options.reach, shared=isinstance(reservations, SharedNumbers))
         files, clock = files or RealFiles(), clock or SystemClock()
         committer = GroupCommitter.open(
             folder,

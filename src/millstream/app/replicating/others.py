@@ -71,6 +71,8 @@ def hearing_of_promotions(home: Home) -> Iterator[None]:
     def ask() -> None:
         while not over.wait(_EVERY_S):
             for stream in home.config.streams:
+                if over.is_set():
+                    return
                 with contextlib.suppress(MillstreamError, OSError):  # it is asked again
                     hear_of_promotions(home, stream)
 

@@ -195,7 +195,7 @@ def _join(home: Home, catalog: Catalog, stream: StreamId, name: str, config: Str
         lease_s=own.lease_s,
         shard_count=config.log.shards,
         first_shard=own.first_shard,
-        options=log_options(config),
+        options=log_options(config, home.config.replication),
     )
 
 
@@ -216,7 +216,7 @@ def _own(home: Home, catalog: Catalog, stream: StreamId, name: str, config: Stre
                 shards=shards_to_open(catalog, stream, config),
                 epoch=epoch,
                 reservations=catalog.reservations(stream),
-                options=log_options(config),
+                options=log_options(config, home.config.replication),
                 region=RegionId(config.region),
                 writer=writer,
                 sessions=session_limits(config),
