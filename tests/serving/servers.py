@@ -91,7 +91,8 @@ class Authority:
     def file(self) -> Path:
         """Its own certificate."""
         file = self.folder / "ca.pem"
-        self.ca.cert_pem.write_to_path(file)
+        if not file.exists():  # once: servers look whether it changes
+            self.ca.cert_pem.write_to_path(file)
         return file
 
     def issue(self, name: str, identities: Sequence[str] = LOCAL, **options: Any) -> tuple[Path, Path]:

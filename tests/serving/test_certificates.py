@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives import serialization
 from tests.app.homes import done, make_home, run, wait_for
 from tests.serving.servers import Authority, served
 
-from millstream.app.serving.certificates import Certificates
+from millstream.app.serving.certificates import Certificates, Renewal
 from millstream.app.serving.exposure import is_loopback
 from millstream.errors import CertificateUnusable
 
@@ -124,6 +124,23 @@ def test_other_authorities_of_clients_are_taken_while_it_runs(tmp_path: Path, au
         clients.write_bytes(second.file.read_bytes())
         wait_for(lambda: is_heard(second), seconds=60)
         assert not is_heard(authority)
+
+
+def test_files_that_are_written_again_as_they_were_renew_nothing(tmp_path: Path, authority: Authority) -> None:
+    """A tool that writes them whenever it runs had Flight listen anew, and end its calls."""
+    certificate, key = authority.issue("server")
+    certificates = Certificates(certificate, key, authority.file)
+    renewal = Renewal(certificates, certificates.server_context())
+    for file in (certificate, key, authority.file):
+        (tmp_path / "again").write_bytes(file.read_bytes())
+        (tmp_path / "again").replace(file)
+        assert not renewal.look()
+    other, other_key = authority.issue("other")
+    other.replace(certificate)
+    assert not renewal.look(), "it isn't its key's yet"
+    other_key.replace(key)
+    assert renewal.look()
+    assert not renewal.look()
 
 
 def moment(days: int) -> dt.datetime:

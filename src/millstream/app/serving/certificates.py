@@ -100,6 +100,16 @@ class Certificates:
                 found.append((facts.st_mtime_ns, facts.st_size, facts.st_ino))
         return tuple(found)
 
+    def content(self) -> tuple[bytes | None, ...]:
+        """What the files hold; None of one that can't be read, or isn't configured."""
+        found: list[bytes | None] = []
+        for file in (self.certificate, self.key, self.client_ca):
+            try:
+                found.append(None if file is None else file.read_bytes())
+            except OSError:
+                found.append(None)
+        return tuple(found)
+
     def _load(self, context: ssl.SSLContext) -> None:
         for file in (self.certificate, self.key):
             _check_readable(file)
@@ -151,6 +161,7 @@ class Renewal:
             # Authorities can be added to a context, and none taken away: a connection goes over to the newest one.
             context.sni_callback = self._choose
         self._seen = certificates.fingerprint()
+        self._in_use = certificates.content()
 
     def _choose(self, connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
         """Called for each connection when it has said hello, whether it names a server or not."""
@@ -164,11 +175,17 @@ class Renewal:
         return None if certificates is None else cls(certificates, certificates.server_context())
 
     def look(self) -> bool:
-        """Whether the context has new ones. Of files that can't be used it is said once, and those before stay."""
+        """Whether the context has new ones. Of files that can't be used it is said once, and those before stay.
+
+        Files that were written again as they are renew nothing: calls of Flight would be ended for it.
+        """
         found = self._certificates.fingerprint()
         if found == self._seen:
             return False
         self._seen = found
+        content = self._certificates.content()
+        if content == self._in_use:
+            return False
         try:
             if self._certificates.client_ca is None:
                 self._certificates.renew(self.context)
@@ -181,6 +198,7 @@ class Renewal:
                 code=error.code,
             )
             return False
+        self._in_use = content
         logger.info("the certificate was renewed", file=str(self._certificates.certificate))
         return True
 
