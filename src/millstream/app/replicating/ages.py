@@ -6,6 +6,7 @@ machine has started anew. Never synced: it is told again five times a second.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -46,7 +47,7 @@ def age_of_replica(home: Home, stream: str) -> float | None:
 def has_followed_since_boot(home: Home, stream: str) -> bool:
     """Whether who follows has had the log open since the machine was started: what lay behind its marks after a power cut was found then."""
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError):
-        return bool(json.loads((replication_folder(home, stream) / _NAME).read_bytes())["boot"] == _boot_id() != "")
+        return bool(json.loads((replication_folder(home, stream) / _NAME).read_bytes())["boot"] == boot_id() != "")
     return False
 
 
