@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import socket
 import subprocess
 import threading
 import time
@@ -21,6 +20,7 @@ from bench.figures import Figure, asked, compared, measures, say
 from bench.homes import Home
 from bench.places import folder
 from bench.source import DATABASE, postgres
+from millstream.testing._ports import free_port
 from millstream.testing.postgres import EmbeddedPostgres
 
 CONNECTIONS = 64
@@ -105,9 +105,7 @@ def _http_rows_s(port: int, seconds: float) -> float:
 @contextmanager
 def _served(path: Path) -> Iterator[int]:
     """A home whose log one process writes, and another serves it, as under `run`; the server's port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     path.mkdir()
     (path / "millstream.toml").write_text(_CONFIG.format(port=port))
     home = Home(path)

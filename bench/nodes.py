@@ -22,6 +22,7 @@ from bench.figures import Figure, asked, compared, interleaved, measures, say
 from bench.places import as_installed, folder
 from bench.wal import BATCH_ROWS, ROW_BYTES, log_in, operation
 from millstream.errors import MillstreamError
+from millstream.testing._ports import free_port
 from millstream.wal.reader import StreamReader
 
 _MILLSTREAM: Final = str(Path(sys.executable).parent / "millstream")
@@ -30,12 +31,6 @@ _WAIT_S: Final = 120.0
 _GIB: Final = 1 << 30
 _LOAD_S: Final = 2.0
 """How long the load lasts before its leader is killed."""
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class _Node:
@@ -81,7 +76,7 @@ class _Node:
 
 @contextlib.contextmanager
 def _nodes(place: Path, names: str, acks: str) -> Iterator[list[_Node]]:
-    ports = {name: _free_port() for name in names}
+    ports = {name: free_port() for name in names}
     made = [_Node(place, name, ports, acks) for name in names]
     try:
         yield made

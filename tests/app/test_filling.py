@@ -8,15 +8,19 @@ from contextlib import closing
 
 import pytest
 from tests.app.homes import make_home
-from tests.replication.test_object_branches import NEW, Scene, group_of, promoted, same_segments, scene, write
+from tests.replication.test_object_branches import NEW, STREAM, Scene, group_of, promoted, same_segments, scene, write
 
 from millstream.app.home import Home
 from millstream.app.replicating.filling import fill
+from millstream.app.replicating.notes import FollowingNotes
 from millstream.app.replicating.roles import Roles
 from millstream.app.replicating.stores import store_of
-from millstream.model.replication import NodeName
-from millstream.protocol.replication.roles import Role, RoleFact
+from millstream.model.replication import Document, NodeName
+from millstream.protocol.replication.roles import SESSIONS, Role, RoleFact
+from millstream.wal.files import RealFiles
+from millstream.wal.layout import SESSIONS_NAME
 from millstream.wal.reader import StreamReader
+from millstream.wal.session_file import write_copy
 
 __all__ = ["scene"]
 
@@ -57,9 +61,13 @@ def test_what_the_stores_history_hasnt_is_set_aside(scene: Scene, home: Home) ->
     scene.archive(scene.new, fact)
     folder = home.wal_folder("web")
     shutil.copytree(scene.old, folder)
+    write_copy(RealFiles(), str(home.data), STREAM, StreamReader(str(folder)).persisted_upto(), [])
+    notes = FollowingNotes(home, "web")
+    notes.documents((Document(SESSIONS, 1, (home.data / SESSIONS_NAME).read_bytes()),))
     with closing(store_of(home, "web")) as store:
         assert fill(home, "web", store) is not None
         same_segments(scene.new, folder)
+        assert (notes.document(SESSIONS), notes.versions().get(SESSIONS)) == (None, None), "they know what isn't there"
         assert StreamReader(str(folder)).token() == StreamReader(str(scene.new)).token()
         (aside,) = (home.data / "replication" / "web").glob("aside-behind-*[0-9]")
         assert StreamReader(str(aside)).persisted_upto() == StreamReader(str(scene.old)).persisted_upto()

@@ -17,11 +17,15 @@ from click.testing import CliRunner
 
 import millstream
 from millstream.app.config.file import load_config
+from millstream.app.doctor import examine
 from millstream.app.home import Home
+from millstream.app.locks import RoleLock
+from millstream.app.reconciling import reconcile_stream
 from millstream.app.regions import RegionTable, newest_time
 from millstream.cli.main import cli
 from millstream.errors import (
     ConfigError,
+    HomeBusy,
     MergeStateUnreadable,
     MergeUnsuitable,
     MillstreamError,
@@ -55,6 +59,12 @@ def made(folder: Path, region: int, config: str = CONFIG) -> Path:
     folder.mkdir(parents=True)
     (folder / "millstream.toml").write_text(config.format(region=region))
     return folder
+
+
+def doctor(home: Path) -> tuple[str, str]:
+    """What `doctor` finds of the stream's regions."""
+    (found,) = (one for one in examine(Home(home), lambda _: None) if one.check == "regions of shop")
+    return found.code, found.message
 
 
 def follow(home: Path, other: Path, region: int) -> None:
@@ -142,6 +152,9 @@ def test_what_was_reconciled_is_kept_and_only_what_is_new_is_read_again(tmp_path
         (table,) = run(one, "--json")["tables"]
         assert [(taken["region"], taken["rows"]) for taken in table["taken"]] == [(1, 0), (2, 1)]
         assert rows_of(one) == rows_of(two)
+        with RoleLock.take(Home(one).run_folder, "reconcile"), pytest.raises(HomeBusy):
+            # Two at once: who ends last would keep what it began with.
+            reconcile_stream(Home(one), "shop")
         # Without what is kept it is the same.
         shutil.rmtree(one / "data" / "regions")
         assert rows_of(one) == rows_of(two)
@@ -189,9 +202,12 @@ def test_a_log_that_is_not_the_regions_it_stands_for_is_refused(tmp_path: Path) 
         with pytest.raises(OtherRegion, match="named for region 1, which is this home's own"):
             rows_of(one)
         shutil.rmtree(one / "data" / "wal" / "shop@1")
+        follow(one, two, 2)
+        assert doctor(one) == ("ok", "this is region 1, has the log of region 2, 1 table can merge")
         (one / "millstream.toml").write_text(CONFIG.format(region=4))
         with pytest.raises(OtherRegion), millstream.open(one) as home:
             home.append("shop", "posts", [{"id": 9}])
+        assert doctor(one) == ("other_region", "the log that stands for region 4 is that of region 1")
 
 
 def test_a_writer_is_later_than_what_it_follows_whatever_its_clock(tmp_path: Path) -> None:
@@ -227,6 +243,7 @@ def test_tables_that_can_not_merge_are_refused_by_name(tmp_path: Path) -> None:
         )
         with pytest.raises(MergeUnsuitable, match=r"posts\.title is string"), millstream.open(one) as home:
             home.append("shop", "posts", [{"id": 9}])
+        assert doctor(one) == ("merge_unsuitable", "public.posts.title is string, which can't merge by pn_counter")
         (one / "millstream.toml").write_text("[streams.shop]\nregion = 1\n")
         with pytest.raises(UsageError, match="merges no table"):
             run(one)

@@ -156,7 +156,9 @@ def test_a_query_is_answered_from_the_lake(tmp_path: Path, postgres: Database) -
             ]
             # For others it is a plain stream of Arrow's.
             answer = httpx.post(
-                f"{url}/v1/streams/shop/query", json={"sql": "select id from public.orders", "as_of": str(before)}
+                f"{url}/v1/streams/shop/query",
+                json={"sql": "select id from public.orders", "as_of": str(before)},
+                timeout=60,
             )
             assert answer.headers["content-type"] == "application/vnd.apache.arrow.stream"
             assert pa.ipc.open_stream(answer.content).read_all().num_rows == 200_000
@@ -183,19 +185,20 @@ def answering(*answers: bytes) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def work() -> None:
-            for answer in answers:
+            for number, answer in enumerate(answers, 1):
                 connection, _ = listener.accept()
+                if number == len(answers):
+                    listener.close()  # who comes again is refused, and needn't wait for an answer
                 with connection:
                     heard = b""
                     while b"\r\n\r\n" not in heard:
                         heard += connection.recv(65536)
                     connection.sendall(answer)
-            listener.close()  # who comes again is refused, and needn't wait for an answer
 
         thread = threading.Thread(target=work)
         thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        thread.join(30)
+        thread.join(180)
         assert not thread.is_alive()
 
 

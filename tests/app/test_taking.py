@@ -149,9 +149,9 @@ def test_it_goes_on_while_others_write_and_stops_when_told(home: Home) -> None:
         thread.start()
         for number in range(50):
             home.put(ShardId(number % 2), str(number))
-        wait_for(lambda: sum(shard.taken for shard in taking.progress.shards.values()) == 50, seconds=30)
+        wait_for(lambda: sum(shard.taken for shard in taking.progress.shards.values()) == 50)
         stop.set()
-        thread.join(30)
+        thread.join(180)
         assert not thread.is_alive()
     assert sorted(home.texts(), key=int) == [str(number) for number in range(50)]
     home.take()
@@ -360,11 +360,11 @@ def test_what_is_passed_while_it_runs_is_noted_before_it_ends(home: Home, monkey
             for end in (4, 7):
                 home.put(NORTH, "a", "b", "c", name="noise")
                 noted = {"behind": 1, "place": end}
-                wait_for(lambda noted=noted: home.catalog.fact(taking._scope, f"passed/{NORTH}") == noted, seconds=20)  # type: ignore[misc]
-            wait_for(lambda: taking.progress.shards[NORTH].place == 7, seconds=20)
+                wait_for(lambda noted=noted: home.catalog.fact(taking._scope, f"passed/{NORTH}") == noted)  # type: ignore[misc]
+            wait_for(lambda: taking.progress.shards[NORTH].place == 7)
         finally:
             stop.set()
-            thread.join(30)
+            thread.join(180)
 
 
 def test_what_was_passed_counts_for_no_log_that_has_less(home: Home, tmp_path: Path) -> None:
@@ -420,17 +420,17 @@ def test_a_held_table_is_asked_for_by_name_while_the_reader_runs_or_before(
                 taking._taker._schemas.clear()  # as if it had begun with that configuration
                 home.put(NORTH, f"v{number}", name="visits")
                 home.put(NORTH, f"c{number}")
-                wait_for(lambda: set(taking.progress.held) == {"public.visits"}, seconds=20)
+                wait_for(lambda: set(taking.progress.held) == {"public.visits"})
                 assert "held anew" in retry("public.visits")
-                wait_for(lambda: not taking._is_asked_again(), seconds=20)  # it was tried, in vain
-                wait_for(lambda: set(taking.progress.held) == {"public.visits"}, seconds=20)
+                wait_for(lambda: not taking._is_asked_again())  # it was tried, in vain
+                wait_for(lambda: set(taking.progress.held) == {"public.visits"})
                 home.keys["visits"] = ("id",)
                 assert "write buffer" in retry("visits")
-                wait_for(lambda number=number: len(home.texts("visits")) == number + 1, seconds=20)  # type: ignore[misc]
-                wait_for(lambda: not taking.progress.held, seconds=20)
+                wait_for(lambda number=number: len(home.texts("visits")) == number + 1)  # type: ignore[misc]
+                wait_for(lambda: not taking.progress.held)
         finally:
             stop.set()
-            thread.join(30)
+            thread.join(180)
     with pytest.raises(UsageError, match="is not set aside"):
         retry("visits")
     assert (home.texts("visits"), home.texts()) == (["v0", "v1", "v2"], ["c1", "c2"])
@@ -504,9 +504,9 @@ def test_a_buffer_made_anew_under_a_running_reader_ends_it(home: Home) -> None:
 
         thread = threading.Thread(target=run)
         thread.start()
-        wait_for(lambda: taking.progress.shards and taking.progress.shards[NORTH].taken == 1, seconds=30)
+        wait_for(lambda: taking.progress.shards and taking.progress.shards[NORTH].taken == 1)
         remade(home)
         home.put(NORTH, "another", "buffer's")
-        thread.join(30)
+        thread.join(180)
         assert [type(error) for error in found] == [BufferReplaced]
     assert home.texts()[0] == "one"

@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable
 
 from millstream.errors import BufferOutcomeUnknown, BufferUnavailable, MillstreamError
-from millstream.model.buffers import BufferedOp
 from millstream.model.ids import ShardId
 from millstream.ports import WriteBuffer
-from millstream.testing.write_buffer import application_op, texts_of
+from millstream.testing.write_buffer import application_op, next_op, texts_of
 
 WRITERS = 4
 
@@ -66,8 +65,7 @@ def survive(buffer: WriteBuffer, kill: Callable[[], None], restart: Callable[[],
         reader = buffer.reader(shard)
         end = reader.end_offset()
         while reader.place < end:
-            item = reader.read(wait_s=5)
-            assert isinstance(item, BufferedOp)
+            item = next_op(reader)
             found.setdefault(texts_of(item)[0], []).append((shard, int(item.meta.offset)))
     assert {text: [place] for text, place in acknowledged.items()} == {
         text: places for text, places in found.items() if text in acknowledged
@@ -77,7 +75,7 @@ def survive(buffer: WriteBuffer, kill: Callable[[], None], restart: Callable[[],
     assert all(len(found[text]) == 1 for text in others)
 
 
-def _until(condition: Callable[[], object], within_s: float = 120.0) -> None:
+def _until(condition: Callable[[], object], within_s: float = 300.0) -> None:
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline

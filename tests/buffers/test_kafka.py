@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -9,12 +10,14 @@ from collections.abc import Callable, Iterator
 import pytest
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
+from tests.app.homes import wait_for
 from tests.buffers.kills import survive
 
 from millstream.buffers.kafka import KafkaBuffer, KafkaOptions
 from millstream.errors import BufferMissing, BufferOutcomeUnknown, BufferUnavailable, Overloaded, RowsTooLarge
-from millstream.model.buffers import BufferOffset
+from millstream.model.buffers import BufferedOp, BufferOffset
 from millstream.model.ids import ShardId
+from millstream.ports import ShardReader
 from millstream.testing.kafka import EmbeddedKafka
 from millstream.testing.write_buffer import NORTH, WriteBufferConformance, application_op, next_op, texts_of
 
@@ -41,17 +44,20 @@ class KafkaStage:
     def put_garbage(self, shard: ShardId, data: bytes) -> None:
         producer = Producer({"bootstrap.servers": self.kafka.servers})
         producer.produce(self.topic, data, partition=int(shard))
-        assert producer.flush(10) == 0
+        assert producer.flush(60) == 0
 
     def drop_before(self, shard: ShardId, offset: BufferOffset) -> None:
         place = TopicPartition(self.topic, int(shard), int(offset))
         admin = self.admin()
         for future in admin.delete_records([place]).values():
-            future.result(10)
+            future.result(60)
 
     def remake(self) -> None:
         admin = self.admin()
-        admin.delete_topics([self.topic])[self.topic].result(10)
+        admin.delete_topics([self.topic])[self.topic].result(60)
+        wait_for(
+            lambda: self.topic not in admin.list_topics(timeout=60).topics
+        )  # who asks sooner may be told of the old one
         self.open()
 
     def admin(self) -> AdminClient:
@@ -70,11 +76,37 @@ class TestKafka(WriteBufferConformance):
         stage.close()
 
 
-def repeatedly(call: Callable[[], object], within_s: float = 60.0) -> None:
+def repeatedly(call: Callable[[], object], within_s: float = 120.0) -> None:
     """Call it until it raises, or for that long."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         call()
+
+
+def store(buffer: KafkaBuffer, text: str) -> None:
+    """Append it until that is acknowledged: a broker that has just come is there, but may not be so fast. It may be stored more than once."""
+
+    def is_stored() -> bool:
+        try:
+            buffer.append(NORTH, application_op(texts=[text]))
+        except (BufferOutcomeUnknown, BufferUnavailable):
+            return False
+        return True
+
+    wait_for(is_stored)
+
+
+def next_text(reader: ShardReader) -> str:
+    """The next operation's, once its broker can be reached."""
+    found: list[BufferedOp] = []
+
+    def has_come() -> bool:
+        with contextlib.suppress(BufferUnavailable):
+            found.append(next_op(reader))
+        return bool(found)
+
+    wait_for(has_come)
+    return texts_of(found[0])[0]
 
 
 def test_what_was_acknowledged_outlives_kills_and_is_there_once(own_kafka: EmbeddedKafka) -> None:
@@ -86,9 +118,10 @@ def test_what_was_acknowledged_outlives_kills_and_is_there_once(own_kafka: Embed
 def test_a_broker_that_is_gone_is_said_to_writers_and_readers_who_go_on_when_it_is_back(
     own_kafka: EmbeddedKafka,
 ) -> None:
-    options = KafkaOptions(own_kafka.servers, "orders", create_shards=1, timeout_s=3, queue_bytes_max=1 << 20)
+    KafkaBuffer(KafkaOptions(own_kafka.servers, "orders", create_shards=1, timeout_s=60)).close()
+    options = KafkaOptions(own_kafka.servers, "orders", timeout_s=3, queue_bytes_max=1 << 20)
     with KafkaBuffer(options) as buffer:
-        buffer.append(NORTH, application_op(texts=["before"]))
+        store(buffer, "before")
         reader = buffer.reader(NORTH)
         own_kafka.kill()
         with pytest.raises(BufferOutcomeUnknown):
@@ -101,9 +134,11 @@ def test_a_broker_that_is_gone_is_said_to_writers_and_readers_who_go_on_when_it_
         with pytest.raises(BufferUnavailable):
             repeatedly(lambda: reader.read(wait_s=0.2))
         own_kafka.start()
-        buffer.flush(deadline_s=30)
-        buffer.append(NORTH, application_op(texts=["behind"]))
-        found = [texts_of(next_op(reader))[0] for _ in range(int(reader.end_offset()))]
+        buffer.flush(deadline_s=60)
+        store(buffer, "behind")
+        with KafkaBuffer(KafkaOptions(own_kafka.servers, "orders", timeout_s=60)) as patient:
+            end = int(patient.reader(NORTH).end_offset())
+        found = [next_text(reader) for _ in range(end)]
         assert (found[0], found[-1]) == ("before", "behind")
         assert found.count("lost") <= 1
 
@@ -111,7 +146,7 @@ def test_a_broker_that_is_gone_is_said_to_writers_and_readers_who_go_on_when_it_
 def test_what_the_topic_does_not_take_is_refused_and_others_go_on(kafka_server: EmbeddedKafka) -> None:
     topic = f"small-{next(_numbers)}"
     options = KafkaOptions(
-        kafka_server.servers, topic, create_shards=1, topic_options={"max.message.bytes": "100000"}, timeout_s=20
+        kafka_server.servers, topic, create_shards=1, topic_options={"max.message.bytes": "100000"}, timeout_s=60
     )
     with KafkaBuffer(options) as buffer:
         with pytest.raises(RowsTooLarge):
@@ -123,18 +158,18 @@ def test_what_the_topic_does_not_take_is_refused_and_others_go_on(kafka_server: 
 def test_a_topic_is_made_only_where_that_is_asked_for(kafka_server: EmbeddedKafka) -> None:
     """Also where the broker makes topics by itself when one is named."""
     stage = KafkaStage(kafka_server)
-    stage.timeout_s = 4.0  # what is sent to a topic that is gone is on its way for as long
     with pytest.raises(BufferMissing):
         stage.open(create=False)
-    assert stage.topic not in stage.admin().list_topics(timeout=10).topics
-    buffer = stage.open()
-    assert len(buffer.shards()) == 2
+    assert stage.topic not in stage.admin().list_topics(timeout=60).topics
+    assert len(stage.open().shards()) == 2
     assert len(stage.open(shards=5).shards()) == 2
+    stage.timeout_s = 4.0  # what is sent to a topic that is gone is on its way for as long
+    buffer = stage.open(create=False)
     admin = stage.admin()
-    admin.delete_topics([stage.topic])[stage.topic].result(10)
+    admin.delete_topics([stage.topic])[stage.topic].result(60)
     with pytest.raises((BufferMissing, BufferOutcomeUnknown)):
         repeatedly(lambda: buffer.append(NORTH, application_op(), deadline_s=5))
-    assert stage.topic not in stage.admin().list_topics(timeout=10).topics
+    assert stage.topic not in stage.admin().list_topics(timeout=60).topics
     stage.close()
 
 
@@ -144,11 +179,11 @@ def test_aborted_transactions_of_others_are_not_read(kafka_server: EmbeddedKafka
     with stage.open() as buffer:
         buffer.append(NORTH, application_op(texts=["0"]))
         producer = Producer({"bootstrap.servers": kafka_server.servers, "transactional.id": stage.topic})
-        producer.init_transactions(30)
+        producer.init_transactions(60)
         producer.begin_transaction()
         producer.produce(stage.topic, b"aborted", partition=0)
-        producer.flush(10)
-        producer.abort_transaction(30)
+        producer.flush(60)
+        producer.abort_transaction(60)
         last = buffer.append(NORTH, application_op(texts=["1"]))
         reader = buffer.reader(NORTH)
         assert [texts_of(next_op(reader)) for _ in range(2)] == [["0"], ["1"]]

@@ -34,7 +34,7 @@ class LogStage:
         return self.opened[-1]
 
     def put_garbage(self, shard: ShardId, data: bytes) -> None:
-        self.opened[0].submit_bytes(shard, data).result(10)
+        self.opened[0].submit_bytes(shard, data).result(60)
 
     def drop_before(self, shard: ShardId, offset: BufferOffset) -> None:
         folder = str(self.folder / f"{shard:05d}")

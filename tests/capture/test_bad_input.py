@@ -85,8 +85,8 @@ def test_a_database_that_is_not_there(stage: Stage, poor_server: EmbeddedPostgre
 def test_a_server_that_does_not_answer(stage: Stage) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    error = failing(replace(stage.config, dsn=f"postgresql://u:secret@127.0.0.1:{port}/x"), stage)
+        port = listener.getsockname()[1]  # which stays its own, and on which it never listens
+        error = failing(replace(stage.config, dsn=f"postgresql://u:secret@127.0.0.1:{port}/x"), stage)
     assert isinstance(error, SourceUnreachable)
     assert error.retry is Retry.BACKOFF
 

@@ -206,14 +206,14 @@ def test_what_roles_databases_and_other_programs_have_there_does_not_matter(
         for setting in (
             "search_path = public",
             "synchronous_commit = off",
-            "statement_timeout = 400",  # which a connection's first statement runs under, on a machine that may be slow
+            "statement_timeout = 1500",  # which a connection's first statement runs under, on a machine that may be slow
             "timezone = 'Asia/Tokyo'",
         ):
             connection.execute(f"ALTER DATABASE {database} SET {setting}")
     with Catalog(server.dsn(database)) as catalog:
         table = some_table(catalog)
         with catalog.database.write() as raw:
-            raw.execute(text("SELECT pg_sleep(0.8)"))
+            raw.execute(text("SELECT pg_sleep(2)"))
             shown = [raw.execute(text(f"SHOW {name}")).scalar() for name in ("synchronous_commit", "search_path")]
         assert shown == ["on", "millstream, pg_temp"]
         assert catalog.table(table).name == "orders"
@@ -233,7 +233,7 @@ def test_connections_that_were_cut_are_replaced_unseen(postgres: Database) -> No
 
         def read() -> None:
             with catalog.database.read():
-                together.wait(30)
+                together.wait(60)
 
         threads = [threading.Thread(target=read) for _ in range(4)]
         for thread in threads:
@@ -299,7 +299,7 @@ def test_a_server_that_restarts_is_waited_for(server: EmbeddedPostgres, database
 
 
 def reach(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -340,13 +340,13 @@ def test_threads_that_all_wait_for_a_connection_are_told_so(postgres: Database) 
 
         def hold() -> None:
             with catalog.database.read():
-                together.wait(30)
-                held.wait(30)
+                together.wait(60)
+                held.wait(60)
 
         threads = [threading.Thread(target=hold) for _ in range(8)]
         for thread in threads:
             thread.start()
-        together.wait(30)
+        together.wait(60)
         try:
             with pytest.raises(CatalogBusy, match="of this process"):
                 catalog.streams()

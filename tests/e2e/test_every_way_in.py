@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -18,6 +17,7 @@ from tests.app.homes import done, make_home, wait_for
 
 import millstream
 import millstream.aio
+from millstream.testing._ports import free_port
 
 WEB = '[streams.web]\n[streams.web.keys]\n"public.users" = ["id"]\n'
 SPARK = """
@@ -45,9 +45,7 @@ async def by_tasks(home: Path, url: str) -> None:
 
 def test_every_way_into_a_stream_lands_in_one_lake(tmp_path: Path) -> None:
     home = make_home(tmp_path / "web", WEB)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     url = f"http://{address}"
     command = [sys.executable, "-m", "millstream.cli", "--home", str(home), "run"]
     environ = {**os.environ, "HOME": "/nonexistent", "MILLSTREAM_HTTP__LISTEN": address}
@@ -58,7 +56,7 @@ def test_every_way_into_a_stream_lands_in_one_lake(tmp_path: Path) -> None:
         def ready() -> bool:
             assert running.poll() is None, (tmp_path / "run.log").read_text()
             try:
-                return httpx.get(f"{url}/readyz").status_code == 200
+                return httpx.get(f"{url}/readyz", timeout=60).status_code == 200
             except httpx.TransportError:
                 return False
 

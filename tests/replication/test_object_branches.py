@@ -12,21 +12,24 @@ from uuid import UUID
 import pytest
 from tests.app.homes import wait_for
 
+from millstream.app.replicating.restoring import restore_stream
 from millstream.app.replicating.stores import Fetched, fetch, lineage_document, stored_lineage
 from millstream.codec.checksums import Bytes
 from millstream.errors import LinkLost, StoreUnavailable
 from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId
 from millstream.model.positions import Seq
-from millstream.model.replication import Hello, NodeName
-from millstream.protocol.replication.roles import UNPROMISED, Promise, Rank, RoleFact
+from millstream.model.replication import Document, Hello, NodeName
+from millstream.protocol.replication.roles import SESSIONS, UNPROMISED, Promise, Rank, RoleFact
 from millstream.protocol.replication.shipping import Heard, Stored
 from millstream.replication.archiver import WalArchiver
 from millstream.replication.object_store import ObjectStoreTransport
 from millstream.replication.objects import Objects
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.files import RealFiles
+from millstream.wal.layout import SESSIONS_NAME
 from millstream.wal.options import LogOptions
 from millstream.wal.reader import StreamReader
+from millstream.wal.session_file import write_copy
 from millstream.wal.shipping import durable_marks
 from millstream.wal.taking_over import prepare_promotion
 from millstream.wal.writer import LogWriter
@@ -70,18 +73,26 @@ class Scene:
         store: Path | None = None,
         wrap: Callable[[Objects], Any] = lambda objects: objects,
         until: Callable[[WalArchiver], object] | None = None,
+        documents: tuple[Document, ...] = (),
     ) -> WalArchiver:
         """Ship a log to the store until it has everything, or until that holds."""
         transport = self.transport(str(fact.promise.node) or "a", store)
         transport._objects = wrap(transport._objects)
         told: list[Stored | Heard] = []
-        archiver = WalArchiver("web", str(folder), fact.promise, lambda: transport, told.append, lineage_document(fact))
+        archiver = WalArchiver(
+            "web",
+            str(folder),
+            fact.promise,
+            lambda: transport,
+            told.append,
+            lineage_document(fact),
+            documents=lambda: documents,
+        )
         archiver.start()
         group = group_of(folder)
         wait_for(
             lambda: archiver.stored_group >= group or (until is not None and until(archiver)),
             what=archiver.facts,
-            seconds=30,
         )
         archiver.stop(10.0)
         return archiver
@@ -251,7 +262,29 @@ def test_two_processes_of_one_leader_meet_in_the_store_and_both_go_on(scene: Sce
             write(scene.old, epoch, 10, "a", first=200 * epoch)
             group = group_of(scene.old)
             scene.archive(scene.old, RoleFact())
-            wait_for(lambda group=group: other.stored_group >= group, what=other.facts, seconds=30)
+            wait_for(lambda group=group: other.stored_group >= group, what=other.facts)
         other.stop(10.0)
     assert scene.restored("restored")[1].token() == StreamReader(str(scene.old)).token()
     same_segments(scene.old, scene.folder / "restored")
+
+
+def test_sessions_that_know_more_than_is_stored_wait_for_it(tmp_path: Path) -> None:
+    """A log that is made of the store would have to forget them; one that is made up to a token has those that know no more than that."""
+    scene = Scene(tmp_path)
+    files = RealFiles()
+
+    def sessions(version: int, upto: int) -> tuple[Document, ...]:
+        write_copy(files, str(tmp_path), STREAM, Seq(upto), [])
+        return (Document(SESSIONS, version, (tmp_path / SESSIONS_NAME).read_bytes()),)
+
+    write(scene.old, 1, 10, "a")
+    scene.archive(scene.old, RoleFact(), documents=sessions(1, 11))
+    assert SESSIONS not in scene.restored("before")[0].documents
+    write(scene.old, 2, 10, "a", first=10)
+    known = sessions(2, 2_000_001)
+    scene.archive(scene.old, RoleFact(), documents=known)
+    assert scene.restored("behind")[0].documents[SESSIONS] == known[0]
+    for at, is_there in ((10, False), (2_000_002, True)):
+        home = tmp_path / f"at-{at}"
+        restore_stream(scene.store.as_uri(), "web", home, at=f"{STREAM.hex[:8]}.s{at}")
+        assert (home / "data" / "wal" / "web" / SESSIONS_NAME).exists() is is_there

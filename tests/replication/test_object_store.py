@@ -13,10 +13,19 @@ import pytest
 from tests.app.homes import wait_for
 
 from millstream.codec.checksums import Bytes
-from millstream.errors import Fenced, LinkLost, MissingExtra, OtherStream, StoreUnavailable, StoreUnusable, UsageError
+from millstream.errors import (
+    Fenced,
+    LinkLost,
+    MissingExtra,
+    OtherStream,
+    ShipmentUnreadable,
+    StoreUnavailable,
+    StoreUnusable,
+    UsageError,
+)
 from millstream.model.ids import Epoch, ShardId
 from millstream.model.positions import Offset
-from millstream.model.replication import OBJECT_STORE, ByteEnd, ReplicaPosition, Shipment
+from millstream.model.replication import OBJECT_STORE, ByteEnd, Document, ReplicaPosition, Shipment
 from millstream.ports import FollowerLink
 from millstream.replication.object_store import ObjectStoreTransport
 from millstream.replication.objects import Objects
@@ -347,6 +356,53 @@ def test_a_store_that_ignores_conditions_is_found_out(stage: StoreStage):
     with pytest.raises(StoreUnusable, match="If-None-Match"):
         transport.accept(30.0)
     assert stage.names() == []
+
+
+def test_what_others_have_put_there_is_passed_over(stage: StoreStage):
+    """A file manager's files, an object that a console keeps a folder by."""
+    sent = shipments_of()
+    ship(leads(stage), sent)
+    wait_for(lambda: any("/0000000001/" in name for name in stage.names()), what=stage.names)
+    for folder in {name.rpartition("/")[0] for name in stage.names()}:
+        stage.objects.put_new(f"{folder}/.DS_Store", [b"x"])
+        stage.objects.put_new(f"{folder}/~", [b"x"])
+    for folder in ("groups", "documents", "branches"):
+        stage.objects.put_new(f"web/0000000000/{folder}/.keep", [b""])
+    assert read(stage, sent).same_as(arrived(sent))
+    assert leads(stage, stage.node("north-1")).hello.position == whole_position(sent)
+    assert stage.node("north-2").claim(Epoch(EPOCH + 1), "north-2")
+
+
+def test_an_object_that_is_damaged_is_named(stage: StoreStage):
+    sent = shipments_of(is_sealed=False)
+    link = leads(stage)
+    ship(link, sent)
+    link.close()
+    *_, last = stage.names("web/0000000000/groups")
+    data = bytes(stage.objects.get(last) or b"")
+    stage.objects.delete([last])
+    stage.objects.put_new(last, [data[:-1]])
+    for found in (
+        lambda: stage.node("north-1").accept(30.0),
+        lambda: take_all(stage.follower().connect(hello_of(), 30.0), sent),
+    ):
+        with pytest.raises(ShipmentUnreadable) as unreadable:
+            found()
+        assert unreadable.value.details["object"] == last
+
+
+def test_the_document_that_was_stored_last_is_the_newest_whatever_its_version(stage: StoreStage):
+    """Its leader counts versions by a clock, which may be set back while it is started anew."""
+    sent = shipments_of(is_sealed=False)
+    for clock, shipment in zip((2000, 1000, 1500), sent, strict=False):
+        link = leads(stage)
+        told = b"at %d" % clock
+        link.send(replace(shipment, documents=(Document("catalog", clock, told),)))
+        next_word(link)
+        assert stage.node("north-2").newest().documents["catalog"] == told
+        link.close()
+        stage.leader().close()
+        stage._leader = stage.node("north-1")
 
 
 def test_what_is_no_store_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

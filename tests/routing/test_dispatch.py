@@ -77,7 +77,7 @@ class Sink:
     def append(self, ops: WriteOps, *, deadline_s: float | None) -> list[SinkOutcome]:
         del deadline_s
         self.asked += 1
-        assert self.goes_on.wait(30)
+        assert self.goes_on.wait(60)
         if self.failing is not None:
             raise self.failing
         outcomes: list[SinkOutcome] = []
@@ -240,9 +240,9 @@ def test_a_write_that_is_sent_again_while_it_is_on_its_way_is_given_once() -> No
     ops = group(("copies", {0: [1]}), count=1, ids=[WriteId(key="k")])
     with ThreadPoolExecutor(2) as threads:
         answers = [threads.submit(append, to, ops, by_task=by_task) for by_task in WAYS]
-        wait_for(lambda: to._under_way == 2, seconds=20)
+        wait_for(lambda: to._under_way == 2)
         copies.goes_on.set()
-        assert [answer.result(20).seqs.count for answer in answers] == [0, 0]
+        assert [answer.result(60).seqs.count for answer in answers] == [0, 0]
     assert (copies.rows, copies.asked) == ([1], 1)
     to.close()
 
@@ -266,12 +266,12 @@ def test_a_task_that_is_cancelled_leaves_no_sink_without_what_the_log_has() -> N
 
     async def cancelled() -> None:
         task = asyncio.create_task(to.append_async(write((None, [1]), ("copies", [1]))))
-        await asyncio.to_thread(wait_for, lambda: copies.asked == 1, seconds=20)
+        await asyncio.to_thread(wait_for, lambda: copies.asked == 1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         copies.goes_on.set()
-        await asyncio.to_thread(wait_for, lambda: not to._under_way, seconds=20)
+        await asyncio.to_thread(wait_for, lambda: not to._under_way)
 
     asyncio.run(cancelled())
     assert (log.taken[0].row_count, copies.rows) == (1, [1])
@@ -284,14 +284,14 @@ def test_what_is_on_its_way_when_it_is_closed_is_answered() -> None:
     copies.goes_on.clear()
     with ThreadPoolExecutor(2) as threads:
         answer = threads.submit(to.append, write((None, [1]), ("copies", [1])))
-        wait_for(lambda: copies.asked == 1, seconds=20)
+        wait_for(lambda: copies.asked == 1)
         closing = threads.submit(to.close)
-        wait_for(lambda: to._closed, seconds=20)
+        wait_for(lambda: to._closed)
         with pytest.raises(WriterClosed):
             to.append(write(("copies", [2])))
         copies.goes_on.set()
-        assert answer.result(20).seqs.count == 1
-        closing.result(20)
+        assert answer.result(60).seqs.count == 1
+        closing.result(60)
     assert (copies.rows, copies.is_closed) == ([1], True)
 
 

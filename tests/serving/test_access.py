@@ -143,7 +143,7 @@ def test_a_token_that_was_just_made_opens_at_once_and_one_that_was_revoked_soon_
             return True
         return False
 
-    wait_for(refused, seconds=5)
+    wait_for(refused)
 
 
 def test_an_expired_token_is_told_so(access: Access, catalog: Catalog) -> None:

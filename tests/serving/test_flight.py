@@ -329,7 +329,7 @@ os._exit(9)
         reading.read_chunk()
         reading.cancel()
     slots = flight._home.config.flight.calls_max
-    wait_for(lambda: (flight._reads._value, flight._writes._value) == (slots, slots), seconds=20)
+    wait_for(lambda: (flight._reads._value, flight._writes._value) == (slots, slots))
 
 
 def test_a_transfer_that_is_sent_again_is_appended_once(server: tuple[Home, FlightServer]) -> None:
@@ -366,13 +366,13 @@ def test_a_reader_that_takes_nothing_is_cut_off_and_others_are_not(tmp_path: Pat
     with running(tmp_path / "home") as (_, flight):
         flight._readers._within_s = 1.0
         watching = threading.Thread(target=flight._readers.watch, args=(flight.port, flight._closing), daemon=True)
-        watching.start()
         with client(flight) as other:
             list(other.list_flights())
             _, reading = stalled(flight)
             slots = flight._home.config.flight.calls_max
             assert flight._reads._value == slots - 1
-            wait_for(lambda: flight._reads._value == slots, seconds=30)
+            watching.start()
+            wait_for(lambda: flight._reads._value == slots)
             # Cutting one leaves the others' connections alone.
             assert list(other.list_flights())
         with pytest.raises(fl.FlightError):
@@ -420,13 +420,13 @@ def test_more_calls_than_may_run_are_told_to_come_again(tmp_path: Path) -> None:
             # Reading isn't held up by it.
             assert records(flight, stream="shop", table="public.orders").num_rows == 1
             writer.close()
-        wait_for(lambda: flight._writes._value == 1, seconds=20)
+        wait_for(lambda: flight._writes._value == 1)
         assert len(put(flight, where, batch(2))) == 1
 
 
 def test_a_sender_of_nothing_is_told_so_and_gives_its_place_back(tmp_path: Path) -> None:
     """It kept it for ever. One that listens ends its call by itself; one that doesn't is cut off."""
-    with running(tmp_path / "home", KEYED + '[flight]\ncalls_max = 1\nidle_timeout = "1500ms"\n') as (_, flight):
+    with running(tmp_path / "home", KEYED + '[flight]\ncalls_max = 1\nidle_timeout = "3s"\n') as (_, flight):
         where = fl.FlightDescriptor.for_path("shop", "public.orders")
         put(flight, where, batch(0))  # the first one takes long
         for listens in (True, False):
@@ -440,7 +440,7 @@ def test_a_sender_of_nothing_is_told_so_and_gives_its_place_back(tmp_path: Path)
                     assert error["code"] == "transfer_idle"
                     assert "[flight] idle_timeout" in error["hint"]
                     writer.close()
-                wait_for(lambda: flight._writes._value == 1, seconds=20)
+                wait_for(lambda: flight._writes._value == 1)
                 if not listens:
                     with pytest.raises(fl.FlightError):
                         writer.close()
@@ -465,7 +465,7 @@ def test_who_takes_no_word_of_what_it_sent_gives_its_place_back(tmp_path: Path) 
 
             with pytest.raises(fl.FlightError):
                 send()
-            wait_for(lambda: flight._writes._value == 1, seconds=20)
+            wait_for(lambda: flight._writes._value == 1)
 
 
 def test_an_error_with_long_details_comes_as_what_it_is() -> None:
@@ -593,7 +593,7 @@ listen = "127.0.0.1:0"
                 return True
             return False
 
-        wait_for(is_refused, seconds=10)
+        wait_for(is_refused)
 
 
 def _put_one(caller: Any, where: fl.FlightDescriptor) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from tests.app.homes import wait_for
 from tests.serving.serving_process import LINES, Served, rows_of, served, web_home
 
 from millstream.app.locks import holder, writer_role
+from millstream.testing._ports import free_port
 
 SENDERS = 6
 KILLS = 4
@@ -46,7 +46,7 @@ class Senders:
     def join(self) -> None:
         self.stop.set()
         for thread in self.threads:
-            thread.join(120)
+            thread.join(400)
             assert not thread.is_alive()
 
     def _send(self, who: int) -> None:
@@ -56,7 +56,7 @@ class Senders:
                     return
                 body = b"".join(b'{"who": %d, "n": %d, "part": %d}\n' % (who, number, part) for part in range(3))
                 headers = {**LINES, "idempotency-key": f"{who}-{number}"}
-                deadline = time.monotonic() + 90
+                deadline = time.monotonic() + 300
                 while True:
                     if time.monotonic() > deadline:
                         self.wrong.append(f"{who}-{number} was never acknowledged")
@@ -88,12 +88,6 @@ def judge(home: Path, senders: Senders) -> None:
     writes = Counter((who, number) for who, number, _ in at.values())
     assert set(writes.values()) == {3}
     assert {(who, number) for who, number, _, _ in senders.acknowledged} <= set(writes)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def some_more(senders: Senders) -> None:
@@ -130,7 +124,7 @@ def owner(home: Path) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(60)
+            process.wait(180)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

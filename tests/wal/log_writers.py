@@ -33,7 +33,7 @@ class HeldSyncs(MemoryFiles):
     def sync(self, node: Any, path: str):
         if not self.may_sync.is_set():
             self.waiting.set()
-            assert self.may_sync.wait(20)
+            assert self.may_sync.wait(60)
         super().sync(node, path)
 
 

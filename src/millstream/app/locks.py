@@ -17,9 +17,9 @@ from millstream.errors import HomeBusy
 
 WriterRole = NewType("WriterRole", str)
 """Who appends to the home's logs, by the writer's name: see `writer_role`."""
-Role = Literal["run", "owner", "pipeline", "serve", "follow", "promote", "replay"]
-"""`run`: the supervisor. `owner`: capture, the streams' writer. `pipeline`: the Spark driver. `serve`: HTTP and Flight. `follow`: takes what other nodes lead. `promote`: makes this node a leader. `replay`: writes a
-range of records into a table of its own."""
+Role = Literal["run", "owner", "pipeline", "serve", "follow", "promote", "reconcile", "replay"]
+"""`run`: the supervisor. `owner`: capture, the streams' writer. `pipeline`: the Spark driver. `serve`: HTTP and Flight. `follow`: takes what other nodes lead. `promote`: makes this node a leader.
+`reconcile`: keeps what regions have together. `replay`: writes a range of records into a table of its own."""
 
 _HELD: Final[weakref.WeakSet[RoleLock]] = weakref.WeakSet()
 """This process's: a fork's child has none of them."""
@@ -30,6 +30,7 @@ _WORDS: Final[dict[str, str]] = {
     "serve": "`millstream serve`",
     "follow": "`millstream follow`",
     "promote": "`millstream promote`",
+    "reconcile": "`millstream reconcile`",
     "replay": "`millstream pipeline replay`",
 }
 LOCK_PATIENCE_S: Final = 30.0

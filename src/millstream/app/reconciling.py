@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from millstream.app.locks import RoleLock
 from millstream.app.regions import Reconciled, RegionTable
 from millstream.errors import LostTailMerged, UsageError
 from millstream.model.ids import RegionId
@@ -78,7 +79,20 @@ def reconcile_stream(
         UnknownStream, UnknownTable, MergeUnsuitable, OtherRegion, OtherStream, OffsetExpired, MergeStateUnreadable: see `OpenHome.merged`; what was
             done of the tables before stays so.
         LostTailMerged: as those, but of the other tables all is done.
+        HomeBusy: another process reconciles here.
     """
+    if not dry_run:
+        # Who began first would end by putting less in the place of what the other one has kept, and retention has gone by that meanwhile.
+        home.prepare()
+        with RoleLock.take(home.run_folder, "reconcile"):
+            return _reconciled(home, stream, tables)
+    return _reconciled(home, stream, tables, rows_max=limit)
+
+
+def _reconciled(
+    home: Home, stream: str | None, tables: Sequence[str], *, rows_max: int | None = None
+) -> Reconciliation:
+    """As `reconcile_stream`; a dry run where it is said how many lines that may have."""
     name = home.pick_stream(stream)
     config = home.config.streams.get(name) if home.config_file.exists() else None
     names = tuple(tables) or tuple(sorted(config.merge if config is not None else ()))
@@ -92,11 +106,11 @@ def reconcile_stream(
     for one in names:
         table = RegionTable(home, name, one)
         regions = len(table.regions)
-        if dry_run:
+        if rows_max is not None:
             own, *others = table.regions
             local = table.state_of(own)
             differences = {
-                other: table.engine.dry_run(local, table.state_of(other), rows_max=limit) for other in others
+                other: table.engine.dry_run(local, table.state_of(other), rows_max=rows_max) for other in others
             }
             found.append(ReconciledTable(table.name, regions, differences=differences, unwritten=table.unwritten))
             continue
@@ -111,4 +125,4 @@ def reconcile_stream(
         found.append(ReconciledTable(table.name, regions, rows, tuple(taken), unwritten=table.unwritten))
     if failed is not None:
         raise failed
-    return Reconciliation(name, dry_run, tuple(found))
+    return Reconciliation(name, rows_max is not None, tuple(found))

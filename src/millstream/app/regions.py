@@ -45,6 +45,7 @@ from millstream.errors import (
     OtherStream,
     QueryMemoryFull,
     TokenFromFuture,
+    UnknownStream,
     UnknownTable,
 )
 from millstream.model.ids import RegionId, region_log_name
@@ -448,6 +449,29 @@ def check_merges(config: StreamConfig, schemas: Iterable[TableSchema]) -> None:
     for schema in schemas:
         if schema.source == 0 and (schema.namespace, schema.name) in declared:
             merge_of(config, schema.full_name).check(schema.full_name, schema.to_arrow(), schema.key, whole=False)
+
+
+def examine_regions(home: Home, stream: str, config: StreamConfig) -> str:
+    """Look whether a stream's logs are those of the regions that they stand for, and its tables can merge as the configuration says, before a writer does.
+
+    Raises:
+        MergeUnsuitable, OtherRegion: what would keep the stream from being opened.
+        LogError, CatalogError: it can't be looked at.
+    """
+    if home.has_catalog():
+        with home.open_catalog() as catalog, contextlib.suppress(UnknownStream):
+            check_merges(config, catalog.latest_schemas(catalog.stream(stream).id).values())
+    copies = []
+    for region, reader in region_readers(home, stream, config).items():
+        if region != config.region:
+            copies.append(region)
+        elif not home.wal_folder(stream).exists():
+            continue
+        newest_time(reader, region)
+    words = [f"this is region {config.region}"] if config.region else []
+    words += [f"has the log of region {region}" for region in copies]
+    words += [f"{len(config.merge)} table{'s' * (len(config.merge) != 1)} can merge"] if config.merge else []
+    return ", ".join(words)
 
 
 def hear_regions(home: Home, stream: str, config: StreamConfig, log: LogWriter) -> None:

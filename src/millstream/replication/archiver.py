@@ -12,15 +12,18 @@ import structlog
 
 from millstream.errors import Fenced, FollowerBehindRetention, LogError, MillstreamError
 from millstream.model.ids import Epoch, GroupNumber
+from millstream.model.positions import Seq
 from millstream.model.replication import Acknowledgement, Document, NodeName, ReplicaPosition
 from millstream.ports import Clock, Files, FollowerLink
 from millstream.protocol.replication.backoff import Backoff
 from millstream.protocol.replication.leader import is_covered
-from millstream.protocol.replication.roles import LINEAGE, NOBODY, Greeting, Lineage, Promise
+from millstream.protocol.replication.roles import LINEAGE, NOBODY, SESSIONS, Greeting, Lineage, Promise
 from millstream.protocol.replication.shipping import Heard, Stored
 from millstream.replication.object_store import ObjectStoreTransport, StoredState
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.history import ends_behind
+from millstream.wal.mark import stream_cut
+from millstream.wal.session_file import covered_in
 from millstream.wal.shipping import ShipSource
 
 logger = structlog.get_logger("millstream.ship")
@@ -168,6 +171,8 @@ class WalArchiver:
             )
             shipment = self._source.read(position)
             if shipment is not None:
+                upto = stream_cut(shipment.marks.values()) if shipment.marks else Seq(0)
+                documents = tuple(one for one in documents if not _is_ahead(one, upto))
                 position = dict(self._source.position_after(position))
                 link.send(
                     replace(
@@ -192,6 +197,11 @@ class WalArchiver:
                     if (word.group, word.position) != (self.stored_group, self._stored_at):
                         self.stored_group, self._stored_at = word.group, word.position
                         self._tell(Stored(word.group, word.persisted_upto, word.position))
+
+
+def _is_ahead(document: Document, upto: Seq) -> bool:
+    """Whether it knows sessions' writes behind a number: whoever took the log up to there would have to forget all that it knows. It goes with what comes next."""
+    return document.name == SESSIONS and (covered_in(document.data) or Seq(0)) > upto
 
 
 def _claimed_by(error: Exception) -> Promise:

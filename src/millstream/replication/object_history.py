@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from millstream.codec.shipment import decode_message, encode_message
+from millstream.codec.shipment import encode_message
 from millstream.errors import ShipmentUnreadable
 from millstream.model.ids import Epoch, ShardId
 from millstream.model.positions import Offset
 from millstream.model.replication import ByteEnd, Hello, NodeName, ReplicaPosition
-from millstream.replication.object_layout import Layout
+from millstream.replication.object_layout import Layout, listed_in, message_in
 from millstream.replication.objects import Objects
 
 _WHOLE: Final = ".whole"
@@ -96,10 +96,10 @@ class History:
 
 def history_of(objects: Objects, layout: Layout, upto: Epoch | None = None) -> History:
     """Read it, up to an epoch: after the names of shipments, since a branch is there before the first of its epoch. Raises `StoreUnavailable`, `ShipmentUnreadable`."""
-    names = {listed.name for listed in objects.listed(layout.branches)}
+    names = {listed.name for listed in listed_in(objects, layout.branches)}
     found = []
     for name in sorted(name for name in names if not name.endswith(_WHOLE)):
-        message = decode_message(objects.get(name) or memoryview(b""))
+        message = message_in(name, objects.get(name) or memoryview(b""))
         if not isinstance(message, Hello):
             raise ShipmentUnreadable(f"{name} says nothing of a branch")
         if upto is None or message.promised <= upto:
@@ -125,7 +125,7 @@ def begin_branch(
         stored: what is stored.
         common: where what the log has in common with the stored one ends; None: it is the same one, as far as that goes.
     """
-    begun = any(True for _ in objects.listed(f"{layout.groups}/{epoch:020}"))
+    begun = any(True for _ in listed_in(objects, f"{layout.groups}/{epoch:020}"))
     if begun or objects.get(layout.branch(epoch)) is not None:
         return
     ends = common()

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import secrets
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from millstream.codec.shipment import decode_message, encode_message
+from millstream.codec.shipment import Message, decode_message, encode_message
 from millstream.errors import Fenced, ShipmentUnreadable, StoreUnusable
 from millstream.model.ids import Epoch, RegionId, ShardId
 from millstream.model.positions import Offset
 from millstream.model.replication import ByteEnd, SegmentPart
-from millstream.replication.objects import Objects
+from millstream.replication.objects import Listed, Objects
 
 TRAILER_BYTES: Final = 64
 """A segment's last."""
@@ -27,6 +29,12 @@ SEGMENT_END_MAGIC: Final = b"MILLEND\n"
 _TRAILER: Final = struct.Struct("<8xq40x8s")
 """Of a segment: the end offset, and the magic. See docs/internals/FORMAT.md."""
 _SHARD_DIGITS: Final = 10
+_OWN_NAME: Final = re.compile(r"(?:[^/]+/)?(?:\d{20}/)?\d{20}(?:\.ended|\.whole)?")
+"""What stands behind the folder in every name that is listed."""
+_DAMAGED_HINT: Final = (
+    "Put the object back, from an older version or a copy of the store. Where there is none, move it away with all that stand "
+    "behind it in its folder: a leader that still has these bytes stores them again, and a restore ends in front of them."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +107,22 @@ class Layout:
         return f"{self.documents}/{name}/{epoch:020}/{version:020}"
 
 
+def listed_in(objects: Objects, folder: str, behind: str = "") -> Iterator[Listed]:
+    """As `Objects.listed`, of a folder of this layout. What people and their tools have put there besides is passed over."""
+    own = len(folder) + 1
+    return (found for found in objects.listed(folder, behind) if _OWN_NAME.fullmatch(found.name, own))
+
+
+def message_in(name: str, data: memoryview) -> Message:
+    """What an object says. `ShipmentUnreadable`, with its name, where that is nothing that can be read."""
+    try:
+        return decode_message(data)
+    except ShipmentUnreadable as error:
+        raise ShipmentUnreadable(
+            f"object {name} is damaged: {error.message}", hint=_DAMAGED_HINT, object=name
+        ) from error
+
+
 def group_of(name: str) -> tuple[Epoch, int]:
     """The epoch and number in a shipment's name."""
     _, epoch, number = name.rsplit("/", 2)
@@ -135,18 +159,21 @@ def shards_of(objects: Objects, layout: Layout) -> list[ShardId]:
 
 def claims_of(objects: Objects, layout: Layout) -> list[Epoch]:
     """The epochs that were claimed, from the least."""
-    names = (listed.name.rpartition("/")[2] for listed in objects.listed(layout.leaders))
+    names = (listed.name.rpartition("/")[2] for listed in listed_in(objects, layout.leaders))
     return [Epoch(int(name)) for name in names if name.isdigit()]
 
 
-def claim(objects: Objects, layout: Layout, epoch: Epoch, holder: str) -> bool:
+def claim(objects: Objects, layout: Layout, epoch: Epoch, holder: str, claimant: str = "") -> bool:
     """Claim an epoch; whether it is the holder's now. Lower ones are ended then: their leaders store nothing more.
 
-    Claimed again by the same holder it is still its own, unless a higher one was claimed meanwhile. Raises `StoreUnavailable`: then it may be claimed.
+    Claimed again by the same holder it is still its own, unless a higher one was claimed meanwhile; of two of one name it is the claimant's, and of one that
+    has no word of its own: a home that was restored from the store. Raises `StoreUnavailable`: then it may be claimed.
     """
-    said = json.dumps({"holder": holder}).encode()
-    if not objects.put_new(layout.leader(epoch), [said]) and _holder(objects, layout, epoch) != holder:
-        return False
+    said = json.dumps({"holder": holder, "claimant": claimant}).encode()
+    if not objects.put_new(layout.leader(epoch), [said]):
+        found = _claimed(objects, layout, epoch)
+        if found.get("holder") != holder or (claimant and found.get("claimant", "") != claimant):
+            return False
     claims = claims_of(objects, layout)
     if claims[-1] > epoch:
         return False
@@ -182,9 +209,14 @@ def probe(objects: Objects, layout: Layout) -> None:
         objects.delete([name])
 
 
-def _holder(objects: Objects, layout: Layout, epoch: Epoch) -> str | None:
+def holder_of(objects: Objects, layout: Layout, epoch: Epoch) -> str:
+    """The node that has claimed an epoch; empty where none has."""
+    return str(_claimed(objects, layout, epoch).get("holder", ""))
+
+
+def _claimed(objects: Objects, layout: Layout, epoch: Epoch) -> dict[str, object]:
     data = objects.get(layout.leader(epoch))
-    return None if data is None else str(json.loads(bytes(data)).get("holder"))
+    return {} if data is None else dict(json.loads(bytes(data)))
 
 
 def _end(objects: Objects, layout: Layout, lower: Epoch, epoch: Epoch, holder: str) -> None:
@@ -193,7 +225,7 @@ def _end(objects: Objects, layout: Layout, lower: Epoch, epoch: Epoch, holder: s
     folder = f"{layout.groups}/{lower:020}"
     last = ""
     while True:
-        for listed in objects.listed(folder, last):
+        for listed in listed_in(objects, folder, last):
             last = listed.name
         data = None if not last else objects.get(last)
         with contextlib.suppress(ShipmentUnreadable):

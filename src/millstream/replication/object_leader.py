@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from millstream.codec.checksums import Bytes
-from millstream.codec.shipment import decode_message, encode_message
+from millstream.codec.shipment import encode_message
 from millstream.errors import Fenced, LinkLost, MillstreamError, ShipmentUnreadable
 from millstream.model.ids import Epoch, GroupNumber, ShardId
 from millstream.model.marks import DurableMark
@@ -26,6 +26,7 @@ from millstream.model.replication import (
     OBJECT_STORE,
     Acknowledgement,
     ByteEnd,
+    Document,
     Hello,
     ReplicaPosition,
     SegmentPart,
@@ -42,6 +43,8 @@ from millstream.replication.object_layout import (
     end_of,
     greatest_claim,
     group_of,
+    listed_in,
+    message_in,
     segment_of,
     shards_of,
 )
@@ -149,11 +152,11 @@ def stored_of(objects: Objects, layout: Layout, epoch: Epoch | None = None, *, u
         epoch: for the leader of that epoch, who may have begun a branch.
         upto: as if no higher epoch had been.
     """
-    names = list(objects.listed(layout.groups))
+    names = list(listed_in(objects, layout.groups))
     found = Stored(history=history_of(objects, layout, upto).as_of(epoch))
     last: dict[ShardId, Listed] = {}
     for shard in shards_of(objects, layout):
-        for listed in objects.listed(layout.shard(shard)):
+        for listed in listed_in(objects, layout.shard(shard)):
             its_epoch, base = segment_of(listed.name)
             if found.history.has(shard, its_epoch, base):
                 found.sealed.add((shard, base))
@@ -163,13 +166,13 @@ def stored_of(objects: Objects, layout: Layout, epoch: Epoch | None = None, *, u
         start = max(0, listed.size - TRAILER_BYTES)
         trailer = objects.get(listed.name, start, TRAILER_BYTES) or memoryview(b"")
         found.position[shard] = behind(SegmentPart(shard, segment_of(listed.name)[1], start, trailer, is_end=True))
-    for listed in objects.listed(layout.documents):
+    for listed in listed_in(objects, layout.documents):
         name, its_epoch, version = document_of(listed.name)
         if found.history.tells(its_epoch):
             found.documents[name] = max((its_epoch, version), found.documents.get(name, (its_epoch, 0)))
     for listed in names:
         data = objects.get(listed.name)
-        message = None if data is None else decode_message(data)
+        message = None if data is None else message_in(listed.name, data)
         found.last = listed.name
         if isinstance(message, Shipment):
             found.add(listed.name, message, _starts(message, listed.size))
@@ -185,6 +188,7 @@ class StoredLink:
         objects: the store.
         layout: the names of the log.
         node: who leads.
+        claimant: as `claim`'s.
         window_bytes: how much may wait to be written.
         segment_bytes: where sealed segments can be read more cheaply than from the store.
         epoch: under which `node` leads; None: the first shipment tells.
@@ -200,12 +204,14 @@ class StoredLink:
         node: str,
         *,
         window_bytes: int,
+        claimant: str = "",
         segment_bytes: SegmentBytes | None = None,
         epoch: Epoch | None = None,
     ) -> None:
         self._objects = objects
         self._layout = layout
         self._node = node
+        self._claimant = claimant
         self._segment_bytes = segment_bytes
         self._stored = stored_of(objects, layout, epoch)
         self._is_branching = False
@@ -304,6 +310,7 @@ class StoredLink:
         epoch = shipment.epoch
         if epoch != self._epoch:
             self._begin(shipment)
+        shipment = dataclasses.replace(shipment, documents=tuple(map(self._newest, shipment.documents)))
         for document in shipment.documents:
             name = self._layout.document(document.name, epoch, document.version)
             self._objects.put_new(name, [document.data])
@@ -338,16 +345,21 @@ class StoredLink:
         if shipment.documents or any(part.is_end for part in shipment.parts):
             self._sealing.put(True)
 
+    def _newest(self, document: Document) -> Document:
+        """A document that came last is the newest, also where its leader's clock, by which it counts versions, was set back."""
+        _, stored = self._stored.documents.get(document.name, (None, -1))
+        return document if document.version >= stored else dataclasses.replace(document, version=stored + 1)
+
     def _begin(self, shipment: Shipment) -> None:
         """Claim the epoch, and find where in it to go on."""
-        if not claim(self._objects, self._layout, shipment.epoch, self._node):
+        if not claim(self._objects, self._layout, shipment.epoch, self._node, self._claimant):
             leads = greatest_claim(self._objects, self._layout)
             raise Fenced(
                 f"another node has claimed the object store of {self._layout.stream}: epoch {leads}, and this is {shipment.epoch}",
                 epoch=int(leads),
             )
         # Whoever led before may have gone on until now: what this link began with wouldn't hold any more.
-        for listed in self._objects.listed(self._layout.groups, self._stored.last):
+        for listed in listed_in(self._objects, self._layout.groups, self._stored.last):
             if end_of(self._objects.get(listed.name) or memoryview(b"")) is None:
                 raise LinkLost("another node has written to the object store meanwhile")
             self._stored.last = listed.name
@@ -398,7 +410,7 @@ class StoredLink:
                 del self._stored.shipments[name]
             newest = dict(self._stored.documents)
         old = []
-        for listed in self._objects.listed(self._layout.documents):
+        for listed in listed_in(self._objects, self._layout.documents):
             document, epoch, version = document_of(listed.name)
             is_older = document in newest and (epoch, version) < newest[document]
             # Who has led is small, and a reader may hold on to what it has listed.

@@ -13,7 +13,6 @@ import time
 from collections.abc import Generator, Iterator
 from typing import Final
 
-from millstream.codec.shipment import decode_message
 from millstream.errors import (
     Fenced,
     FollowerBehindRetention,
@@ -26,7 +25,15 @@ from millstream.model.ids import Epoch, ShardId
 from millstream.model.marks import DurableMark
 from millstream.model.replication import Acknowledgement, ByteEnd, Document, Hello, SegmentPart, Shipment
 from millstream.replication.object_history import History, history_of
-from millstream.replication.object_layout import Layout, document_of, group_of, segment_of, shards_of
+from millstream.replication.object_layout import (
+    Layout,
+    document_of,
+    group_of,
+    listed_in,
+    message_in,
+    segment_of,
+    shards_of,
+)
 from millstream.replication.objects import Listed, Objects
 
 POLLS_S: Final = 0.5
@@ -123,7 +130,7 @@ class StoreReader:
     def _read(self) -> Iterator[Shipment | None]:
         """What comes next, for ever; None where nothing is there as yet."""
         while True:
-            names = list(self._objects.listed(self._layout.groups))
+            names = list(listed_in(self._objects, self._layout.groups))
             self._follow_history()
             newest = self._newest(names)
             if newest is None:
@@ -162,7 +169,7 @@ class StoreReader:
     def _beginning(self, newest: Shipment) -> Iterator[Shipment]:
         """What was gone before all else, and the documents."""
         data = None if self._position else self._objects.get(self._layout.begins)
-        first = None if data is None else decode_message(data)
+        first = None if data is None else message_in(self._layout.begins, data)
         documents = self._newer_documents()
         if documents or isinstance(first, Shipment):
             kept = first.first_kept if isinstance(first, Shipment) else {}
@@ -172,7 +179,7 @@ class StoreReader:
         """The newest of each, where they aren't those that are known."""
         while True:
             newest: dict[str, Listed] = {}
-            for listed in self._objects.listed(self._layout.documents):
+            for listed in listed_in(self._objects, self._layout.documents):
                 name, epoch, _ = document_of(listed.name)
                 if self._told.tells(epoch):
                     newest[name] = listed
@@ -191,7 +198,9 @@ class StoreReader:
     def _segments(self, newest: Shipment) -> Iterator[Shipment]:
         """Sealed segments, from the position on."""
         for shard in shards_of(self._objects, self._layout):
-            stored = ((*segment_of(listed.name), listed) for listed in self._objects.listed(self._layout.shard(shard)))
+            stored = (
+                (*segment_of(listed.name), listed) for listed in listed_in(self._objects, self._layout.shard(shard))
+            )
             own = [(base, listed) for epoch, base, listed in stored if self._told.has(shard, epoch, base)]
             for base, listed in sorted(own, key=lambda one: one[0]):
                 reached = self._position.get(shard, ByteEnd(base, 0))
@@ -238,7 +247,7 @@ class StoreReader:
         """What has come behind a name; the last name then. None where one is missing."""
         epoch, number = group_of(last)
         is_new = False
-        behind = list(self._objects.listed(self._layout.groups, last))
+        behind = list(listed_in(self._objects, self._layout.groups, last))
         if (behind or self._told.has_begun) and history_of(self._objects, self._layout, self._upto) != self._told:
             return None
         for listed in behind:
@@ -259,7 +268,7 @@ class StoreReader:
         data = self._objects.get(name)
         if data is None:
             return None
-        message = decode_message(data)
+        message = message_in(name, data)
         if not isinstance(message, Shipment | Fenced):
             raise ShipmentUnreadable(f"{name} is neither a shipment nor an end")
         return message
@@ -277,7 +286,7 @@ class StoreReader:
             if part.position > start:
                 raise FollowerBehindRetention(
                     f"the object store lacks bytes {start} to {part.position} of segment {part.base_offset} of shard {part.shard}",
-                    hint="Build the follower anew: `millstream follow --rebuild`.",
+                    hint="Objects are missing there: put them back, from an older version or a copy of the store.",
                 )
             data = memoryview(part.data)[start - part.position :]
             parts.append(SegmentPart(part.shard, part.base_offset, start, data, part.is_end))

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from millstream.testing._processes import EmbeddedServer, ServerProcess, ServerStartError, free_port
+from millstream.testing._ports import free_port
+from millstream.testing._processes import EmbeddedServer, ServerProcess, ServerStartError
 
 DURABLE: Final = ("--appendonly", "yes", "--appendfsync", "always", "--save", "")
-_STARTS_WITHIN_S: Final = 30.0
+_STARTS_WITHIN_S: Final = 90.0
 
 
 class EmbeddedRedis(EmbeddedServer):

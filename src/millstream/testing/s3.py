@@ -8,9 +8,10 @@ import urllib.request
 from pathlib import Path
 from typing import Final, Self
 
-from millstream.testing._processes import ServerProcess, ServerStartError, free_port
+from millstream.testing._ports import free_port
+from millstream.testing._processes import ServerProcess, ServerStartError
 
-_STARTS_WITHIN_S: Final = 60.0
+_STARTS_WITHIN_S: Final = 90.0
 
 
 class EmbeddedS3:

@@ -20,7 +20,7 @@ __all__ = ["archiving", "back_up", "make_standby", "promote", "recover_to", "wai
 _LEFT_OUT: Final = ("postmaster.pid", "postmaster.opts", "pg_internal.init")
 _EMPTIED: Final = ("pg_replslot", "pg_dynshmem", "pg_notify", "pg_serial", "pg_snapshots", "pg_stat_tmp", "pg_subtrans")
 """As pg_basebackup does: what of them is in a copy means nothing there."""
-_WAIT_S: Final = 60.0
+_WAIT_S: Final = 120.0
 
 
 def back_up(
@@ -46,7 +46,9 @@ def back_up(
             assert row is not None
             (copy.data_dir / "backup_label").write_text(str(row[0]))
             # What was written until the end is needed for the copy to be whole.
-            shutil.copytree(server.data_dir / "pg_wal", copy.data_dir / "pg_wal", dirs_exist_ok=True)
+            shutil.copytree(
+                server.data_dir / "pg_wal", copy.data_dir / "pg_wal", copy_function=_copy_file, dirs_exist_ok=True
+            )
     except BaseException:
         copy.close()
         raise
@@ -60,11 +62,14 @@ def _copy(data: Path, folder: Path, emptied: list[str]) -> None:
             return set(names)
         return {name for name in names if name in _LEFT_OUT}
 
-    def copy_there(source: str, target: str) -> None:
-        with contextlib.suppress(FileNotFoundError):  # a running server deletes files as it likes
-            shutil.copyfile(source, target)
+    shutil.copytree(data, folder, ignore=leave_out, copy_function=_copy_file)
 
-    shutil.copytree(data, folder, ignore=leave_out, copy_function=copy_there)
+
+def _copy_file(source: str, target: str) -> None:
+    with contextlib.suppress(
+        FileNotFoundError
+    ):  # a running server deletes files as it likes, and renames what it has begun
+        shutil.copyfile(source, target)
 
 
 def make_standby(
@@ -102,7 +107,7 @@ def make_standby(
 def promote(standby: EmbeddedPostgres) -> None:
     """Make a standby a primary on a timeline of its own; return once it is."""
     with standby.connect() as connection:
-        row = connection.execute("SELECT pg_promote(true, 60)").fetchone()
+        row = connection.execute("SELECT pg_promote(true, 120)").fetchone()
     if row is None or not row[0]:
         raise TimeoutError("the standby wasn't promoted in time")
 

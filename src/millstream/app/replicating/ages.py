@@ -6,7 +6,6 @@ machine has started anew. Never synced: it is told again five times a second.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from millstream.app.config.quantities import duration_s
+from millstream.app.replicating.instances import boot_id
 from millstream.app.replicating.roles import Roles, replication_folder
 from millstream.errors import ReplicaTooStale
 from millstream.protocol.replication.roles import Role
@@ -28,7 +28,7 @@ def note_age(folder: Path, age_s: float | None) -> None:
     """Tell how old what is shown is at most, now; None: nobody knows. `OSError` where the disk fails, or is full."""
     fresh_ns = None if age_s is None else _boot_ns() - int(age_s * 1e9)
     fresh = folder / f".{_NAME}.{os.getpid()}"
-    fresh.write_text(json.dumps({"fresh_ns": fresh_ns, "boot": _boot_id()}))
+    fresh.write_text(json.dumps({"fresh_ns": fresh_ns, "boot": boot_id()}))
     fresh.rename(folder / _NAME)
 
 
@@ -36,7 +36,7 @@ def age_of_replica(home: Home, stream: str) -> float | None:
     """How old what this node shows of a stream is at most, in seconds; None where nobody knows."""
     try:
         facts = json.loads((replication_folder(home, stream) / _NAME).read_bytes())
-        if facts["boot"] != _boot_id():
+        if facts["boot"] != boot_id():
             return None
         return max(0.0, (_boot_ns() - int(facts["fresh_ns"])) / 1e9)
     except (FileNotFoundError, ValueError, TypeError, KeyError):
@@ -67,10 +67,3 @@ def check_age(home: Home, stream: str) -> None:
 def _boot_ns() -> int:
     """A clock that all processes of this machine share, and that nobody sets."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME if hasattr(time, "CLOCK_BOOTTIME") else time.CLOCK_MONOTONIC)
-
-
-def _boot_id() -> str:
-    """Which start of the machine that clock belongs to."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 from millstream.app.replicating.notes import FollowingNotes
 from millstream.app.replicating.roles import Roles
 from millstream.app.replicating.stores import Fetched, fetch, stored_lineage
+from millstream.model.positions import Seq
 from millstream.model.replication import AckKind, AckLevel
-from millstream.protocol.replication.roles import LINEAGE, Role, RoleFact
+from millstream.protocol.replication.roles import LINEAGE, SESSIONS, Role, RoleFact
 from millstream.wal.replica import ReplicaLog
+from millstream.wal.session_file import covered_in
 
 if TYPE_CHECKING:
     from millstream.app.home import Home
@@ -72,7 +74,9 @@ def fill(
         tuple(
             one
             for one in found.documents.values()
-            if one.name != LINEAGE and one.version > notes.versions().get(one.name, -1)
+            if one.name != LINEAGE
+            and one.version > notes.versions().get(one.name, -1)
+            and not (one.name == SESSIONS and (covered_in(one.data) or Seq(0)) > found.end.persisted_upto)
         )
     )
     with roles.changing(stream) as changing:

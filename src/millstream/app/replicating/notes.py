@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -20,10 +21,11 @@ from millstream.model.ids import GroupNumber
 from millstream.model.positions import Seq
 from millstream.model.replication import Document
 from millstream.protocol.replication.follower import Lag
-from millstream.protocol.replication.roles import RoleFact, fenced_error
+from millstream.protocol.replication.roles import SESSIONS, RoleFact, fenced_error
 from millstream.wal.files import RealFiles
 from millstream.wal.history import SetAside, ends_behind, found_aside, truncate_to
 from millstream.wal.layout import SESSIONS_NAME
+from millstream.wal.session_file import covered_in
 
 if TYPE_CHECKING:
     from millstream.app.home import Home
@@ -60,10 +62,17 @@ class FollowingNotes:
         return None
 
     def role(self, fact: RoleFact) -> None:
-        """As the port says. Raises `Fenced` where another process has given a higher promise meanwhile."""
+        """As the port says.
+
+        Raises:
+            Fenced: another process of this home has given a higher promise meanwhile.
+            NodeNameTaken: it has given this one, to another home of the leader's name.
+        """
         with self._roles.changing(self._name) as changing:
             if changing.fact.promise > fact.promise:
                 raise fenced_error(changing.fact.promise)
+            if changing.fact.promise == fact.promise:
+                fact = replace(fact, claimant=changing.fact.led_by(fact.claimant).claimant)
             is_new = changing.fact.lineage != fact.lineage
             changing.put(fact)
         if is_new:
@@ -99,10 +108,21 @@ class FollowingNotes:
         (self._wal_folder / SESSIONS_NAME).unlink(missing_ok=True)
         if found is None:
             return
+        self._forget_sessions(found.first_seq)
         logger.warning(
             "set aside what the leader doesn't have", stream=self._name, folder=found.folder, bytes=found.size_bytes
         )
         self._report(found)
+
+    def _forget_sessions(self, first: Seq) -> None:
+        """Where they know writes of what was set aside: the log will come as far again, by others."""
+        data = self.document(SESSIONS)
+        if data is None or (covered_in(data) or Seq(0)) < first:
+            return
+        versions = self.versions()
+        versions.pop(SESSIONS, None)
+        replace_file(self._folder / VERSIONS_NAME, json.dumps(versions).encode())
+        (self._folder / f"{SESSIONS}.document").unlink(missing_ok=True)
 
     def report_what_was_set_aside(self) -> None:
         """Write the reports that are missing: who set it aside was killed in front of that, and another node has been promoted since."""

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, Final
 from millstream.app.home import FILE_NAME, Home, replace_file
 from millstream.app.replicating.catalog_document import CATALOG, adopt_catalog
 from millstream.app.replicating.roles import Roles
-from millstream.app.replicating.session_document import SESSIONS
 from millstream.app.replicating.stores import fetch
 from millstream.errors import TokenFromFuture, UnknownStream, UsageError
 from millstream.model.ids import Epoch, GroupNumber, RegionId, check_stream_name
 from millstream.model.positions import Seq, StreamToken
-from millstream.protocol.replication.roles import RoleFact
+from millstream.protocol.replication.roles import SESSIONS, RoleFact
 from millstream.replication.object_store import ObjectStoreTransport
 from millstream.wal.files import RealFiles
 from millstream.wal.history import ends_behind, last_group_upto, truncate_to
 from millstream.wal.layout import SESSIONS_NAME
 from millstream.wal.reader import StreamReader
+from millstream.wal.session_file import covered_in
 from millstream.wal.shipping import durable_marks
 from millstream.wal.taking_over import prepare_promotion
 
@@ -76,7 +76,11 @@ def restore_stream(
         _check_epoch(upto, aside)
         if not store.newest().marks:  # before a folder is made, which a name that was mistyped would leave behind
             of_region = f" in region {region}" if region else ""
-            raise UnknownStream(f"{url} has nothing of stream {stream}{of_region}", stream=stream)
+            raise UnknownStream(
+                f"{url} has nothing of stream {stream}{of_region}",
+                hint="Look at the address, which is what [replication] object_store says at the stream's nodes, at the stream's name, and at --region, where several regions write it.",
+                stream=stream,
+            )
         home = _home_at(folder, begun, stream, region)
         wal, replication = home.wal_folder(stream), home.data / "replication" / stream
         found = fetch(store, stream, wal, tell=tell)
@@ -89,7 +93,8 @@ def restore_stream(
     stream_id = StreamReader(str(wal)).stream_id
     if at is not None:
         _cut_at(wal, StreamToken.parse(at, stream=stream_id).linear(), found.end.persisted_upto, replication)
-    elif (sessions := found.documents.get(SESSIONS)) is not None:
+    sessions = found.documents.get(SESSIONS)
+    if sessions is not None and (covered_in(sessions.data) or Seq(0)) <= StreamReader(str(wal)).persisted_upto():
         replace_file(wal / SESSIONS_NAME, sessions.data)
     _adopt(home, stream_id, found.documents.get(CATALOG), wal)
     marks = durable_marks(RealFiles(), str(wal))

@@ -6,12 +6,10 @@ What it says also stands in the log's operations; it is for those that retention
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
 
 from millstream.model.replication import Document
+from millstream.protocol.replication.roles import SESSIONS
 from millstream.wal.layout import SESSIONS_NAME
-
-SESSIONS: Final = "sessions"
 
 
 class SessionDocument:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from millstream.app.replicating.node_calls import this_node
-from millstream.errors import ConfigError, FollowerBehindRetention, ReplicaGap, UnknownStream
+from millstream.app.replicating.roles import Roles
+from millstream.errors import ConfigError, FollowerBehindRetention, ReplicaGap, ShipmentUnreadable, UnknownStream
 from millstream.model.ids import Epoch, GroupNumber, RegionId
 from millstream.model.positions import Seq
 from millstream.model.replication import Document, Hello, NodeName, Shipment
@@ -46,7 +47,9 @@ def store_of(home: Home, stream: str) -> ObjectStoreTransport:
     if url is None:
         raise ConfigError(f"{home.config_file} names no object store", hint="Set [replication] object_store.")
     region = RegionId(home.config.streams[stream].region)
-    return ObjectStoreTransport(url, stream, region=region, node=this_node(home))
+    me, fact = this_node(home), Roles(home).of(stream)
+    claimant = fact.claimant if fact.promise.node == me else ""
+    return ObjectStoreTransport(url, stream, region=region, node=me, claimant=claimant)
 
 
 def stored_lineage(store: ObjectStoreTransport) -> tuple[Rank | None, Lineage, Seq]:
@@ -129,5 +132,11 @@ def _apply(log: ReplicaLog, shipment: Shipment) -> None:
     except ReplicaGap as error:
         raise FollowerBehindRetention(
             f"the object store lacks what comes next here: {error.message}",
-            hint="Its bytes from there on are older than the store, or were deleted there. `millstream follow --rebuild` begins with what the store has.",
+            hint="Its bytes from there on are older than the store, or were deleted there: put them back, from an older version or a copy of "
+            "the store. `millstream follow --rebuild` begins with what the store has.",
+        ) from error
+    except ShipmentUnreadable as error:
+        raise ShipmentUnreadable(
+            f"what the object store has is damaged: {error.message}",
+            hint="Put the object back, from an older version or a copy of the store.",
         ) from error
