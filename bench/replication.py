@@ -24,6 +24,7 @@ from millstream.errors import LinkLost
 from millstream.model.ids import Epoch
 from millstream.model.replication import Acknowledgement, Hello, NodeName
 from millstream.replication.flight import FlightTransport, FollowRequest, LeaderAddress
+from millstream.replication.joined_link import JoinedLink
 from millstream.replication.object_layout import behind
 from millstream.wal.replica import ReplicaLog
 from millstream.wal.shipping import ShipSource
@@ -82,7 +83,7 @@ def ship() -> Iterator[Figure]:
         yield compared(
             "ship_vs_raw_transport", ours, peer, unit="MiB/s", goal=">= 0.8", rows=rows, size_bytes=size,
             note=f"a log of 1 shard in segments of 64 MiB, to a follower in a process of its own, from which every byte is verified and fsynced before it is acknowledged,"
-            f" in shipments of {_SHIPMENT_BYTES >> 20} MiB; the peer sends the same files by DoPut in pieces of that size, each written and fdatasynced by the receiver's process",
+            f" in shipments of {_SHIPMENT_BYTES >> 20} MiB, those that came meanwhile together, as `millstream follow` takes them; the peer sends the same files by DoPut in pieces of that size, each written and fdatasynced by the receiver's process",
         )  # fmt: skip
 
 
@@ -147,7 +148,9 @@ def _receiver(kind: str, address: str) -> Iterator[subprocess.Popen[str]]:
 def _follow(path: Path, address: str) -> None:
     with closing(ReplicaLog.open(str(path / "wal"))) as log:
         node = NodeName("follower")
-        link = FlightTransport("bench", LeaderAddress(address)).connect(Hello(None, node, Epoch(0), {}), 60.0)
+        link = JoinedLink(
+            FlightTransport("bench", LeaderAddress(address)).connect(Hello(None, node, Epoch(0), {}), 60.0)
+        )
         while True:
             try:
                 shipment = link.recv(60.0)

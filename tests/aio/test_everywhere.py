@@ -199,6 +199,7 @@ def test_all_have_the_same_calls() -> None:
         "token",
         "read",
         "read_latest",
+        "merged",
         "append",
         "query",
         "status",
@@ -208,9 +209,7 @@ def test_all_have_the_same_calls() -> None:
     }
     assert public(millstream.RemoteHome) == wanted
     assert {
-        name: call
-        for name, call in public(millstream.OpenHome).items()
-        if name not in {"lake", "merged", "reader", "check_age"}
+        name: call for name, call in public(millstream.OpenHome).items() if name not in {"lake", "reader", "check_age"}
     } == wanted
     assert public(millstream.aio.AsyncOpenHome) == wanted
     assert public(millstream.aio.AsyncRemoteHome) == wanted

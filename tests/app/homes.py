@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 
@@ -32,9 +32,11 @@ def make_home(folder: Path, text: str) -> Path:
     return folder
 
 
-def run(home: Path, *words: str, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
+def run(
+    home: Path, *words: str, stdin: str = "", within: Sequence[str] = (), **environ: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "millstream.cli", "--home", str(home), *words],
+        [*within, sys.executable, "-m", "millstream.cli", "--home", str(home), *words],
         capture_output=True,
         text=True,
         timeout=600,

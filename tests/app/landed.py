@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from tests.app.homes import wait_for
 
 from millstream.app.home import Home
 from millstream.app.initialize import make_home
-from millstream.app.locks import RoleLock
+from millstream.app.locks import Role, RoleLock, holder
 from millstream.app.opened import open_other
 from millstream.app.part import Lifeline
 from millstream.app.wiring import lake_layout
@@ -99,11 +100,14 @@ class LandedHome:
         for thread in threads:
             thread.start()
         try:
+            # Who looks whether they run finds that they do.
+            roles: tuple[Role, ...] = ("owner", "pipeline") if lands else ("owner",)
+            wait_for(lambda: errors or all(holder(self.home.run_folder, role) for role in roles))
             yield
         finally:
             lifeline.stop.set()
             for thread in threads:
-                thread.join(60)
+                thread.join(300)
         if errors:
             raise errors[0]
 

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,6 +39,7 @@ class Node:
         stream: str = "",
         others: dict[str, int] | None = None,
         http: int = 0,
+        within: Sequence[str] = (),
     ) -> None:
         """Make its home.
 
@@ -51,6 +52,7 @@ class Node:
             stream: what else the stream has.
             others: where it reaches other nodes, if not there.
             http: its port for HTTP; 0: any.
+            within: what stands in front of each of its commands, to run it somewhere else than here.
         """
         self.name: Final = name
         nodes = "\n".join(f'{node} = "grpc://127.0.0.1:{port}"' for node, port in (ports | (others or {})).items())
@@ -61,6 +63,7 @@ class Node:
             f'[http]\nlisten = "127.0.0.1:{http}"\n[flight]\nlisten = "127.0.0.1:{ports[name]}"\n'
             f'[replication]\nnode = "{name}"\n{more}[replication.nodes]\n{nodes}\n',
         )
+        self._within: Final = within
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, part: str, *words: str) -> subprocess.Popen[bytes]:
@@ -68,7 +71,7 @@ class Node:
         command = {"owner": ["capture", "run"], "serve": ["serve"], "follow": ["follow"], "run": ["run"]}[part]
         with (self.home / f"{part}.log").open("ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "millstream.cli", "--home", str(self.home), *command, *words],
+                [*self._within, sys.executable, "-m", "millstream.cli", "--home", str(self.home), *command, *words],
                 stdout=output,
                 stderr=output,
                 env={**os.environ, "HOME": "/nonexistent"},
@@ -80,7 +83,7 @@ class Node:
         """End a process, and wait for it."""
         process = self._processes.pop(part)
         process.send_signal(how)
-        return process.wait(60)
+        return process.wait(180)
 
     def kill(self) -> None:
         """SIGKILL all that it runs."""
@@ -118,11 +121,11 @@ class Node:
 
     def ask(self, *words: str) -> subprocess.CompletedProcess[str]:
         """A command, to its end."""
-        return run(self.home, *words)
+        return run(self.home, *words, within=self._within)
 
     def answer(self, *words: str) -> Any:
         """What a command prints with `--json`; it has to succeed."""
-        done = run(self.home, *words, "--json")
+        done = self.ask(*words, "--json")
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 

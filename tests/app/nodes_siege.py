@@ -39,8 +39,8 @@ _TABLE_WRITES: Final = 20
 _BETWEEN_S: Final = 0.005
 """A client's pause between two writes."""
 _APPEND_S: Final = 1.5
-_PATIENCE_S: Final = 90.0
-"""How long what has to come about may take, once everything was healed: two cores are shared with others."""
+_PATIENCE_S: Final = 240.0
+"""How long what has to come about may take, once everything was healed: two slow cores are shared with others."""
 _AWAY: Final = ("dead", "stopped", "cut off", "silent")
 
 
@@ -81,7 +81,7 @@ class Writer:
         self._thread.join(within_s)
         was_done = not self._thread.is_alive()
         self._giving_up.set()
-        self._thread.join(60)
+        self._thread.join(180)
         for home in self._homes.values():
             home.close()
         return was_done
@@ -453,7 +453,7 @@ class Siege:
         )
         self._pass(self._rng.uniform(0.5, 4.0))
         process.kill()
-        self._say(f"it is killed: {process.wait(60)}")
+        self._say(f"it is killed: {process.wait(180)}")
         self.counts["promotions killed"] += 1
 
     def _follow(self, old: Node) -> None:
@@ -489,6 +489,14 @@ class Siege:
 
     def _conclude(self) -> None:
         self._heal()
+        had = [len(one.acknowledged) for one in self._writers]
+        self._until(
+            lambda: all(
+                one.failure is not None or len(one.acknowledged) > before + 3
+                for one, before in zip(self._writers, had, strict=True)
+            ),
+            "the writes go on",
+        )
         for writer in self._writers:
             assert writer.end(_PATIENCE_S), f"writer {writer.index} isn't answered: {writer.refusals}"
             assert writer.failure is None, f"writer {writer.index} failed: {writer.failure!r}"

@@ -34,7 +34,7 @@ def serving(home: Path, application: Application | None = None, *, port: int = 0
         yield f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(60)
+        thread.join(180)
         listener.close()
         made.close()
         assert not thread.is_alive()

@@ -54,13 +54,20 @@ class Follower:
 
 @contextmanager
 def held_soon(follower: Follower) -> Iterator[None]:
-    """What is appended in the block is held a moment later."""
-    timer = threading.Timer(0.3, follower.hold)
-    timer.start()
+    """What is appended in the block is held a moment later, however long its writer takes to begin."""
+    over = threading.Event()
+
+    def say() -> None:
+        while not over.wait(0.3):
+            follower.hold()
+
+    saying = threading.Thread(target=say)
+    saying.start()
     try:
         yield
     finally:
-        timer.join()
+        over.set()
+        saying.join()
 
 
 def numbers(home: Path) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -69,7 +70,7 @@ def process(home: Path, *words: str, **environ: str) -> Iterator[subprocess.Pope
     finally:
         started.terminate()
         try:
-            started.communicate(timeout=60)
+            started.communicate(timeout=180)
         except subprocess.TimeoutExpired:
             started.kill()
             started.communicate()
@@ -147,10 +148,12 @@ def test_the_configuration_says_what_may_grow(home: Path) -> None:
 
 
 APPEND = """
-import sys, millstream
+import os, sys, millstream
 home, name, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
 with millstream.open(home) as opened:
     for number in range(count):
+        if os.path.exists(os.path.join(home, "enough")):
+            break
         try:
             found = opened.append("web", "clicks", [{"who": name, "number": number}, {"who": name, "number": -number}])
         except millstream.errors.AppendOutcomeUnknown:
@@ -254,7 +257,9 @@ def test_what_was_acknowledged_is_there_when_who_writes_is_killed(home: Path, nu
         with process(home, "capture", "run") as owner:
             wait_for(lambda owner=owner: writes(home, owner.pid), what=lambda: "it starts")
             if not others:
-                others = appenders(home, *told, count=2_000)
+                others = appenders(
+                    home, *told, count=1_000_000
+                )  # until it's enough, however long an owner takes to begin
                 threads = [threading.Thread(target=listen, args=pair) for pair in zip(told, others, strict=True)]
                 for thread in threads:
                     thread.start()
@@ -262,6 +267,7 @@ def test_what_was_acknowledged_is_there_when_who_writes_is_killed(home: Path, nu
             wait_for(lambda so_far=so_far: all(len(told[n]) > so_far[n] + 50 for n in told), what=lambda: told)
             owner.send_signal(number)
             owner.wait()
+    (home / "enough").touch()
     for other, thread in zip(others, threads, strict=True):
         thread.join()
         assert other.wait() == 0
@@ -344,7 +350,7 @@ def test_a_caller_that_does_not_read_or_sends_by_halves_holds_nobody_up(
             for _ in range(1000):
                 mute.sendall(struct.pack("<II", len(head), 0) + head)  # each answer is as long, and nobody reads it
         b = appenders(home, "b", count=20)[0]
-        b.communicate(timeout=60)
+        b.communicate(timeout=180)
         assert b.returncode == 0
         other = pa.table({"who": ["large"], "number": [1], "bytes": [b"x" * 200_000]})
         client = AppendClient(Path(path))
@@ -405,10 +411,13 @@ def test_an_application_whose_main_thread_has_ended_goes_on_writing_for_others(h
             assert writer.stdout.readline() == f"{number}\n"
             assert writes(home, writer.pid)
         writer.stdin.close()
-        for number in range(6, 300):
+        deadline = time.monotonic() + 120
+        for number in itertools.count(6):
+            has_ended = writer.poll() is not None
             opened.append("web", "clicks", {"who": "other", "number": number})
-            if writer.poll() is not None and number > 50:
+            if has_ended and number > 50:
                 break
+            assert time.monotonic() < deadline
         assert writer.wait() == 0
         assert writes(home, os.getpid())
     assert [row["number"] for row in rows_of(home) if row["who"] == "other"] == list(range(1, number + 1))
@@ -445,15 +454,16 @@ def test_applications_append_while_a_job_lands_what_there_is(home: Path) -> None
     with millstream.open(home) as opened:
         opened.append("web", "clicks", {"number": 0})
         with process(home, "run", "--until-caught-up") as job:
-            slowest, number = 0.0, 0
+            slowest, number, started = 0.0, 0, time.monotonic()
             while job.poll() is None:
                 number += 1
                 began = time.monotonic()
                 opened.append("web", "clicks", {"number": number})
                 slowest = max(slowest, time.monotonic() - began)
+            lasted = time.monotonic() - started
         assert job.returncode == 0
     assert [row["number"] for row in rows_of(home)] == list(range(number + 1))
-    assert slowest < 25, "none had to wait until the job was done"
+    assert slowest < lasted / 2, "none had to wait until the job was done"
 
 
 def test_names_that_differ_by_case_alone_are_one_table_too_many(home: Path) -> None:

@@ -291,7 +291,7 @@ def _capturing(home: Path) -> Iterator[subprocess.Popen[bytes]]:
     try:
         yield process
         process.send_signal(signal.SIGTERM)
-        process.wait(60)
+        process.wait(180)
     finally:
         process.kill()
         process.wait()

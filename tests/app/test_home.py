@@ -139,7 +139,7 @@ def test_a_role_is_had_by_one_process_and_freed_by_its_death(tmp_path: Path) -> 
     assert caught.value.details["pid"] == child.pid
     RoleLock.take(tmp_path, "owner").release()
     child.kill()
-    child.wait(10)
+    child.wait(180)
     for pipe in (child.stdin, child.stdout):
         assert pipe is not None
         pipe.close()

@@ -37,8 +37,8 @@ def test_a_follower_has_the_leaders_bytes_and_says_whom_to_write_to(tmp_path: Pa
         a.start("serve")
         append(a, 1, 2, 3)
         eventually(a.is_there, "a answers", a)
-        refused = b.ask("promote")  # which nobody has told yet whom to follow
-        assert (refused.returncode, "two_leaders" in refused.stderr) == (1, True), refused.stderr
+        told = b.ask("promote")  # which nobody has told yet whom to follow
+        assert (told.returncode, "two_leaders" in told.stderr) == (1, True), told.stderr
         b.start("follow", "a")
         eventually(lambda: b.rows() == [1, 2, 3], "what was there comes", a, b)
         append(a, 4)
@@ -47,9 +47,12 @@ def test_a_follower_has_the_leaders_bytes_and_says_whom_to_write_to(tmp_path: Pa
         with pytest.raises(ReadOnly) as refused:
             append(b, 5)
         assert refused.value.details["leader"] == "a"
+        asked = b.ask("query", "from public.orders")  # which `millstream run` here wouldn't land either
+        assert re.search(r"hint: .* a\b.* leads the stream, and does", asked.stderr), asked
         (of_a,) = a.answer("replicas")["streams"]
         assert [one["node"] for one in of_a["followers"]] == ["b"]
-        assert "  followed by b: 0 records, 0 B behind, " in a.ask("status").stdout
+        has_all = "  followed by b: 0 records, 0 B behind, "
+        eventually(lambda: has_all in a.ask("status").stdout, "a knows what b has", a, b)
         b.end("follow", signal.SIGKILL)
         append(a, 5, 6)
         # How much one lacks that is away isn't known; how old what it has is at least, is.
@@ -97,8 +100,8 @@ def check_what_a_follower_says(a: Node, b: Node) -> None:
         assert (own.error, its.error) == (None, None)
         assert (its.check, its.message) == (f"node {other} of {STREAM}", f"answers, {role}, has group 3")
     eventually(lambda: a.url() and b.url(), "both listen", a, b)
-    assert httpx.get(f"{a.url()}/readyz").status_code == 200
-    unready = httpx.get(f"{b.url()}/readyz")
+    assert httpx.get(f"{a.url()}/readyz", timeout=60).status_code == 200
+    unready = httpx.get(f"{b.url()}/readyz", timeout=60)
     assert (unready.status_code, unready.json()["detail"]) == (503, "a leads: writes go there")
     assert f'millstream_replica_behind_records{{stream="{STREAM}"}} 0.0' in httpx.get(f"{b.url()}/metrics").text
     assert f'millstream_node_leads{{stream="{STREAM}"}} 1.0' in httpx.get(f"{a.url()}/metrics").text
@@ -304,6 +307,7 @@ def test_regions_follow_one_another_and_read_what_both_have_written(tmp_path: Pa
         own, copy = homes[0].answer("replicas")["streams"]
         assert [one["node"] for one in own["followers"]] == ["region-2"]
         assert (copy["stream"], copy["role"], copy["leader"]) == (f"{STREAM}@2", "follows", "region-2")
+        assert "  shop@2 follows region-2: up to " in homes[0].ask("status").stdout
         (told,) = homes[0].answer("status")["streams"]
         assert told["log"]["held"]["follower region-2"]["kind"] == "follower"
     finally:

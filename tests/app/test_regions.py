@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 import millstream
 from millstream.app.config.file import load_config
+from millstream.app.doctor import examine
 from millstream.app.home import Home
 from millstream.app.locks import RoleLock
 from millstream.app.reconciling import reconcile_stream
@@ -58,6 +59,12 @@ def made(folder: Path, region: int, config: str = CONFIG) -> Path:
     folder.mkdir(parents=True)
     (folder / "millstream.toml").write_text(config.format(region=region))
     return folder
+
+
+def doctor(home: Path) -> tuple[str, str]:
+    """What `doctor` finds of the stream's regions."""
+    (found,) = (one for one in examine(Home(home), lambda _: None) if one.check == "regions of shop")
+    return found.code, found.message
 
 
 def follow(home: Path, other: Path, region: int) -> None:
@@ -195,9 +202,12 @@ def test_a_log_that_is_not_the_regions_it_stands_for_is_refused(tmp_path: Path) 
         with pytest.raises(OtherRegion, match="named for region 1, which is this home's own"):
             rows_of(one)
         shutil.rmtree(one / "data" / "wal" / "shop@1")
+        follow(one, two, 2)
+        assert doctor(one) == ("ok", "this is region 1, has the log of region 2, 1 table can merge")
         (one / "millstream.toml").write_text(CONFIG.format(region=4))
         with pytest.raises(OtherRegion), millstream.open(one) as home:
             home.append("shop", "posts", [{"id": 9}])
+        assert doctor(one) == ("other_region", "the log that stands for region 4 is that of region 1")
 
 
 def test_a_writer_is_later_than_what_it_follows_whatever_its_clock(tmp_path: Path) -> None:
@@ -233,6 +243,7 @@ def test_tables_that_can_not_merge_are_refused_by_name(tmp_path: Path) -> None:
         )
         with pytest.raises(MergeUnsuitable, match=r"posts\.title is string"), millstream.open(one) as home:
             home.append("shop", "posts", [{"id": 9}])
+        assert doctor(one) == ("merge_unsuitable", "public.posts.title is string, which can't merge by pn_counter")
         (one / "millstream.toml").write_text("[streams.shop]\nregion = 1\n")
         with pytest.raises(UsageError, match="merges no table"):
             run(one)

@@ -96,9 +96,9 @@ def losing(url: str, every: int) -> Iterator[str]:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             listener.shutdown(socket.SHUT_RDWR)
-            accepting.join(60)
+            accepting.join(180)
             for thread in threads:
-                thread.join(60)
+                thread.join(180)
             assert not accepting.is_alive()
 
 

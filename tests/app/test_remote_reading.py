@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
@@ -28,6 +29,8 @@ from millstream.errors import (
     InvalidQuery,
     InvalidToken,
     OffsetExpired,
+    QueryMemoryFull,
+    ReplicaTooStale,
     ServerUnreachable,
     TokenFromFuture,
     UnknownStream,
@@ -75,6 +78,9 @@ def test_what_is_read_is_the_same_here_and_there(both: tuple[OpenHome, RemoteHom
     stretches = [list(home.read_latest("web", "users", rows_max=7)) for home in both]
     assert stretches[0] == stretches[1]
     assert len(stretches[0]) > 3
+    merged = [home.merged("web", "users", at=datetime(2020, 1, 1, tzinfo=UTC)) for home in both]
+    assert merged[0] == merged[1]
+    assert [row["n"] for row in merged[0].to_pylist() if row["id"] < 5] == [15, 16, 17, 18, 19]
     assert [s.get("tokens") for s in there.status()["streams"]] == [s.get("tokens") for s in here.status()["streams"]]
 
 
@@ -87,6 +93,7 @@ def test_what_is_read_is_the_same_here_and_there(both: tuple[OpenHome, RemoteHom
         (lambda home: list(home.read("web", after="00000000.s1")), InvalidToken),
         (lambda home: list(home.read("web", upto=f"{home.token('web').stream}.s99999")), TokenFromFuture),
         (lambda home: list(home.read_latest("web", "clicks")), UsageError),
+        (lambda home: home.merged("web", "nothing"), UnknownTable),
         (lambda home: home.query("select 1", stream="shop"), UnknownStream),
         (lambda home: home.query("select * from nothing", stream="web"), InvalidQuery),
         (lambda home: home.query("select 1; select 2", stream="web"), InvalidQuery),
@@ -102,6 +109,18 @@ def test_what_is_refused_is_refused_by_the_same_error(
             ask(home)
         said.append((type(caught.value), caught.value.as_dict()))  # type: ignore[attr-defined]
     assert said[0] == said[1]
+
+
+def test_a_table_of_all_regions_takes_what_it_may_behind_an_address(tmp_path: Path) -> None:
+    home = make_home(tmp_path / "web", WEB + '[http]\nquery_memory_bytes_max = "1MiB"\n')
+    with millstream.open(home) as here, serving(home) as url, millstream.connect(url) as there:
+        rows = [{"id": number, "text": f"{number:04}" * 100} for number in range(1000)]
+        here.append("web", "users", rows[:100])
+        assert there.merged("web", "users").to_pylist() == rows[:100]
+        here.append("web", "users", rows)
+        assert here.merged("web", "users").to_pylist() == rows
+        with pytest.raises(QueryMemoryFull, match="users"):
+            there.merged("web", "users")
 
 
 def test_what_can_be_no_stream_is_none(home: Path) -> None:
@@ -137,7 +156,9 @@ def test_a_query_is_answered_from_the_lake(tmp_path: Path, postgres: Database) -
             ]
             # For others it is a plain stream of Arrow's.
             answer = httpx.post(
-                f"{url}/v1/streams/shop/query", json={"sql": "select id from public.orders", "as_of": str(before)}
+                f"{url}/v1/streams/shop/query",
+                json={"sql": "select id from public.orders", "as_of": str(before)},
+                timeout=60,
             )
             assert answer.headers["content-type"] == "application/vnd.apache.arrow.stream"
             assert pa.ipc.open_stream(answer.content).read_all().num_rows == 200_000
@@ -177,7 +198,7 @@ def answering(*answers: bytes) -> Iterator[str]:
         thread = threading.Thread(target=work)
         thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        thread.join(60)
+        thread.join(180)
         assert not thread.is_alive()
 
 
@@ -232,6 +253,10 @@ def test_who_is_busy_is_asked_again_and_who_is_not_there_is_not_for_ever() -> No
         assert home.streams() == ["web"]
     with millstream.connect(url, timeout_s=0.3) as home, pytest.raises(ServerUnreachable):
         home.streams()
+    old = json.dumps({"code": "replica_too_stale", "detail": "1 h old", "hint": "", "details": {}}).encode()
+    stale = http(old, status="503 Service Unavailable", kind="application/problem+json", more="retry-after: 1\r\n")
+    with answering(stale) as url, millstream.connect(url) as home, pytest.raises(ReplicaTooStale):
+        home.streams()  # asked again, nobody would answer
     for wrong in ("ftp://127.0.0.1", "127.0.0.1:8787", "http://", "http://127.0.0.1?x=1"):
         with pytest.raises(UsageError):
             millstream.connect(wrong)

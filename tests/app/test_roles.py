@@ -16,12 +16,22 @@ import millstream
 from millstream.app.home import Home, replace_file
 from millstream.app.replicating.ages import age_of_replica, note_age
 from millstream.app.replicating.desk import answer_node, node_state
+from millstream.app.replicating.following import begin_to_follow
 from millstream.app.replicating.level_document import LEVEL, Terms
 from millstream.app.replicating.notes import FollowingNotes
 from millstream.app.replicating.promoting import promote
+from millstream.app.replicating.restoring import restore_stream
 from millstream.app.replicating.roles import VERSIONS_NAME, Roles, replication_folder, role_file
 from millstream.cli.main import cli
-from millstream.errors import MillstreamError, NotCaughtUp, ReadOnly, RoleUnreadable, UnknownNode, UsageError
+from millstream.errors import (
+    MillstreamError,
+    NotCaughtUp,
+    ReadOnly,
+    RoleUnreadable,
+    UnknownNode,
+    UnknownStream,
+    UsageError,
+)
 from millstream.model.ids import Epoch
 from millstream.model.replication import AckLevel, Document, NodeName
 from millstream.protocol.replication.roles import Promise, Role, RoleFact
@@ -188,3 +198,14 @@ def test_a_copy_is_neither_mended_by_itself_nor_imported_into(tmp_path: Path) ->
             changing.put(changing.fact.standing_for(Promise(Epoch(1), NodeName("b"))))
         mended = CliRunner().invoke(cli, ["--home", str(b.home), "wal", "repair"])
         assert mended.exit_code == 0, "where no leader is left, there is nobody to take it from anew"
+
+
+def test_a_node_alone_and_a_store_that_was_mistyped_say_what_to_look_at(tmp_path: Path) -> None:
+    (tmp_path / "millstream.toml").write_text(f'[streams.{STREAM}]\n[replication]\nnode = "a"\n')
+    with pytest.raises(UsageError) as nobody:
+        begin_to_follow(Home(tmp_path), None, [])
+    assert "[replication.nodes]" in nobody.value.hint
+    with pytest.raises(UnknownStream) as nothing:
+        restore_stream(f"file://{tmp_path}/nowhere", STREAM, tmp_path / "restored")
+    assert "object_store" in nothing.value.hint
+    assert not (tmp_path / "restored").exists()

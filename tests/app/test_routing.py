@@ -366,7 +366,7 @@ def test_the_process_that_runs_the_home_changes_it_for_a_command(home: Path) -> 
             assert "audit" in refused.stderr
     finally:
         started.terminate()
-        started.communicate(timeout=60)
+        started.communicate(timeout=300)
     assert_order(in_read_order(home))
     assert_lies_as_recorded(home)
 

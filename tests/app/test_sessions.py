@@ -291,7 +291,7 @@ def test_what_is_retried_by_session_is_there_once_however_often_the_writer_is_ki
         finally:
             stop.set()
         for one in running:
-            one.result(timeout=90)
+            one.result(timeout=300)
     with millstream.open(home) as opened:
         rows = [row for batch in opened.read("web", table="users") for row in batch.to_pylist()]
     found: dict[tuple[str, int], list[int]] = {}

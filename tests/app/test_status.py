@@ -387,7 +387,7 @@ def test_serve_answers_and_ends_at_a_signal(home: Home) -> None:
         assert 'millstream_lag_records{stage="lake",stream="shop"} 3.0' in get(address, "/metrics")[1]
     finally:
         server.send_signal(signal.SIGTERM)
-        _, rest = server.communicate(timeout=30)
+        _, rest = server.communicate(timeout=120)
     assert server.returncode == 0, rest
 
 

@@ -59,9 +59,9 @@ class Watch:
 def alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z" if Path("/proc").is_dir() else True
+    except (ProcessLookupError, FileNotFoundError):  # it may have gone between the two
         return False
-    return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z" if Path("/proc").is_dir() else True
 
 
 def until(condition: Callable[[], bool], seconds: float = 60) -> None:
@@ -185,7 +185,7 @@ def test_sigkill_of_the_supervisor_ends_its_parts() -> None:
     process, children = start_supervisor()
     assert all(map(alive, children))
     process.kill()
-    process.communicate(timeout=10)
+    process.communicate(timeout=120)
     until(lambda: not any(map(alive, children)))
 
 
@@ -193,7 +193,7 @@ def test_sigkill_of_the_supervisor_ends_its_parts() -> None:
 def test_a_signal_to_the_supervisor_alone_drains_all(number: signal.Signals) -> None:
     process, children = start_supervisor()
     process.send_signal(number)
-    out, _ = process.communicate(timeout=20)
+    out, _ = process.communicate(timeout=120)
     assert out.count("outcome") == 2
     assert out.endswith("end 1\n")
     assert process.returncode == 0

@@ -151,7 +151,7 @@ def test_it_goes_on_while_others_write_and_stops_when_told(home: Home) -> None:
             home.put(ShardId(number % 2), str(number))
         wait_for(lambda: sum(shard.taken for shard in taking.progress.shards.values()) == 50)
         stop.set()
-        thread.join(60)
+        thread.join(180)
         assert not thread.is_alive()
     assert sorted(home.texts(), key=int) == [str(number) for number in range(50)]
     home.take()
@@ -364,7 +364,7 @@ def test_what_is_passed_while_it_runs_is_noted_before_it_ends(home: Home, monkey
             wait_for(lambda: taking.progress.shards[NORTH].place == 7)
         finally:
             stop.set()
-            thread.join(60)
+            thread.join(180)
 
 
 def test_what_was_passed_counts_for_no_log_that_has_less(home: Home, tmp_path: Path) -> None:
@@ -430,7 +430,7 @@ def test_a_held_table_is_asked_for_by_name_while_the_reader_runs_or_before(
                 wait_for(lambda: not taking.progress.held)
         finally:
             stop.set()
-            thread.join(60)
+            thread.join(180)
     with pytest.raises(UsageError, match="is not set aside"):
         retry("visits")
     assert (home.texts("visits"), home.texts()) == (["v0", "v1", "v2"], ["c1", "c2"])
@@ -507,6 +507,6 @@ def test_a_buffer_made_anew_under_a_running_reader_ends_it(home: Home) -> None:
         wait_for(lambda: taking.progress.shards and taking.progress.shards[NORTH].taken == 1)
         remade(home)
         home.put(NORTH, "another", "buffer's")
-        thread.join(60)
+        thread.join(180)
         assert [type(error) for error in found] == [BufferReplaced]
     assert home.texts()[0] == "one"

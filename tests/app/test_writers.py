@@ -415,7 +415,7 @@ def test_a_writer_that_died_is_recovered_by_another_within_its_lease(home: Path,
         last = append(second, 1)
         reader = StreamReader(str(Home(home).wal_folder("shop")))
         wait_for(lambda: reader.persisted_upto() >= last)
-        assert states(home) == {"writer": "stopped", "second": "alive"}
+        wait_for(lambda: states(home) == {"writer": "stopped", "second": "alive"}, what=lambda: states(home))
     finally:
         capture.kill()
         capture.wait()
@@ -506,14 +506,14 @@ def test_a_catalog_that_was_away_for_longer_than_a_lease_makes_nobody_take_the_o
         writers = [
             stack.enter_context(
                 SharedWriter.open(
-                    catalog, stream, str(tmp_path / "wal"), name=name, location="here", lease_s=1.0, shard_count=1
+                    catalog, stream, str(tmp_path / "wal"), name=name, location="here", lease_s=2.0, shard_count=1
                 )
             )
             for name in "abc"
         ]
         numbers = [append(writer, number) for number, writer in enumerate(writers, 1)]
         server.stop("fast")
-        time.sleep(3.0)
+        time.sleep(4.0)
         server.start()
         again = []
         for number, writer in enumerate(writers, 4):
@@ -535,7 +535,7 @@ def test_a_server_that_leaves_a_call_unanswered_holds_up_no_sign_of_life(
         first, second = (
             stack.enter_context(
                 SharedWriter.open(
-                    catalog, stream, str(tmp_path / "wal"), name=name, location="here", lease_s=1.0, shard_count=1
+                    catalog, stream, str(tmp_path / "wal"), name=name, location="here", lease_s=2.0, shard_count=1
                 )
             )
             for name in "ab"
@@ -550,7 +550,7 @@ def test_a_server_that_leaves_a_call_unanswered_holds_up_no_sign_of_life(
             os.kill(pid, signal.SIGSTOP)
         try:
             append(first, 2)
-            time.sleep(3.0)
+            time.sleep(4.0)
             last = append(second, 3)
             reader = StreamReader(str(tmp_path / "wal"))
             wait_for(lambda: reader.persisted_upto() >= last)

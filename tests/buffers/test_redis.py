@@ -92,7 +92,7 @@ def test_a_server_that_is_silent_leaves_the_outcome_unknown_and_one_that_is_gone
     own_redis: EmbeddedRedis,
 ) -> None:
     """An operation that was sent may be stored: sent again by the buffer itself, it is stored once."""
-    with RedisBuffer(RedisOptions(own_redis.url, "orders", create_shards=1, timeout_s=5.0)) as buffer:
+    with RedisBuffer(RedisOptions(own_redis.url, "orders", create_shards=1, timeout_s=3.0)) as buffer:
         buffer.append(NORTH, application_op(texts=["0"]))
         own_redis.pause()
         with pytest.raises(BufferOutcomeUnknown):

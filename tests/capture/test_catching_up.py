@@ -232,7 +232,7 @@ def test_a_stop_in_the_middle_leaves_slot_and_log_at_one_place(stage: Stage) -> 
     stage.catch_up()
     stage.sql(*(orders(n * 100 + 1, n * 100 + 100) for n in range(60)))
     in_chunks(stage)
-    stage.log.delay_s = 0.05
+    stage.log.delay_s = 0.2
     running = stage.start()
     wait_until(lambda: len(stage.log.entries) >= 3, "some of it is there")
     outcome = running.stop()
@@ -257,7 +257,7 @@ def test_a_broken_connection_is_taken_up_again_in_chunks(stage: Stage) -> None:
     stage.catch_up()
     stage.sql(*(orders(n * 100 + 1, n * 100 + 100) for n in range(60)))
     in_chunks(stage, buffer_bytes_max=16 << 10)  # so that reading waits for the log
-    stage.log.delay_s = 0.05
+    stage.log.delay_s = 0.2
     with capture_logs() as said:
         running = stage.start()
 
@@ -450,7 +450,7 @@ def run_process(stage: Stage, failpoints: str = "", **more: Any) -> tuple[int, s
         env={**os.environ, "MILLSTREAM_FAILPOINTS": failpoints},
         stdout=subprocess.PIPE,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     return done.returncode, done.stdout

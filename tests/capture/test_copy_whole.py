@@ -204,15 +204,16 @@ def test_a_pause_ends_the_reading_and_lets_the_stream_go_on(stage: Stage) -> Non
 
 def test_stops_in_the_midst_cost_nothing_and_are_quick(stage: Stage) -> None:
     filled(stage, 2000)
-    stage.config = replace(stage.config, copy_rate=lambda: 1 << 17)
+    stage.config = replace(stage.config, copy_rate=lambda: 1 << 13)  # four minutes' worth
     with written_without_a_pause(stage, "bag"):
         for _ in range(3):
             running = stage.start()
             wait_until(lambda: holds(stage), "the stream is held")
             began = time.monotonic()
             running.stop()
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < 60
             assert not files(stage)
+            assert not streams(stage)
     stage.config = replace(stage.config, copy_rate=lambda: None)
     stage.catch_up()
     assert bag_in_log(stage) == bag_at_source(stage)
@@ -332,16 +333,17 @@ def test_rows_for_which_there_is_no_space_are_waited_for_and_nothing_else_is(
 
 def test_a_stream_that_is_held_for_longer_than_the_senders_patience_keeps_its_connection(stage: Stage) -> None:
     filled(stage, 3000)
-    stage.sql(f"ALTER DATABASE {stage.config.slot} SET wal_sender_timeout = '1s'")
-    stage.config = replace(stage.config, copy_rate=lambda: 1 << 19, buffer_bytes_max=20_000)
+    stage.sql(f"ALTER DATABASE {stage.config.slot} SET wal_sender_timeout = '1500ms'")
+    stage.config = replace(stage.config, copy_rate=lambda: 350_000, buffer_bytes_max=20_000)
     query = "SELECT pid FROM pg_stat_replication WHERE application_name = 'millstream stream'"
     with written_without_a_pause(stage, "bag"), stage.connect() as connection:
         running = stage.start()
+        wait_until(lambda: files(stage), "the table is read")
+        began = time.monotonic()
         wait_until(lambda: holds(stage), "the stream is held")
         before = connection.execute(query).fetchone()
-        began = time.monotonic()
         wait_until(lambda: streams(stage), "the copy is whole")
-        assert time.monotonic() - began > 3, "it was held for three times as long"
+        assert time.monotonic() - began > 4.5, "it was held for three times as long"
         assert connection.execute(query).fetchone() == before
     running.stop()
     stage.catch_up()

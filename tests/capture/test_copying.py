@@ -133,7 +133,7 @@ def test_a_copy_beside_a_live_workload_ends_equal_to_the_source(stage: Stage, wo
 def test_a_copy_that_was_stopped_goes_on_with_the_next_chunk(stage: Stage) -> None:
     stage.sql(DOCS, "INSERT INTO docs SELECT i, 'x', 0 FROM generate_series(1, 2000) i")
     stage.config = replace(stage.config, copy_workers=1, chunk_rows=20)
-    stage.log.delay_s = 0.02
+    stage.log.delay_s = 0.1  # ten seconds' worth, of which one is waited for
     running = stage.start()
     wait_until(lambda: copied_rows(stage, "docs") > 200, "some chunks are copied")
     running.stop()
@@ -174,7 +174,7 @@ def test_a_transaction_that_no_snapshot_sees_yet_is_newer_than_any_chunk(stage: 
             local.execute("SET synchronous_commit = local")
             local.execute("ALTER SYSTEM RESET synchronous_standby_names")
             local.execute("SELECT pg_reload_conf()")
-    thread.join(60)
+    thread.join(180)
     blocked.close()
     wait_until(lambda: stage.state("public.docs") is TableState.STREAMING, "the copy is whole")
     running.stop()

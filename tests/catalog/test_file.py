@@ -75,6 +75,6 @@ def test_several_processes_open_a_new_catalog_at_once_and_no_epoch_is_given_twic
         process.start()
     epochs = [epoch for _ in processes for epoch in results.get(timeout=300)]
     for process in processes:
-        process.join(60)
+        process.join(180)
         assert process.exitcode == 0
     assert sorted(epochs) == list(range(1, 31))

@@ -156,7 +156,7 @@ def test_a_fence_waits_for_a_draw_and_no_draw_comes_behind_it(catalog: Catalog):
     with Catalog(catalog.database.address or "") as other:
         fence = PostgresSequenceStore(other.database, stream)
         again = fence.register("a", "here")
-        thread.join(60)
+        thread.join(180)
         assert not thread.is_alive()
         assert drawn[-1].last == again.newest
         fence.close()

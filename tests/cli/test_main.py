@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 
@@ -43,13 +43,33 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_a_follower_begins_without_what_it_does_not_need() -> None:
+    code = (
+        "import gc, sys\n"
+        "from millstream.cli.starting import importing, leave_pandas_out\n"
+        "with importing():\n"
+        "    leave_pandas_out()\n"
+        "    import millstream.app.replicating.following, millstream.app.config.model, pyarrow as pa\n"
+        "assert gc.isenabled() and gc.get_freeze_count()\n"
+        "assert pa.array([1]).to_pylist() == [1]\n"
+        "print(sorted(set(sys.modules) & {'alembic', 'duckdb', 'fastapi', 'numba', 'obstore', 'pandas', 'sqlalchemy'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def cpu_s_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_help_answers_at_once() -> None:
     times = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = cpu_s_of_children()
         assert millstream("--help").returncode == 0
-        times.append(time.perf_counter() - start)
-    # A loaded machine must not fail the suite: 0.3 s is the figure that `make bench` reports.
+        times.append(cpu_s_of_children() - start)
+    # A loaded machine must not fail the suite, so that what others take of it doesn't count: 0.3 s is the figure that `make bench` reports.
     assert min(times) < 1.0
 
 

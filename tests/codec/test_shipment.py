@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from uuid import UUID
 
@@ -64,7 +65,7 @@ SHIPMENTS = st.builds(
 )
 HELLOS = st.builds(
     Hello, st.none() | STREAMS, NODES, INT63.map(Epoch), POSITIONS, st.dictionaries(st.text(max_size=8), INT63, max_size=2),
-    NODES | st.just(NodeName("")),
+    NODES | st.just(NodeName("")), st.text(max_size=16),
 )  # fmt: skip
 ACKNOWLEDGEMENTS = st.builds(
     Acknowledgement, NODES, INT63.map(Epoch), POSITIONS, INT63.map(GroupNumber), INT63.map(Seq), INT63, INT63, INT63,
@@ -82,6 +83,19 @@ def test_what_is_decoded_is_what_was_said(message: Message):
     data = encoded(message)
     assert decode_message(data) == message
     assert message_size(data[:START_SIZE]) == len(data)
+
+
+@given(MESSAGES, st.lists(st.integers(0, 400), max_size=4), st.integers(0), st.integers(0, 7))
+def test_a_message_is_the_same_wherever_it_was_cut_in_pieces(message: Message, cuts: list[int], place: int, bit: int):
+    data = encoded(message)
+    edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    assert decode_message(*(data[begin:end] for begin, end in pairwise(edges))) == message
+    flipped = bytearray(data)
+    flipped[place % len(data)] ^= 1 << bit
+    with pytest.raises(ShipmentUnreadable):
+        decode_message(*(flipped[begin:end] for begin, end in pairwise(edges)))
+    with pytest.raises(ShipmentUnreadable):
+        decode_message(*(data[begin:end] for begin, end in pairwise(edges)), b"\0")
 
 
 @given(MESSAGES, st.integers(0), st.integers(0, 7))
@@ -122,6 +136,10 @@ def test_the_bytes_of_a_part_are_neither_copied_when_encoded_nor_when_decoded():
     assert isinstance(found, Shipment)
     assert isinstance(found.parts[0].data, memoryview)
     assert found.parts[0].data.obj is data
+    in_pieces = decode_message(*buffers)
+    assert isinstance(in_pieces, Shipment)
+    assert isinstance(in_pieces.parts[0].data, memoryview)
+    assert in_pieces.parts[0].data.obj is body
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,9 @@ def test_a_dry_run_tells_people_what_changes_and_who_knows_a_row() -> None:
     assert lines["id=1, part=a", "hidden"] == ("False", "True", "True", "both")
     assert lines["id=2, part=a", "views"] == ("1", None, "1", "local")
     assert ("id=1, part=a", "ratio") not in lines
+    assert ("id=2, part=a", "title") not in lines, "nobody has said anything of it"
+    bare = ENGINE.dry_run(posts(1), posts(2, {"id": 3, "part": "b"})).to_pylist()
+    assert {(line["key"], line["known_to"]) for line in bare} == {("id=3, part=b", "remote")}
     assert ENGINE.dry_run(local, remote, rows_max=2).num_rows == 2
     assert ENGINE.dry_run(local, local).num_rows == 0
     assert ENGINE.dry_run(posts(1), posts(2)).num_rows == 0

@@ -50,7 +50,7 @@ class Home:
         _, bracket, tail = rest.partition("\n[")
         config.write_text(f"{head}[streams.shop.lake]\n{settings}{bracket}{tail}")
 
-    def command(self, *arguments: str, home: bool = True, check: bool = True, timeout_s: float = 120) -> str:
+    def command(self, *arguments: str, home: bool = True, check: bool = True, timeout_s: float = 600) -> str:
         """A command's stdout; the test fails with its stderr where it doesn't end with 0."""
         done = subprocess.run(
             self._argv(arguments, home=home), capture_output=True, text=True, timeout=timeout_s, check=False
@@ -60,7 +60,7 @@ class Home:
         return done.stdout
 
     @contextmanager
-    def commanding(self, *arguments: str, timeout_s: float = 300) -> Iterator[None]:
+    def commanding(self, *arguments: str, timeout_s: float = 900) -> Iterator[None]:
         """A command beside what the test does meanwhile; it must end with 0."""
         command = subprocess.Popen(self._argv(arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         try:
@@ -71,7 +71,7 @@ class Home:
             command.wait()
         assert command.returncode == 0, f"millstream {' '.join(arguments)}: exit {command.returncode}\n{said[-4000:]}"
 
-    def caught_up(self, *, timeout_s: float = 240) -> None:
+    def caught_up(self, *, timeout_s: float = 900) -> None:
         """`run --until-caught-up`, which must end with 0."""
         self.runs += 1
         log = self.path.parent / f"{self.path.name}-run-{self.runs}.log"
@@ -157,10 +157,10 @@ class Run:
         below = self.children()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
-            self.process.wait(30)
-        wait_for(lambda: not any(alive(pid) for pid in below), "every child of a killed run ends", timeout_s=180)
+            self.process.wait(120)
+        wait_for(lambda: not any(alive(pid) for pid in below), "every child of a killed run ends", timeout_s=400)
 
-    def stop(self, *, timeout_s: float = 120) -> int:
+    def stop(self, *, timeout_s: float = 240) -> int:
         """SIGTERM, and the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)
@@ -178,7 +178,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_for(condition: Any, what: str, *, timeout_s: float = 60) -> None:
+def wait_for(condition: Any, what: str, *, timeout_s: float = 240) -> None:
     """Return once `condition()` is true; the test fails at the deadline."""
     end = time.monotonic() + timeout_s
     while not condition():

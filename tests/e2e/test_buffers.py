@@ -95,12 +95,12 @@ def follow_through_kills(tmp_path: Path, kind: str, location: str) -> None:
 
     writer = threading.Thread(target=write)
     writer.start()
-    wait_for(lambda: answers, seconds=60)
+    wait_for(lambda: answers)
     for kill in range(1, KILLS + 1):
         with owner(south) as process:
             wanted = kill * APPENDS // (KILLS + 1)
             wait_until_there(south, wanted)
-            wait_for(lambda: said_of(south), seconds=60)
+            wait_for(lambda: said_of(south))
             process.send_signal(signal.SIGKILL)
             process.wait()
     writer.join()

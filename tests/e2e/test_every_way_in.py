@@ -56,7 +56,7 @@ def test_every_way_into_a_stream_lands_in_one_lake(tmp_path: Path) -> None:
         def ready() -> bool:
             assert running.poll() is None, (tmp_path / "run.log").read_text()
             try:
-                return httpx.get(f"{url}/readyz").status_code == 200
+                return httpx.get(f"{url}/readyz", timeout=60).status_code == 200
             except httpx.TransportError:
                 return False
 

@@ -100,7 +100,7 @@ class Siege:
 
     def strike_at_random(self, run: Run) -> None:
         """Kill one of the processes, whichever, once something is in flight."""
-        wait_for(lambda: run.children() and self.in_flight(), "something in flight", timeout_s=180)
+        wait_for(lambda: run.children() and self.in_flight(), "something in flight", timeout_s=400)
         victims = run.children()
         if not victims:
             return
@@ -121,33 +121,36 @@ def siege(
     points: Collection[str] = tuple(POINTS),
     lake: str = "",
 ) -> Iterator[tuple[Siege, psycopg.Connection[Any]]]:
-    """A database with tables of every kind, and a home that captures it; `lake` is the lake's configuration, where it isn't files."""
+    """A database with tables of every kind, for as long as the block lasts, and a home that captures it; `lake` is the lake's configuration, where it isn't files."""
     database = f"{database}_{seed}"
     dsn = server.create_database(database)
-    with server.connect(database, autocommit=True) as connection:
-        # Defaults of added columns are values that were never sent: this test compares what was.
-        workload = Workload(seed, add_defaults=False)
-        workload.setup(connection)
-        connection.execute("CREATE TABLE public.copied (id bigint PRIMARY KEY, body text)")
-        connection.execute(
-            "INSERT INTO public.copied SELECT i, repeat(md5(i::text), 4) FROM generate_series(1, %s) AS i",
-            [COPIED_ROWS],
-        )
-        home = Home(tmp_path / "shop", dsn, tables=("*.*",))
-        home.init()
-        config = home.path / "millstream.toml"
-        config.write_text(
-            config.read_text().replace(
-                "[streams.shop.source]", "[streams.shop.source]\ncopy_chunk_rows = 200\ncopy_workers = 1", 1
+    try:
+        with server.connect(database, autocommit=True) as connection:
+            # Defaults of added columns are values that were never sent: this test compares what was.
+            workload = Workload(seed, add_defaults=False)
+            workload.setup(connection)
+            connection.execute("CREATE TABLE public.copied (id bigint PRIMARY KEY, body text)")
+            connection.execute(
+                "INSERT INTO public.copied SELECT i, repeat(md5(i::text), 4) FROM generate_series(1, %s) AS i",
+                [COPIED_ROWS],
             )
-        )
-        if lake:
-            home.set_lake(lake)
-        witnesses = tmp_path / "witnesses"
-        witnesses.mkdir()
-        for point in points:
-            (witnesses / point).touch()
-        yield Siege(home, server, database, workload, random.Random(seed), witnesses), connection
+            home = Home(tmp_path / "shop", dsn, tables=("*.*",), slot=database)
+            home.init()
+            config = home.path / "millstream.toml"
+            config.write_text(
+                config.read_text().replace(
+                    "[streams.shop.source]", "[streams.shop.source]\ncopy_chunk_rows = 200\ncopy_workers = 1", 1
+                )
+            )
+            if lake:
+                home.set_lake(lake)
+            witnesses = tmp_path / "witnesses"
+            witnesses.mkdir()
+            for point in points:
+                (witnesses / point).touch()
+            yield Siege(home, server, database, workload, random.Random(seed), witnesses), connection
+    finally:
+        server.drop_database(database)  # with its slot: others of this server may want the name
 
 
 def kill_everything_everywhere(
@@ -218,7 +221,6 @@ def test_soak_of_kills(tmp_path: Path, postgres_server: EmbeddedPostgres) -> Non
             problems = settle(under, connection)
             report(under, seed)
             assert not problems, "\n".join([f"seed {seed}", *problems])
-        postgres_server.drop_database(under.database)
 
 
 def report(under: Siege, seed: int) -> None:

@@ -101,7 +101,7 @@ class Bank:
         """No transaction runs meanwhile; tells the last one's number."""
         self._idle.clear()
         self._go.clear()
-        wait_for(lambda: self._idle.is_set() or self.failure, "the bank to rest", timeout_s=30)
+        wait_for(lambda: self._idle.is_set() or self.failure, "the bank to rest")
         try:
             yield self._tx
         finally:
@@ -219,11 +219,11 @@ def test_answers_hold_whole_transactions_whatever_part_of_the_lake_is_killed_whe
                 check_whole(home)
             # At rest the lake comes to stand where the source does, and both say the same.
             with bank.resting() as last:
-                wait_for(lambda: check_whole(home) == last, f"transaction {last} in the lake", timeout_s=240)
+                wait_for(lambda: check_whole(home) == last, f"transaction {last} in the lake", timeout_s=500)
                 assert in_lake(home) == in_source(connection)
                 token = json.loads(home.command("status", "--json"))["streams"][0]["tokens"]["landed"]
                 then = in_source(connection)
-            wait_for(lambda: check_whole(home) > last, "the next transactions", timeout_s=240)
+            wait_for(lambda: check_whole(home) > last, "the next transactions", timeout_s=500)
             assert in_lake(home, "--as-of", token) == then, "a moment that has passed is answered as it was"
             with home.commanding("pipeline", "rebuild", "public.large"):
                 strike("lake.fold_file_written", "lake.before_fold_commit")
@@ -245,5 +245,5 @@ def test_answers_hold_whole_transactions_whatever_part_of_the_lake_is_killed_whe
         # What was left half done goes, once nobody can need it.
         with home.running():
             tables = [home.lake("current", f"public.{name}") for name in ("accounts", "entries", "counter", "large")]
-            wait_for(lambda: all(leftovers(table) == 0 for table in tables), "leftovers to go", timeout_s=240)
-            wait_for(lambda: home.status()["streams"][0]["log"]["first_seq"] > 1, "the log to let go", timeout_s=240)
+            wait_for(lambda: all(leftovers(table) == 0 for table in tables), "leftovers to go", timeout_s=500)
+            wait_for(lambda: home.status()["streams"][0]["log"]["first_seq"] > 1, "the log to let go", timeout_s=500)

@@ -72,7 +72,7 @@ def test_nothing_is_lost_or_doubled_and_the_log_is_freed_whenever_the_pipeline_d
             for _ in range(2):
                 write(1)
                 wait_for(landed, "the last rows", timeout_s=300)
-            wait_for(lambda: home.status()["streams"][0]["log"]["segments"] <= 4, "the log to be freed", timeout_s=180)
+            wait_for(lambda: home.status()["streams"][0]["log"]["segments"] <= 4, "the log to be freed", timeout_s=400)
             log = home.status()["streams"][0]["log"]
             assert log["first_seq"] > written - 10 * ROWS
             assert set(log["held"]) == {"lake"}

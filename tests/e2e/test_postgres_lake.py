@@ -185,13 +185,13 @@ def test_a_table_that_cannot_land_there_waits_for_its_retry_and_the_others_go_on
         with home.running():
             wait_for(lambda: to_number(there, "public.free") == 1, "the other table lands", timeout_s=240)
             source.execute("INSERT INTO blocked VALUES (2); INSERT INTO free VALUES (2)")
-            wait_for(lambda: to_number(there, "public.free") == 2, "the other table goes on", timeout_s=60)
+            wait_for(lambda: to_number(there, "public.free") == 2, "the other table goes on", timeout_s=240)
             (state,) = [t for t in home.status()["streams"][0]["tables"] if t["name"] == "public.blocked"]
             assert state["state"] == "set_aside"
             assert "public.blocked" in state["reason"]
             there.execute("DROP TABLE public.blocked")
             home.command("tables", "retry", "public.blocked")
-            wait_for(lambda: to_number(there, "public.blocked") == 2, "what waited is there", timeout_s=60)
+            wait_for(lambda: to_number(there, "public.blocked") == 2, "what waited is there", timeout_s=240)
         assert there.execute("SELECT record_pk FROM public_changes.blocked ORDER BY seq").fetchall() == [("1",), ("2",)]
 
 

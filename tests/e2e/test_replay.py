@@ -36,7 +36,7 @@ def part(home: Home, name: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
         yield process
     finally:
         process.kill()
-        process.wait(60)
+        process.wait(180)
 
 
 @pytest.mark.timeout(1800)
@@ -69,7 +69,7 @@ def test_a_replay_is_told_and_goes_on_after_a_kill(tmp_path: Path, postgres_serv
                 # Each in a commit group of its own, so that there are many segments.
                 wait_for(lambda upto=(number + 1) * ROWS: in_the_log() >= upto, "a transaction in the log")
             capture.send_signal(signal.SIGTERM)
-            assert capture.wait(60) == 0
+            assert capture.wait(180) == 0
         (there,) = connection.execute("SELECT count(*), md5(string_agg(body, ',' ORDER BY id)) FROM items").fetchall()
     before = stream()
     assert before["replay"] is None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TypeVar
 
-from millstream.errors import LinkLost, NotCaughtUp, PromotionLost
+import pytest
+
+from millstream.errors import LinkLost, NodeNameTaken, NotCaughtUp, PromotionLost
 from millstream.model.ids import Epoch, GroupNumber
 from millstream.model.positions import Seq
 from millstream.model.replication import AckLevel, NodeName
@@ -154,6 +157,56 @@ def test_of_two_at_once_the_lower_promise_loses():
     assert one.step(promoting.Overtaken(Promise(Epoch(1), A))) == [], "lower than its own"
     one.step(promoting.Overtaken(Promise(Epoch(1), C)))
     assert isinstance(one.error(), PromotionLost)
+    assert one.all_say(c=4) == [], "it is over"
+
+
+def test_who_has_the_claim_stands_again_above_one_that_lost_it():
+    """… and keeps its own promise, which is as high: nobody would lead."""
+    one = Contest("object", has_store=True)
+    one.all_say(a=None, c=5)
+    one.step(promoting.Claimed())
+    effects = one.step(promoting.Overtaken(Promise(Epoch(1), C)))
+    assert [survey.node for survey in of(promoting.Survey, effects)] == [A, C]
+    assert one.step(promoting.Overtaken(Promise(Epoch(1), C))) == [], "told twice"
+    one.step(promoting.Answered(C, replace(standing(5, Promise(Epoch(1), C)), is_candidate=True)))
+    assert one.step(promoting.Unanswered(A)) == [promoting.Claim(Promise(Epoch(2), B))], "it may not have ended yet"
+    one.step(promoting.ClaimFailed(PromotionLost("c was faster")))
+    assert isinstance(one.error(), PromotionLost), "this time"
+
+
+def test_one_of_two_gives_way_before_it_stands():
+    one = Contest()
+    ahead = replace(standing(4, Promise(Epoch(1), C)), is_candidate=True)
+    one.step(promoting.Answered(C, ahead))
+    one.step(promoting.Unanswered(A))
+    assert isinstance(one.error(), PromotionLost), "it sees that another one stands"
+    one = Contest()
+    one.step(promoting.Answered(C, replace(standing(4), is_candidate=True)))
+    assert not one.step(promoting.Unanswered(A)) or one.stood, "that one doesn't stand yet"
+    assert one.one.state is promoting.State.ASKING
+
+
+@pytest.mark.parametrize(("node", "error"), [(C, PromotionLost), (B, NodeNameTaken)])
+def test_who_has_promised_something_since_it_began_doesnt_stand(node: NodeName, error: type[Exception]) -> None:
+    one = Promotion(B, frozenset({A, B, C}), RoleFact(Role.FOLLOWS, leader=A), AckLevel.parse("durable(2)"))
+    one.step(promoting.Begin(), 0.0)
+    for other in (A, C):
+        effects = one.step(promoting.Unanswered(other), 0.0)
+    assert of(promoting.Stand, effects)
+    (failed,) = of(promoting.Failed, one.step(promoting.Overtaken(Promise(Epoch(1), node)), 0.0))
+    assert isinstance(failed.error, error)
+
+
+@pytest.mark.parametrize("accept_loss", [False, True])
+def test_another_home_of_its_name_is_refused(*, accept_loss: bool) -> None:
+    one = Contest("object", has_store=True, accept_loss=accept_loss)
+    one.all_say(a=None, c=None)
+    one.step(promoting.ClaimFailed(NodeNameTaken("it is the other one's")))
+    assert isinstance(one.error(), NodeNameTaken)
+    one = Contest(accept_loss=accept_loss)
+    one.all_say(a=None, c=4)
+    one.step(promoting.Refused(C, NodeNameTaken("it is the other one's")))
+    assert isinstance(one.error(), NodeNameTaken)
     assert one.all_say(c=4) == [], "it is over"
 
 

@@ -182,13 +182,31 @@ def test_a_follower_that_has_lost_what_it_had_counts_for_nothing_until_it_has_it
     effects = led.step(shipping.Joined(LinkId(2), hello(B, at(10))))
     (dropped,) = of(shipping.DropLink, effects)
     assert dropped.link == LinkId(1)
-    assert isinstance(dropped.why, NodeNameTaken), "two homes of one name hear of each other"
+    assert isinstance(dropped.why, NodeNameTaken), "should it hear it still"
     assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(B, Seq(0), {}, anew=True)]
     assert of(shipping.PersistAcks, effects) == [shipping.PersistAcks(Holdings())]
     led.sent(2, 10, 0)
     effects = led.acked(2, B, 1, 10)
     assert of(shipping.PersistCursor, effects) == [shipping.PersistCursor(B, Seq(1), at(10))]
     assert led.counted() == {B: 1}
+
+
+def test_a_second_home_of_a_name_is_refused_while_the_first_one_is_there():
+    led = Led()
+    led.step(shipping.Durable(mark(5, 50)))
+    one, other = (replace(hello(B), home=home) for home in ("1", "2"))
+    led.step(shipping.Joined(LinkId(1), one))
+    led.sent(1, 50, 50)
+    led.acked(1, B, 5, 50)
+    (dropped,) = of(shipping.DropLink, led.step(shipping.Joined(LinkId(2), other)))
+    assert (dropped.link, type(dropped.why)) == (LinkId(2), NodeNameTaken)
+    assert led.counted() == {B: 5}
+    (dropped,) = of(shipping.DropLink, led.step(shipping.Joined(LinkId(3), one)))
+    assert dropped.link == LinkId(1), "who comes anew has lost its link before"
+    led.step(shipping.LinkGone(LinkId(3), ShipmentUnreadable("gone")))
+    effects = led.step(shipping.Joined(LinkId(4), other))
+    assert of(shipping.Greet, effects)
+    assert led.counted() == {}, "the other one hasn't what the first one had"
 
 
 def test_no_more_is_under_way_than_the_window_has():
@@ -333,7 +351,7 @@ class Following:
         self.fact = fact or RoleFact(Role.FOLLOWS, leader=A)
         self.follower = Follower(B, self.fact, STREAM, holding, backoff=Backoff(1.0, 8.0))
         self.now = 100.0
-        self.lineage, self.promise = Lineage(), UNPROMISED
+        self.lineage, self.promise, self.claimant = Lineage(), UNPROMISED, ""
 
     def step(self, event: following.Event) -> list[following.Effect]:
         return self.follower.step(event, self.now)
@@ -356,7 +374,7 @@ class Following:
         return self.step(following.Received(shipment, int(wall * 1e9)))
 
     def greet(self, group: int = 0) -> list[following.Effect]:
-        data = Greeting(self.lineage, GroupNumber(group)).to_json()
+        data = Greeting(self.lineage, GroupNumber(group), self.claimant).to_json()
         shipment = self.shipment()
         greeting = Shipment(
             STREAM, RegionId(0), shipment.epoch, documents=(Document(LINEAGE, 0, data),), leader=shipment.leader
@@ -515,6 +533,32 @@ def test_what_one_follower_is_enough_for_is_shown_with_an_acknowledgement_that_c
     assert kinds == [following.ShowAll, following.Say], "just before"
 
 
+def test_a_follower_is_led_by_one_home_of_a_name_under_a_promise():
+    one = Following(RoleFact(Role.FOLLOWS, leader=A).asked(Promise(Epoch(1), A), "first"))
+    one.promise = Promise(Epoch(1), A)
+    one.lineage = Lineage().with_reign(one.promise, GroupNumber(0))
+    one.claimant = "second"
+    _, said, broken = one.come()
+    assert isinstance(said, following.Say)
+    assert isinstance(said.word, NodeNameTaken)
+    assert broken == following.BreakLink()
+    assert isinstance(one.follower.trouble, NodeNameTaken)
+    one.now += 10
+    one.claimant = "first"
+    assert of(following.SetAside, one.come())
+
+
+def test_who_leads_is_noted_by_the_first_one_that_says_so():
+    one = Following()
+    one.promise = Promise(Epoch(1), A)
+    one.claimant = "first"
+    one.come()
+    assert one.follower.fact.claimant == "first"
+    with pytest.raises(NodeNameTaken):
+        one.follower.fact.asked(one.promise, "second")
+    assert one.follower.fact.asked(Promise(Epoch(2), A), "second").claimant == "second"
+
+
 def test_an_old_leader_follows_once_something_higher_is_heard():
     one = Following(RoleFact(), holding(7, 70))
     one.step(following.Tick())
@@ -611,12 +655,22 @@ def lineages(draw: st.DrawFn) -> Lineage:
     return lineage
 
 
-@given(lineages(), st.sampled_from(Role), st.integers(0, 20))
-def test_what_is_noted_is_read_again(lineage: Lineage, role: Role, group: int) -> None:
-    fact = RoleFact(role, lineage.last.promise, A, lineage)
+@given(lineages(), st.sampled_from(Role), st.integers(0, 20), st.text(max_size=64))
+def test_what_is_noted_is_read_again(lineage: Lineage, role: Role, group: int, claimant: str) -> None:
+    fact = RoleFact(role, lineage.last.promise, A, lineage, claimant)
     assert RoleFact.from_json(fact.to_json()) == fact
-    greeting = Greeting(lineage, GroupNumber(group))
+    greeting = Greeting(lineage, GroupNumber(group), claimant)
     assert Greeting.from_json(greeting.to_json()) == greeting
+
+
+def test_what_was_noted_before_there_were_claimants_is_read():
+    role = b'{"version": 1, "role": "follows", "epoch": 1, "promised_to": "a", "leader": "a", "lineage": [{"epoch": 0, "leader": "", "behind": 0}]}'
+    fact = RoleFact(Role.FOLLOWS, Promise(Epoch(1), A), A)
+    assert RoleFact.from_json(role) == fact
+    assert fact.asked(Promise(Epoch(1), A)) == fact, "one of before asks again"
+    assert fact.asked(Promise(Epoch(1), A), "first").claimant == "first", "what was heard of is asked for"
+    greeting = b'{"version": 1, "group": 3, "lineage": [{"epoch": 0, "leader": "", "behind": 0}]}'
+    assert Greeting.from_json(greeting) == Greeting(Lineage(), GroupNumber(3))
 
 
 @given(lineages(), lineages())
@@ -636,6 +690,8 @@ def test_lineages_part_at_the_first_reign_that_differs(one: Lineage, other: Line
         RoleFact().to_json().replace(b'"epoch": 0', b'"epoch": -1'),
         RoleFact().to_json().replace(b'"epoch": 0', b'"epoch": true'),
         RoleFact().to_json().replace(b'"leader": ""', b'"leader": 5'),
+        RoleFact().to_json().replace(b'"claimant": ""', b'"claimant": 5'),
+        RoleFact().to_json().replace(b'"claimant": ""', b'"claimant": "' + 65 * b"x" + b'"'),
         RoleFact().to_json().replace(b'"lineage": [', b'"lineage": [7, '),
     ],
 )  # fmt: skip

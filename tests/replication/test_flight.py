@@ -92,7 +92,7 @@ class TestFlight(LinkConformance):
 
 @pytest.fixture
 def impatient() -> Iterator[FlightStage]:
-    stage = FlightStage(silent_s=1.0)
+    stage = FlightStage(silent_s=2.0)
     yield stage
     stage.close()
 
@@ -113,7 +113,7 @@ def peer(*words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 def test_an_idle_link_stays(impatient: FlightStage):
     leader, follower = linked(impatient, hello_of())
-    assert (follower.recv(1.6), leader.recv(0.1)) == (None, None)
+    assert (follower.recv(3.0), leader.recv(0.1)) == (None, None)
     sent = shipments_of(segments=1)
     leader.send(sent[0])
     assert take_until(follower, lambda found: bool(found.sizes)).same_as(arrived(sent[:1]))
@@ -122,7 +122,7 @@ def test_an_idle_link_stays(impatient: FlightStage):
 @pytest.mark.parametrize("is_flooded", [False, True], ids=["idle", "flooded"])
 def test_a_follower_that_stands_still_is_given_up_and_its_call_ends(impatient: FlightStage, is_flooded: bool):
     with peer("follow", impatient.server.place) as (process, said):
-        leader = impatient.leader().accept(30.0)
+        leader = impatient.leader().accept(60.0)
         assert leader is not None
         assert said == "connected"
         os.kill(process.pid, signal.SIGSTOP)
@@ -138,8 +138,8 @@ def test_a_follower_that_stands_still_is_given_up_and_its_call_ends(impatient: F
 
 def test_a_leader_that_stands_still_is_given_up():
     with peer("lead") as (process, place):
-        transport = FlightTransport("web", LeaderAddress(place), silent_s=1.0)
-        follower = transport.connect(hello_of(), 30.0)
+        transport = FlightTransport("web", LeaderAddress(place), silent_s=2.0)
+        follower = transport.connect(hello_of(), 60.0)
         os.kill(process.pid, signal.SIGSTOP)
         error = next_error(follower.recv)
         assert isinstance(error, LinkLost)
@@ -152,7 +152,7 @@ def test_a_leader_that_stands_still_is_given_up():
 def test_a_leader_that_is_gone_breaks_the_link_and_cant_be_reached():
     with peer("lead") as (process, place):
         transport = FlightTransport("web", LeaderAddress(place))
-        follower = transport.connect(hello_of(), 30.0)
+        follower = transport.connect(hello_of(), 60.0)
         process.kill()
         process.wait()
         assert isinstance(next_error(follower.recv), LinkLost)
@@ -177,7 +177,7 @@ def test_a_leader_that_is_gone_breaks_the_link_and_cant_be_reached():
 def test_what_the_server_refuses_a_follower_with_is_what_it_gets(stage: FlightStage, refusal: MillstreamError):
     stage.server.refuses = refusal
     with pytest.raises(type(refusal)) as caught:
-        stage.follower().connect(hello_of(), 30.0)
+        stage.follower().connect(hello_of(), 60.0)
     assert caught.value.as_dict() == refusal.as_dict()
 
 
@@ -199,7 +199,7 @@ def test_a_token_is_shown_with_the_call(stage: FlightStage):
     stage.server.refuses = UsageError("not today")
     transport = FlightTransport("web", address)
     with pytest.raises(UsageError):
-        transport.connect(hello_of(), 30.0)
+        transport.connect(hello_of(), 60.0)
     assert stage.server.authorizations == ["Bearer mst_secret"]
     transport.close()
 
@@ -243,7 +243,7 @@ class Secured:
     def connect(self, shown: tuple[Path, Path] | None = None, trusted: Path | None = None) -> LeaderLink:
         certificate, key = shown or (None, None)
         address = LeaderAddress(self.server.place, True, trusted or self.authority.file, certificate, key)
-        return FlightTransport("web", address).connect(hello_of(), 30.0)
+        return FlightTransport("web", address).connect(hello_of(), 60.0)
 
 
 @contextlib.contextmanager
@@ -267,7 +267,7 @@ YESTERDAY = dt.datetime.now(dt.UTC) - dt.timedelta(days=1)
 
 
 def ships(of: Secured, follower: LeaderLink) -> None:
-    leader = of.server.transport.accept(30.0)
+    leader = of.server.transport.accept(60.0)
     assert leader is not None
     (sent,) = shipments_of(segments=1, shards=1, segment_bytes=10)
     leader.send(sent)
@@ -282,7 +282,7 @@ def test_over_tls(tmp_path: Path):
         with pytest.raises(CertificateUnusable, match="certificate of localhost"):
             of.connect(trusted=Authority(other).file)
         with pytest.raises(LinkLost, match="speaks TLS") as caught:
-            FlightTransport("web", LeaderAddress(of.server.place)).connect(hello_of(), 30.0)
+            FlightTransport("web", LeaderAddress(of.server.place)).connect(hello_of(), 60.0)
         assert "grpc+tls://" in caught.value.hint
 
 

@@ -93,7 +93,6 @@ class Scene:
         wait_for(
             lambda: archiver.stored_group >= group or (until is not None and until(archiver)),
             what=archiver.facts,
-            seconds=30,
         )
         archiver.stop(10.0)
         return archiver

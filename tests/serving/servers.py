@@ -62,8 +62,8 @@ def served(home: Path, *words: str, until: str = "listening", **environ: str) ->
         raise
     finally:
         process.send_signal(signal.SIGTERM)
-        code = process.wait(60)
-        thread.join(60)
+        code = process.wait(180)
+        thread.join(180)
         assert process.stderr is not None
         process.stderr.close()
     assert code == 0, found.said

@@ -102,10 +102,10 @@ def served(home: Path, **environ: str) -> Iterator[Served]:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
         try:
-            process.wait(60)
+            process.wait(180)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        listener.join(60)
+        listener.join(180)
         assert process.stderr is not None
         process.stderr.close()

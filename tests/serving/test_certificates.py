@@ -56,7 +56,7 @@ client_ca = "{authority.file}"
         port = server.address.rpartition(":")[2]
 
         def status(context: ssl.SSLContext, **headers: str) -> int:
-            with httpx.Client(verify=context) as client:
+            with httpx.Client(verify=context, timeout=60) as client:
                 return client.get(f"https://127.0.0.1:{port}/status", headers=headers).status_code
 
         assert status(named) == status(common) == 200
@@ -69,7 +69,7 @@ client_ca = "{authority.file}"
         done(home, "token", "revoke", "grafana")
         wait_for(lambda: status(named) == 401)
         with pytest.raises(httpx.HTTPError):
-            httpx.get(f"http://127.0.0.1:{port}/status")
+            httpx.get(f"http://127.0.0.1:{port}/status", timeout=60)
     assert sensor.rpartition("_")[2] not in repr(server.said)
 
 
@@ -113,7 +113,7 @@ def test_other_authorities_of_clients_are_taken_while_it_runs(tmp_path: Path, au
         def is_heard(shown: Authority) -> bool:
             try:
                 context = authority.client(shown.issue("client", ["loader.example.com"]))
-                return httpx.get(f"https://{server.address}/readyz", verify=context).status_code == 200
+                return httpx.get(f"https://{server.address}/readyz", verify=context, timeout=60).status_code == 200
             except httpx.RequestError:
                 return False
 

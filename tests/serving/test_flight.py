@@ -366,12 +366,12 @@ def test_a_reader_that_takes_nothing_is_cut_off_and_others_are_not(tmp_path: Pat
     with running(tmp_path / "home") as (_, flight):
         flight._readers._within_s = 1.0
         watching = threading.Thread(target=flight._readers.watch, args=(flight.port, flight._closing), daemon=True)
-        watching.start()
         with client(flight) as other:
             list(other.list_flights())
             _, reading = stalled(flight)
             slots = flight._home.config.flight.calls_max
             assert flight._reads._value == slots - 1
+            watching.start()
             wait_for(lambda: flight._reads._value == slots)
             # Cutting one leaves the others' connections alone.
             assert list(other.list_flights())
@@ -426,7 +426,7 @@ def test_more_calls_than_may_run_are_told_to_come_again(tmp_path: Path) -> None:
 
 def test_a_sender_of_nothing_is_told_so_and_gives_its_place_back(tmp_path: Path) -> None:
     """It kept it for ever. One that listens ends its call by itself; one that doesn't is cut off."""
-    with running(tmp_path / "home", KEYED + '[flight]\ncalls_max = 1\nidle_timeout = "1500ms"\n') as (_, flight):
+    with running(tmp_path / "home", KEYED + '[flight]\ncalls_max = 1\nidle_timeout = "3s"\n') as (_, flight):
         where = fl.FlightDescriptor.for_path("shop", "public.orders")
         put(flight, where, batch(0))  # the first one takes long
         for listens in (True, False):

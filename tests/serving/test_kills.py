@@ -46,7 +46,7 @@ class Senders:
     def join(self) -> None:
         self.stop.set()
         for thread in self.threads:
-            thread.join(120)
+            thread.join(400)
             assert not thread.is_alive()
 
     def _send(self, who: int) -> None:
@@ -56,7 +56,7 @@ class Senders:
                     return
                 body = b"".join(b'{"who": %d, "n": %d, "part": %d}\n' % (who, number, part) for part in range(3))
                 headers = {**LINES, "idempotency-key": f"{who}-{number}"}
-                deadline = time.monotonic() + 90
+                deadline = time.monotonic() + 300
                 while True:
                     if time.monotonic() > deadline:
                         self.wrong.append(f"{who}-{number} was never acknowledged")
@@ -124,7 +124,7 @@ def owner(home: Path) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(60)
+            process.wait(180)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -49,12 +49,16 @@ def test_a_session_goes_on_over_http_and_a_retry_is_there_once(tmp_path: Path) -
         url = f"{address}/v1/streams/web/tables/users"
         lines = b'{"id": 100}\n{"id": "x"}\n{"id": 101, "n": 1}\n{"n": 2}\n'
         found = httpx.post(
-            url, content=lines, headers={"Content-Type": "application/x-ndjson"}, params={"on_clash": "rows"}
+            url,
+            content=lines,
+            headers={"Content-Type": "application/x-ndjson"},
+            params={"on_clash": "rows"},
+            timeout=60,
         )
         assert found.status_code == 200, found.text
         assert [row["row"] for row in found.json()["rejected"]] == [1, 3]
         assert (
-            httpx.get(f"{address}/v1/streams/web/session", params={"name": "unknown"}).json()
+            httpx.get(f"{address}/v1/streams/web/session", params={"name": "unknown"}, timeout=60).json()
             == SessionFacts(0).as_dict()
         )
     with millstream.open(home) as opened:

@@ -67,7 +67,7 @@ class RunningPipeline:
 
     def __exit__(self, *_: object) -> None:
         self.stop.set()
-        self._thread.join(120)
+        self._thread.join(600)
 
     def _run(self) -> None:
         try:
@@ -79,7 +79,7 @@ class RunningPipeline:
 
     def finish(self, event: threading.Event) -> PipelineOutcome:
         event.set()
-        self._thread.join(120)
+        self._thread.join(600)
         assert not self._thread.is_alive(), "the pipeline doesn't end"
         if self.error is not None:
             raise self.error
@@ -95,7 +95,7 @@ def rows_in(home: Path, view: str, table: str) -> list[dict[str, Any]]:
     return rows
 
 
-def eventually(condition: Callable[[], bool], what: str, deadline_s: float = 60) -> None:
+def eventually(condition: Callable[[], bool], what: str, deadline_s: float = 240) -> None:
     end = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end, f"never: {what}"

@@ -78,12 +78,12 @@ def test_spark_reads_nothing_that_is_older_than_a_follower_may_show(
         with millstream.open(home.path) as opened, pytest.raises(ReplicaTooStale) as told:
             opened.token("shop")
         with pytest.raises(PySparkException) as failed:
-            query.awaitTermination(60)
+            query.awaitTermination(300)
     finally:
         query.stop()
     for found in (
         failed,
-        *map(_failure_of, (lambda: batch(**of_home), lambda: stream(is_all=True).awaitTermination(60))),
+        *map(_failure_of, (lambda: batch(**of_home), lambda: stream(is_all=True).awaitTermination(300))),
     ):
         assert f"ReplicaTooStale: {told.value.message}" in str(found.value)
         assert told.value.hint in str(found.value)
@@ -91,7 +91,7 @@ def test_spark_reads_nothing_that_is_older_than_a_follower_may_show(
 
     home.commit(insert(orders, id=2))
     note_age(ages, 0.0)
-    stream(is_all=True).awaitTermination(60)
+    stream(is_all=True).awaitTermination(300)
     assert seen == [1, 2], "the query goes on where it was, once what is shown is new enough"
 
 

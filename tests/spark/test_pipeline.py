@@ -176,7 +176,7 @@ def test_new_tables_and_columns_land_while_the_pipeline_runs(home: Home, spark_o
 
     def until(upto: int) -> None:
         with cut:
-            assert cut.wait_for(lambda: bool(landed) and landed[-1] >= upto, 60)
+            assert cut.wait_for(lambda: bool(landed) and landed[-1] >= upto, 240)
 
     with RunningPipeline(config_of(home.path, home.stream, spark_options), home.catalog, note) as running:
         until(home.log.persisted_upto())

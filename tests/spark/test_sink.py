@@ -357,7 +357,7 @@ def test_a_driver_that_is_killed_brings_each_row_once(
         # The process that appends is killed there; then the driver itself, whatever it has made of that.
         wait_for(lambda: (witnesses / point).exists() or driver.poll() is not None, seconds=600)
         driver.kill()
-        output, _ = driver.communicate(timeout=60)
+        output, _ = driver.communicate(timeout=300)
     finally:
         driver.kill()
         driver.wait()

@@ -168,7 +168,7 @@ def run_query(
         .trigger(availableNow=True)
         .start()
     )
-    assert query.awaitTermination(120)
+    assert query.awaitTermination(600)
     return query
 
 

@@ -27,11 +27,11 @@ def test_a_sleeper_wakes_when_its_time_has_passed_and_not_before():
         thread.start()
     clock.wait_for_sleepers(2)
     clock.advance(1.0)
-    threads[1].join(60)
+    threads[1].join(180)
     assert woken == [1.0]
     clock.wait_for_sleepers(1)
     clock.advance(1.0)
-    threads[0].join(60)
+    threads[0].join(180)
     assert woken == [1.0, 2.0]
 
 

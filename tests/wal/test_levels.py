@@ -34,7 +34,7 @@ from millstream.wal.writer import LogWriter
 FOLDER = "/wal/shop"
 STREAM = StreamId(UUID(int=9))
 ONE, TWO = AckLevel.parse("durable(1)"), AckLevel.parse("durable(2)")
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Life:

@@ -44,7 +44,7 @@ def test_a_follower_beside_a_busy_writer_shows_a_beginning_of_its_log_at_every_m
     finally:
         ended.set()
         for thread in threads:
-            thread.join(60)
+            thread.join(180)
     assert not wrong
     assert xids(StreamReader(folder)) == xids(StreamReader(leader))
     writer.close()

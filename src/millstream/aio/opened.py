@@ -108,6 +108,10 @@ class AsyncOpenHome:
             async for stretch in stretches:
                 yield stretch
 
+    async def merged(self, stream: str, table: str, *, at: datetime | None = None) -> pa.Table:
+        """As `OpenHome.merged`."""
+        return await self._read(lambda: self._reading.merged(stream, table, at=at))
+
     async def append(
         self,
         stream: str,

@@ -38,6 +38,7 @@ from millstream.app.remote.steps import (
     check_name,
     check_url,
     json_of,
+    merged_call,
     of_stream,
     only_stream,
     query_call,
@@ -122,6 +123,10 @@ class AsyncRemoteHome:
         async with aclosing(self._pieces(Call("GET", of_stream(stream, "latest"), params, in_pieces=True))) as pieces:
             async for piece in pieces:
                 yield Latest(*latest_of(piece))
+
+    async def merged(self, stream: str, table: str, *, at: datetime | None = None) -> pa.Table:
+        """As `OpenHome.merged`."""
+        return whole_table([piece async for piece in self._pieces(merged_call(stream, table, at))], self._url)
 
     async def append(
         self,

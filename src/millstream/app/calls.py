@@ -118,6 +118,10 @@ class HomeCalls(Protocol):
         """What became of a table's rows between two tokens, a stretch after the other."""
         ...
 
+    def merged(self, stream: str, table: str, *, at: datetime | None = None) -> pa.Table:
+        """A table that several regions write, as all of them together say it is."""
+        ...
+
     def append(
         self,
         stream: str,

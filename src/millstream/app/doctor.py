@@ -72,6 +72,8 @@ def examine(home: Home, say: Callable[[str], None]) -> Iterator[Diagnosis]:
     for name, stream in streams.items():
         yield from _one(f"lake of {name}", partial(_lake, home, name, stream))
         yield from _one(f"writers of {name}", partial(_writers, home, name))
+        if stream.region or stream.merge or home.regions_on_disk(name):
+            yield from _one(f"regions of {name}", partial(_regions, home, name, stream))
         if stream.source is None:
             yield Diagnosis(f"source of {name}", "ok", "none: it has what applications append")
             continue
@@ -200,6 +202,12 @@ def _writers(home: Home, name: str) -> str:
     if fact.role is not Role.LEADS:
         return f"none here: {fact.leader or 'another node'} leads"
     return examine_writers(home, name)
+
+
+def _regions(home: Home, name: str, stream: StreamConfig) -> str:
+    from millstream.app.regions import examine_regions
+
+    return examine_regions(home, name, stream)
 
 
 def _source(home: Home, name: str) -> Iterator[Diagnosis]:

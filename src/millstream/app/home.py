@@ -46,6 +46,7 @@ PIPELINE: Final = "lake"
 """The pipeline's name: part of what Delta transactions are told apart by, so it never changes."""
 
 _NO_LOG_HINT: Final = "The first append makes it, or `millstream run` where there is something to capture; `millstream status` shows what runs."
+_NO_COPY_HINT: Final = "This node follows another one: `millstream run`, or `millstream follow`, has it from there; `millstream replicas` shows how far that is."
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ class Home:
                 if of is None and named in self._configured():
                     raise UnknownStream(
                         f"stream {named} has no log yet: nothing has run, or it is just starting",
-                        hint=_NO_LOG_HINT,
+                        hint=self._no_log_hint([named]),
                         stream=named,
                         known=names,
                     )
@@ -208,11 +209,15 @@ class Home:
                     f"stream {configured[0]} has" if len(configured) == 1 else f"streams {', '.join(configured)} have"
                 )
                 what = f"{which} no log yet: nothing has run, or it is just starting"
-                raise UnknownStream(what, hint=_NO_LOG_HINT, known=names)
+                raise UnknownStream(what, hint=self._no_log_hint(configured), known=names)
             what = "several streams" if names else "no stream yet"
             hint = f"Name one with --stream. {known}" if names else "Streams appear when `millstream run` has started."
             raise UnknownStream(f"{self.path} has {what}", hint=hint, known=names)
         return names[0]
+
+    def _no_log_hint(self, streams: list[str]) -> str:
+        follows = all((self.data / "replication" / stream / "role.json").exists() for stream in streams)
+        return _NO_COPY_HINT if follows else _NO_LOG_HINT
 
     def _configured(self) -> list[str]:
         """Names of the streams that the configuration has; none where there is none, or nothing that reads it.

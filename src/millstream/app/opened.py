@@ -45,7 +45,7 @@ class OpenHome:
 
         Args:
             home: which.
-            latest_bytes_max: see `latest_stretches`.
+            latest_bytes_max: see `latest_stretches`; `merged` reads no more at once, either.
         """
         self._home = home
         self._latest_bytes_max = latest_bytes_max
@@ -176,12 +176,17 @@ class OpenHome:
             OtherRegion, OtherStream: a log isn't what its folder, or what was merged before, says.
             OffsetExpired: retention has dropped what wasn't merged yet (`millstream reconcile`).
             InvalidValue: a counter's sum is beyond its type.
+            QueryMemoryFull: it is larger than what is read at once behind an address.
         """
-        from millstream.app.regions import merged_table
+        try:
+            from millstream.app.regions import merged_table
+        except ModuleNotFoundError as error:
+            raise _needs_run(error, "merging regions") from error
 
         moment = at if at is None or at.tzinfo is not None else at.replace(tzinfo=UTC)
         at_ns = None if moment is None else (moment - _EPOCH) // timedelta(microseconds=1) * 1000
-        return merged_table(self._home, self._home.pick_stream(stream), table, at_ns=at_ns)
+        name = self._home.pick_stream(stream)
+        return merged_table(self._home, name, table, at_ns=at_ns, bytes_max=self._latest_bytes_max)
 
     def append(
         self,
@@ -372,26 +377,59 @@ def _needs_run(error: ModuleNotFoundError, what: str = "appending") -> MissingEx
 
 
 def open_reader(
-    home: Home, stream: str, *, without_mark: bool = False, on_damage: OnDamage | None = None
+    home: Home,
+    stream: str,
+    *,
+    without_mark: bool = False,
+    on_damage: OnDamage | None = None,
+    of_any_age: bool = False,
 ) -> StreamReader:
-    """A reader of a stream's log. `UnknownStream` where the home has none of that name; see `StreamReader` and `check_age_of_copy`."""
+    """A reader of a stream's log.
+
+    Args:
+        home: whose.
+        stream: its name.
+        without_mark: as `StreamReader`.
+        on_damage: likewise.
+        of_any_age: read what there is, also where it is older than this node may show: for who looks at the log itself.
+
+    Raises:
+        UnknownStream: the home has none of that name.
+        ReplicaTooStale: as `check_age_of_copy`.
+        LogError: as `StreamReader`.
+    """
     from millstream.wal.reader import StreamReader
 
     name = home.pick_stream(stream)
-    check_age_of_copy(home, name)
+    if not of_any_age:
+        check_age_of_copy(home, name)
     folder = str(home.wal_folder(name))
     return StreamReader(folder, without_mark=without_mark, on_damage=on_damage)
 
 
 def check_age_of_copy(home: Home, stream: str) -> None:
     """`ReplicaTooStale` where this home follows another one in a stream, and what it has is older than `[replication] max_staleness` allows."""
-    if (home.data / "replication" / stream / "role.json").exists():
+    if _has_role(home, stream):
         from millstream.app.replicating.ages import check_age
 
         try:
             check_age(home, stream)
         except ModuleNotFoundError as error:
             raise _needs_run(error, "to tell whether a follower is new enough") from error
+
+
+def _has_role(home: Home, stream: str) -> bool:
+    """Whether the home has ever been one of several nodes."""
+    return (home.data / "replication" / stream / "role.json").exists()
+
+
+def _landed_elsewhere(home: Home, stream: str) -> str | None:
+    """The node that lands a stream's tables, where this one doesn't."""
+    if not _has_role(home, stream):
+        return None
+    from millstream.app.replicating.roles import Roles
+
+    return Roles(home).led_elsewhere(stream)
 
 
 def open_lake(
@@ -434,6 +472,7 @@ def open_lake(
         as_of=moment,
         held=lambda: _set_aside(home, stream_id),
         known=lambda: _known(home, name, stream_id),
+        landed_by=_landed_elsewhere(home, name),
         bounds=bounds,
     )
 

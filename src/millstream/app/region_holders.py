@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from millstream.app.regions import KeptVectors
 from millstream.errors import UnknownTable
 from millstream.model.ids import RegionId, StreamId
 from millstream.model.names import parse_qualified_name, qualified_name
@@ -26,6 +25,7 @@ from millstream.protocol.retention import HolderKind
 if TYPE_CHECKING:
     from millstream.app.config.model import StreamConfig
     from millstream.app.config.replication_model import ReplicationConfig
+    from millstream.app.regions import KeptVectors
     from millstream.catalog import Catalog
     from millstream.wal.reader import StreamReader
 
@@ -54,7 +54,10 @@ def expect_followers(
         node = follower_of_holder(holder)
         if node is not None and node not in known:
             catalog.release(stream, holder)
-            logger.info("holds the log no more: it isn't among those that may follow", stream=name, node=node)
+            if node == replication.node:
+                logger.info("holds the log as a follower no more: it leads now", stream=name, node=node)
+            else:
+                logger.info("holds the log no more: it isn't among those that may follow", stream=name, node=node)
     for node in sorted(regions) if config.region else ():
         if follower_holder(node) not in held:
             catalog.set_needed_from(stream, follower_holder(node), Seq(0), kind=HolderKind.FOLLOWER)

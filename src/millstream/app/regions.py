@@ -42,7 +42,9 @@ from millstream.errors import (
     MillstreamError,
     OtherRegion,
     OtherStream,
+    QueryMemoryFull,
     TokenFromFuture,
+    UnknownStream,
     UnknownTable,
 )
 from millstream.model.ids import RegionId, region_log_name
@@ -114,15 +116,25 @@ def _folders(home: Home, stream: str, config: StreamConfig | None) -> dict[Regio
 class RegionTable:
     """One table of a stream, as its regions have written it.
 
+    Args:
+        home: whose logs.
+        stream: its name.
+        table: its name.
+        bytes_max: how much one reading holds at once of rows, and again of records that aren't folded yet; None for any number.
+
     Raises:
+        QueryMemoryFull: what is kept alone has more.
         UnknownTable: no region has records of it.
         MergeUnsuitable: it can't merge as the configuration says.
         OtherRegion: a log is another region's than its folder says.
     """
 
-    def __init__(self, home: Home, stream: str, table: str) -> None:
+    def __init__(self, home: Home, stream: str, table: str, *, bytes_max: int | None = None) -> None:
         config = home.config.streams.get(stream) if home.config_file.exists() else None
         self._file: Final = merge_file(home, stream, table)
+        self._bytes_max = bytes_max
+        with contextlib.suppress(FileNotFoundError):
+            self._check_fits(self._file.stat().st_size, table)
         self._folders: Final = _folders(home, stream, config)
         self._readers = {region: self._open(region) for region in self._folders}
         self._own = next(iter(self._readers))
@@ -193,9 +205,23 @@ class RegionTable:
         waiting: list[pa.Table] = []
         for part in self._parts(region, after, upto):
             waiting.append(lift(part.batch, part.hybrid_ns, region, self.columns, self.engine.merge, table=self.name))
-            if sum(one.num_rows for one in waiting) >= _FOLD_ROWS:
+            if sum(one.num_rows for one in waiting) >= _FOLD_ROWS or self._is_much(waiting):
                 rows, waiting = self._folded([rows, *waiting]), []
-        return RegionState(self._folded([rows, *waiting]), vector, {} if end is None else {region: end})
+                self._check_fits(rows.nbytes, self.name)
+        rows = self._folded([rows, *waiting])
+        self._check_fits(rows.nbytes, self.name)
+        return RegionState(rows, vector, {} if end is None else {region: end})
+
+    def _is_much(self, waiting: list[pa.Table]) -> bool:
+        return self._bytes_max is not None and sum(one.nbytes for one in waiting) > self._bytes_max
+
+    def _check_fits(self, size: int, table: str) -> None:
+        if self._bytes_max is not None and size > self._bytes_max:
+            raise QueryMemoryFull(
+                f"{table}, merged, has more than {self._bytes_max} bytes",
+                hint="Read it where the home lies (`millstream.open`), or raise `[http] query_memory_bytes_max` there.",
+                size_max=self._bytes_max,
+            )
 
     def _open(self, region: RegionId) -> StreamReader:
         """A reader of a log as it is now."""
@@ -260,6 +286,7 @@ class RegionTable:
                 own = region == self._own
                 take.append(Reconciled(self.name, region, own, lacking.rows.num_rows, after, upto, lost, is_anew))
             state = self.engine.apply(state, lacking)
+            self._check_fits(state.rows.nbytes, self.name)
         columns = union_of(self.name, [self.columns, own_columns(state.rows.schema)])
         return RegionState(widened(state.rows, state_schema(columns, self.engine.merge)), state.vector, state.ends)
 
@@ -397,9 +424,11 @@ class KeptVectors:
         return known[1]
 
 
-def merged_table(home: Home, stream: str, table: str, *, at_ns: int | None = None) -> pa.Table:
-    """See `OpenHome.merged`."""
-    found = RegionTable(home, stream, table)
+def merged_table(
+    home: Home, stream: str, table: str, *, at_ns: int | None = None, bytes_max: int | None = None
+) -> pa.Table:
+    """See `OpenHome.merged`, and `RegionTable` for `bytes_max`."""
+    found = RegionTable(home, stream, table, bytes_max=bytes_max)
     return found.engine.value(found.merged_state(), at_ns=at_ns)
 
 
@@ -419,6 +448,29 @@ def check_merges(config: StreamConfig, schemas: Iterable[TableSchema]) -> None:
     for schema in schemas:
         if schema.source == 0 and (schema.namespace, schema.name) in declared:
             merge_of(config, schema.full_name).check(schema.full_name, schema.to_arrow(), schema.key, whole=False)
+
+
+def examine_regions(home: Home, stream: str, config: StreamConfig) -> str:
+    """Look whether a stream's logs are those of the regions that they stand for, and its tables can merge as the configuration says, before a writer does.
+
+    Raises:
+        MergeUnsuitable, OtherRegion: what would keep the stream from being opened.
+        LogError, CatalogError: it can't be looked at.
+    """
+    if home.has_catalog():
+        with home.open_catalog() as catalog, contextlib.suppress(UnknownStream):
+            check_merges(config, catalog.latest_schemas(catalog.stream(stream).id).values())
+    copies = []
+    for region, reader in region_readers(home, stream, config).items():
+        if region != config.region:
+            copies.append(region)
+        elif not home.wal_folder(stream).exists():
+            continue
+        newest_time(reader, region)
+    words = [f"this is region {config.region}"] if config.region else []
+    words += [f"has the log of region {region}" for region in copies]
+    words += [f"{len(config.merge)} table{'s' * (len(config.merge) != 1)} can merge"] if config.merge else []
+    return ", ".join(words)
 
 
 def hear_regions(home: Home, stream: str, config: StreamConfig, log: LogWriter) -> None:

@@ -51,6 +51,7 @@ def collect_status(home: Home) -> dict[str, Any]:
         problems.append(error.message)
     for one in streams:
         one["replication"] = its = nodes.get(one["name"])
+        one["regions"] = [nodes[log] for log in nodes if log.startswith(f"{one['name']}@")]
         if its is not None and its["role"] not in {None, "leads"}:
             one["state"] = its["role"]
             if "lag" in one:  # the leader lands: nothing waits here

@@ -67,7 +67,7 @@ def _print_stream(stream: dict[str, Any]) -> None:
     writer = stream["writer"] or {}
     captures = stream["source"]["configured"]
     reached = f"source at {stream['source']['reached'] or 'no position yet'}" if captures else "no source"
-    click.echo(f": {stream['state']}, epoch {writer.get('epoch', 0)}, {reached}")
+    click.echo(f": {stream['state']}, writer epoch {writer.get('epoch', 0)}, {reached}")
     _print_nodes(stream)
     click.echo(f"  durable {stream['tokens']['durable']}, landed {stream['tokens']['landed']}")
     for waits in (one for one in stream["writers"] if one["state"] == "expired" and one["behind"]):
@@ -115,10 +115,18 @@ def _print_nodes(stream: dict[str, Any]) -> None:
     its = stream["replication"]
     if its is None:
         return
+    _print_part(its)
+    for region in stream["regions"]:
+        _print_part(region, of=f"{region['stream']} ")
+
+
+def _print_part(its: dict[str, Any], of: str = "") -> None:
     if its["error"] is not None:
-        click.secho(f"  {its['error']['code']}: {its['error']['message']}", fg="red")
+        click.secho(f"  {of}{its['error']['code']}: {its['error']['message']}", fg="red")
         return
     if its["role"] == "leads":
+        if (leads := its["writes_go_to"]) is not None and leads["epoch"]:
+            click.echo(f"  leads with epoch {leads['epoch']}")
         for one in its["followers"]:
             click.echo(f"  followed by {one['node']}: {_behind_words(one)}{human_seconds(one['lag_s'])} old")
         return
@@ -129,14 +137,16 @@ def _print_nodes(stream: dict[str, Any]) -> None:
         return
     own = its["following"]
     if not own:
-        click.echo(f"  follows {its['leader']}: not while neither `millstream run` nor `millstream follow` runs here")
+        click.echo(
+            f"  {of}follows {its['leader']}: not while neither `millstream run` nor `millstream follow` runs here"
+        )
         return
     error = own.get("error")
     age = "of unknown age" if its["age_s"] is None else f"{human_seconds(its['age_s'])} old"
     upto = "" if its["persisted_upto"] is None else f"up to {its['persisted_upto']:,}, "
-    click.echo(f"  follows {its['leader']}: {upto}{_behind_words(own)}{age} at most")
+    click.echo(f"  {of}follows {its['leader']}: {upto}{_behind_words(own)}{age} at most")
     if error is not None:
-        click.secho(f"  follow: {error['code']}: {error['message']}", fg="red")
+        click.secho(f"  {of}follow: {error['code']}: {error['message']}", fg="red")
 
 
 def _behind_words(lag: dict[str, Any]) -> str:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import sys
-from importlib.abc import MetaPathFinder
 from typing import TYPE_CHECKING
 
 import click
 
 from millstream.cli.answering import answer
 from millstream.cli.context import Session, pass_session, stream_option
+from millstream.cli.starting import leave_pandas_out
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from importlib.machinery import ModuleSpec
-    from types import ModuleType
-
     from millstream.cli.results import Style
 
 
@@ -45,7 +41,7 @@ def query(
     Records are in history."schema.table". The token goes to stderr. Without SQL it is read from stdin; on a terminal
     there is a prompt then, with \? for help.
     """
-    _leave_pandas_out()
+    leave_pandas_out()
     from millstream.app.opened import open_lake
 
     home = session.home(needs_source=False)
@@ -64,32 +60,3 @@ def query(
             raise click.UsageError("An Arrow stream holds one result: give one statement.")
         for statement in statements:
             answer(lake, statement, style)
-
-
-class _WithoutPandas(MetaPathFinder):
-    """Finds no pandas."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Raise for pandas; leave all else to others."""
-        del path, target
-        if fullname == "pandas":
-            raise ImportError("left out")
-        return None
-
-
-def _leave_pandas_out() -> None:
-    """Let pyarrow settle that there is no pandas: its import takes longer than a query, and nothing here uses it.
-
-    pyarrow looks once a process, when it first meets a value of a type that could be pandas's.
-    """
-    import pyarrow as pa
-
-    finder = _WithoutPandas()
-    sys.meta_path.insert(0, finder)
-    try:
-        pa.array([1])
-        pa.scalar(1)
-    finally:
-        sys.meta_path.remove(finder)

@@ -19,6 +19,7 @@ from millstream.cli.context import (
     print_table,
 )
 from millstream.cli.running import log_format_option
+from millstream.cli.starting import importing, leave_pandas_out
 
 if TYPE_CHECKING:
     from millstream.app.logs import LogFormat
@@ -56,12 +57,14 @@ def follow(
     NODE is one of [replication] nodes; it may be left out where there is only one other, or where this node follows already. What this node
     has noted outlives the command: `millstream run` follows as well. What this node has and its leader doesn't (it led before) is set aside.
     """
-    from millstream.app.logs import configure_logs
-    from millstream.app.part import Lifeline
-    from millstream.app.replicating.following import begin_to_follow, follow_home, logs_to_rebuild, start_anew
-    from millstream.model.replication import check_node_name
+    with importing():
+        leave_pandas_out()
+        from millstream.app.logs import configure_logs
+        from millstream.app.part import Lifeline
+        from millstream.app.replicating.following import begin_to_follow, follow_home, logs_to_rebuild, start_anew
+        from millstream.model.replication import check_node_name
 
-    home = session.home(needs_source=False)
+        home = session.home(needs_source=False)
     lifeline = Lifeline()
     with lifeline.held():
         configure_logs(part="follow", style=log_format)

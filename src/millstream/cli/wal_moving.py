@@ -82,7 +82,7 @@ def export(
     after, upto = _bounds(reader, since, until)
     wanted = None if table is None else frozenset(table_ids(reader, table))
     if style == "arrow":
-        strict = open_reader(home, name, without_mark=reader.lacks_marks())
+        strict = open_reader(home, name, without_mark=reader.lacks_marks(), of_any_age=True)
         if output is None:
             assert wanted is not None
             _write_stream(strict, after, upto, wanted)
@@ -150,10 +150,10 @@ def open_past_damage(home: Home, stream: str, damage: Damage, *, without_mark: b
     """A reader that leaves out what can't be read, and does without a mark where there is none."""
     from millstream.app.opened import open_reader
 
-    if without_mark or open_reader(home, stream).lacks_marks():
+    if without_mark or open_reader(home, stream, of_any_age=True).lacks_marks():
         without_mark = True
         note("without the mark: shown is every valid whole group, durable or not")
-    return open_reader(home, stream, without_mark=without_mark, on_damage=damage)
+    return open_reader(home, stream, without_mark=without_mark, on_damage=damage, of_any_age=True)
 
 
 def _bounds(reader: StreamReader, since: str | None, until: str | None) -> tuple[Seq, Seq]:

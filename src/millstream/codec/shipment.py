@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, Final, TypeAlias
@@ -105,19 +106,26 @@ def message_size(start: Bytes) -> int:
     return START_SIZE + int(head) + int(bodies)
 
 
-def decode_message(data: Bytes) -> Message:
+def decode_message(data: Bytes, *more: Bytes) -> Message:
     """A message of its bytes; parts of a shipment are views into them, so they mustn't change.
+
+    Args:
+        data: the message, or its begin.
+        more: what lies behind: it may be cut anywhere. Only what was cut in two is copied.
 
     Raises:
         ShipmentUnreadable: it is damaged, cut, or of another version.
     """
-    view = memoryview(data).cast("B").toreadonly()
-    if message_size(view[:START_SIZE]) != len(view):
+    view, *behind = (memoryview(buffer).cast("B").toreadonly() for buffer in (data, *more))
+    if behind and (len(view) < START_SIZE or len(view) < START_SIZE + _START.unpack_from(view)[4]):
+        return decode_message(b"".join((view, *behind)))
+    if message_size(view[:START_SIZE]) != len(view) + sum(map(len, behind)):
         raise ShipmentUnreadable("a message was cut, or more lies behind it")
     _, crc, _, kind, head, _ = _START.unpack_from(view)
-    if crc != crc32c(view[8:]):
+    if crc != crc32c(view[8:], *behind):
         raise ShipmentUnreadable("a message fails its checksum")
-    taken = _Taken(view[START_SIZE:], int(head))
+    end = START_SIZE + int(head)
+    taken = _Taken(view[START_SIZE:end], [view[end:], *behind])
     try:
         message = _DECODERS[_Kind(kind)](taken)
     except (ValueError, KeyError, TypeError, AttributeError, UsageError, RecursionError, struct.error) as error:
@@ -130,18 +138,17 @@ def decode_message(data: Bytes) -> Message:
 class _Taken:
     """A message's head and what lies behind it, taken off the front piece by piece."""
 
-    def __init__(self, view: memoryview, head: int) -> None:
-        self._view = view
+    def __init__(self, head: memoryview, bodies: Sequence[memoryview]) -> None:
+        self._head = head
         self._position = 0
-        self._head_end = head
-        self._body = head
+        self._bodies = deque(view for view in bodies if view)
 
     def fields(self, of: struct.Struct) -> tuple[Any, ...]:
         """The next of the head."""
         end = self._position + of.size
-        if end > self._head_end:
+        if end > len(self._head):
             raise ValueError("its head is too short")
-        found = of.unpack_from(self._view, self._position)
+        found = of.unpack_from(self._head, self._position)
         self._position = end
         return found
 
@@ -152,29 +159,33 @@ class _Taken:
     def bytes_of_head(self, length: int) -> memoryview:
         """The next of the head."""
         end = self._position + length
-        if end > self._head_end:
+        if end > len(self._head):
             raise ValueError("its head is too short")
-        piece = self._view[self._position : end]
+        piece = self._head[self._position : end]
         self._position = end
         return piece
 
     def rest_of_head(self) -> memoryview:
         """All that is left of it."""
-        return self.bytes_of_head(self._head_end - self._position)
+        return self.bytes_of_head(len(self._head) - self._position)
 
     def body(self, length: int) -> memoryview:
         """The next of what lies behind the head."""
-        end = self._body + length
-        if end > len(self._view):
-            raise ValueError("what lies behind its head is too short")
-        piece = self._view[self._body : end]
-        self._body = end
-        return piece
+        pieces: list[memoryview] = []
+        while length:
+            if not self._bodies:
+                raise ValueError("what lies behind its head is too short")
+            view = self._bodies.popleft()
+            if len(view) > length:
+                self._bodies.appendleft(view[length:])
+            pieces.append(view[:length])
+            length -= len(pieces[-1])
+        return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
 
     @property
     def left(self) -> bool:
         """Whether not exactly everything was taken."""
-        return (self._position, self._body) != (self._head_end, len(self._view))
+        return self._position != len(self._head) or bool(self._bodies)
 
 
 # --- shipments ------------------------------------------------------------------------------------------------------
@@ -261,6 +272,8 @@ def _hello(hello: Hello) -> bytes:
     for name, version in hello.documents.items():
         encoded = name.encode()
         pieces += [_HELD.pack(len(encoded), version), encoded]
+    if hello.home:  # behind everything: where it isn't said the bytes are those of before there was one
+        pieces.append(_text(hello.home))
     return b"".join(pieces)
 
 
@@ -274,7 +287,8 @@ def _decode_hello(taken: _Taken) -> Hello:
         n_name, version = taken.fields(_HELD)
         documents[taken.text(n_name)] = version
     known = StreamId(UUID(bytes=stream)) if has_stream else None
-    return Hello(known, node, Epoch(promised), position, documents, promised_to)
+    home = taken.text(taken.fields(_TEXT)[0]) if taken.left else ""
+    return Hello(known, node, Epoch(promised), position, documents, promised_to, home)
 
 
 def _acknowledgement(said: Acknowledgement) -> bytes:

@@ -191,10 +191,11 @@ class ReconciliationEngine:
         ]
         unknown = [np.asarray(index.is_null()) for index in at]
         changed = [
-            unknown[0] | unknown[1] | ~_equal(shown[0][which], result) | ~_equal(shown[1][which], result)
-            for which, result in enumerate(results)
+            ~_equal(shown[0][which], result) | ~_equal(shown[1][which], result) for which, result in enumerate(results)
         ]
         found = np.column_stack([np.zeros((both.num_rows, 0), bool), *changed])
+        if names:  # a row that one side alone knows has a line, also where nothing but its key is there
+            found[:, 0] |= (unknown[0] | unknown[1]) & ~found.any(axis=1)
         rows, places_of = (axis[:rows_max] for axis in np.nonzero(found))
         keys = [
             ", ".join(f"{name}={value}" for name, value in key.items())

@@ -31,7 +31,9 @@ REGION: Final = pa.field("__region", pa.int64(), nullable=False)
 SEQ: Final = pa.field("__seq", pa.int64(), nullable=False)
 WALL: Final = pa.field("__wall_ns", pa.int64(), nullable=False)
 STATE_PREFIX: Final = (REGION, SEQ, WALL)
-_OPS: Final = pa.array(["c", "u", "r"])
+# Not by `pa.array`: that looks for pandas, whose import takes longer than all else that a node needs to begin.
+_OPS: Final = pa.StringArray.from_buffers(3, pa.py_buffer(np.arange(4, dtype=np.int32)), pa.py_buffer(b"cur"))
+"""What adds a row, or replaces it."""
 
 
 def hide_columns(name: str) -> tuple[str, str, str, str]:

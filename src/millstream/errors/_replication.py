@@ -107,7 +107,7 @@ class NotCaughtUp(ReplicationError):
 
 
 class PromotionLost(ReplicationError):
-    """Another node was promoted at the same time."""
+    """Another node is being promoted, or was at the same time."""
 
     code = "promotion_lost"
     retry = Retry.OPERATOR
@@ -161,12 +161,12 @@ class UnknownNode(ReplicationError):
 
 
 class NodeNameTaken(ReplicationError):
-    """Two homes have one node's name: a leader hears the one that came last, so they drive each other away."""
+    """Another home goes by this node's name: it follows already, or it was promised what this one asks for."""
 
     code = "node_name_taken"
     default_hint = (
         "Each home needs a name of its own in [replication] node, and all of them in [replication.nodes]. A home that was copied from another "
-        "node's gets its own name there, then `millstream follow --rebuild`."
+        "node's gets its own name there, then `millstream follow --rebuild`. One that was moved is taken once the other one has ended."
     )
 
 

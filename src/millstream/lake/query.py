@@ -82,6 +82,7 @@ class LakeSession:
         as_of: Seq | datetime | None = None,
         held: Callable[[], Mapping[str, str]] | None = None,
         known: Callable[[], Sequence[KnownTable]] | None = None,
+        landed_by: str | None = None,
         bounds: QueryBounds | None = None,
     ) -> None:
         """Open a session.
@@ -95,6 +96,7 @@ class LakeSession:
                 of a query has got nothing lately: that may take longer than the query.
             known: gives the source's tables as capture knows them. Asked at most once, where a query names one that the lake hasn't,
                 or may list all: those without a record are then empty, and those renamed since can be named as they are called now.
+            landed_by: the other node that lands the stream's tables, for people; None where this one does.
             bounds: what it may take; None for all that there is.
 
         Raises:
@@ -109,6 +111,8 @@ class LakeSession:
         self._scratch = tempfile.TemporaryDirectory(prefix="millstream-query-", dir=folder)
         self._engine = Engine(layout, self._scratch.name, bounds)
         self._past = as_of is not None
+        self.landed_by: Final = landed_by
+        """The other node that lands the tables; None where this one does."""
         try:
             self._n, self._cut = standing_at(layout, as_of)
             moved = as_of is not None and not isinstance(as_of, datetime) and as_of != self._n
@@ -176,6 +180,11 @@ class LakeSession:
     def missing(self) -> Mapping[str, str]:
         """Tables that queries so far may have named and that can't be read, with the reason."""
         return {name: error.message for name, error in self._failures.items()}
+
+    @property
+    def is_left_behind(self) -> bool:
+        """Whether the tables lie in a folder, and another node lands them: it may be a folder of this machine, in which nothing lands any more."""
+        return self.landed_by is not None and "://" not in self._layout.location
 
     @property
     def held_back(self) -> Mapping[str, str]:
@@ -310,7 +319,8 @@ class LakeSession:
         for known in self._asked_known:
             if is_meant(table, known.full_name) and (known.waits or known.schema is None):
                 why = known.waits or "no change of it has come, and nobody has seen its columns"
-                return InvalidQuery(f"{known.full_name} has nothing in the lake yet: {why}")
+                hint = None if self.landed_by is None else self._where_they_land(self.landed_by)
+                return InvalidQuery(f"{known.full_name} has nothing in the lake yet: {why}", hint=hint)
         # In our words, for DuckDB's guesses are its own tables.
         return InvalidQuery(f"there is no table {table} in the lake", hint=self._hint())
 
@@ -338,10 +348,15 @@ class LakeSession:
     def _hint(self) -> str:
         if self._failures:
             return "Not readable: " + "; ".join(f"{name} ({reason})" for name, reason in self.missing.items())
+        if not self._tables and self.landed_by is not None:
+            return self._where_they_land(self.landed_by)
         if not self._tables:
             return "No table has landed in the lake yet: `millstream run` lands them, and `millstream status` shows what goes on."
         listed = ", ".join(self.tables[:20]) + (" …" if len(self.tables) > 20 else "")
         return f"Tables: {listed}. Others appear once the pipeline has landed them."
+
+    def _where_they_land(self, node: str) -> str:
+        return f"This node doesn't land the stream's tables: {node} leads the stream, and does. Ask there, or keep the lake in an object store that both name."
 
     def _since_the_cut(self) -> None:
         """Add the tables that came, or took another name, between the cut below the token and the token itself."""

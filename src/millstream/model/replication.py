@@ -147,6 +147,8 @@ class Hello:
     """Their versions."""
     promised_to: NodeName = NodeName("")
     """To whom it has; empty: to nobody, nobody was ever promoted."""
+    home: str = ""
+    """Which home of that name it is: the same for as long as that stays where it is. Empty: not said."""
 
 
 @dataclass(frozen=True, slots=True)

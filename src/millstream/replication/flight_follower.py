@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import pyarrow as pa
@@ -52,7 +52,7 @@ class ConnectedLink:
         self._address = address
         self._request = request
         # The leader keeps to the window: more comes only from one that doesn't, and then it isn't heard.
-        self._shipments: Inbox[Bytes] = Inbox(2 * request.window_bytes)
+        self._shipments: Inbox[Sequence[Bytes]] = Inbox(2 * request.window_bytes)
         self._silence = Silence(silent_s)
         self._beats_s = silent_s / BEATS_IN_SILENCE
         self._lock = threading.Lock()
@@ -79,7 +79,7 @@ class ConnectedLink:
             return None
         data, size = came
         try:
-            shipment = decode_message(data)
+            shipment = decode_message(*data)
             if not isinstance(shipment, Shipment):
                 raise ShipmentUnreadable("the leader has sent what followers say")
         except ShipmentUnreadable:
@@ -168,7 +168,7 @@ class ConnectedLink:
                 if came > size or size > _SHIPMENT_BYTES_MAX or (kind == LAST_PIECE and came != size):
                     raise ShipmentUnreadable("a shipment isn't as long as it says")
                 if kind == LAST_PIECE:
-                    self._shipments.put(pieces[0] if len(pieces) == 1 else b"".join(pieces), size)
+                    self._shipments.put(pieces, size)
                     pieces, came = [], 0
             elif kind == REFUSAL:
                 word = decode_message(behind)

@@ -43,6 +43,7 @@ from millstream.protocol.replication.follower import (
 )
 from millstream.protocol.replication.roles import RoleFact
 from millstream.protocol.replication.shipping import PersistRole, Tell
+from millstream.replication.joined_link import JoinedLink
 from millstream.wal.files import RealFiles, SystemClock
 from millstream.wal.replica import ReplicaLog
 
@@ -94,6 +95,7 @@ class WalFollower:
         connect: a link to the leader that is named, or to who leads by now, with that one's name. Raises `LinkLost` or what the leader says.
         notes: where to note things.
         documents: versions of those that it has.
+        home: which home of that name this is.
         files, clock: the world.
 
     Raises (from making it):
@@ -110,6 +112,7 @@ class WalFollower:
         notes: FollowerNotes,
         *,
         documents: Mapping[str, int] | None = None,
+        home: str = "",
         files: Files | None = None,
         clock: Clock | None = None,
     ) -> None:
@@ -120,7 +123,7 @@ class WalFollower:
         self._folder = folder
         self._files: Files = RealFiles() if files is None else files
         self._log = self._open_log()
-        self._machine = Follower(node, fact, self._log.stream, self._holding(), documents)
+        self._machine = Follower(node, fact, self._log.stream, self._holding(), documents, home=home)
         self._link: LeaderLink | None = None
         self._leader: NodeName | None = None
         self._lag_told_s = 0.0
@@ -291,7 +294,8 @@ class WalFollower:
             if self._link is None:
                 if not isinstance(word, Hello) or self._leader is None:
                     return None
-                leader, self._link = self._connect(self._leader, word, _CONNECTS_WITHIN_S)
+                leader, link = self._connect(self._leader, word, _CONNECTS_WITHIN_S)
+                self._link = JoinedLink(link)
                 if leader != self._leader:
                     logger.info("another node leads", stream=self._name, leader=leader)
                     self._leader = leader

@@ -163,14 +163,17 @@ def claims_of(objects: Objects, layout: Layout) -> list[Epoch]:
     return [Epoch(int(name)) for name in names if name.isdigit()]
 
 
-def claim(objects: Objects, layout: Layout, epoch: Epoch, holder: str) -> bool:
+def claim(objects: Objects, layout: Layout, epoch: Epoch, holder: str, claimant: str = "") -> bool:
     """Claim an epoch; whether it is the holder's now. Lower ones are ended then: their leaders store nothing more.
 
-    Claimed again by the same holder it is still its own, unless a higher one was claimed meanwhile. Raises `StoreUnavailable`: then it may be claimed.
+    Claimed again by the same holder it is still its own, unless a higher one was claimed meanwhile; of two of one name it is the claimant's, and of one that
+    has no word of its own: a home that was restored from the store. Raises `StoreUnavailable`: then it may be claimed.
     """
-    said = json.dumps({"holder": holder}).encode()
-    if not objects.put_new(layout.leader(epoch), [said]) and _holder(objects, layout, epoch) != holder:
-        return False
+    said = json.dumps({"holder": holder, "claimant": claimant}).encode()
+    if not objects.put_new(layout.leader(epoch), [said]):
+        found = _claimed(objects, layout, epoch)
+        if found.get("holder") != holder or (claimant and found.get("claimant", "") != claimant):
+            return False
     claims = claims_of(objects, layout)
     if claims[-1] > epoch:
         return False
@@ -206,9 +209,14 @@ def probe(objects: Objects, layout: Layout) -> None:
         objects.delete([name])
 
 
-def _holder(objects: Objects, layout: Layout, epoch: Epoch) -> str | None:
+def holder_of(objects: Objects, layout: Layout, epoch: Epoch) -> str:
+    """The node that has claimed an epoch; empty where none has."""
+    return str(_claimed(objects, layout, epoch).get("holder", ""))
+
+
+def _claimed(objects: Objects, layout: Layout, epoch: Epoch) -> dict[str, object]:
     data = objects.get(layout.leader(epoch))
-    return None if data is None else str(json.loads(bytes(data)).get("holder"))
+    return {} if data is None else dict(json.loads(bytes(data)))
 
 
 def _end(objects: Objects, layout: Layout, lower: Epoch, epoch: Epoch, holder: str) -> None:

@@ -188,6 +188,7 @@ class StoredLink:
         objects: the store.
         layout: the names of the log.
         node: who leads.
+        claimant: as `claim`'s.
         window_bytes: how much may wait to be written.
         segment_bytes: where sealed segments can be read more cheaply than from the store.
         epoch: under which `node` leads; None: the first shipment tells.
@@ -203,12 +204,14 @@ class StoredLink:
         node: str,
         *,
         window_bytes: int,
+        claimant: str = "",
         segment_bytes: SegmentBytes | None = None,
         epoch: Epoch | None = None,
     ) -> None:
         self._objects = objects
         self._layout = layout
         self._node = node
+        self._claimant = claimant
         self._segment_bytes = segment_bytes
         self._stored = stored_of(objects, layout, epoch)
         self._is_branching = False
@@ -349,7 +352,7 @@ class StoredLink:
 
     def _begin(self, shipment: Shipment) -> None:
         """Claim the epoch, and find where in it to go on."""
-        if not claim(self._objects, self._layout, shipment.epoch, self._node):
+        if not claim(self._objects, self._layout, shipment.epoch, self._node, self._claimant):
             leads = greatest_claim(self._objects, self._layout)
             raise Fenced(
                 f"another node has claimed the object store of {self._layout.stream}: epoch {leads}, and this is {shipment.epoch}",

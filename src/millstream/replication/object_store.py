@@ -44,6 +44,7 @@ class ObjectStoreTransport:
         stream: its name.
         region: whose log.
         node: who claims, and leads.
+        claimant: which home of that name; empty: not known, or a new one in place of it.
         options: of the store, beside what the environment says (`AWS_…` and the like).
         window_bytes: how much may wait to be written.
         polls_s: how often a reader looks for what is new.
@@ -61,6 +62,7 @@ class ObjectStoreTransport:
         *,
         region: RegionId = _ONE_REGION,
         node: str = "",
+        claimant: str = "",
         options: Mapping[str, str] | None = None,
         window_bytes: int = WINDOW_BYTES,
         polls_s: float = POLLS_S,
@@ -70,6 +72,7 @@ class ObjectStoreTransport:
         self._objects: Objects = open_objects(url, options)
         self._layout = Layout(stream, region)
         self._node = node
+        self._claimant = claimant
         self._window_bytes = window_bytes
         self._polls_s = polls_s
         self._upto = upto
@@ -107,6 +110,7 @@ class ObjectStoreTransport:
                     self._layout,
                     self._node,
                     window_bytes=self._window_bytes,
+                    claimant=self._claimant,
                     segment_bytes=self._segment_bytes,
                     epoch=self._epoch,
                 )
@@ -133,13 +137,17 @@ class ObjectStoreTransport:
 
     # --- who leads -----------------------------------------------------------------------------------------------
 
-    def claim(self, epoch: Epoch, holder: str) -> bool:
-        """Claim the store for an epoch; whether it is the holder's. Then no lower one stores anything any more, and what it has stored can be read.
+    def claim(self, epoch: Epoch, holder: str, claimant: str = "") -> bool:
+        """Claim the store for an epoch; whether it is the holder's, and of two of its name the claimant's. Then no lower one stores anything any more, and what it has stored can be read.
 
         Raises:
             StoreUnavailable: it may be claimed or not.
         """
-        return object_layout.claim(self._objects, self._layout, epoch, holder)
+        return object_layout.claim(self._objects, self._layout, epoch, holder, claimant)
+
+    def holder_of(self, epoch: Epoch) -> str:
+        """The node that has claimed an epoch; empty where none has. Raises `StoreUnavailable`."""
+        return object_layout.holder_of(self._objects, self._layout, epoch)
 
     def begin(self, epoch: Epoch, common: Callable[[StoredState], ReplicaPosition | None]) -> None:
         """Claim the store for an epoch, under which this node leads, and note where its log parts from what is stored, where it does.
@@ -156,7 +164,7 @@ class ObjectStoreTransport:
         """
         if not self._is_probed:
             self.check()
-        if not self.claim(epoch, self._node):
+        if not self.claim(epoch, self._node, self._claimant):
             leads = self.greatest_claim()
             raise Fenced(
                 f"another node has claimed the object store of {self._layout.stream}: epoch {leads}, and this is {epoch}",

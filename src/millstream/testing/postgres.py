@@ -277,21 +277,32 @@ class EmbeddedPostgres:
 
     def drop_database(self, name: str) -> None:
         """Drop a database with all that holds it: its connections and its replication slots."""
-        from psycopg import sql
+        from psycopg import errors, sql
 
+        statement = sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name))
+        deadline = time.monotonic() + 120
         with self.connect() as connection:
-            slots = "SELECT slot_name, active_pid FROM pg_replication_slots WHERE database = %s"
-            deadline = time.monotonic() + 30
-            while rows := connection.execute(slots, [name]).fetchall():
-                for slot, pid in rows:
-                    if pid is None:
-                        connection.execute("SELECT pg_drop_replication_slot(%s)", [slot])
-                    else:
-                        connection.execute("SELECT pg_terminate_backend(%s, 1000)", [pid])
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"slots of database {name} stay in use: {rows}")
-            statement = sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name))
-            connection.execute(statement)
+            while True:
+                try:
+                    self._drop_slots(connection, name)
+                    connection.execute(statement)
+                    return
+                except (errors.ObjectInUse, errors.UndefinedObject):
+                    # Somebody took a slot again, or one went by itself, in between; or what was told to end hasn't yet.
+                    if time.monotonic() > deadline:
+                        raise
+                time.sleep(0.05)
+
+    @staticmethod
+    def _drop_slots(connection: "psycopg.Connection", name: str) -> None:
+        """Drop a database's slots, and end who uses them."""
+        slots = "SELECT slot_name, active_pid FROM pg_replication_slots WHERE database = %s"
+        for slot, pid in connection.execute(slots, [name]).fetchall():
+            if pid is not None:
+                connection.execute("SELECT pg_terminate_backend(%s, 10000)", [pid])
+            connection.execute(
+                "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE slot_name = %s", [slot]
+            )
 
     # How it's done
 

@@ -45,7 +45,7 @@ __all__ = ["Arrived", "LinkConformance", "TransportConformance", "TransportStage
 STREAM: Final = StreamId(UUID("5f0c21aa-0000-4000-8000-000000000001"))
 EPOCH: Final = Epoch(3)
 NODE: Final = NodeName("north-2")
-_PATIENCE_S: Final = 30.0
+_PATIENCE_S: Final = 60.0
 _HEAD_BYTES: Final = 4096
 _RECORDS_OFFSETS: Final = 1000
 """From one made-up segment's base offset to the next."""
@@ -498,11 +498,11 @@ def flooding(
 
 
 def still(counted: list[int]) -> int:
-    """Wait until nothing moves any more; how many bytes have been handed over by then."""
+    """Wait until something has moved and nothing does any more; how many bytes have been handed over by then."""
     deadline = time.monotonic() + _PATIENCE_S
     seen, since = -1, time.monotonic()
     waiting = threading.Event()
-    while time.monotonic() - since < 0.3:
+    while not counted or time.monotonic() - since < 0.3:
         assert time.monotonic() < deadline, "sending never stops, though nothing is taken"
         if len(counted) != seen:
             seen, since = len(counted), time.monotonic()

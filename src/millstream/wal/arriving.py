@@ -16,7 +16,7 @@ import struct
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, TypeVar
 
-from millstream.codec.checksums import crc32c_on
+from millstream.codec.checksums import Bytes, crc32c_on
 from millstream.codec.log_frame import FRAME_HEADER_MIN, FrameHeader, FrameKind, decode_frame_head, frame_extent
 from millstream.codec.log_segment import (
     NO_HASH,
@@ -148,6 +148,11 @@ class ArrivingShard:
         """
         at = 0
         while at < len(data):
+            if self._frame is None and not self._head:
+                end = self._take_whole(data, at, whole)
+                if end:
+                    at = end
+                    continue
             if self._frame is None:
                 head, at = self._take_head(data, at)
                 if head is None:
@@ -156,7 +161,8 @@ class ArrivingShard:
             if self._frame is not None:
                 at = self._take_payload(self._frame, data, at)
                 if self._frame.part == len(self._frame.header.parts):
-                    whole.append(self._end_frame(self._frame))
+                    whole.append(self._count(self._frame.header, self._frame.head, self._frame.length))
+                    self._frame = None
 
     def finish(self, footer: memoryview) -> None:
         """Take a segment's footer: the next one may come. Raises as `feed`."""
@@ -187,6 +193,27 @@ class ArrivingShard:
         self._frame = None
         self._head.clear()
         self.position = self.verified
+
+    def _take_whole(self, data: memoryview, at: int, whole: list[WholeFrame]) -> int:
+        """Take a frame that lies there from head to end, and holds: nearly all do. Where it ends; 0 where it doesn't, and nothing was taken.
+
+        What is wrong with it is told where it is taken piece by piece.
+        """
+        try:
+            header, extent, _, _ = decode_frame_head(data[at:])
+        except (CorruptFrame, UnsupportedFormat):
+            return 0
+        end = at + extent.length
+        if end > len(data) or extent.head_length > _HEAD_BYTES_MAX or self._misfit(header) is not None:
+            return 0
+        part_end = head_end = at + extent.head_length
+        for part in header.parts:
+            part_begin, part_end = part_end, part_end + part.length
+            if part.length and crc32c_on(0, data[part_begin:part_end]) != part.crc:
+                return 0
+        self.position += extent.length
+        whole.append(self._count(header, data[at:head_end], extent.length))
+        return end
 
     def _take_head(self, data: memoryview, at: int) -> tuple[bytes | memoryview | None, int]:
         """The next frame's head, and where its payload begins; None where it is cut."""
@@ -224,20 +251,28 @@ class ArrivingShard:
             header, extent, _, _ = decode_frame_head(head)
         except (CorruptFrame, UnsupportedFormat) as error:
             raise self.unreadable(error) from error
-        assert self.header is not None
-        if (header.shard, header.region, header.epoch) != (self.shard, self.header.region, self.header.epoch):
-            raise self.diverged("a frame of another shard, region or epoch lies in it")
-        if header.first_offset != self.end_offset:
-            raise self.diverged(f"a frame begins with offset {header.first_offset}, {self.end_offset} was to follow")
-        # A loss frame stands for groups of which nobody knows any more where they ended.
-        follows = header.group == self.group if self.more and header.kind is not FrameKind.LOSS else True
-        if header.group < self.group or not follows:
-            raise self.diverged(f"a frame of group {header.group} follows on group {self.group}")
-        if header.numbering is not self.header.directory.numbering:
-            raise self.diverged("a frame's numbers are of another kind than its segment's")
+        misfit = self._misfit(header)
+        if misfit is not None:
+            raise self.diverged(misfit)
         frame = _Frame(header, bytes(head), extent.length)
         self._skip_empty(frame)
         return frame
+
+    def _misfit(self, header: FrameHeader) -> str | None:
+        """Why a frame doesn't follow on; None where it does."""
+        of = self.header
+        assert of is not None
+        if header.shard != self.shard or header.region != of.region or header.epoch != of.epoch:
+            return "a frame of another shard, region or epoch lies in it"
+        if header.first_offset != self.end_offset:
+            return f"a frame begins with offset {header.first_offset}, {self.end_offset} was to follow"
+        # A loss frame stands for groups of which nobody knows any more where they ended.
+        follows = header.group == self.group if self.more and header.kind is not FrameKind.LOSS else True
+        if header.group < self.group or not follows:
+            return f"a frame of group {header.group} follows on group {self.group}"
+        if header.numbering is not of.directory.numbering:
+            return "a frame's numbers are of another kind than its segment's"
+        return None
 
     def _take_payload(self, frame: _Frame, data: memoryview, at: int) -> int:
         parts = frame.header.parts
@@ -263,11 +298,11 @@ class ArrivingShard:
         frame.crc = 0
         frame.left = parts[frame.part].length if frame.part < len(parts) else 0
 
-    def _end_frame(self, frame: _Frame) -> WholeFrame:
-        header = frame.header
-        self._heads.update(frame.head)
+    def _count(self, header: FrameHeader, head: Bytes, length: int) -> WholeFrame:
+        """A frame is whole: all of it has passed, and holds."""
+        self._heads.update(head)
         facts = _ENTRY.pack(
-            header.kind, header.more, header.first_offset, header.count, self.verified, frame.length, header.first_seq,
+            header.kind, header.more, header.first_offset, header.count, self.verified, length, header.first_seq,
             header.last_seq, header.group_last_seq, header.group,
         )  # fmt: skip
         parts = [_TABLE.pack(part.table_id, part.schema_version, part.rows, part.length) for part in header.parts]
@@ -275,7 +310,6 @@ class ArrivingShard:
         self.end_offset = Offset(self.end_offset + header.count)
         self.group, self.more = header.group, header.more
         self.verified = self.position
-        self._frame = None
         return WholeFrame(header, ByteEnd(self.base, self.position), self.end_offset)
 
     def unreadable(self, why: object) -> ShipmentUnreadable:

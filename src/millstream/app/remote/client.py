@@ -28,6 +28,7 @@ from millstream.app.remote.steps import (
     check_name,
     check_url,
     json_of,
+    merged_call,
     of_stream,
     only_stream,
     query_call,
@@ -129,6 +130,10 @@ class RemoteHome:
         params = between(after, upto) | {"table": table, "rows_max": str(rows_max)}
         for piece in self._pieces(Call("GET", of_stream(stream, "latest"), params, in_pieces=True)):
             yield Latest(*latest_of(piece))
+
+    def merged(self, stream: str, table: str, *, at: datetime | None = None) -> pa.Table:
+        """As `OpenHome.merged`."""
+        return whole_table(self._pieces(merged_call(stream, table, at)), self._url)
 
     def append(
         self,

@@ -28,6 +28,7 @@ from millstream.errors import (
     PositionError,
     ReadOnly,
     RemoteError,
+    ReplicaTooStale,
     RoutingError,
     ServerUnreachable,
     SessionsNeedOneWriter,
@@ -173,7 +174,8 @@ def asked(call: Call, *, url: str, patience_s: float, now: Callable[[], float]) 
             if got.status == 200:
                 return got
             error = problem_of(got, url)
-            if got.status not in _BUSY or isinstance(error, PositionError):
+            if got.status not in _BUSY or isinstance(error, PositionError | ReplicaTooStale):
+                # Of a follower that is behind the leader is the one to ask, at once.
                 raise error
             wait_s = _wait_of(got, nap_s)
         if now() + wait_s >= give_up_s:
@@ -287,6 +289,12 @@ def query_call(sql: str, stream: str, as_of: StreamToken | datetime | str | None
     return Call("POST", of_stream(stream, "query"), {}, headers, json.dumps(asks).encode(), in_pieces=True)
 
 
+def merged_call(stream: str, table: str, at: datetime | None) -> Call:
+    """The question what all regions say of a table."""
+    params = {"table": table} | ({} if at is None else {"at": at.isoformat()})
+    return Call("GET", of_stream(stream, "merged"), params, {"Accept": PIECES_TYPE}, in_pieces=True)
+
+
 def only_stream(names: list[str]) -> str:
     """The one that there is.
 
@@ -337,7 +345,7 @@ def whole_table(pieces: Iterator[pa.Table] | list[pa.Table], url: str) -> pa.Tab
     """The pieces of a query's answer, put together."""
     found = list(pieces)
     if not found:
-        raise AnswerUnreadable(f"{url} answered a query without columns", url=url)
+        raise AnswerUnreadable(f"{url} answered without columns", url=url)
     return pa.concat_tables(found)
 
 

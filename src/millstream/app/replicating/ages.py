@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from millstream.app.config.quantities import duration_s
+from millstream.app.replicating.instances import boot_id
 from millstream.app.replicating.roles import Roles, replication_folder
 from millstream.errors import ReplicaTooStale
 from millstream.protocol.replication.roles import Role
@@ -28,7 +29,7 @@ def note_age(folder: Path, age_s: float | None) -> None:
     """Tell how old what is shown is at most, now; None: nobody knows. `OSError` where the disk fails, or is full."""
     fresh_ns = None if age_s is None else _boot_ns() - int(age_s * 1e9)
     fresh = folder / f".{_NAME}.{os.getpid()}"
-    fresh.write_text(json.dumps({"fresh_ns": fresh_ns, "boot": _boot_id()}))
+    fresh.write_text(json.dumps({"fresh_ns": fresh_ns, "boot": boot_id()}))
     fresh.rename(folder / _NAME)
 
 
@@ -36,7 +37,7 @@ def age_of_replica(home: Home, stream: str) -> float | None:
     """How old what this node shows of a stream is at most, in seconds; None where nobody knows."""
     try:
         facts = json.loads((replication_folder(home, stream) / _NAME).read_bytes())
-        if facts["boot"] != _boot_id():
+        if facts["boot"] != boot_id():
             return None
         return max(0.0, (_boot_ns() - int(facts["fresh_ns"])) / 1e9)
     except (FileNotFoundError, ValueError, TypeError, KeyError):
@@ -46,12 +47,14 @@ def age_of_replica(home: Home, stream: str) -> float | None:
 def has_followed_since_boot(home: Home, stream: str) -> bool:
     """Whether who follows has had the log open since the machine was started: what lay behind its marks after a power cut was found then."""
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError):
-        return bool(json.loads((replication_folder(home, stream) / _NAME).read_bytes())["boot"] == _boot_id() != "")
+        return bool(json.loads((replication_folder(home, stream) / _NAME).read_bytes())["boot"] == boot_id() != "")
     return False
 
 
 def check_age(home: Home, stream: str) -> None:
     """Return where what this node shows of a stream is as new as `[replication] max_staleness` asks; a leader's always is.
+
+    Of one that was fenced it isn't known, until it follows: others may write since.
 
     Raises:
         ReplicaTooStale: it is older, or nobody knows.
@@ -59,7 +62,7 @@ def check_age(home: Home, stream: str) -> None:
     if not home.config_file.exists():
         return  # a copied folder: nobody has said how old it may be
     text = home.config.replication.max_staleness
-    if text is None or Roles(home).of(stream).role is not Role.FOLLOWS:
+    if text is None or Roles(home).of(stream).role is Role.LEADS:
         return
     age_s, most_s = age_of_replica(home, stream), duration_s(text)
     if age_s is None or age_s > most_s:
@@ -72,10 +75,3 @@ def check_age(home: Home, stream: str) -> None:
 def _boot_ns() -> int:
     """A clock that all processes of this machine share, and that nobody sets."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME if hasattr(time, "CLOCK_BOOTTIME") else time.CLOCK_MONOTONIC)
-
-
-def _boot_id() -> str:
-    """Which start of the machine that clock belongs to."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from millstream.app.home import replace_file
-from millstream.app.records_json import Cat, to_json
 from millstream.model.positions import Seq
 from millstream.wal.history import SetAside
-from millstream.wal.reader import StreamReader
 
 RECORDS: Final = "records.jsonl"
 REPORT: Final = "report.json"
@@ -29,6 +27,9 @@ def write_report(stream: str, found: SetAside, folder: Path) -> Path:
     Raises:
         CorruptWal, OSError: it can't be read, or written; what was set aside is there all the same.
     """
+    from millstream.app.records_json import Cat, to_json
+    from millstream.wal.reader import StreamReader
+
     folder.mkdir(parents=True, exist_ok=True)
     reader = StreamReader(found.folder)
     counts: Counter[str] = Counter()

@@ -6,7 +6,9 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from millstream.app.locks import holder
 from millstream.app.replicating.ages import has_followed_since_boot
+from millstream.app.replicating.instances import instance_of
 from millstream.app.replicating.node_calls import NodeState, address_of, promise_in, this_node
 from millstream.app.replicating.roles import Roles
 from millstream.errors import HomeBusy, ShardLocked, UnknownStream, UsageError
@@ -35,6 +37,7 @@ def answer_node(home: Home, asked: Mapping[str, Any]) -> dict[str, Any]:
         UnknownStream, UsageError: there is none of that name, or no such call.
         UnknownNode: a node asks for a promise that isn't configured here: this node would follow somebody that it can't find.
         Fenced: this node has promised something higher.
+        NodeNameTaken: it has promised the same to another home of the name that it is asked by.
         HomeBusy: it has promised; but its writer doesn't end: asked again, it answers once that has.
     """
     stream = str(asked.get("stream"))
@@ -44,9 +47,9 @@ def answer_node(home: Home, asked: Mapping[str, Any]) -> dict[str, Any]:
     if op == "state":
         return node_state(home, stream).as_dict()
     if op == "promise":
-        promise = promise_in(asked)
+        promise, claimant = promise_in(asked)
         address_of(home, promise.node)
-        return give_promise(home, stream, promise).as_dict()
+        return give_promise(home, stream, promise, claimant).as_dict()
     raise UsageError(f"nodes can't be asked for {op!r}")
 
 
@@ -56,13 +59,15 @@ def node_state(home: Home, stream: str) -> NodeState:
     folder = home.wal_folder(stream)
     marks = durable_marks(RealFiles(), str(folder)) if folder.is_dir() else {}
     group = min((mark.group for mark in marks.values()), default=GroupNumber(0))
-    return NodeState(this_node(home), fact, group, stream_cut(marks.values()) if marks else Seq(0))
+    is_candidate = fact.role is not Role.LEADS and holder(home.run_folder, "promote").get("stream") == stream
+    upto = stream_cut(marks.values()) if marks else Seq(0)
+    return NodeState(this_node(home), fact, group, upto, is_candidate, instance_of(home))
 
 
-def give_promise(home: Home, stream: str, promise: Promise) -> NodeState:
+def give_promise(home: Home, stream: str, promise: Promise, claimant: str = "") -> NodeState:
     """Give a promise, durably; what was under way of a lower one has ended when this returns. Raises as `answer_node`."""
     with Roles(home).changing(stream) as changing:
-        changing.put(changing.fact.asked(promise))
+        changing.put(changing.fact.asked(promise, claimant))
         led = changing.fact.role is Role.FENCED
     if led:
         wait_for_writer(home, stream)

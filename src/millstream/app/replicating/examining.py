@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from millstream.app.replicating.instances import instance_of
 from millstream.app.replicating.node_calls import state_of_node, this_node
 from millstream.app.replicating.others import two_leaders
 from millstream.app.replicating.roles import Roles
-from millstream.errors import ConfigError, MillstreamError, ReplicationError
+from millstream.errors import ConfigError, MillstreamError, NodeNameTaken, ReplicationError
 from millstream.model.replication import region_node
 from millstream.protocol.replication.roles import Role
 
@@ -65,7 +66,21 @@ def _own(home: Home) -> NodeFinding:
         message = f"{replication.node} has no Flight server: nobody can follow it, or ask it for a promise"
         hint = 'Set [flight] listen, such as "0.0.0.0:8788": where the others\' [replication.nodes] have this one.'
         return NodeFinding(check, message, ConfigError(message, hint=hint))
-    return NodeFinding(check, f"{replication.node}: {', '.join(parts)}")
+    taken = _taken_by_another(home)
+    return NodeFinding(check, taken.message if taken else f"{replication.node}: {', '.join(parts)}", taken)
+
+
+def _taken_by_another(home: Home) -> NodeNameTaken | None:
+    """Whether another home answers where the others have this node: a copy, or what this one was copied from, which may both lead."""
+    node = this_node(home)
+    for stream in sorted(home.config.streams):
+        with contextlib.suppress(MillstreamError):  # its server may not run, or it has no address here
+            there = state_of_node(home, node, stream, timeout_s=_ANSWERS_WITHIN_S)
+            if there.home and there.home != instance_of(home):
+                at = home.config.replication.nodes.get(node)
+                return NodeNameTaken(f"at {at}, where the others have {node}, another home answers", node=str(node))
+        break
+    return None
 
 
 def _other(home: Home, node: str, stream: str, *, is_region: bool) -> NodeFinding:

@@ -15,6 +15,7 @@ import structlog
 from millstream.app.control import ControlServer
 from millstream.app.locks import LOCK_PATIENCE_S, RoleLock, holder, nobody_writes
 from millstream.app.replicating.filling import fill, has_log
+from millstream.app.replicating.instances import instance_of
 from millstream.app.replicating.leaders import note_leaders
 from millstream.app.replicating.node_calls import (
     NodeState,
@@ -102,8 +103,12 @@ def _only_other(home: Home, me: NodeName, fact: RoleFact) -> NodeName:
         return fact.leader
     others = sorted(node for node in home.config.replication.nodes if node != me)
     if len(others) != 1:
+        where = "[replication.nodes], or of regions that write the stream, too, in [replication] regions,"
         raise UsageError(
-            "it isn't said whom to follow", hint=f"Name the node: {', '.join(others) or 'none is configured'}."
+            "it isn't said whom to follow",
+            hint=f"Name the node: {', '.join(others)}."
+            if others
+            else f"Write the addresses of others in {where} first.",
         )
     return NodeName(others[0])
 
@@ -290,8 +295,7 @@ class _FollowedStream:
         try:
             yield ended
         finally:
-            over.set()
-            watching.join()
+            over.set()  # it sees that at its next look, for which nobody has to wait
 
 
 def _in_our_tree(error: MillstreamError | OSError, home: Home) -> MillstreamError:
@@ -355,6 +359,7 @@ def _follower_of(home: Home, copy: _Copy, fact: RoleFact, notes: FollowingNotes)
         _Connecting(home, copy.stream, copy.only).connect,
         notes,
         documents=notes.versions(),
+        home=instance_of(home),
     )
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from millstream.app.replicating.roles import Roles
-from millstream.catalog.leaders import StreamLeaders
 from millstream.errors import LogError, MillstreamError
 from millstream.model.replication import NodeName
 from millstream.protocol.replication.leaders import LeaderMap, leader_by, leaders_known
@@ -74,6 +73,8 @@ def note_leaders(home: Home, name: str, catalog: Catalog | None = None) -> None:
         stream = _stream_id(home, name)
         if stream is None or not home.has_catalog():
             return
+        from millstream.catalog.leaders import StreamLeaders
+
         me = NodeName(home.config.replication.node or "")
         known = leaders_known(Roles(home).of(name), me).leaderships
         if catalog is not None:
@@ -90,6 +91,8 @@ def _noted(home: Home, name: str, catalog: Catalog | None) -> LeaderMap:
         stream = _stream_id(home, name)
         if stream is None or not home.has_catalog():
             return LeaderMap()
+        from millstream.catalog.leaders import StreamLeaders
+
         if catalog is not None:
             return StreamLeaders(catalog, stream).map()
         with home.open_catalog(busy_timeout_s=_PATIENCE_S) as opened:

@@ -19,6 +19,7 @@ from millstream.app.replicating.catalog_document import CatalogDocument
 from millstream.app.replicating.leaders import note_leaders
 from millstream.app.replicating.level_document import Terms
 from millstream.app.replicating.notes import FollowingNotes
+from millstream.app.replicating.others import hearing_of_promotions
 from millstream.app.replicating.roles import LOOK_EVERY_S, Roles, replication_folder
 from millstream.app.replicating.session_document import SessionDocument
 from millstream.app.writing.stream_writer import resolve_stream
@@ -62,16 +63,19 @@ class Shipping:
         self._home = home
         self._within_s = duration_s(home.config.replication.ship_timeout)
         self._ending = threading.Event()
+        self._hearing = contextlib.ExitStack()
         self._streams = {name: _StreamShipping(home, name, self._ending) for name in home.config.streams}
 
     def start(self) -> None:
-        """Begin to ship."""
+        """Begin to ship, and to ask whether another node was promoted: one that was cut off is told by nobody, and nobody else may run here who asks."""
+        self._hearing.enter_context(hearing_of_promotions(self._home))
         for stream in self._streams.values():
             stream.thread.start()
 
     def end(self) -> None:
         """Ship what is durable now, within the configured time; then end."""
         self._ending.set()
+        self._hearing.close()
         for stream in self._streams.values():
             stream.thread.join(self._within_s + 10)
             stream.transport.close()

@@ -23,7 +23,7 @@ from millstream.errors import (
 from millstream.model.ids import Epoch, GroupNumber
 from millstream.model.positions import Seq
 from millstream.model.replication import NodeName, check_node_name, region_node
-from millstream.protocol.replication.roles import Promise, Rank, RoleFact
+from millstream.protocol.replication.roles import Promise, Rank, RoleFact, claimant_of
 from millstream.replication.flight_address import LeaderAddress
 from millstream.replication.flight_wire import FLIGHT_FAILURES, error_of_flight
 
@@ -45,6 +45,10 @@ class NodeState:
     group: GroupNumber
     """The last commit group that it has, whole and durable."""
     persisted_upto: Seq
+    is_candidate: bool = False
+    """A promotion goes on there."""
+    home: str = ""
+    """Which home of that name answers: `instances.instance_of`. Empty: one of before that was said."""
 
     @property
     def rank(self) -> Rank:
@@ -58,6 +62,8 @@ class NodeState:
             "fact": json.loads(self.fact.to_json()),
             "group": int(self.group),
             "persisted_upto": int(self.persisted_upto),
+            "is_candidate": self.is_candidate,
+            "home": self.home,
         }
 
     @classmethod
@@ -66,7 +72,12 @@ class NodeState:
         try:
             fact = RoleFact.from_json(json.dumps(facts["fact"]).encode())
             return cls(
-                NodeName(str(facts["node"])), fact, GroupNumber(int(facts["group"])), Seq(int(facts["persisted_upto"]))
+                NodeName(str(facts["node"])),
+                fact,
+                GroupNumber(int(facts["group"])),
+                Seq(int(facts["persisted_upto"])),
+                facts.get("is_candidate") is True,
+                str(facts.get("home", "")),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ShipmentUnreadable(f"a node answers what can't be read: {error!r}") from error
@@ -165,15 +176,25 @@ def state_of_node(home: Home, node: str, stream: str, *, timeout_s: float = 5.0)
     return NodeState.of_dict(ask_node(home, node, {"op": "state", "stream": stream}, timeout_s=timeout_s))
 
 
-def ask_promise(home: Home, node: str, stream: str, promise: Promise, *, timeout_s: float) -> NodeState:
-    """A node's promise, and how it stands once it has given it. Raises `Fenced` where it has promised something higher; else as `ask_node`."""
-    asked = {"op": "promise", "stream": stream, "epoch": int(promise.epoch), "to": promise.node}
+def ask_promise(home: Home, node: str, stream: str, promise: Promise, claimant: str, *, timeout_s: float) -> NodeState:
+    """A node's promise, and how it stands once it has given it.
+
+    Raises:
+        Fenced: it has promised something higher.
+        NodeNameTaken: it has promised the same to another claimant, one of the same name.
+        LinkLost …: as `ask_node`.
+    """
+    asked = {"op": "promise", "stream": stream, "epoch": int(promise.epoch), "to": promise.node, "claimant": claimant}
     return NodeState.of_dict(ask_node(home, node, asked, timeout_s=timeout_s))
 
 
-def promise_in(asked: Mapping[str, Any]) -> Promise:
-    """The promise that a call asks for. `UsageError` where it is none that a node could ever keep."""
+def promise_in(asked: Mapping[str, Any]) -> tuple[Promise, str]:
+    """The promise that a call asks for, and for which claimant. `UsageError` where it is none that a node could ever keep."""
     epoch, node = asked.get("epoch"), asked.get("to")
     if type(epoch) is not int or not 0 < epoch < _EPOCHS or not isinstance(node, str):
         raise UsageError(f"epoch {epoch!r} of {node!r} is no promise")
-    return Promise(Epoch(epoch), check_node_name(node))
+    try:
+        claimant = claimant_of(asked.get("claimant", ""))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"epoch {epoch} is asked for by {error}") from error
+    return Promise(Epoch(epoch), check_node_name(node)), claimant

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -61,10 +62,17 @@ class FollowingNotes:
         return None
 
     def role(self, fact: RoleFact) -> None:
-        """As the port says. Raises `Fenced` where another process has given a higher promise meanwhile."""
+        """As the port says.
+
+        Raises:
+            Fenced: another process of this home has given a higher promise meanwhile.
+            NodeNameTaken: it has given this one, to another home of the leader's name.
+        """
         with self._roles.changing(self._name) as changing:
             if changing.fact.promise > fact.promise:
                 raise fenced_error(changing.fact.promise)
+            if changing.fact.promise == fact.promise:
+                fact = replace(fact, claimant=changing.fact.led_by(fact.claimant).claimant)
             is_new = changing.fact.lineage != fact.lineage
             changing.put(fact)
         if is_new:

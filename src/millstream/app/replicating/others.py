@@ -45,17 +45,18 @@ def hear_of_promotions(home: Home, stream: str) -> bool:
         return fact.role is Role.LEADS
     home.loaded_config.node_token()
 
-    def promise_of(node: str) -> Promise:
+    def promised_by(node: str) -> tuple[Promise, str]:
         with contextlib.suppress(MillstreamError):
-            return state_of_node(home, node, stream, timeout_s=_ANSWERS_WITHIN_S).fact.promise
-        return fact.promise
+            theirs = state_of_node(home, node, stream, timeout_s=_ANSWERS_WITHIN_S).fact
+            return theirs.promise, theirs.claimant
+        return fact.promise, fact.claimant
 
     with ThreadPoolExecutor(len(others), thread_name_prefix="ask-nodes") as pool:
-        highest = max(pool.map(promise_of, others))
+        highest, claimant = max(pool.map(promised_by, others))
     if highest <= fact.promise:
         return True
     with roles.changing(stream) as changing:
-        changing.put(changing.fact.heard_of(highest))
+        changing.put(changing.fact.heard_of(highest, claimant))
     leads = changing.fact.role is Role.LEADS
     if not leads:
         logger.warning("another node was promoted", stream=stream, leader=changing.fact.leader)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from millstream.errors import (
     Fenced,
     LogError,
     MillstreamError,
+    NodeNameTaken,
     NotCaughtUp,
     PromotionLost,
     ShardLocked,
@@ -53,6 +55,7 @@ from millstream.protocol.replication.promotion import (
     Lead,
     Overtaken,
     Promotion,
+    Refused,
     Stand,
     Standing,
     Stood,
@@ -62,7 +65,7 @@ from millstream.protocol.replication.promotion import (
     TookOver,
     Unanswered,
 )
-from millstream.protocol.replication.roles import SESSIONS, Promise, Role, RoleFact
+from millstream.protocol.replication.roles import SESSIONS, Promise, Role, RoleFact, name_taken
 from millstream.protocol.replication.shipping import PersistRole
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME
@@ -116,6 +119,7 @@ def promote(
         TwoLeaders: this node leads, and has never followed the other one that does.
         NotCaughtUp: too few nodes answer, or one has more that can't be had; this node goes on as it was.
         PromotionLost: another node is being promoted, or was.
+        NodeNameTaken: another home of this node's name is.
         HomeBusy: another promotion goes on here; or who wrote here doesn't end.
         CatalogError, StoreUnavailable …: this node can't take over; nothing is lost, and it can be tried again.
     """
@@ -126,7 +130,7 @@ def promote(
     home.prepare()
     with contextlib.ExitStack() as held:
         # Who follows here sees this lock, and steps aside for as long.
-        held.enter_context(RoleLock.take(home.run_folder, "promote"))
+        held.enter_context(RoleLock.take(home.run_folder, "promote", stream=stream))
         _refuse_two_leaders(home, stream)
         attempt = _Attempt(home, stream, me, accept_loss=accept_loss, tell=tell)
         fact, losses = attempt.run()
@@ -162,6 +166,8 @@ class _Attempt:
         """Who didn't answer when it was asked how it stands: it isn't given long to promise."""
         self._error: MillstreamError | None = None
         self._lead: Lead | None = None
+        self._claimant: Final = secrets.token_hex(8)
+        """By which this attempt is told from one of a home that has the same name."""
 
     def _terms(self) -> tuple[Terms, bool]:
         """By what was acknowledged: the leader has sent what it goes by, which this node's configuration may say otherwise. And whether a store decides."""
@@ -241,10 +247,12 @@ class _Attempt:
     def _ask(self, node: NodeName, promise: Promise) -> Event:
         timeout_s = _SURVEYS_S if node in self._absent else _PROMISES_S
         try:
-            state = ask_promise(self._home, node, self._stream, promise, timeout_s=timeout_s)
+            state = ask_promise(self._home, node, self._stream, promise, self._claimant, timeout_s=timeout_s)
         except Fenced as error:
             higher = Promise(Epoch(int(error.details.get("epoch", 0))), NodeName(str(error.details.get("leader", ""))))
             return Overtaken(higher)
+        except NodeNameTaken as error:
+            return Refused(node, error)
         except MillstreamError as error:
             self._tell(f"{node} doesn't promise: {error.message}")
             return Unanswered(node)
@@ -256,8 +264,10 @@ class _Attempt:
 
         try:
             with contextlib.closing(store_of(self._home, self._stream)) as store:
-                if not store.claim(promise.epoch, promise.node):
-                    return ClaimFailed(PromotionLost(f"epoch {promise.epoch} was claimed by another node"))
+                if not store.claim(promise.epoch, promise.node, self._claimant):
+                    holder = store.holder_of(promise.epoch)
+                    lost = PromotionLost(f"epoch {promise.epoch} was claimed by {holder or 'another node'}")
+                    return ClaimFailed(name_taken(promise) if holder == promise.node else lost)
                 rank, _, persisted_upto = stored_lineage(store)
                 return Claimed(rank, persisted_upto)
         except MillstreamError as error:
@@ -302,9 +312,9 @@ class _Attempt:
         """Once whoever follows or writes here has stepped aside: they look at the role, and at who promotes."""
         wait_for_writer(self._home, self._stream)
         with self._roles.changing(self._stream) as changing:
-            if changing.fact.promise >= promise:
+            if changing.fact.promise != self._machine.fact.promise:
                 return Overtaken(changing.fact.promise)
-            changing.put(changing.fact.standing_for(promise))
+            changing.put(changing.fact.standing_for(promise, self._claimant))
         # One that had just begun to follow when this looked first hears of the promise now.
         wait_for_writer(self._home, self._stream)
         return Stood(changing.fact, node_state(self._home, self._stream).group)
@@ -379,7 +389,7 @@ def _once_let_go(do: Callable[[], _Result]) -> _Result:
 
 
 def _standing(state: NodeState) -> Standing:
-    return Standing(state.fact.promise, state.fact.role, state.rank, state.persisted_upto)
+    return Standing(state.fact.promise, state.fact.role, state.rank, state.persisted_upto, state.is_candidate)
 
 
 def _refuse_two_leaders(home: Home, stream: str) -> None:

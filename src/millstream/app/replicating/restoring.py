@@ -76,7 +76,11 @@ def restore_stream(
         _check_epoch(upto, aside)
         if not store.newest().marks:  # before a folder is made, which a name that was mistyped would leave behind
             of_region = f" in region {region}" if region else ""
-            raise UnknownStream(f"{url} has nothing of stream {stream}{of_region}", stream=stream)
+            raise UnknownStream(
+                f"{url} has nothing of stream {stream}{of_region}",
+                hint="Look at the address, which is what [replication] object_store says at the stream's nodes, at the stream's name, and at --region, where several regions write it.",
+                stream=stream,
+            )
         home = _home_at(folder, begun, stream, region)
         wal, replication = home.wal_folder(stream), home.data / "replication" / stream
         found = fetch(store, stream, wal, tell=tell)

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from millstream.app.region_holders import merge_needs_of_copy
-from millstream.app.regions import KeptVectors
 from millstream.app.replicating.roles import replication_folder
 from millstream.app.retention import bounds_of
 from millstream.model.ids import RegionId, parse_region_log_name
@@ -26,6 +24,7 @@ from millstream.wal.session_file import HEAD_BYTES, covered_in
 
 if TYPE_CHECKING:
     from millstream.app.home import Home
+    from millstream.app.regions import KeptVectors
 
 logger = structlog.get_logger("millstream.retention")
 
@@ -39,7 +38,12 @@ class CopyRetention:
         copied = parse_region_log_name(name)
         self._stream: Final = name if copied is None else copied[0]
         self._region: Final[RegionId | None] = None if copied is None else copied[1]
-        self._kept = KeptVectors(home)
+        self._kept: KeptVectors | None = None
+        if self._region is not None:
+            # Few logs are another region's: the others' followers begin sooner without what merges.
+            from millstream.app.regions import KeptVectors
+
+            self._kept = KeptVectors(home)
         self._looked_s: float | None = None
 
     def look(self, leader_dropped: Seq) -> int:
@@ -59,7 +63,9 @@ class CopyRetention:
         covered = self._sessions_covered()
         if covered is not None:
             tracker.needs(SESSIONS_HOLDER, HolderKind.SESSIONS, Seq(covered + 1))
-        if self._region is not None:
+        if self._region is not None and self._kept is not None:
+            from millstream.app.region_holders import merge_needs_of_copy
+
             reader = StreamReader(str(folder))
             merges = merge_needs_of_copy(self._stream, self._region, reader, config, self._kept)
             for holder, needed_from in merges.items():

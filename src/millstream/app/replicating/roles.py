@@ -84,9 +84,7 @@ class Roles:
         fact = self.of(stream)
         if fact.role is Role.LEADS:
             return
-        leader = fact.leader or "another node"
-        address = self._home.config.replication.nodes.get(str(fact.leader))
-        at = f" ({address})" if address else ""
+        leader, address = self._named(fact), self._home.config.replication.nodes.get(str(fact.leader))
         facts: dict[str, Any] = {
             "stream": stream,
             "leader": fact.leader or None,
@@ -94,8 +92,20 @@ class Roles:
             "epoch": int(fact.promise.epoch),
         }
         if fact.role is Role.FOLLOWS:
-            raise ReadOnly(f"this node follows {leader}{at} in stream {stream}: writes go there", **facts)
-        raise Fenced(f"this node leads stream {stream} no more: {leader}{at} was promoted", **facts)
+            raise ReadOnly(f"this node follows {leader} in stream {stream}: writes go there", **facts)
+        raise Fenced(f"this node leads stream {stream} no more: {leader} was promoted", **facts)
+
+    def led_elsewhere(self, stream: str) -> str | None:
+        """Who leads a stream that this node doesn't, as text, with its address; None where this node leads, or can't read its role."""
+        try:
+            fact = self.of(stream)
+        except RoleUnreadable:
+            return None
+        return None if fact.role is Role.LEADS else self._named(fact)
+
+    def _named(self, fact: RoleFact) -> str:
+        address = self._home.config.replication.nodes.get(str(fact.leader))
+        return f"{fact.leader or 'another node'}{f' ({address})' if address else ''}"
 
     @contextmanager
     def changing(self, stream: str) -> Iterator[Changing]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from millstream.app.replicating.node_calls import this_node
+from millstream.app.replicating.roles import Roles
 from millstream.errors import ConfigError, FollowerBehindRetention, ReplicaGap, ShipmentUnreadable, UnknownStream
 from millstream.model.ids import Epoch, GroupNumber, RegionId
 from millstream.model.positions import Seq
@@ -46,7 +47,9 @@ def store_of(home: Home, stream: str) -> ObjectStoreTransport:
     if url is None:
         raise ConfigError(f"{home.config_file} names no object store", hint="Set [replication] object_store.")
     region = RegionId(home.config.streams[stream].region)
-    return ObjectStoreTransport(url, stream, region=region, node=this_node(home))
+    me, fact = this_node(home), Roles(home).of(stream)
+    claimant = fact.claimant if fact.promise.node == me else ""
+    return ObjectStoreTransport(url, stream, region=region, node=me, claimant=claimant)
 
 
 def stored_lineage(store: ObjectStoreTransport) -> tuple[Rank | None, Lineage, Seq]:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import anyio
@@ -48,7 +49,9 @@ _TAKES_WITHIN_S: Final = 60.0
 """How long a caller may take nothing of what is sent."""
 _SQL_MAX: Final = 1 << 20
 _FOLDED: Final = 4
-"""How many times as much as its records a stretch of `latest` takes while it is folded."""
+"""How many times as much as its records a stretch of `latest` takes while it is folded, and a table of several regions as its rows."""
+_MERGED_ROWS: Final = 16_384
+"""Of a table of several regions, in a piece of the answer."""
 _GONE: Final = 499
 """The status of an answer that nobody waits for any more: it is seen in logs alone."""
 
@@ -167,6 +170,28 @@ class Reading:
                     yield from latest_piece(found.emptied, found.rows, found.token)
 
             return await self._answer(request, made, PIECES_TYPE)
+
+        @get(
+            "/{stream}/merged",
+            responses=_ROWS,
+            dependencies=may_read,
+            summary="A table that several regions write, as all of them together say it is.",
+            response_class=StreamingResponse,
+        )
+        async def merged(
+            request: Request,
+            stream: str,
+            table: Annotated[str, Query(max_length=4096)],
+            at: Annotated[datetime | None, Query(description="As of which moment signals have decayed.")] = None,
+        ) -> Response:
+            in_pieces = PIECES_TYPE in request.headers.get("accept", "")
+
+            def made(home: OpenHome) -> Iterator[bytes]:
+                reader = home.merged(stream, table, at=at).to_reader(max_chunksize=_MERGED_ROWS)
+                yield from _in_pieces(reader) if in_pieces else _as_stream(reader)
+
+            media_type = PIECES_TYPE if in_pieces else ARROW_TYPE
+            return await self._answer(request, made, media_type, places=(self._queries,))
 
     def _add_query(self) -> None:
         @self.router.post(

@@ -8,6 +8,7 @@
     | Received, of a lower promise | -       | Refuse(Fenced), the link goes             | the same                     | -       |
     | Received, of a higher one    | -       | PersistRole, then as below                | the same                     | -       |
     | Received, of another stream  | -       | Refuse(OtherStream) -> stopped            | the same                     | -       |
+    | Received, a greeting of another home than the promise is of | - | Refuse(NodeNameTaken), the link goes | as waiting | - |
     | Received, a greeting | -               | of the same lineage: Acknowledge -> following; else SetAside, PersistRole, SayHello | as waiting | - |
     | Received, other    | -                 | nothing: what was on its way before the Hello | Apply                    | -       |
     | Applied            | -                 | -                                         | (PersistRole,) PersistDocuments, (ShowAll,) Acknowledge |  |
@@ -250,6 +251,7 @@ class Follower:
         stream: whose log it has; None where it has none yet.
         holding: what of it.
         documents: the versions of those it keeps.
+        home: which home of that name it is.
         backoff: how long it waits between attempts.
         silence_s: a leader that says nothing for longer is given up: it says every second that there is nothing.
     """
@@ -262,10 +264,12 @@ class Follower:
         holding: Holding | None = None,
         documents: Mapping[str, int] | None = None,
         *,
+        home: str = "",
         backoff: Backoff | None = None,
         silence_s: float = 30.0,
     ) -> None:
         self._node: Final = node
+        self._home: Final = home
         self._backoff: Final = Backoff() if backoff is None else backoff
         self._silence_s: Final = silence_s
         self._heard_at = -math.inf
@@ -350,7 +354,13 @@ class Follower:
         self._ahead = []
         promise = self.fact.promise
         hello = Hello(
-            self.stream, self._node, promise.epoch, self.holding.position, dict(self._documents), promise.node
+            self.stream,
+            self._node,
+            promise.epoch,
+            self.holding.position,
+            dict(self._documents),
+            promise.node,
+            self._home,
         )
         return [Say(hello)]
 
@@ -406,7 +416,17 @@ class Follower:
         return [*effects, Apply(shipment)]
 
     def _greeted(self, greeting: Greeting, shipment: Shipment, now_s: float, wall_ns: int) -> list[Effect]:
-        self._greeting = greeting
+        try:
+            fact = self.fact.led_by(greeting.claimant)
+        except NodeNameTaken as error:
+            self._later(0.5, now_s)
+            self.trouble = error
+            return [Tell(self._node, "is led by another home of that name", error), Say(error), BreakLink()]
+        noted: list[Effect] = [] if fact == self.fact else [PersistRole(fact)]
+        self.fact, self._greeting = fact, greeting
+        return noted + self._aligned(greeting, shipment, now_s, wall_ns)
+
+    def _aligned(self, greeting: Greeting, shipment: Shipment, now_s: float, wall_ns: int) -> list[Effect]:
         mine = self.fact.lineage.covered_by(self.holding.group)
         parted_behind = mine.common_with(greeting.lineage)[1]
         if parted_behind is not None and self._aligned_with != greeting.lineage:
@@ -523,7 +543,7 @@ class Follower:
         self._later(chance, now_s)
         self.trouble = error
         if isinstance(error, NodeNameTaken):
-            # Both go on, by turns, and slowly: which of them is right isn't known here.
+            # The other one is heard until it goes. Which of them is right isn't known here.
             self._connect_at = now_s + _TURN_S * (0.5 + 0.5 * chance)
         return [Tell(self._node, "has no leader now, and tries again", error)]
 
@@ -550,8 +570,8 @@ class Follower:
         return []
 
 
-_TURN_S: Final = 10.0
-"""How long a node stays away at most that another one of its name drove off."""
+_TURN_S: Final = 5.0
+"""How long a home stays away at most while another one of its name is there."""
 _LASTING: Final = (Diverged, FollowerBehindRetention, OtherStream)
 """What time doesn't mend."""
 _NOTHING: Final = ByteEnd(Offset(0), 0)

@@ -5,6 +5,7 @@ Each follower has a state of its own here, and nothing about one waits for anoth
     | event            | apart                  | greeting                | shipping                           |
     |------------------|------------------------|-------------------------|------------------------------------|
     | Joined           | Greet -> greeting      | the older link goes; Greet -> greeting (who comes anew has lost the old one)  |
+    | Joined, of another home of that name | the same | it is refused: NodeNameTaken; who was there stays | the same |
     | Sent             | -                      | what follows may be sent| the same                           |
     | Asked            | -                      | Greet -> greeting       | Greet -> greeting                  |
     | Acked            | -                      | -> shipping, at its position                                 | cursor up, window opens |
@@ -94,6 +95,8 @@ class Follower:
 
     node: NodeName
     link: LinkId | None = None
+    home: str = ""
+    """Which one of that name came last."""
     phase: Phase = Phase.APART
     acked: Acknowledgement | None = None
     """Its newest one; None: none since it came, or came back with less."""
@@ -232,9 +235,17 @@ class Leader:
             return [DropLink(link, refusal), Tell(node, "is refused", refusal)]
         follower = self.followers.setdefault(node, Follower(node))
         if follower.link is not None:
+            # All nodes of a region follow under its name: they go on by turns.
+            if node not in self._observers and hello.home and follower.home and hello.home != follower.home:
+                taken = _taken(node)
+                return [
+                    *effects,
+                    DropLink(link, taken),
+                    Tell(node, "is there: another home of that name is refused", taken),
+                ]
             # Who has come anew itself doesn't hear it any more.
             effects.append(DropLink(follower.link, _taken(node)))
-        follower.link = link
+        follower.link, follower.home = link, hello.home
         effects.append(Tell(node, "came"))
         is_anew, follower.cut_off = follower.cut_off is not None, None
         return effects + self._greeting(follower, hello, now_s, is_anew=is_anew)
@@ -451,7 +462,7 @@ def _unknown_node(node: NodeName, nodes: frozenset[NodeName]) -> UnknownNode:
 
 
 def _taken(node: NodeName) -> NodeNameTaken:
-    return NodeNameTaken(f"somebody else has come to the leader as node {node}", node=str(node))
+    return NodeNameTaken(f"another home follows the leader as node {node}", node=str(node))
 
 
 def _promise_in(error: Fenced) -> Promise:

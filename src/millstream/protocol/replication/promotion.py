@@ -2,18 +2,18 @@
 
 | state       | what happens                                            | then                                                      |
 |-------------|---------------------------------------------------------|-----------------------------------------------------------|
-| surveying   | asks every node what it has promised, and what it has   | all have answered, or time is up: too few for the level -> failed, with nothing changed; else Stand -> standing |
-| standing    | takes nothing of the leader any more, and notes its own promise | noted -> claiming or asking                       |
+| surveying   | asks every node what it has promised, and what it has   | all have answered, or time is up: one of them stands for leader itself -> failed (PromotionLost); too few for the level -> failed, both with nothing changed; else Stand -> standing |
+| standing    | takes nothing of the leader any more, and notes its own promise | noted -> claiming or asking; this node has promised somebody since it began -> failed (PromotionLost) |
 | claiming    | where a store decides between candidates: claims there  | claimed -> asking; somebody else has -> failed (PromotionLost) |
-| asking      | asks every node for its promise: the leader steps down by that | somebody has promised higher -> failed (PromotionLost); all have answered (or enough, and all that answered before), or time is up: too few -> failed (NotCaughtUp); somebody has more -> catching up; else -> taking over |
+| asking      | asks every node for its promise: the leader steps down by that | somebody has promised higher -> failed (PromotionLost), but surveying again where the store has decided against that one; or the same to another home of this name -> failed (NodeNameTaken); all have answered (or enough, and all that answered before), or time is up: too few -> failed (NotCaughtUp); somebody has more -> catching up; else -> taking over |
 | catching up | takes what it lacks of the one that has most; nothing can be added there any more | it has it -> taking over; can't -> failed (NotCaughtUp) |
 | taking over | recovers the log, takes the catalog                     | PersistRole(leads, a reign behind its last group) -> leads |
 | leads       |                                                         |                                                           |
 | failed      | the promise stays: whoever leads under less is fenced by meeting it. Any node can be promoted then |                |
 
 Who may win: whoever has the promises of so many nodes, itself among them, that no old leader can have anything acknowledged at the stream's level without one
-of them, and that one of them has whatever was (`levels.promises_wanted`); and has as much as the one of these that has most (`roles.Rank`). Of two at once the
-higher promise wins: the nodes that gave the lower one give it as well, or refuse the lower; what the lower one got is too little, or lies below in every
+of them, and that one of them has whatever was (`levels.promises_wanted`); and has as much as the one of these that has most (`roles.Rank`). Of two at once one
+gives way to whom it sees standing before it stands itself, and of two that stand the higher promise wins: the nodes that gave the lower one give it as well, or refuse the lower; what the lower one got is too little, or lies below in every
 later contest. With `accept_loss` neither is asked for: then what may be lost is said, and the old leader is fenced by meeting a higher promise.
 
 Facts about the log are those of a moment at or after the promise: what has promised takes nothing from an older leader, so it has no more than it said.
@@ -27,12 +27,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from millstream.errors import MillstreamError, NotCaughtUp, PromotionLost
+from millstream.errors import MillstreamError, NodeNameTaken, NotCaughtUp, PromotionLost
 from millstream.model.ids import Epoch, GroupNumber
 from millstream.model.positions import Seq
 from millstream.model.replication import AckKind, AckLevel, NodeName
 from millstream.protocol.replication.levels import level_kept, promises_wanted
-from millstream.protocol.replication.roles import Promise, Rank, Role, RoleFact
+from millstream.protocol.replication.roles import Promise, Rank, Role, RoleFact, name_taken
 from millstream.protocol.replication.shipping import PersistRole
 
 STORE: Final = NodeName("")
@@ -47,6 +47,8 @@ class Standing:
     role: Role
     rank: Rank
     persisted_upto: Seq = Seq(0)
+    is_candidate: bool = False
+    """A promotion goes on there."""
 
 
 # --- what it learns ----------------------------------------------------------------------------------------------------
@@ -98,8 +100,16 @@ class ClaimFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Refused:
+    """A node won't ever promise this one what it asks for: `NodeNameTaken`."""
+
+    node: NodeName
+    error: MillstreamError
+
+
+@dataclass(frozen=True, slots=True)
 class Overtaken:
-    """A node, this one perhaps, has given a promise as high or higher to somebody else."""
+    """A node has given a promise as high or higher to somebody else; or this one has, as high or not, since it began."""
 
     promise: Promise
 
@@ -136,6 +146,7 @@ Event = (
     Begin
     | Answered
     | Unanswered
+    | Refused
     | Stood
     | Claimed
     | ClaimFailed
@@ -160,7 +171,7 @@ class Survey:
 class Stand:
     """Follow nobody any more, then note what `RoleFact.standing_for` makes of what is noted at that moment; then `Stood`.
 
-    `Overtaken` where something as high was promised meanwhile.
+    `Overtaken` where something else is promised then than when the candidate began: who was promised that is ahead.
     """
 
     promise: Promise
@@ -272,20 +283,22 @@ class Promotion:
         self._absent: frozenset[NodeName] = frozenset()
         """Who didn't answer the survey: nobody waits for them again where the others are enough."""
         self._standings: dict[NodeName, Standing] = {}
+        self._won = Epoch(0)
+        """The last one that it has claimed: nobody else leads under that."""
         self._until = 0.0
 
     def step(self, event: Event, now_s: float) -> list[Effect]:  # noqa: C901, PLR0911, PLR0912 - one branch an event
         """What to do about an event, at a moment of a clock that never goes back."""
         if isinstance(event, Overtaken):
-            return self._overtaken(event.promise)
+            return self._overtaken(event.promise, now_s)
+        if isinstance(event, Refused):
+            return [] if self.state in {State.LEADS, State.FAILED} else self._fail(event.error)
         match self.state, event:
             case State.NEW, Begin():
                 if self.fact.role is Role.LEADS:
                     self.state = State.LEADS
                     return [Lead(self.fact, ())]
-                self.state, self._until = State.SURVEYING, now_s + self._answer_s
-                asked: list[Effect] = [Survey(node) for node in sorted(self._others)]
-                return asked + self._when_answered(now_s)
+                return self._begin(now_s)
             case ((State.SURVEYING | State.ASKING), Answered(node, standing)):
                 if self.state is State.ASKING and standing.promise != self._promise:
                     return []  # late, to the survey
@@ -304,11 +317,12 @@ class Promotion:
                 self.state = State.CLAIMING
                 return [Claim(self._promise)]
             case State.CLAIMING, Claimed(stored, persisted_upto):
+                self._won = self._promise.epoch
                 if stored is not None:
                     self._standings[STORE] = Standing(self._promise, Role.FOLLOWS, stored, persisted_upto)
                 return self._ask(now_s)
             case State.CLAIMING, ClaimFailed(error):
-                if self._accepts_loss and not isinstance(error, PromotionLost):
+                if self._accepts_loss and not isinstance(error, PromotionLost | NodeNameTaken):
                     self.losses.append(
                         f"the store that decides who leads doesn't answer ({error}): somebody else may be promoted as well"
                     )
@@ -327,6 +341,13 @@ class Promotion:
 
     # --- its steps -------------------------------------------------------------------------------------------------
 
+    def _begin(self, now_s: float) -> list[Effect]:
+        self.state, self._until = State.SURVEYING, now_s + self._answer_s
+        self._standings.clear()
+        self._silent.clear()
+        asked: list[Effect] = [Survey(node) for node in sorted(self._others)]
+        return asked + self._when_answered(now_s)
+
     def _when_answered(self, now_s: float) -> list[Effect]:
         answered = self._standings.keys() - {STORE}
         here = 1 + len(answered)
@@ -337,6 +358,13 @@ class Promotion:
             return []
         if self.state is State.ASKING:
             return self._judge()
+        ahead = [
+            one.promise
+            for node, one in self._standings.items()
+            if one.is_candidate and one.promise.node == node and one.promise.epoch != self._won
+        ]
+        if ahead and max(ahead) >= self.fact.promise:
+            return self._fail(_lost_to(max(ahead)))
         if here < self._wanted and not self._accepts_loss:
             return self._fail(self._too_few(here, "nothing was changed"))
         highest = max([self.fact.promise, *(one.promise for one in self._standings.values())])
@@ -384,16 +412,17 @@ class Promotion:
         self.state = State.TAKING_OVER
         return [TakeOver(self._promise)]
 
-    def _overtaken(self, promise: Promise) -> list[Effect]:
-        if self.state in {State.LEADS, State.FAILED} or promise < self._promise or promise.node == self._node:
+    def _overtaken(self, promise: Promise, now_s: float) -> list[Effect]:
+        if self.state in {State.LEADS, State.FAILED}:
             return []
-        return self._fail(
-            PromotionLost(
-                f"{promise.node} is being promoted with epoch {promise.epoch}",
-                leader=str(promise.node),
-                epoch=int(promise.epoch),
-            )
-        )
+        if self.state is State.SURVEYING:
+            return []  # late: nothing is asked for now
+        if self.state is State.ASKING and promise.epoch == self._won and promise.node != self._node:
+            # Whoever that is lost the claim, and keeps the promise: nobody would lead under either. So it stands again, above both.
+            return self._begin(now_s)
+        if self.state is State.STANDING:
+            return self._fail(name_taken(promise) if promise.node == self._node else _lost_to(promise))
+        return [] if promise < self._promise or promise.node == self._node else self._fail(_lost_to(promise))
 
     def _too_few(self, here: int, what: str) -> NotCaughtUp:
         silent = sorted(self._others - self._standings.keys())
@@ -406,3 +435,11 @@ class Promotion:
     def _fail(self, error: MillstreamError) -> list[Effect]:
         self.state = State.FAILED
         return [Failed(error)]
+
+
+def _lost_to(promise: Promise) -> PromotionLost:
+    return PromotionLost(
+        f"{promise.node} is being promoted with epoch {promise.epoch}",
+        leader=str(promise.node),
+        epoch=int(promise.epoch),
+    )

@@ -4,6 +4,9 @@ The facts
 ---------
 - A *promise* is a pair of a number (epoch) and a node; pairs are ordered, so that no two nodes ever hold the same one, whoever began at
   the same time with the same number. Who has promised takes nothing from a leader with a lower one, ever again.
+- Two homes may go by one node's name, a copy and what it was copied from: so a promise is bound to who claims it, by a word that a candidate draws for
+  each attempt. Whoever has promised one of them refuses the other, by name, and follows no other under that promise. The word is empty where the promise was
+  only heard of, and in what was noted before there was one.
 - A *reign* says behind which commit group a leader went on. The reigns of a log, in their order, are its *lineage*. Of two logs
   the groups up to the first reign in which they differ are the same bytes; what lies behind that in one of them isn't in the other.
 - A reign is noted by a node once it has all that the leader had when it began, never before. So of two nodes the one with the later
@@ -14,7 +17,7 @@ What becomes of a node (its promise: p):
     | event                      | leads                       | follows              | fenced               |
     |----------------------------|-----------------------------|----------------------|----------------------|
     | is asked for a promise > p | fenced by it                | follows whom it is to| fenced by it         |
-    | is asked for p, or less    | refuses, unless p is asked  | refuses, unless p    | refuses, unless p    |
+    | is asked for p, or less    | refuses, unless it is asked for p by the same claimant                   |||
     | hears of a promise > p     | fenced by it                | follows whom it is to| fenced by it         |
     | was promoted under p       | (leads)                     | leads                | leads                |
     | follows, what the others   |                             |                      |                      |
@@ -32,7 +35,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
-from millstream.errors import Fenced, RoleUnreadable
+from millstream.errors import Fenced, NodeNameTaken, RoleUnreadable
 from millstream.model.ids import Epoch, GroupNumber
 from millstream.model.replication import NodeName
 
@@ -42,6 +45,7 @@ LINEAGE: Final = "lineage"
 SESSIONS: Final = "sessions"
 """The document that knows the log's writes up to some number: of no use to a log that ends in front of that."""
 _VERSION: Final = 1
+_CLAIMANT_MAX: Final = 64
 
 
 class Promise(NamedTuple):
@@ -124,32 +128,47 @@ class RoleFact:
     leader: NodeName = NOBODY
     """Whom it follows, or by whom it was fenced; its own name, or nobody's, where it leads."""
     lineage: Lineage = Lineage()
+    claimant: str = ""
+    """Which home of that name the promise is of; empty: not known."""
 
     def rank(self, group: GroupNumber) -> Rank:
         """How much this node has, whose log ends at that group."""
         return Rank(self.lineage.covered_by(group).last.promise, group)
 
-    def heard_of(self, promise: Promise) -> RoleFact:
+    def heard_of(self, promise: Promise, claimant: str = "") -> RoleFact:
         """After hearing of a promise, or giving it: the same where it isn't higher."""
         if promise <= self.promise:
             return self
         role = Role.FOLLOWS if self.role is Role.FOLLOWS else Role.FENCED
-        return replace(self, role=role, promise=promise, leader=promise.node)
+        return replace(self, role=role, promise=promise, leader=promise.node, claimant=claimant)
 
-    def asked(self, promise: Promise) -> RoleFact:
+    def asked(self, promise: Promise, claimant: str = "") -> RoleFact:
         """After giving a promise that was asked for: durable before it is answered.
 
         Raises:
-            Fenced: another was given that is higher, or as high: whom it was given to is said.
+            Fenced: another was given that is higher: whom it was given to is said.
+            NodeNameTaken: this one was, and not to who asks now.
         """
         if promise < self.promise:
             raise fenced_error(self.promise)
-        return self.heard_of(promise)
+        if promise > self.promise:
+            return self.heard_of(promise, claimant)
+        if self.claimant and claimant != self.claimant:
+            raise name_taken(promise)
+        # Of one that was only heard of: another node was asked before, and has told.
+        return replace(self, claimant=claimant)
 
-    def standing_for(self, promise: Promise) -> RoleFact:
+    def standing_for(self, promise: Promise, claimant: str = "") -> RoleFact:
         """It asks the others for that promise, and has given it itself; whom it follows is as before."""
         assert promise > self.promise, "a candidate stands for more than it has promised"
-        return replace(self, role=Role.FENCED if self.role is Role.LEADS else self.role, promise=promise)
+        role = Role.FENCED if self.role is Role.LEADS else self.role
+        return replace(self, role=role, promise=promise, claimant=claimant)
+
+    def led_by(self, claimant: str) -> RoleFact:
+        """After its leader has said which home of its name it is. `NodeNameTaken` where the promise is another one's."""
+        if claimant and self.claimant and claimant != self.claimant:
+            raise name_taken(self.promise)
+        return replace(self, claimant=claimant or self.claimant)
 
     def promoted(self, behind: GroupNumber) -> RoleFact:
         """It leads under its own promise; the log ends at that group."""
@@ -171,6 +190,7 @@ class RoleFact:
             "promised_to": self.promise.node,
             "leader": self.leader,
             "lineage": _reigns_to_json(self.lineage),
+            "claimant": self.claimant,
         }
         return json.dumps(facts).encode() + b"\n"
 
@@ -181,7 +201,8 @@ class RoleFact:
         try:
             promise = Promise(Epoch(_whole(facts["epoch"])), NodeName(_text(facts["promised_to"])))
             lineage = _lineage_of(facts["lineage"])
-            return cls(Role(facts["role"]), promise, NodeName(_text(facts["leader"])), lineage)
+            claimant = claimant_of(facts.get("claimant", ""))
+            return cls(Role(facts["role"]), promise, NodeName(_text(facts["leader"])), lineage, claimant)
         except (KeyError, TypeError, ValueError) as error:
             raise RoleUnreadable(f"the role that this node has noted isn't one: {error!r}") from error
 
@@ -193,17 +214,21 @@ class Greeting:
     lineage: Lineage
     group: GroupNumber
     """The leader's last durable one. A follower of the same lineage that has more knows that the leader has lost something."""
+    claimant: str = ""
+    """Of the promise under which it leads; empty: not known."""
 
     def to_json(self) -> bytes:
         """How it travels."""
-        return json.dumps({"version": _VERSION, "group": self.group, "lineage": _reigns_to_json(self.lineage)}).encode()
+        facts = {"version": _VERSION, "group": self.group, "lineage": _reigns_to_json(self.lineage)}
+        return json.dumps(facts | {"claimant": self.claimant}).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> Greeting:
         """What came; `RoleUnreadable` where it is damaged or of a newer Millstream."""
         facts = _object(data, "a lineage")
         try:
-            return cls(_lineage_of(facts["lineage"]), GroupNumber(_whole(facts["group"])))
+            claimant = claimant_of(facts.get("claimant", ""))
+            return cls(_lineage_of(facts["lineage"]), GroupNumber(_whole(facts["group"])), claimant)
         except (KeyError, TypeError, ValueError) as error:
             raise RoleUnreadable(f"the lineage that came isn't one: {error!r}") from error
 
@@ -215,6 +240,23 @@ def fenced_error(promise: Promise) -> Fenced:
         epoch=int(promise.epoch),
         leader=str(promise.node),
     )
+
+
+def name_taken(promise: Promise) -> NodeNameTaken:
+    """What a home is told that goes by the name of another one, which a promise was given to."""
+    return NodeNameTaken(
+        f"epoch {promise.epoch} was promised to another home that calls itself {promise.node}",
+        node=str(promise.node),
+        epoch=int(promise.epoch),
+    )
+
+
+def claimant_of(value: object) -> str:
+    """The word itself where it may be one; else `ValueError` or `TypeError`."""
+    text = _text(value)
+    if len(text) > _CLAIMANT_MAX:
+        raise ValueError(f"a claimant of {len(text)} characters")
+    return text
 
 
 def _reigns_to_json(lineage: Lineage) -> list[dict[str, Any]]:
