@@ -61,7 +61,7 @@ def test_what_the_stores_history_hasnt_is_set_aside(scene: Scene, home: Home) ->
     scene.archive(scene.new, fact)
     folder = home.wal_folder("web")
     shutil.copytree(scene.old, folder)
-    write_copy(RealFiles(), str(home.data), STREAM, StreamReader(str(folder)).persisted_upto(), [])
+    write_copy(RealFiles(), str(home.data), STREAM, StreamReader(str(folder)).persisted_upto(), [b"what they are"])
     notes = FollowingNotes(home, "web")
     notes.documents((Document(SESSIONS, 1, (home.data / SESSIONS_NAME).read_bytes()),))
     with closing(store_of(home, "web")) as store:

@@ -274,7 +274,7 @@ def test_sessions_that_know_more_than_is_stored_wait_for_it(tmp_path: Path) -> N
     files = RealFiles()
 
     def sessions(version: int, upto: int) -> tuple[Document, ...]:
-        write_copy(files, str(tmp_path), STREAM, Seq(upto), [])
+        write_copy(files, str(tmp_path), STREAM, Seq(upto), [b"what they are"])
         return (Document(SESSIONS, version, (tmp_path / SESSIONS_NAME).read_bytes()),)
 
     write(scene.old, 1, 10, "a")

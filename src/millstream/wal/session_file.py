@@ -110,7 +110,7 @@ def covered_in(data: bytes) -> Seq | None:
     """As `covered_upto`, of a copy's first bytes, `HEAD_BYTES` at the least."""
     if len(data) < _HEAD.size or data[:8] != _MAGIC:
         return None
-    return Seq(_HEAD.unpack(data)[4])
+    return Seq(_HEAD.unpack_from(data)[4])
 
 
 def _damaged(path: str, why: str) -> CorruptWal:
