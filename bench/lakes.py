@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.lake.commits import commit_cut
-from millstream.lake.current import fold_table
+from millstream.lake.folded.current import fold_table
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout, TableCommit
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId

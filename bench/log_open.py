@@ -28,8 +28,8 @@ from millstream.codec.log_segment import NO_HASH, SEGMENT_HEADER_SIZE, FrameEntr
 from millstream.model.ids import Epoch, GroupNumber, StreamId
 from millstream.model.operations import FIRST_SHARD
 from millstream.model.positions import Offset, Seq
-from millstream.wal.options import LogOptions
-from millstream.wal.writer import LogWriter
+from millstream.wal.writing.options import LogOptions
+from millstream.wal.writing.writer import LogWriter
 
 GIB = 1 << 30
 SMALL, LARGE = 1, 100

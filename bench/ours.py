@@ -22,7 +22,7 @@ from millstream.model.operations import FIRST_SHARD
 from millstream.model.positions import Lsn, parse_lsn
 from millstream.protocol.catching_up import CatchUp
 from millstream.testing.postgres import EmbeddedPostgres
-from millstream.wal.writer import LogWriter
+from millstream.wal.writing.writer import LogWriter
 
 STREAM = "bench"
 PGOUTPUT = {"proto_version": "2", "streaming": "on", "messages": "true"}

@@ -26,8 +26,8 @@ from millstream.model.replication import Acknowledgement, Hello, NodeName
 from millstream.replication.flight import FlightTransport, FollowRequest, LeaderAddress
 from millstream.replication.joined_link import JoinedLink
 from millstream.replication.object_layout import behind
-from millstream.wal.replica import ReplicaLog
-from millstream.wal.shipping import ShipSource
+from millstream.wal.replica.log import ReplicaLog
+from millstream.wal.replica.shipping import ShipSource
 
 ROWS = 2_500_000
 _SHIPMENT_BYTES: Final = 4 << 20

@@ -24,7 +24,7 @@ from millstream.model.ids import Epoch, StreamId, WriterId
 from millstream.model.positions import Seq, SeqRange
 from millstream.protocol.sequencer import WriterNumbers
 from millstream.testing import EmbeddedPostgres
-from millstream.wal.options import LogOptions
+from millstream.wal.writing.options import LogOptions
 
 WRITERS = 8
 GROUP = 100

@@ -24,7 +24,7 @@ from millstream.model.writes import AppendBatch, WriteId
 from millstream.protocol.sessions import Sessions
 from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader
-from millstream.wal.session_file import write_copy
+from millstream.wal.writing.session_file import write_copy
 
 REQUESTS = 40
 """Of a batch: what waits together while an fsync runs."""

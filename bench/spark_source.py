@@ -24,7 +24,7 @@ from millstream.model.records import INSTANT, Op, append_row_schema
 from millstream.model.schema import Column, TableSchema
 from millstream.spark.session import SparkOptions, open_session, stop_session
 from millstream.wal.reader import StreamReader
-from millstream.wal.writer import LogWriter
+from millstream.wal.writing.writer import LogWriter
 
 SOURCE_ROWS = 5_000_000
 TRANSACTION_ROWS = 10_000

@@ -26,8 +26,8 @@ from millstream.model.positions import Seq
 from millstream.model.records import Op, append_row_schema
 from millstream.model.schema import Column, ReplicaIdentity, TableSchema
 from millstream.testing.postgres import EmbeddedPostgres
-from millstream.wal.options import LogOptions
-from millstream.wal.writer import LogWriter
+from millstream.wal.writing.options import LogOptions
+from millstream.wal.writing.writer import LogWriter
 
 BATCH_ROWS = 1000
 ROW_BYTES = 100

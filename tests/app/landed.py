@@ -21,7 +21,7 @@ from millstream.app.part import Lifeline
 from millstream.app.wiring import lake_layout
 from millstream.app.writing.owner import run_owner
 from millstream.lake.commits import commit_cut, last_cut
-from millstream.lake.current import fold_table
+from millstream.lake.folded.current import fold_table
 from millstream.lake.history import append_history
 from millstream.lake.layout import TableCommit, has_current
 from millstream.model.ids import TableId

@@ -24,9 +24,9 @@ from millstream.model.ids import Epoch, GroupNumber
 from millstream.model.positions import Seq
 from millstream.model.replication import Holding
 from millstream.spark.sink import SinkOptions
-from millstream.wal.acks import AcksFile
 from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader
+from millstream.wal.replica.acks import AcksFile
 
 NODES = '[replication]\nnode = "a"\nnodes = { a = "grpc://127.0.0.1:1", b = "grpc://127.0.0.1:2", c = "grpc://127.0.0.1:3" }\n'
 LOCAL = f"[streams.web]\n{NODES}"

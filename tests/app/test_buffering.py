@@ -26,7 +26,7 @@ from millstream.model.operations import FIRST_SHARD, Appended, TableRows
 from millstream.model.writes import AppendBatch, WriteId
 from millstream.testing.log import MemoryReservations
 from millstream.testing.write_buffer import NORTH, SOUTH, next_op
-from millstream.wal.writer import LogWriter
+from millstream.wal.writing.writer import LogWriter
 
 Append = Callable[[AppenderToBuffer, AppendBatch], list[Appended | MillstreamError]]
 

@@ -20,7 +20,7 @@ from millstream.protocol.replication.roles import SESSIONS, Role, RoleFact
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME
 from millstream.wal.reader import StreamReader
-from millstream.wal.session_file import write_copy
+from millstream.wal.writing.session_file import write_copy
 
 __all__ = ["scene"]
 

@@ -10,8 +10,8 @@ from tests.app.landed import LandedHome
 
 from millstream.app.rebuild import rebuild_table
 from millstream.app.wiring import lake_layout
+from millstream.lake.folded.versions import fold_into_versions, rebuild_versions
 from millstream.lake.layout import LakeLayout
-from millstream.lake.versions import fold_into_versions, rebuild_versions
 from millstream.testing.pytest_plugin import Database
 from millstream.wal.reader import StreamReader
 

@@ -32,11 +32,11 @@ from millstream.model.positions import Lsn, Offset, Seq
 from millstream.model.records import Op
 from millstream.model.schema import Column, PgType, TableSchema
 from millstream.testing.log import plain_spilled, plain_table
-from millstream.wal.inspect import FrameInfo, inspect
-from millstream.wal.options import LogOptions
+from millstream.wal.mending.inspect import FrameInfo, inspect
+from millstream.wal.mending.repair import plan_repair, repair
 from millstream.wal.reader import StreamReader
-from millstream.wal.repair import plan_repair, repair
-from millstream.wal.writer import LogWriter
+from millstream.wal.writing.options import LogOptions
+from millstream.wal.writing.writer import LogWriter
 
 WIDER = replace(
     ORDERS, version=SchemaVersion(2), columns=(*ORDERS.columns, Column("more", pa.string(), PgType(25, -1, "text")))

@@ -21,8 +21,8 @@ from millstream.model.ids import GroupNumber, RegionId
 from millstream.model.positions import Seq
 from millstream.protocol.retention import Bounds, Retention
 from millstream.wal.files import RealFiles
-from millstream.wal.history import last_group_upto
 from millstream.wal.reader import StreamReader, TableRecords
+from millstream.wal.replica.history import last_group_upto
 from millstream.wal.retain import drop_segments
 
 CONFIG = """

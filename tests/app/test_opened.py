@@ -14,7 +14,7 @@ from millstream.app.home import Home
 from millstream.errors import HomeNotFound, HomeTooNew, InvalidToken, UnknownStream, UnknownTable
 from millstream.model.ids import ShardId
 from millstream.testing.log import plain_ops, plain_table
-from millstream.wal.writer import LogWriter
+from millstream.wal.writing.writer import LogWriter
 
 TABLES = {1: plain_table(1, "orders"), 2: plain_table(2, "items")}
 

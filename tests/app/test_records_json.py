@@ -19,7 +19,7 @@ from millstream.model.positions import Offset
 from millstream.model.records import Op, append_row_schema
 from millstream.model.schema import Column, PgType, ReplicaIdentity, TableKind, TableSchema
 from millstream.wal.reader import StreamReader
-from millstream.wal.writer import LogWriter
+from millstream.wal.writing.writer import LogWriter
 
 
 def schema(number: int, name: str, *columns: Column, kind: TableKind = TableKind.TABLE, key: str = "id") -> TableSchema:

@@ -27,7 +27,7 @@ from millstream.protocol.retention import HolderKind
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME
 from millstream.wal.reader import StreamReader
-from millstream.wal.session_file import write_copy
+from millstream.wal.writing.session_file import write_copy
 
 STREAM = """
 [streams.shop]

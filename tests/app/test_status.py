@@ -32,7 +32,7 @@ from millstream.model.ids import ShardId, StreamId
 from millstream.model.positions import Lsn, Seq
 from millstream.protocol.retention import HolderKind
 from millstream.testing.log import plain_ops, plain_table
-from millstream.wal.writer import LogWriter
+from millstream.wal.writing.writer import LogWriter
 
 CONFIG = '[streams.shop.source]\ndsn = "host=127.0.0.1 port=1"\n'
 

@@ -40,7 +40,7 @@ from millstream.routing.router import Router
 from millstream.routing.rules import Matcher, RoutingRules, ShardConfig, SpecificTarget, Target
 from millstream.testing.write_buffer import NORTH, SOUTH, application_op, every_kind_op
 from millstream.wal.reader import StreamReader
-from millstream.wal.writer import LogWriter
+from millstream.wal.writing.writer import LogWriter
 
 NAME = "orders"
 

@@ -37,7 +37,7 @@ from millstream.testing import EmbeddedPostgres
 from millstream.testing.log import plain_ops, plain_spilled, plain_table
 from millstream.testing.pytest_plugin import Database
 from millstream.testing.sequencing import UnreliableAnnouncements
-from millstream.wal.inspect import verify
+from millstream.wal.mending.inspect import verify
 from millstream.wal.reader import StreamReader
 
 STREAM = StreamId(UUID(int=11))

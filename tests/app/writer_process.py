@@ -19,7 +19,7 @@ from millstream.errors import AppendOutcomeUnknown, CatalogError, MillstreamErro
 from millstream.model.ids import StreamId
 from millstream.testing.log import plain_ops, plain_table
 from millstream.testing.sequencing import UnreliableAnnouncements
-from millstream.wal.writer import LogOptions
+from millstream.wal.writing.writer import LogOptions
 
 TABLES = plain_table(1), plain_table(2)
 ROWS = 6

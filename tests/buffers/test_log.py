@@ -17,7 +17,7 @@ from millstream.testing.write_buffer import NORTH, WriteBufferConformance, appli
 from millstream.wal.buffer import LogBuffer, LogBufferOptions
 from millstream.wal.reader import StreamReader
 from millstream.wal.retain import drop_segments
-from millstream.wal.writer import LogOptions
+from millstream.wal.writing.writer import LogOptions
 
 
 class LogStage:

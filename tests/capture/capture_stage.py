@@ -21,7 +21,7 @@ from millstream.model.operations import Ack, SpilledOp, TableRows, WriteOps
 from millstream.model.pgtext import render_value, storage_values
 from millstream.model.positions import Lsn, Seq, SeqRange
 from millstream.model.schema import TableKind
-from millstream.wal.submissions import follow
+from millstream.wal.writing.submissions import follow
 
 DEADLINE_S = 60
 

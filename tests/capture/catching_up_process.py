@@ -15,7 +15,7 @@ from millstream.capture import CaptureConfig, run_capture
 from millstream.catalog import Catalog
 from millstream.model.operations import FIRST_SHARD
 from millstream.protocol.catching_up import CatchUp
-from millstream.wal.writer import LogWriter
+from millstream.wal.writing.writer import LogWriter
 
 
 def main(folder: Path, facts: dict[str, object]) -> None:

@@ -22,7 +22,8 @@ from structlog.testing import capture_logs
 from tests.capture.capture_stage import MemoryLog, Stage, make_config, wait_until
 from tests.capture.test_streaming import ORDERS, stream_positions
 
-from millstream.capture import CaptureProgress, chunks, receiver
+from millstream.capture import CaptureProgress
+from millstream.capture.stream import chunks, receiver
 from millstream.catalog import Catalog, TableState
 from millstream.errors import SlotAhead
 from millstream.model.operations import OperationKind, SpilledOp

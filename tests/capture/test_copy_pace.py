@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.capture.copy_pace import AIM_BYTES, AIM_S, ChunkSizes, CopyRate
+from millstream.capture.copying.pace import AIM_BYTES, AIM_S, ChunkSizes, CopyRate
 
 
 def test_chunks_grow_up_to_what_is_configured_while_they_take_less_than_their_time() -> None:

@@ -21,10 +21,11 @@ from tests.capture.test_catching_up import run_process
 from tests.capture.test_copying import copied_rows
 
 from millstream.app.tables import copy_table, pause_table, resume_table
-from millstream.capture import copy_whole, copying
 from millstream.capture.config import CaptureProgress
-from millstream.capture.snapshot import SourceSnapshot
-from millstream.capture.spill import SpillFolder
+from millstream.capture.copying import tables as copying
+from millstream.capture.copying import whole as copy_whole
+from millstream.capture.copying.snapshot import SourceSnapshot
+from millstream.capture.stream.spill import SpillFolder
 from millstream.catalog import Catalog, TableState
 from millstream.errors import SourceUnreachable
 from millstream.model.operations import OperationKind, SpilledOp

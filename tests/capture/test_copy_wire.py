@@ -7,8 +7,8 @@ from contextlib import closing
 import pytest
 from tests.capture.capture_stage import Stage
 
-from millstream.capture import copy_wire
 from millstream.capture.connection import connect
+from millstream.capture.copying import wire as copy_wire
 from millstream.errors import MillstreamError
 
 ROWS = (

@@ -13,8 +13,8 @@ import psycopg
 import pytest
 from tests.capture.capture_stage import DEADLINE_S, Stage, wait_until
 
-from millstream.capture.copy_reader import Bounds, ChunkReader, Fetched
-from millstream.capture.copying import TableCopies
+from millstream.capture.copying.reader import Bounds, ChunkReader, Fetched
+from millstream.capture.copying.tables import TableCopies
 from millstream.catalog import TableState
 from millstream.errors import CatalogError
 from millstream.model.operations import OperationKind, SpilledOp

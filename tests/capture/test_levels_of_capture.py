@@ -18,9 +18,9 @@ from millstream.model.ids import Epoch, ShardId
 from millstream.model.positions import Seq
 from millstream.model.replication import AckLevel
 from millstream.testing.log import MemoryReservations
-from millstream.wal.options import LogOptions
 from millstream.wal.reader import StreamReader
-from millstream.wal.writer import LogWriter
+from millstream.wal.writing.options import LogOptions
+from millstream.wal.writing.writer import LogWriter
 
 FAR = 1 << 40
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from millstream.capture.frames import Block
-from millstream.capture.receiver import Receiver, Run, Spilled, StreamedAbort
-from millstream.capture.spill import SpillFolder
+from millstream.capture.stream.frames import Block
+from millstream.capture.stream.receiver import Receiver, Run, Spilled, StreamedAbort
+from millstream.capture.stream.spill import SpillFolder
 from millstream.codec.pgoutput import MessageRun
 from millstream.model.positions import Lsn
 

@@ -7,8 +7,8 @@ import pytest
 from tests.capture.capture_stage import Stage, wait_until
 from tests.capture.test_copying import DOCS, ORDERS, workload
 
-from millstream.capture.repair import deleted_rows
-from millstream.capture.repair_request import CHUNK_KEYS, ask_repair, repair_chunks
+from millstream.capture.copying.repair import deleted_rows
+from millstream.capture.copying.repair_request import CHUNK_KEYS, ask_repair, repair_chunks
 from millstream.model.ids import SchemaVersion, SourceId, TableId
 from millstream.model.schema import Column, TableSchema
 

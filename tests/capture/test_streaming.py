@@ -12,8 +12,8 @@ from structlog.testing import capture_logs
 from tests.capture.capture_stage import Stage, wait_until
 
 from millstream.capture import run_capture
-from millstream.capture.frames import Block
-from millstream.capture.wire import SocketWire
+from millstream.capture.stream.frames import Block
+from millstream.capture.stream.wire import SocketWire
 from millstream.catalog import TableState
 from millstream.codec.pgoutput import MessageRun
 from millstream.errors import DiskFull, ProtocolViolation

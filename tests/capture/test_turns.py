@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
-from millstream.capture._turns import ask_for_short_turns
+from millstream.capture.stream._turns import ask_for_short_turns
 
 
 def test_a_thread_keeps_its_policy_and_its_niceness():

@@ -14,11 +14,11 @@ import numpy.typing as npt
 import psycopg
 import pytest
 
-from millstream.capture import wire as wires
-from millstream.capture._drain import drain
 from millstream.capture.connection import connect_replication
-from millstream.capture.frames import KEEPALIVE
-from millstream.capture.wire import LibpqWire, SocketWire, Wire, start_replication
+from millstream.capture.stream import wire as wires
+from millstream.capture.stream._drain import drain
+from millstream.capture.stream.frames import KEEPALIVE
+from millstream.capture.stream.wire import LibpqWire, SocketWire, Wire, start_replication
 from millstream.errors import SlotActive, SlotLost, SourceUnreachable
 from millstream.model.positions import Lsn
 from millstream.testing.pytest_plugin import Database

@@ -35,7 +35,7 @@ from millstream.model.positions import Seq
 from millstream.model.records import record_schema
 from millstream.model.schema import Column, TableSchema
 from millstream.testing.log import plain_ops, plain_table
-from millstream.wal.writer import LogWriter
+from millstream.wal.writing.writer import LogWriter
 
 NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)
 KINDS = {

@@ -38,7 +38,7 @@ from millstream.model.ids import Epoch, GroupNumber, RegionId
 from millstream.model.positions import Seq
 from millstream.model.replication import NodeName
 from millstream.protocol.replication.roles import Lineage, Promise
-from millstream.wal.times import GroupTimes
+from millstream.wal.writing.times import GroupTimes
 
 _BEGAN_NS = 1_700_000_000 * 10**9
 _LASTS_S = 3.0

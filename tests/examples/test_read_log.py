@@ -42,10 +42,10 @@ from millstream.testing import Workload
 from millstream.testing.log import MemoryReservations, plain_ops, plain_spilled, plain_table
 from millstream.testing.pytest_plugin import Database
 from millstream.testing.sequencing import MemorySequenceStore
-from millstream.wal.inspect import FrameInfo, inspect
-from millstream.wal.numbers import SharedNumbers
+from millstream.wal.mending.inspect import FrameInfo, inspect
 from millstream.wal.retain import drop_segments
-from millstream.wal.writer import LogOptions, LogWriter
+from millstream.wal.writing.numbers import SharedNumbers
+from millstream.wal.writing.writer import LogOptions, LogWriter
 
 ROOT = Path(__file__).resolve().parents[2]
 READER = ROOT / "examples" / "read_log.py"

@@ -14,7 +14,7 @@ from millstream.model.positions import Offset, Seq, SeqRange
 from millstream.model.writes import WriteId
 from millstream.protocol.sessions import Sessions
 from millstream.testing.files import MemoryFiles
-from millstream.wal.session_file import covered_upto, read_copy, session_path
+from millstream.wal.writing.session_file import covered_upto, read_copy, session_path
 
 _GOLDEN = Path(__file__).parent.parent / "golden" / "sessions-v1.state"
 _GIVEN = Ack({ShardId(0): (Offset(1), Offset(2))}, SeqRange(Seq(1), 1))

@@ -30,8 +30,8 @@ from millstream.app.config.file import load_config
 from millstream.app.config.quantities import duration_s, size_bytes
 from millstream.app.moments import parse_as_of
 from millstream.app.records_json import Cat, to_json
-from millstream.capture import _copy_scan
-from millstream.capture.copy_text import read_copied
+from millstream.capture.copying import _scan as _copy_scan
+from millstream.capture.copying.text import read_copied
 from millstream.codec.buffered_op import decode_op, encode_op
 from millstream.codec.log_frame import (
     FrameKind,
@@ -83,10 +83,10 @@ from millstream.testing import pgoutput as pg
 from millstream.testing.files import MemoryFiles
 from millstream.testing.pgoutput import TablesByOid
 from millstream.testing.write_buffer import application_op, every_kind_op
-from millstream.wal.inspect import inspect, ls, stats, verify
 from millstream.wal.mark import MarkFile, read_dropped, read_mark
+from millstream.wal.mending.inspect import inspect, ls, stats, verify
 from millstream.wal.reader import StreamReader
-from millstream.wal.recover import recover
+from millstream.wal.writing.recover import recover
 
 GOLDEN: Final = sorted((Path(__file__).resolve().parents[1] / "golden").glob("*.wal"))
 SHARD_DIR: Final = f"{FOLDER}/00000"

@@ -13,7 +13,7 @@ from millstream.model.ids import Epoch, GroupNumber, StreamId
 from millstream.model.positions import Seq
 from millstream.model.replication import Holding
 from millstream.testing.files import MemoryFiles
-from millstream.wal.acks import AcksFile
+from millstream.wal.replica.acks import AcksFile
 
 STREAM = StreamId(UUID(int=77))
 

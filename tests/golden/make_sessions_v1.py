@@ -15,7 +15,7 @@ from millstream.model.positions import Offset, Seq, SeqRange
 from millstream.model.writes import WriteId
 from millstream.protocol.sessions import SessionLimits, Sessions
 from millstream.testing.files import MemoryFiles
-from millstream.wal.session_file import session_path, write_copy
+from millstream.wal.writing.session_file import session_path, write_copy
 
 STREAM = StreamId(UUID(int=77))
 UPTO = Seq(4711)

@@ -21,8 +21,8 @@ from millstream.model.writes import WriteId
 from millstream.testing.files import MemoryFiles
 from millstream.testing.log import MemoryReservations
 from millstream.wal.reader import StreamReader
-from millstream.wal.submissions import parts_of
-from millstream.wal.writer import LogOptions, LogWriter
+from millstream.wal.writing.submissions import parts_of
+from millstream.wal.writing.writer import LogOptions, LogWriter
 
 SCHEMA = TableSchema(TableId(1), SchemaVersion(1), SourceId(0), "public", "t", (Column("v", pa.int64()),))
 Place = tuple[int, str | None]

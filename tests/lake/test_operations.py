@@ -19,11 +19,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from millstream.lake.commits import commit_cut
-from millstream.lake.current import fold_table
+from millstream.lake.folded.current import fold_table
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
 from millstream.lake.operations import whole_upto
-from millstream.lake.query import LakeSession
+from millstream.lake.query.sql import LakeSession
 from millstream.lake.retain import HistoryBound, drop_history
 from millstream.lake.upkeep import tend_table
 from millstream.model.ids import StreamId, TableId

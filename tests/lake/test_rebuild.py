@@ -23,12 +23,12 @@ from tests.lake.test_versions import seconds
 
 from millstream.errors import LakeHistoryLost, LakeTableForeign
 from millstream.lake.commits import commit_cut
-from millstream.lake.current import FoldSizes, fold_table
+from millstream.lake.folded.current import FoldSizes, fold_table
+from millstream.lake.folded.versions import fold_into_versions
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout, View
 from millstream.lake.rebuild import check_history, damage_of, prepare_rebuild, rebuild_view, restart_history
 from millstream.lake.upkeep import tend_table
-from millstream.lake.versions import fold_into_versions
 from millstream.model.ids import SchemaVersion
 from millstream.model.positions import Seq
 from millstream.model.schema import TableSchema

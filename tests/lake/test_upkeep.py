@@ -15,8 +15,8 @@ from deltalake import DeltaTable
 
 from millstream.errors import LakeConflict, LakeError
 from millstream.lake.commits import commit_cut, last_cut
-from millstream.lake.current import Fold, begin_fold, fold_table
 from millstream.lake.delta import open_table
+from millstream.lake.folded.current import Fold, begin_fold, fold_table
 from millstream.lake.folder import history_from
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout, View

@@ -29,16 +29,16 @@ from tests.lake.test_scd2 import CUTS, MIDNIGHT, STORIES, Told, at, schemas, tol
 
 from millstream.errors import InvalidQuery, LakeError, LakeSchemaConflict
 from millstream.lake.commits import commit_cut
-from millstream.lake.current import FoldSizes, fold_table
 from millstream.lake.delta import open_table, set_properties
+from millstream.lake.folded.current import FoldSizes, fold_table
+from millstream.lake.folded.scd2 import VERSION_COLUMNS
+from millstream.lake.folded.versions import fold_into_versions
 from millstream.lake.folder import HISTORY_FROM_PROPERTY
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
-from millstream.lake.query import LakeSession
+from millstream.lake.query.sql import LakeSession
 from millstream.lake.retain import HistoryBound, drop_history
-from millstream.lake.scd2 import VERSION_COLUMNS
 from millstream.lake.upkeep import tend_table
-from millstream.lake.versions import fold_into_versions
 from millstream.model.ids import SchemaVersion, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.schema import Column, TableSchema
@@ -267,7 +267,7 @@ def test_a_fold_that_is_killed_is_there_whole_or_not_at_all_and_leaves_nothing_b
     )
     (tmp_path / "asked").write_bytes(pickle.dumps((layout, orders)))
     program = (
-        "import pickle, sys; from millstream.lake.versions import fold_into_versions\n"
+        "import pickle, sys; from millstream.lake.folded.versions import fold_into_versions\n"
         "fold_into_versions(*pickle.load(open(sys.argv[1], 'rb')), 11)\n"
     )
     environment = os.environ | {"MILLSTREAM_FAILPOINTS": point}

@@ -40,10 +40,10 @@ from millstream.protocol.replication import (
 from millstream.protocol.replication import follower as following
 from millstream.protocol.replication import promotion as promoting
 from millstream.testing.files import Crash
-from millstream.wal.options import LogOptions
 from millstream.wal.reader import StreamReader
-from millstream.wal.replica import ReplicaLog
-from millstream.wal.shipping import ShipSource, durable_marks, log_marks
+from millstream.wal.replica.log import ReplicaLog
+from millstream.wal.replica.shipping import ShipSource, durable_marks, log_marks
+from millstream.wal.writing.options import LogOptions
 
 LEADER, NODES = NodeName("a"), (NodeName("b"), NodeName("c"))
 OPTIONS = ShipOptions(shipment_bytes=20_000, window_bytes=60_000, heartbeat_s=0.5, silence_s=30.0, cursor_every_s=0.0)

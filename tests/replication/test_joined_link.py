@@ -16,8 +16,8 @@ from millstream.replication.in_process import InProcessTransport
 from millstream.replication.joined_link import JoinedLink, joined
 from millstream.testing.files import MemoryFiles
 from millstream.testing.transport import hello_of
-from millstream.wal.replica import ReplicaLog
-from millstream.wal.shipping import ShipSource
+from millstream.wal.replica.log import ReplicaLog
+from millstream.wal.replica.shipping import ShipSource
 
 
 def sent_by(pair: Pair, bytes_max: int) -> list[Shipment]:

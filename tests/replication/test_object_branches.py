@@ -27,12 +27,12 @@ from millstream.replication.objects import Objects
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME
-from millstream.wal.options import LogOptions
 from millstream.wal.reader import StreamReader
-from millstream.wal.session_file import write_copy
-from millstream.wal.shipping import durable_marks
-from millstream.wal.taking_over import prepare_promotion
-from millstream.wal.writer import LogWriter
+from millstream.wal.replica.shipping import durable_marks
+from millstream.wal.replica.taking_over import prepare_promotion
+from millstream.wal.writing.options import LogOptions
+from millstream.wal.writing.session_file import write_copy
+from millstream.wal.writing.writer import LogWriter
 
 STREAM = StreamId(UUID(int=7))
 SHARDS = (ShardId(0), ShardId(1))

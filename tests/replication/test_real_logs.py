@@ -23,11 +23,11 @@ from millstream.replication.in_process import InProcessTransport
 from millstream.replication.object_layout import behind
 from millstream.replication.object_store import ObjectStoreTransport
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
-from millstream.wal.options import LogOptions
 from millstream.wal.reader import StreamReader
-from millstream.wal.replica import ReplicaLog
-from millstream.wal.shipping import ShipSource
-from millstream.wal.writer import LogWriter
+from millstream.wal.replica.log import ReplicaLog
+from millstream.wal.replica.shipping import ShipSource
+from millstream.wal.writing.options import LogOptions
+from millstream.wal.writing.writer import LogWriter
 
 STREAM = StreamId(UUID(int=7))
 SHARDS = (ShardId(0), ShardId(1))

@@ -20,7 +20,7 @@ from millstream.routing.partitions import PartitionTemplate
 from millstream.routing.ring import ShardRouter
 from millstream.routing.router import Router, in_key_order
 from millstream.routing.rules import HashRing, Matcher, RoutingConfig, RoutingRules, ShardConfig, SpecificTarget, Target
-from millstream.wal.grouping import plan_group
+from millstream.wal.writing.grouping import plan_group
 
 KEYED = schema_of({"id": pa.int64(), "kind": pa.string(), "day": pa.string(), "n": pa.int64()}, key=("id",))
 PLAIN = schema_of({"id": pa.int64(), "kind": pa.string(), "day": pa.string(), "n": pa.int64()})

@@ -16,7 +16,7 @@ from millstream.model.positions import Lsn, Seq
 from millstream.model.records import Op, append_row_schema
 from millstream.model.schema import Column, ReplicaIdentity, TableSchema
 from millstream.wal.reader import StreamReader
-from millstream.wal.writer import LogOptions, LogWriter
+from millstream.wal.writing.writer import LogOptions, LogWriter
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from millstream.spark.pipeline import PipelineProgress
 from millstream.spark.session import SparkOptions
 from millstream.wal.backlog import log_size
 from millstream.wal.retain import Sweep
-from millstream.wal.writer import LogOptions
+from millstream.wal.writing.writer import LogOptions
 
 BATCH_SEGMENTS_MAX = 7
 """Each write is a segment of its own, and a batch takes four or five: those, and the one being written."""

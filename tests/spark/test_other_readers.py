@@ -13,10 +13,10 @@ from uuid import UUID
 import pyarrow as pa
 
 from millstream.lake.commits import commit_cut
-from millstream.lake.current import fold_table
+from millstream.lake.folded.current import fold_table
 from millstream.lake.history import append_history
 from millstream.lake.layout import LakeLayout
-from millstream.lake.query import LakeSession
+from millstream.lake.query.sql import LakeSession
 from millstream.model.ids import SchemaVersion, SourceId, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.model.records import record_schema

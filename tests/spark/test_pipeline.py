@@ -24,7 +24,7 @@ from tests.spark.lake_run import RunningPipeline, config_of, drain, eventually, 
 from millstream.catalog import TableState
 from millstream.errors import CheckpointForeign, LakeConflict
 from millstream.lake.commits import last_cut
-from millstream.lake.current import FoldSizes
+from millstream.lake.folded.current import FoldSizes
 from millstream.model.records import Op
 from millstream.model.schema import TableSchema
 from millstream.spark.driver import _said, run_pipeline

@@ -24,7 +24,7 @@ from millstream.model.positions import Seq
 from millstream.spark.pipeline import PipelineProgress
 from millstream.spark.session import SparkOptions
 from millstream.wal.backlog import Backlogs, log_size
-from millstream.wal.writer import LogOptions
+from millstream.wal.writing.writer import LogOptions
 
 pytestmark = pytest.mark.usefixtures("spark")
 SMALL = LogOptions(segment_bytes=6_000)

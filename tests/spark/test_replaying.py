@@ -15,7 +15,7 @@ from millstream.spark.replaying import ReplayWatch
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.backlog import Backlogs
 from millstream.wal.retain import drop_segments
-from millstream.wal.writer import LogOptions, LogWriter
+from millstream.wal.writing.writer import LogOptions, LogWriter
 
 TABLE = plain_table(1)
 

@@ -38,7 +38,7 @@ from millstream.spark.session import SparkOptions
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.reader import StreamReader
 from millstream.wal.retain import oldest_sealed
-from millstream.wal.writer import LogOptions, LogWriter
+from millstream.wal.writing.writer import LogOptions, LogWriter
 
 TABLES = [plain_table(number) for number in (1, 2, 3)]
 IDS = [int(table.table_id) for table in TABLES]

@@ -16,10 +16,10 @@ from millstream.errors import AppendOutcomeUnknown, DiskFull, MillstreamError, W
 from millstream.model.positions import Seq
 from millstream.protocol.retention import Bounds, HolderKind, Retention
 from millstream.testing.files import Crash
-from millstream.wal.commit import GroupCommitter
-from millstream.wal.inspect import verify
+from millstream.wal.mending.inspect import verify
 from millstream.wal.reader import StreamReader
 from millstream.wal.retain import drop_segments
+from millstream.wal.writing.commit import GroupCommitter
 
 
 @dataclass

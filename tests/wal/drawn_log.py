@@ -12,7 +12,7 @@ from tests.wal.truth import SMALL, Truth
 from millstream.codec.log_directory import Numbering
 from millstream.testing.clock import ManualClock
 from millstream.testing.files import MemoryFiles, keep_any, lose_all
-from millstream.wal.options import LogOptions
+from millstream.wal.writing.options import LogOptions
 
 PLENTY = 1 << 40
 

@@ -16,7 +16,7 @@ from millstream.model.schema import TableSchema
 from millstream.testing.files import MemoryFiles
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.reader import StreamReader
-from millstream.wal.writer import LogOptions, LogWriter
+from millstream.wal.writing.writer import LogOptions, LogWriter
 
 TABLE, OTHER = plain_table(1), plain_table(2)
 

@@ -8,11 +8,11 @@ from tests.wal.truth import FOLDER, SMALL, Truth
 
 from millstream.model.replication import Shipment
 from millstream.testing.files import MemoryFiles
-from millstream.wal.commit import GroupCommitter
-from millstream.wal.options import LogOptions
 from millstream.wal.reader import StreamReader
-from millstream.wal.replica import ReplicaLog
-from millstream.wal.shipping import ShipSource
+from millstream.wal.replica.log import ReplicaLog
+from millstream.wal.replica.shipping import ShipSource
+from millstream.wal.writing.commit import GroupCommitter
+from millstream.wal.writing.options import LogOptions
 
 Rows = dict[tuple[int, int, int], str]
 

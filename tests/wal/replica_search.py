@@ -30,14 +30,14 @@ from millstream.model.positions import Seq
 from millstream.model.replication import ByteEnd, Shipment
 from millstream.protocol.retention import Bounds, HolderKind, Retention
 from millstream.testing.files import Crash, MemoryFiles
-from millstream.wal.commit import GroupCommitter
-from millstream.wal.inspect import verify
 from millstream.wal.layout import list_segments, shard_folder
 from millstream.wal.mark import read_mark
+from millstream.wal.mending.inspect import verify
 from millstream.wal.reader import StreamReader
-from millstream.wal.replica import ReplicaLog
+from millstream.wal.replica.log import ReplicaLog
+from millstream.wal.replica.shipping import ShipSource
 from millstream.wal.retain import drop_segments
-from millstream.wal.shipping import ShipSource
+from millstream.wal.writing.commit import GroupCommitter
 
 Rows = dict[tuple[int, int, int], str]
 

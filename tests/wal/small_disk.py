@@ -23,10 +23,10 @@ from millstream.model.ids import Epoch, StreamId
 from millstream.model.positions import Seq
 from millstream.protocol.retention import Bounds, Retention
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
-from millstream.wal.inspect import verify
+from millstream.wal.mending.inspect import verify
 from millstream.wal.reader import StreamReader
 from millstream.wal.retain import drop_segments
-from millstream.wal.writer import LogOptions, LogWriter
+from millstream.wal.writing.writer import LogOptions, LogWriter
 
 STUCK_S = 120
 """After which a writer that is still alive says where it stands."""

@@ -16,7 +16,7 @@ from millstream.model.ids import Epoch, GroupNumber, StreamId
 from millstream.model.positions import Seq
 from millstream.model.replication import LOCAL, AckLevel, Holding, Holdings
 from millstream.testing.files import MemoryFiles
-from millstream.wal.acks import FOLLOWERS_MAX, AcksFile, AcksReader
+from millstream.wal.replica.acks import FOLLOWERS_MAX, AcksFile, AcksReader
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 STREAM = StreamId(UUID(int=77))

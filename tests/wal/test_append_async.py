@@ -18,7 +18,7 @@ from millstream.model.operations import Ack
 from millstream.testing.files import FaultPlan
 from millstream.testing.log import plain_spilled
 from millstream.wal.reader import StreamReader
-from millstream.wal.writer import LogWriter
+from millstream.wal.writing.writer import LogWriter
 
 DEADLINE_S = 60.0
 

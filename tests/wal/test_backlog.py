@@ -10,7 +10,7 @@ from millstream.model.positions import Seq
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.backlog import Backlogs
 from millstream.wal.files import RealFiles
-from millstream.wal.writer import LogOptions, LogWriter
+from millstream.wal.writing.writer import LogOptions, LogWriter
 
 TABLE = plain_table(1)
 

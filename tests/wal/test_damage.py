@@ -11,9 +11,9 @@ from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
 from millstream.errors import CorruptWal, LogError, MillstreamError, StaleEpoch, UnexpectedFile
 from millstream.model.positions import Seq
 from millstream.testing.files import MemoryFiles
-from millstream.wal.inspect import Loss, inspect, ls, stats, verify
-from millstream.wal.options import LogOptions
+from millstream.wal.mending.inspect import Loss, inspect, ls, stats, verify
 from millstream.wal.reader import StreamReader
+from millstream.wal.writing.options import LogOptions
 
 FOLDER = "/wal/shop"
 

@@ -22,7 +22,7 @@ from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal import source
 from millstream.wal.reader import StreamReader
 from millstream.wal.source import TableRecords
-from millstream.wal.writer import LogOptions, LogWriter
+from millstream.wal.writing.writer import LogOptions, LogWriter
 
 FOLDER = "/wal/s"
 TABLES = [plain_table(1), plain_table(2), plain_table(2, version=2), plain_table(3)]

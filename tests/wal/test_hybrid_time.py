@@ -13,9 +13,9 @@ from millstream.model.ids import Epoch, RegionId, ShardId, StreamId, TableId
 from millstream.model.positions import Seq
 from millstream.testing import ManualClock
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
-from millstream.wal.options import LogOptions
 from millstream.wal.reader import StreamReader
-from millstream.wal.writer import LogWriter
+from millstream.wal.writing.options import LogOptions
+from millstream.wal.writing.writer import LogWriter
 
 STREAM = StreamId(UUID(int=5))
 REGION = RegionId(3)

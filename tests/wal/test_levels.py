@@ -25,11 +25,11 @@ from millstream.protocol.retention import Bounds, Retention
 from millstream.protocol.sessions import SessionLimits
 from millstream.testing.files import FaultPlan, MemoryFiles
 from millstream.testing.log import MemoryReservations
-from millstream.wal.inspect import stats, verify
-from millstream.wal.options import LogOptions
+from millstream.wal.mending.inspect import stats, verify
 from millstream.wal.reader import StreamReader
 from millstream.wal.retain import drop_segments
-from millstream.wal.writer import LogWriter
+from millstream.wal.writing.options import LogOptions
+from millstream.wal.writing.writer import LogWriter
 
 FOLDER = "/wal/shop"
 STREAM = StreamId(UUID(int=9))

@@ -11,7 +11,7 @@ from millstream.model.positions import Seq
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader
-from millstream.wal.writer import LogWriter
+from millstream.wal.writing.writer import LogWriter
 
 TABLES = 60
 

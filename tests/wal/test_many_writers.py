@@ -31,14 +31,14 @@ from millstream.testing.clock import ManualClock
 from millstream.testing.files import Crash, MemoryFiles, keep_any
 from millstream.testing.log import plain_operations, plain_rows, plain_table
 from millstream.testing.sequencing import MemorySequenceStore
-from millstream.wal.commit import GroupCommitter
-from millstream.wal.inspect import stats, verify
 from millstream.wal.layout import shard_folder
-from millstream.wal.numbers import SharedNumbers
-from millstream.wal.options import LogOptions
-from millstream.wal.own_shards import WriterIdentity
+from millstream.wal.mending.inspect import stats, verify
 from millstream.wal.reader import StreamReader
 from millstream.wal.shards import lock_shards
+from millstream.wal.writing.commit import GroupCommitter
+from millstream.wal.writing.numbers import SharedNumbers
+from millstream.wal.writing.options import LogOptions
+from millstream.wal.writing.own_shards import WriterIdentity
 
 FOLDER = "/wal/shop"
 STREAM = StreamId(UUID(int=9))

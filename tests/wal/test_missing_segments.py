@@ -13,11 +13,11 @@ from millstream.model.ids import Epoch, ShardId, StreamId
 from millstream.model.positions import Offset, Seq
 from millstream.testing.log import MemoryReservations, plain_ops, plain_table
 from millstream.wal.files import RealFiles
-from millstream.wal.inspect import verify
 from millstream.wal.layout import shard_folder
+from millstream.wal.mending.inspect import verify
+from millstream.wal.mending.repair import plan_repair
 from millstream.wal.reader import StreamReader
-from millstream.wal.repair import plan_repair
-from millstream.wal.writer import LogWriter
+from millstream.wal.writing.writer import LogWriter
 
 STREAM = StreamId(UUID(int=7))
 SHARD = ShardId(0)

@@ -11,9 +11,9 @@ from tests.wal.truth import FOLDER, SMALL, Truth
 
 from millstream.errors import CorruptWal
 from millstream.testing.files import MemoryFiles
-from millstream.wal.inspect import FrameInfo, Loss, inspect, ls, stats, verify
-from millstream.wal.options import LogOptions
+from millstream.wal.mending.inspect import FrameInfo, Loss, inspect, ls, stats, verify
 from millstream.wal.reader import StreamReader, TableRecords
+from millstream.wal.writing.options import LogOptions
 
 Where = tuple[int, int]
 """(shard, offset)"""

@@ -18,12 +18,12 @@ from millstream.model.positions import Seq
 from millstream.protocol.retention import Bounds, Retention
 from millstream.testing.clock import ManualClock
 from millstream.testing.files import Crash, FaultPlan, MemoryFiles, keep_any
-from millstream.wal.inspect import FrameInfo, inspect, ls, stats, verify
 from millstream.wal.layout import segment_path, shard_folder
-from millstream.wal.options import LogOptions
+from millstream.wal.mending.inspect import FrameInfo, inspect, ls, stats, verify
+from millstream.wal.mending.repair import AcceptedRange, plan_repair, repair
 from millstream.wal.reader import StreamReader
-from millstream.wal.repair import AcceptedRange, plan_repair, repair
 from millstream.wal.retain import drop_segments
+from millstream.wal.writing.options import LogOptions
 
 ONE = LogOptions(segment_bytes=1 << 20)
 

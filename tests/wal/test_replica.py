@@ -28,15 +28,15 @@ from millstream.model.replication import ByteEnd, Shipment
 from millstream.protocol.retention import Bounds, HolderKind, Retention
 from millstream.testing.clock import ManualClock
 from millstream.testing.files import MemoryFiles, lose_all
-from millstream.wal.inspect import verify
 from millstream.wal.layout import list_segments, segment_path, shard_folder
 from millstream.wal.mark import read_mark
+from millstream.wal.mending.inspect import verify
+from millstream.wal.mending.plan import AcceptedRange
+from millstream.wal.mending.repair import plan_repair, repair
 from millstream.wal.reader import StreamReader
-from millstream.wal.repair import plan_repair, repair
-from millstream.wal.repair_plan import AcceptedRange
-from millstream.wal.replica import ReplicaLog
+from millstream.wal.replica.log import ReplicaLog
+from millstream.wal.replica.shipping import ShipSource
 from millstream.wal.retain import drop_segments
-from millstream.wal.shipping import ShipSource
 
 
 @pytest.fixture

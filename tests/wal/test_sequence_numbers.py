@@ -26,14 +26,14 @@ from millstream.ports import Files
 from millstream.testing.clock import ManualClock
 from millstream.testing.files import MemoryFiles
 from millstream.testing.log import MemoryReservations, plain_operations, plain_rows, plain_table
-from millstream.wal.commit import GroupCommitter
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import list_segments, list_shards, shard_folder
-from millstream.wal.numbers import BlockNumbers
-from millstream.wal.options import LogOptions
-from millstream.wal.own_shards import WriterIdentity
 from millstream.wal.reader import StreamReader
 from millstream.wal.source import TableRecords
+from millstream.wal.writing.commit import GroupCommitter
+from millstream.wal.writing.numbers import BlockNumbers
+from millstream.wal.writing.options import LogOptions
+from millstream.wal.writing.own_shards import WriterIdentity
 
 SHARD_OF = {1: 0, 2: 1, 3: 0}
 TABLES = {number: replace(plain_table(number), relation_oid=20_000 + number) for number in SHARD_OF}

@@ -29,14 +29,14 @@ from millstream.protocol.sessions import SessionLimits, Sessions
 from millstream.testing.clock import ManualClock
 from millstream.testing.files import Crash, FaultPlan, MemoryFiles, keep_any, lose_all
 from millstream.testing.log import MemoryReservations, plain_rows, plain_table
-from millstream.wal.commit import GroupCommitter, WriterIdentity
-from millstream.wal.keyed import KeyedCommits
-from millstream.wal.numbers import BlockNumbers
-from millstream.wal.options import LogOptions
 from millstream.wal.reader import StreamReader
 from millstream.wal.retain import SESSIONS_HOLDER, Sweep, drop_segments
-from millstream.wal.session_file import covered_upto, read_copy, session_path
-from millstream.wal.writer import LogWriter
+from millstream.wal.writing.commit import GroupCommitter, WriterIdentity
+from millstream.wal.writing.keyed import KeyedCommits
+from millstream.wal.writing.numbers import BlockNumbers
+from millstream.wal.writing.options import LogOptions
+from millstream.wal.writing.session_file import covered_upto, read_copy, session_path
+from millstream.wal.writing.writer import LogWriter
 
 FOLDER = "/wal"
 STREAM = StreamId(UUID(int=5))
@@ -409,7 +409,7 @@ def test_a_copy_that_knows_more_than_the_log_is_gone_before_the_log_grows(monkey
         raise OSError(ENOSPC, "no space")
 
     with monkeypatch.context() as patched:
-        patched.setattr("millstream.wal.keyed.write_copy", full)
+        patched.setattr("millstream.wal.writing.keyed.write_copy", full)
         committer, keyed = life.open(earlier)
         keyed.commit([write((s(1, "other"), 9))])
         committer.abandon()
@@ -427,7 +427,7 @@ def test_without_a_copy_each_group_tries_to_make_one(monkeypatch: pytest.MonkeyP
         raise OSError(ENOSPC, "no space")
 
     with monkeypatch.context() as patched:
-        patched.setattr("millstream.wal.keyed.write_copy", full)
+        patched.setattr("millstream.wal.writing.keyed.write_copy", full)
         committer, keyed = life.open(files)
         keyed.commit([write((s(1), 1))])
         keyed.after_group()

@@ -10,13 +10,13 @@ import sys
 import time
 from pathlib import Path
 
-from millstream.wal.inspect import verify
+from millstream.wal.mending.inspect import verify
 from millstream.wal.reader import StreamReader
 
 WRITER = """
 import sys, uuid
 from millstream.testing.log import MemoryReservations, plain_ops, plain_spilled, plain_table
-from millstream.wal.writer import LogOptions, LogWriter
+from millstream.wal.writing.writer import LogOptions, LogWriter
 folder, epoch, xid = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 reservations = MemoryReservations()
 reservations.reserve_to(10_000_000 * (epoch - 1), epoch=epoch)

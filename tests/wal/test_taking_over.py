@@ -14,14 +14,14 @@ from millstream.model.ids import GroupNumber
 from millstream.model.marks import ShownMark
 from millstream.model.positions import Seq
 from millstream.testing.files import Crash, MemoryFiles, keep_any
-from millstream.wal.history import SetAside, ends_behind, truncate_to
-from millstream.wal.inspect import verify
 from millstream.wal.layout import list_segments, list_shards, shard_folder
 from millstream.wal.mark import MarkFile, read_mark, read_shown
+from millstream.wal.mending.inspect import verify
 from millstream.wal.reader import StreamReader
-from millstream.wal.replica import ReplicaLog
-from millstream.wal.shipping import ShipSource
-from millstream.wal.taking_over import prepare_promotion
+from millstream.wal.replica.history import SetAside, ends_behind, truncate_to
+from millstream.wal.replica.log import ReplicaLog
+from millstream.wal.replica.shipping import ShipSource
+from millstream.wal.replica.taking_over import prepare_promotion
 
 ASIDE = f"{FOLDER}.aside-20260101"
 PROMOTED_BEHIND = GroupNumber(5)

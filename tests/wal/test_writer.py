@@ -33,7 +33,7 @@ from millstream.testing.files import FaultPlan, MemoryFiles
 from millstream.testing.log import MemoryReservations, plain_ops, plain_spilled, plain_table
 from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader
-from millstream.wal.writer import LogWriter
+from millstream.wal.writing.writer import LogWriter
 
 
 def test_what_waits_while_an_fsync_runs_becomes_one_group_in_order_of_the_calls():
@@ -465,7 +465,7 @@ def test_the_reader_needs_the_core_install_only():
     import sys
 
     code = (
-        "import sys, millstream.wal.reader, millstream.wal.inspect; "
+        "import sys, millstream.wal.reader, millstream.wal.mending.inspect; "
         "print([m for m in ('numba', 'sqlalchemy', 'psycopg', 'pydantic', 'deltalake', 'duckdb') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -33,7 +33,7 @@ from millstream.model.schema import TableSchema
 from millstream.routing.router import in_key_order
 from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader
-from millstream.wal.writer import LogOptions, LogWriter
+from millstream.wal.writing.writer import LogOptions, LogWriter
 
 if TYPE_CHECKING:
     from millstream.catalog import Catalog

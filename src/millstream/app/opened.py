@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from millstream.catalog import TableRow
     from millstream.ingest.columns import Rows
     from millstream.lake.known import KnownTable
-    from millstream.lake.query import LakeSession
-    from millstream.lake.query_bounds import QueryBounds
+    from millstream.lake.query.bounds import QueryBounds
+    from millstream.lake.query.sql import LakeSession
     from millstream.model.operations import Appended
     from millstream.wal.index import OnDamage
     from millstream.wal.reader import StreamReader
@@ -452,7 +452,7 @@ def open_lake(
         BeyondRetention, TimeFromFuture, TokenFromFuture: the lake has nothing of it, any more or as yet.
     """
     from millstream.app.wiring import lake_layout
-    from millstream.lake.query import LakeSession
+    from millstream.lake.query.sql import LakeSession
 
     name, config = home.stream_config(stream)
     try:

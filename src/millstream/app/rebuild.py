@@ -182,8 +182,8 @@ def _find(home: Home, catalog: Catalog, stream: str, config: StreamConfig, table
 
 
 def _views(place: _Place, config: StreamConfig, asked: Sequence[str]) -> tuple[str, ...]:
+    from millstream.lake.folded.versions import has_versions
     from millstream.lake.layout import has_current
-    from millstream.lake.versions import has_versions
 
     has = {"current": has_current(place.schema), "scd2": has_versions(place.schema)}
     named = [view for view in ("current", "scd2") if view in config.lake.shown and has[view]]

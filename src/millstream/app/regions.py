@@ -57,7 +57,7 @@ from millstream.wal.reader import StreamReader, TableRecords
 if TYPE_CHECKING:
     from millstream.app.config.model import StreamConfig
     from millstream.app.home import Home
-    from millstream.wal.writer import LogWriter
+    from millstream.wal.writing.writer import LogWriter
 
 _FOLD_ROWS: Final = 250_000
 """Records that are read before they are folded: beside them only one row a key and region is in memory."""

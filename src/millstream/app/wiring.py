@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from millstream.spark.pipeline import PipelineConfig
     from millstream.spark.session import SparkOptions
     from millstream.spark.sinks import Sink
-    from millstream.wal.writer import LogOptions
+    from millstream.wal.writing.writer import LogOptions
 
 
 def capture_config(home: Home, name: str, stream: StreamConfig, *, first_shard: ShardId = FIRST_SHARD) -> CaptureConfig:
@@ -90,7 +90,7 @@ def log_options(stream: StreamConfig, replication: ReplicationConfig) -> LogOpti
     from millstream.app.config.replication_checks import reach_of
     from millstream.codec.log_directory import Numbering
     from millstream.model.replication import AckLevel
-    from millstream.wal.writer import LogOptions
+    from millstream.wal.writing.writer import LogOptions
 
     log = stream.log
     return LogOptions(

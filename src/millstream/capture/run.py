@@ -2,7 +2,7 @@
 
 A *session* is what lies between two connections: it starts at X, the position up to which the log (or, where only
 keepalives moved it, the catalog) has everything, and drops whatever ends at or below it. A session reads the stream or, where the
-backlog is large, chunks (`capture.chunks`); to change from one to the other is to begin another session.
+backlog is large, chunks (`capture.stream.chunks`); to change from one to the other is to begin another session.
 """
 
 from __future__ import annotations
@@ -19,14 +19,11 @@ from typing import Final
 import structlog
 from psycopg import sql
 
-from millstream.capture.applier import Applier
-from millstream.capture.chunks import ChunkWire, open_chunks
 from millstream.capture.config import CaptureConfig, CaptureOutcome, CaptureProgress
 from millstream.capture.connection import connect_replication, pinned, take_bytes_as_they_are
-from millstream.capture.copying import UNFINISHED, TableCopies
+from millstream.capture.copying.repair import CopiesAndRepairs, Repairs
+from millstream.capture.copying.tables import UNFINISHED, TableCopies
 from millstream.capture.directory import CatalogDirectory
-from millstream.capture.receiver import Receiver
-from millstream.capture.repair import CopiesAndRepairs, Repairs
 from millstream.capture.slot import (
     SlotState,
     check_slot,
@@ -47,11 +44,14 @@ from millstream.capture.source import (
     identify_replication,
     insert_lsn,
 )
-from millstream.capture.spill import SpillFolder
-from millstream.capture.stream_hold import StreamHold
+from millstream.capture.stream.applier import Applier
+from millstream.capture.stream.chunks import ChunkWire, open_chunks
+from millstream.capture.stream.hold import StreamHold
+from millstream.capture.stream.receiver import Receiver
+from millstream.capture.stream.spill import SpillFolder
+from millstream.capture.stream.wire import Wire, start_replication
 from millstream.capture.timeline import TimelineWatch, follows, read_history
 from millstream.capture.watcher import Tables, Watcher
-from millstream.capture.wire import Wire, start_replication
 from millstream.catalog import Catalog, TableState
 from millstream.codec.pgoutput import warm
 from millstream.errors import (

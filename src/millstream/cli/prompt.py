@@ -29,7 +29,7 @@ from millstream.errors import MillstreamError, UsageError
 
 if TYPE_CHECKING:
     from millstream.app.home import Home
-    from millstream.lake.query import LakeSession
+    from millstream.lake.query.sql import LakeSession
 
 HELP: Final = r"""Statements end with ; and may take several lines. Tab completes, Ctrl-C cancels, Ctrl-D ends.
   \dt                  list the tables

@@ -125,7 +125,7 @@ def _print_lines(records: Cat, limit: int | None) -> int | None:
 @pass_session
 def ls(session: Session, stream: str | None, as_json: bool) -> None:
     """List segments, shard by shard."""
-    from millstream.wal.inspect import ls as list_segments
+    from millstream.wal.mending.inspect import ls as list_segments
 
     home = session.home(needs_source=False)
     segments = list_segments(str(home.wal_folder(home.pick_stream(stream))))
@@ -162,7 +162,7 @@ def inspect_frames(session: Session, seq: str | None, table: str | None, stream:
     """List frames: where they lie and what they hold; goes on past damage (exit code 3)."""
     from millstream.app.record_reading import table_ids
     from millstream.model.positions import Seq
-    from millstream.wal.inspect import Loss, inspect
+    from millstream.wal.mending.inspect import Loss, inspect
 
     home = session.home(needs_source=False)
     name = home.pick_stream(stream)
@@ -204,7 +204,7 @@ def inspect_frames(session: Session, seq: str | None, table: str | None, stream:
 @pass_session
 def verify(session: Session, stream: str | None, as_json: bool) -> None:
     """Read everything and check it; exit code 3 where something is damaged, with what is lost and what is not."""
-    from millstream.wal.inspect import verify as verify_log
+    from millstream.wal.mending.inspect import verify as verify_log
 
     home = session.home(needs_source=False)
     folder = str(home.wal_folder(home.pick_stream(stream)))
@@ -256,7 +256,7 @@ def verify(session: Session, stream: str | None, as_json: bool) -> None:
 @pass_session
 def stats(session: Session, stream: str | None, as_json: bool, partitions: bool) -> None:
     """Count what the log holds, by table too."""
-    from millstream.wal.inspect import stats as count
+    from millstream.wal.mending.inspect import stats as count
 
     home = session.home(needs_source=False)
     folder = str(home.wal_folder(home.pick_stream(stream)))

@@ -15,7 +15,7 @@ from millstream.cli.wal_words import TableWords
 if TYPE_CHECKING:
     from millstream.app.home import Home
     from millstream.model.schema import TableSchema
-    from millstream.wal.repair import RepairPlan
+    from millstream.wal.mending.repair import RepairPlan
 
 
 @click.command()
@@ -39,8 +39,8 @@ def repair(
     Records that are lost have to be named, exactly: --dry-run prints how. What costs no records (a footer, a header, a schema
     that stands elsewhere too) is made anew without. Stop what writes the stream first.
     """
-    from millstream.wal.repair import AcceptedRange, plan_repair
-    from millstream.wal.repair import repair as repair_log
+    from millstream.wal.mending.repair import AcceptedRange, plan_repair
+    from millstream.wal.mending.repair import repair as repair_log
 
     home = session.home(needs_source=False)
     name = home.pick_stream(stream)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from millstream.model.ids import TableId
-    from millstream.wal.inspect import Loss
+    from millstream.wal.mending.inspect import Loss
 
 
 class TableWords:

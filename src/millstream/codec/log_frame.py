@@ -78,7 +78,7 @@ class FrameKind(IntEnum):
     SCHEMA = 1
     RECORDS = 2
     LOSS = 3
-    """What stood here can't be read, and a person accepted that (`wal.repair`): offsets go on behind it."""
+    """What stood here can't be read, and a person accepted that (`wal.mending.repair`): offsets go on behind it."""
 
 
 _KINDS: Final = {int(kind): kind for kind in FrameKind}

@@ -28,7 +28,7 @@ from millstream.model.operations import (
 from millstream.model.positions import SeqRange, StreamToken
 from millstream.model.replication import AckLevel
 from millstream.model.writes import AppendBatch, WriteId
-from millstream.wal.submissions import parts_of
+from millstream.wal.writing.submissions import parts_of
 
 REQUESTS_MAX: Final = 10_000
 """Of one batch."""

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.errors import UsageError
-from millstream.lake.fold import EXACT, Plan, materialize, plan_keyed, run_of
+from millstream.lake.folded.fold import EXACT, Plan, materialize, plan_keyed, run_of
 from millstream.lake.history import under_the_newest
 from millstream.lake.keys import Keys, key_codes
 from millstream.lake.types import conform, lake_columns, to_lake, to_text, union_schema

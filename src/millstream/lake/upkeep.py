@@ -22,9 +22,9 @@ from millstream.errors import LakeConflict
 from millstream.lake.commits import compact_cuts
 from millstream.lake.data_files import NewFile, TableFiles, new_name, remove_folder, swap, table_in, version_in
 from millstream.lake.delta import OpenTable, bounded_columns, lake_errors, live_files, open_table
+from millstream.lake.folded.scd2 import ENDED_FOLDER, IS_CURRENT
 from millstream.lake.folder import BOUNDED, PARTITION, day_folder, in_day
 from millstream.lake.layout import BESIDE, LakeLayout, View
-from millstream.lake.scd2 import ENDED_FOLDER, IS_CURRENT
 from millstream.lake.types import conform
 from millstream.model.ids import TableId
 from millstream.model.schema import TableSchema

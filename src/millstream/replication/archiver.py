@@ -21,10 +21,10 @@ from millstream.protocol.replication.roles import LINEAGE, NOBODY, SESSIONS, Gre
 from millstream.protocol.replication.shipping import Heard, Stored
 from millstream.replication.object_store import ObjectStoreTransport, StoredState
 from millstream.wal.files import RealFiles, SystemClock
-from millstream.wal.history import ends_behind
 from millstream.wal.mark import stream_cut
-from millstream.wal.session_file import covered_in
-from millstream.wal.shipping import ShipSource
+from millstream.wal.replica.history import ends_behind
+from millstream.wal.replica.shipping import ShipSource
+from millstream.wal.writing.session_file import covered_in
 
 logger = structlog.get_logger("millstream.ship")
 

@@ -45,7 +45,7 @@ from millstream.protocol.replication.roles import RoleFact
 from millstream.protocol.replication.shipping import PersistRole, Tell
 from millstream.replication.joined_link import JoinedLink
 from millstream.wal.files import RealFiles, SystemClock
-from millstream.wal.replica import ReplicaLog
+from millstream.wal.replica.log import ReplicaLog
 
 logger = structlog.get_logger("millstream.follow")
 

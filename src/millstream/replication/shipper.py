@@ -52,7 +52,7 @@ from millstream.protocol.replication.shipping import (
     Tick,
 )
 from millstream.wal.files import RealFiles, SystemClock
-from millstream.wal.shipping import LogMarks, ShipSource, durable_marks
+from millstream.wal.replica.shipping import LogMarks, ShipSource, durable_marks
 
 logger = structlog.get_logger("millstream.ship")
 

@@ -23,8 +23,8 @@ from millstream.model.writes import SessionFacts, WriteKeys
 from millstream.ports import ApplicationLog, RecordSink, SinkOutcome
 from millstream.routing.deliveries import Deliveries, Delivery
 from millstream.routing.sinks import TOOK
-from millstream.wal.keyed import without
-from millstream.wal.submissions import parts_of
+from millstream.wal.writing.keyed import without
+from millstream.wal.writing.submissions import parts_of
 
 logger = structlog.get_logger("millstream.routing")
 

@@ -54,7 +54,7 @@ from millstream.protocol.retention import Bounds, Retention
 from millstream.wal.files import RealFiles
 from millstream.wal.reader import StreamReader
 from millstream.wal.retain import drop_segments
-from millstream.wal.writer import LogOptions, LogWriter
+from millstream.wal.writing.writer import LogOptions, LogWriter
 
 _FACTS: Final = "buffer.json"
 _SCHEMA: Final = TableSchema(

@@ -22,8 +22,8 @@ from millstream.ports import Files
 from millstream.wal.layout import SegmentFile, list_segments
 from millstream.wal.mark import read_dropped
 from millstream.wal.scan import ScannedFrame, Window, read_frame, reader_of, scan_frames
-from millstream.wal.segment import entry_of
 from millstream.wal.walk import UNREADABLE_HEADER, Loss, walk_segment
+from millstream.wal.writing.segment import entry_of
 
 OnDamage: TypeAlias = Callable[[CorruptWal], None]
 _Read: TypeAlias = Callable[[int, int], bytes]

@@ -1,7 +1,7 @@
 """What may become of a log while somebody reads it: retention drops its front, and one that has led is cut back to what its new leader has.
 
 Both are said before they are done: retention moves what it has dropped up (`DroppedMark`), and who cuts a log back lowers its marks first
-(`wal.history`), which nobody else ever does. So a reader that finds a file gone, or other bytes than the mark had promised, looks at the marks
+(`wal.replica.history`), which nobody else ever does. So a reader that finds a file gone, or other bytes than the mark had promised, looks at the marks
 again, and knows which it was. A log that was cut back and has grown again meanwhile has marks of another epoch, or lower ones: what a
 reader remembers of its frames may be another history's.
 """

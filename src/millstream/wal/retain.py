@@ -34,8 +34,8 @@ from millstream.wal.index import damage, read_header
 from millstream.wal.layout import SegmentFile, list_segments, list_shards, shard_folder
 from millstream.wal.mark import MarkFile, read_dropped, read_mark, read_readable
 from millstream.wal.scan import reader_of
-from millstream.wal.session_file import covered_upto
 from millstream.wal.shards import folder_lock
+from millstream.wal.writing.session_file import covered_upto
 
 SESSIONS_HOLDER: Final = "log/sessions"
 

@@ -26,11 +26,11 @@ from millstream.app.diff.source import PublishedTable, Sums, TableSide, pick_has
 from millstream.app.home import Home
 from millstream.app.status import held_tables
 from millstream.app.wiring import capture_config, lake_layout
-from millstream.capture.snapshot import SourceSnapshot
+from millstream.capture.copying.snapshot import SourceSnapshot
 from millstream.capture.source import check_same
 from millstream.catalog import TableState
 from millstream.errors import LakeBehind, LogError, MillstreamError
-from millstream.lake.query import LakeSession
+from millstream.lake.query.sql import LakeSession
 from millstream.model.names import TablePatterns, parse_qualified_name, qualified_name
 from millstream.model.positions import Lsn, Seq, format_lsn
 from millstream.wal.reader import StreamReader

@@ -15,7 +15,7 @@ from millstream.app.diff.compare import Compared, DiffReport, TableDiff
 from millstream.app.home import Home
 from millstream.app.locks import runs
 from millstream.app.tables import copy_table
-from millstream.capture.repair_request import ask_repair, open_chunks
+from millstream.capture.copying.repair_request import ask_repair, open_chunks
 from millstream.catalog import TableState
 from millstream.errors import LakeBehind, MillstreamError
 from millstream.model.names import parse_qualified_name

@@ -10,7 +10,7 @@ from typing import Final
 
 from millstream.app.home import replace_file
 from millstream.model.positions import Seq
-from millstream.wal.history import SetAside
+from millstream.wal.replica.history import SetAside
 
 RECORDS: Final = "records.jsonl"
 REPORT: Final = "report.json"

@@ -18,9 +18,9 @@ from millstream.protocol.replication.roles import Promise, Role
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import list_shards
 from millstream.wal.mark import stream_cut
-from millstream.wal.replica import ReplicaLog
+from millstream.wal.replica.log import ReplicaLog
+from millstream.wal.replica.shipping import durable_marks
 from millstream.wal.shards import lock_shards
-from millstream.wal.shipping import durable_marks
 
 if TYPE_CHECKING:
     from millstream.app.home import Home

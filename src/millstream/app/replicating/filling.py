@@ -17,8 +17,8 @@ from millstream.app.replicating.stores import Fetched, fetch, stored_lineage
 from millstream.model.positions import Seq
 from millstream.model.replication import AckKind, AckLevel
 from millstream.protocol.replication.roles import LINEAGE, SESSIONS, Role, RoleFact
-from millstream.wal.replica import ReplicaLog
-from millstream.wal.session_file import covered_in
+from millstream.wal.replica.log import ReplicaLog
+from millstream.wal.writing.session_file import covered_in
 
 if TYPE_CHECKING:
     from millstream.app.home import Home

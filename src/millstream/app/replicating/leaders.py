@@ -15,7 +15,7 @@ from millstream.errors import LogError, MillstreamError
 from millstream.model.replication import NodeName
 from millstream.protocol.replication.leaders import LeaderMap, leader_by, leaders_known
 from millstream.wal.files import RealFiles
-from millstream.wal.shipping import durable_marks
+from millstream.wal.replica.shipping import durable_marks
 
 if TYPE_CHECKING:
     from millstream.app.home import Home

@@ -41,8 +41,8 @@ from millstream.protocol.retention import HolderKind
 from millstream.replication.archiver import WalArchiver
 from millstream.replication.flight import FlightTransport, FollowRequest
 from millstream.replication.shipper import WalShipper
-from millstream.wal.acks import AcksFile
 from millstream.wal.files import RealFiles
+from millstream.wal.replica.acks import AcksFile
 
 if TYPE_CHECKING:
     from millstream.app.home import Home

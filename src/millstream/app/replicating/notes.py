@@ -23,9 +23,9 @@ from millstream.model.replication import Document
 from millstream.protocol.replication.follower import Lag
 from millstream.protocol.replication.roles import SESSIONS, RoleFact, fenced_error
 from millstream.wal.files import RealFiles
-from millstream.wal.history import SetAside, ends_behind, found_aside, truncate_to
 from millstream.wal.layout import SESSIONS_NAME
-from millstream.wal.session_file import covered_in
+from millstream.wal.replica.history import SetAside, ends_behind, found_aside, truncate_to
+from millstream.wal.writing.session_file import covered_in
 
 if TYPE_CHECKING:
     from millstream.app.home import Home

@@ -69,8 +69,8 @@ from millstream.protocol.replication.roles import SESSIONS, Promise, Role, RoleF
 from millstream.protocol.replication.shipping import PersistRole
 from millstream.wal.files import RealFiles
 from millstream.wal.layout import SESSIONS_NAME
-from millstream.wal.shipping import durable_marks
-from millstream.wal.taking_over import prepare_promotion
+from millstream.wal.replica.shipping import durable_marks
+from millstream.wal.replica.taking_over import prepare_promotion
 
 if TYPE_CHECKING:
     from millstream.app.home import Home

@@ -19,12 +19,12 @@ from millstream.model.positions import Seq, StreamToken
 from millstream.protocol.replication.roles import SESSIONS, RoleFact
 from millstream.replication.object_store import ObjectStoreTransport
 from millstream.wal.files import RealFiles
-from millstream.wal.history import ends_behind, last_group_upto, truncate_to
 from millstream.wal.layout import SESSIONS_NAME
 from millstream.wal.reader import StreamReader
-from millstream.wal.session_file import covered_in
-from millstream.wal.shipping import durable_marks
-from millstream.wal.taking_over import prepare_promotion
+from millstream.wal.replica.history import ends_behind, last_group_upto, truncate_to
+from millstream.wal.replica.shipping import durable_marks
+from millstream.wal.replica.taking_over import prepare_promotion
+from millstream.wal.writing.session_file import covered_in
 
 if TYPE_CHECKING:
     from millstream.model.ids import StreamId

@@ -20,7 +20,7 @@ from millstream.protocol.replication.roles import SESSIONS
 from millstream.protocol.retention import HolderKind, Retention
 from millstream.wal.reader import StreamReader
 from millstream.wal.retain import SESSIONS_HOLDER, drop_segments
-from millstream.wal.session_file import HEAD_BYTES, covered_in
+from millstream.wal.writing.session_file import HEAD_BYTES, covered_in
 
 if TYPE_CHECKING:
     from millstream.app.home import Home

@@ -17,7 +17,7 @@ from millstream.model.replication import Document, Hello, NodeName, Shipment
 from millstream.protocol.replication.roles import LINEAGE, Greeting, Lineage, Rank, RoleFact
 from millstream.replication.object_store import ObjectStoreTransport
 from millstream.wal.mark import stream_cut
-from millstream.wal.replica import ReplicaEnd, ReplicaLog
+from millstream.wal.replica.log import ReplicaEnd, ReplicaLog
 
 if TYPE_CHECKING:
     from millstream.app.home import Home

@@ -32,12 +32,12 @@ from millstream.app.serving.intake import ClientGoneError, Held, Intake, read_bo
 from millstream.app.serving.requests import headers_said
 from millstream.app.serving.writes import JSON_TYPE, media_type
 from millstream.errors import MediaTypeUnknown, MillstreamError, Overloaded
-from millstream.lake.query_bounds import QueryBounds
+from millstream.lake.query.bounds import QueryBounds
 from millstream.model.access import Right
 
 if TYPE_CHECKING:
     from millstream.app.home import Home
-    from millstream.lake.query import LakeSession
+    from millstream.lake.query.sql import LakeSession
 
 _AT_ONCE: Final = 8
 """Threads that make answers: each holds a batch, a stretch of `latest`, or what DuckDB needs for a query. Queries leave some of them free."""

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from millstream.catalog import Catalog
     from millstream.model.operations import TableRows
     from millstream.model.schema import TableSchema
-    from millstream.wal.writer import LogWriter
+    from millstream.wal.writing.writer import LogWriter
 
 logger = structlog.get_logger("millstream.routing")
 

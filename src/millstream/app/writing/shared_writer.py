@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from millstream.catalog.sequencing import PostgresSequenceStore
     from millstream.ports import Announcements
     from millstream.protocol.sequencer import Registration, WriterEntry
-    from millstream.wal.numbers import SharedNumbers
-    from millstream.wal.writer import LogOptions, LogWriter
+    from millstream.wal.writing.numbers import SharedNumbers
+    from millstream.wal.writing.writer import LogOptions, LogWriter
 
 logger = structlog.get_logger("millstream.writers")
 
@@ -386,8 +386,8 @@ def _open_log(
     store: PostgresSequenceStore, place: WriterPlace, registration: Registration, shards: tuple[ShardId, ...]
 ) -> LogWriter:
     """Open the log under a registration; waits for as long as the incarnation before may still answer its callers."""
-    from millstream.wal.numbers import SharedNumbers
-    from millstream.wal.writer import LogWriter
+    from millstream.wal.writing.numbers import SharedNumbers
+    from millstream.wal.writing.writer import LogWriter
 
     numbers = SharedNumbers(store, registration)
     patient_until_s = time.monotonic() + _PATIENCE_S

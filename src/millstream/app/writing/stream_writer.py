@@ -32,7 +32,7 @@ from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, StreamId
 from millstream.model.operations import FIRST_SHARD
 from millstream.routing.dispatch import Dispatcher
 from millstream.wal.files import RealFiles
-from millstream.wal.shipping import durable_marks
+from millstream.wal.replica.shipping import durable_marks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from millstream.catalog import Catalog
     from millstream.model.positions import Seq
     from millstream.ports import ApplicationLog
-    from millstream.wal.writer import LogWriter
+    from millstream.wal.writing.writer import LogWriter
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +200,9 @@ def _join(home: Home, catalog: Catalog, stream: StreamId, name: str, config: Str
 
 
 def _own(home: Home, catalog: Catalog, stream: StreamId, name: str, config: StreamConfig) -> tuple[LogWriter, WriterId]:
-    from millstream.wal.acks import AcksReader
     from millstream.wal.files import RealFiles
-    from millstream.wal.writer import LogWriter
+    from millstream.wal.replica.acks import AcksReader
+    from millstream.wal.writing.writer import LogWriter
 
     refuse_to_own(catalog, stream, name)
     above = Epoch(0)

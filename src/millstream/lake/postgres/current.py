@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from millstream.errors import DestinationError, LakeError, LakeSchemaConflict, LakeTableForeign
-from millstream.lake.fold import EXACT, Folded, fold_records
+from millstream.lake.folded.fold import EXACT, Folded, fold_records
 from millstream.lake.keys import Keys, key_codes
 from millstream.lake.postgres.layout import (
     Place,

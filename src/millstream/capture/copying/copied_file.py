@@ -1,0 +1,97 @@
+"""The rows of a table that is copied whole, in a file: decoded once, then read as one operation's as often as the log asks.
+
+The file is Arrow's stream format, each batch a piece of the table as COPY gave it, its columns by number: the values that had no
+place in their column (`__exact`), then the table's own. It is a memory extension and nothing more: never synced, and worth
+nothing to another session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Final
+
+import pyarrow as pa
+
+from millstream.capture.copying.reader import Begun
+from millstream.capture.copying.text import CopiedRows, chunk_operation, copied_records, truncate_rows
+from millstream.capture.stream.spill import told
+from millstream.model.ids import ShardId, SourceId
+from millstream.model.operations import SpilledOp, TableRows
+from millstream.model.schema import TableSchema
+
+_COMPRESSION: Final = pa.ipc.IpcWriteOptions(compression="lz4")  # faster than most disks
+
+
+class CopiedFile:
+    """Rows of one table as of one moment. One thread appends at a time; after `finish` any reads, again and again."""
+
+    def __init__(self, path: Path, begun: Begun, schema: TableSchema) -> None:
+        """See the class.
+
+        Args:
+            path: where there is no file.
+            begun: what is read.
+            schema: its schema, with its version.
+        """
+        self.lsn: Final = begun.lsn
+        self.at_us: Final = begun.at_us
+        self.schema: Final = schema
+        self.row_count = 0
+        self.size_bytes = 0
+        """Of the rows' text."""
+        self._path = path
+        self._file: IO[bytes] | None = None
+        self._writer: pa.ipc.RecordBatchStreamWriter | None = None
+
+    def append(self, rows: CopiedRows) -> None:
+        """Add rows.
+
+        Raises:
+            DiskFull: there is no space for them; the file is of no use any more.
+            HomeUnwritable: it can't be written for another reason.
+        """
+        arrays = [rows.exact, *rows.columns]
+        batch = pa.RecordBatch.from_arrays(arrays, names=[str(number) for number in range(len(arrays))])
+        with told(self._path):
+            if self._writer is None:
+                self._file = self._path.open("wb")
+                self._writer = pa.ipc.new_stream(self._file, batch.schema, options=_COMPRESSION)
+            self._writer.write_batch(batch)
+        self.row_count += rows.row_count
+        self.size_bytes += rows.size_bytes
+
+    def finish(self) -> None:
+        """No rows come any more. Raises as `append`."""
+        writer, file, self._writer, self._file = self._writer, self._file, None, None
+        if writer is not None and file is not None:
+            with told(self._path), file:
+                writer.close()
+
+    def remove(self) -> None:
+        """Remove the file; fine where there is none."""
+        file, self._writer, self._file = self._file, None, None
+        if file is not None:
+            file.close()
+        self._path.unlink(missing_ok=True)
+
+    def operation(self, source: SourceId, chunk_id: str, shard: ShardId) -> SpilledOp:
+        """All rows as one operation, behind the record that voids what the log had of the table before."""
+        return SpilledOp(
+            operation=chunk_operation(source, chunk_id, self.lsn, self.at_us),
+            counts={(shard, self.schema.table_id): 1 + self.row_count},
+            chunks=lambda: self._pieces(shard),
+            size_bytes=self.size_bytes,
+        )
+
+    def _pieces(self, shard: ShardId) -> Iterator[tuple[TableRows, ...]]:
+        yield (TableRows(self.schema, truncate_rows(self.schema), shard),)
+        if not self.row_count:
+            return
+        index = 1
+        with self._path.open("rb") as file, pa.ipc.open_stream(file) as batches:
+            for batch in batches:
+                exact, *columns = batch.columns
+                rows = copied_records(self.schema, exact, columns, batch.num_rows, first_index=index)
+                yield (TableRows(self.schema, rows, shard),)
+                index += batch.num_rows

@@ -1,0 +1,430 @@
+"""Reads chunks of existing rows from the source: each in one short transaction that locks nobody out.
+
+A chunk's transaction: take the lock that any SELECT takes, *then* the snapshot (so no rewrite or TRUNCATE can lie between
+the two: those show an empty table to older snapshots), then the end of WAL, then the rows, in the order of the key.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from typing import Final
+
+import psycopg
+from psycopg import pq, sql
+
+from millstream.capture.connection import translate_result, translated
+from millstream.capture.copying.snapshot import SourceSnapshot
+from millstream.capture.copying.text import CopiedRows, last_key, read_copied
+from millstream.capture.copying.wire import CopyText, Text, copy_out, copy_pieces
+from millstream.capture.publication import restriction
+from millstream.capture.source import Connection, KeyColumn, SourceTable, as_record_end, read_table
+from millstream.codec.pgoutput import table_schema
+from millstream.errors import SourceError
+from millstream.model.ids import SourceId, TableId
+from millstream.model.positions import Lsn, parse_lsn
+from millstream.model.schema import ReplicaIdentity, TableSchema
+from millstream.protocol.table_copy import Key, Snapshot, extend_xid
+
+CHUNK_BYTES_MAX: Final = 64 << 20
+"""Reading stops here, where the caller gives no other bound: what was read until then is a chunk as well."""
+AGAIN: Final = "40001"
+"""The SQLSTATE of what goes well another time."""
+_SAMPLE_PAGES: Final = 300
+_LOCK_TIMEOUT: Final = "5s"
+_PINNED_PATH: Final = "pg_catalog"
+"""The search path under which values are printed, here and in the stream."""
+
+
+class TableGone(SourceError):
+    """The table isn't there any more."""
+
+    code = "table_gone"
+
+
+class TableChanged(SourceError):
+    """The table's key isn't what it was: its chunks mean nothing now."""
+
+    code = "table_changed"
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a chunk takes: keys in `(after, upto]` (None: no bound), or the rows of the keys asked for."""
+
+    after: Key | None = None
+    upto: Key | None = None
+    keys: tuple[Key, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """When a chunk is read."""
+
+    snapshot_text: str
+    """`pg_current_snapshot()`."""
+    lsn: Lsn
+    """All that it sees has its commit at or below."""
+    at_us: int
+    """By the server's clock, since 1970."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fetched:
+    """What was read, as text yet. It is decoded once, by any thread."""
+
+    text: Text
+    row_count: int
+    schema: TableSchema
+    snapshot: Snapshot
+    lsn: Lsn
+    at_us: int
+    table: SourceTable
+    last: bool
+    """Nothing is left in the bounds behind it."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the text."""
+        return len(self.text)
+
+    def last_key(self) -> Key:
+        """The key of the last row, of which there has to be one, its columns in the order of the index. Before `decoded`."""
+        return last_key(self.text, self.table.relation, [column.name for column in self.table.key])
+
+    def decoded(self, schema: TableSchema) -> CopiedRows:
+        """The rows, under the schema, which is this one's with its version.
+
+        Raises:
+            TableUndecodable: a value isn't UTF-8.
+        """
+        return read_copied(self.text, self.row_count, self.table.relation, schema)
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A table that is about to be read whole."""
+
+    table: SourceTable
+    """With the columns that are sent."""
+    schema: TableSchema
+    """Its version isn't known yet."""
+    snapshot: Snapshot
+    lsn: Lsn
+    at_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What was read, decoded."""
+
+    rows: CopiedRows
+    snapshot: Snapshot
+    lsn: Lsn
+    at_us: int
+    last: bool
+    """Nothing is left in the bounds behind it."""
+
+
+class ChunkReader:
+    """Reads chunks over one ordinary connection of its own.
+
+    Args:
+        connection: pinned as `connect` pins it; its search path and planner settings are changed.
+        source: the source's number, for schemas.
+        publications: those whose column lists and row filters apply.
+    """
+
+    def __init__(self, connection: Connection, source: SourceId, publications: Sequence[str]) -> None:
+        self._connection = connection
+        self._source = source
+        self._publications = tuple(publications)
+        self.not_before = Lsn(0)
+        """What commits below has to be seen by the next chunk. An ordinary snapshot sees all that has committed."""
+        with translated():
+            # Chunks follow the key's index; a plan that sorts the table anew for each would be quadratic.
+            connection.execute(
+                "SET enable_seqscan = off; SET enable_bitmapscan = off; SET max_parallel_workers_per_gather = 0;"
+                f" SET jit = off; SET lock_timeout = '{_LOCK_TIMEOUT}'"
+            )
+
+    def running_bound(self) -> int:
+        """An id above every transaction that may have committed before now and be unseen yet.
+
+        A snapshot's xmax isn't enough: it counts from the latest *ended* transaction, and one that has its commit record
+        and waits for a standby may have a greater id. Every running transaction holds a lock on its own id, prepared
+        ones too.
+        """
+        with translated():
+            row = self._connection.execute(
+                "SELECT pg_current_snapshot()::text, ARRAY(SELECT transactionid::text::bigint FROM pg_locks"
+                " WHERE locktype = 'transactionid' AND mode = 'ExclusiveLock' AND granted)"
+            ).fetchone()
+        assert row is not None
+        snapshot = Snapshot.parse(row[0])
+        return max([snapshot.xmax, *(extend_xid(int(xid), snapshot.xmax) + 1 for xid in row[1])])
+
+    def current_snapshot(self) -> Snapshot:
+        """Who has ended by now."""
+        with translated():
+            row = self._connection.execute("SELECT pg_current_snapshot()::text").fetchone()
+        assert row is not None
+        return Snapshot.parse(row[0])
+
+    def read(self, table: SourceTable, table_id: TableId, bounds: Bounds) -> Chunk:
+        """All rows in the bounds, decoded. Raises as `fetch`, and `TableUndecodable`."""
+        found = self.fetch(table, table_id, bounds)
+        return Chunk(found.decoded(found.schema), found.snapshot, found.lsn, found.at_us, found.last)
+
+    def fetch(
+        self,
+        table: SourceTable,
+        table_id: TableId,
+        bounds: Bounds,
+        *,
+        rows_max: int | None = None,
+        bytes_max: int = CHUNK_BYTES_MAX,
+    ) -> Fetched:
+        """Read the rows in the bounds, from the lowest key on.
+
+        Args:
+            table: as last seen; by its key the bounds are.
+            table_id: the catalog's number.
+            bounds: what to read.
+            rows_max: stop after so many; None: read all.
+            bytes_max: stop once there is so much text, with the row that goes beyond it.
+
+        Raises:
+            TableGone, TableChanged: as they say.
+            MillstreamError: PostgreSQL's refusal; the transaction is over.
+        """
+        connection = self._connection
+        with self._reading(table, None) as (found, condition, moment):
+            schema = table_of(found, self._source, table_id)
+            query = _copy_query(found, schema.key, bounds, condition, rows_max)
+            self._take_any_bytes()
+            copied = copy_out(connection, query.as_bytes(connection), bytes_max=bytes_max)
+        return Fetched(
+            text=copied.text,
+            row_count=copied.row_count,
+            schema=schema,
+            snapshot=Snapshot.parse(moment.snapshot_text),
+            lsn=moment.lsn,
+            at_us=moment.at_us,
+            table=found,
+            last=copied.whole and (rows_max is None or copied.row_count < rows_max),
+        )
+
+    def read_whole(
+        self,
+        table: SourceTable,
+        table_id: TableId,
+        *,
+        under: SourceSnapshot | None,
+        piece_bytes: Callable[[], int],
+        began: Callable[[Begun], None],
+        take: Callable[[CopyText], None],
+    ) -> None:
+        """Read all rows, in no order, in pieces.
+
+        Args:
+            table: as last seen.
+            table_id: the catalog's number.
+            under: the snapshot to read them under; None: one that is taken now.
+            piece_bytes: about so much text comes at once; asked before each piece.
+            began: told once, before the first piece.
+            take: given each piece; the last may be empty. What it raises ends the reading.
+
+        Raises:
+            TableGone, TableChanged: as they say.
+            MillstreamError: PostgreSQL's refusal; the transaction is over.
+        """
+        connection = self._connection
+        with self._reading(table, under) as (found, condition, moment):
+            schema = table_of(found, self._source, table_id)
+            query = _copy_query(found, schema.key, Bounds(), condition, None)
+            began(Begun(found, schema, Snapshot.parse(moment.snapshot_text), moment.lsn, moment.at_us))
+            connection.execute("SET LOCAL enable_seqscan = on")
+            self._take_any_bytes()
+            with closing(copy_pieces(connection, query.as_bytes(connection), piece_bytes=piece_bytes)) as pieces:
+                for piece in pieces:
+                    take(piece)
+
+    @contextmanager
+    def _reading(self, table: SourceTable, under: SourceSnapshot | None) -> Iterator[tuple[SourceTable, str, Moment]]:
+        """A transaction in which the table is read: the table and the condition of what is published, and its moment."""
+        connection = self._connection
+        name = sql.Identifier(table.namespace, table.name)
+        self._widen_search_path(table)
+        with translated(), connection.transaction():
+            connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+            moment = self._begin(name) if under is None else self._begin_under(under, name)
+            found = read_table(connection, table.oid)
+            if found is None:
+                raise TableGone(f"the table {table.full_name} is gone")
+            if found.key != table.key:
+                raise TableChanged(f"the table {table.full_name} has got another key", table=table.full_name)
+            if (found.namespace, found.name) != (table.namespace, table.name):
+                raise SourceError(f"the table {table.full_name} was renamed", sqlstate="42P01")
+            if under is None:
+                self._check_files(found)
+            else:
+                self._check_not_rewritten(found)
+            yield *self._as_published(found), moment
+
+    def _take_any_bytes(self) -> None:
+        """Have a database without an encoding say its text as it is; the transaction's last answer in ours was the one before."""
+        if self._connection.info.parameter_status("server_encoding") == "SQL_ASCII":
+            self._connection.execute("SET LOCAL client_encoding = 'SQL_ASCII'")
+
+    def _begin(self, name: sql.Composable) -> Moment:
+        """Lock the table, then take the transaction's snapshot."""
+        connection = self._connection
+        connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE").format(name))
+        row = connection.execute("SELECT pg_current_snapshot()::text").fetchone()
+        assert row is not None
+        place = connection.execute(
+            "SELECT pg_current_wal_insert_lsn()::text, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
+        ).fetchone()
+        assert place is not None
+        return Moment(row[0], as_record_end(parse_lsn(place[0])), int(place[1]))
+
+    def _begin_under(self, snapshot: SourceSnapshot, name: sql.Composable) -> Moment:
+        """Take over a snapshot, then lock the table."""
+        try:
+            self._connection.execute(snapshot.set_statement())
+        except psycopg.Error as error:
+            raise SourceError("the source has given up the copy's snapshot", sqlstate=AGAIN) from error
+        return self._lock_under(snapshot, name)
+
+    def _lock_under(self, snapshot: SourceSnapshot, name: sql.Composable) -> Moment:
+        connection = self._connection
+        connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE").format(name))
+        row = connection.execute(
+            "SELECT pg_current_snapshot()::text, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
+        ).fetchone()
+        assert row is not None
+        return Moment(row[0], snapshot.lsn, int(row[1]))
+
+    def _check_files(self, table: SourceTable) -> None:
+        """The lock was there before the snapshot: nothing can have been rewritten between the two."""
+
+    def _check_not_rewritten(self, table: SourceTable) -> None:
+        """The lock came after the snapshot, to which what was rewritten or truncated between shows no row."""
+        seen = {table.oid: table.relfilenode, **{part.oid: part.relfilenode for part in table.partitions}}
+        with translated():
+            rows = self._connection.execute(
+                "SELECT oid::bigint, coalesce(pg_relation_filenode(oid), 0)::bigint FROM unnest(%s::bigint[]) AS oid",
+                [list(seen)],
+            ).fetchall()
+        if any(seen[oid] != now for oid, now in rows if seen[oid]):
+            raise SourceError(f"the table {table.full_name} was rewritten meanwhile", sqlstate=AGAIN)
+
+    def split(self, table: SourceTable, parts: int) -> list[Key]:
+        """Keys that cut the table into about `parts` pieces of like size, by a sample; may be fewer, or none."""
+        pages = max(1, table.size_bytes // 8192)
+        percent = min(100.0, 100.0 * _SAMPLE_PAGES / pages)
+        keys = sql.SQL(", ").join(sql.Identifier(column.name) for column in table.key)
+        order = sql.SQL(", ").join(_as_compared(column) for column in table.key)
+        only = sql.SQL("") if table.partitioned else sql.SQL("ONLY ")
+        query = sql.SQL("SELECT {} FROM {}{} TABLESAMPLE SYSTEM ({}) ORDER BY {}").format(
+            keys, only, sql.Identifier(table.namespace, table.name), sql.Literal(percent), order
+        )
+        self._widen_search_path(table)
+        with translated():
+            result = self._connection.pgconn.exec_(query.as_bytes(self._connection))
+        if result.status != pq.ExecStatus.TUPLES_OK:
+            raise translate_result(result)
+        found: list[Key] = []
+        for part in range(1, parts):
+            place = result.ntuples * part // parts
+            if 0 < place < result.ntuples:
+                values = [result.get_value(place, column) for column in range(len(table.key))]
+                key = tuple(value.decode() for value in values if value is not None)
+                if len(key) == len(table.key) and (not found or found[-1] != key):
+                    found.append(key)
+        return found
+
+    def _as_published(self, table: SourceTable) -> tuple[SourceTable, str]:
+        """The table with the columns that are sent, and the condition under which its rows are."""
+        found = restriction(self._connection, self._publications, table)
+        if found.columns is None:
+            return table, found.condition
+        sent = tuple(column for column in table.relation.columns if column.name in found.columns)
+        return replace(table, relation=replace(table.relation, columns=sent)), found.condition
+
+    def _widen_search_path(self, table: SourceTable) -> None:
+        """Comparison operators of an extension's type are found by the search path alone. The text of a value may depend on it too."""
+        spaces = [_PINNED_PATH, *sorted({k.operator_namespace for k in table.key} - {_PINNED_PATH})]
+        with translated():
+            path = sql.SQL(", ").join(map(sql.Identifier, spaces))
+            self._connection.execute(sql.SQL("SET search_path = {}").format(path))
+
+
+def table_of(table: SourceTable, source: SourceId, table_id: TableId) -> TableSchema:
+    """The schema of a table as the source's catalogs have it now; its version isn't known yet."""
+    full = table.replica_identity is ReplicaIdentity.FULL
+    key = tuple(column.name for column in table.key) if full else None
+    return table_schema(table.relation, source=source, key=key, table_id=table_id)
+
+
+def _copy_query(
+    table: SourceTable, key_names: Sequence[str], bounds: Bounds, condition: str, rows_max: int | None
+) -> sql.Composed:
+    """The COPY of a chunk. Bounds are by the index's order of columns, keys asked for by the schema's."""
+    columns = sql.SQL(", ").join(sql.Identifier(c.name) for c in table.relation.columns)
+    only = sql.SQL("") if table.partitioned else sql.SQL("ONLY ")
+    query = sql.SQL("SELECT {} FROM {}{}").format(columns, only, sql.Identifier(table.namespace, table.name))
+    conditions: list[sql.Composable] = [sql.SQL("({})").format(sql.SQL(condition))] if condition else []
+    types = {c.name: sql.SQL(c.type) for c in table.key}
+    compared = {c.name: _as_compared(c) for c in table.key}
+    names = [c.name for c in table.key]
+    key = _row(list(compared.values())) if table.key else None
+    if key is not None:
+        if bounds.keys:
+            wanted = sql.SQL(", ").join(_literals(one, key_names, types) for one in bounds.keys)
+            asked = _row([compared[name] for name in key_names])
+            conditions.append(sql.SQL("{} IN ({})").format(asked, wanted))
+        if bounds.after is not None:
+            conditions.append(sql.SQL("{} > {}").format(key, _literals(bounds.after, names, types)))
+        if bounds.upto is not None:
+            conditions.append(sql.SQL("{} <= {}").format(key, _literals(bounds.upto, names, types)))
+    if any(column.operator_namespace != _PINNED_PATH for column in table.key):
+        # By now the statement is parsed; what names of objects look like is decided when they are printed.
+        conditions.insert(0, sql.SQL(f"(SELECT set_config('search_path', '{_PINNED_PATH}', true)) IS NOT NULL"))
+    if conditions:
+        query += sql.SQL(" WHERE {}").format(sql.SQL(" AND ").join(conditions))
+    if key is not None and not bounds.keys:
+        query += sql.SQL(" ORDER BY {}").format(sql.SQL(", ").join(compared.values()))
+    if rows_max is not None:
+        query += sql.SQL(" LIMIT {}").format(sql.Literal(rows_max))
+    return sql.SQL("COPY ({}) TO STDOUT").format(query)
+
+
+def _literals(key: Key, names: Sequence[str], types: Mapping[str, sql.SQL]) -> sql.Composed:
+    """A key's texts as values of their types: left to itself PostgreSQL reads a `regclass` as a number, and no row type at all."""
+    return _row([sql.SQL("{}::{}").format(sql.Literal(t), types[n]) for t, n in zip(key, names, strict=True)])
+
+
+def _as_compared(column: KeyColumn) -> sql.Composed:
+    """A key's column as its index compares it."""
+    named = sql.Identifier(column.name)
+    return sql.Composed(
+        [named] if column.collation is None else [named, sql.SQL(" COLLATE "), sql.Identifier(*column.collation)]
+    )
+
+
+def _row(parts: Sequence[sql.Composable]) -> sql.Composed:
+    return sql.SQL("({})" if len(parts) == 1 else "ROW({})").format(sql.SQL(", ").join(parts))
+
+
+def encode_key(key: Key | None) -> str | None:
+    """A key as the catalog keeps it."""
+    return None if key is None else json.dumps(list(key))
+
+
+def decode_key(text: str | None) -> Key | None:
+    """The key that `encode_key` put down."""
+    return None if text is None else tuple(json.loads(text))

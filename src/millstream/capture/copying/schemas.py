@@ -1,0 +1,46 @@
+"""The schemas under which copies enter: their versions in the catalog, and the record with which a copy begins."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from millstream.capture.copying.reader import table_of
+from millstream.capture.copying.text import chunk_operation, truncate_rows
+from millstream.capture.directory import CatalogDirectory
+from millstream.capture.source import SourceTable
+from millstream.catalog import Catalog
+from millstream.model.ids import StreamId, TableId
+from millstream.model.operations import TableRows, WriteOps
+from millstream.model.positions import Lsn
+from millstream.model.schema import TableSchema
+
+
+class CopySchemas:
+    """The schemas of one session's copies. `voiding` on the applier's thread, `numbered` on any."""
+
+    def __init__(self, catalog: Catalog, directory: CatalogDirectory, stream: StreamId) -> None:
+        self._catalog = catalog
+        self._directory = directory
+        self._stream = stream
+        self._lock = threading.Lock()
+        self._numbered: dict[TableSchema, TableSchema] = {}
+
+    def numbered(self, schema: TableSchema) -> TableSchema:
+        """A schema as it was read, with its version."""
+        with self._lock:
+            found = self._numbered.get(schema)
+        if found is None:
+            found = self._catalog.put_schema(self._stream, schema)
+            with self._lock:
+                self._numbered[schema] = found
+        return found
+
+    def voiding(self, table: SourceTable, table_id: TableId, copy_id: str, lsn: Lsn) -> WriteOps:
+        """The operation that voids what the log had of a table, which enters at that place."""
+        directory = self._directory
+        schema = self._catalog.put_schema(self._stream, table_of(table, directory.source, table_id))
+        directory.note_key(schema)
+        operation = chunk_operation(directory.source, f"{copy_id}/begin", lsn, time.time_ns() // 1000)
+        rows = TableRows(schema, truncate_rows(schema), directory.shard_of(table_id))
+        return WriteOps(operation, (rows,))

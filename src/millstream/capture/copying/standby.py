@@ -1,0 +1,107 @@
+"""Reading existing rows on a standby, where an ordinary snapshot doesn't say which transactions run at the primary.
+
+There `pg_current_snapshot()` omits running transactions, and a commit may be visible in another order than it is logged. So chunks are
+read under the snapshot of a temporary logical slot: it sees exactly the commits below one LSN, and names all others. Such a
+snapshot takes the primary's word on who runs, which comes every quarter of a minute where something is written: one serves
+many chunks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import psycopg
+from psycopg import sql
+
+from millstream.capture.copying.reader import AGAIN, ChunkReader, Moment
+from millstream.capture.copying.snapshot import SourceSnapshot
+from millstream.capture.source import Connection, SourceTable
+from millstream.errors import SnapshotWaits, SourceError
+from millstream.model.ids import SourceId
+from millstream.model.positions import Lsn
+
+_PATIENCE_S: Final = 120.0
+"""The primary tells three times, a quarter of a minute apart, until a slot knows all that runs."""
+_AGE_MAX_S: Final = 60.0
+"""Older snapshots have vacuum, or what the standby replays, wait for them."""
+
+
+class StandbySnapshots:
+    """The snapshot under which a standby's chunks are read: one at a time, taken anew when it has grown old. Safe for many threads."""
+
+    def __init__(self, dsn: str) -> None:
+        self._dsn = dsn
+        self._lock = threading.Lock()
+        self._snapshot: SourceSnapshot | None = None
+        self._taken_at = 0.0
+        self._asked = self._served = 0
+        """How often a newer one was asked for, and up to which time the one that there is was taken since."""
+        self._closed = False
+
+    def close(self) -> None:
+        """Take no more; a wait for one ends."""
+        self._closed = True
+        with self._lock:
+            self._drop()
+
+    def renew(self) -> None:
+        """Have the next chunk read under a newer one."""
+        self._asked += 1
+
+    def begin(self, connection: Connection, not_before: Lsn) -> SourceSnapshot:
+        """Set the snapshot of a transaction that has done nothing yet; it sees all that commits below `not_before`.
+
+        Raises:
+            SnapshotWaits: the primary hasn't said who runs.
+            SourceError: the snapshot was lost; another time there is another.
+        """
+        with self._lock:
+            held, asked = self._snapshot, self._asked
+            is_old = time.monotonic() - self._taken_at > _AGE_MAX_S or self._served != asked
+            if held is None or is_old or held.lsn < not_before:
+                self._drop()
+                held = self._snapshot = SourceSnapshot.take(
+                    self._dsn, patience_s=_PATIENCE_S, purpose="copy", stopped=lambda: self._closed
+                )
+                self._taken_at, self._served = time.monotonic(), asked
+            if self._closed:
+                self._drop()
+                raise SnapshotWaits("the copy was ended")
+            try:
+                connection.execute(held.set_statement())
+            except psycopg.Error as error:
+                self._drop()
+                raise SourceError("the standby has given up the copy's snapshot", sqlstate=AGAIN) from error
+            return held
+
+    def _drop(self) -> None:
+        if self._snapshot is not None:
+            self._snapshot.close()
+            self._snapshot = None
+
+
+class StandbyChunkReader(ChunkReader):
+    """Reads chunks on a standby: as on a primary, under the snapshots of slots."""
+
+    def __init__(
+        self, connection: Connection, source: SourceId, publications: Sequence[str], snapshots: StandbySnapshots
+    ) -> None:
+        super().__init__(connection, source, publications)
+        self._snapshots = snapshots
+
+    def running_bound(self) -> int:
+        """None: whatever was logged before a copy began is below `not_before`, and seen by its snapshots."""
+        return 0
+
+    def _begin(self, name: sql.Composable) -> Moment:
+        return self._lock_under(self._snapshots.begin(self._connection, self.not_before), name)
+
+    def _check_files(self, table: SourceTable) -> None:
+        try:
+            self._check_not_rewritten(table)
+        except SourceError:
+            self._snapshots.renew()
+            raise

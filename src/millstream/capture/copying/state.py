@@ -1,0 +1,282 @@
+"""What is known of one table's running copy: its key ranges, the chunks that are open in each, and how far it is.
+
+A range is walked from its lowest key to its highest, one chunk after the other; its row in the catalog says from where to
+go on. A list of keys that have to be read again is a range of its own, of one chunk.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any, Final
+
+from millstream.capture.config import CHUNK_ROWS
+from millstream.capture.copying.copied_file import CopiedFile
+from millstream.capture.copying.pace import ChunkSizes
+from millstream.capture.copying.reader import Bounds, Fetched, decode_key, encode_key
+from millstream.capture.copying.text import CopiedRows
+from millstream.capture.source import SourceTable
+from millstream.catalog import ChunkState, CopyChunk, TableRow
+from millstream.model.ids import TableId
+from millstream.model.names import qualified_name
+from millstream.model.positions import Lsn
+from millstream.model.rates import Rate
+from millstream.protocol.table_copy import CopyTracker, Key
+
+OPEN_CHUNKS_MAX: Final = 4
+"""Chunks of a range in memory: some wait to be decoded, for the stream or for the disk while the next is read."""
+FIRST_KEYS_RANGE: Final = 1_000_000
+"""Numbers from here on are ranges of keys asked for by name."""
+KEYS_MAX: Final = 1000
+"""Keys of such a range: they stand in one query, and in one row of the catalog."""
+_ROW_HEADER_BYTES: Final = 28
+
+
+class Stage(Enum):
+    """How far a copy is."""
+
+    WAITING = auto()
+    """It begins with the applier's next step."""
+    PREPARING = auto()
+    """Its changes are tracked; transactions that ran before have to end first."""
+    READING = auto()
+    """Chunks are read and enter."""
+
+
+@dataclass(slots=True)
+class OpenChunk:
+    """A chunk between its reading and its being durable."""
+
+    range: Range
+    ticket: int
+    bounds: Bounds
+    """What it covers; read again, it covers the same."""
+    read: Fetched | CopiedFile
+    rows: CopiedRows | None = None
+    """None: not decoded yet. Those of a file never are."""
+    durable: bool = False
+    rows_entered: int = 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """Text that it holds."""
+        return len(self.read.text) if isinstance(self.read, Fetched) else 0
+
+
+@dataclass(slots=True)
+class Range:
+    """A part of the table by its key."""
+
+    number: int
+    after: Key | None = None
+    """Up to here all is durable."""
+    upto: Key | None = None
+    keys: tuple[Key, ...] = ()
+    read_after: Key | None = None
+    """Up to here all is read."""
+    all_read: bool = False
+    reading: bool = False
+    row_count: int = 0
+    size_bytes: int = 0
+    open: deque[OpenChunk] = field(default_factory=deque)
+    finished: bool = False
+
+    @classmethod
+    def cut_at(cls, cuts: Sequence[Key]) -> list[Range]:
+        """The ranges of a table that is cut at some keys."""
+        bounds = [None, *cuts, None]
+        return [cls(n, bounds[n], bounds[n + 1], read_after=bounds[n]) for n in range(len(bounds) - 1)]
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nobody reads it, has read of it or is about to."""
+        return not (self.reading or self.all_read or self.open or self.finished)
+
+    def bounds(self) -> Bounds:
+        """What the next chunk may take."""
+        return Bounds(keys=self.keys) if self.keys else Bounds(after=self.read_after, upto=self.upto)
+
+    def note_read(self, chunk: OpenChunk) -> None:
+        """A chunk was read behind those before it."""
+        self.open.append(chunk)
+        self.read_after = chunk.bounds.upto
+        is_last = isinstance(chunk.read, CopiedFile) or chunk.read.last
+        self.all_read = self.all_read or is_last or bool(self.keys)
+
+    def advance(self) -> bool:
+        """Take durable chunks off the front; whether that moved anything."""
+        moved = False
+        while self.open and self.open[0].durable:
+            chunk = self.open.popleft()
+            self.after = chunk.bounds.upto if chunk.bounds.upto is not None else self.after
+            self.row_count += chunk.rows_entered
+            self.size_bytes += chunk.read.size_bytes
+            moved = True
+        if self.all_read and not self.open:
+            self.finished = moved = True
+        return moved
+
+    def saved(self, table: TableId, copy_id: str) -> CopyChunk:
+        """The catalog's row."""
+        facts: dict[str, Any] = {"keys": [list(key) for key in self.keys]} if self.keys else {}
+        return CopyChunk(
+            table=table,
+            copy_id=copy_id,
+            number=self.number,
+            lower=encode_key(self.after),
+            upper=encode_key(self.upto),
+            state=ChunkState.DURABLE if self.finished else ChunkState.PLANNED,
+            snapshot=None,
+            row_count=self.row_count,
+            size_bytes=self.size_bytes,
+            facts=facts,
+        )
+
+    @classmethod
+    def loaded(cls, row: CopyChunk) -> Range:
+        """The range of a catalog's row."""
+        after = decode_key(row.lower)
+        return cls(
+            number=row.number,
+            after=after,
+            upto=decode_key(row.upper),
+            keys=tuple(tuple(key) for key in row.facts.get("keys", ())),
+            read_after=after,
+            row_count=row.row_count,
+            size_bytes=row.size_bytes,
+            finished=row.state is ChunkState.DURABLE,
+        )
+
+
+@dataclass(slots=True)
+class Copy:
+    """One table's copy."""
+
+    row: TableRow
+    table: SourceTable
+    copy_id: str
+    fresh: bool
+    """Nothing of it is durable yet."""
+    marked: bool
+    """It begins with a record that voids what the log had of the table before."""
+    begins_at: Lsn = Lsn(0)
+    """… once the stream has come this far: what is void under another key or other columns lies all before that record."""
+    paused: bool = False
+    """No more of it is read. What was read enters; then it waits as one does that a session found begun."""
+    stage: Stage = Stage.WAITING
+    sizes: ChunkSizes = field(default_factory=lambda: ChunkSizes(CHUNK_ROWS))
+    rows_rate: Rate = field(default_factory=Rate)
+    bytes_rate: Rate = field(default_factory=Rate)
+    tracker: CopyTracker = field(default_factory=CopyTracker)
+    ranges: dict[int, Range] = field(default_factory=dict)
+    tracked_from: Lsn = Lsn(0)
+    """What commits below isn't remembered: a chunk's snapshot has to see it."""
+    turn: int = 0
+    """Of a table without a key: how often it was read in vain, which says how it is read next (`copy_whole`)."""
+    patience_s: float = 0.0
+    """… and how long the stream is held for its snapshot to come; 0: not tried yet."""
+    file: CopiedFile | None = None
+    """… and what is read of it, until that is durable."""
+    bound: int = 0
+    """Snapshots count from the moment at which every transaction below has ended."""
+
+    @property
+    def name(self) -> str:
+        """The table's."""
+        return qualified_name(self.row.namespace, self.row.name)
+
+    def serves(self, row: TableRow, table: SourceTable | None) -> bool:
+        """Whether it is what a row asks for, which may have been read before it began."""
+        if self.row.changed_us != row.changed_us:
+            return False
+        return self.stage is not Stage.WAITING or (table is not None and self.table.same_definition(table))
+
+    def look_at(self, facts: Mapping[int, SourceTable]) -> None:
+        """Take in the table as last seen: its name may be another. By another key the bounds mean nothing."""
+        seen = facts.get(self.row.relation_oid, self.table)
+        self.table = seen if seen.key == self.table.key else self.table
+
+    @property
+    def keyed(self) -> bool:
+        """Whether its rows have a key."""
+        return bool(self.table.key)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every range is finished."""
+        return self.stage is Stage.READING and all(r.finished for r in self.ranges.values())
+
+    def ask_keys(self, keys: Iterable[Key]) -> list[Range]:
+        """Ranges of keys to be read by name: one that nobody has begun to read takes some in, new ones the rest."""
+        asked = set(keys)
+        found: list[Range] = []
+        last = self.ranges[max(self.ranges)] if self.ranges else None
+        if last is not None and last.keys and last.untouched and len(last.keys) < KEYS_MAX:
+            asked |= set(last.keys)
+            found.append(last)
+        ordered = sorted(asked)
+        for first in range(0, len(ordered), KEYS_MAX):
+            some = tuple(ordered[first : first + KEYS_MAX])
+            if found and first == 0:
+                found[0].keys = some
+            else:
+                found.append(self._new_keys(some))
+        return found
+
+    def halve(self, part: Range) -> Range:
+        """Half of a range's keys become a range of their own, which is returned: its rows were too much at once."""
+        half = len(part.keys) // 2
+        rest = self._new_keys(part.keys[half:])
+        part.keys = part.keys[:half]
+        return rest
+
+    def _new_keys(self, keys: tuple[Key, ...]) -> Range:
+        number = max([FIRST_KEYS_RANGE - 1, *self.ranges]) + 1
+        made = self.ranges[number] = Range(number, keys=keys)
+        return made
+
+    def open_chunks(self) -> list[OpenChunk]:
+        """Chunks that wait to enter or to be durable."""
+        return [chunk for r in self.ranges.values() for chunk in r.open]
+
+    @property
+    def drained(self) -> bool:
+        """Whether nothing of it is being read, or waits to enter or to be durable."""
+        return self.stage is Stage.READING and not any(r.open or r.reading for r in self.ranges.values())
+
+    def note_rates(self, rows: int, size_bytes: int, now_s: float) -> None:
+        """So much of it became durable, or came into its file."""
+        self.rows_rate.add(rows, now_s)
+        self.bytes_rate.add(size_bytes, now_s)
+
+    def progress(self, now_s: float) -> dict[str, Any]:
+        """For people: how much is durable (without a key: read), how much there may be, how fast it goes, how long it may take.
+
+        Bytes are of the rows as text, which is what the network and a rate see. What isn't known is None.
+        """
+        rows = sum(r.row_count for r in self.ranges.values())
+        size = sum(r.size_bytes for r in self.ranges.values())
+        if self.file is not None and not rows:
+            rows, size = self.file.row_count, self.file.size_bytes
+        estimate = self._row_estimate(rows, size)
+        rate = 0.0 if self.paused else self.rows_rate.per_s(now_s)
+        return {
+            "state": "paused" if self.paused else self.stage.name.lower(),
+            "rows": rows,
+            "rows_estimate": estimate,
+            "bytes": size,
+            "rows_per_s": round(rate, 1),
+            "bytes_per_s": 0 if self.paused else round(self.bytes_rate.per_s(now_s)),
+            "eta_s": None if estimate is None or not rate else round((estimate - rows) / rate, 1),
+            "ranges": len(self.ranges),
+            "ranges_done": sum(r.finished for r in self.ranges.values()),
+        }
+
+    def _row_estimate(self, rows: int, size_bytes: int) -> int | None:
+        """As the source's statistics say; of a table never analysed by its size. None where it has more already."""
+        estimate = self.table.row_estimate
+        if not estimate and rows:
+            estimate = int(self.table.size_bytes / (size_bytes / rows + _ROW_HEADER_BYTES))
+        return estimate if estimate >= rows and estimate else None

@@ -1,0 +1,600 @@
+"""Copies existing rows into the log while changes flow: which tables, by which threads, and when a chunk enters.
+
+What may enter when is decided in `millstream.protocol.table_copy`; how a chunk is read, in `copy_reader`. Here is what
+lies between: worker threads read chunks, the applier's thread tells what it logs (`note`, `passed`) and takes chunks
+whose time has come (`ready`). The catalog has each range's progress, so that a copy goes on where it stopped.
+
+A copy of a table that the log has records of already (after `tables copy`, `tables retry`, a slot made anew) begins with
+one `t` record of the table: what the log had of it before is void, rows deleted in the meantime included. It enters
+when the stream has come to where the source's tables were last looked at: of a table that has got another key, no
+record under the old one comes behind it. A table without a key (REPLICA
+IDENTITY FULL and no primary key) enters whole behind such a record, as one operation: its rows can't be told apart. How it is read
+is told in `copy_whole`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import structlog
+
+from millstream.capture.config import CaptureConfig
+from millstream.capture.copying.copied_file import CopiedFile
+from millstream.capture.copying.pace import ChunkSizes, CopyRate
+from millstream.capture.copying.reader import (
+    CHUNK_BYTES_MAX,
+    Bounds,
+    ChunkReader,
+    Fetched,
+    TableChanged,
+    TableGone,
+)
+from millstream.capture.copying.schemas import CopySchemas
+from millstream.capture.copying.standby import StandbyChunkReader, StandbySnapshots
+from millstream.capture.copying.state import FIRST_KEYS_RANGE, OPEN_CHUNKS_MAX, Copy, OpenChunk, Range, Stage
+from millstream.capture.copying.text import CopiedRows, chunk_operation
+from millstream.capture.copying.touches import touches_of, touches_of_spilled
+from millstream.capture.copying.whole import PATIENCE_S, STANDBY_PATIENCE_S, WholeReads
+from millstream.capture.copying.workers import ChunkWorkers, Work
+from millstream.capture.directory import CatalogDirectory
+from millstream.capture.source import Connection, Identity, SourceTable, connect_same
+from millstream.capture.stream.hold import StreamHold
+from millstream.capture.stream.spill import SpillFolder
+from millstream.capture.watcher import Tables
+from millstream.catalog import Catalog, TableRow, TableState
+from millstream.errors import DiskFull, MillstreamError, NoFreeSlot
+from millstream.failpoints import hit
+from millstream.model.ids import StreamId, TableId
+from millstream.model.operations import SpilledOp, TableRows, WriteOps
+from millstream.model.positions import Lsn
+from millstream.model.schema import TableSchema
+from millstream.protocol.table_copy import kept
+
+UNFINISHED: Final = frozenset({TableState.COPY_REQUESTED, TableState.COPYING})
+"""States of tables that have rows to be copied."""
+
+logger = structlog.get_logger("millstream.capture")
+
+_SPLIT_CHUNKS: Final = 4
+"""A table of more than so many chunks is split between the workers."""
+_WAIT_S: Final = 0.1
+_LATER_S: Final = 1.0
+_PUT_OFF_S: Final = 10.0
+_RATE_LOOK_S: Final = 1.0
+_CUT_AT: Final = 2
+"""A chunk's text is cut off at so many times its aim: rows that are wider than those before."""
+_OPEN_BYTES_MAX: Final = 32 << 20
+"""Text of all chunks between their reading and their being durable, beyond which none is read; it takes three times as much."""
+
+Entry = tuple[WriteOps | SpilledOp, Callable[[], None]]
+
+
+class TableCopies:
+    """All copies of one session. `applier.CopySink`.
+
+    A session that reads a backlog in chunks (`reads_backlog`) will soon make way for another one: no table without a key is begun.
+
+    Concurrency: `note`, `passed`, `ready` on the applier's thread; `see`, `progress` and the rest from any.
+    """
+
+    def __init__(
+        self,
+        config: CaptureConfig,
+        identity: Identity,
+        catalog: Catalog,
+        directory: CatalogDirectory,
+        tables: Tables,
+        stream: StreamId,
+        nudge: Callable[[], None],
+        *,
+        spill: SpillFolder,
+        hold: StreamHold,
+        reads_backlog: bool = False,
+    ) -> None:
+        self._config = config
+        self._catalog = catalog
+        self._directory = directory
+        self._tables = tables
+        self._stream = stream
+        self._nudge = nudge
+        self._hold = hold
+        self._reads_backlog = reads_backlog
+        self._snapshots = StandbySnapshots(config.dsn) if identity.on_standby else None
+        self._lock = threading.RLock()
+        self._copies: dict[TableId, Copy] = {}
+        self._rate = CopyRate()
+        self._schemas = CopySchemas(catalog, directory, stream)
+        self._passed = Lsn(0)
+        self._seen = False
+        self._save_lock = threading.Lock()
+        self._decoders = ThreadPoolExecutor(max(1, config.copy_workers), "millstream-copy-decode")
+        self._whole = WholeReads(
+            config.dsn,
+            spill,
+            hold,
+            directory,
+            patience_s=STANDBY_PATIENCE_S if identity.on_standby else PATIENCE_S,
+            lock=self._lock,
+            rate=self._rate,
+            piece_bytes=self._piece_bytes,
+            numbered=self._schemas.numbered,
+            goes_on=lambda copy: self._copies.get(copy.row.id) is copy and not copy.paused,
+            decoders=self._decoders,
+        )
+        # Each copy that runs may hold chunks in memory; the others wait untracked.
+        self._copies_max = 2 * max(1, config.copy_workers)
+        self._workers = ChunkWorkers[Copy](
+            "copy",
+            max(1, config.copy_workers),
+            connect=lambda purpose: connect_same(config.dsn, identity, purpose=purpose),
+            reader=self._reader_on,
+            wanted=lambda copy: self._copies.get(copy.row.id) is copy,
+            gone=lambda copy: copy.row.relation_oid not in tables.facts,
+            failed=self._failed,
+            name_of=lambda copy: copy.name,
+            broken=nudge,
+        )
+
+    # --- for the session ---------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin."""
+        self._workers.start()
+
+    def stop(self) -> None:
+        """End the workers; chunks that haven't entered are read again another time."""
+        if self._snapshots is not None:
+            self._snapshots.close()
+        self._whole.stop()
+        self._workers.stop()
+        self._decoders.shutdown(cancel_futures=True)
+
+    @property
+    def all_done(self) -> bool:
+        """Whether no table has to be copied but those that are paused."""
+        paused = self._catalog.paused_copies(self._stream)
+        with self._lock:
+            # A pause that was lifted after the last look counts for nothing yet, and one that wasn't seen yet neither.
+            left = (row for row in self._directory.rows() if row.state in UNFINISHED)
+            return (
+                self._seen
+                and all(copy.paused and copy.stage is Stage.WAITING for copy in self._copies.values())
+                and all(row.id in paused for row in left)
+            )
+
+    @property
+    def waits_for_stream(self) -> bool:
+        """Whether a chunk waits for the stream to come as far as its snapshot, or a copy as far as it begins."""
+        with self._lock:
+            waiting = (c for c in self._copies.values() if c.stage is Stage.WAITING and not c.paused)
+            if any(copy.begins_at > self._passed for copy in waiting):
+                return True
+            return any(
+                chunk.read.lsn > self._passed and not chunk.durable
+                for copy in self._copies.values()
+                for chunk in copy.open_chunks()
+            )
+
+    @property
+    def keeps_session(self) -> bool:
+        """Whether a table is copied that another session would have to read from its beginning."""
+        with self._lock:
+            return any(not c.keyed and c.stage is Stage.READING and not c.paused for c in self._copies.values())
+
+    def progress(self) -> dict[str, dict[str, Any]]:
+        """By table being copied, how far it is."""
+        now_s = time.monotonic()
+        with self._lock:
+            copies = list(self._copies.values())
+            return {c.name: c.progress(now_s) | {"holds_stream": self._hold.is_held_by(c)} for c in copies}
+
+    def see(self, rows: list[TableRow]) -> None:
+        """Begin what the tables' states ask for, pause and resume what people ask for, at the rate that is allowed now."""
+        paused, rate = self._catalog.paused_copies(self._stream), self._config.copy_rate()
+        with self._lock:
+            self._rate.allow(rate, time.monotonic())
+            for row in rows:
+                table = self._tables.facts.get(row.relation_oid)
+                if row.state is TableState.COPY_REQUESTED and row.id in self._copies:
+                    if self._copies[row.id].serves(row, table):
+                        continue
+                    self._forget(self._copies[row.id])
+                if row.id in self._copies or table is None or row.relation_oid not in self._tables.coverage.oids:
+                    continue
+                self._take(row, table)
+            turned = [copy for copy in self._copies.values() if copy.paused is not (copy.row.id in paused)]
+            for copy in turned:
+                copy.paused = not copy.paused
+                logger.info("copy paused" if copy.paused else "copy resumed", table=copy.name)
+                if not copy.paused and copy.stage is Stage.READING:
+                    self._queue_ranges(copy)
+            self._seen = True
+        for copy in turned:
+            self._rest(copy)
+        self._nudge()
+
+    def _take(self, row: TableRow, table: SourceTable) -> None:
+        """Begin with a table, or go on, where its state asks for it."""
+        if row.state is TableState.COPYING and row.copy_id:
+            self._resume(Copy(row, table, row.copy_id, fresh=False, marked=False))
+        elif row.state in UNFINISHED:
+            copy_id = f"{time.time_ns() // 1000:x}"
+            # Before its first copy the log may have inserts alone: it was in history only.
+            marked = bool(row.copy_id) or bool(row.schema_version) or not table.key
+            begins_at = self._tables.seen_at if marked else Lsn(0)
+            self._copies[row.id] = Copy(row, table, copy_id, fresh=True, marked=marked, begins_at=begins_at)
+        if (copy := self._copies.get(row.id)) is not None:
+            width = table.size_bytes / table.row_estimate if table.row_estimate else 0.0
+            copy.sizes = ChunkSizes(self._config.chunk_rows, width)
+
+    def _rest(self, copy: Copy) -> None:
+        """Where a paused copy has nothing on its way, have it wait untracked: the changes of days aren't remembered for it.
+
+        It goes on from what the catalog has of it, as after a restart.
+        """
+        with self._save_lock, self._lock:
+            if not copy.paused or self._copies.get(copy.row.id) is not copy:
+                return
+            if copy.stage is Stage.WAITING or (copy.stage is Stage.READING and not copy.drained):
+                return
+            self._forget(copy)
+            self._take(self._catalog.table(copy.row.id), copy.table)
+            if copy.row.id in self._copies:
+                self._copies[copy.row.id].paused = True
+
+    def _forget(self, copy: Copy) -> None:
+        """It is over, or to be begun anew: nothing waits for it, and what it has read and nobody has taken goes."""
+        del self._copies[copy.row.id]
+        self._hold.release(copy)
+        for chunk in copy.open_chunks():
+            if chunk.ticket and isinstance(chunk.read, CopiedFile):
+                chunk.read.remove()
+
+    def _resume(self, copy: Copy) -> None:
+        saved = self._catalog.chunks(copy.row.id, copy.copy_id)
+        copy.ranges = {row.number: Range.loaded(row) for row in saved}
+        if not any(number < FIRST_KEYS_RANGE for number in copy.ranges) or not copy.keyed:
+            copy.copy_id = f"{time.time_ns() // 1000:x}"  # what a thread of the one before may still write is another's
+            copy.ranges = {}
+            copy.fresh, copy.marked, copy.begins_at = True, True, self._tables.seen_at
+        self._copies[copy.row.id] = copy
+
+    # --- on the applier's thread -------------------------------------------------------------------------------
+
+    def note(self, ops: WriteOps | SpilledOp) -> None:
+        """These operations are about to be submitted: remember what they touch."""
+        with self._lock:
+            # Of a copy that was begun and waits: rows that move incomplete into what is read already are never met again.
+            tracked = {id_ for id_, c in self._copies.items() if c.stage is not Stage.WAITING or c.ranges}
+            if not tracked:
+                return
+            found = touches_of(ops, tracked) if isinstance(ops, WriteOps) else touches_of_spilled(ops, tracked)
+            for table, touch, moved in found:
+                copy = self._copies[table]
+                if copy.stage is not Stage.WAITING:
+                    copy.tracker.touch(touch)
+                if moved and copy.keyed:
+                    self._ask_keys(copy, moved)
+
+    def passed(self, lsn: Lsn) -> None:
+        """Everything that committed at or below `lsn` has been submitted."""
+        self._passed = lsn
+
+    def discard(self, relation_oid: int) -> None:
+        """The table was set aside: end its copy."""
+        with self._lock:
+            for copy in list(self._copies.values()):
+                if copy.row.relation_oid == relation_oid:
+                    self._forget(copy)
+
+    def ready(self) -> Iterable[Entry]:
+        """What of the copies may enter now."""
+        if self._workers.error is not None:
+            raise self._workers.error
+        if not self._copies:
+            return ()
+        with self._lock:
+            return [entry for copy in list(self._copies.values()) for entry in self._ready_of(copy)]
+
+    def _ready_of(self, copy: Copy) -> Iterator[Entry]:
+        if copy.stage is Stage.WAITING:
+            if copy.paused or copy.begins_at > self._passed:
+                return
+            if sum(other.stage is not Stage.WAITING for other in self._copies.values()) >= self._copies_max:
+                return
+            copy.stage, copy.tracked_from = Stage.PREPARING, self._passed
+            if copy.fresh:
+                self._catalog.drop_chunks(copy.row.id)
+            self._catalog.set_state(copy.row.id, TableState.COPYING, copy.row.reason, copy_id=copy.copy_id)
+            if copy.marked and copy.keyed:
+                # Once ranges are in the catalog, nobody asks any more whether this record is in the log.
+                void = self._schemas.voiding(copy.table, copy.row.id, copy.copy_id, self._passed)
+                yield void, lambda: self._queue(copy, lambda reader: self._prepare(copy, reader))
+            else:
+                self._queue(copy, lambda reader: self._prepare(copy, reader))
+        for chunk in copy.open_chunks():
+            if not chunk.ticket or chunk.read.lsn > self._passed:
+                continue
+            if isinstance(chunk.read, CopiedFile):
+                yield from self._enter_whole(copy, chunk, chunk.read)
+            elif chunk.rows is not None:
+                yield from self._enter(copy, chunk, chunk.read, chunk.rows)
+
+    def _enter_whole(self, copy: Copy, chunk: OpenChunk, file: CopiedFile) -> Iterator[Entry]:
+        operation = self._whole.enter(copy, chunk, file)
+        if operation is None:
+            self._go_back(copy, chunk)
+        else:
+            yield operation, lambda: self._chunk_durable(copy, chunk)
+
+    def _enter(self, copy: Copy, chunk: OpenChunk, read: Fetched, rows: CopiedRows) -> Iterator[Entry]:
+        verdict = copy.tracker.judge(chunk.ticket, chunk.bounds.keys)
+        if verdict.again:
+            self._go_back(copy, chunk)
+            return
+        copy.tracker.end(chunk.ticket)
+        chunk.ticket = 0
+        mask: list[bool] | None = None
+        again = verdict.reread if chunk.bounds.keys else frozenset()
+        if verdict.drop:
+            mask, dropped = kept(rows.key_list(), verdict)
+            again |= dropped
+        if again:
+            self._ask_keys(copy, again)
+        batch = rows.rows(mask)
+        chunk.rows_entered = batch.num_rows
+        if not batch.num_rows:
+            self._chunk_durable(copy, chunk)
+            return
+        entered = TableRows(rows.schema, batch, self._directory.shard_of(copy.row.id))
+        chunk_id = f"{copy.copy_id}/{chunk.range.number}"
+        operation = chunk_operation(self._directory.source, chunk_id, read.lsn, read.at_us)
+        yield WriteOps(operation, (entered,)), lambda: self._chunk_durable(copy, chunk)
+
+    def _go_back(self, copy: Copy, chunk: OpenChunk) -> None:
+        """Read a range again from a chunk on: something touched the table as a whole that the chunk doesn't see."""
+        if self._snapshots is not None:
+            self._snapshots.renew()
+        part = chunk.range
+        while part.open:
+            last = part.open.pop()
+            if last.ticket:
+                copy.tracker.end(last.ticket)
+                last.ticket = 0
+            if last is chunk:
+                break
+        part.read_after = chunk.bounds.after
+        part.all_read = False
+        if not part.reading:
+            part.reading = True
+            self._queue(copy, self._reading_of(copy, part), after_s=_WAIT_S)
+
+    def _ask_keys(self, copy: Copy, keys: Iterable[Any]) -> None:
+        """Have rows read again by key. Kept in the catalog first: what made it necessary is about to be durable."""
+        asked = copy.ask_keys(keys)
+        self._catalog.put_chunks([part.saved(copy.row.id, copy.copy_id) for part in asked])
+        if copy.stage is Stage.READING:
+            for part in asked:
+                self._queue_range(copy, part)
+
+    def _chunk_durable(self, copy: Copy, chunk: OpenChunk) -> None:
+        """The chunk is in the log: let a worker note it down."""
+        if isinstance(chunk.read, CopiedFile):
+            chunk.read.remove()
+        with self._lock:
+            chunk.durable = True
+            self._queue(copy, lambda _: self._save(copy, chunk.range))
+
+    # --- on the workers ----------------------------------------------------------------------------------------
+
+    def _reader_on(self, connection: Connection) -> ChunkReader:
+        on = (connection, self._directory.source, self._tables.coverage.publications)
+        return ChunkReader(*on) if self._snapshots is None else StandbyChunkReader(*on, self._snapshots)
+
+    def _queue(self, copy: Copy, work: Work, *, after_s: float = 0.0) -> None:
+        self._workers.queue(copy, work, after_s=after_s)
+
+    def _queue_range(self, copy: Copy, part: Range, *, after_s: float = 0.0) -> None:
+        if copy.paused:
+            return
+        if not part.reading and not part.all_read and len(part.open) < OPEN_CHUNKS_MAX:
+            part.reading = True
+            self._queue(copy, self._reading_of(copy, part), after_s=after_s)
+
+    def _reading_of(self, copy: Copy, part: Range) -> Work:
+        read = self._read_next if copy.keyed else self._read_whole
+        return lambda reader: read(copy, part, reader)
+
+    def _queue_ranges(self, copy: Copy) -> None:
+        for part in list(copy.ranges.values()):
+            if not part.finished:
+                self._queue_range(copy, part)
+
+    def _failed(self, copy: Copy, error: MillstreamError) -> None:
+        self.discard(copy.row.relation_oid)
+        if isinstance(error, TableGone) or copy.row.relation_oid not in self._tables.facts:
+            logger.info("copy given up: the table is gone", table=copy.name)
+        elif isinstance(error, TableChanged):
+            logger.info("copy begins again: the table's key changed", table=copy.name)
+            self._catalog.set_state(copy.row.id, TableState.COPY_REQUESTED, "its key changed during the copy")
+            self._directory.look_wanted.set()
+        else:
+            logger.warning("table set aside", table=copy.name, reason=error.message)
+            self._catalog.set_state(
+                copy.row.id, TableState.SET_ASIDE, f"its copy failed: {error.message}", details={"hint": error.hint}
+            )
+            self._directory.refresh()
+
+    def _prepare(self, copy: Copy, reader: ChunkReader) -> None:
+        """Wait for transactions that ran when tracking began, then cut the table into ranges."""
+        copy.bound = copy.bound or reader.running_bound()
+        if reader.current_snapshot().xmin < copy.bound:
+            self._queue(copy, lambda again: self._prepare(copy, again), after_s=_WAIT_S)
+            return
+        if not any(number < FIRST_KEYS_RANGE for number in copy.ranges):
+            table = copy.table
+            rows = max(table.row_estimate, table.size_bytes // 200)
+            parts = self._config.copy_workers if copy.keyed and rows > _SPLIT_CHUNKS * self._config.chunk_rows else 1
+            cuts = reader.split(table, parts) if parts > 1 else []
+            planned = Range.cut_at(cuts)
+            self._catalog.put_chunks([part.saved(copy.row.id, copy.copy_id) for part in planned])
+            with self._lock:
+                copy.ranges |= {part.number: part for part in planned}
+        with self._lock:
+            copy.tracker.settle(copy.bound)
+            copy.stage = Stage.READING
+            self._queue_ranges(copy)
+        self._rest(copy)
+        self._finish_where_whole(copy)
+
+    def _read_next(self, copy: Copy, part: Range, reader: ChunkReader) -> None:
+        """Read a range's next chunk; it enters when the stream has passed it."""
+        if self._put_off(copy, part):
+            self._rest(copy)
+            return
+        with self._lock:
+            ticket, bounds = copy.tracker.begin(), part.bounds()
+            copy.look_at(self._tables.facts)
+            rows_max, bytes_max = self._most(copy, bounds)
+        began_s = time.monotonic()
+        try:
+            reader.not_before = copy.tracked_from
+            read = reader.fetch(copy.table, copy.row.id, bounds, rows_max=rows_max, bytes_max=bytes_max)
+            schema = self._schemas.numbered(read.schema)
+            upto = part.upto if read.last or bounds.keys else read.last_key()
+            hit("capture.copy_chunk_read")
+        except BaseException:
+            with self._lock:
+                copy.tracker.end(ticket)
+            raise
+        ended_s = time.monotonic()
+        with self._lock:
+            self._rate.note(len(read.text), ended_s)
+            copy.tracker.take(ticket, read.snapshot)
+            part.reading = False
+            if not bounds.keys and bounds.after != part.read_after:
+                # Meanwhile the chunk in front of it was given up: what lies between is read first, and this anew behind it.
+                copy.tracker.end(ticket)
+            elif not read.last and len(bounds.keys) > 1:
+                # No row may be taken for missing that was cut off.
+                copy.tracker.end(ticket)
+                rest = copy.halve(part)
+                self._catalog.put_chunks([one.saved(copy.row.id, copy.copy_id) for one in (part, rest)])
+                self._queue_range(copy, rest)
+            else:
+                if not bounds.keys:
+                    copy.sizes.note(read.row_count, len(read.text), ended_s - began_s)
+                covered = Bounds(after=bounds.after, upto=upto, keys=bounds.keys)
+                chunk = OpenChunk(part, ticket, covered, read)
+                part.note_read(chunk)
+                # The source sends the next one meanwhile.
+                self._decoders.submit(self._decode, copy, chunk, read, schema)
+            self._queue_range(copy, part)
+        self._rest(copy)
+        self._nudge()
+
+    def _read_whole(self, copy: Copy, part: Range, reader: ChunkReader) -> None:
+        """Read a table without a key; it enters when the stream has come to where it was read."""
+        if self._put_off(copy, part):
+            self._rest(copy)
+            return
+        copy.look_at(self._tables.facts)
+        try:
+            self._whole.read(copy, part, reader)
+        except (DiskFull, NoFreeSlot) as error:
+            logger.warning("a table waits to be copied", table=copy.name, reason=error.message, in_s=_PUT_OFF_S)
+            self._catalog.set_state(
+                copy.row.id,
+                TableState.COPYING,
+                error.message,
+                details={"hint": error.hint},
+                copy_id=copy.copy_id,
+                only_from=[TableState.COPYING],
+            )
+            self._queue(copy, self._reading_of(copy, part), after_s=_PUT_OFF_S)
+            return
+        with self._lock:
+            part.reading = False
+            self._queue_range(copy, part, after_s=_WAIT_S)
+        self._rest(copy)
+        self._hold.nudge()
+        self._nudge()
+
+    def _piece_bytes(self) -> int:
+        with self._lock:
+            return self._rate.aim_bytes(max(1, self._config.copy_workers))
+
+    def _decode(self, copy: Copy, chunk: OpenChunk, read: Fetched, schema: TableSchema) -> None:
+        """On a thread of its own: from text to columns."""
+        if self._copies.get(copy.row.id) is not copy:
+            return
+        try:
+            rows = read.decoded(schema)
+        except MillstreamError as error:
+            if self._copies.get(copy.row.id) is copy:
+                self._failed(copy, error)
+        except BaseException as error:
+            self._workers.error = error
+            raise
+        else:
+            chunk.rows = rows
+        finally:
+            self._nudge()
+
+    def _put_off(self, copy: Copy, part: Range) -> bool:
+        """Whether nothing may be read now: of a copy that is paused, or of any for a while."""
+        with self._lock:
+            if copy.paused:
+                part.reading = False
+                return True
+            wait_s = _LATER_S if self._reads_backlog and not copy.keyed else self._wait_s()
+            if wait_s:
+                self._queue(copy, self._reading_of(copy, part), after_s=wait_s)
+            return wait_s > 0
+
+    def _wait_s(self) -> float:
+        """How long no chunk may be read: too much is open, or the rate is used up. Short, for the rate may be changed."""
+        owed_s = self._rate.wait_s(time.monotonic())
+        if owed_s:
+            return min(owed_s, _RATE_LOOK_S)
+        held = sum(chunk.memory_bytes for copy in self._copies.values() for chunk in copy.open_chunks())
+        return _WAIT_S if held >= _OPEN_BYTES_MAX else 0.0
+
+    def _most(self, copy: Copy, bounds: Bounds) -> tuple[int | None, int]:
+        """Rows and bytes at which a chunk ends."""
+        if bounds.keys:
+            return None, CHUNK_BYTES_MAX
+        aim_bytes = self._rate.aim_bytes(max(1, self._config.copy_workers))
+        return copy.sizes.rows(aim_bytes), _CUT_AT * aim_bytes
+
+    def _save(self, copy: Copy, part: Range) -> None:
+        """Note down how far a range is durable; the next chunk may come."""
+        with self._save_lock:
+            with self._lock:
+                rows, size_bytes = part.row_count, part.size_bytes
+                moved = part.advance()
+                if copy.keyed:
+                    copy.note_rates(part.row_count - rows, part.size_bytes - size_bytes, time.monotonic())
+                row = part.saved(copy.row.id, copy.copy_id)
+                if not part.finished:
+                    self._queue_range(copy, part)
+            if moved:
+                hit("capture.copy_chunk_durable")
+                self._catalog.put_chunks([row])
+        self._finish_where_whole(copy)
+        self._rest(copy)
+
+    def _finish_where_whole(self, copy: Copy) -> None:
+        with self._lock:
+            if not copy.whole or self._copies.get(copy.row.id) is not copy:
+                return
+            self._forget(copy)
+            self._catalog.set_state(copy.row.id, TableState.STREAMING, only_from=[TableState.COPYING])
+            self._catalog.resume_copy(self._stream, copy.row.id)  # a pause that was asked for too late
+            self._directory.refresh()
+        logger.info("table copied", table=copy.name, rows=sum(part.row_count for part in copy.ranges.values()))
+        self._nudge()

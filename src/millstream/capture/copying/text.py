@@ -1,0 +1,156 @@
+"""A chunk of existing rows: from the text that COPY sends to the columns that enter the log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from millstream.capture.copying import _scan as machine
+from millstream.codec.pgoutput import Relation
+from millstream.codec.pgoutput._columns import Texts, exact_map, read_column
+from millstream.errors import ProtocolViolation
+from millstream.model.ids import SourceId
+from millstream.model.operations import OPERATION_SCHEMA, OperationKind
+from millstream.model.positions import Lsn
+from millstream.model.records import INSTANT, TEXT_BY_COLUMN, Op, append_row_schema
+from millstream.model.schema import TableSchema
+from millstream.protocol.table_copy import Key
+
+_TAIL_BYTES: Final = 64 << 10
+"""What is searched for the beginning of the last row first."""
+
+
+@dataclass(slots=True)
+class CopiedRows:
+    """Rows of one chunk, decoded; their keys' texts can still be had."""
+
+    schema: TableSchema
+    """As it was read, then with its version, once the catalog has given it one."""
+    columns: tuple[pa.Array, ...]
+    exact: pa.Array
+    keys: tuple[Texts, ...]
+    row_count: int
+    size_bytes: int
+
+    def key_list(self) -> list[Key]:
+        """Every row's key, in order."""
+        columns = [texts.strings().to_pylist() for texts in self.keys]
+        return list(zip(*columns, strict=True)) if columns else []
+
+    def rows(self, mask: Sequence[bool] | None = None) -> pa.RecordBatch:
+        """The rows (those that the mask says) as one operation's, in `append_row_schema`."""
+        columns: list[pa.Array] = [self.exact, *self.columns]
+        count = self.row_count
+        if mask is not None:
+            chosen = pa.array(mask, pa.bool_())
+            columns = [column.filter(chosen) for column in columns]
+            count = len(columns[0])
+        return copied_records(self.schema, columns[0], columns[1:], count)
+
+
+def copied_records(
+    schema: TableSchema, exact: pa.Array, columns: Sequence[pa.Array], count: int, *, first_index: int = 0
+) -> pa.RecordBatch:
+    """`r` records of rows, in `append_row_schema`; their `__index` begins at `first_index`."""
+    return pa.RecordBatch.from_arrays(
+        [
+            pa.array(np.zeros(count, np.int32)),
+            pa.array(np.arange(first_index, first_index + count, dtype=np.int64)),
+            pa.array(np.full(count, int(Op.COPY), np.uint8)),
+            pa.nulls(count, pa.list_(pa.string())),
+            exact,
+            pa.nulls(count, TEXT_BY_COLUMN),
+            *columns,
+        ],
+        schema=append_row_schema(schema),
+    )
+
+
+def last_key(data: npt.NDArray[np.uint8], relation: Relation, order: Sequence[str]) -> Key:
+    """The key of the last of some rows, its columns in the order given. The text stays as it is.
+
+    Raises:
+        TableUndecodable: a value isn't UTF-8.
+    """
+    span = _TAIL_BYTES
+    while True:
+        tail = data[max(0, len(data) - span) : -1].tobytes()
+        begin = tail.rfind(b"\n") + 1  # within a row it is escaped
+        if begin or span >= len(data):
+            break
+        span *= 16
+    line = np.frombuffer(bytearray(tail[begin:] + b"\n"), np.uint8)
+    width = len(relation.columns)
+    value_at, size = np.empty((width, 1), np.int32), np.empty((width, 1), np.int32)
+    fault, found = machine.scan_rows(line, width, value_at, size)
+    if fault != machine.FINE or found != 1:
+        raise ProtocolViolation(f"COPY of {relation.qualified_name}: its last row isn't one of {width} columns")
+    places = {column.name: number for number, column in enumerate(relation.columns)}
+    texts = [Texts(line, value_at[places[name]], size[places[name]], relation).text(0) for name in order]
+    assert all(text is not None for text in texts), "a key has no nulls"
+    return tuple(text for text in texts if text is not None)
+
+
+def read_copied(data: npt.NDArray[np.uint8], row_count: int, relation: Relation, schema: TableSchema) -> CopiedRows:
+    """Decode COPY's text of rows whose columns are the relation's, in its order.
+
+    Args:
+        data: the text, whole lines, less than 2 GiB. It is the callee's now: escapes are taken away in place.
+        row_count: its rows.
+        relation: the table as it was read.
+        schema: the table's schema under that relation.
+
+    Raises:
+        TableUndecodable: a value isn't UTF-8.
+        ProtocolViolation: the text isn't what COPY writes.
+    """
+    size_bytes = len(data)
+    width = len(relation.columns)
+    value_at, size = np.empty((width, row_count), np.int32), np.empty((width, row_count), np.int32)
+    fault, found = machine.scan_rows(data, width, value_at, size)
+    if fault != machine.FINE or found != row_count:
+        raise ProtocolViolation(f"COPY of {relation.qualified_name}: row {found + 1} isn't one of {width} columns")
+    buffer = data.view()
+    buffer.flags.writeable = False
+    texts = [Texts(buffer, value_at[number], size[number], relation) for number in range(width)]
+    columns: list[pa.Array] = []
+    exact: list[tuple[int, int, str]] = []
+    for number, column in enumerate(schema.columns):
+        array, inexact = read_column(texts[number], column.arrow)
+        columns.append(array)
+        exact.extend((row, number, text) for row, text in inexact.items())
+    names = [column.name for column in schema.columns]
+    return CopiedRows(
+        schema=schema,
+        columns=tuple(columns),
+        exact=exact_map(row_count, exact, names) if exact else pa.nulls(row_count, TEXT_BY_COLUMN),
+        keys=tuple(texts[names.index(name)] for name in schema.key),
+        row_count=row_count,
+        size_bytes=size_bytes,
+    )
+
+
+def chunk_operation(source: SourceId, chunk_id: str, lsn: Lsn, at_us: int) -> pa.RecordBatch:
+    """The operation of a chunk: where and when its snapshot stood."""
+    columns: dict[str, Any] = {
+        "kind": pa.array([int(OperationKind.COPY_CHUNK)], pa.uint8()),
+        "source": pa.array([source], pa.int32()),
+        "commit_lsn": pa.array([lsn], pa.int64()),
+        "commit_ts": pa.array([at_us], pa.int64()).cast(INSTANT),
+        "chunk_id": pa.array([chunk_id], pa.string()),
+    }
+    arrays = [columns[f.name] if f.name in columns else pa.nulls(1, f.type) for f in OPERATION_SCHEMA]
+    return pa.RecordBatch.from_arrays(arrays, schema=OPERATION_SCHEMA)
+
+
+def truncate_rows(schema: TableSchema) -> pa.RecordBatch:
+    """One `t` record: what stood in the table before is void."""
+    arrow = append_row_schema(schema)
+    first = [pa.array([0], pa.int32()), pa.array([0], pa.int64()), pa.array([int(Op.TRUNCATE)], pa.uint8())]
+    rest = [pa.nulls(1, field.type) for field in list(arrow)[len(first) :]]
+    return pa.RecordBatch.from_arrays([*first, *rest], schema=arrow)

@@ -1,0 +1,293 @@
+"""Reads tables without a key, of any size, whole, into files: under one snapshot each, in bounded memory.
+
+Rows that can't be told apart can't be dropped from a copy one by one. So they enter as one operation, at a place of the log
+where everything that their snapshot sees is in front of it and everything else that touches the table is behind it. To
+have such a place, a table is read in turns:
+
+- *Plain*, twice at most: under a snapshot of now, while the stream goes on. Where anything touched the table that the snapshot
+  doesn't see, there is no such place, and the reading is given up at once.
+- *Held*: under the snapshot of a temporary logical slot, which sees exactly what commits below an LSN, while what commits from
+  there on waits (`stream_hold`) until the rows have entered. The stream goes on up to that place, and by then nothing can have touched
+  the table behind it. PostgreSQL gives such a snapshot when the transactions that run have ended. So it is asked for without holding
+  anything first, and its place may be passed by then, with changes of the table behind it; right after that it is asked for
+  with the stream held, for as long as the patience lasts, which doubles each time. However long transactions last, one turn is the last.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+
+from millstream.capture.copying.copied_file import CopiedFile
+from millstream.capture.copying.pace import CopyRate
+from millstream.capture.copying.reader import AGAIN, Begun, Bounds, ChunkReader
+from millstream.capture.copying.snapshot import SourceSnapshot
+from millstream.capture.copying.state import Copy, OpenChunk, Range
+from millstream.capture.copying.text import read_copied
+from millstream.capture.copying.wire import CopyText
+from millstream.capture.directory import CatalogDirectory
+from millstream.capture.stream.hold import StreamHold
+from millstream.capture.stream.spill import SpillFolder
+from millstream.errors import DiskFull, SnapshotWaits, SourceError
+from millstream.failpoints import hit
+from millstream.model.operations import SpilledOp
+from millstream.model.schema import TableSchema
+
+logger = structlog.get_logger("millstream.capture")
+
+PLAIN_TURNS: Final = 2
+"""How often a table is read without holding the stream: one that is written to now and then is done with that."""
+FREE_PATIENCE_S: Final = 120.0
+"""How long a snapshot is waited for at once where nothing waits for it; then it is asked for anew."""
+PATIENCE_S: Final = 2.0
+STANDBY_PATIENCE_S: Final = 60.0
+"""A standby hears every quarter of a minute which transactions run, and has to hear it three times."""
+_LOOK_S: Final = 0.2
+_OF_NAMES: Final = "42"
+"""The class of SQLSTATEs that say that something isn't there as it was named."""
+
+
+class _GivenUp(Exception):
+    """No error: the reading is of no use, or not wanted now."""
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """One table, from before its snapshot to its file."""
+
+    copy: Copy
+    ticket: int
+    begun: Begun | None = None
+    file: CopiedFile | None = None
+    decoding: Future[None] | None = None
+    kept: bool = False
+    """Whether its ticket and its file are somebody else's now."""
+
+
+class WholeReads:
+    """The reading of one session's tables without a key. `read` on any worker thread, of one copy on one at a time.
+
+    Args:
+        dsn: of the one server that the session reads.
+        spill: where files lie.
+        hold: the session's.
+        directory: the session's.
+        patience_s: how long the stream is held at first for a snapshot to come.
+        lock: of the copies: their trackers, and the rate.
+        rate: what all copies may read.
+        piece_bytes: how much text to take at once.
+        numbered: gives a schema its version.
+        goes_on: whether a copy is still wanted, and not paused.
+        decoders: threads that decode.
+    """
+
+    def __init__(
+        self,
+        dsn: str,
+        spill: SpillFolder,
+        hold: StreamHold,
+        directory: CatalogDirectory,
+        *,
+        patience_s: float,
+        lock: threading.RLock,
+        rate: CopyRate,
+        piece_bytes: Callable[[], int],
+        numbered: Callable[[TableSchema], TableSchema],
+        goes_on: Callable[[Copy], bool],
+        decoders: Executor,
+    ) -> None:
+        self._dsn = dsn
+        self._spill = spill
+        self._hold = hold
+        self._directory = directory
+        self._patience_s = patience_s
+        self._lock = lock
+        self._rate = rate
+        self._piece_bytes = piece_bytes
+        self._numbered = numbered
+        self._goes_on = goes_on
+        self._decoders = decoders
+        self._stopping = threading.Event()
+
+    def stop(self) -> None:
+        """Have readings end soon."""
+        self._stopping.set()
+
+    def read(self, copy: Copy, part: Range, reader: ChunkReader) -> None:
+        """Read the table in the way whose turn it is. Where its range isn't all read then, it is to be called again.
+
+        The stream is held behind this where the rows were read so, and wait to enter.
+
+        Raises:
+            MillstreamError: as `ChunkReader.read_whole` and `SourceSnapshot.take`, `DiskFull`, `TableUndecodable`.
+        """
+        if self._spill.free_bytes() < 2 * copy.table.size_bytes:
+            raise DiskFull(
+                f"the rows of {copy.name} wait in a file and then enter the log: there is no space for both",
+                hint="Free space on the home's disk, or give the table a primary key; the copy goes on by itself.",
+            )
+        if copy.turn < PLAIN_TURNS:
+            self._read(self._begin(copy), part, reader, None)
+            return
+        try:
+            self._read_held(copy, part, reader)
+        finally:
+            if not part.all_read:
+                self._hold.release(copy)
+
+    def enter(self, copy: Copy, chunk: OpenChunk, file: CopiedFile) -> SpilledOp | None:
+        """The rows as an operation, now that the log has all that they see; None: they were read in vain, and nothing is left of them.
+
+        On the thread that submits; it goes on with the stream behind the operation.
+        """
+        self._hold.release(copy)
+        with self._lock:
+            in_vain = copy.tracker.judge(chunk.ticket).touches
+            if not in_vain:
+                copy.tracker.end(chunk.ticket)
+        if in_vain:
+            copy.turn += 1
+            copy.file = None
+            file.remove()
+            return None
+        chunk.ticket = 0
+        chunk.rows_entered = file.row_count
+        self._directory.note_key(file.schema)
+        shard = self._directory.shard_of(copy.row.id)
+        return file.operation(self._directory.source, f"{copy.copy_id}/{chunk.range.number}", shard)
+
+    def _read_held(self, copy: Copy, part: Range, reader: ChunkReader) -> None:
+        ahead = (copy.turn - PLAIN_TURNS) % 2 == 1
+        if ahead and not self._hold.begin(copy):
+            return  # another table has it: there is time
+        patience_s = (copy.patience_s or self._patience_s) if ahead else FREE_PATIENCE_S
+        reading = self._begin(copy)
+        try:
+            with SourceSnapshot.take(
+                self._dsn,
+                patience_s=patience_s,
+                purpose="copy",
+                stopped=lambda: self._stopping.is_set() or not self._goes_on(copy),
+            ) as snapshot:
+                if self._hold.begin(copy, snapshot.lsn):
+                    self._read(reading, part, reader, snapshot)
+        except SnapshotWaits:
+            if self._goes_on(copy) and not ahead:
+                raise
+            if self._goes_on(copy):
+                logger.info("the stream goes on: a snapshot takes long", table=copy.name, after_s=patience_s)
+                copy.patience_s = 2 * patience_s
+                copy.turn += 1
+        finally:
+            self._drop(reading)
+
+    def _read(self, reading: _Reading, part: Range, reader: ChunkReader, under: SourceSnapshot | None) -> None:
+        copy = reading.copy
+        try:
+            reader.not_before = copy.tracked_from
+            try:
+                reader.read_whole(
+                    copy.table,
+                    copy.row.id,
+                    under=under,
+                    piece_bytes=self._piece_bytes,
+                    began=lambda begun: self._note_begun(reading, begun),
+                    take=lambda piece: self._take(reading, piece),
+                )
+            except SourceError as error:
+                if under is None or not str(error.details.get("sqlstate", "")).startswith(_OF_NAMES):
+                    raise
+                # Its definition changed between the snapshot and the lock.
+                raise SourceError(error.message, sqlstate=AGAIN) from error
+            self._finish(reading, part)
+        except _GivenUp:
+            pass
+        finally:
+            self._drop(reading)
+
+    # --- one reading -------------------------------------------------------------------------------------------
+
+    def _begin(self, copy: Copy) -> _Reading:
+        with self._lock:
+            return _Reading(copy, copy.tracker.begin())
+
+    def _note_begun(self, reading: _Reading, begun: Begun) -> None:
+        copy = reading.copy
+        with self._lock:
+            copy.tracker.take(reading.ticket, begun.snapshot)
+        reading.begun = begun
+        path = self._spill.path_for(f"table-{copy.row.id}")
+        copy.file = reading.file = CopiedFile(path, begun, self._numbered(begun.schema))
+        self._look(reading)
+
+    def _take(self, reading: _Reading, piece: CopyText) -> None:
+        """Have a piece decoded and written while the next one is read, and keep to the rate."""
+        now = time.monotonic()
+        with self._lock:
+            self._rate.note(len(piece.text), now)
+            reading.copy.note_rates(piece.row_count, len(piece.text), now)
+        self._look(reading)
+        _settle(reading)
+        if piece.row_count:
+            reading.decoding = self._decoders.submit(_write, reading, piece)
+        while not piece.whole:
+            with self._lock:
+                owed_s = self._rate.wait_s(time.monotonic())
+            if not owed_s:
+                break
+            self._stopping.wait(min(owed_s, _LOOK_S))
+            self._look(reading)
+
+    def _finish(self, reading: _Reading, part: Range) -> None:
+        _settle(reading)
+        assert reading.file is not None
+        reading.file.finish()
+        hit("capture.copy_whole_read")
+        with self._lock:
+            self._look(reading)
+            reading.kept = True
+            part.note_read(OpenChunk(part, reading.ticket, Bounds(), reading.file))
+
+    def _drop(self, reading: _Reading) -> None:
+        """Leave nothing of it, unless it is whole."""
+        if reading.kept:
+            return
+        reading.kept = True
+        if reading.decoding is not None and not reading.decoding.cancel():
+            reading.decoding.exception()
+        if reading.file is not None:
+            reading.file.remove()
+        with self._lock:
+            reading.copy.file = None
+            reading.copy.tracker.end(reading.ticket)
+
+    def _look(self, reading: _Reading) -> None:
+        """Go on only where that is of use."""
+        copy = reading.copy
+        if self._stopping.is_set() or not self._goes_on(copy):
+            raise _GivenUp
+        with self._lock:
+            if copy.tracker.judge(reading.ticket).touches:
+                copy.turn += 1
+                raise _GivenUp
+
+
+def _settle(reading: _Reading) -> None:
+    """Wait for the piece that is being written. Raises what failed."""
+    decoding, reading.decoding = reading.decoding, None
+    if decoding is not None:
+        decoding.result()
+
+
+def _write(reading: _Reading, piece: CopyText) -> None:
+    """On a thread of its own: from text to columns, to the file."""
+    assert reading.begun is not None
+    assert reading.file is not None
+    relation = reading.begun.table.relation
+    reading.file.append(read_copied(piece.text, piece.row_count, relation, reading.file.schema))

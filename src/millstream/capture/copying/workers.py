@@ -1,0 +1,153 @@
+"""Threads that read chunks of tables: tasks in the order of their time, each thread with a connection of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, Generic, TypeVar
+
+import psycopg
+import structlog
+
+from millstream.capture.copying.reader import ChunkReader
+from millstream.capture.source import Connection
+from millstream.errors import CodecError, MillstreamError, Retry, SourceError
+
+logger = structlog.get_logger("millstream.capture")
+
+S = TypeVar("S")
+
+_RETRY_S: Final = 1.0
+_CANCEL_S: Final = 2.0
+_RETRY_MAX_S: Final = 10.0
+_TRANSIENT: Final = frozenset({"55P03", "57014", "42P01", "3F000", "40001", "40P01"})
+"""SQLSTATEs after which the same is tried again: locks not had in time, names on the move, conflicts."""
+
+Work = Callable[[ChunkReader], None]
+
+
+class ChunkWorkers(Generic[S]):
+    """Runs tasks, each on behalf of a subject: a table's copy, or its repair. Safe for use by many threads.
+
+    A task that fails in a way that passes is tried again, later each time; other failures of ours end the subject.
+    """
+
+    def __init__(
+        self,
+        purpose: str,
+        count: int,
+        *,
+        connect: Callable[[str], Connection],
+        reader: Callable[[Connection], ChunkReader],
+        wanted: Callable[[S], bool],
+        gone: Callable[[S], bool],
+        failed: Callable[[S, MillstreamError], None],
+        name_of: Callable[[S], str],
+        broken: Callable[[], None],
+    ) -> None:
+        """See the class.
+
+        Args:
+            purpose: in the names of threads and connections.
+            count: how many threads.
+            connect: opens a connection to the source, given the purpose.
+            reader: makes a thread's reader on its connection.
+            wanted: whether a subject's tasks are still to be run.
+            gone: whether a subject's table has gone, so that no failure passes.
+            failed: ends a subject, whose task can't be done.
+            name_of: a subject's table, for the log.
+            broken: tells that a task raised what isn't ours: `error` has it, and its thread is gone.
+        """
+        self.error: BaseException | None = None
+        self._purpose, self._connect, self._reader = purpose, connect, reader
+        self._wanted, self._gone, self._failed = wanted, gone, failed
+        self._name_of, self._broken = name_of, broken
+        self._tasks: list[tuple[float, int, S, Work, int]] = []
+        self._counter = itertools.count()
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._connections: set[Connection] = set()
+        self._threads = [
+            threading.Thread(target=self._main, name=f"millstream-{purpose}-{n}", daemon=True) for n in range(count)
+        ]
+
+    def start(self) -> None:
+        """Begin."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """End the threads; what the source does for them is broken off."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+            busy = list(self._connections)
+        for connection in busy:
+            with contextlib.suppress(psycopg.Error):
+                connection.cancel_safe(timeout=_CANCEL_S)
+        for thread in self._threads:
+            thread.join()
+
+    def queue(self, subject: S, work: Work, *, after_s: float = 0.0, attempt: int = 0) -> None:
+        """Have a task done, not before some seconds have passed."""
+        with self._changed:
+            due = time.monotonic() + after_s
+            heapq.heappush(self._tasks, (due, next(self._counter), subject, work, attempt))
+            self._changed.notify()
+
+    def _next(self) -> tuple[S, Work, int] | None:
+        """The next task once its time has come; None at the end."""
+        with self._changed:
+            while not self._stopped:
+                wait_s = self._tasks[0][0] - time.monotonic() if self._tasks else None
+                if wait_s is not None and wait_s <= 0:
+                    _, _, subject, work, attempt = heapq.heappop(self._tasks)
+                    return subject, work, attempt
+                self._changed.wait(wait_s)
+        return None
+
+    def _main(self) -> None:
+        connection: Connection | None = None
+        reader: ChunkReader | None = None
+        while (task := self._next()) is not None:
+            subject, work, attempt = task
+            if not self._wanted(subject):
+                continue
+            try:
+                if connection is None or reader is None or connection.closed:
+                    connection = self._connect(self._purpose)
+                    with self._changed:
+                        self._connections = {one for one in self._connections if not one.closed} | {connection}
+                    reader = self._reader(connection)
+                work(reader)
+            except BaseException as error:  # noqa: BLE001 - what isn't the table's own is raised again
+                self._on_error(subject, work, attempt + 1, error)
+                if connection is not None:
+                    connection.close()  # whatever state it is in, the next task gets a fresh one
+        if connection is not None:
+            connection.close()
+
+    def _on_error(self, subject: S, work: Work, attempt: int, error: BaseException) -> None:
+        """What the source or a value refuses is the table's own; all else ends the session, by whoever asks for `error`."""
+        try:
+            if not isinstance(error, SourceError | CodecError) and not (
+                isinstance(error, MillstreamError) and error.retry is Retry.BACKOFF
+            ):
+                raise error
+            self._again_or_failed(subject, work, attempt, error)
+        except BaseException as escaped:
+            self.error = escaped
+            self._broken()
+            raise
+
+    def _again_or_failed(self, subject: S, work: Work, attempt: int, error: MillstreamError) -> None:
+        passes = error.retry is Retry.BACKOFF or error.details.get("sqlstate") in _TRANSIENT
+        if passes and not self._gone(subject):
+            logger.info("a chunk is tried again", table=self._name_of(subject), error=error.message, attempt=attempt)
+            self.queue(subject, work, after_s=min(_RETRY_MAX_S, _RETRY_S * attempt), attempt=attempt)
+        else:
+            self._failed(subject, error)

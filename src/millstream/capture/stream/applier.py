@@ -1,0 +1,351 @@
+"""From what the receiver read to what the log has: decode, submit in order, and know what is durable.
+
+One thread does all of it, so the order of submits is the order of the stream. Few submits are in flight at a time: while
+the log makes one group durable the next run gathers in the receiver, and when nothing waits, a single transaction goes at
+once. No timer is involved.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
+
+from millstream.capture.directory import CatalogDirectory
+from millstream.capture.stream.hold import StreamHold, cut
+from millstream.capture.stream.receiver import Item, Position, Receiver, Run, Spilled, StreamedRelation
+from millstream.catalog import Catalog
+from millstream.codec.pgoutput import (
+    RelationCache,
+    TransactionFacts,
+    decode_spilled,
+    decode_transactions,
+)
+from millstream.errors import ProtocolViolation, TableUndecodable
+from millstream.failpoints import hit
+from millstream.model.ids import SourceId
+from millstream.model.operations import Ack, SpilledOp, TableRows, WriteOps
+from millstream.model.positions import Lsn, format_lsn
+from millstream.ports import LogAppender
+
+IN_FLIGHT_MAX: Final = 3  # one group in its fsync, one that gathers in the log, one being decoded
+MOVE_EVERY_S: Final = 5.0
+"""How often a position that only keepalives moved is made durable: each time is a commit of the catalog."""
+MOVE_BYTES: Final = 16 << 20
+"""… or sooner, when the source holds a segment of WAL for it."""
+_SENSELESS_HINT: Final = (
+    "Nothing of it is in the log, and the slot stays where it is: start capture again. Where it stays, a proxy changes what it "
+    "carries, or the server's output plugin isn't PostgreSQL's own."
+)
+
+
+class CopySink(Protocol):
+    """What the applier tells the table copy, in the order of the log, and gets from it."""
+
+    def note(self, ops: WriteOps | SpilledOp) -> None:
+        """These operations are about to be submitted."""
+
+    def passed(self, lsn: Lsn) -> None:
+        """Everything that committed at or below `lsn` has been submitted."""
+
+    def ready(self) -> Iterable[tuple[WriteOps | SpilledOp, Callable[[], None]]]:
+        """Operations of the copy that may enter now, each with what to call once it is durable."""
+
+    def discard(self, relation_oid: int) -> None:
+        """The table was set aside: end its copy."""
+
+
+@dataclass(slots=True)
+class _InFlight:
+    future: Future[Ack] | None
+    """None: a position alone."""
+    end: Lsn
+    records: int
+    done: Callable[[], None] | None
+
+
+class Applier:
+    """Moves items of one receiver into the log.
+
+    Args:
+        receiver: where items come from; it is told what may be confirmed.
+        log: where operations go.
+        directory: the decoder's view of the catalog.
+        catalog: remembers positions that only keepalives moved, before they are confirmed.
+        reached: X; transactions that end at or below it are dropped whole.
+        settling: ends when what the log has up to there is held as its stream asks; None: it is. Before that nothing more is confirmed.
+        confirmed: of a log that settles, what the source has been told already.
+        copies: the table copy.
+        hold: where the stream waits, if anywhere.
+        before_each: called before an item is looked at; what it raises leaves the item out, and ends the session.
+
+    Not for several threads.
+    """
+
+    def __init__(
+        self,
+        receiver: Receiver,
+        log: LogAppender,
+        directory: CatalogDirectory,
+        catalog: Catalog,
+        *,
+        reached: Lsn,
+        settling: Future[Ack] | None = None,
+        confirmed: Lsn | None = None,
+        copies: CopySink,
+        hold: StreamHold,
+        before_each: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._receiver = receiver
+        self._log = log
+        self._directory = directory
+        self._catalog = catalog
+        self._copies = copies
+        self._hold = hold
+        self._kept: Item | None = None
+        """What was taken and has to wait."""
+        self._kept_from = Lsn(0)
+        """Where the first of it commits."""
+        self._before_each = before_each
+        self._relations = RelationCache()
+        self._in_flight: deque[_InFlight] = deque()
+        self._after = reached
+        self._submitted = Lsn(0)
+        """The end of the last operation of the stream that was submitted: what follows it may not be in the log without it."""
+        self._durable = reached if settling is None or confirmed is None else confirmed
+        """Everything up to here is in the log, by the log's own word or because nothing of ours was there."""
+        self._stored = self._durable
+        """… and a restart would know it."""
+        self._moved_at = time.monotonic()
+        self.passed = reached
+        self.records = 0
+        copies.passed(reached)
+        if settling is not None:
+            self._in_flight.append(_InFlight(settling, reached, 0, None))
+            settling.add_done_callback(self._on_done)
+
+    @property
+    def source(self) -> SourceId:
+        """The source whose stream this is."""
+        return self._directory.source
+
+    @property
+    def durable(self) -> Lsn:
+        """Everything that committed up to here is durable in the log."""
+        return self._durable
+
+    @property
+    def confirmed(self) -> Lsn:
+        """What the source may be told: durable, and known to a restart."""
+        return self._stored
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is in flight."""
+        return not self._in_flight
+
+    def step(self, timeout_s: float) -> None:
+        """Do what there is to do; wait for at most `timeout_s` where there is nothing.
+
+        Raises:
+            MillstreamError: of the connection, of the log, or of decoding. What was submitted may still become durable:
+                `drain` before another applier begins.
+        """
+        self._settle()
+        if self._in_flight_count() >= IN_FLIGHT_MAX:
+            oldest = next(entry.future for entry in self._in_flight if entry.future is not None)
+            wait([oldest], timeout=timeout_s)
+            return
+        self._submit_copies()
+        try:
+            item = self._take(timeout_s)
+            if item is not None and not (isinstance(item, Position) and item.lsn <= self.passed):
+                self._before_each()
+                self._apply(item)
+        except ProtocolViolation as error:
+            place = format_lsn(self.passed)
+            raise ProtocolViolation(
+                f"behind {place} the source sent what makes no sense: {error.message}",
+                hint=_SENSELESS_HINT,
+                **error.details | {"lsn": place},
+            ) from error
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until nothing is in flight, successes and failures alike; False when time ran out before."""
+        futures = [entry.future for entry in self._in_flight if entry.future is not None]
+        if wait(futures, timeout=timeout_s).not_done:
+            return False
+        if any(future.exception() is not None for future in futures):
+            self._in_flight.clear()
+        self._settle()
+        return True
+
+    def store_position(self) -> None:
+        """Make what is durable known to a restart now, and tell the source."""
+        self._move(force=True)
+        self._receiver.confirm(self._stored, now=True)
+
+    def _take(self, timeout_s: float) -> Item | None:
+        """The next item, or as much of it as needn't wait."""
+        bound = self._hold.bound
+        if self._kept is not None and bound is not None and self._kept_from >= bound:
+            if self._kept_from > self.passed:
+                self._pass(self._kept_from)  # what commits below is submitted: it may be what a copy waits for
+            else:
+                self._hold.wait(timeout_s)
+            return None
+        item, self._kept = self._kept or self._receiver.take(timeout_s), None
+        if item is not None and (bound := self._hold.bound) is not None:
+            item, self._kept, self._kept_from = cut(item, bound)
+        return item
+
+    # --- items -------------------------------------------------------------------------------------------------
+
+    def _apply(self, item: Item) -> None:
+        if isinstance(item, Run):
+            self._apply_run(item)
+        elif isinstance(item, Position):
+            self._pass(item.lsn)
+            self._wait_for_position(item.lsn)
+        elif isinstance(item, StreamedRelation):
+            self._relations.note_streamed(item.xid, item.message)
+        elif isinstance(item, Spilled):
+            self._apply_spilled(item)
+        else:
+            self._relations.abort_streamed(item.xid)
+
+    def _apply_run(self, run: Run) -> None:
+        messages = run.messages
+        ops: WriteOps | None = None
+        while ops is None:
+            try:
+                ops = decode_transactions(messages, self._directory, self._relations, after=self._after)
+            except TableUndecodable as error:
+                self._set_aside(error)
+        end = ops.reached.get(self.source, Lsn(0))
+        if ops.operations.num_rows and ops.tables:
+            ops = replace(ops, tables=self._on_shards(ops.tables))
+            self._let_copies_in(Lsn(ops.operations.column("commit_lsn")[0].as_py()))
+            self._copies.note(ops)
+            self._submit(ops, end, None)
+        else:
+            self._wait_for_position(end)
+        self._pass(end)
+
+    def _apply_spilled(self, item: Spilled) -> None:
+        facts = TransactionFacts.of_streamed(item.commit)
+        op = self._decode_spilled(item, facts)
+        if item.streamed:
+            self._relations.commit_streamed(item.commit.xid)
+        if op is None or facts.commit_end_lsn <= self._after:
+            item.file.remove()
+            self._wait_for_position(facts.commit_end_lsn)
+        else:
+            op = self._spilled_on_shards(op)
+            self._let_copies_in(facts.commit_lsn)
+            self._copies.note(op)
+            self._submit(op, facts.commit_end_lsn, item.file.remove)
+        self._pass(facts.commit_end_lsn)
+
+    def _decode_spilled(self, item: Spilled, facts: TransactionFacts) -> SpilledOp | None:
+        read, aborted, streamed = item.file.runs, item.aborted, item.streamed
+        while True:
+            try:
+                return decode_spilled(read, self._directory, self._relations, facts, aborted=aborted, streamed=streamed)
+            except TableUndecodable as error:
+                self._set_aside(error)
+
+    def _set_aside(self, error: TableUndecodable) -> None:
+        oid = int(error.details["relation_oid"])
+        if self._directory.set_aside(oid, str(error.details.get("reason", error.message))) is None:
+            raise error
+        self._copies.discard(oid)
+
+    def _on_shards(self, tables: tuple[TableRows, ...]) -> tuple[TableRows, ...]:
+        return tuple(replace(t, shard=self._directory.shard_of(t.schema.table_id)) for t in tables)
+
+    def _spilled_on_shards(self, op: SpilledOp) -> SpilledOp:
+        counts = {(self._directory.shard_of(table), table): count for (_, table), count in op.counts.items()}
+        chunks = op.chunks
+        return replace(op, counts=counts, chunks=lambda: (self._on_shards(tables) for tables in chunks()))
+
+    # --- what is in flight -------------------------------------------------------------------------------------
+
+    def _submit(self, ops: WriteOps | SpilledOp, end: Lsn, done: Callable[[], None] | None) -> None:
+        if self._submitted:
+            ops = replace(ops, behind={self.source: self._submitted})
+        future = self._log.submit(ops)
+        self._submitted = max(self._submitted, end)
+        self._in_flight.append(_InFlight(future, end, ops.row_count, done))
+        future.add_done_callback(self._on_done)
+
+    def _on_done(self, _: Future[Ack]) -> None:
+        self._receiver.nudge()
+        if self._hold.bound is not None:
+            self._hold.nudge()
+
+    def _let_copies_in(self, commit_lsn: Lsn) -> None:
+        """Have chunks enter in front of what commits at that place, where they don't see it and all that they see is in the log.
+
+        Behind it they would have to be read again, where it touches their table as a whole: for ever, where one such follows the other.
+        """
+        self._pass(commit_lsn)
+        self._submit_copies()
+
+    def _submit_copies(self) -> None:
+        for ops, done in self._copies.ready():
+            # All that a chunk's snapshot sees is in the log with it: a history that lacks some of that is never gone on with.
+            self._submit(replace(ops, reached={self.source: self.passed}), self.passed, done)
+
+    def _pass(self, lsn: Lsn) -> None:
+        if lsn > self.passed:
+            self.passed = lsn
+            self._copies.passed(lsn)
+
+    def _wait_for_position(self, lsn: Lsn) -> None:
+        """Count `lsn` as durable once everything before it is."""
+        if not self._in_flight:
+            self._durable = max(self._durable, lsn)
+            self._move(force=False)
+        elif self._in_flight[-1].future is None:
+            self._in_flight[-1].end = max(self._in_flight[-1].end, lsn)
+        else:
+            self._in_flight.append(_InFlight(None, lsn, 0, None))
+
+    def _in_flight_count(self) -> int:
+        return sum(1 for entry in self._in_flight if entry.future is not None)
+
+    def _settle(self) -> None:
+        """Take what has become durable off the list, and let the source know."""
+        settled = False
+        while self._in_flight:
+            entry = self._in_flight[0]
+            if entry.future is not None:
+                if not entry.future.done():
+                    break
+                entry.future.result()
+                self._stored = max(self._stored, entry.end)
+            self._in_flight.popleft()
+            self._durable = max(self._durable, entry.end)
+            self.records += entry.records
+            settled = True
+            if entry.done is not None:
+                entry.done()
+        if settled:
+            hit("capture.before_confirm")
+            self._receiver.confirm(self._stored)
+        self._move(force=False)
+
+    def _move(self, *, force: bool) -> None:
+        """Make a position durable that no operation carries, then let it be confirmed."""
+        if self._durable <= self._stored:
+            return
+        now = time.monotonic()
+        if force or now - self._moved_at >= MOVE_EVERY_S or self._durable - self._stored >= MOVE_BYTES:
+            self._catalog.move_reached(self.source, self._durable)
+            self._moved_at = now
+            self._stored = self._durable
+            self._receiver.confirm(self._stored)

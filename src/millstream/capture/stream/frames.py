@@ -1,0 +1,204 @@
+"""What a server sends, taken off its socket in large pieces and split into messages by machine code.
+
+For connections whose bytes aren't encrypted; libpq, which logged in, sees none of them from then on.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import psycopg
+
+from millstream.capture.connection import translate_fields
+from millstream.codec.pgoutput import MessageRun
+from millstream.errors import ProtocolViolation, SourceUnreachable
+
+KEEPALIVE: Final = ord("k")
+"""The kind of a keepalive in a block; pgoutput has no message of that kind."""
+
+_BUFFER_BYTES: Final = 1 << 20
+_READ_BYTES: Final = 256 << 10
+_READ_SMALL_BYTES: Final = 16 << 10
+NAP_US: Final = 200
+"""After a small read: some seventy rows come in that time. A Unix socket holds some three hundred, which take the source 0.8 ms."""
+_ROOM_MIN: Final = 16 << 10
+_SEND_S: Final = 30.0
+
+Bytes8 = npt.NDArray[np.uint8]
+Connection = psycopg.Connection[tuple[Any, ...]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Whole messages, in order; `kinds` has the first byte of each, `k` for a keepalive."""
+
+    messages: MessageRun
+    kinds: Bytes8
+    begins_anew: bool = False
+    """Whether streamed transactions that are open are sent again from their beginning, or will never be heard of again."""
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    def between(self, first: int, end: int) -> MessageRun:
+        """Messages `[first, end)`."""
+        run = self.messages
+        return MessageRun(run.buffer, run.starts[first:end], run.ends[first:end])
+
+
+class Frames:
+    """The frames of one connection.
+
+    Args:
+        connection: whose socket to read; nobody else does as long as this one.
+        split: one of the functions of `millstream.codec.pgoutput._framing`.
+        frame_bytes_min: the smallest frame in which `split` finds a message.
+        on_other: called with the kind and the body of each frame that isn't CopyData.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        split: Callable[..., Any],
+        *,
+        frame_bytes_min: int,
+        on_other: Callable[[str, bytes], None],
+    ) -> None:
+        from millstream.capture.stream._drain import drain
+
+        self._drain = drain
+        self._split = split
+        self._frame_bytes_min = frame_bytes_min
+        self._on_other = on_other
+        self._socket = socket.socket(fileno=os.dup(connection.pgconn.socket))
+        self._socket.setblocking(False)
+        self._filled = 0
+        """Bytes received into the buffer."""
+        self._split_upto = 0
+        """… and of them, those that were split into messages."""
+        self._memory, self._writable, self._view = _new_buffer(_BUFFER_BYTES)
+
+    def fileno(self) -> int:
+        """The socket."""
+        return self._socket.fileno()
+
+    def read(self, gather_s: float = 0.0) -> Block | None:
+        """The messages that have come, up to another kind of frame; None where none has come whole.
+
+        Args:
+            gather_s: for how long it may go on reading, as long as more comes. With 0 it never waits.
+
+        Raises:
+            MillstreamError: the connection broke, bytes make no sense, or what `on_other` raises.
+        """
+        self._receive(int(gather_s * 1e6) // NAP_US)
+        while True:
+            capacity = (self._filled - self._split_upto) // self._frame_bytes_min + 1
+            starts = np.empty(capacity, dtype=np.int64)
+            ends = np.empty(capacity, dtype=np.int64)
+            kinds = np.empty(capacity, dtype=np.uint8)
+            found, at, why = self._split(self._view, self._split_upto, self._filled, starts, ends, kinds)
+            self._split_upto = int(at)
+            if found:  # what stopped it is met again by the next call
+                return Block(MessageRun(self._view, starts[:found], ends[:found]), kinds[:found])
+            if why == _MALFORMED:
+                raise ProtocolViolation("a message of an unknown kind or length came from the source")
+            if not why or not self._take_other():
+                return None
+
+    def send(self, data: bytes) -> None:
+        """Send frames; `SourceUnreachable` where that can't be done."""
+        deadline = time.monotonic() + _SEND_S
+        poll = select.poll()
+        poll.register(self._socket, select.POLLOUT)
+        left = memoryview(data)
+        while left:
+            try:
+                left = left[self._socket.send(left) :]
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise SourceUnreachable("the source takes nothing any more") from None
+                poll.poll(1000)
+            except OSError as error:
+                raise SourceUnreachable(f"the connection broke: {error}") from error
+
+    def close(self) -> None:
+        """Close our side of the socket."""
+        self._socket.close()
+
+    def _receive(self, turns: int) -> None:
+        """Take what has come, up to a bound; with turns, what comes in so many naps too."""
+        if len(self._memory) - self._filled < self._room_needed():
+            self._renew(self._memory[self._split_upto : self._filled], self._size_needed())
+        limit = min(len(self._memory), self._filled + _READ_BYTES)
+        if turns:
+            descriptor, before = self._socket.fileno(), self._filled
+            filled = self._drain(descriptor, self._writable, before, limit, _READ_SMALL_BYTES, NAP_US, turns)
+            self._filled = int(filled)
+            if filled > before:
+                return
+        try:
+            count = self._socket.recv_into(self._memory[self._filled : limit])
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            raise SourceUnreachable(f"the connection broke: {error}") from error
+        if not count:
+            raise SourceUnreachable("the connection was closed by the server")
+        self._filled += count
+
+    def _room_needed(self) -> int:
+        """Bytes that should be free before reading: for the rest of a message that has come in part."""
+        pending = self._filled - self._split_upto
+        if pending < 5:
+            return _ROOM_MIN
+        (length,) = struct.unpack_from(">I", self._memory, self._split_upto + 1)
+        return int(max(_ROOM_MIN, 1 + length - pending))
+
+    def _size_needed(self) -> int:
+        return max(_BUFFER_BYTES, self._filled - self._split_upto + self._room_needed())
+
+    def _renew(self, left: bytes | memoryview, size: int) -> None:
+        """Begin a new buffer, with what is left of the old one; blocks keep the old one for as long as they need it."""
+        self._memory, self._writable, self._view = _new_buffer(size)
+        self._memory[: len(left)] = left
+        self._filled, self._split_upto = len(left), 0
+
+    def _take_other(self) -> bool:
+        """Hand on a frame that isn't CopyData; False where the rest of it is still to come."""
+        at = self._split_upto
+        (length,) = struct.unpack_from(">I", self._memory, at + 1)
+        if at + 1 + length > self._filled:
+            return False
+        self._split_upto = at + 1 + int(length)
+        self._on_other(chr(self._view[at]), bytes(self._memory[at + 5 : at + 1 + length]))
+        return True
+
+
+_MALFORMED: Final = 2
+
+
+def pass_over(kind: str, body: bytes, *, what: str) -> None:
+    """Pass over a frame that says nothing to us; raise an error, and what doesn't belong into `what`."""
+    if kind == "E":
+        fields = {part[:1]: part[1:].decode("utf-8", "replace") for part in body.split(b"\0") if part}
+        raise translate_fields(fields.get(b"C"), fields.get(b"M", "the server ended the stream"))
+    if kind not in "NSA":
+        raise ProtocolViolation(f"a message {kind!r} came in {what}")
+
+
+def _new_buffer(size: int) -> tuple[memoryview, Bytes8, Bytes8]:
+    """Memory to receive into, the same for machine code, and what readers see of it."""
+    memory = memoryview(bytearray(size))
+    writable: Bytes8 = np.frombuffer(memory, dtype=np.uint8)
+    view: Bytes8 = np.frombuffer(memory.toreadonly(), dtype=np.uint8)
+    return memory, writable, view

@@ -1,0 +1,567 @@
+"""The reader of what the source sends: one thread that takes messages as they come and says how far the log is.
+
+It looks at each message's kind, no more, and that in whole blocks: whole transactions are handed on in runs, blocks of
+large streamed transactions go to spill files. It owns the connection, so all that is sent to the source goes through it
+too: standby status, with the position that `confirm` was last given and never a byte more, also while nobody takes what
+was read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import struct
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from millstream.capture.stream._turns import ask_for_short_turns
+from millstream.capture.stream.frames import KEEPALIVE, Block
+from millstream.capture.stream.spill import SpillFile, SpillFolder
+from millstream.capture.stream.wire import POSTGRES_EPOCH_US, Wire
+from millstream.codec.pgoutput import MessageRun, Relation, StreamCommit, Type, parse_message
+from millstream.errors import ProtocolViolation
+from millstream.model.positions import Lsn
+
+RUN_BYTES_MAX: Final = 8 << 20
+_COMMIT: Final = struct.Struct(">BQQq")
+_PAIR: Final = struct.Struct(">II")
+
+# Runs under load: each costs about two milliseconds, whatever is in it, from its decoding to its fsync.
+_RUN_SMALL_BYTES: Final = 32 << 10
+_RUN_LARGE_BYTES: Final = 4 << 20
+_RUN_EVERY_S: Final = 0.04
+"""Between small and large a run waits for more to come, for this long after the one before."""
+_SILENCE_S: Final = 0.004  # of two busy cores the source's process may be without one for 3 ms
+"""… unless no more has come for so long."""
+_SMALL_RUN_EVERY_S: Final = 0.003
+"""The same for a small one: a transaction that comes alone doesn't wait, a thousand a second don't take a whole core."""
+_GATHER_S: Final = 0.01
+"""How long to read on without a look at anything else: what is confirmed, and that somebody waits, is told later by as much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Whole transactions (and messages outside of any), in order."""
+
+    pieces: tuple[MessageRun, ...]
+    size_bytes: int
+
+    @property
+    def messages(self) -> MessageRun:
+        """All of it in one; a copy, which the reader of the connection has no time for: the source waits while it works."""
+        return MessageRun.joined(self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Everything that committed at or below this LSN has been handed on."""
+
+    lsn: Lsn
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedRelation:
+    """A Relation or Type message inside a block of the streamed transaction `xid`."""
+
+    xid: int
+    message: Relation | Type
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedAbort:
+    """The streamed transaction `xid`, or a subtransaction of it, rolled back, or is sent again from its beginning."""
+
+    xid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Spilled:
+    """A transaction that lies in a spill file has committed.
+
+    `streamed`: its messages bear xids, those of `aborted` were rolled back. Else it came whole; what stood between its
+    Begin and its Commit is in the file.
+    """
+
+    commit: StreamCommit
+    file: SpillFile
+    aborted: frozenset[int]
+    streamed: bool
+
+
+Item = Run | Position | StreamedRelation | StreamedAbort | Spilled
+
+
+@dataclass(slots=True)
+class _Streamed:
+    """A streamed transaction that is still open."""
+
+    file: SpillFile
+    aborted: set[int] = field(default_factory=set)
+
+
+class Receiver:
+    """Reads one connection until it's stopped or broken.
+
+    Args:
+        wire: the connection: a replication stream, or chunks of a backlog; owned from here on.
+        spill: where large transactions go.
+        confirmed: the position that the source may be told at once.
+        buffer_bytes_max: undecoded bytes in memory beyond which the source has to wait.
+        status_s: the longest time between two status messages.
+
+    Concurrency: `take`, `confirm`, `waiting`, `ask_position` and `stop` from any thread.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        spill: SpillFolder,
+        *,
+        confirmed: Lsn,
+        buffer_bytes_max: int,
+        status_s: float,
+    ) -> None:
+        self._wire = wire
+        self._spill = spill
+        self._buffer_bytes_max = buffer_bytes_max
+        self._status_s = status_s
+        self._news_s = min(1.0, status_s)
+        """As `status_s`, where there is something to tell. A source of little patience takes a second for silence."""
+        self._lock = threading.Condition()
+        self._items: deque[Item] = deque()
+        self._queued_bytes = 0
+        self._hungry = False
+        self._failure: Exception | None = None
+        self._ended = False
+        self._stop = False
+        self._ask = False
+        self._confirmed = confirmed
+        self._told = Lsn(0)
+        self._told_at = 0.0
+        self._received = confirmed
+        self._whole_end = confirmed
+        self._position = confirmed
+        self.source_end = confirmed
+        self._whole: list[MessageRun] = []
+        """Whole transactions that wait to be handed on."""
+        self._whole_bytes = 0
+        self._handed_at = self._came_at = 0.0
+        self._open: list[MessageRun] = []
+        """What has come of the transaction behind them."""
+        self._open_bytes = 0
+        self._own: SpillFile | None = None
+        self._own_xid = 0
+        self._block: _Streamed | None = None
+        self._block_xid = 0
+        self._streamed: dict[int, _Streamed] = {}
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        self._thread = threading.Thread(target=self._main, name="millstream-receiver", daemon=True)
+
+    # --- for other threads --------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to read."""
+        self._thread.start()
+
+    def stop(self, *, final: Lsn | None = None) -> None:
+        """End the thread and the connection; with `final`, tell the source that position before."""
+        with self._lock:
+            if final is not None:
+                self._confirmed = max(self._confirmed, final)
+            self._stop = True
+            self._lock.notify_all()
+        self._wake()
+        self._thread.join()
+
+    def take(self, timeout_s: float) -> Item | None:
+        """The next item in the stream's order; None when none came in time.
+
+        Raises:
+            MillstreamError: the connection broke, or there is no space for a large transaction; what came before it was handed
+                out first.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            while not self._items:
+                if self._failure is not None:
+                    raise self._failure
+                left = deadline - time.monotonic()
+                if left <= 0 or self._ended:
+                    return None
+                if not self._hungry:
+                    self._hungry = True
+                    if self._whole:
+                        self._wake()  # it waits for bytes, and what it has waits for us
+                self._lock.wait(left)
+            self._hungry = False
+            item = self._items.popleft()
+            if isinstance(item, Run):
+                was_full = self._queued_bytes > self._buffer_bytes_max
+                self._queued_bytes -= item.size_bytes
+                if was_full:
+                    self._lock.notify_all()
+            return item
+
+    def nudge(self) -> None:
+        """Let a `take` that waits return at once."""
+        with self._lock:
+            self._items.append(Position(Lsn(0)))
+            self._lock.notify_all()
+
+    def confirm(self, lsn: Lsn, *, now: bool = False) -> None:
+        """Let the source know, with the next status, that everything up to `lsn` is durable."""
+        self._confirmed = max(self._confirmed, lsn)
+        if now:
+            self._told_at = 0.0
+            self._wake()
+
+    def ask_position(self) -> None:
+        """Have the source say how far it has sent; a `Position` follows."""
+        self._ask = True
+        self._wake()
+
+    @property
+    def confirmed(self) -> Lsn:
+        """What the source is told."""
+        return self._confirmed
+
+    @property
+    def received(self) -> Lsn:
+        """How far the stream was read."""
+        return self._received
+
+    # --- the thread ---------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        ask_for_short_turns()
+        try:
+            self._read()
+        except Exception as error:  # noqa: BLE001 - also of a bug of ours: who takes has to hear of it
+            self._fail(error)
+        finally:
+            with contextlib.suppress(Exception):
+                self._wire.close()
+            for streamed in self._streamed.values():
+                streamed.file.remove()
+            with self._lock:
+                self._ended = True
+                self._lock.notify_all()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+
+    def _fail(self, error: Exception) -> None:
+        with self._lock:
+            self._failure = error
+
+    def _read(self) -> None:
+        socket = self._wire.fileno()
+        poll = select.poll()
+        poll.register(socket, select.POLLIN)
+        poll.register(self._wake_read, select.POLLIN)
+        self._send_status()
+        gather_s = 0.0
+        while True:
+            block = self._wire.read(gather_s)
+            now = time.monotonic()
+            if block is not None:
+                self._came_at = now
+                self._on_block(block)
+            due = self._is_run_due(now)
+            if due:
+                self._hand_over()
+            self._send_due_status()
+            if self._stop:
+                self._hand_over()
+                self._send_status()
+                self._wire.say_goodbye()
+                return
+            gather_s = 0.0 if block is None or due else self._gather_s(now)
+            if block is not None:
+                continue
+            for descriptor, _ in poll.poll(self._quiet_s(now) * 1000):
+                if descriptor == self._wake_read:
+                    os.read(self._wake_read, 4096)
+
+    def _is_run_due(self, now: float) -> bool:
+        """Whether the whole transactions that wait should be handed on, rather than wait for more."""
+        if self._whole_bytes >= RUN_BYTES_MAX:
+            return True
+        if not self._whole or not self._hungry:
+            return False
+        if self._whole_bytes >= _RUN_LARGE_BYTES:
+            return True
+        return now >= self._due_at()
+
+    def _due_at(self) -> float:
+        """When the next run begins, if nothing more comes until then."""
+        if self._whole_bytes < _RUN_SMALL_BYTES:
+            return self._handed_at + _SMALL_RUN_EVERY_S
+        return min(self._handed_at + _RUN_EVERY_S, self._came_at + _SILENCE_S)
+
+    def _gather_s(self, now: float) -> float:
+        """How long to do nothing but read: never beyond the moment at which a run is due."""
+        if self._whole and self._hungry:
+            return min(_GATHER_S, max(0.0, self._due_at() - now))
+        return _GATHER_S
+
+    def _quiet_s(self, now: float) -> float:
+        """How long to wait for bytes at most."""
+        if self._whole and self._hungry:
+            return max(0.0, self._due_at() - now)
+        due = self._told_at + (self._news_s if self._confirmed > self._told else self._status_s)
+        return max(0.0, min(due - now, 1.0))
+
+    # --- messages -----------------------------------------------------------------------------------------------
+
+    def _on_block(self, block: Block) -> None:
+        if block.begins_anew:
+            self._forget_streamed()
+        marks = _MARKS[block.kinds]
+        at = 0
+        while at < len(block):
+            if self._block is not None:
+                at = self._on_streamed_block(block, marks, at)
+            elif self._own is not None:
+                at = self._on_own(block, marks, at)
+            else:
+                at = self._on_ordinary(block, marks, at)
+
+    def _on_ordinary(self, block: Block, marks: Marks, at: int) -> int:
+        """Transactions as they commit, up to something else."""
+        end = _next(marks, _NOT_ORDINARY, at)
+        ends = _last_end(block, marks, at, end)
+        if ends is None:
+            self._keep_open(block.between(at, end))
+        else:
+            self._keep_open(block.between(at, ends + 1))
+            self._whole += self._open
+            self._whole_bytes += self._open_bytes
+            self._open, self._open_bytes = [], 0
+            if block.kinds[ends] == _COMMIT_KIND:
+                self._whole_end = Lsn(_COMMIT.unpack_from(block.messages[ends], 1)[2])
+            if self._whole_bytes >= RUN_BYTES_MAX:
+                self._hand_over()
+            self._keep_open(block.between(ends + 1, end))
+        if self._open_bytes > self._buffer_bytes_max:
+            self._begin_own()
+        if end < len(block):
+            message = block.messages[end]
+            if block.kinds[end] == KEEPALIVE:
+                self._on_keepalive(message)
+            elif self._own is None:
+                self._on_streamed(message)
+            else:
+                raise ProtocolViolation("a streamed transaction came in the middle of another one")
+            end += 1
+        return end
+
+    def _keep_open(self, messages: MessageRun) -> None:
+        if len(messages):
+            self._open.append(messages)
+            self._open_bytes += messages.span_bytes
+
+    def _on_streamed_block(self, block: Block, marks: Marks, at: int) -> int:
+        """The messages between StreamStart and StreamStop."""
+        assert self._block is not None
+        end = _next(marks, _NOT_STREAMED, at)
+        self._block.file.append(block.between(at, end))
+        if end < len(block):
+            kind, data = int(block.kinds[end]), block.messages[end]
+            if kind == KEEPALIVE:
+                self._on_keepalive(data)
+            elif kind == _STREAM_STOP:
+                self._block = None
+            else:
+                message = parse_message(data, streamed=True)
+                assert isinstance(message, Relation | Type)
+                self._put(StreamedRelation(self._block_xid, message))
+                self._block.file.append(block.between(end, end + 1))
+            end += 1
+        return end
+
+    def _on_own(self, block: Block, marks: Marks, at: int) -> int:
+        """A transaction that came in one piece and is too large for memory, up to its Commit."""
+        assert self._own is not None
+        end = _next(marks, _NOT_OWN, at)
+        self._own.append(block.between(at, end))
+        if end < len(block):
+            if block.kinds[end] == KEEPALIVE:
+                self._on_keepalive(block.messages[end])
+            else:
+                self._end_own(block.messages[end])
+            end += 1
+        return end
+
+    def _on_keepalive(self, data: bytes) -> None:
+        (end,) = struct.unpack_from(">Q", data, 1)
+        self.source_end = max(self.source_end, Lsn(end))
+        if not self._open and self._own is None:
+            self._position = max(self._position, Lsn(end))
+        # The source sends one whenever it has nothing more and we are behind: no reason to cut a run short.
+        if not self._whole:
+            self._put_position()
+        if data[17]:
+            self._send_status()
+        else:
+            self._send_due_status()
+
+    def _on_streamed(self, message: bytes) -> None:
+        self._hand_over()
+        kind = message[0]
+        if kind == _STREAM_START:
+            (self._block_xid,) = struct.unpack_from(">I", message, 1)
+            self._block = self._streamed.get(self._block_xid)
+            if self._block is None:
+                self._block = self._streamed[self._block_xid] = _Streamed(self._spill.create(self._block_xid))
+        elif kind == _STREAM_COMMIT:
+            commit = parse_message(message)
+            assert isinstance(commit, StreamCommit)
+            streamed = self._streamed.pop(commit.xid, None)
+            if streamed is None:
+                raise ProtocolViolation(f"the streamed transaction {commit.xid} commits, but never began")
+            streamed.file.flush()
+            self._put(Spilled(commit, streamed.file, frozenset(streamed.aborted), streamed=True))
+            self._received = max(self._received, commit.end_lsn)
+        elif kind == _STREAM_ABORT:
+            xid, subxid = _PAIR.unpack_from(message, 1)
+            open_one = self._streamed.get(xid)
+            if open_one is not None and xid == subxid:
+                self._streamed.pop(xid).file.remove()
+            elif open_one is not None:
+                open_one.aborted.add(subxid)
+            self._put(StreamedAbort(xid))
+        else:
+            raise ProtocolViolation(f"a message {chr(kind)!r} came outside of a streamed block")
+
+    def _forget_streamed(self) -> None:
+        """Let go of streamed transactions that are open: they come again from their beginning, where they go on at all."""
+        self._hand_over()
+        for xid, streamed in self._streamed.items():
+            streamed.file.remove()
+            self._put(StreamedAbort(xid))
+        self._streamed.clear()
+
+    def _begin_own(self) -> None:
+        """Move the transaction that is being received from memory to a file."""
+        self._hand_over()
+        first = self._open[0]
+        begin = first[0]
+        if begin[0] != _BEGIN_KIND:
+            raise ProtocolViolation(f"a transaction begins with a message {chr(begin[0])!r}")
+        (self._own_xid,) = struct.unpack_from(">I", begin, 17)
+        self._own = self._spill.create(self._own_xid)
+        self._own.append(MessageRun(first.buffer, first.starts[1:], first.ends[1:]))
+        for messages in self._open[1:]:
+            self._own.append(messages)
+        self._open, self._open_bytes = [], 0
+
+    def _end_own(self, message: bytes) -> None:
+        assert self._own is not None
+        flags, lsn, end, time_us = _COMMIT.unpack_from(message, 1)
+        self._own.flush()
+        commit = StreamCommit(self._own_xid, flags, Lsn(lsn), Lsn(end), time_us + POSTGRES_EPOCH_US)
+        self._put(Spilled(commit, self._own, frozenset(), streamed=False))
+        self._received = max(self._received, Lsn(end))
+        self._own = None
+
+    # --- handing on ----------------------------------------------------------------------------------------------
+
+    def _hand_over(self) -> None:
+        """Put the whole transactions received so far into the queue; wait while it is full."""
+        if not self._whole:
+            return
+        run = Run(tuple(self._whole), self._whole_bytes)
+        self._received = max(self._received, self._whole_end)
+        self._whole, self._whole_bytes = [], 0
+        self._handed_at = time.monotonic()
+        self._put(run)
+        self._put_position()
+        while True:
+            with self._lock:
+                if self._queued_bytes <= self._buffer_bytes_max or self._stop:
+                    return
+                self._lock.wait(self._news_s)
+            # The sink stalls. The source would take silence for a dead peer, so it hears where we stand.
+            self._send_due_status()
+
+    def _put_position(self) -> None:
+        """Hand on the position that a keepalive gave, where that is news; nothing whole waits that lies below it."""
+        if self._position > self._received:
+            self._received = self._position
+            self._put(Position(self._position))
+
+    def _put(self, item: Item) -> None:
+        with self._lock:
+            if isinstance(item, Run):
+                self._queued_bytes += item.size_bytes
+            elif isinstance(item, Position) and self._items and isinstance(self._items[-1], Position):
+                self._items.pop()
+            self._items.append(item)
+            if self._hungry:
+                self._hungry = False
+                self._lock.notify_all()
+
+    def _send_due_status(self) -> None:
+        quiet_s = time.monotonic() - self._told_at
+        if self._ask or quiet_s >= (self._news_s if self._confirmed > self._told else self._status_s):
+            self._send_status()
+
+    def _send_status(self) -> None:
+        confirmed = self._confirmed
+        ask, self._ask = self._ask, False
+        self._wire.tell(self._received, confirmed, ask=ask)
+        self._told, self._told_at = confirmed, time.monotonic()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._wake_write, b"\0")
+
+
+_BEGIN_KIND, _COMMIT_KIND, _MESSAGE_KIND = ord("B"), ord("C"), ord("M")
+_STREAM_START, _STREAM_STOP, _STREAM_COMMIT, _STREAM_ABORT = ord("S"), ord("E"), ord("c"), ord("A")
+
+Marks = npt.NDArray[np.uint8]
+_NOT_ORDINARY: Final = 1
+_NOT_STREAMED: Final = 2
+_NOT_OWN: Final = 4
+_MAY_END: Final = 8
+
+
+def _marks() -> Marks:
+    """By kind of message: what it isn't a plain part of, and whether a transaction may end with it."""
+    marks = np.zeros(256, dtype=np.uint8)
+    for kinds, mark in (
+        (b"kSEcA", _NOT_ORDINARY),
+        (b"kSEcARY", _NOT_STREAMED),
+        (b"kCSEcA", _NOT_OWN),
+        (b"CM", _MAY_END),
+    ):
+        for kind in kinds:
+            marks[kind] |= mark
+    return marks
+
+
+_MARKS: Final = _marks()
+
+
+def _next(marks: Marks, mark: int, at: int) -> int:
+    """The first message from `at` on that bears the mark; the number of messages where none does."""
+    found = np.flatnonzero(marks[at:] & mark)
+    return at + int(found[0]) if len(found) else len(marks)
+
+
+def _last_end(block: Block, marks: Marks, at: int, end: int) -> int | None:
+    """The last message of `[at, end)` behind which no transaction is open: a Commit, or a message outside of any."""
+    for number in np.flatnonzero(marks[at:end] & _MAY_END)[::-1]:
+        place = at + int(number)
+        if block.kinds[place] == _COMMIT_KIND or not block.messages.buffer[block.messages.starts[place] + 1] & 1:
+            return place
+    return None

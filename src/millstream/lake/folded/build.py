@@ -1,0 +1,229 @@
+"""Building `current` the first time, from all of a table's history, in bounded memory and in parts that run side by side.
+
+A fold holds its records whole; here there may be all rows that the source ever had. So the keys are looked at first, once: a sample
+of them says where to cut the table into parts of about as many rows, and keys that moved (an update that changed its row's key) are
+noted, for what happens to them can't be told from one part. Then each part reads the records of its range and folds them; the
+moved keys make a part of their own. History lies nearly in order of the key after a table copy, so that a part reads little
+that isn't its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.lake.delta import OpenTable, live_files
+from millstream.lake.folded.fold import EXACT, fold_records, run_of
+from millstream.lake.keys import Keys, key_codes
+from millstream.lake.scan import scan_history
+from millstream.model.positions import Seq
+from millstream.model.schema import TableSchema
+
+_SAMPLE_ROWS: Final = 200_000
+_EXPANSION: Final = 5
+"""Arrow's bytes over a compressed file's, at most about."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuildPart:
+    """A range of keys, or the moved ones. A value: crosses processes."""
+
+    after: Seq
+    """No record up to here counts: the table was truncated."""
+    low: pa.Table | None
+    """One row, the least key (inclusive); None: no bound."""
+    high: pa.Table | None
+    """One row, the key after the greatest; None: no bound."""
+    moved: Keys | None
+    """The keys that moved, which no range takes."""
+    movers: bool = False
+    """Whether this part is theirs."""
+
+
+def plan_build(
+    history: OpenTable, schema: TableSchema, upto: Seq, *, part_bytes: int
+) -> tuple[tuple[BuildPart, ...], bool]:
+    """Cut a keyed table into parts, each of which fits into `part_bytes` of memory, about.
+
+    Returns:
+        The parts, in order of the key, and whether any record has a text in `__exact`.
+    """
+    key = list(schema.key)
+    names = ["__op", "__seq", "__unchanged", EXACT.name, "__before", *key]
+    seen = _Seen(schema, key)
+    for batch in scan_history(history, after=Seq(0), upto=upto, columns=names, table=schema.table_id).to_batches():
+        seen.take(pa.Table.from_batches([batch]))
+    size = sum(live_files(history).column("size_bytes").to_pylist())
+    moved = seen.moved_keys()
+    count = max(1, -(-size * _EXPANSION // part_bytes))
+    edges: list[pa.Table | None] = [None, *seen.edges(count), None]
+    parts = [BuildPart(seen.truncated, low, high, moved) for low, high in pairwise(edges)]
+    if moved is not None:
+        parts.append(BuildPart(seen.truncated, None, None, moved, movers=True))
+    return tuple(parts), seen.exact
+
+
+def build_rows(history: OpenTable, schema: TableSchema, columns: pa.Schema, upto: Seq, part: BuildPart) -> pa.Table:
+    """The rows (`columns` and `__exact`) that a part of a keyed table has at `upto`, from its history alone.
+
+    Raises:
+        LakeError: a record leaves a column unchanged and history holds no earlier row of it.
+    """
+    names = ["__op", "__seq", "__unchanged", EXACT.name, "__before", *columns.names]
+    scan = scan_history(
+        history,
+        after=part.after,
+        upto=upto,
+        columns=names,
+        table=schema.table_id,
+        only=_coarse(part, schema.key[0], floating=pa.types.is_floating(columns.field(schema.key[0]).type)),
+    )
+    held = []
+    for batch in scan.to_batches():
+        if batch.num_rows:
+            rows = pa.Table.from_batches([batch])
+            held.append(rows.filter(pa.array(_mine(rows, part, schema.key))))
+    nothing = pa.schema([*columns, EXACT]).empty_table()
+    records = pa.concat_tables(held) if held else scan.projected_schema.empty_table()
+    return fold_records(records, schema, columns, lambda _keys: nothing).rows
+
+
+class _Seen:
+    """What one look at all keys tells."""
+
+    def __init__(self, schema: TableSchema, key: Sequence[str]) -> None:
+        self._schema = schema
+        self._key = list(key)
+        self._sample: list[pa.Table] = []
+        self._sampled = 0
+        self._step = 1
+        self._moved: list[pa.Table] = []
+        self.truncated = Seq(0)
+        self.exact = False
+
+    def take(self, rows: pa.Table) -> None:
+        if not rows.num_rows:
+            return
+        truncates = rows.filter(pc.equal(rows.column("__op"), "t"))
+        if truncates.num_rows:
+            self.truncated = Seq(max(self.truncated, pc.max(truncates.column("__seq")).as_py()))
+        self.exact = self.exact or rows.column(EXACT.name).null_count < rows.num_rows
+        self._note_moves(rows)
+        some = rows.select(self._key).take(pa.array(np.arange(0, rows.num_rows, self._step)))
+        self._sample.append(some)
+        self._sampled += some.num_rows
+        if self._sampled > 2 * _SAMPLE_ROWS:
+            # Every other one of what is held, and half as many of what comes.
+            whole = pa.concat_tables(self._sample)
+            self._sample = [whole.take(pa.array(np.arange(0, whole.num_rows, 2)))]
+            self._sampled = self._sample[0].num_rows
+            self._step *= 2
+
+    def _note_moves(self, rows: pa.Table) -> None:
+        updates = rows.filter(pc.and_(pc.is_valid(rows.column("__before")), pc.equal(rows.column("__op"), "u")))
+        if not updates.num_rows:
+            return
+        shape = pa.schema([updates.schema.field(name) for name in self._key])
+        run = run_of(updates, self._schema, shape)
+        at, old = run.old(tuple(self._key))
+        new = Keys.of(run.values, self._key).take(at)
+        one, other = key_codes([new, old])
+        moved = np.flatnonzero(one != other)
+        if len(moved):
+            seqs = run.tail.column("__seq").take(pa.array(at[moved])).combine_chunks()
+            for keys in (new.take(moved), old.take(moved)):
+                self._moved.append(keys.with_texts().append_column("__seq", seqs))
+
+    def moved_keys(self) -> Keys | None:
+        """Keys that rows moved from or to, since the table was last emptied."""
+        if not self._moved:
+            return None
+        rows = pa.concat_tables(self._moved)
+        rows = rows.filter(pc.greater(rows.column("__seq"), int(self.truncated)))
+        return Keys.of(rows, self._key) if rows.num_rows else None
+
+    def edges(self, count: int) -> list[pa.Table]:
+        """The keys at which to cut, ascending; none where the key's type has no order."""
+        if count < 2 or not self._sample:
+            return []
+        sample = pa.concat_tables(self._sample)
+        try:
+            order = pc.sort_indices(sample, sort_keys=[(name, "ascending") for name in self._key])
+        except pa.ArrowException:
+            return []
+        known = sample.take(order)
+        # A null stands elsewhere in this order than in `_below`'s, and a NaN nowhere.
+        plain = np.ones(known.num_rows, bool)
+        for column in known.columns:
+            plain &= np.asarray(pc.is_valid(column))
+            if pa.types.is_floating(column.type):
+                plain &= ~np.asarray(pc.fill_null(pc.is_nan(column), fill_value=False))
+        known = known.filter(pa.array(plain))
+        picked: list[pa.Table] = []
+        for place in range(1, count):
+            row = known.slice(known.num_rows * place // count, 1)
+            if row.num_rows and (not picked or not row.equals(picked[-1])):
+                picked.append(row)
+        return picked
+
+
+def _coarse(part: BuildPart, name: str, *, floating: bool) -> pc.Expression | None:
+    """What a part's records have in their first key column, for the scan to skip by; more may come through."""
+    column = pc.field(name)
+    if floating:
+        return None  # no range takes a NaN, and 0 isn't -0 to a scan
+    if part.movers:
+        assert part.moved is not None, "the part of the moved keys has some"
+        values = part.moved.columns[0]
+        wanted = column.isin(values.drop_null())
+        return wanted | column.is_null() if values.null_count else wanted
+    found: pc.Expression | None = None
+    if part.low is not None:
+        found = column >= part.low.column(0)[0]
+    if part.high is not None:
+        below = column <= part.high.column(0)[0]
+        found = below if found is None else found & below
+    # A null stands below all values, in the first part.
+    return found | column.is_null() if found is not None and part.low is None else found
+
+
+def _mine(rows: pa.Table, part: BuildPart, key: Sequence[str]) -> npt.NDArray[np.bool_]:
+    """Which records are a part's."""
+    keys = Keys.of(rows, key)
+    if part.moved is not None:
+        have, moved = key_codes([keys, part.moved])
+        among = np.isin(have, moved)
+        if part.movers:
+            return among
+        mine = ~among
+    else:
+        mine = np.ones(len(keys), bool)
+    if part.low is not None:
+        mine &= ~_below(keys, part.low)
+    if part.high is not None:
+        mine &= _below(keys, part.high)
+    return mine
+
+
+def _below(keys: Keys, edge: pa.Table) -> npt.NDArray[np.bool_]:
+    """Which keys stand before an edge; a null stands before all values."""
+    below = np.zeros(len(keys), bool)
+    equal = np.ones(len(keys), bool)
+    for place, column in enumerate(keys.columns):
+        bound = edge.column(place)[0]
+        null = np.asarray(column.is_null())
+        if not bound.is_valid:
+            equal &= null
+            continue
+        less = np.asarray(pc.fill_null(pc.less(column, bound), fill_value=True))
+        same = np.asarray(pc.fill_null(pc.equal(column, bound), fill_value=False))
+        below |= equal & (less | null)
+        equal &= same
+    return below

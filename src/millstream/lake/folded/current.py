@@ -1,0 +1,449 @@
+"""Current: one row a key, the source's columns, folded from history in one commit a fold.
+
+A fold reads history above the n that `current` stands at, so it may come at any time, twice, or after a crash: the same
+rows come out. It rewrites only the files (leaves) that may hold a key which it met.
+
+It goes in three steps, which may run in three processes: `begin_fold` finds what to do, `Fold.write` writes the files of one part of
+the table (parts are independent), `Fold.commit` swaps them in. A fold that is broken off leaves files that no version names; their
+names say which version they were meant for, so that upkeep knows when they are left over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+
+from millstream import failpoints
+from millstream.errors import LakeError, LakeUnavailable
+from millstream.lake.bounds import boundable
+from millstream.lake.data_files import NewFile, TableFiles, swap
+from millstream.lake.delta import (
+    BOUNDED_PROPERTY,
+    OpenTable,
+    add_columns,
+    bounded_property,
+    create_table,
+    open_table,
+    set_properties,
+)
+from millstream.lake.eras import holds, newest_schema
+from millstream.lake.folded.build import BuildPart, build_rows, plan_build
+from millstream.lake.folded.fold import EXACT, Folded, fold_records
+from millstream.lake.folded.leaves import LEAF_BYTES, Leaves
+from millstream.lake.folded.rewrite import Change, LeafWriter, Touched, placed, touched
+from millstream.lake.folder import history_from, lacks_beginning
+from millstream.lake.history import open_history
+from millstream.lake.keys import Keys, having
+from millstream.lake.layout import LakeLayout, TableCommit, folder_name, has_current
+from millstream.lake.scan import count_history, emptied, fold_step, read_history
+from millstream.lake.types import conform, lake_columns, same_type, widest
+from millstream.model.names import qualified_name
+from millstream.model.positions import Seq
+from millstream.model.schema import TableSchema
+
+
+@dataclass(frozen=True, slots=True)
+class FoldSizes:
+    """What a fold holds in memory, and how large the files are that it writes."""
+
+    leaf_bytes: int = LEAF_BYTES
+    small_bytes: int = 4 << 20
+    """A table up to here is rewritten whole: one file, and few of them over time."""
+    part_bytes: int = 4 * LEAF_BYTES
+    """Files that one part of a fold rewrites: parts run side by side."""
+    rows_max: int = 1_000_000
+    """Records that a fold holds in memory: some hundred MiB of short rows."""
+    build_rows_min: int = 500_000
+    """A first fold of fewer records is done in memory, in one read."""
+    build_bytes: int = 256 << 20
+    """Of Arrow's, that a part of a first fold holds, about."""
+
+
+DEFAULT_SIZES: Final = FoldSizes()
+
+
+@dataclass(frozen=True, slots=True)
+class FoldPlan:
+    """What a fold does. A value: crosses processes."""
+
+    layout: LakeLayout
+    schema: TableSchema
+    columns: pa.Schema
+    """Of `current`, without `__exact`."""
+    exact: bool
+    """Whether the table has `__exact`."""
+    bounded: tuple[str, ...]
+    """Columns whose bounds are noted with each file."""
+    after: Seq | None
+    """Where the table stands; None before its first fold."""
+    upto: Seq
+    """Where it stands after this fold."""
+    version: int
+    """Of the Delta table, as it was read."""
+    anew: bool
+    """Whether all files are written anew, in columns that the table doesn't have yet."""
+    sizes: FoldSizes
+    parts: tuple[tuple[int, ...], ...] = ()
+    """Places of the leaves that each part rewrites."""
+    build: tuple[BuildPart, ...] = ()
+    """Of a first fold in bounded memory."""
+
+    @property
+    def target(self) -> pa.Schema:
+        """The columns of the table's files."""
+        return pa.schema([*self.columns, EXACT]) if self.exact else self.columns
+
+    @property
+    def part_count(self) -> int:
+        """How many parts there are."""
+        return len(self.build) or len(self.parts)
+
+    @property
+    def path(self) -> str:
+        """The table's folder."""
+        return self.layout.table_path("current", self.schema)
+
+    @property
+    def app(self) -> str:
+        """Who commits."""
+        return self.layout.app_id("current", self.schema.table_id)
+
+    def forgets(self, folded: Folded) -> bool:
+        """Whether no row that the table holds stays: it was emptied, or is another table's that bore this name."""
+        return self.after is None or folded.truncated
+
+    def history(self) -> OpenTable:
+        """The table's history, opened now."""
+        return open_history(self.layout, self.schema)
+
+
+@dataclass(frozen=True, slots=True)
+class FoldOutcome:
+    """What a fold did."""
+
+    commit: TableCommit
+    live_bytes: int
+    """Of `current`'s files now."""
+    removed_bytes: int = 0
+    """Of the files that were replaced."""
+
+
+@dataclass
+class Fold:
+    """A fold under way. `write` may be called in other processes, on a `Fold` of the same plan."""
+
+    plan: FoldPlan
+    held: tuple[OpenTable, Leaves, Folded] | None = field(default=None, repr=False)
+    """What `begin_fold` has read already."""
+
+    @cached_property
+    def _read(self) -> tuple[OpenTable, Leaves, Folded]:
+        """The table as it was planned, and the records folded."""
+        if self.held is not None:
+            return self.held
+        opened = _at(self.plan)
+        leaves = Leaves(opened, self.plan.schema.key)
+        return opened, leaves, _folded(self.plan, leaves)
+
+    def write(self, part: int) -> list[NewFile]:
+        """Write the files of one part.
+
+        Raises:
+            LakeError: a record leaves a column unchanged and the lake holds no earlier row of it.
+        """
+        plan = self.plan
+        files = TableFiles(plan.layout, plan.path, plan.bounded)
+        writer = LeafWriter(files, plan.target, plan.schema.key, plan.version + 1, leaf_bytes=plan.sizes.leaf_bytes)
+        if plan.build:
+            writer.add(build_rows(plan.history(), plan.schema, plan.columns, plan.upto, plan.build[part]))
+            return writer.written()
+        _, leaves, folded = self._read
+        key = plan.schema.key
+        if not key:
+            self._rewrite_bag(writer, leaves, folded)
+            return writer.written()
+        put_at = placed(leaves, Keys.of(folded.rows, key), leaf_bytes=plan.sizes.leaf_bytes)
+        which = touched(leaves, folded.gone, put_at, everything=False).gone
+        changes = []
+        for place in plan.parts[part]:
+            leaf = leaves.files[place] if place < len(leaves) and not plan.forgets(folded) else None
+            some = which.get(place)
+            gone = folded.gone if some is None else folded.gone.take(some)
+            changes.append((place, Change(leaf, gone, folded.rows.filter(pa.array(put_at == place)))))
+        writer.rewrite(changes)
+        return writer.written()
+
+    def _rewrite_bag(self, writer: LeafWriter, leaves: Leaves, folded: Folded) -> None:
+        """A table without a key: each row to take out is looked for in every file, until it is found."""
+        taken = np.zeros(len(folded.gone), bool)
+        nothing = folded.rows.slice(0, 0)
+        old = () if self.plan.forgets(folded) else leaves.files
+        writer.rewrite(((place, Change(leaf, folded.gone, nothing)) for place, leaf in enumerate(old)), taken)
+        writer.add(folded.rows)
+
+    def commit(self, written: Sequence[NewFile]) -> FoldOutcome:
+        """Swap the parts' files in.
+
+        Raises:
+            LakeConflict: the table has changed since the fold began; begin another.
+        """
+        plan = self.plan
+        opened = _at(plan)
+        leaves = Leaves(opened, plan.schema.key)
+        rewritten = (
+            range(len(leaves)) if plan.anew else sorted({p for part in plan.parts for p in part if p < len(leaves)})
+        )
+        removed = [leaves.files[place] for place in rewritten]
+        failpoints.hit("lake.before_fold_commit")
+        swap(
+            opened,
+            opened.commit(plan.upto, exact=True, holds=True),
+            add=written,
+            remove=() if plan.anew else [leaf.path for leaf in removed],
+            mode="overwrite" if plan.anew else "append",
+            schema=plan.target if plan.anew else None,
+        )
+        failpoints.hit("lake.after_fold_commit")
+        if not _bounds_stand(plan, opened):
+            # Not before: the files of before lack these bounds, and those of this commit have the old ones as well.
+            set_properties(opened, bounded_property(boundable(plan.columns, plan.schema.key)))
+        removed_bytes = sum(leaf.size_bytes for leaf in removed)
+        live_bytes = leaves.size_bytes - removed_bytes + sum(file.size_bytes for file in written)
+        rows = sum(file.rows for file in written)
+        return FoldOutcome(_commit(plan.schema, opened, rows, plan.upto), live_bytes, removed_bytes)
+
+
+def fold_table(
+    layout: LakeLayout, schema: TableSchema, upto: Seq, *, sizes: FoldSizes = DEFAULT_SIZES, anew: bool = False
+) -> TableCommit:
+    """Bring a table's `current` to `upto`, in this process; nothing is done where it stands there.
+
+    Where very many records wait, it goes there by way of earlier cuts, one commit each.
+
+    Args and errors: as of `begin_fold`.
+    """
+    while True:
+        begun = begin_fold(layout, schema, upto, sizes=sizes, anew=anew)
+        if isinstance(begun, FoldOutcome):
+            return begun.commit
+        done = begun.commit([file for part in range(begun.plan.part_count) for file in begun.write(part)])
+        if done.commit.n >= upto:
+            return done.commit
+
+
+def begin_fold(
+    layout: LakeLayout, schema: TableSchema, upto: Seq, *, sizes: FoldSizes = DEFAULT_SIZES, anew: bool = False
+) -> Fold | FoldOutcome:
+    """Find what has to be done to bring a table's `current` to `upto`, or as far as one fold goes.
+
+    Call it only once the history up to `upto` is committed, and not while the table's copy runs.
+
+    Args:
+        layout: where the lake is.
+        schema: names the table; the columns folded are those of the newest schema in history.
+        upto: a cut that history has reached.
+        sizes: bounds of memory and files.
+        anew: build all of it from history, whatever is there; no file of it is read, and one commit replaces them.
+
+    Returns:
+        The fold to carry out, or what is there already where nothing has to be done.
+
+    Raises:
+        LakeTableForeign: somebody else wrote into `current` or history.
+        LakeUnavailable: history isn't there yet, or can't be reached.
+        LakeConflict: another task committed first; call again.
+        LakeError: a record leaves a column unchanged and the lake holds no earlier row of it.
+    """
+    assert has_current(schema), f"{schema.namespace}.{schema.name} has history only"
+    path = layout.table_path("current", schema)
+    app = layout.app_id("current", schema.table_id)
+    opened = open_table(layout, path, app)
+    if opened is not None and opened.n is not None and opened.n >= upto and opened.held is not False:
+        if not anew:
+            return _standing(schema, opened, opened.n)
+        upto = opened.n
+    history = open_history(layout, schema)
+    newest = newest_schema(history)
+    if newest.table_id != schema.table_id:
+        # Another table bears the name by now: `current` is that one's.
+        return _standing(schema, opened, upto)
+    schema = newest
+    columns = current_columns(layout, schema, history)
+    opened = opened or _create(layout, schema, path, app, columns)
+    first = anew or not holds(opened, history)
+    stands = Seq(0) if first else opened.n or Seq(0)
+    gone = history_from(history)
+    if stands < gone and lacks_beginning(history):
+        if not emptied(history, gone, upto, schema.table_id):
+            raise LakeError(
+                f"{schema.namespace}.{schema.name} can't be built from its history, which was dropped up to {gone}"
+                + (f", from what it was at {stands}" if stands else ""),
+                hint=f"`millstream pipeline rebuild {qualified_name(schema.namespace, schema.name)} --from source` copies it anew.",
+                path=path,
+            )
+        first = True
+    step = upto
+    if not first:
+        step = fold_step(layout, history, after=stands, upto=upto, rows_max=sizes.rows_max, table=schema.table_id)
+    if step < upto and emptied(history, stands, upto, schema.table_id):
+        # In steps, readers would see what was left of the table half way: a copy that follows an earlier one empties it first.
+        first, step = True, upto
+    bounded = _bounded(opened, columns, schema.key)
+    if first and schema.key and count_history(history, after=Seq(0))(upto) > sizes.build_rows_min:
+        parts, exact = plan_build(history, schema, upto, part_bytes=sizes.build_bytes)
+        plan = FoldPlan(layout, schema, columns, exact, bounded, None, upto, opened.version, True, sizes)
+        return Fold(replace(plan, build=parts))
+    after = None if first else opened.n
+    plan = FoldPlan(layout, schema, columns, False, bounded, after, step, opened.version, first, sizes)
+    return _begun(plan, opened, history)
+
+
+def _begun(plan: FoldPlan, opened: OpenTable, history: OpenTable) -> Fold | FoldOutcome:
+    """The fold with its parts; where columns are added, the table has them already."""
+    leaves = Leaves(opened, plan.schema.key)
+    folded = _folded(plan, leaves, history)
+    have = opened.schema()
+    exact = EXACT.name in have.names or folded.rows.column(EXACT.name).null_count < folded.rows.num_rows
+    plan = replace(plan, exact=exact)
+    evolved = _evolved(have, plan.target)
+    if plan.after is not None and folded.records == 0 and not evolved:
+        return _standing(plan.schema, opened, plan.upto, leaves.size_bytes)
+    anew = plan.anew or evolved == "rewrite" or not _bounds_stand(plan, opened)
+    if evolved == "add" and not anew:
+        add_columns(opened, plan.target)
+        plan = replace(plan, version=opened.version)
+    everything = anew or folded.truncated or not plan.schema.key or leaves.size_bytes < plan.sizes.small_bytes
+    hit = _hit(leaves, folded, plan, everything=everything).hit
+    plan = replace(plan, anew=anew, parts=_parts(hit, leaves, plan.sizes.part_bytes if plan.schema.key else None))
+    return Fold(plan, (opened, leaves, folded))
+
+
+def _bounded(opened: OpenTable, columns: pa.Schema, key: Sequence[str]) -> tuple[str, ...]:
+    """The columns of the key, and those that had bounds before: where another key was declared."""
+    noted = [name.strip("`") for name in (opened.properties.get(BOUNDED_PROPERTY) or "").split(",")]
+    before = [name for name in noted if columns.get_field_index(name) >= 0 and name not in key]
+    return boundable(columns, [*key, *before])
+
+
+def _bounds_stand(plan: FoldPlan, opened: OpenTable) -> bool:
+    """Whether the table says of the key's columns that they have bounds."""
+    wanted = bounded_property(boundable(plan.columns, plan.schema.key))
+    return opened.properties.get(BOUNDED_PROPERTY) == wanted[BOUNDED_PROPERTY]
+
+
+def _hit(leaves: Leaves, folded: Folded, plan: FoldPlan, *, everything: bool) -> Touched:
+    if not plan.schema.key:
+        return Touched(tuple(range(len(leaves) + 1)), {})
+    put_at = placed(leaves, Keys.of(folded.rows, plan.schema.key), leaf_bytes=plan.sizes.leaf_bytes)
+    return touched(leaves, folded.gone, put_at, everything=everything)
+
+
+def _parts(hit: Sequence[int], leaves: Leaves, part_bytes: int | None) -> tuple[tuple[int, ...], ...]:
+    """Leaves to rewrite, in runs of about as many bytes; one run where `part_bytes` is None."""
+    parts: list[list[int]] = [[]]
+    size = 0
+    for place in hit:
+        if part_bytes is not None and size >= part_bytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(place)
+        size += leaves.files[place].size_bytes if place < len(leaves) else 0
+    return tuple(map(tuple, parts))
+
+
+def _folded(plan: FoldPlan, leaves: Leaves, history: OpenTable | None = None) -> Folded:
+    """The records after the table's n, folded."""
+    columns = plan.columns
+    tail = read_history(
+        history or plan.history(),
+        after=plan.after or Seq(0),
+        upto=plan.upto,
+        columns=tail_columns(columns),
+        table=plan.schema.table_id,
+    )
+    files = TableFiles(plan.layout, plan.path)
+
+    def lookup(keys: Keys) -> pa.Table:
+        if plan.after is None:
+            return pa.schema([*columns, EXACT]).empty_table()
+        return _rows_in(files, leaves, keys, columns)
+
+    return fold_records(tail, plan.schema, columns, lookup)
+
+
+def _at(plan: FoldPlan) -> OpenTable:
+    opened = open_table(plan.layout, plan.path, plan.app, version=plan.version)
+    if opened is None:
+        raise LakeUnavailable(f"the Delta table {plan.path} is gone", path=plan.path)
+    return opened
+
+
+def current_columns(layout: LakeLayout, schema: TableSchema, history: OpenTable) -> pa.Schema:
+    """The columns of `current`: the newest schema's, in the types that history keeps them in."""
+    have = history.schema()
+    fields = []
+    for column in lake_columns(schema, layout.types):
+        index = have.get_field_index(column.name)
+        wide = None if index < 0 else widest(column.type, have.field(index).type)
+        fields.append(column if wide is None else pa.field(column.name, wide))
+    # Statistics cover a table's first columns, and a fold looks for keys.
+    keys = [column for column in fields if column.name in schema.key]
+    return pa.schema([*keys, *(column for column in fields if column.name not in schema.key)])
+
+
+def tail_columns(columns: pa.Schema) -> list[str]:
+    """What a fold reads of history."""
+    return ["__op", "__seq", "__unchanged", EXACT.name, "__before", *columns.names]
+
+
+def _rows_in(files: TableFiles, leaves: Leaves, keys: Keys, columns: pa.Schema) -> pa.Table:
+    """Rows that may have one of the keys: of the leaves that may, those whose first key column holds one of their values."""
+    shape = pa.schema([*columns, EXACT])
+    hit, _ = leaves.holding(keys)
+    read = (conform(files.read(leaves.files[leaf].path), shape) for leaf in np.flatnonzero(hit).tolist())
+    return pa.concat_tables([shape.empty_table(), *(having(rows, keys) for rows in read)])
+
+
+def _create(layout: LakeLayout, schema: TableSchema, path: str, app: str, columns: pa.Schema) -> OpenTable:
+    return create_table(
+        layout,
+        path,
+        app,
+        columns,
+        description=(
+            f"The rows of {schema.namespace}.{schema.name}, written by Millstream (stream {layout.stream_name}). Don't write here."
+        ),
+        bounded=boundable(columns, schema.key),
+    )
+
+
+def _evolved(have: pa.Schema, target: pa.Schema) -> str:
+    """What the columns need: nothing (empty), `add`, or `rewrite`."""
+    if any(target.get_field_index(column.name) < 0 for column in have):
+        return "rewrite"
+    for column in target:
+        index = have.get_field_index(column.name)
+        if index >= 0 and not same_type(have.field(index).type, column.type):
+            return "rewrite"
+    return "add" if len(have) < len(target) else ""
+
+
+def _standing(schema: TableSchema, opened: OpenTable | None, n: Seq, live_bytes: int = 0) -> FoldOutcome:
+    return FoldOutcome(_commit(schema, opened, 0, n), live_bytes)
+
+
+def _commit(schema: TableSchema, opened: OpenTable | None, rows: int, n: Seq) -> TableCommit:
+    return TableCommit(
+        table_id=schema.table_id,
+        name=qualified_name(schema.namespace, schema.name),
+        folder=folder_name(schema.namespace, schema.name),
+        view="current",
+        version=-1 if opened is None else opened.version,
+        rows=rows,
+        n=n,
+    )

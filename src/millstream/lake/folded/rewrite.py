@@ -1,0 +1,184 @@
+"""Rewriting leaves: rows that a fold leaves in place, rows that it puts in, in order of the key, in files of a fair size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from millstream import failpoints
+from millstream.lake.data_files import NewFile, TableFiles, new_name
+from millstream.lake.folded.fold import EXACT
+from millstream.lake.folded.leaves import LEAF_BYTES, Leaf, Leaves, in_key_order
+from millstream.lake.keys import Keys, key_codes
+from millstream.lake.types import conform
+
+_COMPRESSED: Final = 0.3
+"""Of Arrow's bytes, about what a file takes, where there is no file yet to tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What happens to one leaf."""
+
+    leaf: Leaf | None
+    """None: no leaf yet, rows are only put in."""
+    gone: Keys | None
+    """Keys whose rows are taken out; None: none is."""
+    put: pa.Table
+    """Rows to put in: the columns and `__exact`."""
+
+
+class LeafWriter:
+    """Writes the leaves of one part of a table, in order of the key. One thread's."""
+
+    def __init__(
+        self,
+        files: TableFiles,
+        target: pa.Schema,
+        key: Sequence[str],
+        version: int,
+        *,
+        leaf_bytes: int = LEAF_BYTES,
+        partition: str = "",
+    ) -> None:
+        """See the class.
+
+        Args:
+            files: of the table.
+            target: the columns of the files.
+            key: by which rows are ordered.
+            version: the only version that the files can be committed as.
+            leaf_bytes: about the size of a file.
+            partition: the folder, `column=value`, in a partitioned table.
+        """
+        self._files = files
+        self._target = target
+        self._full = pa.schema([*(f for f in target if f.name != EXACT.name), EXACT])
+        self._key = tuple(key)
+        self._version = version
+        self._leaf_bytes = leaf_bytes
+        self._partition = partition
+        self._held: list[pa.Table] = []
+        self._held_bytes = 0.0
+        # One file is written while the rows of the next are read and merged; no more, for memory's sake.
+        self._writer = ThreadPoolExecutor(1)
+        self._writing: list[Future[NewFile]] = []
+
+    def rewrite(self, changes: Iterable[tuple[int, Change]], taken: npt.NDArray[np.bool_] | None = None) -> None:
+        """Write changed leaves.
+
+        Args:
+            changes: with each leaf's place among all leaves; neighbours are joined where they are small.
+            taken: for a bag: which rows of its changes' common `gone` were found; written to.
+        """
+        last = None
+        for place, change in changes:
+            if last is not None and place != last + 1:
+                self.flush()
+            last = place
+            rows, density = change.put, _COMPRESSED
+            if change.leaf is not None:
+                held = conform(self._files.read(change.leaf.path), self._full)
+                density = change.leaf.size_bytes / max(1, held.nbytes)
+                if change.gone is not None:
+                    held = surviving(held, change.gone, taken)
+                rows = pa.concat_tables([held, rows])
+            self.add(rows, density)
+            if self._held_bytes >= self._leaf_bytes / 2:
+                self.flush()
+
+    def add(self, rows: pa.Table, density: float = _COMPRESSED) -> None:
+        """Hold rows back for the next file; `density` is a file's bytes over Arrow's."""
+        if rows.num_rows:
+            self._held.append(rows)
+            self._held_bytes += rows.nbytes * density
+
+    def flush(self) -> None:
+        """Write what is held, as files of about the leaf's size."""
+        if not self._held:
+            return
+        rows = conform(pa.concat_tables(self._held), self._target)
+        pieces = max(1, round(self._held_bytes / self._leaf_bytes))
+        self._held, self._held_bytes = [], 0.0
+        if self._key:
+            rows = in_key_order(rows, self._key)
+        bounds = np.linspace(0, rows.num_rows, min(pieces, rows.num_rows) + 1).astype(int)
+        if self._writing:
+            self._writing[-1].result()
+        for start, end in pairwise(bounds.tolist()):
+            self._writing.append(self._writer.submit(self._write, rows.slice(start, end - start)))
+
+    def written(self) -> list[NewFile]:
+        """The files, once all of them are written; the writer takes no more."""
+        self.flush()
+        self._writer.shutdown()
+        return [file.result() for file in self._writing]
+
+    def _write(self, rows: pa.Table) -> NewFile:
+        file = self._files.write(rows, self._target, new_name(self._version), partition=self._partition)
+        failpoints.hit("lake.fold_file_written")
+        return file
+
+
+def surviving(rows: pa.Table, gone: Keys, taken: npt.NDArray[np.bool_] | None = None) -> pa.Table:
+    """Rows that a fold leaves in place.
+
+    For a bag (`taken` given) the counts in `taken` are used up as equal rows go by: one entry a row of `gone`.
+    """
+    if not len(gone):
+        return rows
+    have, codes = key_codes([Keys.of(rows, gone.names), gone], signed_zero=taken is not None)
+    if taken is None:
+        return rows.filter(pa.array(~np.isin(have, codes)))
+    keep = np.ones(len(have), bool)
+    open_by_code: dict[int, list[int]] = {}
+    for place in np.flatnonzero(~taken).tolist():
+        open_by_code.setdefault(int(codes[place]), []).append(place)
+    for row in np.flatnonzero(np.isin(have, codes)).tolist():
+        places = open_by_code.get(int(have[row]))
+        if places:
+            taken[places.pop()] = True
+            keep[row] = False
+    return rows.filter(pa.array(keep))
+
+
+@dataclass(frozen=True, slots=True)
+class Touched:
+    """Which leaves a fold touches, and what goes where."""
+
+    hit: tuple[int, ...]
+    """Places of leaves to rewrite, ascending; `len(leaves)` for rows beyond the last."""
+    gone: dict[int, npt.NDArray[np.int64] | None]
+    """By leaf, which of the keys met it may hold (None: perhaps any)."""
+
+
+def touched(leaves: Leaves, gone: Keys, put_at: npt.NDArray[np.int64], *, everything: bool) -> Touched:
+    """Find the leaves that a fold rewrites.
+
+    Args:
+        leaves: of the table as it is.
+        gone: the keys met.
+        put_at: the leaf of each row to put in, by `placed`.
+        everything: whether every leaf is rewritten anyway.
+    """
+    may_hold, which = leaves.holding(gone)
+    hit = np.zeros(len(leaves) + 1, bool)
+    hit[: len(leaves)] = may_hold | everything
+    hit[put_at] = True
+    places = np.flatnonzero(hit).tolist()
+    return Touched(tuple(places), {place: which[place] for place in places if place < len(leaves)})
+
+
+def placed(leaves: Leaves, keys: Keys, *, leaf_bytes: int = LEAF_BYTES) -> npt.NDArray[np.int64]:
+    """The leaf that each new row goes to: `len(leaves)` for a leaf of its own, where the last one is large enough already."""
+    at = leaves.place(keys)
+    if len(leaves) and leaves.files[-1].size_bytes < leaf_bytes / 2:
+        at = np.minimum(at, len(leaves) - 1)
+    return at

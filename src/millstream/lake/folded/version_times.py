@@ -1,0 +1,83 @@
+"""Times of a table of versions that its folds commit beside their position: its clock, and when its table took over the name."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from deltalake import Transaction
+
+from millstream.lake.delta import OpenTable
+from millstream.lake.eras import Eras, holds, table_of
+from millstream.lake.folded.scd2 import BEGAN_BY, VALID_FROM, VALID_TO
+from millstream.lake.scan import read_history
+from millstream.model.positions import Seq
+from millstream.model.records import INSTANT
+
+_ENTERED: Final = "entered"
+_SINCE: Final = "since"
+"""End the app ids under which it is committed when a table took over the name, µs since 1970, and with which record."""
+
+
+def clock_of(opened: OpenTable) -> int | None:
+    """The greatest time so far, µs since 1970, of all tables that have borne the name; None where there was none."""
+    return _told(opened, _clock_app(opened))
+
+
+def taken_since(history: OpenTable) -> Seq:
+    """From where on the owner of a name has borne it; 0 where no other did before."""
+    eras = Eras.of(history)
+    return eras.taken_since if eras.taken_over else Seq(0)
+
+
+def goes_on(opened: OpenTable, history: OpenTable) -> bool:
+    """Whether the versions are those of the table's time under the name, and not another's, or of an earlier one."""
+    if not holds(opened, history):
+        return False
+    since = taken_since(history)
+    assert opened.n is not None, "it holds them"
+    return opened.n >= since or _told(opened, f"{opened.app}/{_SINCE}") == since
+
+
+def entry_us(opened: OpenTable | None, history: OpenTable) -> int | None:
+    """When the table whose history it is took over the name, µs since 1970; None where no other bore it before.
+
+    As its first fold told it; else the time of its first record under the name, or the greatest before it here.
+    """
+    since = taken_since(history)
+    if not since:
+        return None
+    if opened is not None and holds(opened, history) and _told(opened, f"{opened.app}/{_SINCE}") == since:
+        return _told(opened, f"{opened.app}/{_ENTERED}")
+    found = read_history(
+        history, after=Seq(since - 1), upto=since, columns=["__commit_ts"], table=table_of(history)
+    ).column("__commit_ts")
+    times = [moment for moment in found.cast(INSTANT).cast(pa.int64()).to_pylist() if moment is not None]
+    clock = None if opened is None else clock_of(opened)
+    return max([*times, *([] if clock is None else [clock])], default=None)
+
+
+def times_told(opened: OpenTable, clock_us: int | None, entered_us: int | None, since: Seq) -> list[Transaction]:
+    """What a fold commits beside its position."""
+    told = [] if clock_us is None else [Transaction(_clock_app(opened), clock_us)]
+    if entered_us is not None:
+        entered = ((_ENTERED, entered_us), (_SINCE, int(since)))
+        told += [Transaction(f"{opened.app}/{word}", value) for word, value in entered]
+    return told
+
+
+def at_entry(ended: pa.Table, entered_us: int, since: Seq) -> pa.ChunkedArray:
+    """Which versions have no length, at the moment of the entry, and began before it by number."""
+    began, ends = (ended.column(name).cast(INSTANT).cast(pa.int64()) for name in (VALID_FROM.name, VALID_TO.name))
+    before = pc.less(ended.column(BEGAN_BY.name), int(since))
+    return pc.and_(before, pc.and_(pc.equal(began, entered_us), pc.equal(ends, entered_us)))
+
+
+def _clock_app(opened: OpenTable) -> str:
+    return opened.app.rpartition("/")[0] + "/clock"
+
+
+def _told(opened: OpenTable, app: str) -> int | None:
+    found = opened.table.transaction_version(app)
+    return None if found is None else int(found)

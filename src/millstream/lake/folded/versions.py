@@ -1,0 +1,598 @@
+"""The table of versions (`scd2`): every version that a row has had, folded from history in one commit a fold.
+
+It is partitioned by `is_current`. Open versions (one a key) lie in leaves, as the rows of `current` do, and a fold rewrites only leaves
+that may hold a key which it met. Versions that have ended are only ever added. What a fold needs to know of the records before it, beside
+the open versions, is the greatest time so far (`Versions.clock_us`); it is committed with the rows, as a second `txn`.
+
+The versions are the name's. Where another table takes over a name (dropped and made again, renamed to it, given back), what is open of the
+one before ends at the time of its first record there, and its own rows, as they then are, begin; what it was before, under other names,
+makes no versions here. What history no longer has (`history_retention`) begins as `current` has it, at the time of that cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream import failpoints
+from millstream.errors import LakeError, LakeFilesGone, LakeSchemaConflict, LakeUnavailable
+from millstream.lake.bounds import boundable
+from millstream.lake.commits import cut_at, cuts_between
+from millstream.lake.data_files import NewFile, TableFiles, new_name, remove_folder, swap
+from millstream.lake.delta import (
+    OpenTable,
+    add_columns,
+    bounded_columns,
+    bounded_property,
+    create_table,
+    open_table,
+    set_properties,
+)
+from millstream.lake.eras import holds, newest_schema
+from millstream.lake.folded.current import DEFAULT_SIZES, FoldOutcome, FoldSizes
+from millstream.lake.folded.fold import EXACT
+from millstream.lake.folded.leaves import Leaves, in_key_order
+from millstream.lake.folded.rewrite import Change, LeafWriter, placed, touched
+from millstream.lake.folded.scd2 import (
+    BEGAN_BY,
+    ENDED_FOLDER,
+    IS_CURRENT,
+    OPEN_FOLDER,
+    VALID_FROM,
+    VALID_TO,
+    VERSION_COLUMNS,
+    Versions,
+    copy_of,
+    fold_versions,
+    version_inputs,
+)
+from millstream.lake.folded.version_times import at_entry, clock_of, entry_us, goes_on, taken_since, times_told
+from millstream.lake.folder import history_from, lacks_beginning
+from millstream.lake.history import open_history
+from millstream.lake.keys import Keys, having, key_codes
+from millstream.lake.layout import BESIDE, LakeLayout, TableCommit, folder_name
+from millstream.lake.scan import emptied, fold_step, read_history
+from millstream.lake.types import conform, same_type
+from millstream.model.names import qualified_name
+from millstream.model.positions import Seq
+from millstream.model.records import INSTANT, RECORD_COLUMNS
+from millstream.model.schema import TableSchema
+
+_CLOSED_ROWS: Final = 1 << 20
+"""Of a file of versions that have ended."""
+
+
+def has_versions(schema: TableSchema) -> bool:
+    """Whether a table's rows have versions: whether they have a key."""
+    return bool(schema.key)
+
+
+def fold_into_versions(
+    layout: LakeLayout, schema: TableSchema, upto: Seq, *, sizes: FoldSizes = DEFAULT_SIZES
+) -> FoldOutcome:
+    """Bring a table's versions to `upto`; nothing is done where they stand there.
+
+    Where very many records wait, they go there by way of earlier cuts, one commit each; but a copy that follows an earlier one is
+    folded whole, and its records are in memory at once.
+
+    Args:
+        layout: where the lake is.
+        schema: names the table, which has a key; the columns folded are those of its history.
+        upto: a cut that history has reached. Not inside a copy of the table.
+        sizes: bounds of memory and files.
+
+    Raises:
+        LakeTableForeign: somebody else wrote into the versions or into history.
+        LakeSchemaConflict: a column of the table bears the name of one that makes versions.
+        LakeUnavailable: history isn't there yet, or can't be reached.
+        LakeConflict: another task committed first; call again.
+        LakeError: a record leaves a column unchanged and the lake holds no earlier row of it.
+    """
+    assert has_versions(schema), f"{schema.namespace}.{schema.name} has no key"
+    return _Fold.begin(layout, schema, upto, sizes).all()
+
+
+def rebuild_versions(
+    layout: LakeLayout, schema: TableSchema, upto: Seq, *, sizes: FoldSizes = DEFAULT_SIZES
+) -> FoldOutcome:
+    """Build a table's versions anew from history, beside those that are there, and put them in their place in one commit.
+
+    What is there is read only where another table bore the name before: those versions aren't in this table's records.
+    Not twice at once for one table.
+
+    Raises:
+        As `fold_into_versions`.
+    """
+    path = layout.table_path("scd2", schema)
+    remove_folder(layout, path + BESIDE)
+    try:
+        history = open_history(layout, schema)
+        stands = open_table(layout, path, layout.app_id("scd2", schema.table_id))
+        entered_us = entry_us(stands, history) if newest_schema(history).table_id == schema.table_id else None
+        built = _Fold.begin(layout, schema, upto, sizes, path + BESIDE, entered_us).all()
+        beside = open_table(layout, path + BESIDE, layout.app_id("scd2", schema.table_id))
+        assert beside is not None, "what was built is there"
+        return _Fold.begin(layout, schema, built.commit.n, sizes, entered_us=entered_us).replace_by(beside)
+    finally:
+        remove_folder(layout, path + BESIDE)
+
+
+def unfolded_versions(
+    layout: LakeLayout, schema: TableSchema, opened: OpenTable, upto: Seq
+) -> tuple[Versions | None, pa.Schema]:
+    """What the records after the table's n do to its versions, for a reader that lays it over them; and the table's own columns.
+
+    From the beginning of a copy on that follows an earlier one, records are left out: until such a copy is whole, nobody knows what it
+    will leave.
+
+    Raises:
+        LakeTableForeign, LakeUnavailable, LakeError: as `fold_into_versions`.
+    """
+    history = open_history(layout, schema)
+    if not holds(opened, history):
+        raise LakeError(f'scd2."{schema.namespace}.{schema.name}" is folded for the first time just now')
+    fold = _Fold(layout, schema, upto, DEFAULT_SIZES, opened, history, _own_columns(schema, history), opened.path)
+    fold.stands = opened.n
+    tail = read_history(
+        history, after=opened.n or Seq(0), upto=upto, columns=version_inputs(fold.columns), table=schema.table_id
+    )
+    begins = _copy_begins(tail)
+    if begins is not None:
+        tail = tail.filter(pc.less(tail.column("__seq"), int(begins)))
+    return fold.folded(tail, whole=True), fold.columns
+
+
+@dataclass
+class _Fold:
+    """One commit."""
+
+    layout: LakeLayout
+    schema: TableSchema
+    upto: Seq
+    sizes: FoldSizes
+    opened: OpenTable | None
+    history: OpenTable | None = None
+    columns: pa.Schema = field(default_factory=lambda: pa.schema([]))
+    """The table's own, those of the key first."""
+
+    path: str = ""
+    entered_us: int | None = None
+    """When the table took over the name from another one, µs since 1970; None where it didn't, and while that isn't known yet."""
+    since: Seq = Seq(0)
+    """From where on it has borne it; 0 where no other did before."""
+    stands: Seq | None = None
+    """What the versions here have of the table's records; None where they are another's, or of an earlier time under the name."""
+
+    @classmethod
+    def begin(
+        cls,
+        layout: LakeLayout,
+        schema: TableSchema,
+        upto: Seq,
+        sizes: FoldSizes,
+        path: str = "",
+        entered_us: int | None = None,
+    ) -> _Fold:
+        path = path or layout.table_path("scd2", schema)
+        opened = open_table(layout, path, layout.app_id("scd2", schema.table_id))
+        return cls(layout, schema, upto, sizes, opened, path=path, entered_us=entered_us)
+
+    def all(self) -> FoldOutcome:
+        """As many commits as it takes."""
+        done = self.run()
+        while done.commit.n < self.upto:
+            done = self.begin(self.layout, self.schema, self.upto, self.sizes, self.path, self.entered_us).run()
+        return done
+
+    def run(self) -> FoldOutcome:
+        opened = self.opened
+        if opened is not None and opened.n is not None and opened.n >= self.upto and opened.held is not False:
+            return self._standing(opened.n)
+        history = open_history(self.layout, self.schema)
+        newest = newest_schema(history)
+        if newest.table_id != self.schema.table_id:
+            return self._standing(self.upto)  # another table bears the name by now: the versions are that one's
+        self.schema, self.history = newest, history
+        self.columns = _own_columns(newest, history)
+        opened = self.opened = opened or self._create()
+        self.since = taken_since(history)
+        self.stands = opened.n if goes_on(opened, history) else None
+        self.entered_us = entry_us(opened, history) if self.entered_us is None else self.entered_us
+        gone = history_from(history)
+        if (self.stands or Seq(0)) < gone and lacks_beginning(history):
+            if self.stands is None:
+                return self._begin_from_current(opened, gone)
+            if not emptied(history, gone, self.upto, newest.table_id):
+                return self._go_on_from_current(opened, gone)
+        return self._fold(opened, history)
+
+    # --- from history ------------------------------------------------------------------------------------------
+
+    def _fold(self, opened: OpenTable, history: OpenTable) -> FoldOutcome:
+        step, tail = self._tail(history, self.stands or Seq(0))
+        found = self.folded(tail, whole=step == self.upto)
+        del tail
+        exact = found is not None and any(
+            rows.column(EXACT.name).null_count < rows.num_rows for rows in (found.opened, found.closed)
+        )
+        return self._write(opened, Leaves(opened, self.schema.key, partition=OPEN_FOLDER), found, step, exact=exact)
+
+    def folded(self, tail: pa.Table, *, whole: bool) -> Versions | None:
+        """The records folded; None where there are none."""
+        if not tail.num_rows:
+            return None
+        assert self.opened is not None
+        leaves = Leaves(self.opened, self.schema.key, partition=OPEN_FOLDER)
+        clock = clock_of(self.opened)
+        if self.stands is None and self.entered_us is not None:
+            clock = max(self.entered_us, self.entered_us if clock is None else clock)
+        found = fold_versions(
+            tail,
+            self.schema,
+            self.columns,
+            lambda keys: self._look_up(leaves, keys),
+            clock_us=clock,
+            anew=self.stands is None and len(leaves) > 0,
+            whole=whole,
+        )
+        return replace(found, closed=self._under_the_name(found.closed, tail.column("__seq")))
+
+    def _under_the_name(self, closed: pa.Table, seqs: pa.ChunkedArray) -> pa.Table:
+        """Versions that have ended, without those of the table that another name saw: they have no length at the moment of its entry."""
+        if self.entered_us is None:
+            return closed
+        # At its first fold, versions of the table before end too.
+        mine = pc.is_in(closed.column(BEGAN_BY.name), seqs) if self.stands is None else True
+        return closed.filter(pc.invert(pc.and_(at_entry(closed, self.entered_us, self.since), mine)))
+
+    def _tail(self, history: OpenTable, after: Seq) -> tuple[Seq, pa.Table]:
+        """The records of this commit, and the cut that they end at."""
+        step = fold_step(
+            self.layout, history, after=after, upto=self.upto, rows_max=self.sizes.rows_max, table=self.schema.table_id
+        )
+        names = version_inputs(self.columns)
+        tail = read_history(history, after=after, upto=step, columns=names, table=self.schema.table_id)
+        if step == self.upto:
+            return step, tail
+        begins = _copy_begins(tail)
+        if begins is None:
+            return step, tail
+        # Where such a copy ends, no record tells; that `upto` isn't inside of it, the caller knows.
+        before = cuts_between(self.layout, after, Seq(begins - 1))
+        earlier = tail.filter(pc.less_equal(tail.column("__seq"), int(before[-1]))) if before else tail.slice(0, 0)
+        if earlier.num_rows:
+            return before[-1], earlier
+        return self.upto, read_history(history, after=after, upto=self.upto, columns=names, table=self.schema.table_id)
+
+    def _look_up(self, leaves: Leaves, keys: Keys) -> pa.Table:
+        """Open versions that may have one of the keys."""
+        shape = pa.schema([*self.columns, EXACT, VALID_FROM, BEGAN_BY])
+        hit, _ = leaves.holding(keys)
+        read = (conform(self._files.read(leaves.files[leaf].path), shape) for leaf in np.flatnonzero(hit).tolist())
+        return pa.concat_tables([shape.empty_table(), *(having(rows, keys) for rows in read)])
+
+    # --- from current ------------------------------------------------------------------------------------------
+
+    def _current(self, gone: Seq) -> tuple[OpenTable, datetime]:
+        """`current`, which has what history lost up to `gone`, and the time of the cut that it stands at."""
+        assert self.history is not None
+        path = self.layout.table_path("current", self.schema)
+        current = open_table(self.layout, path, self.layout.app_id("current", self.schema.table_id))
+        if current is None or current.n is None or current.n < gone or not holds(current, self.history):
+            raise LakeError(
+                f"the history of {self.schema.namespace}.{self.schema.name} was dropped up to {gone}, its versions stand at "
+                f"{self.stands or 0}, and there is no `current` to go on from",
+                hint=f"`millstream pipeline rebuild {self.name} --from source` copies the table anew.",
+                path=path,
+            )
+        cut = cut_at(self.layout, current.n)
+        assert cut is not None, "a fold ends at a cut"
+        return current, cut.commit_ts_max or cut.committed_at
+
+    def _go_on_from_current(self, opened: OpenTable, gone: Seq) -> FoldOutcome:
+        """A commit over records that history lost: the rows of `current` as a later copy would bring them, which confirms or ends what is open."""
+        current, began = self._current(gone)
+        assert current.n is not None, "said above"
+        files = TableFiles(self.layout, current.path)
+        shape = pa.schema([*self.columns, EXACT])
+        rows = [conform(files.read(leaf.path), shape) for leaf in Leaves(current, self.schema.key).files]
+        tail = copy_of(pa.concat_tables([shape.empty_table(), *rows]), self.stands or Seq(0), current.n, began)
+        found = self.folded(tail, whole=True)
+        exact = EXACT.name in current.schema().names
+        return self._write(
+            opened, Leaves(opened, self.schema.key, partition=OPEN_FOLDER), found, current.n, exact=exact
+        )
+
+    def _begin_from_current(self, opened: OpenTable, gone: Seq) -> FoldOutcome:
+        """The first commit where history lacks its beginning: the rows of `current` as open versions."""
+        current, began = self._current(gone)
+        assert current.n is not None, "said above"
+        path = current.path
+        have = current.schema()
+        writer = self._writer(opened, exact=EXACT.name in have.names)
+        files = TableFiles(self.layout, path)
+        for leaf in Leaves(current, self.schema.key).files:
+            rows = conform(files.read(leaf.path), pa.schema([*self.columns, EXACT]))
+            rows = rows.append_column(VALID_FROM, pa.array([began] * rows.num_rows, INSTANT))
+            rows = rows.append_column(VALID_TO, pa.nulls(rows.num_rows, INSTANT))
+            rows = rows.append_column(BEGAN_BY, pa.array([int(current.n)] * rows.num_rows, pa.int64()))
+            writer.add(conform(rows, self._file_columns(exact=True)))
+            writer.flush()
+        clock = pc.cast(pa.scalar(began, INSTANT), pa.int64()).as_py()
+        exact = EXACT.name in have.names
+        written = writer.written()
+        if self.entered_us is not None:
+            written += self._of_another(opened, self._file_columns(exact=exact), self.entered_us)
+        return self._commit(opened, written, [], current.n, clock, anew=True, exact=exact)
+
+    # --- writing -----------------------------------------------------------------------------------------------
+
+    def _write(
+        self, opened: OpenTable, leaves: Leaves, found: Versions | None, upto: Seq, *, exact: bool
+    ) -> FoldOutcome:
+        have = opened.schema()
+        exact = exact or EXACT.name in have.names
+        target = self._table_columns(exact=exact)
+        clock = None if found is None else found.clock_us
+        if _widened(have, target) or not set(self._bounded) <= set(bounded_columns(opened)):
+            # Not every reader reads older files' types as the new ones; and a column has bounds in all files or in none.
+            self._rewrite_all(opened, target, exact=exact)
+            return self._again(upto)
+        if not set(target.names) <= set(have.names):
+            add_columns(opened, target)
+        if found is None:
+            return self._standing(upto)
+        full = self._file_columns(exact=True)
+        put = conform(found.opened, full)
+        writer = self._writer(opened, exact=exact)
+        put_at = placed(leaves, Keys.of(put, self.schema.key), leaf_bytes=self.sizes.leaf_bytes)
+        small = leaves.size_bytes < self.sizes.small_bytes
+        rest = found.rest_closed_us is not None
+        places = touched(leaves, found.gone, put_at, everything=rest or (small and bool(len(found.gone) + len(put))))
+        extra = _Ended(self._files, self._file_columns(exact=exact), opened.version + 1)
+        extra.add(conform(found.closed, full))
+        changes = []
+        removed: list[str] = []
+        for place in places.hit:
+            leaf = leaves.files[place] if place < len(leaves) else None
+            some = places.gone.get(place)
+            gone = found.gone if some is None else found.gone.take(some)
+            mine = put.filter(pa.array(put_at == place))
+            if leaf is not None and rest:
+                gone = self._end_rest(leaf.path, found, extra)
+            if leaf is not None and not len(gone) and not mine.num_rows and not small:
+                continue
+            if leaf is not None:
+                removed.append(leaf.path)
+            changes.append((place, Change(leaf, gone, mine)))
+        writer.rewrite(changes)
+        extra.flush()
+        return self._commit(
+            opened, [*writer.written(), *extra.written], removed, upto, clock, anew=False, exact=exact, leaves=leaves
+        )
+
+    def _end_rest(self, path: str, found: Versions, extra: _Ended) -> Keys:
+        """End a leaf's versions that the run left open and the table's end took; returns the keys to take out of it."""
+        rows = conform(self._files.read(path), self._file_columns(exact=True))
+        keys = Keys.of(rows, self.schema.key)
+        have, gone, kept = key_codes([keys, found.gone, found.kept])
+        stays, told = np.isin(have, kept), np.isin(have, gone)
+        ended = rows.filter(pa.array(~stays & ~told))
+        moment = pa.array([found.rest_closed_us] * ended.num_rows, pa.int64()).cast(INSTANT)
+        extra.add(ended.set_column(ended.schema.get_field_index(VALID_TO.name), VALID_TO, moment))
+        return keys.take(np.flatnonzero(~stays))
+
+    def _rewrite_all(self, opened: OpenTable, target: pa.Schema, *, exact: bool) -> None:
+        """Write every file anew in wider columns, as a commit of its own that changes no version."""
+        columns = self._file_columns(exact=exact)
+        written = []
+        for folder in (OPEN_FOLDER, ENDED_FOLDER):
+            for leaf in Leaves(opened, self.schema.key, partition=folder).files:
+                rows = conform(self._files.read(leaf.path), columns)
+                written.append(self._files.write(rows, columns, new_name(opened.version + 1), partition=folder))
+        failpoints.hit("lake.before_scd2_commit")
+        swap(
+            opened,
+            opened.upkeep(exact=True),
+            add=written,
+            mode="overwrite",
+            schema=target,
+            partition_by=[IS_CURRENT.name],
+        )
+        again = open_table(self.layout, opened.path, opened.app)
+        assert again is not None
+        set_properties(again, bounded_property(self._bounded))
+
+    def _again(self, upto: Seq) -> FoldOutcome:
+        return self.begin(self.layout, self.schema, upto, self.sizes, self.path).run()
+
+    def replace_by(self, beside: OpenTable) -> FoldOutcome:
+        """Put the files of a table that was built beside this one in the place of all of its own."""
+        history = self.history = open_history(self.layout, self.schema)
+        self.schema, self.since = newest_schema(history), taken_since(history)
+        self.columns = _own_columns(self.schema, history)
+        opened = self.opened = self.opened or self._create()
+        self.stands = opened.n if goes_on(opened, history) else None
+        exact = EXACT.name in beside.schema().names or EXACT.name in opened.schema().names
+        columns = self._file_columns(exact=exact)
+        theirs = TableFiles(self.layout, beside.path)
+        written = []
+        for folder in (OPEN_FOLDER, ENDED_FOLDER):
+            for leaf in Leaves(beside, self.schema.key, partition=folder).files:
+                rows = conform(theirs.read(leaf.path), columns)
+                written.append(self._files.write(rows, columns, new_name(opened.version + 1), partition=folder))
+        if self.entered_us is not None:
+            written += self._of_another(opened, columns, self.entered_us)
+        failpoints.hit("lake.rebuild.before_swap")
+        return self._commit(opened, written, [], self.upto, clock_of(beside), anew=True, exact=exact)
+
+    def _of_another(self, opened: OpenTable, columns: pa.Schema, entered_us: int) -> list[NewFile]:
+        """Versions of before the table took over the name, written anew; what is still open of them ends there."""
+        kept = _Ended(self._files, columns, opened.version + 1)
+        moment = pa.scalar(entered_us, pa.int64()).cast(INSTANT)
+        for folder in (ENDED_FOLDER, OPEN_FOLDER) if self.stands is None else (ENDED_FOLDER,):
+            for leaf in Leaves(opened, self.schema.key, partition=folder).files:
+                with contextlib.suppress(LakeFilesGone, LakeUnavailable):  # somebody deleted it: it can't be had again
+                    rows = conform(self._files.read(leaf.path), columns)
+                    ends = pc.fill_null(rows.column(VALID_TO.name), moment)
+                    rows = rows.set_column(rows.schema.get_field_index(VALID_TO.name), VALID_TO, ends)
+                    before = pc.less(rows.column(VALID_FROM.name), moment)
+                    kept.add(rows.filter(pc.or_(before, at_entry(rows, entered_us, self.since))))
+        kept.flush()
+        return kept.written
+
+    def _commit(
+        self,
+        opened: OpenTable,
+        written: Sequence[NewFile],
+        removed: Sequence[str],
+        upto: Seq,
+        clock_us: int | None,
+        *,
+        anew: bool,
+        exact: bool,
+        leaves: Leaves | None = None,
+    ) -> FoldOutcome:
+        properties = opened.commit(upto, exact=True, holds=True)
+        assert properties.app_transactions is not None
+        properties.app_transactions += times_told(opened, clock_us, self.entered_us, self.since)
+        failpoints.hit("lake.before_scd2_commit")
+        swap(
+            opened,
+            properties,
+            add=written,
+            remove=removed,
+            mode="overwrite" if anew else "append",
+            schema=self._table_columns(exact=exact) if anew else None,
+            partition_by=[IS_CURRENT.name],
+        )
+        failpoints.hit("lake.after_scd2_commit")
+        rows = sum(file.rows for file in written)
+        sizes = {} if leaves is None else {leaf.path: leaf.size_bytes for leaf in leaves.files}
+        removed_bytes = sum(sizes[path] for path in removed)
+        live_bytes = sum(sizes.values()) - removed_bytes + sum(file.size_bytes for file in written)
+        return FoldOutcome(self._told(opened.version, rows, upto), live_bytes, removed_bytes)
+
+    # --- what it is --------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return qualified_name(self.schema.namespace, self.schema.name)
+
+    @property
+    def _files(self) -> TableFiles:
+        assert self.opened is not None
+        return TableFiles(self.layout, self.opened.path, self._bounded)
+
+    @property
+    def _bounded(self) -> tuple[str, ...]:
+        names = (*boundable(self.columns, self.schema.key), VALID_FROM.name, BEGAN_BY.name)
+        # Those of an earlier key keep theirs.
+        before = () if self.opened is None else bounded_columns(self.opened)
+        return (*names, *(name for name in before if name not in names))
+
+    def _writer(self, opened: OpenTable, *, exact: bool) -> LeafWriter:
+        return LeafWriter(
+            self._files,
+            self._file_columns(exact=exact),
+            self.schema.key,
+            opened.version + 1,
+            leaf_bytes=self.sizes.leaf_bytes,
+            partition=OPEN_FOLDER,
+        )
+
+    def _table_columns(self, *, exact: bool) -> pa.Schema:
+        """The table's columns: the key's and those that make versions first, where statistics reach."""
+        key = [column for column in self.columns if column.name in self.schema.key]
+        rest = [column for column in self.columns if column.name not in self.schema.key]
+        return pa.schema([*key, *VERSION_COLUMNS, *rest, *([EXACT] if exact else [])])
+
+    def _file_columns(self, *, exact: bool) -> pa.Schema:
+        """The same without the one that partitions."""
+        return pa.schema([column for column in self._table_columns(exact=exact) if column.name != IS_CURRENT.name])
+
+    def _create(self) -> OpenTable:
+        return create_table(
+            self.layout,
+            self.path,
+            self.layout.app_id("scd2", self.schema.table_id),
+            self._table_columns(exact=False),
+            description=(
+                f"Every version of the rows of {self.schema.namespace}.{self.schema.name}, written by Millstream "
+                f"(stream {self.layout.stream_name}). Don't write here."
+            ),
+            bounded=self._bounded,
+            partition_by=[IS_CURRENT.name],
+        )
+
+    def _standing(self, n: Seq) -> FoldOutcome:
+        return FoldOutcome(self._told(-1 if self.opened is None else self.opened.version, 0, n), 0)
+
+    def _told(self, version: int, rows: int, n: Seq) -> TableCommit:
+        folder = folder_name(self.schema.namespace, self.schema.name)
+        return TableCommit(self.schema.table_id, self.name, folder, "scd2", version, rows, n)
+
+
+class _Ended:
+    """Writes versions that have ended."""
+
+    def __init__(self, files: TableFiles, columns: pa.Schema, version: int) -> None:
+        self._files = files
+        self._columns = columns
+        self._version = version
+        self._held: list[pa.Table] = []
+        self.written: list[NewFile] = []
+
+    def add(self, rows: pa.Table) -> None:
+        """Take rows; files are written as there are enough of them."""
+        if rows.num_rows:
+            self._held.append(conform(rows, self._columns))
+        if sum(held.num_rows for held in self._held) >= _CLOSED_ROWS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is held."""
+        if self._held:
+            rows = pa.concat_tables(self._held)
+            self._held = []
+            key = self._columns.names[: self._columns.get_field_index(VALID_FROM.name)]
+            rows = in_key_order(rows, [*key, VALID_FROM.name])
+            self.written.append(self._files.write(rows, self._columns, new_name(self._version), partition=ENDED_FOLDER))
+
+
+def _own_columns(schema: TableSchema, history: OpenTable) -> pa.Schema:
+    """The columns that history keeps of the table, those of the key first; dropped ones stay, since older versions have them."""
+    columns = [column for column in history.schema() if column.name not in RECORD_COLUMNS]
+    ours = {column.name for column in VERSION_COLUMNS}
+    clash = [column.name for column in columns if column.name.lower() in ours]
+    if clash:
+        name = f"{schema.namespace}.{schema.name}"
+        raise LakeSchemaConflict(
+            f"{name} has a column {clash[0]}, which in its versions is Millstream's",
+            hint="Rename the column at the source, or leave `scd2` out of the stream's views.",
+            table=name,
+            column=clash[0],
+        )
+    key = [column for name in schema.key for column in columns if column.name == name]
+    return pa.schema([*key, *(column for column in columns if column.name not in schema.key)])
+
+
+def _copy_begins(tail: pa.Table) -> Seq | None:
+    """The first record of a copy that follows an earlier one; None where none begins among these records."""
+    marker = pc.and_(pc.equal(tail.column("__op"), "t"), pc.is_null(tail.column("__commit_index")))
+    found = pc.min(tail.filter(marker).column("__seq")).as_py()
+    return None if found is None else Seq(found)
+
+
+def _widened(have: pa.Schema, target: pa.Schema) -> bool:
+    return any(
+        have.get_field_index(column.name) >= 0 and not same_type(have.field(column.name).type, column.type)
+        for column in target
+    )

@@ -1,0 +1,1 @@
+"""SQL over the lake at one position, by DuckDB, without Spark."""

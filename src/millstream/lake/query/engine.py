@@ -1,0 +1,274 @@
+"""DuckDB as the engine of `query`: a private connection that reads a lake and nothing else, and how it scans Delta tables.
+
+A local table's files are read by DuckDB itself, which is twice as fast as through a dataset and pushes filters and
+columns down; those of an object store, or of a path that DuckDB would take for a pattern, come by way of a pyarrow dataset.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from concurrent.futures import Future
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
+
+from millstream.errors import InvalidQuery, LakeError, LakeUnavailable, MissingExtra
+from millstream.lake.delta import OpenTable, lake_errors
+from millstream.lake.layout import LakeLayout
+from millstream.lake.query.bounds import QueryBounds, Watch
+
+if TYPE_CHECKING:
+    import duckdb
+
+_PATTERN: Final = re.compile(r"[*?\[\]{}]")
+_COPY: Final = re.compile(r"copy", re.IGNORECASE)
+"""A statement without the word copies nothing, however it is written."""
+_COPIES: Final = '"type":"COPY'
+"""In a statement's tree as JSON, where nobody's text has bare quotes."""
+_EXPLAINED: Final = re.compile(r"\s*explain\s+(analyze\b)?\s*(\([^)]*\)\s*)?", re.IGNORECASE)
+_GONE: Final = re.compile(r"no files found|cannot open file|could not open|no such file|not found", re.IGNORECASE)
+
+
+def quote(name: str) -> str:
+    """An SQL identifier, quoted whatever it holds."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def literal(text: str) -> str:
+    """An SQL string."""
+    return "'" + text.replace("'", "''") + "'"
+
+
+def names(columns: Sequence[str], table: str = "") -> str:
+    """A list of columns for a SELECT."""
+    return ", ".join(f"{table}{quote(name)}" for name in columns)
+
+
+class Engine:
+    """A private DuckDB connection that reads a lake. For one thread, but for `interrupt` of the connection."""
+
+    def __init__(self, layout: LakeLayout, scratch: str, bounds: QueryBounds | None = None) -> None:
+        """Begin to connect, which takes as long as finding out what to read: both go on at once.
+
+        Args:
+            layout: the lake.
+            scratch: a folder of its own.
+            bounds: what it may take.
+
+        Raises:
+            MissingExtra: DuckDB isn't installed.
+        """
+        if find_spec("duckdb") is None:
+            raise MissingExtra(
+                "SQL needs DuckDB, which isn't installed", hint="pip install 'millstream[run]'", extra="run"
+            )
+        self._connected: Future[duckdb.DuckDBPyConnection] = Future()
+        Thread(target=self._connect, args=(scratch, layout, bounds), name="millstream-duckdb", daemon=True).start()
+        self.watch: Final = Watch(bounds, scratch, self._interrupt)
+        self._scratch = scratch
+        self._named = 0
+
+    def _connect(self, scratch: str, layout: LakeLayout, bounds: QueryBounds | None) -> None:
+        try:
+            self._connected.set_result(_connect(scratch, layout, bounds))
+        except BaseException as error:  # noqa: BLE001 - whoever needs the connection raises it
+            self._connected.set_exception(error)
+
+    def _interrupt(self) -> None:
+        if self._connected.done() and self._connected.exception() is None:
+            self.connection.interrupt()
+
+    @property
+    def connection(self) -> duckdb.DuckDBPyConnection:
+        """The connection itself."""
+        return self._connected.result()
+
+    def close(self) -> None:
+        """End the connection."""
+        self.watch.end()
+        self.connection.close()
+
+    def register(self, data: object) -> str:
+        """Give Arrow data a name in the connection."""
+        self._named += 1
+        name = f"__millstream_{self._named}"
+        self.connection.register(name, data)
+        return name
+
+    def keep(self, data: pa.Table) -> str:
+        """The same as a temporary table."""
+        source = self.register(data)
+        self.connection.execute(f"CREATE TEMP TABLE {source}_kept AS FROM {source}")
+        self.connection.unregister(source)
+        return f"{source}_kept"
+
+    def scratch_file(self, suffix: str) -> str:
+        """A path for a new file that the connection may read."""
+        self._named += 1
+        return f"{self._scratch}/{self._named}{suffix}"
+
+    def fetch(self, sql: str) -> pa.Table:
+        """The result of a query of ours."""
+        return self.connection.sql(sql).to_arrow_table()
+
+    def type_of(self, registered: str, column: str) -> str:
+        """DuckDB's name for the type of a registered column."""
+        # fetchall ends the result: an open one keeps the connection from registering more.
+        found = self.connection.execute(
+            f"SELECT typeof({quote(column)}) FROM (SELECT 1) LEFT JOIN {registered} ON false"
+        ).fetchall()
+        return str(found[0][0])
+
+    def view(self, namespace: str, name: str, sql: str) -> None:
+        """Make one view; DuckDB ignores case, so that of two names that differ by case only one can be had."""
+        import duckdb
+
+        try:
+            self.connection.execute(f"CREATE SCHEMA IF NOT EXISTS {quote(namespace)}")
+            self.connection.execute(f"CREATE VIEW {quote(namespace)}.{quote(name)} AS {sql}")
+        except duckdb.CatalogException as error:
+            raise LakeError(f"can't be named in a query: {error}") from error
+
+    def has_view(self, namespace: str, name: str) -> bool:
+        """Whether there is one of that name."""
+        found = self.connection.execute(
+            "SELECT 1 FROM duckdb_views() WHERE NOT internal AND schema_name = ? AND view_name = ?", [namespace, name]
+        )
+        return found.fetchone() is not None
+
+    def forget_views(self) -> None:
+        """Drop all views."""
+        found = self.connection.execute("SELECT schema_name, view_name FROM duckdb_views() WHERE NOT internal")
+        for namespace, view in found.fetchall():
+            self.connection.execute(f"DROP VIEW {quote(namespace)}.{quote(view)}")
+
+    def statements(self, sql: str) -> list[str]:
+        """The statements of a text, each one that only reads.
+
+        Raises:
+            InvalidQuery: DuckDB can't parse it, or it would do more than read.
+        """
+        import duckdb
+
+        try:
+            found = self.connection.extract_statements(sql)
+            for statement in found:
+                kind, text = statement.type, statement.query
+                if kind is duckdb.StatementType.EXPLAIN:
+                    text = _EXPLAINED.sub("", text, count=1)
+                    inner = self.connection.extract_statements(text)
+                    kind = inner[0].type if len(inner) == 1 else kind
+                allowed = kind in {duckdb.StatementType.SELECT, duckdb.StatementType.MULTI}
+                if not allowed or self._may_copy(text):
+                    raise InvalidQuery(
+                        f"the lake is read only: {' '.join(text.split())[:80]}",
+                        hint="SELECT, WITH, FROM, VALUES, DESCRIBE, SUMMARIZE, SHOW and EXPLAIN can be asked; in WITH, too, nothing is copied.",
+                    )
+        except duckdb.Error as error:
+            raise InvalidQuery(str(error)) from error
+        return [statement.query for statement in found]
+
+    def _may_copy(self, statement: str) -> bool:
+        """Whether a SELECT has a COPY in its WITH, which would write into the folders that DuckDB may read: as DuckDB itself parses it.
+
+        What it can't tell the tree of (a PIVOT statement) may, where it has the word at all.
+        """
+        if _COPY.search(statement) is None:
+            return False
+        # fetchall ends the result: an open one keeps the connection from other work.
+        ((tree,),) = self.connection.execute("SELECT json_serialize_sql(?)", [statement]).fetchall()
+        return _COPIES in tree or not tree.startswith('{"error":false')
+
+    def scan(
+        self,
+        opened: OpenTable,
+        paths: Sequence[str] | None,
+        needed: Sequence[str],
+        *,
+        alike: Sequence[str] | None = None,
+    ) -> tuple[str, list[str]]:
+        """What to write after FROM to read some of a table's files, and which of the needed columns that has.
+
+        Args:
+            opened: the Delta table.
+            paths: the files, within the table's folder, in order; None for all.
+            needed: the columns that may be asked for.
+            alike: where the files are known to have the same columns, these: then they needn't all be opened to find out.
+
+        Returns:
+            An empty text where there are no files.
+
+        Raises:
+            LakeUnavailable: files of it are gone.
+        """
+        import duckdb
+
+        if not _is_local(opened.path):
+            with lake_errors(opened.path):
+                dataset = opened.table.to_pyarrow_dataset()
+            return self.register(dataset), [name for name in needed if name in dataset.schema.names]
+        files = [f"{opened.path}/{path}" for path in (_paths(opened) if paths is None else paths)]
+        if not files:
+            return "", []
+        listed = ", ".join(literal(file) for file in files)
+        if alike is not None:
+            return f"read_parquet([{listed}], hive_partitioning = false)", [name for name in needed if name in alike]
+        source = f"read_parquet([{listed}], union_by_name = true, hive_partitioning = false)"
+        try:
+            have = self.connection.sql(f"SELECT * FROM {source} LIMIT 0").columns
+        except duckdb.IOException as error:
+            raise unavailable(opened, error) from error
+        return source, [name for name in needed if name in have]
+
+
+def unavailable(opened: OpenTable, error: Exception) -> LakeUnavailable:
+    """What to raise where a table's files went between looking and reading."""
+    return LakeUnavailable(
+        f"{opened.path}: files of version {opened.version} are gone: {error}",
+        hint="Ask again; where it stays, somebody deleted files of the lake: `millstream pipeline rebuild` builds the table anew.",
+        path=opened.path,
+    )
+
+
+def files_gone(said: str) -> bool:
+    """Whether DuckDB complains of a file that isn't there any more."""
+    return said.startswith("IO Error") and _GONE.search(said) is not None
+
+
+def _connect(scratch: str, layout: LakeLayout, bounds: QueryBounds | None) -> duckdb.DuckDBPyConnection:
+    """A private connection that reaches what is registered and the lake's own files, and nothing else."""
+    import duckdb
+
+    connection = duckdb.connect(
+        ":memory:",
+        config={
+            "autoinstall_known_extensions": "false",
+            "autoload_known_extensions": "false",
+            "python_enable_replacements": "false",
+            "temp_directory": scratch,
+        },
+    )
+    own = [scratch, *([layout.root] if _is_local(layout.root) else [])]
+    for setting in (
+        *(() if bounds is None else bounds.settings()),
+        "TimeZone = 'UTC'",
+        f"allowed_directories = [{', '.join(literal(folder + '/') for folder in own)}]",
+        "enable_external_access = false",
+        "lock_configuration = true",
+    ):
+        connection.execute(f"SET {setting}")
+    return connection
+
+
+def _paths(opened: OpenTable) -> list[str]:
+    with lake_errors(opened.path):
+        found: Any = opened.table.get_add_actions(flatten=True)
+        return [str(path) for path in pa.RecordBatchReader.from_stream(found).read_all().column("path").to_pylist()]
+
+
+def _is_local(path: str) -> bool:
+    return "://" not in path and Path(path).is_absolute() and _PATTERN.search(path) is None

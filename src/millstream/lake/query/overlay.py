@@ -1,0 +1,84 @@
+"""What a run of history does to rows that stood before it, told without reading the rows' values.
+
+A query may want one row or one column of a tail that has ten; so only keys and the records' own columns are read here, and
+what comes out says *which* records are rows now. Their values are read by the engine that runs the query, where it needs
+them. Only rows that take columns from their past (moved, or with unchanged large values) are built, since DuckDB can't.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+
+from millstream.lake.folded.fold import EXACT, Lookup, materialize, past_rows, plan_keyed, run_of
+from millstream.lake.keys import Keys
+from millstream.lake.types import conform
+from millstream.model.schema import TableSchema
+
+SEQ: Final = "__seq"
+Read = Callable[[Sequence[str], "pa.Array | None"], pa.Table]
+"""The run's records with some columns, where they have them: all, or those of some `__seq`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overlay:
+    """Rows to put in, over those that are left."""
+
+    winners: pa.Table
+    """`__seq` of the records that are rows as they stand, and their key columns."""
+    built: pa.Table
+    """Rows of which no one record is the whole: columns and `__exact`."""
+    gone: Keys
+    """Rows with these keys are left out of what stood before; of length 0 where none stood."""
+    truncated: bool
+    exact: bool
+    """Whether any of these rows needs `__exact`."""
+
+
+def overlay(read: Read, schema: TableSchema, columns: pa.Schema, lookup: Lookup, *, stood: bool) -> Overlay:
+    """What a keyed table's records do.
+
+    Args:
+        read: reads them; in order of `__seq` it is quickest.
+        schema: the table's schema at the end of the run: its key.
+        columns: the row's columns, in the lake's types.
+        lookup: rows that stood before, by key; asked once at most.
+        stood: whether any row stood before.
+
+    Raises:
+        LakeError: a record leaves a column unchanged and the lake holds no earlier row of it.
+    """
+    narrow = ["__op", SEQ, "__unchanged", EXACT.name, "__before", *schema.key]
+    run = run_of(read(narrow, None), schema, pa.schema([columns.field(name) for name in schema.key]))
+    plan = plan_keyed(run, gone=stood and not run.truncated)
+    past = past_rows(plan, lookup)
+    seqs = run.tail.column(SEQ).to_numpy()
+    shape = pa.schema([*columns, EXACT])
+    built = shape.empty_table()
+    if plan.states:
+        needed = np.unique(np.array([r for s in plan.states for r in (s.base, *s.filled.values()) if r >= 0], np.int64))
+        places = {int(record): place for place, record in enumerate(needed)}
+        wanted = pa.array(seqs[needed])
+        rows = conform(read([SEQ, *columns.names, EXACT.name], wanted).sort_by(SEQ), shape)
+        walked = [
+            replace(
+                state,
+                base=places[state.base],
+                filled={name: at if at < 0 else places[at] for name, at in state.filled.items()},
+            )
+            for state in plan.states
+        ]
+        built = materialize(rows, replace(plan, winners=plan.winners[:0], states=walked), past)
+    texts = run.values.column(EXACT.name).take(pa.array(plan.winners))
+    winning = run.values.select(list(schema.key)).take(pa.array(plan.winners))
+    return Overlay(
+        winners=winning.append_column(SEQ, pa.array(seqs[plan.winners])),
+        built=built,
+        gone=plan.gone if stood and not run.truncated else plan.gone.take(np.zeros(0, np.int64)),
+        truncated=run.truncated,
+        exact=texts.null_count < len(texts) or built.column(EXACT.name).null_count < built.num_rows,
+    )

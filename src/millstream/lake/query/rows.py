@@ -1,0 +1,239 @@
+"""A table's rows at a position, as SQL: `current`, less what records since then take out, and what they put in.
+
+Each function gives a SELECT with the schema's columns, and `__exact` where a row needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.errors import BeyondRetention, LakeFilesGone
+from millstream.lake.data_files import ROW_GROUP_ROWS, LiveFile, TableFiles, files_of
+from millstream.lake.delta import OpenTable
+from millstream.lake.eras import ALL, Share, within
+from millstream.lake.folded.build import build_rows, plan_build
+from millstream.lake.folded.current import DEFAULT_SIZES, current_columns, tail_columns
+from millstream.lake.folded.fold import EXACT, fold_records
+from millstream.lake.folder import history_from, lacks_beginning
+from millstream.lake.keys import Keys
+from millstream.lake.layout import LakeLayout
+from millstream.lake.query.engine import Engine, names, quote, unavailable
+from millstream.lake.query.overlay import SEQ, overlay
+from millstream.lake.types import conform, text_maps
+from millstream.model.positions import Seq, StreamToken
+from millstream.model.schema import TableSchema
+
+
+class Run:
+    """A table's records in `(after, upto]`."""
+
+    def __init__(
+        self, engine: Engine, layout: LakeLayout, history: OpenTable, table: TableSchema, after: Seq, upto: Seq
+    ) -> None:
+        self._engine, self._history = engine, history
+        self._share = Share(history, table.table_id)
+        self._files = TableFiles(layout, history.path)
+        self._after, self._upto = int(after), int(upto)
+        found = [
+            file
+            for file in files_of(history, SEQ)
+            if (file.low is None or (file.high > after and file.low <= upto)) and self._share.spans(file.path)
+        ]
+        self._found = sorted(found, key=lambda file: file.low or 0)
+        self.rows = sum(file.rows for file in found)
+        """At most so many."""
+        self._alike: Sequence[str] | None = None
+        """The files' columns, once all have been read and had the same."""
+
+    def scan(self, needed: Sequence[str]) -> tuple[str, list[str]]:
+        """What to write after FROM, and which columns it has."""
+        return self._engine.scan(self._history, [file.path for file in self._found], needed, alike=self._alike)
+
+    def read(self, needed: Sequence[str], seqs: pa.Array | None) -> pa.Table:
+        """See `overlay.Read`. All records are read past the engine: their files are many and small, and it takes its time with each."""
+        if seqs is None or not self._found:
+            return self._read_all(needed)
+        source, have = self.scan(needed)
+        wanted = self._engine.register(pa.table({SEQ: seqs}))
+        inside = f"{SEQ} > {self._after} AND {SEQ} <= {self._upto} AND {SEQ} IN (FROM {wanted})"
+        return self._engine.fetch(f"SELECT {names(have)} FROM {source} WHERE {inside}")
+
+    def _read_all(self, needed: Sequence[str]) -> pa.Table:
+        shape = self._history.schema()
+        shape = pa.schema([shape.field(name) for name in needed if name in shape.names])
+        tables, schemas = [shape.empty_table()], list[Any]()
+        try:
+            for file in self._found:
+                with self._files.open(file.path) as opened:
+                    # Of small files it is over sooner without threads.
+                    rows = opened.read(columns=shape.names, use_threads=file.rows >= ROW_GROUP_ROWS)
+                    schemas.append(opened.schema)
+                    if self._alike is None and len(schemas) == 1:
+                        self._alike = opened.schema_arrow.names
+                tables.append(conform(self._inside(file, rows), shape))
+        except LakeFilesGone as error:
+            raise unavailable(self._history, error) from error
+        if not all(schema.equals(schemas[0]) for schema in schemas[1:]):
+            self._alike = None
+        return pa.concat_tables(tables)
+
+    def _inside(self, file: LiveFile, rows: pa.Table) -> pa.Table:
+        """Those of a file's rows that are the run's."""
+        spans = self._share.spans(file.path)
+        if spans != ALL:
+            rows = rows.filter(within(rows.column(SEQ), spans))
+        elif file.low is not None and file.low > self._after and file.high <= self._upto:
+            return rows
+        seqs = rows.column(SEQ)
+        return rows.filter(pc.and_(pc.greater(seqs, self._after), pc.less_equal(seqs, self._upto)))
+
+
+def keyed_sql(engine: Engine, run: Run, base: OpenTable | None, schema: TableSchema, columns: pa.Schema) -> str:
+    """The rows that records put in, under those of `current` that they leave."""
+    stood = base is not None
+
+    def lookup(keys: Keys) -> pa.Table:
+        return _rows_of(engine, base, keys, columns)
+
+    over = overlay(run.read, schema, columns, lookup, stood=stood)
+    source, have = "", list[str]()
+    if base is not None and not over.truncated:
+        source, have = engine.scan(base, None, [*columns.names, EXACT.name])
+    shown = [column.name for column in schema.columns]
+    if EXACT.name in have or over.exact:
+        shown.append(EXACT.name)
+    types = engine.register(pa.schema([*columns, EXACT]).empty_table())
+    parts = []
+    # Tables of DuckDB's own, which it probes faster than Arrow's: ten million times, for a query over everything.
+    winners = engine.keep(over.winners) if over.winners.num_rows else ""
+    if source:
+        kept = f"SELECT {filled(engine, shown, have, 'c', types)} FROM {source} c"
+        if len(over.gone):
+            # Every winner's key is among them.
+            same = over.gone.typed and len(over.gone) == over.winners.num_rows
+            gone = winners if same else engine.keep(gone_table(over.gone))
+            kept += f" ANTI JOIN {gone} g ON {same_key(over.gone, with_exact=EXACT.name in have)}"
+        parts.append(kept)
+    if winners:
+        parts.append(_winners_sql(engine, run, winners, schema, shown, types))
+    if over.built.num_rows or not parts:
+        parts.append(f"SELECT {names(shown)} FROM {engine.register(over.built)}")
+    return " UNION ALL ".join(parts)
+
+
+def _winners_sql(engine: Engine, run: Run, winners: str, schema: TableSchema, shown: Sequence[str], types: str) -> str:
+    """The records that are rows. Keys come from memory, so that a condition on them spares reading the files."""
+    source, have = run.scan([*shown, SEQ])
+    values = [f"w.{quote(name)}" if name in schema.key else filled(engine, [name], have, "h", types) for name in shown]
+    return f"SELECT {', '.join(values)} FROM {winners} w JOIN {source} h ON h.{SEQ} = w.{SEQ}"
+
+
+def bag_sql(engine: Engine, run: Run, base: OpenTable | None, schema: TableSchema, columns: pa.Schema) -> str:
+    """The rows of a table without a key: those of `current`, less as many equal ones as went, and those that came."""
+    folded = fold_records(run.read(tail_columns(columns), None), schema, columns, _nothing)
+    source, have = "", list[str]()
+    if base is not None and not folded.truncated:
+        source, have = engine.scan(base, None, [*columns.names, EXACT.name])
+    shown = [column.name for column in schema.columns]
+    if EXACT.name in have or folded.rows.column(EXACT.name).null_count < folded.rows.num_rows:
+        shown.append(EXACT.name)
+    fresh = f"SELECT {names(shown)} FROM {engine.register(folded.rows)}"
+    if not source:
+        return fresh
+    types = engine.register(pa.schema([*columns, EXACT]).empty_table())
+    kept = f"SELECT {filled(engine, shown, have, 'c', types)} FROM {source} c"
+    if len(folded.gone):
+        gone = engine.register(gone_table(folded.gone))
+        kept = _without(kept, f"SELECT {names(shown)} FROM {gone}", shown, columns)
+    return f"{kept} UNION ALL {fresh}"
+
+
+def left_sql(engine: Engine, layout: LakeLayout, history: OpenTable, schema: TableSchema, upto: Seq) -> str:
+    """The rows of a table whose name another has taken over, from what it left in history: its `current` went with the name.
+
+    Raises:
+        BeyondRetention: it lacks its beginning.
+    """
+    if lacks_beginning(history):
+        gone = history_from(history)
+        raise BeyondRetention(
+            f"the records of {schema.full_name} up to {StreamToken.scalar(layout.stream_id, gone)} were dropped from history",
+            hint="Its next change shows what it lacks.",
+            first=int(gone),
+        )
+    columns = current_columns(layout, schema, history)
+    run = Run(engine, layout, history, schema, Seq(0), upto)
+    return (keyed_sql if schema.key else bag_sql)(engine, run, None, schema, columns)
+
+
+def built_sql(engine: Engine, upto: Seq, history: OpenTable, schema: TableSchema, columns: pa.Schema) -> str:
+    """A large table's rows from all of its history, through a scratch file."""
+    import pyarrow.parquet as pq
+
+    parts, exact = plan_build(history, schema, upto, part_bytes=DEFAULT_SIZES.build_bytes)
+    shape = pa.schema([*columns, EXACT])
+    path = engine.scratch_file(".parquet")
+    with pq.ParquetWriter(path, shape, compression="zstd", compression_level=1) as writer:
+        for part in parts:
+            engine.watch.check()
+            writer.write_table(conform(build_rows(history, schema, columns, upto, part), shape))
+    shown = [column.name for column in schema.columns] + ([EXACT.name] if exact else [])
+    return f"SELECT {names(shown)} FROM read_parquet('{path}', hive_partitioning = false)"
+
+
+def _rows_of(engine: Engine, base: OpenTable | None, keys: Keys, columns: pa.Schema) -> pa.Table:
+    """Rows of `current` that may have one of the keys."""
+    shape = pa.schema([*columns, EXACT])
+    source, have = ("", []) if base is None else engine.scan(base, None, shape.names)
+    if not source:
+        return shape.empty_table()
+    first = engine.register(keys.to_table().select([0]))
+    name = quote(keys.names[0])
+    found = engine.fetch(
+        f"SELECT {names(have)} FROM {source} c WHERE EXISTS (FROM {first} k WHERE c.{name} IS NOT DISTINCT FROM k.{name})"
+    )
+    return conform(found, shape)
+
+
+def filled(engine: Engine, shown: Sequence[str], have: Sequence[str], table: str, types: str) -> str:
+    """A SELECT's list of columns, NULL for those that the files lack."""
+    return ", ".join(
+        f"{table}.{quote(name)}" if name in have else f"NULL::{engine.type_of(types, name)} AS {quote(name)}"
+        for name in shown
+    )
+
+
+def _nothing(keys: Keys) -> pa.Table:
+    """For bags, which ask for no row's past."""
+    return keys.to_table()
+
+
+def _without(kept: str, gone: str, shown: list[str], columns: pa.Schema) -> str:
+    """A bag's rows without as many equal ones as `gone` has; 0 and -0, equal in SQL, are told apart by their texts."""
+    signs = "".join(f", CAST({quote(f.name)} AS VARCHAR)" for f in columns if pa.types.is_floating(f.type))
+    both = " EXCEPT ALL ".join(f"SELECT {names(shown)}{signs} FROM ({rows})" for rows in (kept, gone))
+    return f"SELECT {names(shown)} FROM ({both})"
+
+
+def gone_table(gone: Keys) -> pa.Table:
+    """Keys as a table: the typed columns, `__exact`, and each column's text beside it."""
+    exact = [pa.nulls(len(gone), pa.string()) if e is None else e for e in gone.exact]
+    arrays = [*gone.columns, text_maps(gone.names, exact, len(gone)), *exact]
+    return pa.table(arrays, names=[*gone.names, EXACT.name, *(f"__exact.{name}" for name in gone.names)])
+
+
+def same_key(gone: Keys, *, with_exact: bool) -> str:
+    """Whether a row of `current` (`c`) has a key of `gone` (`g`)."""
+    if gone.typed:
+        return " AND ".join(f"c.{quote(name)} = g.{quote(name)}" for name in gone.names)
+    same = []
+    for name in gone.names:
+        same.append(f"c.{quote(name)} IS NOT DISTINCT FROM g.{quote(name)}")
+        literal = name.replace("'", "''")
+        text = f"c.__exact['{literal}']" if with_exact else "NULL"
+        same.append(f"{text} IS NOT DISTINCT FROM g.{quote(f'__exact.{name}')}")
+    return " AND ".join(same)

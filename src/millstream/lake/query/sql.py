@@ -1,0 +1,587 @@
+"""SQL over all tables of a stream at one token, fresh: `current` at its last fold, under history's tail since then.
+
+The token is that of the last commit cut, or of an earlier one. For each table it is found which records since the fold are
+rows now, and a DuckDB view lays them over `current`; so a query sees what the last batch brought, whatever the table's size,
+and never half a transaction. Nothing is written to the lake, and the SQL reaches the lake's own files and nothing else.
+
+Views: `schema.table` for the rows, `history."schema.table"` for the records, `history._messages` for logical messages,
+`scd2."schema.table"` for the versions of rows, where the lake keeps them.
+Only tables whose name stands in the SQL are prepared. DuckDB is imported when a session opens.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Self, cast
+
+import pyarrow as pa
+
+from millstream.errors import (
+    BeyondRetention,
+    InvalidQuery,
+    LakeError,
+    LakeTableForeign,
+    LakeUnavailable,
+    MillstreamError,
+)
+from millstream.lake.commits import Cut, CutTable, cut_from, last_cut
+from millstream.lake.delta import OpenTable, open_table
+from millstream.lake.eras import Era, era_at, first_told, holds, newest_schema
+from millstream.lake.folded.current import current_columns
+from millstream.lake.folder import history_begun, history_from
+from millstream.lake.known import KnownTable, empty_records, empty_rows, is_meant
+from millstream.lake.layout import MESSAGES, LakeLayout, folder_name, has_current
+from millstream.lake.moves import open_left_behind
+from millstream.lake.query.bounds import QueryBounds
+from millstream.lake.query.engine import Engine, files_gone, quote
+from millstream.lake.query.overlay import SEQ
+from millstream.lake.query.rows import Run, bag_sql, built_sql, keyed_sql, left_sql
+from millstream.lake.query.standing import standing_at
+from millstream.lake.query.version_rows import versions_sql
+from millstream.model.ids import TableId
+from millstream.model.names import parse_qualified_name, qualified_name
+from millstream.model.positions import Seq, StreamToken
+from millstream.model.schema import TableSchema
+
+if TYPE_CHECKING:
+    import duckdb
+
+HISTORY: Final = "history"
+SCD2: Final = "scd2"
+OVERLAY_ROWS_MAX: Final = 3_000_000
+"""Records that lie over no `current`: more are built into a scratch file, in bounded memory."""
+_STREAM_ROWS: Final = 1 << 16
+_CATALOG_WORDS: Final = re.compile(
+    r"\b(information_schema|pg_catalog|duckdb_\w+|sqlite_master|pg_\w+)\b", re.IGNORECASE
+)
+"""A query with one of these may list tables that it doesn't name."""
+_LIST: Final = re.compile(r"\s*(show(\s+all)?\s+tables|show|describe)\s*;?\s*", re.IGNORECASE)
+_LISTED: Final = (
+    "SELECT list_aggregate([CASE WHEN regexp_full_match(part, '[a-z_][a-z0-9_]*') THEN part"
+    """ ELSE '"' || replace(part, '"', '""') || '"' END FOR part IN [schema_name, view_name]], 'string_agg', '.') AS name"""
+    " FROM duckdb_views() WHERE NOT internal AND NOT temporary ORDER BY schema_name, view_name"
+)
+"""What `SHOW TABLES` gives here: DuckDB's own also has what views are made of, and no schemas."""
+
+
+class LakeSession:
+    """A stream's tables at one token, as views of a private DuckDB connection.
+
+    Use it from one thread. It stands at the last cut of the moment it was opened, or at an earlier one; open another to see
+    more. Files that folds replace meanwhile stay for some minutes: a session that is older than that may have to be opened anew.
+    """
+
+    def __init__(
+        self,
+        layout: LakeLayout,
+        *,
+        as_of: Seq | datetime | None = None,
+        held: Callable[[], Mapping[str, str]] | None = None,
+        known: Callable[[], Sequence[KnownTable]] | None = None,
+        landed_by: str | None = None,
+        bounds: QueryBounds | None = None,
+    ) -> None:
+        """Open a session.
+
+        Args:
+            layout: where the lake is.
+            as_of: an earlier position, or a moment (with a time zone): the last cut that holds nothing committed after it.
+                Tables are then shown with the columns that they had. None for the last cut. A position inside an operation
+                stands for the last one in front of it.
+            held: gives the tables that are set aside, by name, with the reason. Asked at most once, and only where a table
+                of a query has got nothing lately: that may take longer than the query.
+            known: gives the source's tables as capture knows them. Asked at most once, where a query names one that the lake hasn't,
+                or may list all: those without a record are then empty, and those renamed since can be named as they are called now.
+            landed_by: the other node that lands the stream's tables, for people; None where this one does.
+            bounds: what it may take; None for all that there is.
+
+        Raises:
+            MissingExtra: DuckDB isn't installed.
+            TokenFromFuture: the lake hasn't reached `as_of`.
+            TimeFromFuture: nor has the clock.
+            BeyondRetention: the lake begins after `as_of`.
+            LakeTableForeign: somebody else wrote into `_commits`.
+        """
+        self._layout = layout
+        folder = None if bounds is None else bounds.folder
+        self._scratch = tempfile.TemporaryDirectory(prefix="millstream-query-", dir=folder)
+        self._engine = Engine(layout, self._scratch.name, bounds)
+        self._past = as_of is not None
+        self.landed_by: Final = landed_by
+        """The other node that lands the tables; None where this one does."""
+        try:
+            self._n, self._cut = standing_at(layout, as_of)
+            moved = as_of is not None and not isinstance(as_of, datetime) and as_of != self._n
+            self._asked = cast("Seq", as_of) if moved else None
+            self._tables: dict[str, CutTable] = {} if self._cut is None else dict(self._cut.tables)
+            if self._past and (self._cut is None or self._cut.n < self._n):
+                self._since_the_cut()
+        except BaseException:
+            self.close()
+            raise
+        self._held, self._asked_held = held, dict[str, str]()
+        self._known, self._asked_known = known, list[KnownTable]()
+        self._old_versions = True
+        """Whether `current` may be read at versions that aren't the newest: their files may go at any time."""
+        self._rows_left = set(self._tables)
+        self._records_left = set(self._tables)
+        self._versions_left = set(self._tables)
+        self._behind: dict[str, Seq] = {}
+        """Tables that queries may have named and whose history ends below the token, with where."""
+        self._failures: dict[str, MillstreamError] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the session; its results stay."""
+        self._engine.close()
+        self._scratch.cleanup()
+
+    @property
+    def token(self) -> StreamToken:
+        """Where all tables stand."""
+        return StreamToken.scalar(self._layout.stream_id, self._n)
+
+    @property
+    def moved_from(self) -> StreamToken | None:
+        """The token that was asked for, where it lies inside an operation: `token` is the last one that parts none."""
+        return None if self._asked is None else StreamToken.scalar(self._layout.stream_id, self._asked)
+
+    @property
+    def cut(self) -> Cut | None:
+        """The cut that the session stands at; None where nothing has landed yet."""
+        return self._cut
+
+    def is_newest(self) -> bool:
+        """Whether no cut has come since the session was opened."""
+        newest = last_cut(self._layout)
+        return newest == self._cut
+
+    @property
+    def tables(self) -> list[str]:
+        """The tables' names, as SQL takes them."""
+        return sorted(table.name for folder, table in self._tables.items() if folder != MESSAGES)
+
+    def name_of(self, table_id: TableId) -> str | None:
+        """What a table is called here, whatever it is called now; None where the lake has no record of it."""
+        return next((table.name for table in self._tables.values() if table.table_id == table_id), None)
+
+    @property
+    def missing(self) -> Mapping[str, str]:
+        """Tables that queries so far may have named and that can't be read, with the reason."""
+        return {name: error.message for name, error in self._failures.items()}
+
+    @property
+    def is_left_behind(self) -> bool:
+        """Whether the tables lie in a folder, and another node lands them: it may be a folder of this machine, in which nothing lands any more."""
+        return self.landed_by is not None and "://" not in self._layout.location
+
+    @property
+    def held_back(self) -> Mapping[str, str]:
+        """Tables that queries so far may have named and that are set aside, with the reason and where their rows stand."""
+        if self._behind and self._held is not None:
+            self._asked_held, self._held = dict(self._held()), None
+        return {
+            name: f"{self._asked_held[name]}; its rows stand at {StreamToken.scalar(self._layout.stream_id, at)}"
+            for name, at in self._behind.items()
+            if name in self._asked_held
+        }
+
+    def query(self, sql: str) -> pa.Table:
+        """The result of one SQL statement.
+
+        Raises:
+            InvalidQuery: DuckDB refuses it, with DuckDB's message; or it would do more than read.
+            BeyondRetention: a table's past doesn't reach back so far.
+            LakeTableForeign: somebody else wrote into a table.
+            LakeUnavailable: files that the session stood on were deleted meanwhile: open another.
+        """
+        return self.stream(sql).read_all()
+
+    def stream(self, sql: str, *, batch_rows: int = _STREAM_ROWS) -> pa.RecordBatchReader:
+        """The same, while it is computed: batches of at most so many rows. Errors may come with any of them.
+
+        Take it to its end, or close it, before the session's next query.
+        """
+        import duckdb
+
+        if len(self.statements(sql)) != 1:
+            raise InvalidQuery("one statement at a time, please")
+        if _LIST.fullmatch(sql):
+            sql = _LISTED
+        try:
+            reader = self._run(sql, batch_rows)
+            return pa.RecordBatchReader.from_batches(reader.schema, self._checked(reader))
+        except duckdb.Error as error:
+            raise self._translated(error) from error
+
+    def statements(self, sql: str) -> list[str]:
+        """The statements that a text holds, each one that only reads.
+
+        Raises:
+            InvalidQuery: DuckDB can't parse it, or it would do more.
+        """
+        return self._engine.statements(sql)
+
+    def columns(self, table: str) -> list[tuple[str, str]]:
+        """Names and DuckDB's types of a table's columns.
+
+        Raises:
+            InvalidQuery: there is no such table.
+        """
+        found = self.query(f"DESCRIBE {table}").select(["column_name", "column_type"]).to_pylist()
+        return [(column["column_name"], column["column_type"]) for column in found]
+
+    def connection(self) -> duckdb.DuckDBPyConnection:
+        """The connection itself, with every table's views: for programs that go on from there."""
+        self._prepare(None)
+        return self._engine.connection
+
+    def interrupt(self) -> None:
+        """End the query that runs, from another thread or a signal handler."""
+        self._engine.connection.interrupt()
+
+    def give_up(self) -> None:
+        """End what a session with bounds does, now and from here on; from another thread."""
+        self._engine.watch.give_up(LakeError("the query was given up: nobody waits for it"))
+
+    def _run(self, sql: str, batch_rows: int) -> pa.RecordBatchReader:
+        import duckdb
+
+        self._prepare(sql)
+        try:
+            return self._reader(sql, batch_rows)
+        except duckdb.CatalogException:
+            if not self._learn():
+                raise
+            return self._reader(sql, batch_rows)
+        except duckdb.IOException as error:
+            if not (self._past and self._old_versions and files_gone(str(error))):
+                raise
+        # Upkeep came first: all from history, then.
+        self._engine.forget_views()
+        self._rows_left, self._records_left = set(self._tables), set(self._tables)
+        self._versions_left = set(self._tables)
+        self._old_versions = False
+        self._prepare(sql)
+        return self._reader(sql, batch_rows)
+
+    def _reader(self, sql: str, batch_rows: int) -> pa.RecordBatchReader:
+        self._engine.watch.check()
+        relation = self._engine.connection.sql(sql)
+        # What gives no rows gives no relation, though DuckDB's stubs say that there always is one.
+        if relation is None:
+            return pa.table({}).to_reader()  # type: ignore[unreachable]
+        return relation.to_arrow_reader(batch_rows)
+
+    def _checked(self, reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
+        """The batches, with DuckDB's errors in ours; pyarrow passes them on as its own."""
+        import duckdb
+
+        try:
+            for batch in reader:
+                self._engine.watch.check()
+                yield batch
+        except (duckdb.Error, pa.ArrowException, OSError) as error:
+            raise self._translated(error) from error
+
+    def _translated(self, error: Exception) -> MillstreamError:
+        import duckdb
+
+        said = str(error)
+        out_of_memory = isinstance(error, duckdb.OutOfMemoryException | MemoryError)
+        if (bound := self._engine.watch.told(said, out_of_memory=out_of_memory)) is not None:
+            return bound
+        if files_gone(said):
+            return LakeUnavailable(f"files of the lake are gone: {said}", hint="Ask again, in a new session.")
+        table = _unknown_table(said)
+        if table is None:
+            return InvalidQuery(said)
+        for name, failure in self._failures.items():
+            if isinstance(failure, BeyondRetention | LakeUnavailable | LakeTableForeign) and is_meant(table, name):
+                return failure
+        if self._past and (later := self._later(table)) is not None:
+            return later
+        for name in [found.name for found in self._tables.values() if is_meant(table, found.name)]:
+            if name in self._failures:
+                return InvalidQuery(f"{name} {self._failures[name].message}")
+            return InvalidQuery(f"there is no table {table} in the lake", hint=f"Name its schema too: {name}.")
+        for known in self._asked_known:
+            if is_meant(table, known.full_name) and (known.waits or known.schema is None):
+                why = known.waits or "no change of it has come, and nobody has seen its columns"
+                hint = None if self.landed_by is None else self._where_they_land(self.landed_by)
+                return InvalidQuery(f"{known.full_name} has nothing in the lake yet: {why}", hint=hint)
+        # In our words, for DuckDB's guesses are its own tables.
+        return InvalidQuery(f"there is no table {table} in the lake", hint=self._hint())
+
+    def _later(self, said: str) -> InvalidQuery | None:
+        """What to say of a table that is in the lake, and wasn't, or under another name, at the token; None of any other."""
+        last = last_cut(self._layout)
+        for folder, table in ({} if last is None else last.tables).items():
+            if folder == MESSAGES or not is_meant(said, table.name):
+                continue
+            had = self.name_of(table.table_id)
+            if had is not None and had != table.name:
+                return InvalidQuery(f"there was no table {table.name} at {self.token}: it was called {had} then")
+            history = self._open_history(folder, table.table_id)
+            era = None if last is None else era_at(history, last.n)
+            begins = "" if era is None or not era.first else f" Its first record is at {self._token(era.first)}."
+            return InvalidQuery(
+                f"there was no table {table.name} at {self.token}: it didn't exist yet",
+                hint=f"Ask for a later moment.{begins}",
+            )
+        return None
+
+    def _token(self, n: Seq) -> StreamToken:
+        return StreamToken.scalar(self._layout.stream_id, n)
+
+    def _hint(self) -> str:
+        if self._failures:
+            return "Not readable: " + "; ".join(f"{name} ({reason})" for name, reason in self.missing.items())
+        if not self._tables and self.landed_by is not None:
+            return self._where_they_land(self.landed_by)
+        if not self._tables:
+            return "No table has landed in the lake yet: `millstream run` lands them, and `millstream status` shows what goes on."
+        listed = ", ".join(self.tables[:20]) + (" …" if len(self.tables) > 20 else "")
+        return f"Tables: {listed}. Others appear once the pipeline has landed them."
+
+    def _where_they_land(self, node: str) -> str:
+        return f"This node doesn't land the stream's tables: {node} leads the stream, and does. Ask there, or keep the lake in an object store that both name."
+
+    def _since_the_cut(self) -> None:
+        """Add the tables that came, or took another name, between the cut below the token and the token itself."""
+        later = cut_from(self._layout, self._n)
+        for folder, table in ({} if later is None else later.tables).items():
+            if folder in self._tables or folder == MESSAGES:
+                continue
+            self._tables[folder] = table
+            era = era_at(self._history(folder), self._n)
+            if era is None or folder_name(era.schema.namespace, era.schema.name) != folder:
+                del self._tables[folder]
+                continue
+            for old in [f for f, t in self._tables.items() if t.table_id == table.table_id and f != folder]:
+                del self._tables[old]
+
+    def _prepare(self, sql: str | None) -> None:
+        """Make the views that a query may name, once each; all of them for None."""
+        text = None if sql is None or _CATALOG_WORDS.search(sql) else sql.lower()
+        for left, make, word in (
+            (self._rows_left, self._make_rows, ""),
+            (self._records_left, self._make_records, HISTORY),
+            (self._versions_left, self._make_versions, SCD2),
+        ):
+            if (text is None and word == SCD2 and self._past) or (text is not None and word not in text):
+                continue
+            for folder in sorted(folder for folder in left if text is None or self._stands_in(folder, text)):
+                left.discard(folder)
+                try:
+                    make(folder)
+                except LakeTableForeign as error:
+                    name = self._tables[folder].name
+                    self._failures[name] = LakeTableForeign(
+                        f"{name} can't be read: {error.message}",
+                        hint=f"`millstream pipeline rebuild {name}` moves that folder aside and builds the table anew.",
+                        table=name,
+                        **error.details,
+                    )
+                except MillstreamError as error:
+                    self._failures[self._tables[folder].name] = error
+        if text is None:
+            self._learn()
+
+    def _learn(self) -> bool:
+        """Make views of what the lake lacks and capture knows: whether there is more than before. Of now alone: the past is the lake's."""
+        if self._known is None or self._past:
+            return False
+        self._asked_known, self._known = list(self._known()), None
+        mine = {table.table_id: table for table in self._tables.values()}
+        names = {table.name for table in self._tables.values()}
+        more = False
+        for known in self._asked_known:
+            found = mine.get(known.table_id)
+            if known.full_name in names:
+                continue
+            try:
+                if found is not None:
+                    self._rename(found, known)
+                elif known.schema is not None and (left := open_left_behind(self._layout, known.schema)) is not None:
+                    sql = left_sql(self._engine, self._layout, left, known.schema, self._n)
+                    self._engine.view(known.namespace, known.name, sql)
+                elif not known.waits and known.schema is not None:
+                    self._make_empty(known, known.schema)
+                else:
+                    continue
+                more = True
+            except MillstreamError as error:
+                self._failures[known.full_name] = error
+        return more
+
+    def _rename(self, table: CutTable, known: KnownTable) -> None:
+        """Let a table be named as it is called now; its next record brings it a folder of that name."""
+        folder = next(folder for folder, other in self._tables.items() if other is table)
+        bare = f"{known.namespace}.{known.name}"
+        for left, make in (
+            (self._rows_left, self._make_rows),
+            (self._records_left, self._make_records),
+            (self._versions_left, self._make_versions),
+        ):
+            if folder in left:
+                left.discard(folder)
+                make(folder)
+        namespace, name = parse_qualified_name(table.name)
+        for schema, old, new in (
+            (namespace, name, known.name),
+            *((v, f"{namespace}.{name}", bare) for v in (HISTORY, SCD2)),
+        ):
+            if self._engine.has_view(schema, old):
+                self._engine.view(
+                    known.namespace if schema == namespace else schema, new, f"FROM {quote(schema)}.{quote(old)}"
+                )
+
+    def _make_empty(self, known: KnownTable, schema: TableSchema) -> None:
+        """A table that has never had a record."""
+        records = self._engine.register(empty_records(schema, self._layout.types))
+        self._engine.view(HISTORY, f"{known.namespace}.{known.name}", f"FROM {records}")
+        if has_current(schema):
+            rows = self._engine.register(empty_rows(schema, self._layout.types))
+            self._engine.view(known.namespace, known.name, f"FROM {rows}")
+
+    def _stands_in(self, folder: str, text: str) -> bool:
+        """Whether a query (in lower case) may name the table."""
+        if folder == MESSAGES:
+            return MESSAGES in text
+        bare = parse_qualified_name(self._tables[folder].name)[1].replace('"', '""').lower()
+        return re.search(rf"(?<!\w){re.escape(bare)}(?!\w)", text) is not None
+
+    def _history(self, folder: str) -> OpenTable:
+        return self._open_history(folder, self._tables[folder].table_id)
+
+    def _open_history(self, folder: str, table_id: TableId) -> OpenTable:
+        path = f"{self._layout.root}/history/{folder}"
+        opened = open_table(self._layout, path, self._layout.app_id("history", table_id))
+        if opened is None:
+            raise LakeUnavailable(
+                f"the Delta table {path} is gone", hint="`millstream tables copy` builds a table anew.", path=path
+            )
+        return opened
+
+    def _era(self, folder: str, history: OpenTable) -> Era:
+        """What the table is at the token."""
+        if folder == MESSAGES:
+            return Era(newest_schema(history), Seq(0))
+        era = era_at(history, self._n)
+        if era is not None:
+            return era
+        if self._past:
+            raise LakeError("had no record then")
+        return Era(newest_schema(history), first_told(history))
+
+    def _make_records(self, folder: str) -> None:
+        """`history."schema.table"`: every record up to the token."""
+        history = self._history(folder)
+        schema = self._era(folder, history).schema
+        name = MESSAGES if folder == MESSAGES else f"{schema.namespace}.{schema.name}"
+        # A dataset, for the partition's column isn't in the files.
+        source = self._engine.register(history.table.to_pyarrow_dataset())
+        self._engine.view(HISTORY, name, f"SELECT * FROM {source} WHERE {SEQ} <= {int(self._n)}")
+
+    def _make_versions(self, folder: str) -> None:
+        """`scd2."schema.table"`: every version that the table's rows have had up to the token."""
+        table = self._tables[folder]
+        if folder == MESSAGES or table.scd2 < 0:
+            return  # the lake keeps no versions of it
+        schema = newest_schema(self._history(folder))
+        if self._past:
+            raise LakeError(
+                "its versions hold every moment: without --as-of, ask for those "
+                "WHERE valid_from <= T AND (valid_to > T OR valid_to IS NULL)"
+            )
+        path, app = self._layout.table_path(SCD2, schema), self._layout.app_id(SCD2, schema.table_id)
+        opened = open_table(self._layout, path, app)
+        if opened is not None and opened.n is not None and opened.n > self._n:
+            opened = open_table(self._layout, path, app, version=table.scd2)
+        if opened is None or opened.n is None:
+            raise LakeError(f'scd2."{schema.namespace}.{schema.name}" is folded for the first time just now')
+        self._engine.view(
+            SCD2,
+            f"{schema.namespace}.{schema.name}",
+            versions_sql(self._engine, self._layout, schema, opened, self._n),
+        )
+
+    def _make_rows(self, folder: str) -> None:
+        """`schema.table`: the rows at the token."""
+        if folder == MESSAGES:
+            return
+        history = self._history(folder)
+        if history.n is None or history.n < self._n:
+            self._behind[self._tables[folder].name] = history.n or Seq(0)
+        era = self._era(folder, history)
+        schema = era.schema
+        if not has_current(schema):
+            raise LakeError(f'has no key: its records are in history."{schema.namespace}.{schema.name}"')
+        columns = current_columns(self._layout, schema, history)
+        base = self._base(folder, schema, history)
+        after = Seq(max(int(era.first) - 1, 0 if base is None or base.n is None else int(base.n)))
+        gone = history_from(history)
+        if after < gone and after < self._n:
+            raise self._beyond(schema, gone, anew=history_begun(history) == gone)
+        run = Run(self._engine, self._layout, history, schema, after, self._n)
+        if not schema.key:
+            sql = bag_sql(self._engine, run, base, schema, columns)
+        elif base is None and run.rows > OVERLAY_ROWS_MAX:
+            sql = built_sql(self._engine, self._n, history, schema, columns)
+        else:
+            sql = keyed_sql(self._engine, run, base, schema, columns)
+        self._engine.view(schema.namespace, schema.name, sql)
+
+    def _beyond(self, schema: TableSchema, gone: Seq, *, anew: bool) -> BeyondRetention:
+        """That a table's records up to a position are gone, and why."""
+        cut = cut_from(self._layout, gone)
+        when = "" if cut is None else f" ({(cut.commit_ts_max or cut.committed_at).isoformat(timespec='seconds')})"
+        return BeyondRetention(
+            f"{qualified_name(schema.namespace, schema.name)} can't be shown as of {self.token}: "
+            f"its history begins behind {self._token(gone)}{when}",
+            hint="The history was begun anew then, by `millstream pipeline rebuild --from source`; what was left of the old one lies beside it, set aside. "
+            "Ask for a later moment."
+            if anew
+            else "Ask for a later moment: `history_retention` says how much of the past is kept.",
+            first=int(gone),
+        )
+
+    def _base(self, folder: str, schema: TableSchema, history: OpenTable) -> OpenTable | None:
+        """`current` at or below the token; None where all must come from history."""
+        path, app = f"{self._layout.root}/current/{folder}", self._layout.app_id("current", schema.table_id)
+        opened = open_table(self._layout, path, app)
+        if opened is None:
+            return None
+        # The folder may have gone over to another table.
+        if holds(opened, history) and opened.n is not None and opened.n <= self._n:
+            return opened
+        table = self._tables[folder]
+        fits = table.current >= 0 and table.table_id == schema.table_id and table.current_n <= self._n
+        if not fits or not self._old_versions:
+            return None
+        try:
+            old = open_table(self._layout, path, app, version=table.current)
+            if old is None or old.n is None or old.n > self._n:
+                return None
+            self._engine.scan(old, None, ())
+        except LakeUnavailable:
+            return None  # its log entry or its files have gone
+        return old
+
+
+def _unknown_table(said: str) -> str | None:
+    """The table that DuckDB's message says isn't there."""
+    found = re.search(r'Table with name "?(.+?)"? does not exist', said)
+    return None if found is None else found[1]

@@ -1,0 +1,53 @@
+"""A table's versions at a position, as SQL: those of the last fold, under what records since then begin and end."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from millstream.lake.delta import OpenTable
+from millstream.lake.folded.fold import EXACT
+from millstream.lake.folded.scd2 import IS_CURRENT, VALID_TO
+from millstream.lake.folded.versions import unfolded_versions
+from millstream.lake.keys import Keys
+from millstream.lake.layout import LakeLayout
+from millstream.lake.query.engine import Engine, names
+from millstream.lake.query.rows import filled, gone_table, same_key
+from millstream.model.positions import Seq
+from millstream.model.schema import TableSchema
+
+
+def versions_sql(engine: Engine, layout: LakeLayout, schema: TableSchema, opened: OpenTable, upto: Seq) -> str:
+    """A SELECT of a table's versions, with its columns, those that make versions, and `__exact` where a row needs it."""
+    found, columns = unfolded_versions(layout, schema, opened, upto)
+    have = opened.schema()
+    shown = [name for name in have.names if name != EXACT.name]
+    shown += [name for name in columns.names if name not in shown]
+    fresh: list[pa.Table] = [] if found is None else [found.closed, found.opened]
+    if EXACT.name in have.names or any(rows.column(EXACT.name).null_count < rows.num_rows for rows in fresh):
+        shown.append(EXACT.name)
+    # A dataset, for the partition's column isn't in the files.
+    base = engine.register(opened.table.to_pyarrow_dataset())
+    types = engine.register(pa.schema([*columns, EXACT]).empty_table())
+    listed = filled(engine, shown, have.names, "c", types)
+    if found is None:
+        return f"SELECT {listed} FROM {base} c"
+    exact = EXACT.name in have.names
+    still = f"SELECT * FROM {base} c WHERE c.{IS_CURRENT.name}"
+    left = _joined(engine, "ANTI", still, found.gone, exact=exact)
+    told = [f"SELECT * FROM {base} c WHERE NOT c.{IS_CURRENT.name}"]
+    if found.rest_closed_us is None:
+        told.append(left)
+    else:
+        rest = _joined(engine, "ANTI", left, found.kept, exact=exact)
+        ends = f"make_timestamptz({found.rest_closed_us}) AS {VALID_TO.name}, false AS {IS_CURRENT.name}"
+        told += [_joined(engine, "SEMI", still, found.kept, exact=exact), f"SELECT * REPLACE ({ends}) FROM ({rest})"]
+    parts = [f"SELECT {listed} FROM ({part}) c" for part in told]
+    parts += [f"SELECT {names(shown)} FROM {engine.register(rows)}" for rows in fresh if rows.num_rows]
+    return " UNION ALL ".join(parts)
+
+
+def _joined(engine: Engine, kind: str, rows: str, keys: Keys, *, exact: bool) -> str:
+    """The rows that have one of the keys (`SEMI`), or those that have none (`ANTI`)."""
+    if not len(keys):
+        return rows if kind == "ANTI" else f"SELECT * FROM ({rows}) WHERE false"
+    return f"SELECT c.* FROM ({rows}) c {kind} JOIN {engine.keep(gone_table(keys))} g ON {same_key(keys, with_exact=exact)}"

@@ -1,0 +1,480 @@
+"""Looking at a log, whole or damaged, live or copied: `wal ls | inspect | verify | stats`.
+
+Everything reads from the folder alone and goes on past damage: what can't be read is named by file, byte and offset range,
+and what lies behind it is still shown. Nothing is changed. Without marks (a copied folder) every valid frame is shown, and
+`has_marks` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.codec.log_directory import decode_directory
+from millstream.codec.log_frame import FrameKind, SchemaFrame, decode_frame
+from millstream.codec.log_schemas import SchemaSet
+from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SegmentFooter, SegmentHeader
+from millstream.errors import CorruptFrame, CorruptWal, MillstreamError, UnexpectedFile, UnsupportedFormat
+from millstream.model.ids import GroupNumber, SchemaVersion, ShardId, TableId
+from millstream.model.marks import DurableMark
+from millstream.model.positions import Offset, Seq
+from millstream.ports import Files
+from millstream.wal.files import RealFiles
+from millstream.wal.layout import (
+    MARK_NAME,
+    SegmentFile,
+    list_segments,
+    list_shards,
+    segments_and_strays,
+    shard_folder,
+    shards_and_strays,
+)
+from millstream.wal.mark import is_mark_damaged, missing_shards, read_dropped, read_mark, read_readable, stream_cut
+from millstream.wal.mending.findings import FrameInfo, LogStats, PartitionStats, SegmentInfo, TableStats, Verification
+from millstream.wal.mending.plan import footer_hash_of
+from millstream.wal.scan import ScannedFrame, Window, commit_times, reader_of
+from millstream.wal.survey import Checked, KnownSchemas, accepted_loss, survey_segment
+from millstream.wal.walk import Loss, ends_of, footer_of, header_of, losses_around, scan_like, walk_segment
+from millstream.wal.whole import marks_of_whole_groups
+
+__all__ = [
+    "FrameInfo", "LogStats", "Loss", "PartitionStats", "SegmentInfo", "TableStats", "Verification", "inspect", "ls", "stats", "verify",
+]  # fmt: skip
+
+_START: Final = Seq(0)
+_STRAY: Final = "it isn't the log's: readers and writers stop here until it is moved elsewhere"
+
+
+def ls(folder: str, *, files: Files | None = None) -> list[SegmentInfo]:
+    """All segments, shard by shard, in order. Opens headers and footers only, and walks over open segments."""
+    files = RealFiles() if files is None else files
+    return [
+        _segment_info(files, shard, segment, marks)
+        for shard in list_shards(files, folder)
+        for marks in [_marks(files, shard_folder(folder, shard))]
+        for segment in list_segments(files, shard_folder(folder, shard))
+    ]
+
+
+def inspect(
+    folder: str,
+    *,
+    after: Seq = _START,
+    upto: Seq | None = None,
+    table: TableId | None = None,
+    files: Files | None = None,
+) -> Iterator[FrameInfo | Loss]:
+    """The frames with numbers in `(after, upto]` and rows (or the schema) of a table, shard by shard; losses in between.
+
+    Schemas bear no numbers: of a range, those of a segment that stand in front of the first frame which needs them.
+    """
+    files = RealFiles() if files is None else files
+    has_range = after > _START or upto is not None
+    for shard, segment, mark, end, around in _segments(files, folder):
+        yield from around
+        marks = mark, read_readable(files, shard_folder(folder, shard))
+        header = header_of(files, segment)
+        schemas: dict[tuple[TableId, SchemaVersion], ScannedFrame] = {}
+        for found in walk_segment(files, shard, segment, end=end):
+            if isinstance(found, Loss):
+                if not _is_beyond(found, segment, mark):
+                    yield found
+                continue
+            head = found.header
+            brought = [(part.table_id, part.schema_version) for part in head.parts]
+            if table is not None and all(its != table for its, _ in brought):
+                continue
+            if has_range and head.kind is FrameKind.SCHEMA:
+                schemas |= dict.fromkeys(brought, found)
+                continue
+            # A loss whose numbers nobody knows may be of any.
+            if head.last_seq and (head.last_seq <= after or (upto is not None and head.first_seq > upto)):
+                continue
+            needed = [schemas.pop(key) for key in brought if key in schemas]
+            for schema in sorted(needed, key=lambda frame: frame.position):
+                yield _frame_info(shard, segment, schema, header, marks)
+            yield _frame_info(shard, segment, found, header, marks)
+
+
+def verify(folder: str, *, files: Files | None = None) -> Verification:
+    """Read everything: every checksum, every row's decoding, the chain of segments, the marks.
+
+    A folder that isn't there is a whole, empty log.
+    """
+    files = RealFiles() if files is None else files
+    report = Verification()
+    elsewhere = KnownSchemas(files, folder)
+    shards, strays = shards_and_strays(files, folder)
+    report.losses += [Loss(stray, 0, _STRAY, None, None) for stray in strays]
+    torn: list[tuple[Loss, GroupNumber]] = []
+    for shard in shards:
+        _verify_shard(files, folder, shard, report, elsewhere, torn)
+    marks_there = (read_mark(files, shard_folder(folder, shard)) for shard in shards)
+    if (missing := missing_shards(folder, shards, filter(None, marks_there))) is not None:
+        report.losses.append(Loss(folder, 0, missing.message, None, None))
+    if report.unmarked:
+        # A group that one shard lacks is torn when it is the last of all, and damage where another follows.
+        with suppress(UnexpectedFile):  # told of already
+            marks, _ = marks_of_whole_groups(files, folder, shards, lambda error: _add_missing(report, error))
+            newest = {
+                shard: max(m.group for m in marks.values() if m.writer == mark.writer) for shard, mark in marks.items()
+            }
+            report.losses += [loss for loss, group in torn if loss.shard in newest and group <= newest[loss.shard]]
+    return report
+
+
+def stats(folder: str, *, files: Files | None = None, partitions: bool = False) -> LogStats:
+    """Counts over the whole log, by table too, and by `partitions` where asked; reads heads of frames, not rows."""
+    files = RealFiles() if files is None else files
+    counted = LogStats()
+    groups: set[Seq] = set()
+    marks, shown = [], []
+    for shard in list_shards(files, folder):
+        shard_dir = shard_folder(folder, shard)
+        with suppress(MillstreamError):
+            mark, readable = read_mark(files, shard_dir), read_readable(files, shard_dir)
+            counted.has_marks = counted.has_marks and (mark is not None or not list_segments(files, shard_dir))
+            if mark is not None and readable is not None:
+                marks.append(mark)
+                shown.append(readable)
+            dropped = read_dropped(files, shard_dir)
+            if dropped is not None:
+                counted.dropped_upto = max(counted.dropped_upto, dropped.seq)
+    if marks:
+        counted.persisted_upto, counted.high_water_mark = stream_cut(marks), stream_cut(shown)
+    for shard, segment, mark, end, around in _segments(files, folder):
+        counted.segments += 1
+        counted.size_bytes += files.size(segment.path)
+        counted.losses += around
+        header = header_of(files, segment)
+        for found in walk_segment(files, shard, segment, end=end, payload=False):
+            if isinstance(found, Loss):
+                if not _is_beyond(found, segment, mark):
+                    counted.losses.append(found)
+            else:
+                groups.add(found.header.group_last_seq)
+                _count(files, counted, segment, header, found)
+                if partitions and header is not None and found.header.kind is FrameKind.RECORDS:
+                    with suppress(CorruptFrame):
+                        _count_partitions(counted, header, found)
+    counted.groups = len(groups)
+    return counted
+
+
+# --- walking over what may be damaged --------------------------------------------------------------------------------
+
+
+def _segments(
+    files: Files, folder: str
+) -> Iterator[tuple[ShardId, SegmentFile, DurableMark | None, Offset | None, list[Loss]]]:
+    """Every segment with its shard's mark, where its records must end, and the damage to its header and footer."""
+    for shard in list_shards(files, folder):
+        shard_dir = shard_folder(folder, shard)
+        segments = list_segments(files, shard_dir)
+        mark = read_mark(files, shard_dir)
+        for segment, end in zip(segments, ends_of(segments, mark), strict=True):
+            yield shard, segment, mark, end, losses_around(files, shard, segment, is_last=segment is segments[-1])
+
+
+def _is_beyond(loss: Loss, segment: SegmentFile, mark: DurableMark | None) -> bool:
+    """Whether it lies where nothing is durable yet: what is being written, or what a crash left."""
+    return mark is not None and (segment.base_offset, loss.byte) >= (mark.base_offset, mark.byte_end)
+
+
+# --- the four views --------------------------------------------------------------------------------------------------
+
+
+_Marks: TypeAlias = tuple[DurableMark | None, DurableMark | None]
+"""A shard's: what is durable, and what is shown."""
+
+
+def _marks(files: Files, shard_dir: str) -> _Marks:
+    with suppress(MillstreamError):
+        return read_mark(files, shard_dir), read_readable(files, shard_dir)
+    return None, None
+
+
+def _within(mark: DurableMark | None, base: Offset, end: Offset | None) -> Offset | None:
+    """How far a segment's records count by a mark."""
+    if mark is None or end is None:
+        return None
+    return max(base, min(end, mark.durable_offset))
+
+
+def _segment_info(files: Files, shard: ShardId, segment: SegmentFile, marks: _Marks) -> SegmentInfo:
+    header = header_of(files, segment)
+    footer = footer_of(files, segment)
+    size = files.size(segment.path)
+    entries: list[tuple[Seq, Seq, int]] = []
+    end: Offset | None = None
+    if isinstance(footer, SegmentFooter):
+        state, end = "sealed", footer.end_offset
+        entries = [(e.first_seq, e.last_seq, e.count) for e in footer.frames]
+    else:
+        state = "open" if footer is None else "damaged"
+        with suppress(CorruptFrame, UnsupportedFormat):
+            window = Window(reader_of(files, segment.path))
+            for frame in scan_like(window, header, shard, SEGMENT_HEADER_SIZE, segment.base_offset, payload=False):
+                entries.append((frame.header.first_seq, frame.header.last_seq, frame.header.count))
+        end = Offset(segment.base_offset + sum(count for _, _, count in entries))
+    if header is None:
+        state = "damaged"
+    numbered = [(first, last) for first, last, count in entries if count and first]
+    return SegmentInfo(
+        shard=shard,
+        path=segment.path,
+        state=state,
+        base_offset=segment.base_offset,
+        end_offset=end if state != "damaged" or isinstance(footer, SegmentFooter) else None,
+        records=sum(count for _, _, count in entries) if state != "damaged" else None,
+        frames=len(entries) if state != "damaged" else None,
+        size_bytes=size,
+        epoch=None if header is None else header.epoch,
+        created_ns=None if header is None else header.created_ns,
+        first_seq=min((first for first, _ in numbered), default=None),
+        last_seq=max((last for _, last in numbered), default=None),
+        durable_to=_within(marks[0], segment.base_offset, end),
+        shown_to=_within(marks[1], segment.base_offset, end),
+    )
+
+
+def _frame_info(
+    shard: ShardId, segment: SegmentFile, found: ScannedFrame, header: SegmentHeader | None, marks: _Marks
+) -> FrameInfo:
+    mark, shown = marks
+    head = found.header
+    times = None
+    with suppress(CorruptFrame):
+        times = None if header is None else commit_times(found.head, header)
+    place = (segment.base_offset, found.end)
+    return FrameInfo(
+        shard=shard,
+        path=segment.path,
+        position=found.position,
+        length=found.length,
+        kind=head.kind.name.lower(),
+        epoch=head.epoch,
+        group=head.group,
+        more=head.more,
+        first_offset=head.first_offset,
+        count=head.count,
+        first_seq=head.first_seq,
+        last_seq=head.last_seq,
+        commit_ts_us=times,
+        tables=tuple((p.table_id, int(p.schema_version), p.rows, p.length) for p in head.parts),
+        numbering=head.numbering,
+        durable=mark is None or place <= (mark.base_offset, mark.byte_end),
+        shown=shown is None or place <= (shown.base_offset, shown.byte_end),
+    )
+
+
+def _add_missing(report: Verification, error: CorruptWal) -> None:
+    file, byte = str(error.details["file"]), int(error.details["byte"])
+    shard = ShardId(int(file.split("/")[-2]))
+    loss = Loss(file, byte, error.message, Offset(error.details["offset_from"]), None, shard)
+    if loss not in report.losses:
+        report.losses.append(loss)
+
+
+def _verify_shard(
+    files: Files,
+    folder: str,
+    shard: ShardId,
+    report: Verification,
+    elsewhere: KnownSchemas,
+    torn: list[tuple[Loss, GroupNumber]],
+) -> None:
+    """Check one shard; frames that lack rows at an unmarked end are added to `torn`, with their groups."""
+    shard_dir = shard_folder(folder, shard)
+    segments, strays = segments_and_strays(files, shard_dir)
+    report.losses += [Loss(stray, 0, _STRAY, None, None, shard) for stray in strays]
+    mark = read_mark(files, shard_dir)
+    shown = read_readable(files, shard_dir)
+    if mark is not None and shown is not None and shown.durable_offset < mark.durable_offset:
+        report.hidden[shard] = mark.durable_offset - shown.durable_offset
+    dropped = read_dropped(files, shard_dir)
+    if mark is None and is_mark_damaged(files, shard_dir):
+        why = "the mark can't be read; the stream's next writer makes it anew"
+        report.losses.append(Loss(f"{shard_dir}/{MARK_NAME}", 0, why, None, None, shard))
+    if dropped is not None:
+        segments = [segment for segment in segments if segment.base_offset >= dropped.offset]
+    expected = Offset(0) if dropped is None else dropped.offset
+    if mark is None and segments:
+        expected = segments[0].base_offset
+    previous_hash: bytes | None = None
+    frames = report.frames
+    group = GroupNumber(0)
+    for segment, end in zip(segments, ends_of(segments, mark), strict=True):
+        if segment.base_offset > expected:
+            why = "segments before it are missing"
+            report.losses.append(Loss(segment.path, 0, why, expected, segment.base_offset, shard))
+        is_last = segment is segments[-1]
+        checking = _Segment(shard, segment, mark, end, is_last, torn)
+        reached, group = _verify_segment(files, checking, report, elsewhere, group)
+        expected = max(expected, reached)
+        header = header_of(files, segment)
+        if header is not None and previous_hash is not None and header.previous_hash != previous_hash:
+            why = "it doesn't follow on the segment before it: one of them was replaced"
+            report.losses.append(Loss(segment.path, 0, why, None, None, shard))
+        previous_hash = footer_hash_of(files, segment)
+    if mark is None and report.frames > frames:
+        report.unmarked.append(shard)
+    if mark is not None and mark.durable_offset > expected:
+        path = segments[-1].path if segments else shard_dir
+        at = files.size(path) if segments else 0
+        why = "durable records are missing at the end"
+        report.losses.append(Loss(path, at, why, expected, mark.durable_offset, shard))
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """A segment to check."""
+
+    shard: ShardId
+    segment: SegmentFile
+    mark: DurableMark | None
+    end: Offset | None
+    """Where its records must end."""
+    is_last: bool
+    torn: list[tuple[Loss, GroupNumber]]
+    """Filled in: see `_verify_shard`."""
+
+
+def _verify_segment(
+    files: Files, checking: _Segment, report: Verification, elsewhere: KnownSchemas, group: GroupNumber
+) -> tuple[Offset, GroupNumber]:
+    """Check one segment, in front of which a group is expected; returns the offset and the group behind what it tells of."""
+    shard, segment, mark, is_last = checking.shard, checking.segment, checking.mark, checking.is_last
+    report.segments += 1
+    readable = report.readable.setdefault(shard, [])
+    report.losses += losses_around(files, shard, segment, is_last=is_last)
+    footer = footer_of(files, segment)
+    reached, byte_end = segment.base_offset, SEGMENT_HEADER_SIZE
+    is_open = is_last and not isinstance(footer, SegmentFooter)
+    torn: list[Loss] = []
+    """In an open segment: what a crash may have left, unless a later group stands behind it …"""
+    with_heads: list[tuple[Loss, GroupNumber]] = []
+    torn_group = GroupNumber(0)
+    behind: list[ScannedFrame] = []
+    """… and the frames behind that."""
+    for found in survey_segment(files, shard, segment, elsewhere, end=checking.end):
+        loss = found if isinstance(found, Loss) else None if found.is_whole else found.loss(segment)
+        if isinstance(found, Checked):
+            header = found.frame.header
+            group = GroupNumber(header.group + (0 if header.more or loss is not None else 1))
+            if torn and mark is None and header.group > torn_group:
+                report.losses += torn
+                for frame in behind:
+                    reached, byte_end = _add(files, segment, frame, report, readable), frame.end
+                torn, behind, with_heads = [], [], []
+            if loss is None and torn:
+                behind.append(found.frame)
+                continue
+        if loss is None:
+            assert isinstance(found, Checked)
+            reached, byte_end = _add(files, segment, found.frame, report, readable), found.frame.end
+        elif is_open and (mark is None or _is_beyond(loss, segment, mark)):
+            torn_group = torn_group if torn else group
+            torn.append(loss)
+            if isinstance(found, Checked):
+                with_heads.append((loss, found.frame.header.group))
+        else:
+            report.losses.append(loss)
+            if isinstance(found, Checked) and loss.tables is not None:
+                assert loss.offset_from is not None
+                assert loss.offset_to is not None
+                report.readable_in_part.setdefault(shard, []).append((loss.offset_from, loss.offset_to))
+                report.records += _rows(found.frame, but=loss.tables)
+            reached = reached if loss.offset_to is None else max(reached, loss.offset_to)
+    if mark is None:
+        checking.torn.extend(with_heads)
+    size = files.size(segment.path)
+    if is_open and size > byte_end and (torn or not any(loss.file == segment.path for loss in report.losses)):
+        report.unfinished.append(
+            Loss(segment.path, byte_end, f"{size - byte_end} bytes behind the last whole frame", None, None, shard)
+        )
+    return reached, group
+
+
+def _add(
+    files: Files,
+    segment: SegmentFile,
+    frame: ScannedFrame,
+    report: Verification,
+    readable: list[tuple[Offset, Offset]],
+) -> Offset:
+    """Count a whole frame; the offset behind it."""
+    report.frames += 1
+    report.bytes_checked += frame.length
+    first, end = frame.header.first_offset, Offset(frame.header.first_offset + frame.header.count)
+    if frame.header.kind is FrameKind.LOSS:
+        loss = accepted_loss(files, segment, frame)
+        report.accepted += [loss] if loss.offset_from != loss.offset_to else []
+        return end
+    report.records += _rows(frame)
+    if readable and readable[-1][1] == first:
+        readable[-1] = (readable[-1][0], end)
+    elif frame.header.count:
+        readable.append((first, end))
+    return end
+
+
+def _rows(frame: ScannedFrame, *, but: Sequence[TableId] = ()) -> int:
+    """The rows that it brings: of a frame that was repaired, fewer than its offsets."""
+    return sum(part.rows for part in frame.header.parts if part.table_id not in but)
+
+
+def _count(
+    files: Files, counted: LogStats, segment: SegmentFile, header: SegmentHeader | None, found: ScannedFrame
+) -> None:
+    head = found.header
+    counted.frames += 1
+    if head.kind is FrameKind.LOSS:
+        loss = accepted_loss(files, segment, found)
+        counted.accepted += [loss] if loss.offset_from != loss.offset_to else []
+        return
+    counted.records += _rows(found)
+    if head.kind is FrameKind.SCHEMA:
+        with suppress(CorruptFrame):
+            frame = decode_frame(files.read(segment.path, found.position, found.length), SchemaSet())
+            if isinstance(frame, SchemaFrame):
+                name = frame.schema.full_name
+                counted.tables.setdefault(frame.schema.table_id, TableStats(frame.schema.table_id, name)).name = name
+        return
+    counted.first_seq = head.first_seq if counted.first_seq is None else min(counted.first_seq, head.first_seq)
+    counted.last_seq = head.last_seq if counted.last_seq is None else max(counted.last_seq, head.last_seq)
+    for part in head.parts:
+        table = counted.tables.setdefault(part.table_id, TableStats(part.table_id, f"table {part.table_id}"))
+        table.records += part.rows
+        table.size_bytes += part.length
+    with suppress(CorruptFrame):
+        times = None if header is None else commit_times(found.head, header)
+        if times is not None:
+            oldest, newest = counted.oldest_commit_us, counted.newest_commit_us
+            counted.oldest_commit_us = times[0] if oldest is None else min(oldest, times[0])
+            counted.newest_commit_us = times[1] if newest is None else max(newest, times[1])
+
+
+def _count_partitions(counted: LogStats, header: SegmentHeader, found: ScannedFrame) -> None:
+    """Numbers of each table and partition of a frame, from its directory. Raises `CorruptFrame`."""
+    _, batches = decode_directory(header.directory, found.header.numbering, found.operations, found.batches)
+    spans = pa.table(
+        {
+            "table": batches.column("table_id"),
+            "partition": batches.column("partition"),
+            "first": batches.column("first_seq"),
+            "last": pc.add(batches.column("first_seq"), batches.column("count")),
+            "count": batches.column("count"),
+        }
+    ).group_by(["table", "partition"])
+    for row in spans.aggregate([("first", "min"), ("last", "max"), ("count", "sum")]).to_pylist():
+        key = (TableId(row["table"]), row["partition"])
+        own = counted.partitions.setdefault(key, PartitionStats(*key))
+        own.records += row["count_sum"]
+        own.first_seq = min(own.first_seq, Seq(row["first_min"]))
+        own.last_seq = max(own.last_seq, Seq(row["last_max"] - 1))

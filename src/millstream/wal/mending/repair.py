@@ -1,0 +1,257 @@
+"""The only way past damage: cutting out what can't be read, after a person has said so, and keeping what is cut.
+
+`plan_repair` says what is damaged, what of it costs records and what doesn't; nothing is changed. `repair` does it, when the
+ranges that were accepted cover exactly the records that are lost: no less, and nothing that could still be read.
+
+How an accepted loss is made durable: in the place of what is cut stands a *loss frame* of the same length, which says which
+offsets nobody will ever read, and why. So offsets stay dense, positions in the file stay what they were, and every reader, old
+index or copy of the folder passes without knowing of anything else. A frame that has lost one table's rows keeps the others': its
+directory names records that no part holds. What costs no records is made anew: a footer from the frames, a header from the
+segments beside it, a schema from wherever else it stands.
+
+A damaged segment is rewritten beside itself, fsynced and renamed over; what was cut is fsynced before, in `.torn` files. The
+header of the segment behind it names its footer, and is rewritten after it. A crash in between leaves a log that can be repeated on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+
+from millstream.codec.log_directory import Numbering
+from millstream.codec.log_frame import FrameKind, RecordsFrame, decode_frame
+from millstream.codec.log_schemas import SchemaSet
+from millstream.errors import LossNotAccepted
+from millstream.model.ids import ShardId
+from millstream.model.positions import Offset, Seq
+from millstream.model.schema import TableSchema
+from millstream.ports import Clock, Files
+from millstream.wal.files import RealFiles, SystemClock
+from millstream.wal.layout import list_shards, shard_folder
+from millstream.wal.mark import MarkFile
+from millstream.wal.mending.plan import AcceptedRange, RepairPlan, SegmentPlan, plan_repair, span_of
+from millstream.wal.mending.rewrite import Rewriter
+from millstream.wal.scan import ScannedFrame
+from millstream.wal.shards import folder_lock, lock_shards
+from millstream.wal.survey import Checked, KnownSchemas
+from millstream.wal.walk import Loss
+
+logger = logging.getLogger("millstream.wal")
+
+__all__ = ["AcceptedRange", "RepairPlan", "plan_repair", "repair", "set_tail_aside"]
+
+
+def repair(
+    folder: str,
+    accepted: Iterable[AcceptedRange],
+    *,
+    drop_readable: bool = False,
+    schemas: Iterable[TableSchema] = (),
+    files: Files | None = None,
+    clock: Clock | None = None,
+) -> RepairPlan:
+    """Mend a log: afterwards a writer opens it, and readers pass over what was lost.
+
+    Args:
+        folder: the stream's.
+        accepted: exactly the records that are lost.
+        drop_readable: accept ranges that hold whole frames which can be read, and drop those too: so that no half of a
+            transaction stays.
+        schemas: known from a catalog, for records whose schema the log has lost.
+        files: the file system.
+        clock: for what is said of when it was accepted.
+
+    Returns:
+        What was done, with the files that hold what was cut.
+
+    Raises:
+        LossNotAccepted: the ranges don't cover what is lost, or cover what isn't; nothing was changed.
+        ShardLocked: a writer runs.
+        UnexpectedFile, LogError: as `plan_repair`.
+        OSError: the disk failed, or is full; what was renamed before stays, and the rest can be repeated.
+    """
+    files = RealFiles() if files is None else files
+    clock = SystemClock() if clock is None else clock
+    # A writer among several takes what is locked under the folder's lock only.
+    with folder_lock(files, folder, clock), ExitStack() as held:
+        marks = lock_shards(files, folder, list_shards(files, folder))
+        for mark in marks.values():
+            held.callback(mark.close)
+        known = list(schemas)
+        plan = plan_repair(folder, schemas=known, files=files)
+        _check_accepted(plan, list(accepted), drop_readable=drop_readable)
+        rewriter = Rewriter(files, plan, KnownSchemas(files, folder, known), clock.now_ns())
+        for shard in plan.segments:
+            rewriter.write(shard, shard_folder(folder, shard), marks[shard])
+    return plan
+
+
+def set_tail_aside(
+    files: Files, folder: str, marks: Mapping[ShardId, MarkFile], *, above: Seq, now_ns: int
+) -> list[str]:
+    """Cut out what a writer wrote above a number, as it was forgotten there: readers have passed those numbers.
+
+    Args:
+        files: the file system.
+        folder: the stream's.
+        marks: of all the writer's shards; the caller holds their locks.
+        above: the end of one of its groups.
+        now_ns: the time, for what is said of the loss.
+
+    Returns:
+        The files that hold what was cut; none where nothing had to be.
+
+    Raises:
+        LossNotAccepted: something of these shards is damaged besides; nothing was changed.
+        OSError: the disk failed, or is full; the rest can be repeated.
+    """
+    plan = plan_repair(folder, files=files, only=marks, above=above)
+    damaged, given_up = plan.is_needed, list[Loss]()
+    for segments in plan.segments.values():
+        for made in segments:
+            for place, piece in enumerate(made.pieces):
+                if not isinstance(piece, Checked) or piece.frame.header.kind is FrameKind.LOSS:
+                    continue
+                # With the schemas that came with them: what follows the log's end must tell of the group before.
+                if piece.is_whole and piece.frame.header.group_last_seq > above:
+                    made.pieces[place] = lost = _loss_of(made, piece.frame, f"its writer was forgotten at {above}")
+                    made.changed = True
+                    given_up.append(lost)
+    plan.losses += [lost for lost in given_up if lost.offset_to != lost.offset_from]
+    if not given_up:
+        return []
+    if damaged:
+        raise LossNotAccepted(
+            f"{folder} is damaged, and its writer was forgotten at {above}: what lies above that can't be set aside yet",
+            hint="`millstream wal verify` says what is damaged; `millstream wal repair` it, and start the writer again.",
+        )
+    rewriter = Rewriter(files, plan, KnownSchemas(files, folder, ()), now_ns)
+    for shard, mark in marks.items():
+        rewriter.write(shard, shard_folder(folder, shard), mark)
+    logger.warning("this writer was forgotten: what it wrote above %s lies in %s", above, ", ".join(plan.kept_aside))
+    return plan.kept_aside
+
+
+# --- what was accepted ---------------------------------------------------------------------------------------------
+
+
+def _check_accepted(plan: RepairPlan, accepted: Sequence[AcceptedRange], *, drop_readable: bool) -> None:
+    """Raise `LossNotAccepted` unless the ranges are exactly what is lost; turn into losses what may go besides."""
+    needed = " ".join(f"--accept-loss {wanted}" for wanted in plan.ranges())
+    for offered in accepted:
+        if offered.shard is None and not offered.by_number and len(plan.segments) > 1:
+            raise LossNotAccepted(
+                f"{offered} doesn't say of which shard",
+                hint=f"Write SHARD:FROM-TO. What is lost: {needed or 'nothing'}.",
+            )
+    for loss in plan.losses:
+        if not _is_covered(loss, accepted):
+            shard, start, end = span_of(loss)
+            raise LossNotAccepted(
+                f"offsets [{start}, {end}) of shard {shard} can't be read, and that wasn't accepted ({loss.file}: {loss.why})",
+                hint=f"To do without them: {needed}.",
+                file=loss.file,
+            )
+    for segments in plan.segments.values():
+        for made in segments:
+            _check_readable(made, accepted, plan, needed, drop_readable=drop_readable)
+    before = [_loss_like(frame) for frame in _accepted_before(plan)]
+    for offered in accepted:
+        if not any(_meets(offered, loss) for loss in (*plan.losses, *before)):
+            raise LossNotAccepted(f"nothing is lost in {offered}", hint=f"What is lost: {needed or 'nothing'}.")
+
+
+def _accepted_before(plan: RepairPlan) -> Iterator[ScannedFrame]:
+    """Loss frames that are there already: a repair that was cut short may be repeated."""
+    for segments in plan.segments.values():
+        for made in segments:
+            for piece in made.pieces:
+                if (
+                    isinstance(piece, Checked)
+                    and piece.frame.header.kind is FrameKind.LOSS
+                    and piece.frame.header.count
+                ):
+                    yield piece.frame
+
+
+def _loss_like(frame: ScannedFrame) -> Loss:
+    header = frame.header
+    end = Offset(header.first_offset + header.count)
+    return Loss(
+        "", frame.position, "", header.first_offset, end, header.shard, frame.end, header.first_seq, header.last_seq
+    )
+
+
+def _is_covered(loss: Loss, accepted: Sequence[AcceptedRange]) -> bool:
+    shard, at, end = span_of(loss)
+    for offered in sorted(accepted, key=lambda offered: offered.start):
+        if offered.by_number:
+            known = loss.first_seq is not None and loss.last_seq is not None
+            if known and offered.start <= (loss.first_seq or 0) and (loss.last_seq or 0) < offered.end:
+                return True
+        elif offered.shard in (None, shard) and offered.start <= at:
+            at = max(at, offered.end)
+    return at >= end
+
+
+def _meets(offered: AcceptedRange, loss: Loss) -> bool:
+    shard, start, end = span_of(loss)
+    if offered.by_number:
+        known = loss.first_seq is not None and loss.last_seq is not None
+        return known and offered.start <= (loss.last_seq or 0) and (loss.first_seq or 0) < offered.end
+    return offered.shard in (None, shard) and offered.start < end and start < offered.end
+
+
+def _check_readable(
+    made: SegmentPlan,
+    accepted: Sequence[AcceptedRange],
+    plan: RepairPlan,
+    needed: str,
+    *,
+    drop_readable: bool,
+) -> None:
+    for place, piece in enumerate(made.pieces):
+        if not isinstance(piece, Checked) or not piece.is_whole or piece.frame.header.kind is not FrameKind.RECORDS:
+            continue
+        whole = _loss_of(made, piece.frame, "dropped with what was lost")
+        _, start, end = span_of(whole)
+        for offered in accepted:
+            if not _meets(offered, whole) or (offered.by_number and not _holds(made, piece.frame, offered)):
+                continue
+            if not drop_readable:
+                raise LossNotAccepted(
+                    f"{offered} covers records that can be read: offsets [{start}, {end}) of shard {made.shard}",
+                    hint=f"Name only what is lost ({needed or 'nothing'}), or say --drop-readable to lose these too.",
+                )
+            if not _is_covered(whole, [offered]):
+                raise LossNotAccepted(
+                    f"{offered} cuts through a frame with offsets [{start}, {end}) of shard {made.shard}; frames go whole",
+                    hint="Widen the range to the whole frame, or leave it out.",
+                )
+            made.pieces[place] = whole
+            made.changed = True
+            plan.losses.append(whole)
+            break
+
+
+def _loss_of(made: SegmentPlan, frame: ScannedFrame, why: str) -> Loss:
+    """A whole frame as one that is lost."""
+    header = frame.header
+    end = Offset(header.first_offset + header.count)
+    return Loss(
+        made.path, frame.position, why, header.first_offset, end, made.shard, frame.end, header.first_seq,
+        header.last_seq,
+    )  # fmt: skip
+
+
+def _holds(made: SegmentPlan, frame: ScannedFrame, offered: AcceptedRange) -> bool:
+    """Whether a frame has a record with a number in the range; numbers of several tables interleave."""
+    found = decode_frame(frame.head, SchemaSet(made.header.directory), read_payload=lambda _position, _length: b"")
+    assert isinstance(found, RecordsFrame)
+    if found.header.numbering is Numbering.OPERATION:
+        return True  # only its rows say more than its header
+    firsts, counts = (found.batches.column(name).to_pylist() for name in ("first_seq", "count"))
+    return any(
+        first < offered.end and offered.start < first + count for first, count in zip(firsts, counts, strict=True)
+    )

@@ -1,0 +1,302 @@
+"""Where two logs of one stream part: what an old leader has that the new one's history doesn't, set aside and cut off.
+
+Their lineages say behind which commit group they part. Up to where that group ends on each shard their bytes are the same.
+
+What lies beyond is copied first, into a folder that reads as a log by itself, from the first record that parts on; a copy is whole once all
+its marks are there. Then the marks are lowered, then the files cut, the last ones first. A crash anywhere leaves what the same call
+goes on from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Final
+
+from millstream.codec.log_frame import FrameHeader
+from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SegmentFooter
+from millstream.errors import CorruptFrame, LogError, TruncatedFrame
+from millstream.model.ids import GroupNumber, ShardId
+from millstream.model.marks import DroppedMark, DurableMark
+from millstream.model.positions import Offset, Seq
+from millstream.model.replication import ByteEnd
+from millstream.ports import Files
+from millstream.wal.files import RealFiles
+from millstream.wal.index import read_header
+from millstream.wal.layout import MARK_NAME, SegmentFile, list_segments, list_shards, segment_path, shard_folder
+from millstream.wal.mark import MarkFile, read_dropped, read_mark
+from millstream.wal.replica.shown import lower_shown
+from millstream.wal.scan import ScannedFrame, Window, read_frame, reader_of, scan_frames
+from millstream.wal.shards import lock_shards
+
+_COPY_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SetAside:
+    """What `truncate_to` has taken out of a log."""
+
+    folder: str
+    """Reads as a log by itself."""
+    first_seq: Seq
+    """The first number that lies there and not in the common history."""
+    size_bytes: int
+    """Of the segments that lie there: what is common in the first of each shard lies there too."""
+
+
+def ends_behind(files: Files, folder: str, group: GroupNumber) -> dict[ShardId, ByteEnd]:
+    """For each shard, the end of its last frame of that group or an older one; of a segment whose frames end there, without its footer.
+
+    A shard that has no such frame any more (or never had one) ends where its first segment begins.
+
+    Raises:
+        CorruptWal: a segment's header is damaged.
+    """
+    return {
+        shard: _end_behind(files, list_segments(files, shard_folder(folder, shard)), group)
+        for shard in list_shards(files, folder)
+    }
+
+
+def last_group_upto(files: Files, folder: str, seq: Seq) -> GroupNumber:
+    """The last commit group of a log whose numbers all lie at or below one; 0 where there is none."""
+    found = 0
+    for shard in list_shards(files, folder):
+        for segment in _with_frames(files, list_segments(files, shard_folder(folder, shard))):
+            headers = (frame.header for frame in _frames(files, segment, payload=False))
+            groups = [header.group for header in headers if header.group_last_seq <= seq]
+            found = max(found, max(groups, default=0))
+            if groups:
+                break
+    return GroupNumber(found)
+
+
+def truncate_to(
+    folder: str, common: Mapping[ShardId, ByteEnd], *, aside: str, files: Files | None = None
+) -> SetAside | None:
+    """Cut a log back to what it has in common with a new leader's, and set aside what it has beyond.
+
+    Args:
+        folder: the stream's; nobody writes or follows there.
+        common: of each shard; one that isn't named has nothing in common.
+        aside: the folder for what is beyond; the same one where a crash makes this a repetition.
+        files: the file system.
+
+    Returns:
+        What was set aside; None where there was nothing beyond, and nothing was changed.
+
+    Raises:
+        ShardLocked: somebody writes or follows.
+        LogError: a common end isn't where a frame ends; nothing was changed.
+        OSError: the disk failed or is full; what was there is there, or in the folder aside, whole.
+    """
+    files = RealFiles() if files is None else files
+    with ExitStack() as held:
+        marks = lock_shards(files, folder, list_shards(files, folder))
+        for mark in marks.values():
+            held.callback(mark.close)
+        cuts = {shard: Cut.at(files, folder, shard, common.get(shard)) for shard in marks}
+        beyond = sum(cut.beyond_bytes for cut in cuts.values())
+        if not beyond:
+            return found_aside(files, aside)
+        lowered = _lowered(cuts)
+        lasts = [cut.last for cut in cuts.values() if cut.last is not None]
+        common_seq = max((header.group_last_seq for header in lasts), default=Seq(0))
+        has_records = any(cut.has_frames_beyond for cut in cuts.values())
+        if has_records and not _is_whole(files, aside, cuts):
+            _copy(files, aside, cuts, common_seq)
+        for shard, moved in lowered.items():
+            lower_shown(files, cuts[shard].folder, marks[shard], moved)
+        for shard, moved in lowered.items():
+            marks[shard].move(moved, anchor=True)
+        for shard, cut in cuts.items():
+            if cut.is_below_mark and shard not in lowered:
+                forget_mark(files, cut.folder)
+            cut.apply(files)
+    return found_aside(files, aside)
+
+
+def found_aside(files: Files, aside: str) -> SetAside | None:
+    """What lies in a folder that `truncate_to` was given; None where nothing does, or its copy was cut short."""
+    shards = [shard_folder(aside, shard) for shard in list_shards(files, aside)]
+    dropped = [mark for shard_dir in shards if (mark := read_dropped(files, shard_dir)) is not None]
+    if not dropped:
+        return None
+    size = sum(files.size(segment.path) for shard_dir in shards for segment in list_segments(files, shard_dir))
+    return SetAside(aside, Seq(max(mark.seq for mark in dropped) + 1), size)
+
+
+# --- walking --------------------------------------------------------------------------------------------------------
+
+
+def _end_behind(files: Files, segments: Sequence[SegmentFile], group: GroupNumber) -> ByteEnd:
+    for segment in _with_frames(files, segments):
+        older = takewhile(lambda frame: frame.header.group <= group, _frames(files, segment, payload=False))
+        end = max((frame.end for frame in older), default=0)
+        if end:
+            return ByteEnd(segment.base_offset, end)
+    return ByteEnd(segments[0].base_offset if segments else Offset(0), 0)
+
+
+def _with_frames(files: Files, segments: Sequence[SegmentFile]) -> Iterator[SegmentFile]:
+    """Those that have more than a header, the last first."""
+    return (segment for segment in reversed(segments) if files.size(segment.path) > SEGMENT_HEADER_SIZE)
+
+
+def _frames(files: Files, segment: SegmentFile, *, payload: bool = True) -> Iterator[ScannedFrame]:
+    """A segment's frames, up to the first that isn't whole."""
+    header = read_header(files, segment)
+    with suppress(CorruptFrame, TruncatedFrame):
+        yield from scan_frames(Window(reader_of(files, segment.path)), header, payload=payload)
+
+
+# --- cutting --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where a shard is to end."""
+
+    shard: ShardId
+    folder: str
+    mark: DurableMark | None
+    segments: tuple[SegmentFile, ...]
+    end: ByteEnd
+    end_offset: Offset
+    last: FrameHeader | None
+    """The last frame that stays."""
+    has_frames_beyond: bool
+    beyond_bytes: int
+
+    @classmethod
+    def at(cls, files: Files, folder: str, shard: ShardId, end: ByteEnd | None) -> Cut:
+        """Look what a shard has on both sides of an end; None: nothing stays. `LogError` where no frame ends there."""
+        shard_dir = shard_folder(folder, shard)
+        segments = tuple(list_segments(files, shard_dir))
+        if end is None:
+            end = ByteEnd(segments[0].base_offset if segments else Offset(0), 0)
+        beyond = [segment for segment in segments if segment.base_offset >= end.base_offset]
+        size, has_frames, reached = 0, False, 0
+        last: FrameHeader | None = None
+        for segment in beyond:
+            begin = end.position if segment.base_offset == end.base_offset else 0
+            size += files.size(segment.path) - begin
+            if begin:
+                reached = SEGMENT_HEADER_SIZE
+            for frame in _frames(files, segment):
+                if frame.end <= begin:
+                    last, reached = frame.header, frame.end
+                else:
+                    has_frames = True
+                    break
+        if reached != end.position:
+            raise LogError(f"no frame ends at byte {end.position} of segment {end.base_offset} of shard {shard}")
+        if not end.position:
+            last = _last_sealed(files, [segment for segment in segments if segment.base_offset < end.base_offset])
+        offset = end.base_offset if last is None else Offset(last.first_offset + last.count)
+        return cls(shard, shard_dir, read_mark(files, shard_dir), segments, end, offset, last, has_frames, max(size, 0))
+
+    @property
+    def is_below_mark(self) -> bool:
+        """Whether something that is shown lies beyond."""
+        mark = self.mark
+        if mark is None:
+            return False
+        shown = 0 if mark.byte_end == SEGMENT_HEADER_SIZE else mark.byte_end
+        return ByteEnd(mark.base_offset, shown) > self.end
+
+    def apply(self, files: Files) -> None:
+        """Take away what lies beyond, the last first."""
+        for segment in reversed(self.segments):
+            if ByteEnd(segment.base_offset, 0) >= self.end or segment.base_offset > self.end.base_offset:
+                files.remove(segment.path)
+            elif segment.base_offset == self.end.base_offset:
+                file = files.open_write(segment.path)
+                try:
+                    file.truncate(self.end.position)
+                    file.sync()
+                finally:
+                    file.close()
+        files.sync_dir(self.folder)
+
+
+def forget_mark(files: Files, shard_dir: str) -> None:
+    """Take away the mark of a shard that has nothing any more."""
+    files.remove(f"{shard_dir}/{MARK_NAME}")
+    files.sync_dir(shard_dir)
+
+
+def _lowered(cuts: Mapping[ShardId, Cut]) -> dict[ShardId, DurableMark]:
+    """The marks of what stays, where something that was shown goes: a new leader's history ends with a whole group."""
+    if not any(cut.is_below_mark for cut in cuts.values()):
+        return {}
+    lasts = [cut.last for cut in cuts.values() if cut.last is not None]
+    newest = max(lasts, key=lambda header: header.group, default=None)
+    lowered = {}
+    for shard, cut in cuts.items():
+        if cut.mark is None or newest is None or (cut.last is None and cut.is_below_mark):
+            continue
+        mark = cut.mark
+        if cut.is_below_mark:
+            mark = replace(
+                mark, base_offset=cut.end.base_offset, byte_end=cut.end.position or SEGMENT_HEADER_SIZE,
+                durable_offset=cut.end_offset,
+            )  # fmt: skip
+        lowered[shard] = replace(
+            mark,
+            group=min(mark.group, newest.group),
+            persisted_upto=min(mark.persisted_upto, newest.group_last_seq),
+            is_settled=False,
+        )
+    return lowered
+
+
+def _last_sealed(files: Files, segments: Sequence[SegmentFile]) -> FrameHeader | None:
+    for segment in reversed(segments):
+        read = reader_of(files, segment.path)
+        footer = SegmentFooter.decode_tail(read, files.size(segment.path))
+        if footer is not None and footer.frames:
+            return read_frame(Window(read), footer.frames[-1].position, payload=False).header
+    return None
+
+
+# --- setting aside --------------------------------------------------------------------------------------------------
+
+
+def _is_whole(files: Files, aside: str, cuts: Mapping[ShardId, Cut]) -> bool:
+    return all(read_mark(files, shard_folder(aside, shard)) for shard, cut in cuts.items() if cut.has_frames_beyond)
+
+
+def _copy(files: Files, aside: str, cuts: Mapping[ShardId, Cut], common: Seq) -> None:
+    files.makedirs(aside)
+    copied = [cut for cut in cuts.values() if cut.has_frames_beyond]
+    for cut in copied:
+        shard_dir = shard_folder(aside, cut.shard)
+        files.makedirs(shard_dir)
+        for name in files.listdir(shard_dir):
+            files.remove(f"{shard_dir}/{name}")
+        for segment in cut.segments:
+            if segment.base_offset >= cut.end.base_offset:
+                _copy_file(files, segment.path, segment_path(shard_dir, segment.base_offset))
+        files.sync_dir(shard_dir)
+    files.sync_dir(aside)
+    for cut in copied:
+        mark = MarkFile.open(files, shard_folder(aside, cut.shard))
+        try:
+            mark.move_dropped(DroppedMark(common, cut.end.base_offset))
+            if cut.mark is not None:
+                mark.move(replace(cut.mark, shards=0, is_settled=True), anchor=True)
+        finally:
+            mark.close()
+
+
+def _copy_file(files: Files, old: str, new: str) -> None:
+    file = files.create(new)
+    try:
+        for position in range(0, files.size(old), _COPY_BYTES):
+            file.pwrite(files.read(old, position, _COPY_BYTES), position)
+        file.sync()
+    finally:
+        file.close()

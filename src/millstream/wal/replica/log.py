@@ -1,0 +1,590 @@
+"""A follower's log: the leader's bytes, verified as they come, in a folder that every reader reads as any other.
+
+One commit of position and state: the log is the position. A shipment's bytes are verified first, and nothing is written where they
+don't hold; then they are written and fsynced; then the marks that came with them are moved, as a writer moves its own
+(`wal.mark`), so that a reader beside it sees whole groups only, whenever it looks and whatever a crash keeps.
+
+Lower than the end: compared with what lies here, byte for byte; other bytes are `Diverged`, and nothing is overwritten. Higher: `ReplicaGap`.
+
+When the disk fails:
+
+- for want of space: what was written of the shipment is cut back, the caller gets `DiskFull`, and may send it again;
+- any other failed write, and every failed fsync: the log takes nothing more (`ReplicaFailed`); opening it anew verifies what lies behind the
+  marks, writes it once more and goes on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from millstream import failpoints
+from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
+from millstream.errors import (
+    DiskFull,
+    Diverged,
+    MillstreamError,
+    OtherStream,
+    ReplicaFailed,
+    ReplicaGap,
+    ShardLocked,
+    ShipmentUnreadable,
+)
+from millstream.model.ids import GroupNumber, RegionId, ShardId, StreamId, WriterId
+from millstream.model.marks import DroppedMark, DurableMark
+from millstream.model.positions import Offset, Seq
+from millstream.model.replication import ByteEnd, ReplicaPosition, SegmentPart, Shipment
+from millstream.ports import Files, WritableFile
+from millstream.wal.files import NO_SPACE, RealFiles
+from millstream.wal.layout import list_shards, segment_path, shard_folder
+from millstream.wal.mark import MarkFile, read_dropped, read_mark, stream_cut
+from millstream.wal.replica.arriving import ArrivingShard, WholeFrame, footer_start
+from millstream.wal.replica.groups import GroupEnds, PartialGroups
+from millstream.wal.replica.marks import NOBODY, check_mark, is_newer, moves, placeholder
+from millstream.wal.replica.recovery import fresh_shard, note_sealed, recover_replica
+from millstream.wal.replica.shown import ReplicaShown
+from millstream.wal.shards import lock_shards
+
+LOCK_NAME: Final = ".follower"
+"""In a stream's folder; locked while somebody follows there. A writer is kept away by the locks of the shards' marks."""
+
+
+class ReplicaEnd(NamedTuple):
+    """How far a follower shows its log."""
+
+    group: GroupNumber
+    """The last commit group that is there on all shards; with several writers, the lowest of theirs."""
+    persisted_upto: Seq
+    records: int
+    """Offsets in front of the marks, over all shards: also of what retention has dropped."""
+
+
+@dataclass(slots=True)
+class _Shard:
+    """One that lies here."""
+
+    folder: str
+    mark: MarkFile
+    shown: DurableMark | None
+    dropped: DroppedMark | None
+    arriving: ArrivingShard
+    file: WritableFile | None = None
+    """Of the segment that arrives, once something is to be written."""
+    anchored: Offset | None = None
+    """The segment that the mark named when it was fsynced last."""
+
+
+@dataclass(slots=True)
+class _Piece:
+    """New bytes for one segment's file."""
+
+    shard: ShardId
+    base: Offset
+    position: int
+    buffers: list[memoryview] = field(default_factory=list)
+    size: int = 0
+    is_end: bool = False
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What a shipment changes, verified and not written yet."""
+
+    arriving: dict[ShardId, ArrivingShard] = field(default_factory=dict)
+    pieces: list[_Piece] = field(default_factory=list)
+    whole: list[WholeFrame] = field(default_factory=list)
+    dropped: dict[ShardId, DroppedMark] = field(default_factory=dict)
+    """Where shards begin that have nothing yet."""
+
+
+class ReplicaLog:
+    """A follower's log, open for shipments. One thread; any number of readers beside it, in any process."""
+
+    def __init__(
+        self,
+        folder: str,
+        files: Files,
+        lock: WritableFile,
+        stream: StreamId | None,
+        shards: dict[ShardId, _Shard],
+        groups: PartialGroups,
+        readers: ReplicaShown,
+        *,
+        side_by_side: bool,
+        withholds: bool,
+    ) -> None:
+        self._folder = folder
+        self._files = files
+        self._lock = lock
+        self._stream = stream
+        self._region: RegionId | None = next(
+            (s.arriving.region for s in shards.values() if not s.arriving.is_new), None
+        )
+        self._shards = shards
+        self._groups = groups
+        self._readers = readers
+        self._withholds = withholds
+        self._syncers = ThreadPoolExecutor(4, "replica-sync") if side_by_side else None
+        self.failure: ReplicaFailed | None = None
+        """Why nothing more is taken; None while all is well."""
+
+    @classmethod
+    def open(
+        cls,
+        folder: str,
+        *,
+        files: Files | None = None,
+        stream: StreamId | None = None,
+        side_by_side: bool = True,
+        withholds: bool = False,
+    ) -> ReplicaLog:
+        """Take the locks, verify what lies behind the marks, and make it durable.
+
+        Args:
+            folder: the stream's; made where it isn't there.
+            files: the file system.
+            stream: whose log it must be; None to take what lies there, or comes first.
+            withholds: show readers nothing of what comes without a word of what may be shown.
+            side_by_side: fsync several shards by several threads; without, in order, for tests that count.
+
+        Raises:
+            ShardLocked: another process follows here, or writes.
+            CorruptWal: what the marks cover is damaged, or isn't there.
+            OtherStream: another stream's log lies here.
+            UnexpectedFile: a file lies there that isn't the log's.
+            DiskFull: there is no space to write again what lies behind the marks.
+        """
+        files = RealFiles() if files is None else files
+        files.makedirs(folder)
+        lock = _lock_folder(files, folder)
+        marks: dict[ShardId, MarkFile] = {}
+        try:
+            marks = lock_shards(files, folder, list_shards(files, folder))
+            found = {shard: read_mark(files, shard_folder(folder, shard)) for shard in marks}
+            known = next((mark.stream for mark in found.values() if mark is not None), None)
+            if None not in (stream, known) and stream != known:
+                raise OtherStream(f"{folder} is the log of stream {known}, not of {stream}")
+            stream = stream or known
+            groups, ends, readers = PartialGroups(), GroupEnds(), ReplicaShown(files)
+            shards: dict[ShardId, _Shard] = {}
+
+            def note(frames: Sequence[WholeFrame]) -> None:
+                groups.note(frames)
+                ends.note(frames)
+
+            for shard, mark in marks.items():
+                shard_dir = shard_folder(folder, shard)
+                dropped = read_dropped(files, shard_dir)
+                arriving = recover_replica(
+                    files, shard_dir, shard, stream=stream, mark=found[shard], dropped=dropped, note=note
+                )
+                if arriving is None:
+                    mark.close()
+                    continue
+                stream = arriving.stream
+                readers.found(shard, shard_dir, mark)
+                shards[shard] = _Shard(shard_dir, mark, found[shard], dropped, arriving)
+        except BaseException as error:
+            for mark in marks.values():
+                mark.close()
+            lock.close()
+            if isinstance(error, OSError) and error.errno in NO_SPACE:
+                raise DiskFull(f"{folder} has no space to write again what came last: {error}") from error
+            raise
+        log = cls(folder, files, lock, stream, shards, groups, readers, side_by_side=side_by_side, withholds=withholds)
+        try:
+            own = {number: mark for number, mark in log.marks().items() if mark.writer != NOBODY}
+            covered = min((mark.group for mark in own.values()), default=GroupNumber(0))
+            for number, shown in own.items():
+                if shown.group > covered:
+                    note_sealed(files, shards[number].folder, shown, covered, note)
+            log._show_whole(ends)
+        except BaseException:
+            log.close()
+            raise
+        return log
+
+    @property
+    def stream(self) -> StreamId | None:
+        """Whose log it is; None where nothing has come yet."""
+        return self._stream
+
+    @property
+    def region(self) -> RegionId | None:
+        """Of all its segments; None where nothing has come yet."""
+        return self._region
+
+    def position(self) -> ReplicaPosition:
+        """Where the bytes end that are durable here, of each shard that has any."""
+        return {number: shard.arriving.end for number, shard in self._shards.items() if not shard.arriving.is_new}
+
+    def marks(self) -> Mapping[ShardId, DurableMark]:
+        """What is shown of each shard, but where readers wait for others to hold it."""
+        return {number: shard.shown for number, shard in self._shards.items() if shard.shown is not None}
+
+    def end(self) -> ReplicaEnd:
+        """How far the log is shown."""
+        marks = [mark for mark in self.marks().values() if mark.writer]
+        return ReplicaEnd(
+            GroupNumber(min((mark.group for mark in marks), default=0)),
+            stream_cut(self.marks().values()),
+            sum(mark.durable_offset for mark in marks),
+        )
+
+    def group_of(self, writer: WriterId) -> GroupNumber:
+        """The last commit group of one writer that is there on all its shards."""
+        return GroupNumber(min((mark.group for mark in self.marks().values() if mark.writer == writer), default=0))
+
+    def apply(self, shipment: Shipment) -> None:
+        """Take a shipment: when this returns, its bytes are verified and durable, and what its marks cover is shown as the leader shows it.
+
+        Raises:
+            ReplicaGap: it lies beyond what is here; nothing was changed. `position` says what is to come.
+            ShipmentUnreadable: a checksum fails, or the marks say what the bytes don't; a frame that was cut, and of which a piece came
+                before, is to come again from its beginning.
+            Diverged: other bytes lie here at the same place, or whole frames come that don't follow on; nothing was changed.
+            OtherStream: it is of another stream or region; nothing was changed.
+            DiskFull: there is no space; nothing of it is here, and it may come again.
+            ReplicaFailed: the disk failed; nothing more is taken.
+            ShardLocked: a writer has one of the shards.
+        """
+        if self.failure is not None:
+            raise ReplicaFailed("the log failed before this came") from self.failure
+        if self._stream not in (None, shipment.stream) or self._region not in (None, shipment.region):
+            raise OtherStream(
+                f"what came is of stream {shipment.stream} in region {shipment.region}, {self._folder} is of {self._stream} in region {self._region}"
+            )
+        plan = _Plan()
+        for part in shipment.parts:
+            try:
+                self._plan(plan, shipment, part)
+            except ShipmentUnreadable:
+                self._forget_partial(part.shard)
+                raise
+        self._uninterrupted(plan, shipment)
+
+    def show_all(self) -> None:
+        """Show readers all that is here, in whole groups: what this follower has acknowledged is held as it has to be.
+
+        Raises:
+            ReplicaFailed: the disk failed; nothing more is taken.
+        """
+        if self.failure is not None:
+            raise ReplicaFailed("the log failed before this") from self.failure
+        try:
+            self._readers.move(self.marks(), self.marks())
+        except OSError as error:
+            raise self._poison("the disk failed", error) from error
+
+    def close(self) -> None:
+        """Give up the locks."""
+        if self._syncers is not None:
+            self._syncers.shutdown()
+        for shard in self._shards.values():
+            if shard.file is not None:
+                shard.file.close()
+            shard.mark.close()
+        self._lock.close()
+
+    # --- verifying -------------------------------------------------------------------------------------------------
+
+    def _plan(self, plan: _Plan, shipment: Shipment, part: SegmentPart) -> None:
+        """Verify one part, behind those before it."""
+        arriving = plan.arriving.get(part.shard)
+        if arriving is None:
+            known = self._shards.get(part.shard)
+            arriving = fresh_shard(shipment.stream, part.shard, Offset(0)) if known is None else known.arriving.copy()
+            arriving.region = shipment.region
+        data = memoryview(part.data)
+        if arriving.is_new and part.position == 0 and part.base_offset > arriving.base:
+            dropped = shipment.first_kept.get(part.shard)
+            if dropped is None or dropped.offset != part.base_offset:
+                raise _gap(part, arriving.end)
+            arriving = fresh_shard(shipment.stream, part.shard, part.base_offset)
+            arriving.region = shipment.region
+            plan.dropped[part.shard] = dropped
+        start = ByteEnd(part.base_offset, part.position)
+        if start > arriving.end or (part.position and part.base_offset != arriving.base and start > arriving.end):
+            raise _gap(part, arriving.end)
+        if start < arriving.end:
+            taken = len(data) if part.base_offset < arriving.base else arriving.position - part.position
+            self._compare(part, data[:taken], arriving)
+            data = data[taken:]
+        plan.arriving[part.shard] = arriving
+        if data:
+            self._take(plan, arriving, part, data)
+
+    def _take(self, plan: _Plan, arriving: ArrivingShard, part: SegmentPart, data: memoryview) -> None:
+        piece = _Piece(part.shard, arriving.base, arriving.position, [data], len(data), part.is_end)
+        end = arriving.position + len(data)
+        if arriving.position == 0:
+            arriving.begin(data)
+            data = data[SEGMENT_HEADER_SIZE:]
+        if not part.is_end:
+            arriving.feed(data, plan.whole)
+        else:
+            start = footer_start(data, end - len(data))
+            if start is None:
+                raise arriving.unreadable("it ends without a footer, or the footer was cut")
+            frames = start - (end - len(data))
+            arriving.feed(data[:frames], plan.whole)
+            arriving.finish(data[frames:])
+        # Of one shard they follow each other, whatever lies between them: one piece a file.
+        last = next((made for made in reversed(plan.pieces) if made.shard == piece.shard), None)
+        if last is not None and last.base == piece.base:
+            last.buffers += piece.buffers
+            last.size += piece.size
+            last.is_end = piece.is_end
+        else:
+            plan.pieces.append(piece)
+
+    def _compare(self, part: SegmentPart, data: memoryview, arriving: ArrivingShard) -> None:
+        """Bytes that are here already must be the same."""
+        shard = self._shards.get(part.shard)
+        if shard is None or part.base_offset > shard.arriving.base:
+            raise _gap(part, arriving.end)  # twice in one shipment
+        sure = len(data)
+        if part.base_offset == shard.arriving.base:
+            if part.position + len(data) > shard.arriving.position:
+                raise _gap(part, arriving.end)
+            sure = max(0, shard.arriving.verified - part.position)
+        try:
+            here = self._files.read(segment_path(shard.folder, part.base_offset), part.position, len(data))
+        except FileNotFoundError:
+            dropped = read_dropped(self._files, shard.folder)
+            if dropped is not None and part.base_offset < dropped.offset:
+                return
+            here = b""
+        if here[:sure] != data[:sure]:
+            raise Diverged(
+                f"segment {part.base_offset} of shard {part.shard} has other bytes here than what came from the leader, between {part.position} and "
+                f"{part.position + len(data)}",
+                shard=int(part.shard),
+                base_offset=int(part.base_offset),
+                byte=part.position,
+            )
+        if here != data:
+            raise arriving.unreadable("a frame came once more, and isn't the same")
+
+    def _forget_partial(self, number: ShardId) -> None:
+        """What came of a frame before may be what is wrong with it: it comes again."""
+        shard = self._shards.get(number)
+        if shard is None or shard.arriving.position == shard.arriving.verified:
+            return
+        shard.arriving.forget_partial()
+        try:
+            self._file(shard).truncate(shard.arriving.verified)
+        except OSError as error:
+            raise self._poison("cutting off a part of a frame failed", error) from error
+
+    # --- writing ---------------------------------------------------------------------------------------------------
+
+    def _uninterrupted(self, plan: _Plan, shipment: Shipment) -> None:
+        """All that changes files; where it is broken off, only opening anew knows what is there."""
+        try:
+            self._begin_shards(plan, shipment)
+            self._write(plan)
+            failpoints.hit("replica.before_marks")
+            self._show(shipment)
+        except OSError as error:
+            raise self._poison("the disk failed", error) from error
+        except MillstreamError:
+            raise
+        except BaseException as error:
+            self._poison("it was interrupted", error)
+            raise
+
+    def _begin_shards(self, plan: _Plan, shipment: Shipment) -> None:
+        """Make the shards that come for the first time: each with a mark that shows nothing, and holds nobody up."""
+        names = [shard for shard in {*plan.arriving, *shipment.marks} if shard not in self._shards]
+        marks: dict[ShardId, MarkFile] = {}
+        if names:
+            try:
+                marks = lock_shards(self._files, self._folder, sorted(names))
+            except OSError as error:
+                if error.errno in NO_SPACE:
+                    raise DiskFull(f"{self._folder} has no space for more shards: {error}") from error
+                raise
+        self._stream = shipment.stream
+        self._region = shipment.region
+        for number, mark in marks.items():
+            arriving = fresh_shard(shipment.stream, number, Offset(0))
+            self._shards[number] = _Shard(shard_folder(self._folder, number), mark, None, None, arriving)
+        for number in sorted({*plan.arriving, *shipment.marks}):
+            shard, dropped = self._shards[number], plan.dropped.get(number)
+            if shard.shown is not None and dropped is None:
+                continue
+            if dropped is not None:
+                shard.mark.move_dropped(dropped)
+                shard.dropped = dropped
+            first = placeholder(shipment, shard.dropped)
+            shard.mark.move(first, anchor=True)
+            shard.shown = first
+
+    def _write(self, plan: _Plan) -> None:
+        """Write and fsync all; the shards have come as far then as was verified."""
+        made: list[str] = []
+        try:
+            touched: list[WritableFile] = []
+            for piece in plan.pieces:
+                shard = self._shards[piece.shard]
+                if piece.position == 0:
+                    self._make_segment(shard, piece, made)
+                    continue
+                file = self._file(shard)
+                file.pwritev(piece.buffers, piece.position)
+                if piece.is_end and file.size() > piece.position + piece.size:
+                    file.truncate(piece.position + piece.size)
+                touched.append(file)
+            self._sync(touched)
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            self._cut_back(plan, made)
+            raise DiskFull(f"{self._folder} has no space for what came: {error}") from error
+        for number, arriving in plan.arriving.items():
+            shard = self._shards[number]
+            if shard.file is not None and arriving.base != shard.arriving.base:
+                shard.file.close()
+                shard.file = None
+            shard.arriving = arriving
+        self._groups.note(plan.whole)
+
+    def _make_segment(self, shard: _Shard, piece: _Piece, made: list[str]) -> None:
+        """A segment gets its name once what came of it is durable: no reader meets half a header."""
+        path = segment_path(shard.folder, piece.base)
+        temporary = f"{path}.tmp"
+        if self._files.exists(temporary):
+            self._files.remove(temporary)
+        file = self._files.create(temporary)
+        made.append(temporary)
+        try:
+            file.pwritev(piece.buffers, 0)
+            file.sync()
+        finally:
+            file.close()
+        self._files.rename(temporary, path)
+        made[-1] = path
+        self._files.sync_dir(shard.folder)
+
+    def _sync(self, files: Sequence[WritableFile]) -> None:
+        failpoints.hit("replica.before_fsync")
+        if self._syncers is None or len(files) < 2:
+            for file in files:
+                file.sync()
+            return
+        outcomes = [self._syncers.submit(file.sync) for file in files]
+        for error in [outcome.exception() for outcome in outcomes]:
+            if error is not None:
+                raise error
+
+    def _cut_back(self, plan: _Plan, made: Sequence[str]) -> None:
+        """Take away what was written of a shipment that has no room. Raises `OSError` where that fails, too."""
+        for path in reversed(made):
+            self._files.remove(path)
+        for number in plan.arriving:
+            shard = self._shards[number]
+            if shard.file is not None:
+                shard.file.truncate(shard.arriving.position)
+
+    def _file(self, shard: _Shard) -> WritableFile:
+        if shard.file is None:
+            shard.file = self._files.open_write(segment_path(shard.folder, shard.arriving.base))
+        return shard.file
+
+    def _poison(self, what: str, error: BaseException) -> ReplicaFailed:
+        self.failure = ReplicaFailed(f"{self._folder}: {what}: {str(error) or type(error).__name__}")
+        return self.failure
+
+    # --- showing ---------------------------------------------------------------------------------------------------
+
+    def _show(self, shipment: Shipment) -> None:
+        """Move the marks that came, and what readers see as far as the leader says so."""
+        if not shipment.marks:
+            return
+        if shipment.shown or self._readers.is_required or (self._withholds and shipment.shown is None):
+            self._require()
+        self._move_marks(shipment.marks)
+        if shipment.shown:
+            self._readers.move(shipment.shown, self.marks())
+        elif shipment.shown is not None:
+            self._readers.allow_all(self.marks())
+
+    def _require(self) -> None:
+        """Before marks move that readers of some shard aren't to see yet."""
+        self._readers.require(
+            (number, shard.folder, shard.mark, shard.shown)
+            for number, shard in self._shards.items()
+            if shard.shown is not None
+        )
+
+    def _move_marks(self, marks: Mapping[ShardId, DurableMark]) -> None:
+        """Show what marks cover that are newer than those here, where it is all there."""
+        shown = self.marks()
+        newer = {number: mark for number, mark in sorted(marks.items()) if is_newer(mark, shown.get(number))}
+        for number, mark in newer.items():
+            shard = self._shards[number]
+            check_mark(self._files, shard.folder, mark, shard.arriving)
+        self._check_groups({**shown, **newer})
+        for number, mark in moves(shown, newer):
+            shard = self._shards[number]
+            anchor = shard.anchored != mark.base_offset and mark == newer[number]
+            shard.mark.move(mark, anchor=anchor)
+            shard.shown = mark
+            if anchor:
+                shard.anchored = mark.base_offset
+
+    def _show_whole(self, ends: GroupEnds) -> None:
+        """Show what a power cut has kept of what was acknowledged, though the marks that came with it are gone."""
+        shown = self.marks()
+        dropped = {number: shard.dropped for number, shard in self._shards.items() if shard.dropped is not None}
+        newer = ends.marks(shown, self._groups, dropped)
+        if self._readers.is_required:
+            self._require()
+        for number, mark in moves(shown, newer):
+            self._shards[number].mark.move(mark)
+            self._shards[number].shown = mark
+        for shard in self._shards.values():
+            # What is shown from here on is acknowledged, and may stand in the page cache only.
+            if shard.shown is not None:
+                shard.mark.move(shard.shown, anchor=True)
+                shard.anchored = shard.shown.base_offset
+
+    def _check_groups(self, marks: Mapping[ShardId, DurableMark]) -> None:
+        shown = self.marks()
+        dropped = {number: shard.dropped for number, shard in self._shards.items() if shard.dropped is not None}
+        for writer in {mark.writer for mark in marks.values() if mark.writer}:
+            covered = GroupNumber(min(mark.group for mark in marks.values() if mark.writer == writer))
+            missing = self._groups.missing(writer, covered, shown, dropped)
+            if missing is not None:
+                group, shard = missing
+                raise ShipmentUnreadable(
+                    f"the leader's marks show group {group} of writer {writer}, of which nothing has come on shard {shard}",
+                    group=int(group),
+                    shard=int(shard),
+                )
+
+
+def _gap(part: SegmentPart, end: ByteEnd) -> ReplicaGap:
+    return ReplicaGap(
+        f"segment {part.base_offset} of shard {part.shard} came from byte {part.position} on; here it ends at byte {end.position} of segment {end.base_offset}",
+        shard=int(part.shard),
+    )
+
+
+def _lock_folder(files: Files, folder: str) -> WritableFile:
+    path = f"{folder}/{LOCK_NAME}"
+    if not files.exists(path):
+        with suppress(FileExistsError):
+            files.create(path).close()
+    file = files.open_write(path)
+    if not file.lock():
+        file.close()
+        raise ShardLocked(
+            f"another process follows into {folder}",
+            hint="Stop it first; `millstream replicas` shows who it is.",
+        )
+    return file

@@ -1,0 +1,120 @@
+"""A follower's marks: which of the leader's it may write, and in which order, so that no reader ever sees less, or half a group.
+
+The leader's marks of one moment show at most what all of them cover. A follower takes each that is newer than its own, once the bytes
+that it covers lie there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SegmentHeader
+from millstream.errors import CorruptFrame, ReplicaGap, ShipmentUnreadable
+from millstream.model.ids import Epoch, GroupNumber, ShardId, WriterId
+from millstream.model.marks import DroppedMark, DurableMark
+from millstream.model.positions import SEQ_MAX, Offset, Seq
+from millstream.model.replication import ByteEnd, Shipment
+from millstream.ports import Files
+from millstream.wal.layout import segment_path
+from millstream.wal.mark import common_cut, stream_cut
+from millstream.wal.replica.arriving import ArrivingShard
+from millstream.wal.scan import Window, reader_of, scan_frames
+
+NOBODY = WriterId(0)
+"""The writer of a shard's mark before its first own one came."""
+
+
+def placeholder(shipment: Shipment, dropped: DroppedMark | None) -> DurableMark:
+    """The mark of a shard that shows nothing yet: nobody's, and settled, so that it keeps nothing back that others show."""
+    base = Offset(0) if dropped is None else dropped.offset
+    return DurableMark(
+        stream=shipment.stream,
+        writer=NOBODY,
+        epoch=Epoch(0),
+        base_offset=base,
+        byte_end=SEGMENT_HEADER_SIZE,
+        durable_offset=Offset(0),
+        group=GroupNumber(0),
+        persisted_upto=Seq(0) if dropped is None else dropped.seq,
+        reserved_to=Seq(0),
+        elsewhere=SEQ_MAX,
+        is_settled=True,
+    )
+
+
+def is_newer(mark: DurableMark, shown: DurableMark | None) -> bool:
+    """Whether a mark that came says more than the one that is there: of one shard, each that is later covers no less, of anything."""
+    if shown is None:
+        return True
+    later = (_place(mark) >= _place(shown), mark.group >= shown.group, mark.persisted_upto >= shown.persisted_upto)
+    return mark != shown and all(later)
+
+
+def _place(mark: DurableMark) -> tuple[int, ...]:
+    return mark.base_offset, mark.byte_end, mark.epoch, mark.reserved_to, mark.is_settled
+
+
+def check_mark(files: Files, shard_dir: str, mark: DurableMark, arriving: ArrivingShard) -> None:
+    """A mark may be shown where what it covers lies there, verified, and ends with a frame.
+
+    Raises:
+        ReplicaGap: it doesn't lie there yet.
+        ShipmentUnreadable: the mark says what the bytes don't.
+    """
+    if mark.stream != arriving.stream:
+        raise ShipmentUnreadable(f"a mark is of stream {mark.stream}, the log of {arriving.stream}")
+    here = ByteEnd(arriving.base, arriving.verified)
+    there = ByteEnd(mark.base_offset, mark.byte_end)
+    if mark.byte_end == SEGMENT_HEADER_SIZE and mark.base_offset == arriving.base:
+        # A segment that has nothing but its header isn't shipped.
+        there = replace(there, position=min(arriving.verified, SEGMENT_HEADER_SIZE))
+    if there > here:
+        raise ReplicaGap(
+            f"a mark covers {there} of shard {arriving.shard}, {here} lies here", shard=int(arriving.shard)
+        )
+    if there == here:
+        end, group, more = arriving.end_offset, arriving.group, arriving.more
+    elif mark.byte_end == SEGMENT_HEADER_SIZE:
+        end, group, more = mark.base_offset, GroupNumber(0), False
+    else:
+        end, group, more = _end_in(files, shard_dir, mark)
+    if (end, more) != (mark.durable_offset, False) or group > mark.group:
+        raise ShipmentUnreadable(
+            f"a mark of shard {arriving.shard} says offset {mark.durable_offset} and group {mark.group}, where frames end with {end} and {group}",
+            shard=int(arriving.shard),
+        )
+
+
+def _end_in(files: Files, shard_dir: str, mark: DurableMark) -> tuple[Offset, GroupNumber, bool]:
+    """Where records end in front of a place that more lies behind: the last frame's end, its group, and whether that goes on."""
+    read = reader_of(files, segment_path(shard_dir, mark.base_offset))
+    try:
+        header = SegmentHeader.decode(read(0, SEGMENT_HEADER_SIZE))
+        frames = list(scan_frames(Window(read), header, end=mark.byte_end, payload=False))
+    except (CorruptFrame, FileNotFoundError) as error:
+        raise ShipmentUnreadable(f"a mark names a place that is none: {error}") from error
+    if not frames or frames[-1].end != mark.byte_end:
+        raise ShipmentUnreadable(f"a mark ends at byte {mark.byte_end}, where no frame ends")
+    found = frames[-1].header
+    return Offset(found.first_offset + found.count), found.group, found.more
+
+
+def moves(
+    shown: Mapping[ShardId, DurableMark], newer: Mapping[ShardId, DurableMark]
+) -> Iterator[tuple[ShardId, DurableMark]]:
+    """The marks to write, in order: with several shards first all positions, with what was shown before; then what is complete up to them."""
+    if len(shown) > 1:
+        before = stream_cut(shown.values())
+        for shard, mark in newer.items():
+            old = shown.get(shard)
+            own = common_cut([other for other in shown.values() if other.writer == mark.writer])
+            yield (
+                shard,
+                replace(
+                    mark,
+                    persisted_upto=min(mark.persisted_upto, max(own, before)),
+                    is_settled=mark.is_settled if old is None or old.writer == NOBODY else old.is_settled,
+                ),
+            )
+    yield from newer.items()

@@ -1,0 +1,599 @@
+"""Commit groups: from submissions to durable frames on all shards of a writer, and what happens when the disk fails.
+
+Everything here is blocking and runs on one thread; `writer` puts a queue and that thread around it. One group at a time is
+numbered, written as one run of frames a shard, fsynced (the shards side by side), and shown by the marks; only then are
+its callers answered.
+
+When the disk fails:
+
+- for want of space before any fsync: what was written is cut back durably, the callers get `DiskFull`, the writer goes on;
+- any other failed write, and every failed fsync: the writer is *poisoned*. The group's outcome is unknown, nothing is tried
+  again on the same files, and only recovery, by a new writer, decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+from millstream import failpoints
+from millstream.codec.log_segment import NO_HASH
+from millstream.errors import (
+    AppendOutcomeUnknown,
+    DiskFull,
+    MillstreamError,
+    ShardLocked,
+    StaleEpoch,
+    WriterClosed,
+)
+from millstream.model.appends import Submitted
+from millstream.model.ids import GroupNumber, ShardId, SourceId, TableId
+from millstream.model.marks import DurableMark
+from millstream.model.operations import Ack, SpilledOp, WriteOps
+from millstream.model.positions import Lsn, Offset, Seq, SeqRange
+from millstream.ports import Clock, Files
+from millstream.protocol.sequencer import LedgerView
+from millstream.wal.files import NO_SPACE
+from millstream.wal.layout import shard_folder
+from millstream.wal.mark import MarkFile
+from millstream.wal.mending.repair import set_tail_aside
+from millstream.wal.shards import check_not_gone, folder_lock, greatest_known, holds_mark, lock_shards, own_shards
+from millstream.wal.writing.grouping import FramePlan, plan_chunk, plan_group
+from millstream.wal.writing.numbers import GroupNumbers
+from millstream.wal.writing.options import LogOptions
+from millstream.wal.writing.own_shards import OwnShard, WriterIdentity, begin_shards, next_header
+from millstream.wal.writing.recover import Recovered, keep_spare, recover
+from millstream.wal.writing.segment import GroupFacts, OpenSegment, WriteFailed
+from millstream.wal.writing.shown import ShownMarks, show_all
+from millstream.wal.writing.submissions import acks_of, in_columns, shards_of
+from millstream.wal.writing.times import GroupTimes
+
+_Found = TypeVar("_Found")
+
+
+@dataclass(slots=True)
+class CommitCounts:
+    """Counts since the open."""
+
+    groups: int = 0
+    operations: int = 0
+    records: int = 0
+    bytes_written: int = 0
+    segments_sealed: int = 0
+    recovered_cut_bytes: int = 0
+
+
+class GroupCommitter:
+    """The shards of one writer. Made by `open`; used by one thread (positions may be read by any)."""
+
+    def __init__(
+        self,
+        folder: str,
+        files: Files,
+        clock: Clock,
+        options: LogOptions,
+        identity: WriterIdentity,
+        shards: dict[ShardId, OwnShard],
+        recovered: Recovered,
+        numbers: GroupNumbers,
+        *,
+        side_by_side: bool,
+    ) -> None:
+        self._folder = folder
+        self._files = files
+        self._clock = clock
+        self._options = options
+        self._identity = identity
+        self._shards = shards
+        self._numbers = numbers
+        self._has_spares = True
+        """Whether the next recovery has all the space that it may need."""
+        self._is_settled = False
+        self.group = recovered.last_group
+        """The last one that is durable."""
+        self.shown: ShownMarks | None = None
+        """Where readers are shown only what others hold, too."""
+        self._shown, self._shown_elsewhere = recovered.shown, numbers.elsewhere
+        self.times = GroupTimes(clock, recovered.hybrid_ns)
+        self._side_by_side = side_by_side
+        self._syncers = ThreadPoolExecutor(len(shards), "wal-sync") if side_by_side and len(shards) > 1 else None
+        self.persisted_upto = numbers.position
+        """Every number of this writer up to it is durable or will never be."""
+        self.reached: Mapping[SourceId, Lsn] = dict(recovered.reached)
+        """For each source, the commit end LSN up to which the durable log has everything."""
+        self.failure: MillstreamError | None = None
+        """Why nothing more is taken; None while all is well."""
+        self.counts = CommitCounts(recovered_cut_bytes=recovered.cut_bytes)
+
+    @classmethod
+    def open(
+        cls,
+        folder: str,
+        identity: WriterIdentity,
+        shards: Sequence[ShardId],
+        *,
+        numbers: GroupNumbers,
+        files: Files,
+        clock: Clock,
+        options: LogOptions,
+        side_by_side: bool = True,
+        hides: bool = False,
+    ) -> GroupCommitter:
+        """Take the locks, recover, begin a new segment on each shard, show what is there.
+
+        Args:
+            folder: the stream's; made where it isn't there.
+            identity: who writes.
+            shards: all of this writer's; those that it has in the folder already are opened too.
+            numbers: where the groups' numbers come from.
+            files: the file system.
+            clock: for ages and creation times.
+            options: sizes and bounds.
+            side_by_side: fsync several shards by several threads; without, in order, for tests that count.
+            hides: whether what is durable is shown only as `shown` is told; else at once.
+
+        Raises:
+            ShardLocked, CorruptWal, UnexpectedFile, UnsupportedFormat, StaleEpoch, DiskFull: see `LogWriter.open`.
+            LossNotAccepted: the writer was forgotten, and its shards are damaged.
+        """
+        alone = folder_lock(files, folder, clock, make=True) if numbers.shared else nullcontext()
+        marks: dict[ShardId, MarkFile] = {}
+        try:
+            with alone:
+                shards = own_shards(files, folder, identity.writer, shards, numbers)
+                check_not_gone(files, folder, shards, numbers)
+                marks = lock_shards(files, folder, shards, seize=numbers.may_seize())
+                if numbers.cut_at is not None:
+                    set_tail_aside(files, folder, marks, above=numbers.cut_at, now_ns=clock.now_ns())
+                recovered = recover(
+                    files, folder, stream=identity.stream, region=identity.region, shards=shards, epoch=identity.epoch
+                )
+                # A catalog that is older than the log shows by any writer's mark.
+                reserved_to = max(recovered.reserved_to, greatest_known(files, folder) if numbers.shared else Seq(0))
+                numbers.begin(reserved_to=reserved_to, persisted_upto=recovered.persisted_upto)
+                opened = {}
+                for shard in shards:
+                    end = recovered.shards[shard]
+                    shard_dir = shard_folder(folder, shard)
+                    header = next_header(
+                        identity, shard, end.end_offset, end.last_footer_hash, clock, options.numbering
+                    )
+                    opened[shard] = OwnShard(
+                        shard_dir, marks[shard], OpenSegment.create_first(files, shard_dir, header)
+                    )
+                has_spares = keep_spare(files, [shard.folder for shard in opened.values()], options.spare_bytes)
+                committer = cls(
+                    folder, files, clock, options, identity, opened, recovered, numbers, side_by_side=side_by_side
+                )
+                committer._has_spares = has_spares
+                if hides:
+                    empty = {shard: committer._mark(own, Seq(0)) for shard, own in opened.items()}
+                    committer.shown = ShownMarks.begin(files, folder, marks, empty, recovered, acks=options.acks)
+                committer._move_marks(anchor=True)
+                if not hides:
+                    show_all(files, folder, marks)
+        except BaseException as error:
+            for mark in marks.values():
+                mark.close()
+            if isinstance(error, OSError) and error.errno in NO_SPACE:
+                raise DiskFull(f"{folder} has no space to begin in: {error}") from error
+            raise
+        return committer
+
+    @property
+    def shards(self) -> frozenset[ShardId]:
+        """The shards of this writer."""
+        return frozenset(self._shards)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the stream has other writers."""
+        return self._numbers.shared
+
+    def durable_offset(self, shard: ShardId) -> Offset:
+        """Exclusive end of what is durable on a shard."""
+        return self._shards[shard].segment.end_offset
+
+    def add_shards(self, shards: Sequence[ShardId]) -> None:
+        """Begin shards beside those that there are: durable, and empty, when it returns. Raises `DiskFull`, and as `commit`."""
+        if self.failure is not None:
+            raise WriterClosed("the log's writer has failed") from self.failure
+        assert not self._numbers.shared, "each of several writers has its own shards from the beginning"
+        self.uninterrupted(lambda: self._add_shards([shard for shard in shards if shard not in self._shards]))
+
+    def _add_shards(self, shards: Sequence[ShardId]) -> None:
+        if not shards:
+            return
+        try:
+            made, whole = begin_shards(
+                self._files,
+                self._folder,
+                shards,
+                header=lambda n: next_header(
+                    self._identity, n, Offset(0), NO_HASH, self._clock, self._options.numbering
+                ),
+                mark=lambda shard: self._mark(shard, self._shown),
+                spare_bytes=self._options.spare_bytes,
+            )
+            self._shards.update(made)
+            if self.shown is not None:
+                for shard, own in made.items():
+                    self.shown.add(shard, own.mark, self._mark(own, self._shown))
+            self._has_spares &= whole
+            if self._side_by_side:
+                self._syncers = ThreadPoolExecutor(len(self._shards), "wal-sync")
+            self._move_marks(anchor=True)
+        except OSError as error:
+            if error.errno in NO_SPACE:
+                raise DiskFull(f"{self._folder} has no space for more shards: {error}") from error
+            raise self.poison("new shards couldn't be made", error) from error
+
+    def commit(self, submitted: Sequence[Submitted]) -> list[Ack]:
+        """Make a commit group durable and readable; one Ack for each submission.
+
+        Args:
+            submitted: in order; a `SpilledOp` stands alone.
+
+        Raises:
+            DiskFull: nothing of it is in the log, the next group may be.
+            ShardLocked: of several writers: another one hangs with the folder's lock in its hands while a segment is due; the same.
+            AppendOutcomeUnknown: the disk failed, or another writer took over meanwhile; nothing more is taken.
+            WriterClosed: it failed before.
+            StaleEpoch: another writer has taken over; nothing of it is in the log, and nothing more is taken.
+            InvalidValue: a value of an `AppendOp` isn't of its column's type; nothing of the group is in the log.
+        """
+        if self.failure is not None:
+            raise WriterClosed("the log's writer failed before this was written; nothing of it was") from self.failure
+        return self.uninterrupted(lambda: self._commit(submitted))
+
+    def _commit(self, submitted: Sequence[Submitted]) -> list[Ack]:
+        group = in_columns(submitted)
+        count = sum(ops.row_count for ops in group)
+        reached = dict(self.reached)
+        for ops in group:
+            for source, lsn in ops.reached.items():
+                reached[source] = max(lsn, reached.get(source, lsn))
+        if count == 0:
+            self.reached = reached
+            return [Ack({}, SeqRange(Seq(self._numbers.newest + 1), 0)) for _ in submitted]
+        self._check_disk()
+        self._open_segments()
+        given = self._allocate(count)
+        facts = GroupFacts(
+            group=GroupNumber(self.group + 1),
+            group_last_seq=given.last,
+            epoch=self._identity.epoch,
+            region=self._identity.region,
+            writer=self._identity.writer,
+            reserved_to=self._numbers.reserved_to,
+            hybrid_time=self.times.next_ns(),
+            reached=reached,
+            shards=frozenset(shard for ops in group for shard in shards_of(ops)),
+        )
+        touched = [self._shards[shard].segment for shard in sorted(facts.shards)]
+        starts = {shard: self._shards[shard].segment.end_offset for shard in facts.shards}
+        try:
+            self._stage(group, facts, given.first)
+        except Exception as error:
+            self._numbers.abort(given)
+            self._undo(touched, error)
+            raise
+        try:
+            failpoints.hit("wal.before_fsync")
+            self._sync(touched)
+            failpoints.hit("wal.after_fsync")
+            self._confirm(facts.shards)
+            self._show(touched, facts, given)
+        except Exception as error:
+            if self.failure is None:
+                raise self.poison("making a group durable failed", error) from error
+            raise
+        self.counts.records += count
+        self.counts.operations += sum(1 if isinstance(ops, SpilledOp) else ops.operations.num_rows for ops in group)
+        return acks_of(submitted, given.first, starts)
+
+    def _confirm(self, touched: frozenset[ShardId]) -> None:
+        """What was fsynced belongs to the log: a mark that is still in its place says so, as who replaces it reads the log only then.
+
+        The lease says as much by clocks, which the store's server may have stepped.
+        """
+        self._numbers.confirm()
+        if self._numbers.shared and not all(
+            holds_mark(s.folder, s.mark) for s in map(self._shards.__getitem__, touched)
+        ):
+            raise StaleEpoch("another incarnation of this writer has taken its shards", epoch=int(self._identity.epoch))
+
+    def roll(self) -> None:
+        """Seal what is large or old enough, and begin the next segment. A failure is in `failure`, or the next append's."""
+        self.uninterrupted(self._roll)
+
+    def _roll(self) -> None:
+        now, age_ns = self._clock.now_ns(), int(self._options.segment_age_s * 1e9)
+        due = [
+            shard.segment
+            for shard in self._shards.values()
+            if shard.segment.byte_end >= self._options.segment_bytes or now - shard.segment.header.created_ns >= age_ns
+        ]
+        if due:
+            self._seal(due)
+            # The next append tries again, or finds the failure.
+            with suppress(DiskFull, AppendOutcomeUnknown, ShardLocked, StaleEpoch):
+                self._open_segments()
+                self._keep_spares()
+
+    def close(self) -> None:
+        """Seal what holds records, give up the locks. After a failure the files are left as they are."""
+        if self.failure is None:
+            self._seal([shard.segment for shard in self._shards.values()])
+        if self.failure is None and self._numbers.shared:
+            self._is_settled = True
+            self._move_marks(anchor=True)
+            self._numbers.settle()
+        self.abandon()
+
+    def follow(self) -> LedgerView | None:
+        """Tell other writers where this one stands, and let readers pass what was given to others; None where it has no others.
+
+        Raises:
+            StaleEpoch: another one has taken over; nothing more is taken.
+            CatalogError, CatalogBusy: the store can't be asked now; nothing was changed.
+        """
+        if self.failure is not None:
+            return None
+        try:
+            view = self._numbers.follow()
+        except StaleEpoch as error:
+            self.failure = error
+            raise
+        if (self._numbers.position, self._numbers.elsewhere) != (self._shown, self._shown_elsewhere):
+            self.persisted_upto = self._numbers.position
+            self.uninterrupted(self._show_position)
+        return view
+
+    def sign(self) -> LedgerView | None:
+        """As `follow`, from another thread than the one that writes; only a sign of life."""
+        return None if self.failure is not None else self._numbers.sign()
+
+    def _show_position(self) -> None:
+        try:
+            self._move_marks()
+        except OSError as error:
+            raise self.poison("the mark of what is durable couldn't be moved", error) from error
+
+    def abandon(self) -> None:
+        """Give up the locks and close the files, as the end of the process would."""
+        if self._syncers is not None:
+            self._syncers.shutdown()
+        self._close_files()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child, whose copy this is: nothing is written by it. That lets go of no lock that the parent holds."""
+        self.failure = WriterClosed(
+            "this process was forked from the one that opened the log's writer, and may not write by it",
+            hint="Open the home or the writer after the fork, in the process that appends.",
+        )
+        self._syncers = self.shown = None  # its threads are the parent's, and so may be who holds a lock
+        self._close_files()
+
+    def _close_files(self) -> None:
+        if self.shown is not None:
+            self.shown.close()
+        for shard in self._shards.values():
+            shard.segment.close()
+            shard.mark.close()
+
+    def uninterrupted(self, step: Callable[[], _Found]) -> _Found:
+        """Take a step that leaves files and counts at odds where it is broken off, by Ctrl-C in a thread that writes for itself."""
+        try:
+            return step()
+        except Exception:
+            raise
+        except BaseException as error:
+            self.poison("the thread that wrote was interrupted", error)
+            raise
+
+    # --- a group's steps -------------------------------------------------------------------------------------------
+
+    def _check_disk(self) -> None:
+        used, total = self._files.disk_usage(next(iter(self._shards.values())).folder)
+        if used > total * self._options.disk_used_max:
+            raise DiskFull(
+                f"{used} of {total} bytes of the disk are used, more than disk_used_max = {self._options.disk_used_max}",
+                used_bytes=used,
+                total_bytes=total,
+            )
+
+    def _allocate(self, count: int) -> SeqRange:
+        try:
+            return self._numbers.allocate(count)
+        except StaleEpoch as error:
+            self.failure = error
+            raise
+
+    def _stage(self, group: Sequence[WriteOps | SpilledOp], facts: GroupFacts, first_seq: Seq) -> None:
+        """Write the group's frames behind the last ones of its shards."""
+        base = {shard: self._shards[shard].segment.end_offset for shard in facts.shards}
+        if isinstance(group[0], SpilledOp):
+            assert len(group) == 1
+            own = SeqRange(first_seq, group[0].row_count)
+            self._stage_spilled(group[0], facts, own, base)
+            return
+        plans = plan_group(
+            [ops for ops in group if isinstance(ops, WriteOps)],
+            first_seq=first_seq,
+            base=base,
+            frame_bytes_max=self._options.frame_bytes_max,
+            numbering=self._options.numbering,
+        )
+        for shard, frames in plans.items():
+            self._shards[shard].segment.stage(facts, frames, more=False)
+
+    def _stage_spilled(self, op: SpilledOp, facts: GroupFacts, own: SeqRange, base: dict[ShardId, Offset]) -> None:
+        """Write one large operation chunk by chunk. One chunk a shard waits, until it's known whether more follows."""
+        next_seq: dict[tuple[ShardId, TableId], Seq] = {}
+        number = own.first
+        for key, count in op.counts.items():
+            next_seq[key] = number
+            number = Seq(number + count)
+        ends = {key: Seq(first + op.counts[key]) for key, first in next_seq.items()}
+        waiting: dict[ShardId, list[FramePlan]] = {}
+        for tables in op.chunks():
+            plans = plan_chunk(
+                op.operation,
+                tables,
+                next_seq=next_seq,
+                base=base,
+                frame_bytes_max=self._options.frame_bytes_max,
+                numbering=self._options.numbering,
+                own=own,
+            )
+            for shard, frames in plans.items():
+                if shard in waiting:
+                    self._shards[shard].segment.stage(facts, waiting[shard], more=True)
+                waiting[shard] = frames
+                base[shard] = Offset(base[shard] + sum(frame.count for frame in frames))
+        if next_seq != ends:
+            raise AssertionError(f"a spilled operation announced {dict(op.counts)} rows, others came")
+        for shard, frames in waiting.items():
+            self._shards[shard].segment.stage(facts, frames, more=False)
+
+    def _sync(self, segments: Sequence[OpenSegment]) -> None:
+        """fsync all, side by side; return when all are durable."""
+        try:
+            if self._syncers is None or len(segments) == 1:
+                for segment in segments:
+                    segment.sync()
+                return
+            outcomes = [self._syncers.submit(segment.sync) for segment in segments]
+            for error in [outcome.exception() for outcome in outcomes]:
+                if error is not None:
+                    raise error
+        except OSError as error:
+            raise self.poison("an fsync of the log failed", error) from error
+
+    def _show(self, touched: Sequence[OpenSegment], facts: GroupFacts, given: SeqRange) -> None:
+        """The group is durable on all its shards: it belongs to the log, and readers may see it."""
+        for segment in touched:
+            before = segment.byte_end
+            segment.keep()
+            self.counts.bytes_written += segment.byte_end - before
+        self.group = facts.group
+        self.counts.groups += 1
+        self._numbers.finish(given)
+        self.persisted_upto = self._numbers.position
+        self.reached = facts.reached
+        try:
+            self._move_marks()
+        except OSError as error:
+            raise self.poison("the mark of what is durable couldn't be moved", error) from error
+
+    def _undo(self, segments: Sequence[OpenSegment], error: Exception) -> None:
+        """Cut a group back that wasn't written whole. Raises where the disk is at fault, or won't do that either."""
+        if isinstance(error, WriteFailed) and error.cause.errno not in NO_SPACE:
+            raise self.poison("a write to the log failed", error.cause) from error.cause
+        try:
+            for segment in segments:
+                segment.cut_back()
+        except OSError as second:
+            raise self.poison("a failed write to the log couldn't be undone", second) from second
+        if isinstance(error, WriteFailed):
+            raise DiskFull(f"the disk has no space for the group: {error.cause}") from error.cause
+
+    def poison(self, what: str, error: BaseException) -> AppendOutcomeUnknown:
+        """Take nothing more; the error to raise."""
+        why = str(error) or type(error).__name__
+        self.failure = AppendOutcomeUnknown(f"{what}: {why}; whether the group is durable is unknown")
+        return self.failure
+
+    def _move_marks(self, *, anchor: bool = False) -> None:
+        """Show what is durable: with several shards all positions first, then what is complete up to them."""
+        if len(self._shards) > 1:
+            for shard in self._shards.values():
+                shard.mark.move(self._mark(shard, self._shown))
+        marks = {number: self._mark(shard, self.persisted_upto) for number, shard in self._shards.items()}
+        for number, shard in self._shards.items():
+            shard.mark.move(marks[number], anchor=anchor)
+        if self.shown is not None:
+            self.shown.hide(marks)
+        self._shown, self._shown_elsewhere = self.persisted_upto, self._numbers.elsewhere
+
+    def _mark(self, shard: OwnShard, persisted_upto: Seq) -> DurableMark:
+        return DurableMark(
+            stream=self._identity.stream,
+            writer=self._identity.writer,
+            epoch=self._identity.epoch,
+            base_offset=shard.segment.header.base_offset,
+            byte_end=shard.segment.byte_end,
+            durable_offset=shard.segment.end_offset,
+            group=self.group,
+            persisted_upto=persisted_upto,
+            reserved_to=self._numbers.reserved_to,
+            elsewhere=self._numbers.elsewhere if self._numbers.shared else None,
+            is_settled=self._is_settled,
+            shards=len(self._shards),
+        )
+
+    # --- segments --------------------------------------------------------------------------------------------------
+
+    def _seal(self, segments: Sequence[OpenSegment]) -> None:
+        """Seal those that hold records. For want of space one stays open, to be sealed later."""
+        for segment in segments:
+            if segment.sealed_hash is not None or not segment.holds_records:
+                continue
+            try:
+                segment.seal()
+                self.counts.segments_sealed += 1
+            except OSError as error:
+                if error.errno not in NO_SPACE:
+                    self.poison("sealing a segment failed", error)
+                    return
+                try:
+                    segment.cut_back()
+                except OSError as second:
+                    self.poison("a failed seal couldn't be undone", second)
+                    return
+
+    def _open_segments(self) -> None:
+        """Begin the next segment wherever the last one is sealed. Raises `DiskFull`, `AppendOutcomeUnknown`, `ShardLocked`, `StaleEpoch`."""
+        if all(shard.segment.sealed_hash is None for shard in self._shards.values()):
+            return
+        with self._in_own_folder():
+            for number, shard in self._shards.items():
+                sealed = shard.segment
+                if sealed.sealed_hash is None:
+                    continue
+                header = next_header(
+                    self._identity, number, sealed.end_offset, sealed.sealed_hash, self._clock, self._options.numbering
+                )
+                try:
+                    shard.segment = OpenSegment.create(self._files, shard.folder, header)
+                    sealed.close()
+                    self._move_marks()
+                except OSError as error:
+                    raise self.poison("a new segment couldn't be made", error) from error
+
+    def _keep_spares(self) -> None:
+        """Reserve again what a full disk had no room for. No record is in a spare."""
+        if self._has_spares:
+            return
+        with suppress(OSError), self._in_own_folder():
+            folders = [shard.folder for shard in self._shards.values()]
+            self._has_spares = keep_spare(self._files, folders, self._options.spare_bytes)
+
+    @contextmanager
+    def _in_own_folder(self) -> Iterator[None]:
+        """For what is done by path: of several writers one at a time, and only one whose shards weren't taken from it."""
+        if not self._numbers.shared:
+            yield
+            return
+        with folder_lock(self._files, self._folder, self._clock):
+            if not all(holds_mark(shard.folder, shard.mark) for shard in self._shards.values()):
+                self.failure = StaleEpoch(
+                    f"another incarnation of writer {self._identity.writer} has taken its shards",
+                    epoch=int(self._identity.epoch),
+                )
+                raise self.failure
+            yield

@@ -1,0 +1,393 @@
+"""Writes of applications that can be told apart: appended once, however often they are sent.
+
+Beside the committer, on the thread that writes: so the state is always what the durable log has, in its order, and a second call of a write
+whose first one is being written finds that one's outcome. Nothing more is fsynced for it: what tells writes apart stands in the log's operations,
+from which the state is made anew when a writer opens, behind the last copy of it (`session_file`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import structlog
+
+from millstream import failpoints
+from millstream.codec.log_frame import RecordsFrame
+from millstream.codec.log_records import first_seqs
+from millstream.errors import CorruptWal, MillstreamError
+from millstream.model.appends import Submitted
+from millstream.model.ids import ShardId, StreamId
+from millstream.model.operations import Ack, OperationKind, Outcome, Repeated, WriteOps
+from millstream.model.positions import Offset, Seq, SeqRange
+from millstream.model.writes import SessionFacts, WriteId, WriteKeys
+from millstream.ports import Clock, Files
+from millstream.protocol.asked_writes import AskedWrites
+from millstream.protocol.sessions import NO_DIGEST, SessionLimits, Sessions
+from millstream.wal.reader import StreamReader
+from millstream.wal.writing.commit import GroupCommitter
+from millstream.wal.writing.session_file import read_copy, remove_copy, write_copy
+from millstream.wal.writing.submissions import parts_of
+
+logger = structlog.get_logger("millstream.wal")
+
+COPY_EVERY_BYTES: Final = 64 << 20
+"""Of the log, at the least: what a writer that opens has to look through. Behind a large copy, four times its size."""
+COPY_EVERY_S: Final = 3600.0
+_LARGE_COPIES: Final = 4
+_SMALL_COPY_BYTES: Final = 1 << 20
+"""What can be made anew whenever retention waits for it."""
+
+
+class KeyedCommits:
+    """Commit groups of one writer, without the writes that its log has. Used by the thread that writes; `facts` by any.
+
+    Args:
+        committer: makes groups durable.
+        sessions: what the log has.
+        files: the file system.
+        clock: the writes' time.
+        folder: the stream's.
+        stream: its id.
+        upto: the last number that the copy in the folder knows of; None where there is none.
+        every_bytes: how much of the log is written between two copies …
+        every_s: … or how much time goes by, where a segment was sealed meanwhile.
+        in_background: whether copies are written by a thread of their own.
+    """
+
+    def __init__(
+        self,
+        committer: GroupCommitter,
+        sessions: Sessions,
+        files: Files,
+        clock: Clock,
+        folder: str,
+        stream: StreamId,
+        *,
+        upto: Seq | None,
+        every_bytes: int = COPY_EVERY_BYTES,
+        every_s: float = COPY_EVERY_S,
+        in_background: bool = True,
+    ) -> None:
+        self._committer = committer
+        self._sessions = sessions
+        self._files = files
+        self._clock = clock
+        self._folder = folder
+        self._stream = stream
+        self._upto = upto
+        self._every_bytes = every_bytes
+        self._every_ns = int(every_s * 1e9)
+        self._in_background = in_background
+        self._written_at = committer.counts.bytes_written
+        """What had been written when the last copy was made …"""
+        self._sealed_at = committer.counts.segments_sealed
+        """… how many segments had been sealed …"""
+        self._made_ns = clock.now_ns()
+        """… and when that was."""
+        self._copy_bytes = 0
+        self._copying: threading.Thread | None = None
+        self._changing = threading.Lock()
+        """Held while the state changes, for who looks at it from other threads."""
+
+    @classmethod
+    def open(
+        cls,
+        committer: GroupCommitter,
+        files: Files,
+        clock: Clock,
+        folder: str,
+        stream: StreamId,
+        limits: SessionLimits,
+        *,
+        every_bytes: int = COPY_EVERY_BYTES,
+        every_s: float = COPY_EVERY_S,
+        in_background: bool = True,
+    ) -> KeyedCommits:
+        """What the recovered log has: the copy, and the operations behind it.
+
+        Raises:
+            CorruptWal: the copy is damaged, or the log.
+            UnsupportedFormat: the copy is of a newer version.
+        """
+        copy = read_copy(files, folder, stream)
+        persisted = committer.persisted_upto
+        if copy is not None and copy.upto > persisted:
+            logger.warning("sessions: the log was taken back", known_upto=int(copy.upto), log_upto=int(persisted))
+            copy = None
+            # Where none can be written in its place, it would be taken for the log's own once that has come as far again.
+            remove_copy(files, folder)
+        try:
+            sessions = Sessions(limits) if copy is None else Sessions.restored(copy.state, limits)
+        except ValueError as error:
+            raise CorruptWal(f"the sessions' copy in {folder} makes no sense: {error}", file=folder) from error
+        upto = Seq(0) if copy is None else copy.upto
+        reader = StreamReader(folder, files=files, durable=True)
+        first = reader.first_seq()
+        if upto + 1 < first:
+            logger.warning(
+                "sessions: retention has dropped writes that they lack", known_upto=int(upto), first=int(first)
+            )
+        for group in reader.read_groups(max(upto, Seq(first - 1)), persisted):
+            for write_id, digest, given, now_us in writes_of(group):
+                sessions.note(write_id, digest, given, now_us)
+        if upto + 1 < first:
+            sessions.forget_gaps()
+        opened = cls(
+            committer,
+            sessions,
+            files,
+            clock,
+            folder,
+            stream,
+            upto=None if copy is None else copy.upto,
+            every_bytes=every_bytes,
+            every_s=every_s,
+            in_background=in_background,
+        )
+        if copy is None or persisted > upto:
+            # From here on the folder says that it was looked through.
+            opened._copy(beside=False)
+        return opened
+
+    # --- committing ------------------------------------------------------------------------------------------------
+
+    def commit(self, submitted: Sequence[Submitted]) -> list[Ack]:
+        """As `GroupCommitter.commit`, without what the log has."""
+        if not any(isinstance(ops, WriteOps) and ops.keys is not None for ops in submitted):
+            return self._committer.commit(submitted)
+        return self._committer.uninterrupted(lambda: self._commit(submitted))
+
+    def _commit(self, submitted: Sequence[Submitted]) -> list[Ack]:
+        group = _Group(self._sessions, submitted)
+        left = group.left()
+        acks = iter(self._committer.commit(left) if left else ())
+        now_us = self._clock.now_ns() // 1000
+        try:
+            with self._changing:
+                return group.settle(acks, now_us, Seq(self._committer.persisted_upto + 1))
+        except Exception as error:
+            # The group is durable, and the state doesn't know of it: the next writer's will.
+            self._committer.poison("noting what was written failed", error)
+            raise
+
+    def facts(self, session: str) -> SessionFacts:
+        """What the durable log has of a session."""
+        with self._changing:
+            return self._sessions.facts(session)
+
+    # --- copies ----------------------------------------------------------------------------------------------------
+
+    def after_group(self) -> None:
+        """Make a copy where enough was written since the last, or where there is none: without one retention keeps nothing for it.
+
+        Where little is written, segments are sealed by their age, and retention waits for a copy that knows what they hold: so there is
+        one some time after a seal, too.
+        """
+        counts = self._committer.counts
+        if (
+            self._upto is None
+            or counts.bytes_written - self._written_at >= max(self._every_bytes, _LARGE_COPIES * self._copy_bytes)
+            or (
+                counts.segments_sealed != self._sealed_at
+                and not 0 <= self._clock.now_ns() - self._made_ns < self._every_ns
+            )
+        ):
+            self._copy(beside=self._in_background)
+
+    def copy_for_retention(self) -> None:
+        """Make a copy, which is all that retention waits for; a large one is made when it's due only. For who holds up the writing."""
+        if (
+            self._copy_bytes <= _SMALL_COPY_BYTES
+            and self._committer.failure is None
+            and self._committer.persisted_upto != self._upto
+        ):
+            self._copy(beside=self._in_background)
+
+    def close(self) -> None:
+        """Make a last copy, before the locks are given up."""
+        if self._copying is not None:
+            self._copying.join()
+        if self._committer.failure is None and self._committer.persisted_upto != self._upto:
+            self._copy(beside=False)
+
+    def _copy(self, *, beside: bool) -> None:
+        if self._copying is not None and self._copying.is_alive():
+            return
+        upto = self._committer.persisted_upto
+        self._written_at, self._sealed_at = self._committer.counts.bytes_written, self._committer.counts.segments_sealed
+        self._made_ns = self._clock.now_ns()
+        pieces = self._sessions.copied()
+
+        def write() -> None:
+            failpoints.hit("wal.before_session_copy")
+            try:
+                self._copy_bytes = write_copy(self._files, self._folder, self._stream, upto, pieces())
+                self._upto = upto
+            except OSError as error:
+                # The log has it all: the one before does, and retention keeps what it lacks.
+                logger.warning("sessions: no copy could be written", folder=self._folder, error=str(error))
+            failpoints.hit("wal.after_session_copy")
+
+        if beside:
+            self._copying = threading.Thread(target=write, name="session-copy", daemon=True)
+            self._copying.start()
+        else:
+            write()
+
+
+class _Group:
+    """One commit group: which of its writes are new."""
+
+    def __init__(self, sessions: Sessions, submitted: Sequence[Submitted]) -> None:
+        self._sessions = sessions
+        self._submitted = submitted
+        self._told: list[dict[int, Repeated | int | MillstreamError]] = []
+        """Of each submission, by place, what isn't to be appended; a number: as the one of that number, over all submissions."""
+        self._left: list[Submitted | None] = []
+        asked = AskedWrites(sessions)
+        before = 0
+        for ops in submitted:
+            keys = ops.keys if isinstance(ops, WriteOps) else None
+            if keys is None:
+                self._told.append({})
+                self._left.append(ops)
+                continue
+            told = _told_of(keys, asked, before)
+            before += len(keys.ids)
+            self._told.append(told)
+            self._left.append(ops if not told or not isinstance(ops, WriteOps) else without(ops, told))
+
+    def left(self) -> list[Submitted]:
+        """What is to be appended."""
+        return [ops for ops in self._left if ops is not None]
+
+    def settle(self, acks: Iterator[Ack], now_us: int, nothing: Seq) -> list[Ack]:
+        """Note what was appended; what became of each submission.
+
+        Args:
+            acks: of `left`.
+            now_us: the writes' time.
+            nothing: the number of an ack of no rows.
+        """
+        settled = []
+        each: list[Outcome] = []
+        """Of all submissions that have keys."""
+        note = self._sessions.note
+        for ops, left, told in zip(self._submitted, self._left, self._told, strict=True):
+            ack = Ack({}, SeqRange(nothing, 0)) if left is None else next(acks)
+            keys = ops.keys if isinstance(ops, WriteOps) else None
+            if keys is None:
+                settled.append(ack)
+                continue
+            counts = [count for i, count in enumerate(keys.counts) if i not in told] if told else keys.counts
+            parts = parts_of(left, counts, ack) if isinstance(left, WriteOps) else []
+            outcomes = parts if not told else _with_those_told(len(keys.ids), parts, told, each)
+            for write_id, digest, outcome in zip(keys.ids, keys.digests, outcomes, strict=True):
+                if write_id is not None and isinstance(outcome, Ack):
+                    note(write_id, digest, outcome, now_us)
+            each += outcomes
+            settled.append(replace(ack, each=tuple(outcomes)))
+        return settled
+
+
+def _with_those_told(
+    count: int, parts: Iterable[Ack], told: Mapping[int, Repeated | int | MillstreamError], before: Sequence[Outcome]
+) -> list[Outcome]:
+    """A submission's outcomes: parts of what was appended, and what else was told, by place.
+
+    Args:
+        count: of its operations.
+        parts: of those that aren't in `told`.
+        told: a number is the place among all submissions' of the operation that was repeated.
+        before: of the submissions before this one.
+    """
+    left = iter(parts)
+    outcomes: list[Outcome] = []
+    for i in range(count):
+        instead = told.get(i)
+        if isinstance(instead, int):
+            first = before[instead] if instead < len(before) else outcomes[instead - len(before)]
+            assert isinstance(first, Ack), "it was new"
+            outcomes.append(Repeated(first))
+        else:
+            outcomes.append(next(left) if instead is None else instead)
+    return outcomes
+
+
+def _told_of(keys: WriteKeys, asked: AskedWrites, before: int) -> dict[int, Repeated | int | MillstreamError]:
+    """What isn't to be appended of a submission behind so many writes, by place."""
+    told: dict[int, Repeated | int | MillstreamError] = {}
+    for i, (write_id, digest) in enumerate(zip(keys.ids, keys.digests, strict=True)):
+        if write_id is None:
+            continue
+        try:
+            found = asked.ask(write_id, digest, before + i)
+        except MillstreamError as error:
+            told[i] = error
+        else:
+            if found is not None:
+                told[i] = found if isinstance(found, int) else Repeated(found)
+    return told
+
+
+def without(ops: WriteOps, places: Iterable[int]) -> WriteOps | None:
+    """The operations but for some; None where none is left."""
+    keep = np.ones(ops.operations.num_rows, dtype=bool)
+    keep[list(places)] = False
+    if not keep.any():
+        return None
+    anew = pa.array((np.cumsum(keep) - 1).astype(np.int32))
+    tables = []
+    for table in ops.tables:
+        of_row = table.rows.column(0)
+        rows = table.rows.filter(pc.take(pa.array(keep), of_row))
+        if rows.num_rows:
+            rows = rows.set_column(0, rows.schema.field(0), pc.take(anew, rows.column(0)))
+            tables.append(replace(table, rows=rows))
+    return replace(ops, operations=ops.operations.filter(pa.array(keep)), tables=tuple(tables), keys=None)
+
+
+def writes_of(group: Sequence[RecordsFrame]) -> Iterator[tuple[WriteId, int, Ack, int]]:
+    """A commit group's writes that can be told apart, in their order: id, digest, what they were given, time in µs since 1970."""
+    found: dict[WriteId, tuple[int, int, list[tuple[int, int, ShardId, int, int]]]] = {}
+    for frame in group:
+        operations = frame.operations
+        sessions, keys = operations.column("session"), operations.column("idempotency_key")
+        count = operations.num_rows
+        if sessions.null_count == count and keys.null_count == count:
+            continue
+        of_batch = frame.batches.column("operation").to_numpy()
+        counts = frame.batches.column("count").to_numpy()
+        lowest = first_seqs(operations, frame.batches)
+        rows = np.bincount(of_batch, weights=counts, minlength=count).astype(np.int64)
+        ends = int(frame.header.first_offset) + np.cumsum(rows)
+        facts = operations.select(
+            ["kind", "commit_end_lsn", "session", "session_number", "idempotency_key"]
+        ).to_pylist()
+        times = operations.column("commit_ts").cast(pa.int64()).to_pylist()
+        for i, fact in enumerate(facts):
+            if fact["kind"] != OperationKind.APPEND:
+                continue
+            if fact["idempotency_key"] is not None:
+                write_id = WriteId(key=fact["idempotency_key"])
+            elif fact["session"] is not None and fact["session_number"] is not None:
+                write_id = WriteId(fact["session"], fact["session_number"])
+            else:
+                continue
+            digest = NO_DIGEST if fact["commit_end_lsn"] is None else int(fact["commit_end_lsn"])
+            place = (int(lowest[i]), int(rows[i]), frame.header.shard, int(ends[i] - rows[i]), int(ends[i]))
+            found.setdefault(write_id, (digest, times[i] or 0, []))[2].append(place)
+    # By their numbers: a shard's frames may lack some of them.
+    for write_id, (digest, now_us, places) in sorted(found.items(), key=lambda one: min(one[1][2])[0]):
+        offsets: dict[ShardId, tuple[Offset, Offset]] = {}
+        for _, _, shard, start, end in places:
+            known = offsets.get(shard, (Offset(start), Offset(end)))
+            offsets[shard] = Offset(min(start, known[0])), Offset(max(end, known[1]))
+        first = Seq(min(place[0] for place in places))
+        yield write_id, digest, Ack(offsets, SeqRange(first, sum(place[1] for place in places))), now_us

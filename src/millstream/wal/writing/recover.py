@@ -1,0 +1,570 @@
+"""Recovery: what a log holds after any crash, and making that durable before anybody sees it.
+
+A crash can only have hurt the one commit group that was being written, at the end of each shard's last segment: the group
+before it was durable on all shards before the first byte of the next was written. So:
+
+1. Every segment but a shard's last must be sealed, and each header names the hash of the footer before it.
+2. In the last one, the walk stops at the first frame that fails its checksums or doesn't follow on.
+3. The first group that lacks a part on some shard was never acknowledged: every shard is cut in front of it. What is cut
+   off is kept aside as `.torn`.
+4. A valid frame of a *later* group than that, on any shard, can't come from a crash, nor can a hole in the groups or a
+   mark that says more than is there: that is damage, `CorruptWal`, and nothing is touched.
+5. What was read may stand in the page cache only (after a failed fsync it may even never reach the disk). A sealed segment says
+   that its groups are whole on all shards; so before the first is sealed, what no mark tells of is written once more where it
+   stands, on every shard, and fsynced.
+6. Then each tail is copied into a spare file, fsynced, and renamed over, so that a writer that was only paused holds a file that
+   nobody reads; a footer at the end is written once more. A tail without frames goes. Only then may marks move.
+
+Each step leaves a log that recovers to the same: recovery may crash and be repeated anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+from millstream.codec.log_segment import (
+    NO_HASH,
+    SEGMENT_HEADER_SIZE,
+    SEGMENT_TRAILER_SIZE,
+    SegmentFooter,
+    SegmentHeader,
+)
+from millstream.errors import CorruptFrame, CorruptWal, DiskFull, LogError, OtherRegion, StaleEpoch
+from millstream.model.ids import Epoch, GroupNumber, RegionId, ShardId, SourceId, StreamId
+from millstream.model.marks import DurableMark
+from millstream.model.positions import Lsn, Offset, Seq
+from millstream.ports import Files
+from millstream.wal.files import NO_SPACE
+from millstream.wal.index import damage
+from millstream.wal.layout import SPARE_NAME, SegmentFile, list_segments, shard_folder
+from millstream.wal.mark import read_dropped, read_mark
+from millstream.wal.scan import (
+    ScannedFrame,
+    Window,
+    commit_times,
+    frames_behind,
+    lost_groups,
+    read_frame,
+    reader_of,
+    scan_frames,
+)
+from millstream.wal.writing.segment import FrameLog, entry_of
+
+_COPY_BYTES = 1 << 20
+_SPARE_LEAST_BYTES = 64 << 10
+"""Of a spare on a nearly full disk: it holds the end of a log that a full disk kept short."""
+_FOOTER_AHEAD_BYTES = 32 << 10
+"""Most footers are smaller: they come with the read that looks for one."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveredShard:
+    """Where a shard's log ends: all of it is in sealed segments."""
+
+    shard: ShardId
+    end_offset: Offset
+    last_footer_hash: bytes
+    last_base: Offset
+    """Base offset of the last segment (0 where there is none)."""
+    last_byte_end: int
+    """End of that segment's frames."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What recovery decided."""
+
+    shards: Mapping[ShardId, RecoveredShard]
+    last_group: GroupNumber
+    persisted_upto: Seq
+    shown: Seq
+    """What marks have shown as `persisted_upto` before: at most that."""
+    reserved_to: Seq
+    """Greatest reservation that any frame or mark tells of."""
+    reached: Mapping[SourceId, Lsn]
+    hybrid_ns: int
+    """The hybrid time of the last group that stays; 0 where there is none."""
+    cut_bytes: int
+    """What was cut off and kept aside, over all shards."""
+
+
+@dataclass(slots=True)
+class _Tail:
+    """A shard as found."""
+
+    shard: ShardId
+    folder: str
+    mark: DurableMark | None
+    dropped_seq: Seq = Seq(0)
+    """Last number of the last group of which retention has dropped this shard's part."""
+    previous_hash: bytes = NO_HASH
+    """Of the last sealed segment's footer."""
+    sealed: SegmentFile | None = None
+    """The last sealed segment."""
+    sealed_last: ScannedFrame | None = None
+    sealed_end: Offset = Offset(0)
+    sealed_byte_end: int = SEGMENT_HEADER_SIZE
+    open: SegmentFile | None = None
+    """The last segment, where it has no footer that holds."""
+    header: SegmentHeader | None = None
+    frames: list[ScannedFrame] = field(default_factory=list)
+    """Of the open segment, in order, up to the first bad byte."""
+    whole: set[GroupNumber] = field(default_factory=set)
+    """Groups whose last frame for this shard is among them."""
+    behind: list[ScannedFrame] = field(default_factory=list)
+    """Frames with a valid head behind the first bad byte."""
+    size: int = 0
+
+    @property
+    def sealed_group(self) -> GroupNumber:
+        return GroupNumber(0) if self.sealed_last is None else self.sealed_last.header.group
+
+    @property
+    def byte_end(self) -> int:
+        """Where the open segment's valid frames end."""
+        return self.frames[-1].end if self.frames else SEGMENT_HEADER_SIZE
+
+    @property
+    def end_offset(self) -> Offset:
+        if self.frames:
+            return Offset(self.frames[-1].header.first_offset + self.frames[-1].header.count)
+        return self.sealed_end
+
+    def has_whole(self, group: GroupNumber) -> bool:
+        """Whether this shard's part of a group is all there."""
+        return group <= self.sealed_group or group in self.whole or self.has_lost(group)
+
+    def has_lost(self, group: GroupNumber) -> bool:
+        """Whether something of a group may have stood where `wal repair` cut something out."""
+        return any(group in lost for lost in lost_groups(self.frames, self.sealed_group))
+
+    def damaged(self, why: str, byte: int | None = None) -> CorruptWal:
+        segment = self.open or self.sealed
+        return damage(
+            why,
+            file=self.folder if segment is None else segment.path,
+            byte=self.byte_end if byte is None else byte,
+            offset_from=self.end_offset,
+            offset_to=None,
+        )
+
+
+def recover(
+    files: Files, folder: str, *, stream: StreamId, region: RegionId, shards: Iterable[ShardId], epoch: Epoch
+) -> Recovered:
+    """Decide what the log holds and make it durable; afterwards every segment is sealed.
+
+    Args:
+        files: the file system.
+        folder: the stream's.
+        stream: whose log it must be.
+        region: of all its shards.
+        shards: all that share commit groups; the caller holds their locks, and their folders exist.
+        epoch: the new writer's; above every epoch in the log.
+
+    Raises:
+        CorruptWal: damage that no crash explains; nothing was changed.
+        StaleEpoch: the log has been written by this epoch or a later one; nothing was changed.
+        DiskFull: no spare file and no space for a new one; what was readable stays so.
+    """
+    tails = {shard: _look(files, folder, stream, region, shard, epoch) for shard in shards}
+    cut_from = _first_partial_group(tails)
+    _check_for_damage(tails, cut_from)
+    cut_bytes = 0
+    for tail in tails.values():
+        cut_bytes += _cut(tail, cut_from)
+    _check_marks(tails.values(), stream)
+    return _make_durable(files, tails, cut_bytes)
+
+
+# --- looking -------------------------------------------------------------------------------------------------------
+
+
+def _look(files: Files, folder: str, stream: StreamId, region: RegionId, shard: ShardId, epoch: Epoch) -> _Tail:
+    shard_dir = shard_folder(folder, shard)
+    tail = _Tail(shard, shard_dir, read_mark(files, shard_dir))
+    dropped = read_dropped(files, shard_dir)
+    segments = list_segments(files, shard_dir)
+    if dropped is not None:
+        tail.dropped_seq = dropped.seq
+        # What a crash left of dropped segments may have holes; retention will finish it off.
+        segments = [segment for segment in segments if segment.base_offset >= dropped.offset]
+    if tail.mark is not None:
+        first = Offset(0) if dropped is None else dropped.offset
+        there = segments[0].base_offset if segments else Offset(0)
+        if there > first or (not segments and tail.mark.durable_offset > 0):
+            raise tail.damaged(f"segments are missing: the log should begin at offset {first}")
+    for place, segment in enumerate(segments):
+        last = place + 1 == len(segments)
+        header = _segment_header(files, tail, segment, stream, region, epoch)
+        if place and header.previous_hash != tail.previous_hash:
+            raise damage(
+                "it doesn't follow on the segment before it",
+                file=segment.path, byte=0, offset_from=tail.sealed_end, offset_to=segment.base_offset,
+            )  # fmt: skip
+        read = reader_of(files, segment.path)
+        size = files.size(segment.path)
+        footer = _footer_bytes(read, size)
+        if last and (footer is None or not _footer_holds(read, size)):
+            tail.open, tail.header, tail.size = segment, header, size
+            _walk(tail, read)
+        elif footer is None:
+            raise damage(
+                "it isn't sealed, though another segment follows",
+                file=segment.path, byte=size, offset_from=segment.base_offset,
+                offset_to=segments[place + 1].base_offset,
+            )  # fmt: skip
+        else:
+            tail.sealed, tail.previous_hash = segment, SegmentFooter.encoded_hash(footer)
+            tail.sealed_byte_end = size - len(footer)
+    _read_last_sealed(files, tail)
+    if tail.open is not None and tail.open.base_offset != (tail.sealed_end if tail.sealed else tail.open.base_offset):
+        raise tail.damaged("the last segment doesn't begin where the one before it ends", 0)
+    return tail
+
+
+def _segment_header(
+    files: Files, tail: _Tail, segment: SegmentFile, stream: StreamId, region: RegionId, epoch: Epoch
+) -> SegmentHeader:
+    try:
+        header = SegmentHeader.decode(files.read(segment.path, 0, SEGMENT_HEADER_SIZE))
+    except CorruptFrame as error:
+        raise damage(str(error), file=segment.path, byte=0, offset_from=segment.base_offset, offset_to=None) from error
+    if header.stream != stream:
+        raise LogError(
+            f"{segment.path} belongs to stream {header.stream}, not to {stream}",
+            hint="The folder holds another stream's log: move it elsewhere, or restore the catalog that goes with it.",
+            file=segment.path,
+        )
+    if header.epoch >= epoch:
+        raise StaleEpoch(
+            f"{segment.path} was written under epoch {header.epoch}, this writer has {epoch}",
+            hint="A newer writer owns the shard, or the catalog is older than the log.",
+            epoch=int(header.epoch),
+        )
+    if header.region != region:
+        raise OtherRegion(
+            f"{segment.path} is the log of region {header.region}, and the configuration says that this is region {region}",
+            file=segment.path,
+            found=int(header.region),
+            expected=int(region),
+        )
+    if (header.shard, header.base_offset) != (tail.shard, segment.base_offset):
+        raise damage(
+            "its header is another segment's",
+            file=segment.path, byte=0, offset_from=segment.base_offset, offset_to=None,
+        )  # fmt: skip
+    return header
+
+
+def _footer_bytes(read: Callable[[int, int], bytes], size: int) -> bytes | None:
+    """The encoded footer at a file's end, unverified; None where the file doesn't end like a sealed one."""
+    if size < SEGMENT_HEADER_SIZE + SEGMENT_TRAILER_SIZE:
+        return None
+    ahead = min(size - SEGMENT_HEADER_SIZE, _FOOTER_AHEAD_BYTES)
+    end = read(size - ahead, ahead)
+    trailer = end[-SEGMENT_TRAILER_SIZE:]
+    if not SegmentFooter.is_trailer(trailer):
+        return None
+    length = min(SegmentFooter.size_in(trailer), size - SEGMENT_HEADER_SIZE)
+    return end[-length:] if length <= len(end) else read(size - length, length)
+
+
+def _footer_holds(read: Callable[[int, int], bytes], size: int) -> bool:
+    try:
+        return SegmentFooter.decode_tail(read, size) is not None
+    except CorruptFrame:
+        return False
+
+
+def _read_last_sealed(files: Files, tail: _Tail) -> None:
+    """Learn from the last sealed segment where it ends and what its last frame says."""
+    if tail.sealed is None:
+        if tail.open is not None:
+            tail.sealed_end = tail.open.base_offset
+        return
+    read = reader_of(files, tail.sealed.path)
+    size = files.size(tail.sealed.path)
+    try:
+        footer = SegmentFooter.decode_tail(read, size)
+        assert footer is not None
+        tail.sealed_end = footer.end_offset
+        if footer.frames:
+            tail.sealed_last = read_frame(Window(read), footer.frames[-1].position, payload=False)
+    except CorruptFrame as error:
+        raise damage(
+            str(error), file=tail.sealed.path, byte=tail.sealed_byte_end, offset_from=tail.sealed.base_offset,
+            offset_to=None,
+        ) from error  # fmt: skip
+
+
+def _walk(tail: _Tail, read: Callable[[int, int], bytes]) -> None:
+    """Collect the open segment's frames, and what looks like frames behind the first bad byte."""
+    assert tail.header is not None
+    group = 0
+    try:
+        for frame in scan_frames(Window(read), tail.header):
+            if frame.header.group < group:
+                raise CorruptFrame("group numbers go back")
+            group = frame.header.group
+            tail.frames.append(frame)
+            if not frame.header.more:
+                tail.whole.add(frame.header.group)
+    except CorruptFrame:
+        pass
+    tail.behind = [
+        frame
+        for frame in frames_behind(read, tail.byte_end, tail.size)
+        if (frame.header.epoch, frame.header.shard) == (tail.header.epoch, tail.header.shard)
+    ]
+
+
+# --- deciding ------------------------------------------------------------------------------------------------------
+
+
+def _first_partial_group(tails: Mapping[ShardId, _Tail]) -> GroupNumber:
+    """The first group that isn't whole on all its shards; the one after the last where all are."""
+    needed: dict[GroupNumber, tuple[Seq, set[ShardId]]] = {}
+    latest = 0
+    for tail in tails.values():
+        latest = max(latest, tail.sealed_group)
+        for frame in (*tail.frames, *([tail.sealed_last] if tail.sealed_last else [])):
+            _, shards = needed.setdefault(frame.header.group, (frame.header.group_last_seq, set()))
+            shards.update({tail.shard, *frame.header.other_shards})
+            latest = max(latest, frame.header.group)
+    for group, (last_seq, shards) in sorted(needed.items()):
+        for shard in shards:
+            if shard not in tails:
+                raise LogError(
+                    f"group {group} has a part on shard {shard}, which isn't among those opened", shard=int(shard)
+                )
+            # A shard that seals more often may have lost its part to retention, while the other's segment is still written.
+            if last_seq > tails[shard].dropped_seq and not tails[shard].has_whole(group):
+                return group
+    return GroupNumber(latest + 1)
+
+
+def _check_for_damage(tails: Mapping[ShardId, _Tail], cut_from: GroupNumber) -> None:
+    for tail in tails.values():
+        for frame in (*tail.frames, *tail.behind, *([tail.sealed_last] if tail.sealed_last else [])):
+            if frame.header.group > cut_from:
+                culprit = next((t for t in tails.values() if not t.has_whole(cut_from) and t.open is not None), tail)
+                raise culprit.damaged(f"group {cut_from} isn't whole, though group {frame.header.group} follows")
+        if tail.sealed_last is not None and tail.sealed_group >= cut_from:
+            raise tail.damaged(f"group {cut_from} isn't whole, though a sealed segment holds it")
+    # Of groups that retention has reached on one shard there may be some that no other shard had a part of.
+    dropped = max((tail.dropped_seq for tail in tails.values()), default=Seq(0))
+    headers = [frame.header for tail in tails.values() for frame in tail.frames]
+    groups = {header.group for header in headers if header.group < cut_from and header.group_last_seq > dropped}
+    last_sealed = max(
+        (tail.sealed_last.header for tail in tails.values() if tail.sealed_last), key=lambda h: h.group, default=None
+    )
+    sealed_upto = 0 if last_sealed is None else last_sealed.group
+    open_groups = sorted(group for group in groups if group > sealed_upto)
+    follows = last_sealed is not None and last_sealed.group_last_seq >= dropped
+    first = sealed_upto + 1 if follows else (open_groups[0] if open_groups else 1)
+    for group in open_groups:
+        for missing in range(first, group):
+            if not any(tail.has_lost(GroupNumber(missing)) for tail in tails.values()):
+                culprit = max(tails.values(), key=lambda tail: tail.size - tail.byte_end if tail.open else -1)
+                raise culprit.damaged(f"group {missing} is missing, though group {group} is there")
+        first = group + 1
+
+
+def _cut(tail: _Tail, cut_from: GroupNumber) -> int:
+    """Forget the frames from a group on; returns the bytes that the file has behind what stays."""
+    while tail.frames and tail.frames[-1].header.group >= cut_from:
+        tail.frames.pop()
+    return tail.size - tail.byte_end if tail.open is not None else 0
+
+
+def _check_marks(tails: Iterable[_Tail], stream: StreamId) -> None:
+    """A mark was moved behind an fsync: what it says must be there."""
+    for tail in tails:
+        mark = tail.mark
+        if mark is not None and mark.stream == stream and mark.durable_offset > tail.end_offset:
+            raise tail.damaged(f"offsets up to {mark.durable_offset} were durable, the log ends at {tail.end_offset}")
+
+
+# --- making it durable ---------------------------------------------------------------------------------------------
+
+
+def _make_durable(files: Files, tails: Mapping[ShardId, _Tail], cut_bytes: int) -> Recovered:
+    last = _last_frame(tails.values())
+    if len(tails) > 1:
+        for tail in tails.values():
+            with _room_at(tail):
+                _write_undecided_again(files, tail)
+    shards: dict[ShardId, RecoveredShard] = {}
+    for shard, tail in tails.items():
+        with _room_at(tail):
+            shards[shard] = _seal_tail(files, tail)
+    marks = [tail.mark for tail in tails.values() if tail.mark is not None]
+    return Recovered(
+        shards=shards,
+        last_group=GroupNumber(0) if last is None else last.header.group,
+        persisted_upto=Seq(0) if last is None else last.header.group_last_seq,
+        shown=Seq(max([mark.persisted_upto for mark in marks], default=0)),
+        reserved_to=Seq(max([0 if last is None else last.header.reserved_to, *(m.reserved_to for m in marks)])),
+        reached={} if last is None else dict(last.header.reached),
+        hybrid_ns=0 if last is None else last.header.hybrid_time,
+        cut_bytes=cut_bytes,
+    )
+
+
+@contextmanager
+def _room_at(tail: _Tail) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NO_SPACE:
+            raise DiskFull(
+                f"recovery has no space to rewrite the end of {tail.folder}; the log stays readable as it was"
+            ) from error
+        raise
+
+
+def _write_undecided_again(files: Files, tail: _Tail) -> None:
+    """Make the frames durable of which no mark says that they are: the next recovery finds them, whatever becomes of this one."""
+    durable = 0 if tail.mark is None else tail.mark.durable_offset
+    ends = ((frame.position, frame.header.first_offset, frame.header.count) for frame in tail.frames)
+    # A frame of a schema holds no records: it goes with those behind it.
+    start = next((position for position, first, count in ends if first + max(count, 1) > durable), None)
+    if start is None:
+        return
+    assert tail.open is not None
+    file = files.open_write(tail.open.path)
+    try:
+        for position in range(start, tail.byte_end, _COPY_BYTES):
+            file.pwrite(files.read(tail.open.path, position, min(_COPY_BYTES, tail.byte_end - position)), position)
+        file.sync()
+    finally:
+        file.close()
+    files.sync_dir(tail.folder)
+
+
+def _last_frame(tails: Iterable[_Tail]) -> ScannedFrame | None:
+    """A frame of the last group that stays: its header says how far the whole log has got."""
+    frames = [frame for tail in tails for frame in (tail.frames[-1] if tail.frames else tail.sealed_last,) if frame]
+    return max(frames, key=lambda frame: frame.header.group, default=None)
+
+
+def _seal_tail(files: Files, tail: _Tail) -> RecoveredShard:
+    if tail.open is None:
+        if tail.sealed is not None:
+            _write_footer_again(files, tail)
+        files.sync_dir(tail.folder)
+        base = Offset(0) if tail.sealed is None else tail.sealed.base_offset
+        return RecoveredShard(tail.shard, tail.sealed_end, tail.previous_hash, base, tail.sealed_byte_end)
+    _keep_torn(files, tail)
+    if not tail.frames:
+        files.remove(tail.open.path)
+        files.sync_dir(tail.folder)
+        base = tail.open.base_offset if tail.sealed is None else tail.sealed.base_offset
+        return RecoveredShard(tail.shard, tail.sealed_end, tail.previous_hash, base, tail.sealed_byte_end)
+    footer = _rewrite(files, tail)
+    return RecoveredShard(
+        tail.shard, tail.end_offset, SegmentFooter.encoded_hash(footer), tail.open.base_offset, tail.byte_end
+    )
+
+
+def _write_footer_again(files: Files, tail: _Tail) -> None:
+    """A seal's fsync may have failed: the footer is written anew, over itself, and fsynced; its frames were durable."""
+    assert tail.sealed is not None
+    size = files.size(tail.sealed.path)
+    footer = files.read(tail.sealed.path, tail.sealed_byte_end, size - tail.sealed_byte_end)
+    file = files.open_write(tail.sealed.path)
+    try:
+        file.pwrite(footer, tail.sealed_byte_end)
+        file.sync()
+    finally:
+        file.close()
+
+
+def _keep_torn(files: Files, tail: _Tail) -> None:
+    """Copy what is cut off into a `.torn` file: for people, so where there's no space it is done without."""
+    assert tail.open is not None
+    path = f"{tail.open.path.removesuffix('.wal')}-{tail.byte_end}.torn"
+    if tail.size == tail.byte_end or files.exists(path):
+        return
+    temporary = f"{path}.tmp"
+    with suppress(OSError):
+        if files.exists(temporary):
+            files.remove(temporary)
+        torn = files.create(temporary)
+        try:
+            for position in range(tail.byte_end, tail.size, _COPY_BYTES):
+                data = files.read(tail.open.path, position, min(_COPY_BYTES, tail.size - position))
+                torn.pwrite(data, position - tail.byte_end)
+        finally:
+            torn.close()
+        files.rename(temporary, path)
+
+
+def _rewrite(files: Files, tail: _Tail) -> bytes:
+    """Put a sealed copy of the tail's frames in the place of the file; returns the encoded footer."""
+    assert tail.open is not None
+    assert tail.header is not None
+    log = FrameLog()
+    for frame in tail.frames:
+        times = commit_times(frame.head, tail.header)
+        log.add(entry_of(frame.header, frame.position, frame.length, times), frame.head)
+    footer = log.footer(tail.end_offset, tail.header.base_offset)
+    spare_path = f"{tail.folder}/{SPARE_NAME}"
+    spare = files.open_write(spare_path) if files.exists(spare_path) else files.create(spare_path)
+    try:
+        for position in range(0, tail.byte_end, _COPY_BYTES):
+            data = files.read(tail.open.path, position, min(_COPY_BYTES, tail.byte_end - position))
+            spare.pwrite(data, position)
+        spare.pwrite(footer, tail.byte_end)
+        spare.truncate(tail.byte_end + len(footer))
+        spare.sync()
+    finally:
+        spare.close()
+    files.rename(spare_path, tail.open.path)
+    files.sync_dir(tail.folder)
+    return footer
+
+
+def keep_spare(files: Files, shard_dirs: Sequence[str], size_bytes: int) -> bool:
+    """Durably reserve the space that the next recovery will need, a spare a shard; on a disk that is nearly full, as much as there is.
+
+    A recovery on a full disk takes the spare, and frees little less than that: the segment that it begins takes some of it.
+
+    Returns:
+        Whether every shard has all that it may need. Else call it again once there may be more space.
+    """
+    whole = True
+    for shard_dir in shard_dirs:
+        path = f"{shard_dir}/{SPARE_NAME}"
+        is_there = files.exists(path)
+        there = files.size(path) if is_there else 0
+        size = size_bytes
+        while size > there and not _allocate_spare(files, path, size, anew=not is_there):
+            whole = False
+            size = size // 4 if size // 4 >= _SPARE_LEAST_BYTES else 0
+        if size > there and not is_there:
+            files.sync_dir(shard_dir)
+    return whole
+
+
+def _allocate_spare(files: Files, path: str, size: int, *, anew: bool) -> bool:
+    """Make a spare, or make it larger; False where there is no space for it, and what was there is as it was."""
+    spare = files.create(path) if anew else files.open_write(path)
+    before = 0 if anew else spare.size()
+    try:
+        spare.allocate(size)
+        spare.sync()
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        if anew:
+            files.remove(path)
+        else:
+            spare.truncate(before)
+        return False
+    finally:
+        spare.close()
+    return True

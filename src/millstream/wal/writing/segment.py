@@ -1,0 +1,290 @@
+"""A segment while it is written: frames go in, a footer seals it.
+
+A new segment is made under a temporary name and shown by a rename once its header is durable: a `.wal` file with a damaged
+header is damage, never a crash. Frames are *staged* (written) first and *kept* once their group is durable everywhere;
+what is only staged can be cut back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from millstream.codec.checksums import Bytes
+from millstream.codec.log_frame import FrameHeader, FrameKind, encode_records_frame, encode_schema_frame
+from millstream.codec.log_segment import (
+    SEGMENT_HEADER_SIZE,
+    FrameEntry,
+    SegmentFooter,
+    SegmentHeader,
+    TableEntry,
+)
+from millstream.errors import DiskFull
+from millstream.model.ids import Epoch, GroupNumber, RegionId, SchemaVersion, ShardId, SourceId, TableId, WriterId
+from millstream.model.positions import Lsn, Offset, Seq
+from millstream.model.schema import TableSchema
+from millstream.ports import Files, WritableFile
+from millstream.wal.files import NO_SPACE
+from millstream.wal.layout import SPARE_NAME, segment_path
+from millstream.wal.writing.grouping import FramePlan
+
+
+class WriteFailed(Exception):
+    """A write to a segment failed, in any part of it; says so apart from errors of where rows come from."""
+
+    def __init__(self, cause: OSError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """What every frame header of a commit group says."""
+
+    group: GroupNumber
+    group_last_seq: Seq
+    epoch: Epoch
+    region: RegionId
+    writer: WriterId
+    reserved_to: Seq
+    hybrid_time: int
+    reached: Mapping[SourceId, Lsn]
+    shards: frozenset[ShardId]
+    """All shards that the group touches."""
+
+    def header(
+        self, kind: FrameKind, of: SegmentHeader, *, more: bool, offset: Offset, plan: FramePlan | None
+    ) -> FrameHeader:
+        """The header of a frame of a segment; for a schema frame `plan` is None."""
+        return FrameHeader(
+            kind=kind,
+            first_offset=offset,
+            count=0 if plan is None else plan.count,
+            first_seq=Seq(0) if plan is None else plan.first_seq,
+            last_seq=Seq(0) if plan is None else plan.last_seq,
+            group_last_seq=self.group_last_seq,
+            group=self.group,
+            epoch=self.epoch,
+            region=self.region,
+            shard=of.shard,
+            writer=self.writer,
+            other_shards=tuple(sorted(self.shards - {of.shard})),
+            reserved_to=self.reserved_to,
+            hybrid_time=self.hybrid_time,
+            reached=self.reached,
+            more=more,
+            numbering=of.directory.numbering,
+        )
+
+
+@dataclass(slots=True)
+class FrameLog:
+    """The frames of a segment so far: entries for its footer, and the running hash of their heads."""
+
+    entries: list[FrameEntry] = field(default_factory=list)
+    heads: Any = field(default_factory=hashlib.sha256)
+
+    def add(self, entry: FrameEntry, head: Bytes) -> None:
+        """One more frame."""
+        self.entries.append(entry)
+        self.heads.update(head)
+
+    def footer(self, end_offset: Offset, base_offset: Offset) -> bytes:
+        """The encoded footer."""
+        return SegmentFooter(tuple(self.entries), end_offset, end_offset - base_offset, self.heads.digest()).encode()
+
+
+def entry_of(
+    header: FrameHeader,
+    position: int,
+    length: int,
+    times: tuple[int, int] | None,
+    tables: tuple[TableEntry, ...] | None = None,
+) -> FrameEntry:
+    """A frame's line in the footer; `header` carries its parts, where they aren't given as `tables`."""
+    if tables is None:
+        tables = tuple(TableEntry(p.table_id, p.schema_version, p.rows, p.length) for p in header.parts)
+    return FrameEntry(
+        kind=header.kind,
+        offset=header.first_offset,
+        count=header.count,
+        position=position,
+        length=length,
+        more=header.more,
+        first_seq=header.first_seq,
+        last_seq=header.last_seq,
+        group_last_seq=header.group_last_seq,
+        group=header.group,
+        commit_ts_min_us=None if times is None else times[0],
+        commit_ts_max_us=None if times is None else times[1],
+        tables=tables,
+    )
+
+
+class OpenSegment:
+    """A segment that its writer appends to."""
+
+    def __init__(self, file: WritableFile, path: str, header: SegmentHeader) -> None:
+        self.path = path
+        self.header = header
+        self.byte_end = SEGMENT_HEADER_SIZE
+        """Exclusive end of what is kept."""
+        self.end_offset = header.base_offset
+        """As above, in offsets."""
+        self.sealed_hash: bytes | None = None
+        """The footer's hash, once sealed."""
+        self._file = file
+        self._kept = FrameLog()
+        self._schemas: set[tuple[TableId, SchemaVersion]] = set()
+        self._staged: list[tuple[FrameEntry, Bytes]] = []
+        self._staged_schemas: set[tuple[TableId, SchemaVersion]] = set()
+        self._staged_end = self.byte_end
+
+    @classmethod
+    def create(cls, files: Files, shard_dir: str, header: SegmentHeader) -> OpenSegment:
+        """Make a segment: durable with its name when this returns.
+
+        Raises:
+            DiskFull: there's no space for it.
+            OSError: of either, nothing is there but perhaps a `.tmp`.
+        """
+        temporary = f"{segment_path(shard_dir, header.base_offset)}.tmp"
+        try:
+            if files.exists(temporary):
+                files.remove(temporary)
+            return cls._begin(files, shard_dir, header, files.create(temporary), temporary)
+        except OSError as error:
+            if error.errno in NO_SPACE:
+                raise DiskFull(f"{shard_dir} has no space for a new segment: {error}") from error
+            raise
+
+    @classmethod
+    def create_first(cls, files: Files, shard_dir: str, header: SegmentHeader) -> OpenSegment:
+        """As `create`, for a start: on a full disk where recovery didn't need its spare, that becomes the segment."""
+        try:
+            return cls.create(files, shard_dir, header)
+        except DiskFull:
+            spare = f"{shard_dir}/{SPARE_NAME}"
+            if not files.exists(spare):
+                raise
+            file = files.open_write(spare)
+            file.truncate(SEGMENT_HEADER_SIZE)
+            return cls._begin(files, shard_dir, header, file, spare)
+
+    @classmethod
+    def _begin(
+        cls, files: Files, shard_dir: str, header: SegmentHeader, file: WritableFile, made_as: str
+    ) -> OpenSegment:
+        path = segment_path(shard_dir, header.base_offset)
+        try:
+            file.pwrite(header.encode(), 0)
+            file.sync()
+            files.rename(made_as, path)
+            files.sync_dir(shard_dir)
+        except OSError:
+            file.close()
+            raise
+        return cls(file, path, header)
+
+    @property
+    def holds_records(self) -> bool:
+        """Whether anything has been kept."""
+        return bool(self._kept.entries)
+
+    @property
+    def staged_offset(self) -> Offset:
+        """The next offset, after what is staged."""
+        staged = sum(entry.count for entry, _ in self._staged)
+        return Offset(self.end_offset + staged)
+
+    def stage(self, facts: GroupFacts, plans: Sequence[FramePlan], *, more: bool) -> None:
+        """Write frames behind the last ones, schema frames first where the segment lacks a schema.
+
+        Args:
+            facts: the group's.
+            plans: this shard's, in offset order, following on what is staged.
+            more: whether the group goes on in this shard after the last of them.
+
+        Raises:
+            WriteFailed: any part of it may have been written.
+        """
+        buffers: list[Bytes] = []
+        end = self._staged_end
+        for place, plan in enumerate(plans):
+            for schema, _ in plan.payload:
+                key = (schema.table_id, schema.version)
+                if key in self._schemas or key in self._staged_schemas:
+                    continue
+                header = facts.header(FrameKind.SCHEMA, self.header, more=True, offset=plan.first_offset, plan=None)
+                encoded = encode_schema_frame(header, schema)
+                end = self._stage_one(header, encoded, [(schema, 0)], end, None)
+                self._staged_schemas.add(key)
+                buffers += encoded
+            goes_on = more or place + 1 < len(plans)
+            header = facts.header(FrameKind.RECORDS, self.header, more=goes_on, offset=plan.first_offset, plan=plan)
+            encoded = encode_records_frame(header, plan.operations, plan.batches, plan.payload)
+            tables = [(schema, rows.num_rows) for schema, rows in plan.payload]
+            end = self._stage_one(header, encoded, tables, end, plan.commit_ts_us)
+            buffers += encoded
+        try:
+            self._file.pwritev([memoryview(buffer) for buffer in buffers], self._staged_end)
+        except OSError as error:
+            raise WriteFailed(error) from error
+        self._staged_end = end
+
+    def _stage_one(
+        self,
+        header: FrameHeader,
+        encoded: Sequence[Bytes],
+        tables: Sequence[tuple[TableSchema, int]],
+        position: int,
+        times: tuple[int, int] | None,
+    ) -> int:
+        length = sum(len(buffer) for buffer in encoded)
+        parts = tuple(
+            TableEntry(schema.table_id, schema.version, rows, len(data))
+            for (schema, rows), data in zip(tables, encoded[1:], strict=True)
+        )
+        self._staged.append((entry_of(header, position, length, times, parts), encoded[0]))
+        return position + length
+
+    def sync(self) -> None:
+        """Make what is staged durable."""
+        self._file.sync()
+
+    def keep(self) -> None:
+        """The group is durable everywhere: what was staged belongs to the log."""
+        for entry, head in self._staged:
+            self._kept.add(entry, head)
+        self.end_offset = self.staged_offset
+        self.byte_end = self._staged_end
+        self._schemas |= self._staged_schemas
+        self._forget_staged()
+
+    def cut_back(self) -> None:
+        """Durably remove what was staged; `OSError` where that can't be done."""
+        self._forget_staged()
+        self._file.truncate(self.byte_end)
+        self._file.sync()
+
+    def seal(self) -> None:
+        """Write the footer and make it durable. Nothing may be staged.
+
+        Raises:
+            OSError: where it is for want of space, `cut_back` mends it; after a failed fsync nothing does.
+        """
+        footer = self._kept.footer(self.end_offset, self.header.base_offset)
+        self._file.pwrite(footer, self.byte_end)
+        self._file.sync()
+        self.sealed_hash = SegmentFooter.encoded_hash(footer)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _forget_staged(self) -> None:
+        self._staged.clear()
+        self._staged_schemas.clear()
+        self._staged_end = self.byte_end

@@ -1,0 +1,189 @@
+"""What of a log readers are shown, where it has to be held elsewhere before anybody may read it.
+
+The writer makes group after group durable, and each waits here with the marks that would show it. Once it is held as the stream's level
+says, the area *shown* of the marks moves to the newest such group, on all shards, as the marks of what is durable move: positions first, then
+what is complete up to them. It never goes back, whatever becomes of those that held it.
+
+Who opens a log begins where readers were: with what was shown, or, where a level is asked for the first time, with what was durable when the
+writer before ended. All that was recovered behind it waits as one group.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
+from millstream.model.ids import GroupNumber, ShardId
+from millstream.model.marks import DurableMark, ShownMark
+from millstream.model.positions import Offset, Seq
+from millstream.model.replication import LOCAL, AckLevel
+from millstream.ports import Files
+from millstream.wal.layout import shard_folder
+from millstream.wal.mark import MarkFile, common_cut, read_dropped, read_mark, read_shown
+from millstream.wal.replica.marks import NOBODY
+from millstream.wal.writing.recover import Recovered
+
+HIDDEN_MAX: Final = 1024
+"""Groups of which each is kept that nobody waits for. With more, as after hours without a follower, every other one will do: the next shows it, too."""
+
+
+@dataclass(slots=True)
+class _Hidden:
+    """A group that is durable here and shown to nobody."""
+
+    group: GroupNumber
+    marks: Mapping[ShardId, DurableMark]
+
+
+class ShownMarks:
+    """The areas *shown* of one writer's marks. Made by `begin`.
+
+    Concurrency: `add` and `hide` by the thread that writes, `show` by any other one, `close` by any.
+    """
+
+    def __init__(
+        self, files: dict[ShardId, MarkFile], marks: dict[ShardId, DurableMark], *, by_one: bool = False
+    ) -> None:
+        self._lock = threading.Lock()
+        self._by_one = by_one
+        self._files = files
+        self._marks = marks
+        """What is shown."""
+        self._hidden: list[_Hidden] = []
+        self._closed = False
+        self.group = min((mark.group for mark in marks.values()), default=GroupNumber(0))
+        """The last group that readers see."""
+        self.persisted_upto = common_cut(marks.values())
+        """Readers see everything up to it."""
+
+    @classmethod
+    def begin(
+        cls, files: Files, folder: str, marks: Mapping[ShardId, MarkFile], empty: Mapping[ShardId, DurableMark],
+        recovered: Recovered, *, acks: AckLevel = LOCAL,
+    ) -> ShownMarks:  # fmt: skip
+        """Have readers go by what is shown, beginning where they are. For a writer that has recovered, before it moves a mark.
+
+        Args:
+            files: the file system.
+            folder: the stream's.
+            marks: the writer's, locked.
+            empty: a mark of each shard, of which stream and writer count, and how many shards there are.
+            recovered: what recovery found.
+            acks: the stream's level.
+
+        Raises:
+            OSError: the disk is full, or fails.
+        """
+        known: dict[ShardId, DurableMark | None] = {}
+        for shard in marks:
+            shard_dir = shard_folder(folder, shard)
+            shown = read_shown(files, shard_dir)
+            known[shard] = shown.mark if shown is not None and shown.required else read_mark(files, shard_dir)
+        there = [
+            mark
+            for shard, mark in known.items()
+            if mark is not None and mark.stream == empty[shard].stream and mark.writer != NOBODY
+        ]
+        group = min((mark.group for mark in there), default=GroupNumber(0))
+        upto = common_cut(there)
+        # A mark that is lost, of a shard that has records, leaves nothing to begin with: nothing is shown before the level holds.
+        lost = any(known[shard] is None and recovered.shards[shard].end_offset > 0 for shard in marks)
+        begun: dict[ShardId, DurableMark] = {}
+        for shard, mark in known.items():
+            if mark is None or lost or mark.stream != empty[shard].stream:
+                dropped = read_dropped(files, shard_folder(folder, shard))
+                base = Offset(0) if dropped is None else dropped.offset
+                begun[shard] = replace(
+                    empty[shard], base_offset=base, byte_end=SEGMENT_HEADER_SIZE, durable_offset=base, group=GroupNumber(0) if lost else group,
+                    persisted_upto=Seq(0 if dropped is None else dropped.seq) if lost else upto,
+                )  # fmt: skip
+            elif mark.writer == NOBODY:
+                # Nothing of it was shown while the log was a follower's.
+                begun[shard] = replace(
+                    empty[shard], base_offset=mark.base_offset, byte_end=mark.byte_end, durable_offset=mark.base_offset,
+                    group=group, persisted_upto=upto if there else mark.persisted_upto,
+                )  # fmt: skip
+            else:
+                begun[shard] = replace(mark, shards=empty[shard].shards)
+        own = cls(dict(marks), begun, by_one=acks.by_one)
+        for shard, mark_file in marks.items():
+            mark_file.move_shown(own._said(begun[shard]), anchor=True)
+        return own
+
+    def add(self, shard: ShardId, mark_file: MarkFile, mark: DurableMark) -> None:
+        """A shard that was begun: empty, and shown as that."""
+        with self._lock:
+            mark = replace(mark, group=self.group, persisted_upto=self.persisted_upto)
+            mark_file.move_shown(self._said(mark), anchor=True)
+            self._files[shard], self._marks[shard] = mark_file, mark
+
+    def hide(self, marks: Mapping[ShardId, DurableMark]) -> None:
+        """The marks of what is durable were moved: to a group, or of the newest one to another segment. `OSError` where the disk fails."""
+        group = next(iter(marks.values())).group
+        with self._lock:
+            if self._hidden and self._hidden[-1].group == group:
+                self._hidden.pop()
+            elif not self._hidden and group <= self.group:
+                self._move(marks)
+                return
+            self._hidden.append(_Hidden(group, marks))
+
+    def show(self, group: GroupNumber) -> bool:
+        """Show what is hidden up to a group; whether there was any. `OSError` where the disk fails: nothing more can be shown."""
+        with self._lock:
+            count = next((i for i, one in enumerate(self._hidden) if one.group > group), len(self._hidden))
+            if not count or self._closed:
+                return False
+            last = self._hidden[count - 1]
+            self._move(last.marks)
+            del self._hidden[:count]
+            return True
+
+    @property
+    def hides(self) -> bool:
+        """Whether anything is durable here and not shown."""
+        return bool(self._hidden)
+
+    def thin(self, below: GroupNumber) -> None:
+        """Keep every other group of many; `below` is the first one that somebody waits for."""
+        with self._lock:
+            if len(self._hidden) > HIDDEN_MAX:
+                last = len(self._hidden) - 1
+                self._hidden = [one for i, one in enumerate(self._hidden) if i % 2 or i == last or one.group >= below]
+
+    def close(self) -> None:
+        """Show nothing more: the marks are closed, or somebody else's."""
+        with self._lock:
+            self._closed = True
+
+    def _said(self, mark: DurableMark) -> ShownMark:
+        return ShownMark(mark, required=True, by_one=self._by_one)
+
+    def _move(self, marks: Mapping[ShardId, DurableMark]) -> None:
+        if self._closed:
+            return
+        newest = next(iter(marks.values()))
+        # A shard that was begun later than the group goes along as it was.
+        all_of_them = {
+            shard: marks.get(shard) or replace(mark, group=newest.group, persisted_upto=newest.persisted_upto)
+            for shard, mark in self._marks.items()
+        }
+        if len(all_of_them) > 1:
+            for shard, mark in all_of_them.items():
+                between = replace(mark, persisted_upto=self.persisted_upto)
+                self._files[shard].move_shown(self._said(between))
+        for shard, mark in all_of_them.items():
+            self._files[shard].move_shown(self._said(mark))
+        self._marks = all_of_them
+        self.group, self.persisted_upto = newest.group, newest.persisted_upto
+
+
+def show_all(files: Files, folder: str, marks: Mapping[ShardId, MarkFile]) -> None:
+    """Have readers go by what is durable, where they went by something else. For a writer that has moved its marks. `OSError` where the disk fails."""
+    for shard, mark_file in marks.items():
+        shown = read_shown(files, shard_folder(folder, shard))
+        if shown is not None and shown.required:
+            mark_file.move_shown(replace(shown, required=False), anchor=True)
