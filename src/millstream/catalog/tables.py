@@ -129,9 +129,9 @@ facts = Table(
 access_tokens = Table(
     "access_tokens",
     metadata,
+    # Whose it is, where several homes share the catalog, and may know one token; empty in an embedded one.
+    Column("home", Text, primary_key=True, server_default=""),
     Column("id", Text, primary_key=True),
-    # Whose it is, where several homes share the catalog; empty in an embedded one.
-    Column("home", Text, nullable=False, server_default=""),
     Column("name", Text, nullable=False),
     # SHA-256 of its secret; the secret itself is nowhere.
     Column("digest", LargeBinary, nullable=False),

@@ -8,7 +8,7 @@ import secrets
 import string
 from typing import Final
 
-from sqlalchemy import delete, select
+from sqlalchemy import ColumnElement, and_, delete, select
 
 from millstream.catalog import tables as t
 from millstream.catalog.part import CatalogPart, now_us
@@ -68,12 +68,9 @@ class Tokens(CatalogPart):
         keys = [t.access_tokens.c.home, t.access_tokens.c.name]
         put = self._database.insert(t.access_tokens).values(row).on_conflict_do_nothing(index_elements=keys)
         with self._database.write() as connection:
-            # A catalog in PostgreSQL has the tokens of all its homes, each once.
-            if connection.execute(select(t.access_tokens.c.id).where(t.access_tokens.c.id == token_id)).first():
+            if connection.execute(select(t.access_tokens.c.id).where(self._mine(token_id))).first():
                 raise AccessTokenExists(
-                    "that token is known already, in this home or in another one of this catalog",
-                    hint="`millstream token ls` lists those of this home. Homes that share a catalog need one each; nodes of one stream that do show "
-                    "each other client certificates instead: [replication] certificate and key.",
+                    "that token is known here already", hint="`millstream token ls` lists the home's tokens."
                 )
             if connection.execute(put.returning(t.access_tokens.c.id)).first() is None:
                 raise AccessTokenExists(f"there is a token {made.name} already", name=made.name)
@@ -106,11 +103,15 @@ class Tokens(CatalogPart):
             (one for one in known if one.id == token), None
         )
         if found is not None:
-            gone = delete(t.access_tokens).where(t.access_tokens.c.id == found.id)
+            gone = delete(t.access_tokens).where(self._mine(found.id))
             with self._database.write() as connection:
                 if connection.execute(gone).rowcount:
                     return found
         raise UnknownAccessToken(f"there is no token {token}", token=token)
+
+    def _mine(self, token_id: str) -> ColumnElement[bool]:
+        """Which row is this home's; others may know the token as well, where homes share a catalog."""
+        return and_(t.access_tokens.c.home == self._owner(), t.access_tokens.c.id == token_id)
 
     def _owner(self) -> str:
         return "" if self._home is None else self._home.id

@@ -20,6 +20,7 @@ from uuid import uuid4
 
 import pyarrow as pa
 import pytest
+import sqlalchemy as sa
 from sqlalchemy import Connection, select, text
 
 from millstream.catalog import Catalog, ChunkState, CopyChunk, HomeIdentity, TableState, migrations, tables
@@ -112,6 +113,27 @@ def back_to_the_first_schema(connection: Connection) -> None:
         connection.execute(text("DROP FUNCTION draw_numbers"))
     connection.execute(text("DROP TABLE access_tokens"))
     connection.execute(text("UPDATE alembic_version SET version_num = '0001'"))
+
+
+def back_to_tokens_of_one_home(connection: Connection) -> None:
+    """The schema of before homes could share a token, with the tokens that there are."""
+    kept = [dict(row) for row in connection.execute(select(tables.access_tokens)).mappings()]
+    connection.execute(text("DROP TABLE access_tokens"))
+    as_it_was = sa.Table(
+        "access_tokens",
+        sa.MetaData(),
+        sa.Column("id", sa.Text, primary_key=True),
+        sa.Column("home", sa.Text, nullable=False, server_default=""),
+        sa.Column("name", sa.Text, nullable=False),
+        sa.Column("digest", sa.LargeBinary, nullable=False),
+        sa.Column("rights", sa.Text, nullable=False),
+        sa.Column("created_us", sa.BigInteger, nullable=False),
+        sa.Column("expires_us", sa.BigInteger),
+        sa.UniqueConstraint("home", "name", name="uq_access_tokens_name"),
+    )
+    as_it_was.create(connection)
+    connection.execute(sa.insert(as_it_was), kept)
+    connection.execute(text("UPDATE alembic_version SET version_num = '0006'"))
 
 
 class CatalogConformance(WithCatalog):
@@ -506,6 +528,34 @@ class CatalogConformance(WithCatalog):
             assert one.access_tokens() == [made]
             with pytest.raises(UnknownAccessToken):
                 two.revoke_access_token(made.id)
+
+    def test_homes_may_know_one_token_each_with_rights_of_its_own(self, place: Place) -> None:
+        """What one of them takes away holds at the other."""
+        with (
+            Catalog(place, home=HomeIdentity("one", "a:/one")) as one,
+            Catalog(place, home=HomeIdentity("two", "b:/two")) as two,
+        ):
+            made, held = one.create_access_token(EVERYTHING, name="nodes")
+            given, _ = two.create_access_token(Rights.parse(["shop=read"]), name="others", given=held)
+            assert (given.id, given.digest) == (made.id, made.digest)
+            assert two.access_tokens() == [given]
+            with pytest.raises(AccessTokenExists):
+                two.create_access_token(EVERYTHING, name="again", given=held)
+            assert one.revoke_access_token("nodes") == made
+            assert two.access_tokens() == [given]
+
+    def test_tokens_outlast_the_schema_of_before_homes_could_share_them(self, place: Place) -> None:
+        """Each in its home, and then to be known in another, too."""
+        with Catalog(place, home=HomeIdentity("one", "a:/one")) as one:
+            made, held = one.create_access_token(EVERYTHING, name="nodes", expires_us=2**60)
+            with one.database.write() as connection:
+                back_to_tokens_of_one_home(connection)
+        with (
+            Catalog(place, home=HomeIdentity("one", "a:/one")) as one,
+            Catalog(place, home=HomeIdentity("two", "b:/two")) as two,
+        ):
+            assert one.access_tokens() == [made]
+            two.create_access_token(EVERYTHING, name="nodes", given=held)
 
     def test_a_catalog_of_the_first_schema_is_brought_up(self, place: Place) -> None:
         """With what it held."""
