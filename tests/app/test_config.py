@@ -50,9 +50,11 @@ def mistake(folder: Path, text: str, environ: dict[str, str] | None = None) -> C
 
 
 def test_a_delay_of_commit_groups_is_off_unless_it_is_asked_for_and_in_milliseconds(tmp_path: Path) -> None:
-    assert log_options(load(tmp_path, GOOD).config.streams["shop"]).group_commit_delay_s == 0
+    config = load(tmp_path, GOOD).config
+    assert log_options(config.streams["shop"], config.replication).group_commit_delay_s == 0
     delayed = GOOD.replace("shards = 2", "shards = 2\ngroup_commit_delay_ms = 2.5")
-    assert log_options(load(tmp_path, delayed).config.streams["shop"]).group_commit_delay_s == 0.0025
+    config = load(tmp_path, delayed).config
+    assert log_options(config.streams["shop"], config.replication).group_commit_delay_s == 0.0025
     wrong = mistake(tmp_path, GOOD.replace("shards = 2", "group_commit_delay_ms = -1"))
     assert "group_commit_delay_ms" in str(wrong)
 

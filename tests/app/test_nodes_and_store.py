@@ -151,6 +151,19 @@ def test_a_store_that_cant_be_used_keeps_no_follower_waiting(tmp_path: Path) -> 
         assert of_a["object_store"]["error"]["code"] == "store_unusable"
 
 
+def test_a_new_follower_needs_no_store_while_its_leader_has_everything(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with nodes(tmp_path, more=store_in(tmp_path)) as (a, b):
+        a.start("serve")
+        with millstream.open(a.home) as home:
+            home.append(STREAM, "orders", [{"id": 1}], acks="object", deadline_s=60)
+            store.rename(tmp_path / "away")
+            store.write_text("in the way")
+            b.start("follow", "a")
+            home.append(STREAM, "orders", [{"id": 2}], acks="durable(1)", deadline_s=60)
+        eventually(lambda: b.rows() == [1, 2], "all comes of the leader", a, b)
+
+
 def restored(folder: Path, name: str, *words: str) -> list[int]:
     """What comes out of the store."""
     url = (folder / "store").as_uri()

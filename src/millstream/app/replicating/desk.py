@@ -16,8 +16,8 @@ from millstream.model.ids import GroupNumber
 from millstream.model.positions import Seq
 from millstream.protocol.replication.roles import Promise, Role
 from millstream.wal.files import RealFiles
-from millstream.wal.layout import list_shards
-from millstream.wal.mark import stream_cut
+from millstream.wal.layout import list_shards, shard_folder
+from millstream.wal.mark import read_dropped, stream_cut
 from millstream.wal.replica.log import ReplicaLog
 from millstream.wal.replica.shipping import durable_marks
 from millstream.wal.shards import lock_shards
@@ -61,7 +61,10 @@ def node_state(home: Home, stream: str) -> NodeState:
     group = min((mark.group for mark in marks.values()), default=GroupNumber(0))
     is_candidate = fact.role is not Role.LEADS and holder(home.run_folder, "promote").get("stream") == stream
     upto = stream_cut(marks.values()) if marks else Seq(0)
-    return NodeState(this_node(home), fact, group, upto, is_candidate, instance_of(home))
+    files = RealFiles()
+    dropped = [read_dropped(files, shard_folder(str(folder), shard)) for shard in marks]
+    gone = max((one.seq for one in dropped if one is not None), default=Seq(0))
+    return NodeState(this_node(home), fact, group, upto, is_candidate, instance_of(home), gone)
 
 
 def give_promise(home: Home, stream: str, promise: Promise, claimant: str = "") -> NodeState:

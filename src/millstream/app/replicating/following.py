@@ -38,6 +38,9 @@ from millstream.errors import (
     ReplicationError,
     Retry,
     RoleUnreadable,
+    ShipmentUnreadable,
+    StoreUnavailable,
+    StoreUnusable,
     UnknownStream,
     UsageError,
 )
@@ -233,7 +236,7 @@ class _FollowedStream:
         """Follow, and have from the object store what the leader has dropped; False where there is more to be done."""
         fills = self._copy.only is None and self._home.config.replication.object_store is not None
         # Who has nothing would get from the leader what that has kept, and nothing older.
-        if fills and not has_log(self._home, self._name) and self._fill() is None:
+        if fills and not has_log(self._home, self._name) and not self._begin_filled():
             return False
         try:
             self._follow(until_caught_up=until_caught_up)
@@ -245,6 +248,30 @@ class _FollowedStream:
                 raise
             return False
         return True
+
+    def _begin_filled(self) -> bool:
+        """Take what the object store has, before anything comes of the leader; False where it was interrupted.
+
+        Where the store can't be read, and the leader has let go of nothing yet, nothing is taken: all comes of the leader.
+        """
+        try:
+            return self._fill() is not None
+        except (StoreUnavailable, StoreUnusable, ShipmentUnreadable) as error:
+            if not self._leader_has_all():
+                raise
+            logger.warning(
+                "the object store can't be read: the leader has the whole log, and is followed from its beginning",
+                stream=self._name, error=error.message, code=error.code,
+            )  # fmt: skip
+            return True
+
+    def _leader_has_all(self) -> bool:
+        leader = self._roles.of(self._name).leader
+        if not leader:
+            return False
+        with contextlib.suppress(MillstreamError):
+            return state_of_node(self._home, leader, self._name).dropped_upto == 0
+        return False
 
     def _follow(self, *, until_caught_up: bool) -> None:
         fact = self._roles.of(self._name)

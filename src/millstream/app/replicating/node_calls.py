@@ -49,6 +49,8 @@ class NodeState:
     """A promotion goes on there."""
     home: str = ""
     """Which home of that name answers: `instances.instance_of`. Empty: one of before that was said."""
+    dropped_upto: Seq | None = None
+    """Up to where its log has let go of what there was; 0: it has all from the beginning. None: one of before that was said."""
 
     @property
     def rank(self) -> Rank:
@@ -64,6 +66,7 @@ class NodeState:
             "persisted_upto": int(self.persisted_upto),
             "is_candidate": self.is_candidate,
             "home": self.home,
+            "dropped_upto": None if self.dropped_upto is None else int(self.dropped_upto),
         }
 
     @classmethod
@@ -71,6 +74,7 @@ class NodeState:
         """What `as_dict` gave; `ShipmentUnreadable` where it is something else."""
         try:
             fact = RoleFact.from_json(json.dumps(facts["fact"]).encode())
+            dropped = facts.get("dropped_upto")
             return cls(
                 NodeName(str(facts["node"])),
                 fact,
@@ -78,6 +82,7 @@ class NodeState:
                 Seq(int(facts["persisted_upto"])),
                 facts.get("is_candidate") is True,
                 str(facts.get("home", "")),
+                None if dropped is None else Seq(int(dropped)),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ShipmentUnreadable(f"a node answers what can't be read: {error!r}") from error
