@@ -226,7 +226,7 @@ def test_status_and_tables_of_a_home_that_has_never_run(tmp_path: Path) -> None:
     done = millstream("--home", str(tmp_path), "status", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["streams"] == [{"name": "s", "id": None, "state": "never run", "replication": None}]
+    assert found["streams"] == [{"name": "s", "id": None, "state": "never run", "replication": None, "regions": []}]
     assert set(found["processes"].values()) == {None}
     assert json.loads(millstream("--home", str(tmp_path), "tables", "--json").stdout) == []
     assert "never run" in millstream("--home", str(tmp_path), "status").stdout

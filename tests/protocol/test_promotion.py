@@ -234,3 +234,15 @@ def test_the_only_node_there_is_promotes_itself():
     assert one.step(promoting.Begin(), 0.0) == [promoting.Stand(Promise(Epoch(4), A))]
     stood = promoting.Stood(fact.standing_for(Promise(Epoch(4), A)), GroupNumber(5))
     assert one.step(stood, 0.0) == [promoting.TakeOver(Promise(Epoch(4), A))]
+
+
+def test_what_was_promised_to_its_name_and_it_never_stood_for_went_to_another_home():
+    one = Contest()
+    one.step(promoting.Unanswered(A))
+    one.step(promoting.Answered(C, standing(5, Promise(Epoch(1), B))))
+    assert isinstance(one.error(), NodeNameTaken)
+    # Who accepts a loss says that it is the one.
+    one = Contest(accept_loss=True)
+    one.step(promoting.Unanswered(A))
+    one.step(promoting.Answered(C, standing(5, Promise(Epoch(1), B))))
+    assert one.one.state is promoting.State.ASKING

@@ -2,7 +2,7 @@
 
 | state       | what happens                                            | then                                                      |
 |-------------|---------------------------------------------------------|-----------------------------------------------------------|
-| surveying   | asks every node what it has promised, and what it has   | all have answered, or time is up: one of them stands for leader itself -> failed (PromotionLost); too few for the level -> failed, both with nothing changed; else Stand -> standing |
+| surveying   | asks every node what it has promised, and what it has   | all have answered, or time is up: one of them stands for leader itself -> failed (PromotionLost), or has promised this name what this home never stood for -> failed (NodeNameTaken); too few for the level -> failed, both with nothing changed; else Stand -> standing |
 | standing    | takes nothing of the leader any more, and notes its own promise | noted -> claiming or asking; this node has promised somebody since it began -> failed (PromotionLost) |
 | claiming    | where a store decides between candidates: claims there  | claimed -> asking; somebody else has -> failed (PromotionLost) |
 | asking      | asks every node for its promise: the leader steps down by that | somebody has promised higher -> failed (PromotionLost), but surveying again where the store has decided against that one; or the same to another home of this name -> failed (NodeNameTaken); all have answered (or enough, and all that answered before), or time is up: too few -> failed (NotCaughtUp); somebody has more -> catching up; else -> taking over |
@@ -365,6 +365,10 @@ class Promotion:
         ]
         if ahead and max(ahead) >= self.fact.promise:
             return self._fail(_lost_to(max(ahead)))
+        # This home notes what it stands for before it asks anybody: what was promised to its name beyond that went to another home.
+        others = [one.promise for one in self._standings.values() if one.promise.node == self._node]
+        if others and max(others) > self.fact.promise and not self._accepts_loss:
+            return self._fail(name_taken(max(others)))
         if here < self._wanted and not self._accepts_loss:
             return self._fail(self._too_few(here, "nothing was changed"))
         highest = max([self.fact.promise, *(one.promise for one in self._standings.values())])
