@@ -5,6 +5,7 @@ python -m tests.app.gated WORD…
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -48,9 +49,10 @@ class Gated:
 
 def main() -> None:
     """Wait for a line, then run."""
-    import millstream.app.replicating.promoting
-    import millstream.app.replicating.stores  # noqa: F401 - what a promotion imports on its way
     from millstream.cli.main import main as run
+
+    for module in ("promoting", "stores"):  # what a promotion imports on its way
+        importlib.import_module(f"millstream.app.replicating.{module}")
 
     sys.stdout.buffer.write(READY)
     sys.stdout.buffer.flush()

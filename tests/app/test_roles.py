@@ -21,7 +21,7 @@ from millstream.app.replicating.level_document import LEVEL, Terms
 from millstream.app.replicating.notes import FollowingNotes
 from millstream.app.replicating.promoting import promote
 from millstream.app.replicating.restoring import restore_stream
-from millstream.app.replicating.roles import VERSIONS_NAME, Roles, replication_folder, role_file
+from millstream.app.replicating.roles import VERSIONS_NAME, Roles, replication_folder
 from millstream.cli.main import cli
 from millstream.errors import (
     MillstreamError,
@@ -53,10 +53,10 @@ def test_a_follower_whose_role_is_gone_doesnt_write_beside_its_leader(tmp_path: 
         home = home_of(b)
         follows(home, "a")
         FollowingNotes(home, STREAM).documents((Document("sessions", 1, b""),))
-        role_file(home, STREAM).unlink()
+        home.role_file(STREAM).unlink()
         with millstream.open(b.home) as opened, pytest.raises(RoleUnreadable) as refused:
             opened.append(STREAM, "orders", [{"id": 1}])
-        assert str(role_file(home, STREAM)) in refused.value.message
+        assert str(home.role_file(STREAM)) in refused.value.message
         assert not Roles(home).leads_surely(STREAM)
 
 
@@ -124,7 +124,7 @@ def test_a_role_that_is_damaged_holds_up_no_other_stream(tmp_path: Path) -> None
         with millstream.open(a.home) as opened:
             for stream in (STREAM, "other"):
                 opened.append(stream, "orders", [{"id": 2}])
-        role_file(home_of(b), STREAM).write_bytes(b"{")
+        home_of(b).role_file(STREAM).write_bytes(b"{")
         # As `run` starts it: a person who names a stream is told at once.
         b.start("follow", "--stream", "other")
         eventually(lambda: rows_of_other(b) == [1, 2], "the other stream comes", a, b)
@@ -166,7 +166,7 @@ def test_a_disk_that_fails_under_a_role_is_no_bug(tmp_path: Path) -> None:
     with nodes(tmp_path) as (_, b):
         home = home_of(b)
         follows(home, "a")
-        file = role_file(home, STREAM)
+        file = home.role_file(STREAM)
         data = file.read_bytes()
         file.unlink()
         file.mkdir()

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from shutil import copytree, rmtree
 from typing import Any
@@ -356,11 +357,15 @@ def test_what_is_passed_while_it_runs_is_noted_before_it_ends(home: Home, monkey
     with home.taking() as (taking, stop):
         thread = threading.Thread(target=taking.run, args=(stop,), kwargs={"tell": lambda: None})
         thread.start()
+
+        def is_noted(noted: dict[str, int]) -> bool:
+            return bool(home.catalog.fact(taking._scope, f"passed/{NORTH}") == noted)
+
         try:
             for end in (4, 7):
                 home.put(NORTH, "a", "b", "c", name="noise")
                 noted = {"behind": 1, "place": end}
-                wait_for(lambda noted=noted: home.catalog.fact(taking._scope, f"passed/{NORTH}") == noted)  # type: ignore[misc]
+                wait_for(partial(is_noted, noted))
             wait_for(lambda: taking.progress.shards[NORTH].place == 7)
         finally:
             stop.set()
@@ -411,6 +416,9 @@ def test_a_held_table_is_asked_for_by_name_while_the_reader_runs_or_before(
     def retry(table: str) -> str:
         return retry_table(home.catalog, home.stream, table, buffer=NAME)
 
+    def has_visits(count: int) -> bool:
+        return len(home.texts("visits")) == count
+
     with home.taking() as (taking, stop):
         thread = threading.Thread(target=taking.run, args=(stop,), kwargs={"tell": lambda: None})
         thread.start()
@@ -426,7 +434,7 @@ def test_a_held_table_is_asked_for_by_name_while_the_reader_runs_or_before(
                 wait_for(lambda: set(taking.progress.held) == {"public.visits"})
                 home.keys["visits"] = ("id",)
                 assert "write buffer" in retry("visits")
-                wait_for(lambda number=number: len(home.texts("visits")) == number + 1)  # type: ignore[misc]
+                wait_for(partial(has_visits, number + 1))
                 wait_for(lambda: not taking.progress.held)
         finally:
             stop.set()

@@ -126,6 +126,10 @@ class Home:
         """What followers and the object store hold of a stream, told to its writer by who ships it."""
         return self.data / "replication" / f"{stream}.acks"
 
+    def role_file(self, stream: str) -> Path:
+        """What this node is of a stream: see `replicating.roles`. A home without the file is alone."""
+        return self.data / "replication" / stream / "role.json"
+
     def spill_folder(self, stream: str) -> Path:
         """Where capture puts transactions that are too large for memory."""
         return self.data / "spill" / stream
@@ -216,7 +220,7 @@ class Home:
         return names[0]
 
     def _no_log_hint(self, streams: list[str]) -> str:
-        follows = all((self.data / "replication" / stream / "role.json").exists() for stream in streams)
+        follows = all(self.role_file(stream).exists() for stream in streams)
         return _NO_COPY_HINT if follows else _NO_LOG_HINT
 
     def _configured(self) -> list[str]:

@@ -9,12 +9,13 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final, Literal, NewType, Self
+from typing import Any, Final, Literal, NewType, Self, TypeVar
 
-from millstream.errors import HomeBusy
+from millstream.errors import HomeBusy, ShardLocked
 
+_Result = TypeVar("_Result")
 WriterRole = NewType("WriterRole", str)
 """Who appends to the home's logs, by the writer's name: see `writer_role`."""
 Role = Literal["run", "owner", "pipeline", "serve", "follow", "promote", "reconcile", "replay"]
@@ -166,3 +167,15 @@ def _leave_all_to_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_all_to_parent)
+
+
+def once_let_go(do: Callable[[], _Result], within_s: float) -> _Result:
+    """Do what takes a log's locks, once whoever has them has let go. `ShardLocked` where that doesn't happen in so many seconds."""
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            return do()
+        except ShardLocked:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_POLL_S)

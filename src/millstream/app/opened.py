@@ -409,7 +409,7 @@ def open_reader(
 
 def check_age_of_copy(home: Home, stream: str) -> None:
     """`ReplicaTooStale` where this home follows another one in a stream, and what it has is older than `[replication] max_staleness` allows."""
-    if _has_role(home, stream):
+    if home.role_file(stream).exists():
         from millstream.app.replicating.ages import check_age
 
         try:
@@ -418,14 +418,9 @@ def check_age_of_copy(home: Home, stream: str) -> None:
             raise _needs_run(error, "to tell whether a follower is new enough") from error
 
 
-def _has_role(home: Home, stream: str) -> bool:
-    """Whether the home has ever been one of several nodes."""
-    return (home.data / "replication" / stream / "role.json").exists()
-
-
 def _landed_elsewhere(home: Home, stream: str) -> str | None:
     """The node that lands a stream's tables, where this one doesn't."""
-    if not _has_role(home, stream):
+    if not home.role_file(stream).exists():
         return None
     from millstream.app.replicating.roles import Roles
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from millstream.app.locks import holder
+from millstream.app.locks import holder, once_let_go
 from millstream.app.replicating.ages import has_followed_since_boot
 from millstream.app.replicating.instances import instance_of
 from millstream.app.replicating.node_calls import NodeState, address_of, promise_in, this_node
@@ -87,36 +86,30 @@ def _find_what_is_durable(home: Home, stream: str) -> None:
     folder = home.wal_folder(stream)
     if not any(folder.glob("*/*.wal")) or has_followed_since_boot(home, stream):
         return
-    deadline = time.monotonic() + _ENDS_WITHIN_S
-    while True:
-        try:
-            ReplicaLog.open(str(folder)).close()
-        except ShardLocked:
-            if time.monotonic() > deadline:
-                raise HomeBusy(
-                    f"this node has promised to follow nobody else in stream {stream}, and its log is in use: how far it goes isn't known",
-                    hint="Ask again; `millstream status` shows who it is.",
-                ) from None
-            time.sleep(_LOOK_EVERY_S)
-        else:
-            return
+    try:
+        once_let_go(lambda: ReplicaLog.open(str(folder)).close(), _ENDS_WITHIN_S)
+    except ShardLocked:
+        raise HomeBusy(
+            f"this node has promised to follow nobody else in stream {stream}, and its log is in use: how far it goes isn't known",
+            hint="Ask again; `millstream status` shows who it is.",
+        ) from None
 
 
 def wait_for_writer(home: Home, stream: str) -> None:
     """Wait until nobody has the log's locks."""
     folder = str(home.wal_folder(stream))
     files = RealFiles()
-    deadline = time.monotonic() + _ENDS_WITHIN_S
-    while files.exists(folder):
-        try:
-            for mark in lock_shards(files, folder, list_shards(files, folder)).values():
-                mark.close()
-        except ShardLocked:
-            if time.monotonic() > deadline:
-                raise HomeBusy(
-                    f"this node has promised to write stream {stream} no more, but who writes it hasn't ended",
-                    hint="Ask again; `millstream status` shows who it is.",
-                ) from None
-            time.sleep(_LOOK_EVERY_S)
-        else:
-            return
+
+    def locked_once() -> None:
+        for mark in lock_shards(files, folder, list_shards(files, folder)).values():
+            mark.close()
+
+    if not files.exists(folder):
+        return
+    try:
+        once_let_go(locked_once, _ENDS_WITHIN_S)
+    except ShardLocked:
+        raise HomeBusy(
+            f"this node has promised to write stream {stream} no more, but who writes it hasn't ended",
+            hint="Ask again; `millstream status` shows who it is.",
+        ) from None

@@ -73,13 +73,12 @@ def _own(home: Home) -> NodeFinding:
 def _taken_by_another(home: Home) -> NodeNameTaken | None:
     """Whether another home answers where the others have this node: a copy, or what this one was copied from, which may both lead."""
     node = this_node(home)
-    for stream in sorted(home.config.streams):
-        with contextlib.suppress(MillstreamError):  # its server may not run, or it has no address here
-            there = state_of_node(home, node, stream, timeout_s=_ANSWERS_WITHIN_S)
-            if there.home and there.home != instance_of(home):
-                at = home.config.replication.nodes.get(node)
-                return NodeNameTaken(f"at {at}, where the others have {node}, another home answers", node=str(node))
-        break
+    stream = min(home.config.streams, default=None)
+    with contextlib.suppress(MillstreamError):  # its server may not run, or it has no address here
+        there = None if stream is None else state_of_node(home, node, stream, timeout_s=_ANSWERS_WITHIN_S)
+        if there is not None and there.home and there.home != instance_of(home):
+            at = home.config.replication.nodes.get(node)
+            return NodeNameTaken(f"at {at}, where the others have {node}, another home answers", node=str(node))
     return None
 
 

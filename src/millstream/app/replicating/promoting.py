@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
 from millstream.app.home import replace_file
-from millstream.app.locks import RoleLock
+from millstream.app.locks import RoleLock, once_let_go
 from millstream.app.replicating.catalog_document import CATALOG, adopt_catalog
 from millstream.app.replicating.desk import node_state, wait_for_writer
 from millstream.app.replicating.following import make_follower
@@ -32,7 +32,6 @@ from millstream.errors import (
     MillstreamError,
     NodeNameTaken,
     PromotionLost,
-    ShardLocked,
     UnknownStream,
     UsageError,
 )
@@ -86,8 +85,6 @@ _COMES_WITHIN_S: Final = 15.0
 _TICK_S: Final = 0.1
 _STEPS_ASIDE_S: Final = 15.0
 """How long who follows here may take to see that this node is promoted: it looks for its leader for seconds."""
-
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +278,9 @@ class _Attempt:
             notes = FollowingNotes(self._home, self._stream)
             if node == STORE:
                 return self._fill()
-            follower = _once_let_go(lambda: make_follower(self._home, self._stream, fact, notes=notes, only=node))
+            follower = once_let_go(
+                lambda: make_follower(self._home, self._stream, fact, notes=notes, only=node), _STEPS_ASIDE_S
+            )
             stop = threading.Event()
             watching = threading.Thread(
                 target=_watch_progress, args=(follower, stop), name="promote-watch", daemon=True
@@ -303,7 +302,7 @@ class _Attempt:
         from millstream.app.replicating.stores import store_of
 
         with contextlib.closing(store_of(self._home, self._stream)) as store:
-            _once_let_go(lambda: fill(self._home, self._stream, store, tell=self._tell))
+            once_let_go(lambda: fill(self._home, self._stream, store, tell=self._tell), _STEPS_ASIDE_S)
         return CaughtUp(self._roles.of(self._stream), node_state(self._home, self._stream).group)
 
     # --- this one ------------------------------------------------------------------------------------------------------
@@ -324,7 +323,7 @@ class _Attempt:
         folder = self._home.wal_folder(self._stream)
         if self._machine.fact.role is Role.FOLLOWS and folder.is_dir():
             # Parts of groups that never came whole: a writer's recovery would take them for damage.
-            _once_let_go(lambda: prepare_promotion(str(folder)))
+            once_let_go(lambda: prepare_promotion(str(folder)), _STEPS_ASIDE_S)
         marks = durable_marks(RealFiles(), str(folder)) if folder.is_dir() else {}
         notes = FollowingNotes(self._home, self._stream)
         if not marks:
@@ -374,18 +373,6 @@ def _watch_progress(follower: WalFollower, stop: threading.Event) -> None:
             had, since_s = has, time.monotonic()
         elif time.monotonic() - since_s > _COMES_WITHIN_S:
             stop.set()
-
-
-def _once_let_go(do: Callable[[], _Result]) -> _Result:
-    """Do what takes the log's locks once who follows here has stepped aside: it may be in the midst of looking for its leader."""
-    deadline = time.monotonic() + _STEPS_ASIDE_S
-    while True:
-        try:
-            return do()
-        except ShardLocked:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(_TICK_S)
 
 
 def _standing(state: NodeState) -> Standing:

@@ -40,7 +40,7 @@ class Roles:
         Raises:
             RoleUnreadable: the file is damaged; or it is gone, and this node has followed.
         """
-        file = role_file(self._home, stream)
+        file = self._home.role_file(stream)
         try:
             stat = file.stat()
             seen = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
@@ -110,11 +110,11 @@ class Roles:
     @contextmanager
     def changing(self, stream: str) -> Iterator[Changing]:
         """Change what is so, durably, one process at a time."""
-        folder = role_file(self._home, stream).parent
+        folder = self._home.role_file(stream).parent
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / ".role.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            yield Changing(role_file(self._home, stream), self.of(stream))
+            yield Changing(self._home.role_file(stream), self.of(stream))
 
 
 @contextmanager
@@ -152,11 +152,6 @@ class Changing:
         if fact != self.fact or not self._file.exists():
             replace_file(self._file, fact.to_json())
             self.fact = fact
-
-
-def role_file(home: Home, stream: str) -> Path:
-    """Where it stands."""
-    return replication_folder(home, stream) / "role.json"
 
 
 def replication_folder(home: Home, stream: str) -> Path:
