@@ -15,11 +15,16 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from millstream.spark.session import SparkOptions
 
 settings.register_profile(
     "ci",
@@ -84,3 +89,20 @@ def log_lines_as_before() -> Iterator[None]:
     before = structlog.get_config()
     yield
     structlog.configure(**before)
+
+
+@pytest.fixture(scope="session")
+def spark_options(tmp_path_factory: pytest.TempPathFactory) -> SparkOptions:
+    from millstream.spark.session import SparkOptions
+
+    return SparkOptions(tmp_path_factory.mktemp("spark"))
+
+
+@pytest.fixture(scope="session")
+def spark(spark_options: SparkOptions) -> Iterator[SparkSession]:
+    """One Spark session for all tests of a process: a start costs seconds, and ten of a core."""
+    from millstream.spark.session import open_session, stop_session
+
+    session = open_session(spark_options)
+    yield session
+    stop_session(session)
