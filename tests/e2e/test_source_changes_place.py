@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from tests.app.homes import config, done, make_home, run, wait_for
+from tests.commands import Command
+from tests.e2e.harness import land
 
 from millstream.codec.pgoutput import HEARTBEAT_PREFIX
 from millstream.testing.postgres import EmbeddedPostgres
@@ -22,27 +23,36 @@ def rows(home: Path) -> list[list[object]]:
     return [[row["id"], row["v"]] for row in json.loads(text)]
 
 
+def caught_up(home: Path) -> None:
+    done(home, "capture", "run", "--until-caught-up")
+    assert land(home) == {}
+
+
 @contextmanager
-def running(home: Path) -> Iterator[None]:
-    command = [sys.executable, "-m", "millstream.cli", "--home", str(home), "run"]
-    with (home / "run.log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+def capturing(home: Path) -> Iterator[None]:
+    words = ["--home", str(home), "capture", "run"]
+    with (home / "run.log").open("wb") as log, Command(words, stdout=log, stderr=log) as process:
         try:
             yield
         finally:
             process.send_signal(signal.SIGTERM)
-            process.wait(120)
+            try:
+                process.wait(120)
+            finally:
+                process.kill()
 
 
+@pytest.mark.usefixtures("spark")
 def test_a_home_follows_a_promotion_and_begins_anew_after_a_lost_slot(tmp_path: Path) -> None:
     with EmbeddedPostgres(18, fsync=False) as primary:
         with primary.connect() as connection:
             connection.execute("CREATE TABLE t (id int PRIMARY KEY, v text)")
             connection.execute("INSERT INTO t SELECT n, 'before' FROM generate_series(1, 5) n")
         home = make_home(tmp_path / "home", config(primary.dsn(), None, tables='["public.*"]'))
-        done(home, "run", "--until-caught-up")
+        caught_up(home)
         standby = make_standby(primary)
         try:
-            with primary.connect() as connection, standby.connect() as copy, running(home):
+            with primary.connect() as connection, standby.connect() as copy, capturing(home):
 
                 def copied() -> bool:
                     # Word of who runs, and WAL that moves the slot: what a busy server has by itself.
@@ -62,7 +72,7 @@ def test_a_home_follows_a_promotion_and_begins_anew_after_a_lost_slot(tmp_path: 
             with standby.connect() as connection:
                 connection.execute("DELETE FROM t WHERE id = 5")
             make_home(home, config(standby.dsn(), None, tables='["public.*"]'))
-            done(home, "run", "--until-caught-up")
+            caught_up(home)
             assert rows(home) == [[1, "old primary"], [2, "before"], [3, "before"], [4, "before"]]
             (stream,) = json.loads(done(home, "status", "--json"))["streams"]
             assert (stream["source"]["number"], stream["source"]["timeline"]) == (2, 2)
@@ -77,7 +87,7 @@ def test_a_home_follows_a_promotion_and_begins_anew_after_a_lost_slot(tmp_path: 
             assert ended.returncode != 0
             assert "millstream slot drop" in ended.stderr
             done(home, "slot", "drop", "--yes")
-            done(home, "run", "--until-caught-up")
+            caught_up(home)
             assert rows(home) == [[1, "old primary"], [2, "before"], [3, "before"]]
             assert "equal" in done(home, "diff")
         finally:
