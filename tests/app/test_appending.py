@@ -22,6 +22,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.app.homes import config, done, make_home, run, wait_for
+from tests.commands import Command
 
 import millstream
 from millstream.app.home import Home
@@ -58,11 +59,10 @@ def rows_of(home: Path, table: str = "clicks", stream: str = "web") -> list[dict
 
 
 @contextmanager
-def process(home: Path, *words: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
+def process(home: Path, *words: str, **environ: str) -> Iterator[Command]:
     """A command that runs until the block ends; killed then, if it does not end by itself."""
-    command = [sys.executable, "-m", "millstream.cli", "--home", str(home), *words]
-    started = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    started = Command(
+        ["--home", str(home), *words], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "HOME": "/nonexistent", **environ},
     )  # fmt: skip
     try:

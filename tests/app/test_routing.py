@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.app.homes import done, make_home, run, wait_for
+from tests.commands import Command
 
 import millstream
 from millstream.app.home import Home
@@ -341,9 +342,12 @@ def test_a_crash_amid_a_change_leaves_one_ring_in_force_and_every_row_where_it_s
 
 
 def test_the_process_that_runs_the_home_changes_it_for_a_command(home: Path) -> None:
-    command = [sys.executable, "-m", "millstream.cli", "--home", str(home), "capture", "run"]
-    started = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    started = Command(
+        ["--home", str(home), "capture", "run"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         wait_for(lambda: holder(home / "data" / "run", "owner").get("pid") == started.pid)

@@ -425,7 +425,7 @@ class ReplicaLog:
             if dropped is not None:
                 shard.mark.move_dropped(dropped)
                 shard.dropped = dropped
-            first = placeholder(shipment, shard.dropped)
+            first = placeholder(shipment.stream, shard.dropped)
             shard.mark.move(first, anchor=True)
             shard.shown = first
 
