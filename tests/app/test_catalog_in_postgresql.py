@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 from tests.app.homes import config, done, make_home, run, wait_for
+from tests.commands import Command
 
 from millstream.app.doctor import examine
 from millstream.app.home import Home
@@ -284,10 +284,9 @@ def test_a_home_that_was_never_run_has_nothing_to_show(tmp_path: Path, elsewhere
 
 
 @contextmanager
-def _capturing(home: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _capturing(home: Path) -> Iterator[Command]:
     """`capture run` as a process, ended by SIGTERM."""
-    command = [sys.executable, "-m", "millstream.cli", "--home", str(home), "capture", "run"]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    process = Command(["--home", str(home), "capture", "run"], stdin=subprocess.DEVNULL)
     try:
         yield process
         process.send_signal(signal.SIGTERM)

@@ -7,7 +7,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from tests.app.homes import config, done, make_home, run, wait_for
 from tests.app.test_large_values import MIB, capture
 from tests.capture.serial_history import History
+from tests.commands import Command
 
 import millstream
 from millstream.app.home import Home
@@ -34,9 +34,10 @@ FILL = """CREATE TABLE slow (id int PRIMARY KEY, body text);
 
 
 @contextmanager
-def capturing(home: Path) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "millstream.cli", "--home", str(home), "capture", "run"]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL, env={**os.environ, "HOME": "/nonexistent"}) as process:
+def capturing(home: Path) -> Iterator[Command]:
+    with Command(
+        ["--home", str(home), "capture", "run"], stderr=subprocess.DEVNULL, env={**os.environ, "HOME": "/nonexistent"}
+    ) as process:
         try:
             yield process
         finally:

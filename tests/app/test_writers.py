@@ -20,6 +20,7 @@ from uuid import UUID
 import pytest
 from tests.app.homes import config, done, make_home, run, wait_for
 from tests.app.writer_process import ROWS
+from tests.commands import Command
 
 from millstream.app.doctor import examine
 from millstream.app.home import Home
@@ -50,10 +51,12 @@ class Writer:
     """A writer's process."""
 
     def __init__(self, folder: Path, address: str, name: str, failpoint: str = "") -> None:
-        command = [sys.executable, "-m", "tests.app.writer_process", str(folder), address, name, str(LEASE_S)]
         environ = {**os.environ, "MILLSTREAM_FAILPOINTS": failpoint}
         self.name = name
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
+        self.process = Command(
+            [str(folder), address, name, str(LEASE_S)], stdout=subprocess.PIPE, text=True, env=environ,
+            begins="tests.app.writer_process:main",
+        )  # fmt: skip
         self.said: list[list[str]] = []
         self._thread = threading.Thread(target=self._listen)
         self._thread.start()
@@ -403,9 +406,7 @@ def test_an_idle_writer_that_hears_nothing_lets_readers_pass_at_its_turn(home: P
 
 def test_a_writer_that_died_is_recovered_by_another_within_its_lease(home: Path, postgres: Database) -> None:
     (home / "millstream.toml").write_text(WRITER + (home / "millstream.toml").read_text())
-    capture = subprocess.Popen(
-        [sys.executable, "-m", "millstream.cli", "--home", str(home), "capture", "run"], stdin=subprocess.DEVNULL
-    )
+    capture = Command(["--home", str(home), "capture", "run"], stdin=subprocess.DEVNULL)
     second = None
     try:
         wait_for(lambda: states(home).get("writer") == "alive")
@@ -456,8 +457,7 @@ def test_a_writer_whose_log_is_elsewhere_is_waited_for_until_it_is_forgotten(hom
 def test_a_writer_whose_log_is_here_is_recovered_and_not_forgotten(home: Path, postgres: Database) -> None:
     (home / "millstream.toml").write_text(WRITER + (home / "millstream.toml").read_text())
     done(home, "capture", "run", "--until-caught-up")
-    command = [sys.executable, "-m", "millstream.cli", "--home", str(home), "capture", "run"]
-    capture = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    capture = Command(["--home", str(home), "capture", "run"], stdin=subprocess.DEVNULL)
     reader = StreamReader(str(Home(home).wal_folder("shop")))
     try:
         wait_for(lambda: states(home).get("writer") == "alive")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.capture.capture_stage import wait_until
+from tests.capture.beside import wait_until
 from tests.capture.test_standby import on_primary, telling
 from tests.capture.test_timelines import Servers, make_servers
 

@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from structlog.testing import capture_logs
-from tests.capture.capture_stage import Stage, wait_until
+from tests.capture.beside import wait_until
+from tests.capture.capture_stage import Stage
 
 from millstream.capture import run_capture
 from millstream.capture.stream.frames import Block
