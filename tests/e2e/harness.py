@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.commands import Command, run_command
+
 from millstream.app.home import Home as OpenedHome
 from millstream.app.part import Lifeline
 from millstream.app.pipelines import run_pipelines
@@ -63,9 +65,7 @@ class Home:
 
     def command(self, *arguments: str, home: bool = True, check: bool = True, timeout_s: float = 600) -> str:
         """A command's stdout; the test fails with its stderr where it doesn't end with 0."""
-        done = subprocess.run(
-            self._argv(arguments, home=home), capture_output=True, text=True, timeout=timeout_s, check=False
-        )
+        done = run_command(self._words(arguments, home=home), timeout=timeout_s)
         if check and done.returncode != 0:
             raise AssertionError(f"millstream {' '.join(arguments)}: exit {done.returncode}\n{done.stderr[-4000:]}")
         return done.stdout
@@ -73,7 +73,7 @@ class Home:
     @contextmanager
     def commanding(self, *arguments: str, timeout_s: float = 900) -> Iterator[None]:
         """A command beside what the test does meanwhile; it must end with 0."""
-        command = subprocess.Popen(self._argv(arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        command = Command(self._words(arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         try:
             yield
             said, _ = command.communicate(timeout=timeout_s)
@@ -88,7 +88,11 @@ class Home:
         log = self.path.parent / f"{self.path.name}-run-{self.runs}.log"
         with log.open("wb") as stderr:
             done = subprocess.run(
-                self._argv(["run", "--until-caught-up"]), stderr=stderr, stdout=stderr, timeout=timeout_s, check=False
+                [MILLSTREAM, *self._words(["run", "--until-caught-up"])],
+                stderr=stderr,
+                stdout=stderr,
+                timeout=timeout_s,
+                check=False,
             )
         if done.returncode != 0:
             raise AssertionError(f"run --until-caught-up: exit {done.returncode}\n{log.read_text()[-6000:]}")
@@ -109,7 +113,9 @@ class Home:
             environment["MILLSTREAM_FAILPOINTS_DIR"] = str(witnesses)
         log = self.path.parent / f"{self.path.name}-run-{self.runs}.log"
         with log.open("wb") as stderr:
-            process = subprocess.Popen(self._argv(["run"]), stderr=stderr, stdout=stderr, env=environment)
+            process = subprocess.Popen(
+                [MILLSTREAM, *self._words(["run"])], stderr=stderr, stdout=stderr, env=environment
+            )
             run = Run(process, log)
             try:
                 yield run
@@ -129,8 +135,8 @@ class Home:
         """The folder of a table."""
         return self.path / "lake" / "shop" / view / table
 
-    def _argv(self, arguments: Sequence[str], *, home: bool = True) -> list[str]:
-        return [MILLSTREAM, *(["--home", str(self.path)] if home else []), *arguments]
+    def _words(self, arguments: Sequence[str], *, home: bool = True) -> list[str]:
+        return [*(["--home", str(self.path)] if home else []), *arguments]
 
 
 @dataclass
