@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import importlib
@@ -67,6 +68,7 @@ class Command:
         is_taken_down: its interpreter ends as that of `python -m millstream.cli` does, module by module. That takes longer than most commands do,
             so that those which are run to their end leave it out: their threads, what they have registered and their output have ended then too.
         begins: what takes the words, and never returns or ends well: another function than that of the commands, as `module:function`.
+        network: the file of a network namespace in which it is to run; empty: this process's.
 
     Concurrency: as of `Popen`: any thread may ask whether it runs, or end it.
     """
@@ -82,6 +84,7 @@ class Command:
         env: Mapping[str, str] | None = None,
         is_taken_down: bool = True,
         begins: str = MILLSTREAM,
+        network: str = "",
     ) -> None:
         self.args: Final = [*words]
         self.stdin: IO[Any] | None = None
@@ -113,7 +116,7 @@ class Command:
                 taken.append(its)
             self._told, tells = os.pipe()
             ends.callback(os.close, tells)
-            _source().ask(_Asked(self.args, environ, str(Path.cwd()), begins, is_taken_down), [*taken, tells])
+            _source().ask(_Asked(self.args, environ, str(Path.cwd()), begins, network, is_taken_down), [*taken, tells])
         pid = self._hear(_BEGINS_WITHIN_S)
         assert pid, f"{self.args} didn't begin within {_BEGINS_WITHIN_S} s"
         self.pid: Final = pid
@@ -213,11 +216,12 @@ def run_command(
     env: Mapping[str, str] | None = None,
     timeout: float = 600.0,
     begins: str = MILLSTREAM,
+    network: str = "",
 ) -> subprocess.CompletedProcess[str]:
     """A command to its end, with what it has said; it is killed where it takes longer. Raises `subprocess.TimeoutExpired`."""
     command = Command(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
-        is_taken_down=False, begins=begins,
+        is_taken_down=False, begins=begins, network=network,
     )  # fmt: skip
     try:
         output, errors = command.communicate(stdin, timeout=timeout)
@@ -266,6 +270,7 @@ class _Asked:
     environ: dict[str, str]
     folder: str
     begins: str
+    network: str
     is_taken_down: bool
 
 
@@ -318,6 +323,8 @@ def _run(asked: _Asked) -> NoReturn:
     """Have its environment, and what was read of another one before; then run."""
     from millstream import failpoints
 
+    if asked.network:
+        _enter(asked.network)
     os.chdir(asked.folder)
     os.environ.clear()
     os.environ.update(asked.environ)
@@ -335,6 +342,13 @@ def _run(asked: _Asked) -> NoReturn:
         for said in (sys.stdout, sys.stderr):
             said.flush()
         os._exit(ended.code if isinstance(ended.code, int) else 1)
+
+
+def _enter(network: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path(network).open("rb") as namespace:
+        if libc.setns(namespace.fileno(), 0x40000000):  # CLONE_NEWNET; os.setns comes with Python 3.12
+            raise OSError(ctypes.get_errno(), "can't enter the network", network)
 
 
 def _import_all() -> None:
