@@ -19,8 +19,9 @@ from typing import Any
 import psycopg
 import pytest
 from structlog.testing import capture_logs
-from tests.capture.beside import until_done, wait_until
-from tests.capture.capture_stage import MemoryLog, Stage, make_config
+from tests.capture import catching_up_process
+from tests.capture.beside import Beside, until_done, wait_until
+from tests.capture.capture_stage import CATCH_UP_S, MemoryLog, Stage, make_config
 from tests.capture.test_streaming import ORDERS, stream_positions
 
 from millstream.capture import CaptureProgress
@@ -434,10 +435,20 @@ def test_progress_says_the_mode_and_what_the_slot_holds(stage: Stage) -> None:
 # --- as a process of its own ------------------------------------------------------------------------------------------
 
 
+def facts_of(stage: Stage, more: dict[str, Any]) -> dict[str, Any]:
+    """Of a capture into the log of the process, as the process is given them."""
+    config = make_config(stage.dsn, stage.folder, stage.config.slot)
+    return {name: value for name, value in dataclasses.asdict(config).items() if not callable(value)} | more
+
+
+def run_here(stage: Stage, **more: Any) -> None:
+    """What the process does, in this one, which has loaded all it takes: for runs that nothing is measured of and nobody kills."""
+    Beside(catching_up_process.main, stage.folder / "home", facts_of(stage, more)).ended(CATCH_UP_S)
+
+
 def run_process(stage: Stage, failpoints: str = "", **more: Any) -> tuple[int, str]:
     """Its exit code, and what it printed."""
-    config = make_config(stage.dsn, stage.folder, stage.config.slot)
-    facts = {name: value for name, value in dataclasses.asdict(config).items() if not callable(value)} | more
+    facts = facts_of(stage, more)
     command = [sys.executable, "-m", "tests.capture.catching_up_process", str(stage.folder / "home"), json.dumps(facts)]
     done = subprocess.run(
         command,
@@ -476,7 +487,7 @@ SMALL: dict[str, Any] = {"catch_up": "always", "catch_up_bytes": 4096} | SMALL_C
 def test_what_is_killed_repeats_nothing_and_loses_nothing(stage: Stage, point: str) -> None:
     stage.sql(ORDERS)
     (stage.folder / "home").mkdir()
-    assert run_process(stage)[0] == 0, "the slot is made"
+    run_here(stage)  # the slot is made
     stage.sql(*(orders(n * 100 + 1, n * 100 + 100) for n in range(40)))
     begin = stage.slot_confirmed()
     assert run_process(stage, failpoints=point, **SMALL)[0] == -9
@@ -484,7 +495,7 @@ def test_what_is_killed_repeats_nothing_and_loses_nothing(stage: Stage, point: s
     if point == "capture.before_advance":
         assert stage.slot_confirmed() == begin
         assert rows_in_log(stage), "it was killed before anything was durable"
-    assert run_process(stage, **SMALL)[0] == 0
+    run_here(stage, **SMALL)
     found = rows_in_log(stage)
     assert [row[2] for row in found] == list(range(1, 4001))
     assert [row[:2] for row in found] == sorted({row[:2] for row in found})
@@ -493,7 +504,7 @@ def test_what_is_killed_repeats_nothing_and_loses_nothing(stage: Stage, point: s
 def test_memory_is_bounded_whatever_the_backlog(stage: Stage) -> None:
     stage.sql(ORDERS)
     (stage.folder / "home").mkdir()
-    assert run_process(stage)[0] == 0
+    run_here(stage)
     peaks = []
     for rounds in (10, 80):
         stage.sql(*(orders(n * 10_000 + 1, n * 10_000 + 10_000, "x" * 200) for n in range(rounds)), "TRUNCATE orders")
