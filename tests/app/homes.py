@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tests.commands import run_command
+
 
 def wait_for(
     condition: Callable[[], object], *, seconds: float = 120.0, what: Callable[[], object] = lambda: None
@@ -35,12 +37,16 @@ def make_home(folder: Path, text: str) -> Path:
 def run(
     home: Path, *words: str, stdin: str = "", within: Sequence[str] = (), **environ: str
 ) -> subprocess.CompletedProcess[str]:
+    words = "--home", str(home), *words
+    environ = {**os.environ, "HOME": "/nonexistent", **environ}
+    if not within:
+        return run_command(words, stdin=stdin, env=environ)
     return subprocess.run(
-        [*within, sys.executable, "-m", "millstream.cli", "--home", str(home), *words],
+        [*within, sys.executable, "-m", "millstream.cli", *words],
         capture_output=True,
         text=True,
         timeout=600,
-        env={**os.environ, "HOME": "/nonexistent", **environ},
+        env=environ,
         input=stdin,
     )
 

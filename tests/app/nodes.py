@@ -8,14 +8,20 @@ import os
 import re
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from tests.app.homes import make_home, run, wait_for
+from tests.commands import Command
 
+from millstream.app.home import Home
+from millstream.app.replicating.catalog_document import CATALOG
+from millstream.app.replicating.notes import FollowingNotes
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
 from millstream.errors import LogCutBack, LogError, OffsetExpired
 from millstream.model.positions import Seq
@@ -23,6 +29,7 @@ from millstream.testing._ports import free_port
 from millstream.wal.reader import StreamReader
 
 STREAM: Final = "shop"
+Process: TypeAlias = subprocess.Popen[bytes] | Command
 
 
 class Node:
@@ -64,18 +71,20 @@ class Node:
             f'[replication]\nnode = "{name}"\n{more}[replication.nodes]\n{nodes}\n',
         )
         self._within: Final = within
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, Process] = {}
 
-    def start(self, part: str, *words: str) -> subprocess.Popen[bytes]:
+    def start(self, part: str, *words: str) -> Process:
         """Start one of its processes: `owner`, `serve`, `follow`, or `run` with all of them and the pipeline; more words go to the command."""
         command = {"owner": ["capture", "run"], "serve": ["serve"], "follow": ["follow"], "run": ["run"]}[part]
         with (self.home / f"{part}.log").open("ab") as output:
-            process = subprocess.Popen(
-                [*self._within, sys.executable, "-m", "millstream.cli", "--home", str(self.home), *command, *words],
-                stdout=output,
-                stderr=output,
-                env={**os.environ, "HOME": "/nonexistent"},
-            )
+            words = "--home", str(self.home), *command, *words
+            environ = {**os.environ, "HOME": "/nonexistent"}
+            process: Process
+            if self._within:
+                begins = [*self._within, sys.executable, "-m", "millstream.cli", *words]
+                process = subprocess.Popen(begins, stdout=output, stderr=output, env=environ)
+            else:
+                process = Command(words, stdout=output, stderr=output, env=environ)
         self._processes[part] = process
         return process
 
@@ -143,6 +152,15 @@ class Node:
         except (LogError, LogCutBack, OffsetExpired):
             return []
         return found
+
+    def tables_that_came(self) -> dict[str, str]:
+        """As a follower: the state of each table in the newest catalog that its leader has sent; one comes a second after it has changed."""
+        came = FollowingNotes(Home(self.home, needs_source=False), STREAM).document(CATALOG)
+        if came is None:
+            return {}
+        with contextlib.closing(sqlite3.connect(":memory:")) as catalog:
+            catalog.deserialize(zlib.decompress(came))
+            return dict(catalog.execute("SELECT name, state FROM tables"))
 
     def bytes_of_log(self) -> dict[str, bytes]:
         """The log's files as they are: without marks, room for what comes, and segments that have nothing yet."""

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 from contextlib import ExitStack
@@ -14,6 +13,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from tests.app.homes import run
+from tests.commands import Command
 
 from millstream.app.control import ControlServer, ask
 from millstream.app.home import Home
@@ -392,15 +393,13 @@ def get(address: str, path: str) -> tuple[int, str]:
 
 
 def test_serve_answers_and_ends_at_a_signal(home: Home) -> None:
-    command = [sys.executable, "-m", "millstream.cli", "--home", str(home.path), "serve", "--log-format", "json"]
+    words = ["--home", str(home.path), "serve", "--log-format", "json"]
     environ = {**os.environ, "MILLSTREAM_HTTP__LISTEN": "127.0.0.1:0"}
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
+    server = Command(words, stderr=subprocess.PIPE, text=True, env=environ)
     assert server.stderr is not None
     try:
         address = json.loads(server.stderr.readline())["address"]
-        taken = subprocess.run(
-            command, capture_output=True, text=True, env={**os.environ, "MILLSTREAM_HTTP__LISTEN": address}
-        )
+        taken = run(home.path, "serve", "--log-format", "json", MILLSTREAM_HTTP__LISTEN=address)
         assert "error[home_busy]" in taken.stderr
         assert get(address, "/status")[0] == 200
         assert get(address, "/healthz")[0] == 503  # nothing captures
@@ -418,11 +417,6 @@ def test_an_address_that_is_taken_is_a_typed_error(home: Home) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        done = subprocess.run(
-            [sys.executable, "-m", "millstream.cli", "--home", str(home.path), "serve"],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "MILLSTREAM_HTTP__LISTEN": f"127.0.0.1:{port}"},
-        )
+        done = run(home.path, "serve", MILLSTREAM_HTTP__LISTEN=f"127.0.0.1:{port}")
     assert done.returncode == 1
     assert "error[address_in_use]" in done.stderr
