@@ -49,6 +49,10 @@ _ELSE: Final = (
 _READ_AT_START: Final = "PYTHON", "NUMBA_", "LD_", "LC_"
 """Variables that the interpreter, or what it imports, reads when it begins."""
 
+MILLSTREAM: Final = "millstream.cli.main:main"
+SCRIPT: Final = "tests.commands:script"
+"""For a program's text, as of `python -c`, and its arguments."""
+
 
 class Command:
     """`millstream WORD…`, as `subprocess.Popen` would have it: as much of that as tests use.
@@ -77,7 +81,7 @@ class Command:
         text: bool = False,
         env: Mapping[str, str] | None = None,
         is_taken_down: bool = True,
-        begins: str = "millstream.cli.main:main",
+        begins: str = MILLSTREAM,
     ) -> None:
         self.args: Final = [*words]
         self.stdin: IO[Any] | None = None
@@ -203,12 +207,17 @@ class Command:
 
 
 def run_command(
-    words: Sequence[str], *, stdin: str = "", env: Mapping[str, str] | None = None, timeout: float = 600.0
+    words: Sequence[str],
+    *,
+    stdin: str = "",
+    env: Mapping[str, str] | None = None,
+    timeout: float = 600.0,
+    begins: str = MILLSTREAM,
 ) -> subprocess.CompletedProcess[str]:
     """A command to its end, with what it has said; it is killed where it takes longer. Raises `subprocess.TimeoutExpired`."""
     command = Command(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
-        is_taken_down=False,
+        is_taken_down=False, begins=begins,
     )  # fmt: skip
     try:
         output, errors = command.communicate(stdin, timeout=timeout)
@@ -338,6 +347,13 @@ def _import_all() -> None:
             importlib.import_module(name)
     for name in _ELSE:
         importlib.import_module(name)
+
+
+def script(words: list[str]) -> None:
+    """Run a program's text, with arguments."""
+    text, *arguments = words
+    sys.argv = ["-c", *arguments]
+    exec(compile(text, "<script>", "exec"), {"__name__": "__main__"})
 
 
 def main(descriptor: int) -> None:

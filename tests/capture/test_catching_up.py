@@ -19,7 +19,8 @@ from typing import Any
 import psycopg
 import pytest
 from structlog.testing import capture_logs
-from tests.capture.capture_stage import MemoryLog, Stage, make_config, wait_until
+from tests.capture.beside import until_done, wait_until
+from tests.capture.capture_stage import MemoryLog, Stage, make_config
 from tests.capture.test_streaming import ORDERS, stream_positions
 
 from millstream.capture import CaptureProgress
@@ -149,9 +150,8 @@ def test_it_goes_over_to_the_stream_while_writes_go_on(stage: Stage) -> None:
     stage.catch_up()
     stage.sql(*(orders(n * 100 + 1, n * 100 + 100) for n in range(50)))
     in_chunks(stage, catch_up_bytes=200_000)
-    stop = threading.Event()
 
-    def write() -> None:
+    def write(stop: threading.Event) -> None:
         with stage.connect() as connection:
             for number in itertools.count(10_000):
                 connection.execute(orders(number, number))
@@ -159,15 +159,12 @@ def test_it_goes_over_to_the_stream_while_writes_go_on(stage: Stage) -> None:
                 if stop.wait(0.001):
                     return
 
-    writer = threading.Thread(target=write)
     with capture_logs() as said:
-        writer.start()
-        running = stage.start()
-        wait_until(lambda: modes(said)[:2] == ["catching up", "streaming"], "it goes over")
-        behind = len(stage.log.entries)
-        wait_until(lambda: len(stage.log.entries) > behind + 20, "what is written meanwhile comes")
-        stop.set()
-        writer.join()
+        with until_done(write):
+            running = stage.start()
+            wait_until(lambda: modes(said)[:2] == ["catching up", "streaming"], "it goes over")
+            behind = len(stage.log.entries)
+            wait_until(lambda: len(stage.log.entries) > behind + 20, "what is written meanwhile comes")
         running.stop()
     stage.catch_up()
     whole_once(stage, "orders")
@@ -209,7 +206,7 @@ def test_the_slot_is_advanced_to_what_is_durable_and_no_further(stage: Stage, mo
     stage.log.gate.clear()
     with capture_logs() as said:
         running = stage.start()
-        wait_until(lambda: chunks_read(said) >= 5 and stage.log.waiting(), "it reads on")
+        wait_until(lambda: chunks_read(said) >= 5 and stage.log.held(), "it reads on")
         said_before = len(wanted)
         wait_until(lambda: len(wanted) > said_before + 5, "it says what is durable, several times")
         assert stage.slot_confirmed() == begin
@@ -287,9 +284,8 @@ def test_tables_are_copied_beside_it(stage: Stage) -> None:
         "CREATE TABLE more (id int PRIMARY KEY, n int)", "INSERT INTO more SELECT i, 0 FROM generate_series(1, 2000) i"
     )
     in_chunks(stage, catch_up_bytes=100_000, catch_up_changes=2000, catch_up_chunk_bytes=1 << 20)
-    stop = threading.Event()
 
-    def write() -> None:
+    def write(stop: threading.Event) -> None:
         with stage.connect() as connection:
             for number in itertools.count(1):
                 connection.execute(f"UPDATE more SET n = {number} WHERE id % 50 = {number % 50}")
@@ -297,13 +293,10 @@ def test_tables_are_copied_beside_it(stage: Stage) -> None:
                 if stop.wait(0.005):
                     return
 
-    writer = threading.Thread(target=write)
     with capture_logs() as said:
-        writer.start()
-        running = stage.start()
-        wait_until(lambda: stage.state("public.more") is TableState.STREAMING, "it is copied")
-        stop.set()
-        writer.join()
+        with until_done(write):
+            running = stage.start()
+            wait_until(lambda: stage.state("public.more") is TableState.STREAMING, "it is copied")
         running.stop()
     assert modes(said)[0] == "catching up"
     stage.catch_up()
@@ -393,7 +386,7 @@ def test_somebody_elses_reading_of_the_slot_is_noticed(stage: Stage) -> None:
     in_chunks(stage)
     stage.log.gate.clear()
     running = stage.start()
-    wait_until(stage.log.waiting, "it reads")
+    wait_until(stage.log.held, "it reads")
     stage.sql(f"SELECT pg_replication_slot_advance('{stage.config.slot}', pg_current_wal_lsn())")
     stage.sql(orders(9001, 9001))
     stage.log.gate.set()

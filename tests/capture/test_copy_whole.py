@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import psycopg
 import pyarrow.compute as pc
 import pytest
 from tests.capture.bag_history import BAG, TABLE, BagHistory, bag_at_source, bag_in_log, settle
-from tests.capture.capture_stage import Stage, wait_until
+from tests.capture.beside import until_done, wait_until
+from tests.capture.capture_stage import Stage
 from tests.capture.test_catching_up import run_process
 from tests.capture.test_copying import copied_rows
 
@@ -123,29 +125,16 @@ def files(stage: Stage) -> list[Path]:
 @contextmanager
 def written_without_a_pause(stage: Stage, table: str, writers: int = 3) -> Iterator[None]:
     """Insert into a table, and delete from it, on some connections, until the block ends."""
-    stop = threading.Event()
-    failures: list[BaseException] = []
 
-    def write(own: int) -> None:
-        try:
-            with stage.connect() as connection:
-                while not stop.is_set():
-                    connection.execute(f"INSERT INTO {table} (a, version) VALUES ({own}, 1), ({own}, 1)")
-                    some = f"SELECT ctid FROM {table} WHERE a = {own} AND version = 1 LIMIT 1"
-                    connection.execute(f"DELETE FROM {table} WHERE ctid IN ({some})")
-        except BaseException as error:  # noqa: BLE001 - the test looks at it
-            failures.append(error)
+    def write(own: int, stop: threading.Event) -> None:
+        with stage.connect() as connection:
+            while not stop.is_set():
+                connection.execute(f"INSERT INTO {table} (a, version) VALUES ({own}, 1), ({own}, 1)")
+                some = f"SELECT ctid FROM {table} WHERE a = {own} AND version = 1 LIMIT 1"
+                connection.execute(f"DELETE FROM {table} WHERE ctid IN ({some})")
 
-    threads = [threading.Thread(target=write, args=(-1 - own,)) for own in range(writers)]
-    for thread in threads:
-        thread.start()
-    try:
+    with until_done(*(partial(write, -1 - own) for own in range(writers))):
         yield
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert not failures, failures
 
 
 def filled(stage: Stage, rows: int, wide: int = 1000) -> None:

@@ -319,7 +319,15 @@ class _Capture:
                 hold=hold,
                 before_each=before_each,
             )
-            watcher = Watcher(config, identity, tables, directory, passed=lambda: applier.passed, on_look=copies.see)
+            watcher = Watcher(
+                config,
+                identity,
+                tables,
+                directory,
+                passed=lambda: applier.passed,
+                on_look=copies.see,
+                broken=receiver.nudge,
+            )
             copies.see(directory.refresh())  # before the first change: a copy that was begun hears of every one
             self._connected = self._ever = True
             logger.info(str(self._choice.mode), slot=config.slot, source=source, after=format_lsn(reached))
@@ -337,6 +345,8 @@ class _Capture:
         try:
             while not self._stop.is_set():
                 applier.step(0.2)
+                if session.watcher.error is not None:
+                    raise session.watcher.error
                 now = time.monotonic()
                 renew_at = session.tables.renew_at
                 if renew_at is not None and applier.passed >= renew_at and applier.idle:
