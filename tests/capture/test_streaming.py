@@ -333,7 +333,6 @@ def test_a_transaction_whose_commit_comes_right_behind_a_message_is_not_left_out
             if how == "prepared":
                 writer.execute(f"PREPARE TRANSACTION 'p{n}'")
             ends += other.execute("SELECT pg_logical_emit_message(false, 'app', 'x')::text").fetchall()
-            # Up to the message, or on a slow machine to a heartbeat behind it, which is one.
             reached = stage.catch_up().reached
             row = other.execute("SELECT pg_current_wal_insert_lsn() - %s::pg_lsn", [format_lsn(reached)]).fetchone()
             assert row is not None

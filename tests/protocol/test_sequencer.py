@@ -26,7 +26,7 @@ from millstream.protocol.sequencer import Announcement, Ledger, LedgerView, Stre
 A, B = WriterId(1), WriterId(2)
 
 WHOLE = {
-    "three writers, three numbers": Scope(3, 3, Budget(3, looks=0), eager=True),
+    "three writers, four numbers": Scope(3, 4, Budget(3, looks=0), eager=True),
     "crash and restart": Scope(2, 3, Budget(3, kills=1), eager=True),
     "crash, restart and takeover": Scope(2, 2, Budget(2, kills=1, takeovers=1), eager=True),
     "lost and late replies": Scope(1, 3, Budget(2, kills=1, losses=2, late=1), in_flight=2, eager=True),
@@ -36,7 +36,6 @@ WHOLE = {
     "reports and losses at any time": Scope(1, 2, Budget(2, kills=1, losses=2, late=1)),
 }
 LARGER = {
-    "three writers, four numbers": Scope(3, 4, Budget(3, looks=0), eager=True),
     "three writers, three numbers, and looks": Scope(3, 3, Budget(3), eager=True),
     "three writers, four numbers, crash and restart": Scope(3, 4, Budget(4, kills=1, looks=0), eager=True),
     "two writers, crashes, restarts and takeover": Scope(2, 3, Budget(3, kills=2, takeovers=1), eager=True),

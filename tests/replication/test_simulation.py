@@ -1,4 +1,4 @@
-"""Worlds of `simulation`: two thousand at every run, a hundred thousand new ones in the soak."""
+"""Worlds of `simulation`: five thousand at every run, a hundred thousand new ones in the soak."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from tests.replication.mutations import MUTATIONS, SCRIPT_SEED, OldTail
 from tests.replication.simulation import World
 from tests.seeds import search
 
-SEEDS = 2_000
-"""The rarest of the defects that are known shows by the 1641st."""
-PARTS = 2
+SEEDS = 5_000
+PARTS = 5
 SOAK_SEEDS = int(os.environ.get("MILLSTREAM_SOAK_SEEDS", "100000"))
 WANTED = {
     "catching up", "clock jumps", "cut off", "damaged", "doubled", "kill", "left alone", "lost", "missing", "power cut",
