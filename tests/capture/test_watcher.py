@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.capture.beside import wait_until
 from tests.capture.capture_stage import Stage
 
 from millstream.capture.connection import connect
+from millstream.capture.directory import CatalogDirectory
 from millstream.capture.source import Connection, list_tables, read_table
 from millstream.capture.watcher import Tables
-from millstream.catalog import TableState
+from millstream.catalog import TableRow, TableState
 from millstream.model.names import TablePatterns
 from millstream.model.positions import Lsn
 
@@ -37,3 +40,24 @@ def test_a_look_that_fails_by_a_bug_ends_capture_with_it(stage: Stage, monkeypat
     monkeypatch.setattr(Tables, "look", look)
     wait_until(lambda: running.ended, "capture ends")
     assert isinstance(running.error, ZeroDivisionError)
+
+
+def test_a_copy_that_ended_since_the_states_were_read_is_not_begun_again(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.sql("CREATE TABLE orders (id int PRIMARY KEY)", "INSERT INTO orders VALUES (1), (2)")
+    running = stage.start()
+    wait_until(lambda: stage.state("public.orders") is TableState.STREAMING, "it is copied")
+    refresh, looks = CatalogDirectory.refresh, 0
+
+    def late(directory: CatalogDirectory) -> list[TableRow]:
+        nonlocal looks
+        looks += 1
+        return [replace(row, state=TableState.COPY_REQUESTED) for row in refresh(directory)]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CatalogDirectory, "refresh", late)
+        wait_until(lambda: looks > 4, "such states are looked at")
+    running.stop()
+    stage.catch_up()
+    assert [row["id"] for _, _, row in stage.log.records()] == ["1", "2"]
