@@ -15,8 +15,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,6 +123,40 @@ class Home:
                 yield run
             finally:
                 run.kill_all()
+
+    @contextmanager
+    def running_here(self) -> Iterator[None]:
+        """What `running` does, without a supervisor: capture in a process, the lake's part in this process's Spark. Both must end in order."""
+        asked = threading.Event()
+        lifelines: list[Lifeline] = []
+
+        def landing() -> None:
+            while not asked.is_set():
+                lifelines.append(Lifeline())
+                if asked.is_set():
+                    return
+                try:
+                    run_pipelines(OpenedHome.find(str(self.path)), lifelines[-1], on_progress=lambda _facts: None)
+                except EngineError as error:  # as in `land`
+                    print(f"the pipeline is started again: {error}")  # noqa: T201 - where a test fails it is shown
+
+        self.runs += 1
+        log = self.path.parent / f"{self.path.name}-run-{self.runs}.log"
+        with log.open("wb") as output, ThreadPoolExecutor(1) as beside:
+            capture = Command(self._words(["capture", "run"]), stdout=output, stderr=output)
+            landed = beside.submit(landing)
+            try:
+                yield
+            finally:
+                asked.set()
+                for lifeline in lifelines:
+                    lifeline.stop.set()
+                capture.terminate()
+                try:
+                    assert capture.wait(240) == 0, log.read_text()[-4000:]
+                finally:
+                    capture.kill()
+                    landed.result(240)
 
     def status(self) -> dict[str, Any]:
         """`status --json`."""

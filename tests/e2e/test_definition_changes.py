@@ -7,6 +7,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import pytest
 from deltalake import DeltaTable
 from tests.e2e.harness import Home, wait_for
 
@@ -69,6 +70,7 @@ COLUMNS = {
 VERSIONED = ("other_key", "retyped", "plain", "felt", "named", "parts")
 
 
+@pytest.mark.usefixtures("spark")
 def test_the_lake_ends_as_the_source(tmp_path: Path, postgres_server: EmbeddedPostgres) -> None:
     home = Home(tmp_path / "shop", postgres_server.create_database("definitions"), slot="definitions")
     home.init()
@@ -77,15 +79,14 @@ def test_the_lake_ends_as_the_source(tmp_path: Path, postgres_server: EmbeddedPo
     config.write_text(config.read_text().replace("[streams.shop.lake]", views, 1))
     with postgres_server.connect("definitions", autocommit=True) as source:
         source.execute(MAKE)
-        home.caught_up()
-        with home.running() as run:
+        assert home.caught_up_here() == {}
+        with home.running_here():
             wait_for(lambda: streams(source), "it streams")
             for statements in CHANGE:
                 source.execute(statements)
             there = {(int(row[0]), int(row[1])) for row in of_the_source(source, "parts")}
             wait_for(lambda: folded(home, "parts") == there, "the partitions' rows", timeout_s=400)
-            assert run.stop() == 0
-        home.caught_up()
+        assert home.caught_up_here() == {}
         assert_as_the_source(home, source)
         home.command("pipeline", "rebuild", "public.other_key")
         assert_as_the_source(home, source)

@@ -7,6 +7,7 @@ import io
 from functools import partial
 from pathlib import Path
 
+import pytest
 from deltalake import DeltaTable
 from deltalake.exceptions import TableNotFoundError
 from psycopg import Connection
@@ -49,6 +50,7 @@ def settled(home: Home, source: Connection[tuple[object, ...]], *names: str) -> 
     return shown
 
 
+@pytest.mark.usefixtures("spark")
 def test_tables_that_trade_names_keep_their_rows(tmp_path: Path, postgres_server: EmbeddedPostgres) -> None:
     home = Home(tmp_path / "shop", postgres_server.create_database("names"), slot="names")
     home.init()
@@ -63,7 +65,7 @@ def test_tables_that_trade_names_keep_their_rows(tmp_path: Path, postgres_server
         run("INSERT INTO a SELECT i, 'a' || i FROM generate_series(1, 4) AS i")
         run("CREATE TABLE b (id int PRIMARY KEY, v text)")
         run("INSERT INTO b VALUES (1, 'b1'), (2, 'b2')")
-        with home.running():
+        with home.running_here():
             run("CREATE TABLE bg_new (id int PRIMARY KEY, v text)")
             run("INSERT INTO bg_new SELECT i, 'new' || i FROM generate_series(1, 3) AS i")
             before = settled(home, connection, "bg", "bg_new", "a", "b")

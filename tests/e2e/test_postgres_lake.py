@@ -12,7 +12,7 @@ import psycopg
 import pytest
 from psycopg import sql
 from tests.e2e.harness import Home, wait_for
-from tests.e2e.test_kills import Siege, kill_everything_everywhere, siege
+from tests.e2e.test_kills import FEW_AND_MANY, Siege, kill_everything_everywhere, siege
 
 from millstream.testing.oracle import TableRows, difference, source_rows
 from millstream.testing.postgres import EmbeddedPostgres
@@ -40,19 +40,21 @@ def lake_in(destination: Database, more: str = "") -> str:
 
 
 @pytest.mark.timeout(2400)
+@pytest.mark.usefixtures("spark")
+@FEW_AND_MANY
 def test_rows_and_events_are_whole_whatever_is_killed_when(
-    tmp_path: Path, postgres_server: EmbeddedPostgres, destination: Database
+    tmp_path: Path, postgres_server: EmbeddedPostgres, destination: Database, rounds: int
 ) -> None:
     with siege(tmp_path, postgres_server, SEED, database="events", points=POINTS, lake=lake_in(destination)) as (
         under,
         connection,
     ):
-        kill_everything_everywhere(under, connection, times=2, at_random=3, points=POINTS)
-        under.home.caught_up()
+        kill_everything_everywhere(under, connection, times=rounds, at_random=rounds, points=POINTS)
+        assert under.home.caught_up_here() == {}
         with destination.connect() as there:
             problems = [*rows_that_differ(under, connection, there), *events_that_differ(under.home, there)]
         assert not problems, "\n".join(problems)
-        assert all(under.kills[point] >= 2 for point in POINTS)
+        assert all(under.kills[point] >= rounds for point in POINTS)
 
 
 def rows_that_differ(under: Siege, source: psycopg.Connection[Any], there: psycopg.Connection[Any]) -> Iterator[str]:
@@ -135,6 +137,7 @@ def as_json_reads(values: dict[str, Any] | None) -> dict[str, Any] | None:
     return values and {name: read(value) for name, value in values.items()}
 
 
+@pytest.mark.usefixtures("spark")
 def test_two_updates_of_a_row_in_one_transaction_are_two_events_and_one_row(
     tmp_path: Path, postgres: Database, destination: Database
 ) -> None:
@@ -144,13 +147,13 @@ def test_two_updates_of_a_row_in_one_transaction_are_two_events_and_one_row(
     home = Home(tmp_path / "shop", postgres.dsn, slot="twice")
     home.init()
     home.set_lake(lake_in(destination))
-    home.caught_up()
+    assert home.caught_up_here() == {}
     with source.transaction():
         source.execute("UPDATE orders SET note = 'first' WHERE id = 1")
         source.execute("UPDATE orders SET note = 'second' WHERE id = 1")
         source.execute("UPDATE orders SET note = 'last words' WHERE id = 2")
         source.execute("DELETE FROM orders WHERE id = 2")
-    home.caught_up()
+    assert home.caught_up_here() == {}
     with destination.connect() as there:
         assert there.execute("SELECT * FROM public.orders").fetchall() == [(1, "second")]
         events = there.execute(
@@ -171,6 +174,7 @@ def test_two_updates_of_a_row_in_one_transaction_are_two_events_and_one_row(
     assert [(t["state"], t["reason"]) for t in facts["tables"]] == [("streaming", "")]
 
 
+@pytest.mark.usefixtures("spark")
 def test_a_table_that_cannot_land_there_waits_for_its_retry_and_the_others_go_on(
     tmp_path: Path, postgres: Database, destination: Database
 ) -> None:
@@ -182,7 +186,7 @@ def test_a_table_that_cannot_land_there_waits_for_its_retry_and_the_others_go_on
         home = Home(tmp_path / "shop", postgres.dsn, slot="blocked")
         home.init()
         home.set_lake(lake_in(destination))
-        with home.running():
+        with home.running_here():
             wait_for(lambda: to_number(there, "public.free") == 1, "the other table lands", timeout_s=240)
             source.execute("INSERT INTO blocked VALUES (2); INSERT INTO free VALUES (2)")
             wait_for(lambda: to_number(there, "public.free") == 2, "the other table goes on", timeout_s=240)
