@@ -38,7 +38,7 @@ demo: $(INSTALLED)  ## PostgreSQL, the log, Spark and lake tables, with crashes 
 # start servers of fixed versions, or none); the whole suite, and its summary, come last. Files of tests go to JOBS processes,
 # each with a PostgreSQL and a Spark of its own (2 GiB a process, about).
 JOBS := 2
-SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 1
 
 test: $(INSTALLED)  ## the whole suite, its servers included (ARGS='-k name' picks, JOBS=4 is for more cores)
 ifeq ($(strip $(ARGS)),)

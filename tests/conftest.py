@@ -1,21 +1,30 @@
-"""What every test stands on: how thorough hypothesis is, where Spark's workers find their Python, and compiled decoders.
+"""What every test stands on: how thorough hypothesis is, where Spark's workers find their Python, compiled decoders, and an end to what hangs.
 
 `HYPOTHESIS_PROFILE` chooses; without it, `ci`: the same examples on every run, so that a red build is a change of
 ours. `soak` draws new ones for as long as it is let, and prints what repeats a failure.
+
+With `CI` set in the environment a failure is printed at once, not only at the end: a run that is cut off has told of it.
 """
 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING, Final
 
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from millstream.spark.session import SparkOptions
 
 settings.register_profile(
     "ci",
@@ -39,9 +48,61 @@ if "NUMBA_CACHE_DIR" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["NUMBA_CACHE_DIR"], ignore_errors=True)
 
 
+TEARDOWN_S: Final = 600
+"""How long what a test leaves may take to end; far more than any does."""
+_TOLD_LINES: Final = 80
+_stderr = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the real stderr: while tests run, its number is that of a file which pytest captures."""
+    assert sys.__stderr__ is not None
+    config.stash[_stderr] = os.dup(sys.__stderr__.fileno())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
+    """End the process, with the stacks of all its threads, where a teardown hangs.
+
+    pytest-timeout takes a test's failure for the beginning of a debugger's session and stops its clock; and what a failed test leaves
+    is what hangs. This one needs no lock of the interpreter's either.
+    """
+    if item.config.getoption("usepdb"):
+        return (yield)
+    faulthandler.dump_traceback_later(TEARDOWN_S, exit=True, file=item.config.stash[_stderr])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Print a failure when it happens: only where tests are divided, and only in the process that divides them, which hears of all."""
+    if report.failed and hasattr(report, "node") and os.environ.get("CI"):
+        lines = report.longreprtext.splitlines()
+        print(f"\n--- {report.nodeid}, {report.when}:", *lines[-_TOLD_LINES:], sep="\n", flush=True)  # noqa: T201
+
+
 @pytest.fixture(autouse=True)
 def log_lines_as_before() -> Iterator[None]:
     """A command that runs in this process says what it logs, and how; tests that look at log lines come behind it."""
     before = structlog.get_config()
     yield
     structlog.configure(**before)
+
+
+@pytest.fixture(scope="session")
+def spark_options(tmp_path_factory: pytest.TempPathFactory) -> SparkOptions:
+    from millstream.spark.session import SparkOptions
+
+    return SparkOptions(tmp_path_factory.mktemp("spark"))
+
+
+@pytest.fixture(scope="session")
+def spark(spark_options: SparkOptions) -> Iterator[SparkSession]:
+    """One Spark session for all tests of a process: a start costs seconds, and ten of a core."""
+    from millstream.spark.session import open_session, stop_session
+
+    session = open_session(spark_options)
+    yield session
+    stop_session(session)

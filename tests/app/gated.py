@@ -1,16 +1,19 @@
 """A command that has everything that it takes in memory, and begins when it is told to: of two of them at once, at one moment.
 
-python -m tests.app.gated WORD…
+`main` takes its words.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Final
+
+from tests.commands import Command
+
+from millstream.cli.main import main as run
 
 READY: Final = b"ready\n"
 
@@ -19,12 +22,13 @@ class Gated:
     """Such a process, of a home. `release` it, then have its end by `wait`."""
 
     def __init__(self, home: Path, *words: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.app.gated", "--home", str(home), *words],
+        self._process = Command(
+            ["--home", str(home), *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={**os.environ, "HOME": "/nonexistent"},
+            begins="tests.app.gated:main",
         )
         assert self._process.stdout is not None
         assert self._process.stdin is not None
@@ -39,7 +43,7 @@ class Gated:
     def wait(self) -> tuple[int, str]:
         """Its exit code, and what it has said."""
         output, errors = self._process.communicate(timeout=120)
-        return self._process.returncode, (output + errors).decode()
+        return self._process.wait(), (output + errors).decode()
 
     def kill(self) -> None:
         """Where it is still there."""
@@ -47,18 +51,9 @@ class Gated:
         self._process.wait(180)
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     """Wait for a line, then run."""
-    from millstream.cli.main import main as run
-
-    for module in ("promoting", "stores"):  # what a promotion imports on its way
-        importlib.import_module(f"millstream.app.replicating.{module}")
-
     sys.stdout.buffer.write(READY)
     sys.stdout.buffer.flush()
     sys.stdin.readline()
-    run()
-
-
-if __name__ == "__main__":
-    main()
+    run(words)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+
+from tests.commands import run_command
 
 
 def wait_for(
@@ -33,16 +34,10 @@ def make_home(folder: Path, text: str) -> Path:
 
 
 def run(
-    home: Path, *words: str, stdin: str = "", within: Sequence[str] = (), **environ: str
+    home: Path, *words: str, stdin: str = "", network: str = "", **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*within, sys.executable, "-m", "millstream.cli", "--home", str(home), *words],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "HOME": "/nonexistent", **environ},
-        input=stdin,
-    )
+    environ = {**os.environ, "HOME": "/nonexistent", **environ}
+    return run_command(["--home", str(home), *words], stdin=stdin, env=environ, network=network)
 
 
 def done(home: Path, *words: str, **environ: str) -> str:

@@ -8,14 +8,19 @@ import os
 import re
 import signal
 import socket
+import sqlite3
 import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from tests.app.homes import make_home, run, wait_for
+from tests.commands import Command
 
+from millstream.app.home import Home
+from millstream.app.replicating.catalog_document import CATALOG
+from millstream.app.replicating.notes import FollowingNotes
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
 from millstream.errors import LogCutBack, LogError, OffsetExpired
 from millstream.model.positions import Seq
@@ -39,7 +44,7 @@ class Node:
         stream: str = "",
         others: dict[str, int] | None = None,
         http: int = 0,
-        within: Sequence[str] = (),
+        network: str = "",
     ) -> None:
         """Make its home.
 
@@ -52,7 +57,7 @@ class Node:
             stream: what else the stream has.
             others: where it reaches other nodes, if not there.
             http: its port for HTTP; 0: any.
-            within: what stands in front of each of its commands, to run it somewhere else than here.
+            network: the file of the network namespace in which its processes are to run; empty: this one's.
         """
         self.name: Final = name
         nodes = "\n".join(f'{node} = "grpc://127.0.0.1:{port}"' for node, port in (ports | (others or {})).items())
@@ -63,19 +68,16 @@ class Node:
             f'[http]\nlisten = "127.0.0.1:{http}"\n[flight]\nlisten = "127.0.0.1:{ports[name]}"\n'
             f'[replication]\nnode = "{name}"\n{more}[replication.nodes]\n{nodes}\n',
         )
-        self._within: Final = within
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._network: Final = network
+        self._processes: dict[str, Command] = {}
 
-    def start(self, part: str, *words: str) -> subprocess.Popen[bytes]:
+    def start(self, part: str, *words: str) -> Command:
         """Start one of its processes: `owner`, `serve`, `follow`, or `run` with all of them and the pipeline; more words go to the command."""
         command = {"owner": ["capture", "run"], "serve": ["serve"], "follow": ["follow"], "run": ["run"]}[part]
         with (self.home / f"{part}.log").open("ab") as output:
-            process = subprocess.Popen(
-                [*self._within, sys.executable, "-m", "millstream.cli", "--home", str(self.home), *command, *words],
-                stdout=output,
-                stderr=output,
-                env={**os.environ, "HOME": "/nonexistent"},
-            )
+            words = "--home", str(self.home), *command, *words
+            environ = {**os.environ, "HOME": "/nonexistent"}
+            process = Command(words, stdout=output, stderr=output, env=environ, network=self._network)
         self._processes[part] = process
         return process
 
@@ -121,7 +123,7 @@ class Node:
 
     def ask(self, *words: str) -> subprocess.CompletedProcess[str]:
         """A command, to its end."""
-        return run(self.home, *words, within=self._within)
+        return run(self.home, *words, network=self._network)
 
     def answer(self, *words: str) -> Any:
         """What a command prints with `--json`; it has to succeed."""
@@ -143,6 +145,15 @@ class Node:
         except (LogError, LogCutBack, OffsetExpired):
             return []
         return found
+
+    def tables_that_came(self) -> dict[str, str]:
+        """As a follower: the state of each table in the newest catalog that its leader has sent; one comes a second after it has changed."""
+        came = FollowingNotes(Home(self.home, needs_source=False), STREAM).document(CATALOG)
+        if came is None:
+            return {}
+        with contextlib.closing(sqlite3.connect(":memory:")) as catalog:
+            catalog.deserialize(zlib.decompress(came))
+            return dict(catalog.execute("SELECT name, state FROM tables"))
 
     def bytes_of_log(self) -> dict[str, bytes]:
         """The log's files as they are: without marks, room for what comes, and segments that have nothing yet."""

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.app.nodes import STREAM, Node
+from tests.commands import Command
 from tests.cutting import BOTH, Link, Way
 from tests.seeds import Violation
 
@@ -446,11 +447,7 @@ class Siege:
 
     def _kill_command(self, node: Node, *words: str) -> None:
         """Begin a command, and kill it somewhere, where it lasts for so long."""
-        process = subprocess.Popen(
-            [sys.executable, "-m", "millstream.cli", "--home", str(node.home), *words],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        process = Command(["--home", str(node.home), *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self._pass(self._rng.uniform(0.5, 4.0))
         process.kill()
         self._say(f"it is killed: {process.wait(180)}")

@@ -22,6 +22,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from tests.app.homes import config, done, make_home, run, wait_for
+from tests.commands import SCRIPT, Command
 
 import millstream
 from millstream.app.home import Home
@@ -58,11 +59,10 @@ def rows_of(home: Path, table: str = "clicks", stream: str = "web") -> list[dict
 
 
 @contextmanager
-def process(home: Path, *words: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
+def process(home: Path, *words: str, **environ: str) -> Iterator[Command]:
     """A command that runs until the block ends; killed then, if it does not end by itself."""
-    command = [sys.executable, "-m", "millstream.cli", "--home", str(home), *words]
-    started = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    started = Command(
+        ["--home", str(home), *words], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "HOME": "/nonexistent", **environ},
     )  # fmt: skip
     try:
@@ -163,13 +163,14 @@ with millstream.open(home) as opened:
 """
 
 
-def appenders(home: Path, *names: str, count: int, **environ: str) -> list[subprocess.Popen[str]]:
+def appenders(home: Path, *names: str, count: int, **environ: str) -> list[Command]:
     return [
-        subprocess.Popen(
-            [sys.executable, "-c", APPEND, str(home), name, str(count)],
+        Command(
+            [APPEND, str(home), name, str(count)],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, **environ},
+            begins=SCRIPT,
         )
         for name in names
     ]
@@ -249,7 +250,7 @@ def test_what_was_acknowledged_is_there_when_who_writes_is_killed(home: Path, nu
     others = []
     told: dict[str, list[list[str]]] = {"one": [], "two": [], "three": []}
 
-    def listen(name: str, other: subprocess.Popen[str]) -> None:
+    def listen(name: str, other: Command) -> None:
         assert other.stdout is not None
         told[name].extend(line.split() for line in other.stdout)
 

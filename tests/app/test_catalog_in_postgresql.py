@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 from tests.app.homes import config, done, make_home, run, wait_for
+from tests.commands import Command
 
 from millstream.app.doctor import examine
 from millstream.app.home import Home
@@ -23,7 +23,7 @@ from millstream.model.access import EVERYTHING
 from millstream.testing import EmbeddedPostgres
 from millstream.testing.pytest_plugin import Database
 
-IDLE_S = 12
+IDLE_S = 4
 """Longer than the interval of the heartbeat, which capture writes whatever happens."""
 
 SECRET = "p@ss:w/ord"
@@ -80,7 +80,7 @@ def test_an_idle_home_writes_next_to_nothing_into_the_database_that_it_captures(
     tmp_path: Path, source: Database
 ) -> None:
     """What capture writes into its catalog comes by it again as WAL: that must not go round for ever."""
-    home = make_home(tmp_path / "shop", config(source.dsn, source.dsn))
+    home = make_home(tmp_path / "shop", config(source.dsn, source.dsn) + 'heartbeat_interval = "2s"\n')
     with _capturing(home), source.connect() as connection:
         wait_for(lambda: _states(connection) == ["streaming"])
         time.sleep(1)
@@ -284,10 +284,9 @@ def test_a_home_that_was_never_run_has_nothing_to_show(tmp_path: Path, elsewhere
 
 
 @contextmanager
-def _capturing(home: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _capturing(home: Path) -> Iterator[Command]:
     """`capture run` as a process, ended by SIGTERM."""
-    command = [sys.executable, "-m", "millstream.cli", "--home", str(home), "capture", "run"]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    process = Command(["--home", str(home), "capture", "run"], stdin=subprocess.DEVNULL)
     try:
         yield process
         process.send_signal(signal.SIGTERM)

@@ -7,7 +7,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from tests.app.homes import config, done, make_home, run, wait_for
 from tests.app.test_large_values import MIB, capture
 from tests.capture.serial_history import History
+from tests.commands import Command
 
 import millstream
 from millstream.app.home import Home
@@ -34,9 +34,10 @@ FILL = """CREATE TABLE slow (id int PRIMARY KEY, body text);
 
 
 @contextmanager
-def capturing(home: Path) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "millstream.cli", "--home", str(home), "capture", "run"]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL, env={**os.environ, "HOME": "/nonexistent"}) as process:
+def capturing(home: Path) -> Iterator[Command]:
+    with Command(
+        ["--home", str(home), "capture", "run"], stderr=subprocess.DEVNULL, env={**os.environ, "HOME": "/nonexistent"}
+    ) as process:
         try:
             yield process
         finally:
@@ -133,12 +134,14 @@ def test_wide_rows_are_copied_in_bounded_memory(tmp_path: Path, postgres: Databa
     assert [len(row["body"]) for row in found] == [MIB] * 300
 
 
-def test_a_copy_that_is_killed_at_any_chunk_ends_exact(tmp_path: Path, postgres: Database) -> None:
+@pytest.mark.parametrize("chunk_rows", [50, pytest.param(25, marks=pytest.mark.soak)])
+def test_a_copy_that_is_killed_at_any_chunk_ends_exact(tmp_path: Path, postgres: Database, chunk_rows: int) -> None:
+    """Some ten kills, and twice as many in the soak."""
     chance = random.Random(3)
     history = History(chance, keys=700)
     with postgres.connect() as connection:
         history.begin(connection, 600)
-        home = make_home(tmp_path / "shop", config(postgres.dsn, None) + "copy_chunk_rows = 25\n")
+        home = make_home(tmp_path / "shop", config(postgres.dsn, None) + f"copy_chunk_rows = {chunk_rows}\n")
         kills = 0
         while True:
             point = chance.choice(["copy_chunk_read", "copy_chunk_durable", "before_confirm"])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.app.homes import run
 from tests.app.landed import LandedHome
 from tests.app.test_diff import behind_captures_back, reasons, told
 
@@ -46,10 +45,7 @@ def damaged_home(postgres: Database, tmp_path: Path) -> LandedHome:
 
 
 def millstream(home: LandedHome, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "millstream.cli", "--home", str(home.home.path), *words]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=800, env={**os.environ, **environ}, check=False
-    )
+    return run(home.home.path, *words, **environ)
 
 
 @pytest.mark.parametrize("point", ["", "capture.repair.before_append", "capture.repair.durable"])

@@ -16,6 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from tests.app.homes import run
 from tests.app.test_records_json import ITEMS, MESSAGES, ORDERS, RAW, operation, ops, row
 
 from millstream.app.home import Home
@@ -128,8 +129,7 @@ def exported(filled: Home, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def wal(home: Home, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "millstream.cli", "--home", str(home.path), "wal", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+    return run(home.path, "wal", *words)
 
 
 def reader_of(home: Home) -> StreamReader:

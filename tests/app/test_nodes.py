@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -259,6 +260,7 @@ def test_capture_goes_on_from_the_node_that_was_promoted(tmp_path: Path, postgre
             f"SELECT confirmed_flush_lsn >= pg_current_wal_lsn() FROM pg_replication_slots WHERE slot_name = '{slot}'"
         )
         eventually(lambda: connection.execute(confirmed).fetchone() == (True,), "the slot is confirmed", a, b, c)
+        eventually(lambda: b.tables_that_came() == {"orders": "streaming"}, "b knows that the copy is done", a, b, c)
         a.kill()
         for one in range(121, 141):
             connection.execute(f"INSERT INTO orders VALUES ({one})")
@@ -308,8 +310,13 @@ def test_regions_follow_one_another_and_read_what_both_have_written(tmp_path: Pa
         assert [one["node"] for one in own["followers"]] == ["region-2"]
         assert (copy["stream"], copy["role"], copy["leader"]) == (f"{STREAM}@2", "follows", "region-2")
         assert "  shop@2 follows region-2: up to " in homes[0].ask("status").stdout
-        (told,) = homes[0].answer("status")["streams"]
-        assert told["log"]["held"]["follower region-2"]["kind"] == "follower"
+
+        def held() -> dict[str, Any]:
+            (told,) = homes[0].answer("status")["streams"]
+            return dict(told["log"]["held"])
+
+        eventually(lambda: "follower region-2" in held(), "its leader keeps what it may need", *homes)
+        assert held()["follower region-2"]["kind"] == "follower"
     finally:
         for node in homes:
             node.kill()

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from tests.app.homes import run
+from tests.commands import Command
 
 import millstream
 from millstream.app.home import Home
@@ -114,9 +116,9 @@ def test_the_core_alone_reads_a_log(home: Path, words: list[str]) -> None:
 
 
 def test_follow_prints_what_is_appended_and_ends_at_its_limit(home: Path) -> None:
-    command = [sys.executable, "-m", "millstream.cli", "--home", str(home), "wal", "cat", "--follow", "--limit", "6"]
+    words = ["--home", str(home), "wal", "cat", "--follow", "--limit", "6"]
     environ = {**os.environ, "HOME": "/nonexistent"}
-    follower = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
+    follower = Command(words, stdout=subprocess.PIPE, text=True, env=environ)
     assert follower.stdout is not None
     first = [json.loads(follower.stdout.readline()) for _ in range(3)]
     assert [line["xid"] for line in first] == [1, 1, 1]
@@ -132,13 +134,12 @@ def test_damage_is_reported_and_exits_with_3(home: Path) -> None:
     data = bytearray(segment.read_bytes())
     data[len(data) // 2] ^= 0xFF
     segment.write_bytes(data)
-    command = [sys.executable, "-m", "millstream.cli", "--home", str(home), "wal"]
-    verified = subprocess.run([*command, "verify", "--json"], capture_output=True, text=True)
+    verified = run(home, "wal", "verify", "--json")
     assert verified.returncode == 3
     found = json.loads(verified.stdout)
     assert not found["whole"]
     assert found["losses"]
-    read = subprocess.run([*command, "cat"], capture_output=True, text=True)
+    read = run(home, "wal", "cat")
     assert (read.returncode, read.stderr.count("damaged: ")) == (3, 1)
     # The header is hit: all frames can be read without it.
     assert [json.loads(line)["xid"] for line in read.stdout.splitlines()] == [1, 1, 1, 2, 2, 2]
@@ -148,21 +149,20 @@ def test_a_damaged_log_is_repaired_by_the_command_that_the_dry_run_prints(home: 
     append(home, 2)
     (segment, *_) = sorted((home / "data" / "wal" / "shop" / "00000").glob("*.wal"))
     data = bytearray(segment.read_bytes())
-    command = [sys.executable, "-m", "millstream.cli", "--home", str(home), "wal"]
-    frames = subprocess.run([*command, "inspect", "--json"], capture_output=True, text=True).stdout
+    frames = run(home, "wal", "inspect", "--json").stdout
     records = next(
         f for f in map(json.loads, frames.splitlines()) if f["kind"] == "records" and f["path"] == str(segment)
     )
     data[records["position"] + 40] ^= 0xFF
     segment.write_bytes(data)
-    refused = subprocess.run([*command, "repair"], capture_output=True, text=True)
+    refused = run(home, "wal", "repair")
     assert (refused.returncode, "error[loss_not_accepted]" in refused.stderr) == (3, True)
-    dry = subprocess.run([*command, "repair", "--dry-run", "--json"], capture_output=True, text=True)
+    dry = run(home, "wal", "repair", "--dry-run", "--json")
     assert (dry.returncode, json.loads(dry.stdout)["accept"]) == (3, ["0:0-3"])
-    done = subprocess.run([*command, "repair", "--accept-loss", "0:0-3"], capture_output=True, text=True)
+    done = run(home, "wal", "repair", "--accept-loss", "0:0-3")
     assert done.returncode == 0, done.stderr
     assert "what was cut is in" in done.stderr
-    verified = subprocess.run([*command, "verify"], capture_output=True, text=True)
+    verified = run(home, "wal", "verify")
     assert (verified.returncode, "nothing is lost but what was accepted" in verified.stdout) == (0, True)
     append(home, 3)
     assert names(list(millstream.open(home).read("shop"))) == [2, 2, 2, 3, 3, 3]

@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+from tests.app.homes import run
+
 from millstream.testing.pytest_plugin import Database
-
-
-def run(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "millstream.cli", "--home", str(home), *words],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "HOME": "/nonexistent"},
-    )
 
 
 def write_config(home: Path, **streams: str) -> None:

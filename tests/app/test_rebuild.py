@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 from deltalake import DeltaTable, write_deltalake
+from tests.app.homes import run
 from tests.app.landed import LandedHome
 
 from millstream import open as millstream_open
@@ -44,8 +43,7 @@ def home(postgres: Database, tmp_path: Path) -> LandedHome:
 
 
 def millstream(home: LandedHome, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "millstream.cli", "--home", str(home.home.path), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=800, env=os.environ, check=False)
+    return run(home.home.path, *words)
 
 
 def folder(home: LandedHome, view: str) -> Path:

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Final
 from markdown_it import MarkdownIt
 from tests.app.homes import wait_for
 from tests.app.nodes import STREAM, Node, eventually, nodes
+from tests.commands import Command
 
 from millstream.app.locks import holder
 from millstream.testing.pytest_plugin import Database
@@ -71,15 +71,14 @@ def follow_step(step: Step, node: Node) -> None:
 
     def is_so() -> bool:
         nonlocal said
-        done = subprocess.run(
-            [sys.executable, "-m", "millstream.cli", "--home", str(node.home), *step.words],
+        done = Command(
+            ["--home", str(node.home), *step.words],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,  # as a terminal has both
             text=True,
-            timeout=600,
             env={**os.environ, "HOME": "/nonexistent"},
         )
-        said = done.stdout
+        said, _ = done.communicate(timeout=600)
         fails = any(line.startswith("error[") for line in step.shown)
         assert (done.returncode != 0) == fails, (step, said)
         return step.is_shown_by(said)

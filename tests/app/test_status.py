@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 from contextlib import ExitStack
@@ -14,6 +13,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from tests.app.homes import run
+from tests.commands import Command
 
 from millstream.app.control import ControlServer, ask
 from millstream.app.home import Home
@@ -81,6 +82,26 @@ def test_status_needs_no_running_process(home: Home) -> None:
         "public.log": ("history_only", "no key"),
     }
     json.dumps(status)
+
+
+def test_a_node_tells_what_its_own_lake_has_and_not_what_the_leader_before_had_landed(home: Home) -> None:
+    """For the seconds until its own pipeline had begun, it told the position that had come with the old leader's catalog."""
+    config = f'{CONFIG}[replication]\nnode = "b"\nnodes = {{ a = "grpc://127.0.0.1:1", b = "grpc://127.0.0.1:2" }}\n'
+    with home.open_catalog() as catalog:
+        catalog.set_landed(catalog.stream("shop").id, "lake", Seq(3))
+    (home.path / "millstream.toml").write_text(config)
+    (stream,) = collect_status(Home(home.path))["streams"]
+    assert stream["tokens"]["landed"].endswith(".s0")
+    assert stream["lag"]["lake"]["records"] == 3
+    lake = '[streams.shop.lake]\nformat = "postgres"\nlocation = "postgresql://nobody@127.0.0.1:1/lake"\n'
+    (home.path / "millstream.toml").write_text(config + lake)
+    found = collect_status(Home(home.path))
+    assert any(problem.startswith("lake of shop") for problem in found["problems"])
+    assert found["streams"][0]["tokens"]["landed"] is found["streams"][0]["lag"]["lake"]["records"] is None
+    assert b"millstream_landed_seq{" not in prometheus_text(lambda: found)
+    shown = CliRunner().invoke(cli, ["--home", str(home.path), "status"]).output
+    assert "landed" not in shown
+    assert "log → lake: unknown while nothing runs" in shown
 
 
 def test_what_cannot_be_read_is_a_problem_and_the_rest_is_shown(home: Home) -> None:
@@ -372,15 +393,13 @@ def get(address: str, path: str) -> tuple[int, str]:
 
 
 def test_serve_answers_and_ends_at_a_signal(home: Home) -> None:
-    command = [sys.executable, "-m", "millstream.cli", "--home", str(home.path), "serve", "--log-format", "json"]
+    words = ["--home", str(home.path), "serve", "--log-format", "json"]
     environ = {**os.environ, "MILLSTREAM_HTTP__LISTEN": "127.0.0.1:0"}
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
+    server = Command(words, stderr=subprocess.PIPE, text=True, env=environ)
     assert server.stderr is not None
     try:
         address = json.loads(server.stderr.readline())["address"]
-        taken = subprocess.run(
-            command, capture_output=True, text=True, env={**os.environ, "MILLSTREAM_HTTP__LISTEN": address}
-        )
+        taken = run(home.path, "serve", "--log-format", "json", MILLSTREAM_HTTP__LISTEN=address)
         assert "error[home_busy]" in taken.stderr
         assert get(address, "/status")[0] == 200
         assert get(address, "/healthz")[0] == 503  # nothing captures
@@ -398,11 +417,6 @@ def test_an_address_that_is_taken_is_a_typed_error(home: Home) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        done = subprocess.run(
-            [sys.executable, "-m", "millstream.cli", "--home", str(home.path), "serve"],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "MILLSTREAM_HTTP__LISTEN": f"127.0.0.1:{port}"},
-        )
+        done = run(home.path, "serve", MILLSTREAM_HTTP__LISTEN=f"127.0.0.1:{port}")
     assert done.returncode == 1
     assert "error[address_in_use]" in done.stderr

@@ -1,6 +1,6 @@
 """A process that is one of several writers of a stream: it appends without end, and says what it was told.
 
-`python -m tests.app.writer_process FOLDER ADDRESS NAME LEASE_S` prints `open EPOCH`, then for each operation `try TEXT`, and `ack TEXT SEQ` once it
+`main`, with the words FOLDER, ADDRESS, NAME and LEASE_S, prints `open EPOCH`, then for each operation `try TEXT`, and `ack TEXT SEQ` once it
 is durable, `unknown TEXT` where nobody can tell, `refused TEXT` where it isn't in the log. It ends with status 3 when the writer is lost.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 import time
+from typing import NoReturn
 from uuid import UUID
 
 from millstream.app.writing.shared_writer import SharedWriter
@@ -31,7 +31,7 @@ def say(*words: object) -> None:
     os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
-def main(folder: str, address: str, name: str, lease_s: float) -> int:
+def append_without_end(folder: str, address: str, name: str, lease_s: float) -> int:
     stream = StreamId(UUID(int=11))
     with Catalog(address) as catalog:
         catalog.resolve_stream("shop", found=stream)
@@ -61,9 +61,10 @@ def main(folder: str, address: str, name: str, lease_s: float) -> int:
                 time.sleep(0.05)
 
 
-if __name__ == "__main__":
+def main(words: list[str]) -> NoReturn:
+    folder, address, name, lease_s = words
     try:
-        status = main(sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4]))
+        status = append_without_end(folder, address, name, float(lease_s))
     except MillstreamError as error:
         say("failed", error.code, error.message)
         status = LOST

@@ -11,10 +11,10 @@ from millstream.testing.kafka import EmbeddedKafka
 from millstream.testing.redis import EmbeddedRedis
 
 
-@pytest.fixture
-def own_kafka(tmp_path: Path) -> Iterator[EmbeddedKafka]:
-    """One that may be killed."""
-    with EmbeddedKafka(tmp_path / "kafka") as server:
+@pytest.fixture(scope="module")
+def own_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedKafka]:
+    """One that may be killed, and is started again."""
+    with EmbeddedKafka(tmp_path_factory.mktemp("own") / "kafka") as server:
         yield server
 
 

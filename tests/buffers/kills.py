@@ -51,14 +51,16 @@ def survive(buffer: WriteBuffer, kill: Callable[[], None], restart: Callable[[],
     threads = [threading.Thread(target=write, args=(writer,)) for writer in range(WRITERS)]
     for thread in threads:
         thread.start()
-    for _ in range(rounds):
+    try:
+        for _ in range(rounds):
+            wait_for_more()
+            kill()
+            restart()
         wait_for_more()
-        kill()
-        restart()
-    wait_for_more()
-    stop.set()
-    for thread in threads:
-        thread.join()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
     assert not refused
     found: dict[str, list[tuple[ShardId, int]]] = {}
     for shard in buffer.shards():

@@ -109,17 +109,20 @@ def next_text(reader: ShardReader) -> str:
     return texts_of(found[0])[0]
 
 
-def test_what_was_acknowledged_outlives_kills_and_is_there_once(own_kafka: EmbeddedKafka) -> None:
-    options = KafkaOptions(own_kafka.servers, "orders", create_shards=2, timeout_s=90)
+# Each start of a broker takes seconds of a core: Redis, whose buffer is killed by the same play, goes through four rounds.
+@pytest.mark.parametrize("rounds", [1, pytest.param(20, marks=pytest.mark.soak)])
+def test_what_was_acknowledged_outlives_kills_and_is_there_once(own_kafka: EmbeddedKafka, rounds: int) -> None:
+    options = KafkaOptions(own_kafka.servers, f"orders-{next(_numbers)}", create_shards=2, timeout_s=90)
     with KafkaBuffer(options) as buffer:
-        survive(buffer, own_kafka.kill, own_kafka.start, rounds=2)
+        survive(buffer, own_kafka.kill, own_kafka.start, rounds=rounds)
 
 
 def test_a_broker_that_is_gone_is_said_to_writers_and_readers_who_go_on_when_it_is_back(
     own_kafka: EmbeddedKafka,
 ) -> None:
-    KafkaBuffer(KafkaOptions(own_kafka.servers, "orders", create_shards=1, timeout_s=60)).close()
-    options = KafkaOptions(own_kafka.servers, "orders", timeout_s=3, queue_bytes_max=1 << 20)
+    topic = f"orders-{next(_numbers)}"
+    KafkaBuffer(KafkaOptions(own_kafka.servers, topic, create_shards=1, timeout_s=60)).close()
+    options = KafkaOptions(own_kafka.servers, topic, timeout_s=3, queue_bytes_max=1 << 20)
     with KafkaBuffer(options) as buffer:
         store(buffer, "before")
         reader = buffer.reader(NORTH)
@@ -136,7 +139,7 @@ def test_a_broker_that_is_gone_is_said_to_writers_and_readers_who_go_on_when_it_
         own_kafka.start()
         buffer.flush(deadline_s=60)
         store(buffer, "behind")
-        with KafkaBuffer(KafkaOptions(own_kafka.servers, "orders", timeout_s=60)) as patient:
+        with KafkaBuffer(KafkaOptions(own_kafka.servers, topic, timeout_s=60)) as patient:
             end = int(patient.reader(NORTH).end_offset())
         found = [next_text(reader) for _ in range(end)]
         assert (found[0], found[-1]) == ("before", "behind")

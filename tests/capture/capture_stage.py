@@ -63,8 +63,8 @@ class MemoryLog:
                 self._changed.notify()
         return answer
 
-    def waiting(self) -> int:
-        """How many operations wait behind the one that is being written."""
+    def held(self) -> int:
+        """How many operations it was given and hasn't answered; the first of them is being written, or stands at the gate."""
         return len(self._queue)
 
     def reached(self) -> dict[SourceId, Lsn]:
@@ -91,13 +91,14 @@ class MemoryLog:
                     self._changed.wait()
                 if self._closed:
                     return
-                ops, answer = self._queue.pop(0)
+                ops, answer = self._queue[0]
             self.gate.wait()
             if self.delay_s:
                 time.sleep(self.delay_s)
             if self.fail_with is not None:
                 self.failures += 1
                 failure, self.fail_with = self.fail_with, None if self.fails_once else self.fail_with
+                self._queue.pop(0)
                 answer.set_exception(failure)
                 continue
             try:
@@ -106,11 +107,12 @@ class MemoryLog:
                 # Who waits for it has to hear of it, and so has everybody behind it.
                 with self._changed:
                     self._closed, self._failure = True, error
-                    waiting = [answer, *(other for _, other in self._queue)]
+                    unanswered = [one for _, one in self._queue]
                     self._queue.clear()
-                for one in waiting:
+                for one in unanswered:
                     one.set_exception(error)
                 raise
+            self._queue.pop(0)
             if written:
                 answer.set_result(Ack({}, SeqRange(Seq(1), ops.row_count)))
             else:

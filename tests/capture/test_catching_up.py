@@ -207,7 +207,7 @@ def test_the_slot_is_advanced_to_what_is_durable_and_no_further(stage: Stage, mo
     stage.log.gate.clear()
     with capture_logs() as said:
         running = stage.start()
-        wait_until(lambda: chunks_read(said) >= 5 and stage.log.waiting(), "it reads on")
+        wait_until(lambda: chunks_read(said) >= 5 and stage.log.held(), "it reads on")
         said_before = len(wanted)
         wait_until(lambda: len(wanted) > said_before + 5, "it says what is durable, several times")
         assert stage.slot_confirmed() == begin
@@ -387,7 +387,7 @@ def test_somebody_elses_reading_of_the_slot_is_noticed(stage: Stage) -> None:
     in_chunks(stage)
     stage.log.gate.clear()
     running = stage.start()
-    wait_until(stage.log.waiting, "it reads")
+    wait_until(stage.log.held, "it reads")
     stage.sql(f"SELECT pg_replication_slot_advance('{stage.config.slot}', pg_current_wal_lsn())")
     stage.sql(orders(9001, 9001))
     stage.log.gate.set()

@@ -121,3 +121,17 @@ def test_reading_on_ends_where_a_run_that_is_waited_for_is_due(tmp_path: Path):
     # Small runs go 3 ms after the one before; nobody who waits is kept for longer.
     waited = [gather_s for gather_s in wire.gathered if 0 < gather_s <= 0.003]
     assert len(waited) >= 20
+
+
+def test_who_wakes_a_reader_that_has_ended_writes_into_no_other_file(tmp_path: Path):
+    wire = PlayedWire([])
+    receiver = reader(wire, tmp_path / "spill")
+    receiver.stop()
+    # A thread that ends frees the lowest numbers: new files take them.
+    others = [os.open(tmp_path / f"file-{number}", os.O_CREAT | os.O_WRONLY) for number in range(16)]
+    receiver.confirm(Lsn(100), now=True)
+    receiver.ask_position()
+    receiver.stop()
+    for descriptor in others:
+        os.close(descriptor)
+    assert [(tmp_path / f"file-{number}").stat().st_size for number in range(16)] == [0] * 16

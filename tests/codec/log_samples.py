@@ -5,9 +5,11 @@ from __future__ import annotations
 import datetime as dt
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any
+from functools import cache
+from typing import Any, Final
 
 import pyarrow as pa
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.codec.checksums import Bytes
@@ -33,26 +35,32 @@ ARROW_TYPES: dict[pa.DataType, st.SearchStrategy[Any]] = {
     pa.timestamp("us", tz="UTC"): st.datetimes(timezones=st.just(UTC)),
     pa.list_(pa.int32()): st.lists(st.integers(-(2**31), 2**31 - 1) | st.none(), max_size=3),
 }
+# Made once: a strategy is checked where something is drawn from it first, which costs as much as some values.
+INT31 = st.integers(0, 2**31 - 1)
+INT32 = st.integers(0, 2**32 - 1)
 INT63 = st.integers(0, 2**63 - 1)
+MAYBE_INT63 = st.none() | INT63
+MAYBE_TEXT = st.none() | st.text(max_size=8)
+MAYBE_TIME = st.none() | st.datetimes(timezones=st.just(UTC))
+MAYBE_TYPE = st.none() | st.builds(PgType, INT32, st.integers(-1, 2**31 - 1), NAMES)
+MAYBE_PARTITION = st.none() | st.text(max_size=3)
+COLUMN_NAMES = st.lists(NAMES.filter(lambda n: not n.startswith("__")), min_size=1, max_size=5, unique=True)
+COLUMN_TYPES = st.sampled_from(list(ARROW_TYPES))
+MAYBE_VALUE = {arrow: st.none() | values for arrow, values in ARROW_TYPES.items()}
+MAYBE_NAMES = st.none() | st.lists(NAMES, max_size=2)
 TEXT_MAP = st.dictionaries(NAMES, st.text(max_size=8) | st.none(), max_size=3).map(lambda d: list(d.items()))
+MAYBE_MAP = st.none() | TEXT_MAP
 
 
 @st.composite
 def schemas(draw: st.DrawFn, table_id: int = 1) -> TableSchema:
-    names = draw(st.lists(NAMES.filter(lambda n: not n.startswith("__")), min_size=1, max_size=5, unique=True))
-    columns = tuple(
-        Column(
-            name,
-            draw(st.sampled_from(list(ARROW_TYPES))),
-            draw(st.none() | st.builds(PgType, st.integers(0, 2**32 - 1), st.integers(-1, 2**31 - 1), NAMES)),
-        )
-        for name in names
-    )
+    names = draw(COLUMN_NAMES)
+    columns = tuple(Column(name, draw(COLUMN_TYPES), draw(MAYBE_TYPE)) for name in names)
     key = tuple(draw(st.lists(st.sampled_from(names), unique=True)))
     return TableSchema(
         table_id=TableId(table_id),
         version=SchemaVersion(draw(st.integers(1, 2**31 - 1))),
-        source=SourceId(draw(st.integers(0, 2**31 - 1))),
+        source=SourceId(draw(INT31)),
         namespace=draw(NAMES),
         name=draw(NAMES),
         columns=columns,
@@ -60,7 +68,7 @@ def schemas(draw: st.DrawFn, table_id: int = 1) -> TableSchema:
         key=key,
         replica_identity=draw(st.sampled_from(ReplicaIdentity)),
         kind=draw(st.sampled_from(TableKind)),
-        relation_oid=draw(st.integers(0, 2**32 - 1)),
+        relation_oid=draw(INT32),
     )
 
 
@@ -96,23 +104,24 @@ def schema_header(of: FrameHeader) -> FrameHeader:
 
 
 @st.composite
-def samples(draw: st.DrawFn, numberings: tuple[Numbering, ...] = tuple(Numbering)) -> Sample:
+def samples(draw: st.DrawFn) -> Sample:
     """Frames of 1 to 6 operations over 1 to 3 tables, some of them partitioned, under any numbering."""
-    numbering = draw(st.sampled_from(numberings))
+    numbering = draw(st.sampled_from(Numbering))
     directory = DIRECTORIES[numbering]
     tables = tuple(draw(schemas(table_id=number)) for number in range(1, draw(st.integers(1, 3)) + 1))
     n_ops = draw(st.integers(1, 6))
     operations = [draw(operation_rows()) for _ in range(n_ops)]
     seq = first_seq = draw(st.integers(1, 2**62))
     offset = draw(st.integers(0, 2**62))
+    partitioned = st.tuples(st.sampled_from(tables), MAYBE_PARTITION)
+    batches = st.lists(partitioned, min_size=1, max_size=4, unique_by=lambda t: (t[0].table_id, t[1]))
     entries: list[dict[str, Any]] = []
     rows: dict[int, list[dict[str, Any]]] = {t.table_id: [] for t in tables}
     seqs: dict[int, list[int]] = {t.table_id: [] for t in tables}
     for ordinal in range(n_ops):
         number = operations[ordinal]["seq"] = seq
         made: list[tuple[int, dict[str, Any]]] = []
-        partitioned = st.tuples(st.sampled_from(tables), st.none() | st.text(max_size=3))
-        touched = draw(st.lists(partitioned, min_size=1, max_size=4, unique_by=lambda t: (t[0].table_id, t[1])))
+        touched = draw(batches)
         for table, partition in sorted(touched, key=lambda t: t[0].table_id):
             count = draw(st.integers(1, 3))
             entries.append(
@@ -120,13 +129,13 @@ def samples(draw: st.DrawFn, numberings: tuple[Numbering, ...] = tuple(Numbering
                  "partition": partition, "first_seq": seq, "count": count}
             )  # fmt: skip
             for _ in range(count):
-                row = {c.name: draw(st.none() | ARROW_TYPES[c.arrow]) for c in table.columns}
+                row = {c.name: draw(MAYBE_VALUE[c.arrow]) for c in table.columns}
                 row |= {
                     "__offset": offset,
                     "__op": int(draw(st.sampled_from(Op))),
-                    "__unchanged": draw(st.none() | st.lists(NAMES, max_size=2)),
-                    "__exact": draw(st.none() | TEXT_MAP),
-                    "__before": draw(st.none() | TEXT_MAP),
+                    "__unchanged": draw(MAYBE_NAMES),
+                    "__exact": draw(MAYBE_MAP),
+                    "__before": draw(MAYBE_MAP),
                 }
                 made.append((table.table_id, row))
                 seq, offset = seq + 1, offset + 1
@@ -149,10 +158,10 @@ def samples(draw: st.DrawFn, numberings: tuple[Numbering, ...] = tuple(Numbering
         group_last_seq=Seq(draw(INT63)),
         group=GroupNumber(draw(INT63)),
         epoch=Epoch(draw(INT63)),
-        region=RegionId(draw(st.integers(0, 2**32 - 1))),
-        shard=ShardId(draw(st.integers(0, 2**32 - 1))),
-        writer=WriterId(draw(st.integers(0, 2**32 - 1))),
-        other_shards=tuple(ShardId(s) for s in draw(st.lists(st.integers(0, 2**32 - 1), max_size=3))),
+        region=RegionId(draw(INT32)),
+        shard=ShardId(draw(INT32)),
+        writer=WriterId(draw(INT32)),
+        other_shards=tuple(ShardId(s) for s in draw(st.lists(INT32, max_size=3))),
         reserved_to=Seq(draw(INT63)),
         hybrid_time=draw(INT63),
         reached={
@@ -175,17 +184,42 @@ def samples(draw: st.DrawFn, numberings: tuple[Numbering, ...] = tuple(Numbering
 @st.composite
 def operation_rows(draw: st.DrawFn) -> dict[str, Any]:
     """One row of a directory's operations."""
-    text = st.none() | st.text(max_size=8)
     return {
         "kind": int(draw(st.sampled_from(OperationKind))),
-        "source": draw(st.integers(0, 2**31 - 1)),
-        "commit_lsn": draw(st.none() | INT63),
-        "commit_end_lsn": draw(st.none() | INT63),
-        "xid": draw(st.none() | INT63),
-        "commit_ts": draw(st.none() | st.datetimes(timezones=st.just(UTC))),
-        "chunk_id": draw(text),
-        "session": draw(text),
-        "session_number": draw(st.none() | INT63),
-        "idempotency_key": draw(text),
-        "trace_id": draw(text),
+        "source": draw(INT31),
+        "commit_lsn": draw(MAYBE_INT63),
+        "commit_end_lsn": draw(MAYBE_INT63),
+        "xid": draw(MAYBE_INT63),
+        "commit_ts": draw(MAYBE_TIME),
+        "chunk_id": draw(MAYBE_TEXT),
+        "session": draw(MAYBE_TEXT),
+        "session_number": draw(MAYBE_INT63),
+        "idempotency_key": draw(MAYBE_TEXT),
+        "trace_id": draw(MAYBE_TEXT),
     }
+
+
+KEPT: Final = 100
+
+
+def kept_samples(*numberings: Numbering) -> st.SearchStrategy[Sample]:
+    """Of a hundred samples one: to draw one takes ten times what a test does with it, so that all tests look at the same hundred.
+
+    Args:
+        numberings: only samples under one of these; under any where none is given.
+    """
+    wanted = numberings or tuple(Numbering)
+    return st.deferred(lambda: st.sampled_from([s for s in _kept() if s.header.numbering in wanted]))
+
+
+@cache
+def _kept() -> tuple[Sample, ...]:
+    kept: list[Sample] = []
+
+    @settings(max_examples=KEPT, database=None)
+    @given(samples())
+    def keep(sample: Sample) -> None:
+        kept.append(sample)
+
+    keep()
+    return tuple(kept)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.codec.header_v1 import as_header_v1
-from tests.codec.log_samples import Sample, samples
+from tests.codec.log_samples import Sample, kept_samples
 
 from millstream.codec.arrow_ipc import ColumnPicker, decode_schema, encode_batch, encode_schema
 from millstream.codec.checksums import crc32c
@@ -45,13 +45,13 @@ def schemas_of(sample: Sample) -> SchemaSet:
     return known
 
 
-@given(samples())
+@given(kept_samples())
 def test_a_schema_frame_gives_back_the_schema(sample: Sample) -> None:
     known = schemas_of(sample)
     assert list(known.tables.values()) == list(sample.tables)
 
 
-@given(samples())
+@given(kept_samples())
 def test_a_records_frame_gives_back_every_field(sample: Sample) -> None:
     data = joined(sample)
     frame = decode_frame(data, schemas_of(sample))
@@ -73,7 +73,7 @@ FIELDS = (
 )  # fmt: skip
 
 
-@given(samples())
+@given(kept_samples())
 def test_records_spread_the_directory_over_the_rows(sample: Sample) -> None:
     frame = decode_frame(joined(sample), schemas_of(sample))
     assert isinstance(frame, RecordsFrame)
@@ -106,7 +106,7 @@ def test_records_spread_the_directory_over_the_rows(sample: Sample) -> None:
                 assert got[name] == row[name]
 
 
-@given(samples(), st.data())
+@given(kept_samples(), st.data())
 def test_some_columns_are_those_of_all_records(sample: Sample, data: st.DataObject) -> None:
     frame = decode_frame(joined(sample), schemas_of(sample))
     assert isinstance(frame, RecordsFrame)
@@ -143,7 +143,7 @@ def test_a_picker_decodes_what_it_names_and_nothing_else(rows: int, *, threads: 
                 picker.decode(broken)
 
 
-@given(samples(), st.data())
+@given(kept_samples(), st.data())
 def test_a_frame_cut_anywhere_is_truncated(sample: Sample, data: st.DataObject) -> None:
     whole = joined(sample)
     cut = whole[: data.draw(st.integers(0, len(whole) - 1))]
@@ -151,7 +151,7 @@ def test_a_frame_cut_anywhere_is_truncated(sample: Sample, data: st.DataObject) 
         decode_frame(cut, schemas_of(sample))
 
 
-@given(samples(), st.data())
+@given(kept_samples(), st.data())
 def test_a_flipped_byte_anywhere_is_a_typed_error(sample: Sample, data: st.DataObject) -> None:
     whole = bytearray(joined(sample))
     known = schemas_of(sample)
@@ -164,7 +164,7 @@ def test_a_flipped_byte_anywhere_is_a_typed_error(sample: Sample, data: st.DataO
             list(frame.records(table.table_id))
 
 
-@given(samples(), st.data())
+@given(kept_samples(), st.data())
 def test_a_flipped_byte_in_a_schema_frame_is_a_typed_error(sample: Sample, data: st.DataObject) -> None:
     whole = bytearray(b"".join(bytes(b) for b in sample.schema_frames()[0]))
     at = data.draw(st.integers(0, len(whole) - 1))
@@ -184,7 +184,7 @@ def test_zeros_are_no_frame() -> None:
         frame_extent(bytes(4096))
 
 
-@given(samples())
+@given(kept_samples())
 def test_a_table_is_read_without_the_bytes_of_the_others(sample: Sample) -> None:
     whole = joined(sample)
     head_length = frame_extent(whole).head_length
@@ -201,7 +201,7 @@ def test_a_table_is_read_without_the_bytes_of_the_others(sample: Sample) -> None
     assert sum(asked) == frame.table_bytes(wanted.table_id)
 
 
-@given(samples())
+@given(kept_samples())
 def test_a_head_of_version_1_reads_as_region_0_and_shard_0(sample: Sample) -> None:
     here = replace(sample, header=replace(sample.header, region=RegionId(0), shard=ShardId(0)))
     known = schemas_of(here)
@@ -218,7 +218,7 @@ def test_a_head_of_version_1_reads_as_region_0_and_shard_0(sample: Sample) -> No
             assert one[1].equals(other[1])
 
 
-@given(samples((Numbering.OPERATION,)), st.data())
+@given(kept_samples(Numbering.OPERATION), st.data())
 def test_by_an_operations_number_a_record_finds_its_own_inside_of_the_frames_bounds_or_the_frame_is_damaged(
     sample: Sample, data: st.DataObject
 ) -> None:
@@ -247,7 +247,7 @@ def numbers_of_operations(sample: Sample, table: int) -> list[int]:
     return [numbers[entry["operation"]] for entry in mine for _ in range(entry["count"])]
 
 
-@given(samples((Numbering.BOTH, Numbering.OPERATION)))
+@given(kept_samples(Numbering.BOTH, Numbering.OPERATION))
 def test_a_frame_of_another_numbering_than_its_segments_is_damaged(sample: Sample) -> None:
     for numbering in set(Numbering) - {sample.header.numbering}:
         written = decode_schema(encode_schema(DIRECTORIES[numbering].operations))
@@ -255,7 +255,7 @@ def test_a_frame_of_another_numbering_than_its_segments_is_damaged(sample: Sampl
             decode_frame(joined(sample), SchemaSet(Directory(written, DIRECTORIES[numbering].batches)))
 
 
-@given(samples())
+@given(kept_samples())
 def test_a_flag_that_isnt_known_is_refused_as_a_newer_format(sample: Sample) -> None:
     head = bytearray(bytes(sample.buffers()[0]))
     for flags in (4, 8, 1 << 15):

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 from tests.app.homes import done, make_home, run, wait_for
+from tests.commands import Command
 
 import millstream
 from millstream.app.home import Home
@@ -44,12 +44,13 @@ def said_by(home: Path) -> Path:
 
 
 @contextmanager
-def owner(home: Path) -> Iterator[subprocess.Popen[bytes]]:
+def owner(home: Path) -> Iterator[Command]:
     """The process that writes the home's streams."""
     with said_by(home).open("ab") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "millstream.cli", "--home", str(home), "capture", "run"],
+        process = Command(
+            ["--home", str(home), "capture", "run"],
             env={**os.environ, "HOME": "/nonexistent"},
+            stdin=subprocess.DEVNULL,
             stderr=output,
             stdout=output,
         )

@@ -29,6 +29,7 @@ ROWS = 200
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("spark")
 def test_nothing_is_lost_or_doubled_and_the_log_is_freed_whenever_the_pipeline_dies_between_two_commits(
     tmp_path: Path, postgres_server: EmbeddedPostgres
 ) -> None:
@@ -77,7 +78,7 @@ def test_nothing_is_lost_or_doubled_and_the_log_is_freed_whenever_the_pipeline_d
             assert log["first_seq"] > written - 10 * ROWS
             assert set(log["held"]) == {"lake"}
             assert log["held"]["lake"]["bytes"] < 256 << 10
-        home.caught_up()
+        assert home.caught_up_here() == {}
         (there,) = connection.execute("SELECT count(*), md5(string_agg(body, ',' ORDER BY id)) FROM items").fetchall()
     assert there[0] == written
     sql = "SELECT count(*) AS rows, md5(string_agg(body, ',' ORDER BY id)) AS sum FROM public.items"

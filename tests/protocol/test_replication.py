@@ -612,6 +612,24 @@ def test_age_grows_from_when_all_that_the_leader_had_was_shown():
     assert one.follower.lag(one.now).age_s == 3.0
 
 
+@pytest.mark.parametrize("promised", [A, B])
+def test_who_has_all_that_another_one_had_knows_it_also_where_it_is_to_lead_itself(promised: NodeName) -> None:
+    """A candidate that took what it lacked from a node that doesn't lead waited for fifteen seconds, in which nothing came."""
+    one = Following(RoleFact(Role.FOLLOWS, Promise(Epoch(1), promised), A))
+    one.promise = one.fact.promise
+    assert not one.follower.has_all
+    one.come(group=2)
+    assert not one.follower.has_all, "not shown as yet"
+    one.receive(one.shipment(part(0, 10), end=1, left=10))
+    one.step(following.Applied(holding(1, 10), 0))
+    assert not one.follower.has_all
+    one.receive(one.shipment(part(10, 10), end=2))
+    assert not one.follower.has_all
+    one.step(following.Applied(holding(2, 20), 0))
+    assert one.follower.has_all
+    assert math.isinf(one.follower.lag(one.now).age_s) == (promised == B), "others may have more than it has"
+
+
 @given(offset=st.floats(-1e6, 1e6), late=st.floats(0, 30), jump=st.floats(-1e5, 1e5))
 def test_no_clock_makes_what_is_shown_younger_than_it_is(offset: float, late: float, jump: float) -> None:
     one = Following()

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain
 
 import pytest
 from tests.wal.replica_pairs import Pair, rows, ship
-from tests.wal.truth import FOLDER
+from tests.wal.truth import FOLDER, SMALL
 
-from millstream.errors import LogCutBack
-from millstream.model.ids import GroupNumber
+from millstream.errors import LogCutBack, OffsetExpired
+from millstream.model.ids import GroupNumber, ShardId
 from millstream.model.marks import ShownMark
 from millstream.model.positions import Seq
+from millstream.protocol.retention import Bounds, HolderKind, Retention
+from millstream.testing.clock import ManualClock
 from millstream.testing.files import Crash, MemoryFiles, keep_any
 from millstream.wal.layout import list_segments, list_shards, shard_folder
-from millstream.wal.mark import MarkFile, read_mark, read_shown
+from millstream.wal.mark import MarkFile, read_dropped, read_mark, read_shown
 from millstream.wal.mending.inspect import verify
 from millstream.wal.reader import StreamReader
 from millstream.wal.replica.history import SetAside, ends_behind, truncate_to
 from millstream.wal.replica.log import ReplicaLog
-from millstream.wal.replica.shipping import ShipSource
+from millstream.wal.replica.shipping import ShipSource, durable_marks
 from millstream.wal.replica.taking_over import prepare_promotion
+from millstream.wal.retain import drop_segments
 
 ASIDE = f"{FOLDER}.aside-20260101"
 PROMOTED_BEHIND = GroupNumber(5)
@@ -207,6 +211,116 @@ def test_what_an_old_leader_holds_back_it_holds_back_as_a_follower_until_its_new
 def test_setting_aside_may_be_broken_off_anywhere_and_repeated():
     _, old = promoted()
     assert at_every_crash(old, truncated) > 10
+
+
+def own_shard(*, groups: int = 2, dropped: bool = False) -> tuple[Pair, MemoryFiles]:
+    """As `promoted`; of shard 1, and of one that was just begun, the old leader has nothing but what it alone has. With `dropped`, what was common there is dropped."""
+    pair = Pair(options=replace(SMALL, segment_bytes=1 << 20))
+    if dropped:
+        pair.append()
+    common = pair.leader.persisted_upto
+    for _ in range(groups):
+        pair.truth.commit(pair.leader, pair.truth.ops([(1, 3)], [(3, 1)]))
+    pair.ship()
+    pair.log.close()
+    if dropped:
+        pair.reopen_leader()
+        pair.append()
+        needed = Retention()
+        needed.needs("reader", HolderKind.BACKLOG, Seq(common + 1))
+        drop_segments(FOLDER, needed, Bounds(0.0, 0, 0), files=pair.leader_files, clock=ManualClock())
+    pair.leader.add_shards([ShardId(2)])
+    pair.append(3)
+    pair.leader.abandon()
+    prepare_promotion(FOLDER, files=pair.files)
+    old = pair.leader_files.crash()
+    pair.truth.seqs_seen.clear()
+    pair.leader = pair.truth.open(pair.files)
+    return pair, old
+
+
+def test_a_shard_of_which_nothing_stays_says_so_to_whoever_reads_it():
+    """Its mark went with it: readers took the log for damaged, and were told to start the writer."""
+    pair, old = own_shard()
+    had = rows(old.crash(), pair.truth)
+    group = durable_marks(pair.files, FOLDER)[ShardId(0)].group
+
+    def cut(files: MemoryFiles) -> None:
+        found = rows(files, pair.truth)
+        shown = {row[0] for row in found}
+        assert found == {row: text for row, text in had.items() if row[0] in shown}, (
+            "at any moment whole operations can be read"
+        )
+        truncate_to(FOLDER, ends_behind(files, FOLDER, group), aside=ASIDE, files=files)
+
+    assert at_every_crash(old, cut, stride=3) > 10
+    reader = StreamReader(FOLDER, files=old)
+    reading = reader.read_between(Seq(0), reader.persisted_upto())
+    spans = reader.spans(Seq(0), reader.persisted_upto())
+    next(reading)
+    cut(old)
+    for late in (reading, chain.from_iterable(map(reader.read_span, spans))):
+        with pytest.raises(LogCutBack) as told:
+            list(late)
+        assert told.value.details["persisted_upto"] == reader.persisted_upto() > 0
+    pair.truth.seqs_seen.clear()
+    assert rows(old, pair.truth) == rows(pair.files, pair.truth)
+    pair.truth.commit(pair.leader, pair.truth.ops([(1, 2)]))
+    log = ReplicaLog.open(FOLDER, files=old, side_by_side=False)
+    ship(ShipSource(FOLDER, files=pair.files), log)
+    # The new leader has nothing of the shard that was just begun, and no reader waits for it.
+    assert rows(old, pair.truth) == rows(pair.files, pair.truth)
+    pair.append()
+    ship(ShipSource(FOLDER, files=pair.files), log)
+    assert rows(old, pair.truth) == rows(pair.files, pair.truth)
+
+
+def test_what_retention_had_dropped_of_a_shard_stays_dropped_though_nothing_else_stays_there():
+    """It was forgotten: until the new leader's records came, a reader from the beginning got those of the other shards alone."""
+    pair, old = own_shard(dropped=True)
+    first = StreamReader(FOLDER, files=old).first_seq()
+    assert first > 1
+    assert read_dropped(old, shard_folder(FOLDER, ShardId(0))) is None
+    group = durable_marks(pair.files, FOLDER)[ShardId(0)].group
+    ends = ends_behind(old, FOLDER, group)
+    assert truncate_to(FOLDER, ends, aside=ASIDE, files=old) is not None
+    assert not list_segments(old, shard_folder(FOLDER, ShardId(1)))
+    reader = StreamReader(FOLDER, files=old)
+    assert reader.first_seq() == first
+    with pytest.raises(OffsetExpired):
+        list(reader.read_between(Seq(0), reader.persisted_upto()))
+    pair.truth.seqs_seen.clear()
+    kept = rows(old, pair.truth)
+    pair.append(2)
+    log = ReplicaLog.open(FOLDER, files=old, side_by_side=False)
+    ship(ShipSource(FOLDER, files=pair.files), log)
+    there = StreamReader(FOLDER, files=pair.files)
+    assert rows(old, pair.truth).keys() > kept.keys()
+    assert list(reader.read_between(Seq(first - 1), reader.persisted_upto())) == list(
+        there.read_between(Seq(first - 1), there.persisted_upto())
+    )
+
+
+def test_a_whole_log_that_goes_is_empty_and_is_begun_anew():
+    pair, old = own_shard(groups=0)
+    had = rows(old.crash(), pair.truth)
+
+    def cut(files: MemoryFiles) -> None:
+        assert rows(files, pair.truth) in (had, {}), "at any moment whole operations can be read"
+        truncate_to(FOLDER, {}, aside=ASIDE, files=files)
+
+    assert at_every_crash(old, cut, stride=3) > 10
+    reader = StreamReader(FOLDER, files=old)
+    reading = reader.read_between(Seq(0), reader.persisted_upto())
+    next(reading)
+    assert truncate_to(FOLDER, {}, aside=ASIDE, files=old) is not None
+    with pytest.raises(LogCutBack):
+        list(reading)
+    assert rows(old, pair.truth) == {}
+    pair.append(2)
+    log = ReplicaLog.open(FOLDER, files=old, side_by_side=False)
+    ship(ShipSource(FOLDER, files=pair.files), log)
+    assert rows(old, pair.truth) == rows(pair.files, pair.truth)
 
 
 def test_a_log_that_has_nothing_beyond_stays_as_it_is():

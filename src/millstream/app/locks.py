@@ -93,16 +93,17 @@ class RoleLock:
 
     def leave_to_parent(self) -> None:
         """In a forked child: the role is the parent's, and ends with that."""
-        os.close(self._descriptor)
-        self._descriptor = -1
+        descriptor, self._descriptor = self._descriptor, -1
+        os.close(descriptor)
 
     def release(self) -> None:
         """Give the role back; calling it again does nothing."""
-        if self._descriptor >= 0:
+        # Two threads may give it back: the number may be another file's behind the first.
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, 0)
-            os.close(self._descriptor)
-            self._descriptor = -1
+                os.ftruncate(descriptor, 0)
+            os.close(descriptor)
             _HELD.discard(self)
 
     def __enter__(self) -> Self:

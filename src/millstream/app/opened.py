@@ -177,15 +177,18 @@ class OpenHome:
             OffsetExpired: retention has dropped what wasn't merged yet (`millstream reconcile`).
             InvalidValue: a counter's sum is beyond its type.
             QueryMemoryFull: it is larger than what is read at once behind an address.
+            ReplicaTooStale: what this node has of one of the regions is older than it may show; `stream` says of which (`shop@2`).
         """
         try:
             from millstream.app.regions import merged_table
+            from millstream.app.replicating.ages import check_ages
         except ModuleNotFoundError as error:
             raise _needs_run(error, "merging regions") from error
 
         moment = at if at is None or at.tzinfo is not None else at.replace(tzinfo=UTC)
         at_ns = None if moment is None else (moment - _EPOCH) // timedelta(microseconds=1) * 1000
         name = self._home.pick_stream(stream)
+        check_ages(self._home, name)
         return merged_table(self._home, name, table, at_ns=at_ns, bytes_max=self._latest_bytes_max)
 
     def append(
@@ -409,7 +412,8 @@ def open_reader(
 
 def check_age_of_copy(home: Home, stream: str) -> None:
     """`ReplicaTooStale` where this home follows another one in a stream, and what it has is older than `[replication] max_staleness` allows."""
-    if home.role_file(stream).exists():
+    # Another region's log is nobody's to lead here, whether it was followed yet or not.
+    if home.role_file(stream).exists() or ("@" in stream and home.config_file.exists()):
         from millstream.app.replicating.ages import check_age
 
         try:

@@ -197,7 +197,7 @@ class WalFollower:
                     continue
                 self._hear(self._link)
                 self._let_go()
-                if until_caught_up and self._has_all():
+                if until_caught_up and self._machine.has_all:
                     return
         finally:
             self.close()
@@ -217,10 +217,6 @@ class WalFollower:
 
     def _open_log(self) -> ReplicaLog:
         return ReplicaLog.open(self._folder, files=self._files)
-
-    def _has_all(self) -> bool:
-        lag = self.lag()
-        return lag.age_s < float("inf") and lag.records == 0 and lag.size_bytes == 0
 
     def _hear(self, link: LeaderLink) -> None:
         try:

@@ -26,6 +26,7 @@ from pyspark.java_gateway import launch_gateway
 from pyspark.sql import SparkSession
 
 from millstream.errors import EngineError
+from millstream.spark.distribution import without_zipped_modules
 from millstream.spark.java import find_java
 
 _TASK_FAILURES_MAX: Final = 4
@@ -89,7 +90,7 @@ def open_session(options: SparkOptions) -> SparkSession:
     conf = SparkConf(loadDefaults=False).setAll([*(_defaults(options, work_dir) | facts | dict(options.conf)).items()])
     try:
         # What the JVM and Python workers print goes to a file: this terminal is for people.
-        with (work_dir / "spark.out").open("ab") as output:
+        with (work_dir / "spark.out").open("ab") as output, _started_from(options, work_dir):
             gateway = launch_gateway(conf, {"stdout": output, "stderr": output})
         _hush(SparkContext(conf=conf, gateway=gateway))
         return SparkSession.builder.getOrCreate()
@@ -105,6 +106,11 @@ def stop_session(spark: SparkSession) -> None:
     """Stop the process's session, also where its JVM is gone already."""
     with contextlib.suppress(PySparkException, Py4JError, OSError):
         spark.stop()
+
+
+def _started_from(options: SparkOptions, work_dir: Path) -> contextlib.AbstractContextManager[None]:
+    # A cluster's workers have a Spark of their own, and some masters send them the zip.
+    return without_zipped_modules(work_dir) if options.master.startswith("local") else contextlib.nullcontext()
 
 
 def _hush(context: SparkContext) -> None:

@@ -84,10 +84,10 @@ class RealFile:
         return os.fstat(self._descriptor).st_size
 
     def close(self) -> None:
-        """Close; closing twice is fine."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        """Close; closing twice is fine, also by two threads: the number may be another file's by then."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 class RealFiles:

@@ -58,7 +58,7 @@ class ReplicationConfig(Section):
     )
     max_staleness: Duration | None = Field(
         default=None,
-        description="How old what a follower shows may be; older, its reads fail with `replica_too_stale`. Unset: of any age.",
+        description="How old what a follower shows may be; older, its reads fail with `replica_too_stale`. Of other regions' logs, too, where `merged` reads them. Unset: of any age.",
     )
     ship_timeout: Duration = Field(
         default="10s", description="How long a server that ends goes on shipping what followers lack."

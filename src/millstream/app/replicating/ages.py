@@ -17,6 +17,7 @@ from millstream.app.config.quantities import duration_s
 from millstream.app.replicating.instances import boot_id
 from millstream.app.replicating.roles import Roles, replication_folder
 from millstream.errors import ReplicaTooStale
+from millstream.model.ids import region_log_name
 from millstream.protocol.replication.roles import Role
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def has_followed_since_boot(home: Home, stream: str) -> bool:
 def check_age(home: Home, stream: str) -> None:
     """Return where what this node shows of a stream is as new as `[replication] max_staleness` asks; a leader's always is.
 
-    Of one that was fenced it isn't known, until it follows: others may write since.
+    Of one that was fenced it isn't known, until it follows: others may write since. Nor of another region's log (`shop@2`) that nobody has followed yet.
 
     Raises:
         ReplicaTooStale: it is older, or nobody knows.
@@ -62,7 +63,7 @@ def check_age(home: Home, stream: str) -> None:
     if not home.config_file.exists():
         return  # a copied folder: nobody has said how old it may be
     text = home.config.replication.max_staleness
-    if text is None or Roles(home).of(stream).role is Role.LEADS:
+    if text is None or ("@" not in stream and Roles(home).of(stream).role is Role.LEADS):
         return
     age_s, most_s = age_of_replica(home, stream), duration_s(text)
     if age_s is None or age_s > most_s:
@@ -70,6 +71,24 @@ def check_age(home: Home, stream: str) -> None:
         raise ReplicaTooStale(
             f"what this node has of stream {stream} is {age}; max_staleness is {text}", stream=stream, age_s=age_s
         )
+
+
+def check_ages(home: Home, stream: str) -> None:
+    """As `check_age` of all that a merged table is read from: the stream's own log, and those of the other regions, as they are here or are to be.
+
+    Raises:
+        ReplicaTooStale: of the first that is too old; its `stream` names the region (`shop@2`).
+        UsageError: a log's folder has a name that is none.
+    """
+    config = home.config if home.config_file.exists() else None
+    if config is None or config.replication.max_staleness is None:
+        return
+    regions = set(home.regions_on_disk(stream))
+    if stream in config.streams and (own := config.streams[stream].region):
+        # Of one that has never come nothing is shown, which is as old as can be.
+        regions |= {region for region in config.replication.region_addresses if region != own}
+    for log in (stream, *(region_log_name(stream, region) for region in sorted(regions))):
+        check_age(home, log)
 
 
 def _boot_ns() -> int:

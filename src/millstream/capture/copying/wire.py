@@ -115,11 +115,14 @@ class _ByLibpq:
 
     def next(self, piece_bytes: int) -> CopyText:
         parts: list[Any] = []
-        append, get = parts.append, self._row
+        append, get = parts.append, self._pgconn.get_copy_data
         size = 0
         whole = False
         while size < piece_bytes:
-            count, data = get()
+            count, data = get(1)
+            if not count:
+                self._await_more()
+                continue
             if count < 0:
                 whole = True
                 break
@@ -128,15 +131,13 @@ class _ByLibpq:
         return CopyText(np.frombuffer(bytearray(b"".join(parts)), np.uint8), len(parts), whole)
 
     def skip(self) -> None:
-        while self._row()[0] > 0:
-            continue
+        while (count := self._pgconn.get_copy_data(1)[0]) >= 0:
+            if not count:
+                self._await_more()
 
-    def _row(self) -> tuple[int, memoryview]:
-        """The next row and its length; -1 behind the last."""
-        while not (found := self._pgconn.get_copy_data(1))[0]:
-            wait_for(self._pgconn, select.POLLIN)
-            self._pgconn.consume_input()
-        return found
+    def _await_more(self) -> None:
+        wait_for(self._pgconn, select.POLLIN)
+        self._pgconn.consume_input()
 
 
 class _BySocket:

@@ -161,14 +161,16 @@ class Receiver:
         self._block: _Streamed | None = None
         self._block_xid = 0
         self._streamed: dict[int, _Streamed] = {}
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_write, False)
+        self._wake_read = self._wake_write = -1
+        """A pipe, for as long as there is somebody to wake."""
         self._thread = threading.Thread(target=self._main, name="millstream-receiver", daemon=True)
 
     # --- for other threads --------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin to read."""
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
         self._thread.start()
 
     def stop(self, *, final: Lsn | None = None) -> None:
@@ -254,8 +256,10 @@ class Receiver:
             with self._lock:
                 self._ended = True
                 self._lock.notify_all()
-            os.close(self._wake_read)
-            os.close(self._wake_write)
+                # A byte written to these numbers from here on would go into whatever file bears them by then.
+                os.close(self._wake_read)
+                os.close(self._wake_write)
+                self._wake_read = self._wake_write = -1
 
     def _fail(self, error: Exception) -> None:
         with self._lock:
@@ -521,8 +525,9 @@ class Receiver:
         self._told, self._told_at = confirmed, time.monotonic()
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            os.write(self._wake_write, b"\0")
+        with self._lock, contextlib.suppress(BlockingIOError):
+            if self._wake_write >= 0:
+                os.write(self._wake_write, b"\0")
 
 
 _BEGIN_KIND, _COMMIT_KIND, _MESSAGE_KIND = ord("B"), ord("C"), ord("M")

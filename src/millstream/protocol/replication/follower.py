@@ -295,6 +295,8 @@ class Follower:
         self._aligned_with: Lineage | None = None
         """What this log has and a leader of that lineage hasn't was set aside."""
         self._fresh_at: float | None = None
+        self._was_all = False
+        """Of what was taken last: nothing was left behind it."""
         self._leader_end = Seq(0)
         self._bytes_left = 0
         self._clock_told = False
@@ -310,6 +312,11 @@ class Follower:
         """How far behind, at a moment of the clock that `step` is given."""
         age_s = math.inf if self._fresh_at is None else max(0.0, now_s - self._fresh_at)
         return Lag(max(0, self._leader_end - self.holding.persisted_upto), self._bytes_left, age_s)
+
+    @property
+    def has_all(self) -> bool:
+        """Whether all is here that whoever it follows had when that was last said: also where that one doesn't lead, and others may have more."""
+        return self._was_all and self._greeting is not None and self.holding.group >= self._greeting.group
 
     # --- events ----------------------------------------------------------------------------------------------------
 
@@ -492,6 +499,7 @@ class Follower:
 
     def _acknowledge(self, shipment: Shipment, now_s: float, wall_ns: int) -> list[Effect]:
         is_all = shipment.bytes_left == 0 and self.holding.persisted_upto >= shipment.leader_end
+        self._was_all = is_all
         # Under its own promise it is given what another had: nobody leads, and somebody may have more.
         if is_all and self.fact.promise.node != self._node:
             self._fresh_at = self._sent_at if self._fresh_at is None else max(self._fresh_at, self._sent_at)

@@ -5,6 +5,9 @@ Their lineages say behind which commit group they part. Up to where that group e
 What lies beyond is copied first, into a folder that reads as a log by itself, from the first record that parts on; a copy is whole once all
 its marks are there. Then the marks are lowered, then the files cut, the last ones first. A crash anywhere leaves what the same call
 goes on from.
+
+A shard of which nothing stays keeps a mark, which shows nothing: whoever reads there meanwhile learns by it what has become of the log. It is nobody's, so
+that no other shard waits for it: the new leader may not have the shard at all.
 """
 
 from __future__ import annotations
@@ -25,8 +28,9 @@ from millstream.model.replication import ByteEnd
 from millstream.ports import Files
 from millstream.wal.files import RealFiles
 from millstream.wal.index import read_header
-from millstream.wal.layout import MARK_NAME, SegmentFile, list_segments, list_shards, segment_path, shard_folder
+from millstream.wal.layout import SegmentFile, list_segments, list_shards, segment_path, shard_folder
 from millstream.wal.mark import MarkFile, read_dropped, read_mark
+from millstream.wal.replica.marks import NOBODY, placeholder
 from millstream.wal.replica.shown import lower_shown
 from millstream.wal.scan import ScannedFrame, Window, read_frame, reader_of, scan_frames
 from millstream.wal.shards import lock_shards
@@ -100,21 +104,23 @@ def truncate_to(
         cuts = {shard: Cut.at(files, folder, shard, common.get(shard)) for shard in marks}
         beyond = sum(cut.beyond_bytes for cut in cuts.values())
         if not beyond:
+            _forget_dropped(files, cuts, marks)
             return found_aside(files, aside)
-        lowered = _lowered(cuts)
+        lowered, gone = _lowered(cuts), _gone(files, cuts)
         lasts = [cut.last for cut in cuts.values() if cut.last is not None]
         common_seq = max((header.group_last_seq for header in lasts), default=Seq(0))
         has_records = any(cut.has_frames_beyond for cut in cuts.values())
         if has_records and not _is_whole(files, aside, cuts):
             _copy(files, aside, cuts, common_seq)
-        for shard, moved in lowered.items():
-            lower_shown(files, cuts[shard].folder, marks[shard], moved)
-        for shard, moved in lowered.items():
-            marks[shard].move(moved, anchor=True)
-        for shard, cut in cuts.items():
-            if cut.is_below_mark and shard not in lowered:
-                forget_mark(files, cut.folder)
+        # No mark is nobody's before all of them say how far the log goes: else what the others show would pass for all there is.
+        for moved in (lowered, gone):
+            for shard, to in moved.items():
+                lower_shown(files, cuts[shard].folder, marks[shard], to)
+            for shard, to in moved.items():
+                marks[shard].move(to, anchor=True)
+        for cut in cuts.values():
             cut.apply(files)
+        _forget_dropped(files, cuts, marks)
     return found_aside(files, aside)
 
 
@@ -222,35 +228,55 @@ class Cut:
         files.sync_dir(self.folder)
 
 
-def forget_mark(files: Files, shard_dir: str) -> None:
-    """Take away the mark of a shard that has nothing any more."""
-    files.remove(f"{shard_dir}/{MARK_NAME}")
-    files.sync_dir(shard_dir)
-
-
 def _lowered(cuts: Mapping[ShardId, Cut]) -> dict[ShardId, DurableMark]:
     """The marks of what stays, where something that was shown goes: a new leader's history ends with a whole group."""
     if not any(cut.is_below_mark for cut in cuts.values()):
         return {}
-    lasts = [cut.last for cut in cuts.values() if cut.last is not None]
-    newest = max(lasts, key=lambda header: header.group, default=None)
+    newest = _newest_that_stays(cuts)
+    group, upto = (GroupNumber(0), Seq(0)) if newest is None else (newest.group, newest.group_last_seq)
     lowered = {}
     for shard, cut in cuts.items():
-        if cut.mark is None or newest is None or (cut.last is None and cut.is_below_mark):
-            continue
         mark = cut.mark
+        if mark is None or mark.writer == NOBODY:
+            continue
         if cut.is_below_mark:
             mark = replace(
                 mark, base_offset=cut.end.base_offset, byte_end=cut.end.position or SEGMENT_HEADER_SIZE,
                 durable_offset=cut.end_offset,
             )  # fmt: skip
         lowered[shard] = replace(
-            mark,
-            group=min(mark.group, newest.group),
-            persisted_upto=min(mark.persisted_upto, newest.group_last_seq),
-            is_settled=False,
+            mark, group=min(mark.group, group), persisted_upto=min(mark.persisted_upto, upto), is_settled=False
         )
     return lowered
+
+
+def _gone(files: Files, cuts: Mapping[ShardId, Cut]) -> dict[ShardId, DurableMark]:
+    """The marks of shards of which no record stays."""
+    newest = _newest_that_stays(cuts)
+    gone = {}
+    for shard, cut in cuts.items():
+        if cut.mark is None or cut.mark.writer == NOBODY or cut.last is not None:
+            continue
+        dropped = read_dropped(files, cut.folder)
+        if cut.is_below_mark and dropped is not None and (newest is None or dropped.seq > newest.group_last_seq):
+            dropped = None  # nobody knows whether that was common; see `_forget_dropped`
+        gone[shard] = placeholder(cut.mark.stream, dropped)
+    return gone
+
+
+def _newest_that_stays(cuts: Mapping[ShardId, Cut]) -> FrameHeader | None:
+    lasts = [cut.last for cut in cuts.values() if cut.last is not None]
+    return max(lasts, key=lambda header: header.group, default=None)
+
+
+def _forget_dropped(files: Files, cuts: Mapping[ShardId, Cut], marks: Mapping[ShardId, MarkFile]) -> None:
+    """Begin shards anew as the new leader has them, of which nothing is left, and nobody knows whether what retention has dropped was common."""
+    for shard, cut in cuts.items():
+        mark, dropped = read_mark(files, cut.folder), read_dropped(files, cut.folder)
+        if mark is None or dropped is None or mark.writer != NOBODY or list_segments(files, cut.folder):
+            continue
+        if mark.base_offset < dropped.offset:
+            marks[shard].move_dropped(DroppedMark(Seq(0), Offset(0)))
 
 
 def _last_sealed(files: Files, segments: Sequence[SegmentFile]) -> FrameHeader | None:

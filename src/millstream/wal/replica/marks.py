@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from millstream.codec.log_segment import SEGMENT_HEADER_SIZE, SegmentHeader
 from millstream.errors import CorruptFrame, ReplicaGap, ShipmentUnreadable
-from millstream.model.ids import Epoch, GroupNumber, ShardId, WriterId
+from millstream.model.ids import Epoch, GroupNumber, ShardId, StreamId, WriterId
 from millstream.model.marks import DroppedMark, DurableMark
 from millstream.model.positions import SEQ_MAX, Offset, Seq
-from millstream.model.replication import ByteEnd, Shipment
+from millstream.model.replication import ByteEnd
 from millstream.ports import Files
 from millstream.wal.layout import segment_path
 from millstream.wal.mark import common_cut, stream_cut
@@ -25,11 +25,11 @@ NOBODY = WriterId(0)
 """The writer of a shard's mark before its first own one came."""
 
 
-def placeholder(shipment: Shipment, dropped: DroppedMark | None) -> DurableMark:
-    """The mark of a shard that shows nothing yet: nobody's, and settled, so that it keeps nothing back that others show."""
+def placeholder(stream: StreamId, dropped: DroppedMark | None) -> DurableMark:
+    """The mark of a shard that shows nothing yet, or nothing any more: nobody's, and settled, so that it keeps nothing back that others show."""
     base = Offset(0) if dropped is None else dropped.offset
     return DurableMark(
-        stream=shipment.stream,
+        stream=stream,
         writer=NOBODY,
         epoch=Epoch(0),
         base_offset=base,

@@ -19,7 +19,7 @@ from millstream.model.positions import Offset
 from millstream.ports import Files
 from millstream.wal.layout import segment_path
 from millstream.wal.mark import MarkFile, read_shown
-from millstream.wal.replica.marks import is_newer, moves
+from millstream.wal.replica.marks import NOBODY, is_newer, moves
 from millstream.wal.scan import Window, reader_of, scan_frames
 
 _AHEAD_BYTES: Final = 1 << 16
@@ -140,6 +140,9 @@ def lower_shown(files: Files, shard_dir: str, file: MarkFile, mark: DurableMark)
     if shown is None or not shown.required or _is_covered(shown.mark, mark):
         return
     seen = shown.mark
+    if mark.writer == NOBODY:  # with any other one's group, those of other shards would wait for it
+        file.move_shown(ShownMark(mark, required=True), anchor=True)
+        return
     if _place(seen) > _place(mark):
         seen = replace(seen, base_offset=mark.base_offset, byte_end=mark.byte_end, durable_offset=mark.durable_offset)
     lowered = replace(

@@ -12,9 +12,9 @@ from millstream.codec.log_segment import SEGMENT_HEADER_SIZE
 from millstream.model.replication import ByteEnd
 from millstream.ports import Files
 from millstream.wal.files import RealFiles
-from millstream.wal.layout import list_shards, shard_folder
+from millstream.wal.layout import MARK_NAME, list_shards, shard_folder
 from millstream.wal.mark import read_mark
-from millstream.wal.replica.history import Cut, forget_mark
+from millstream.wal.replica.history import Cut
 from millstream.wal.replica.log import ReplicaEnd, ReplicaLog
 from millstream.wal.replica.marks import NOBODY
 from millstream.wal.shards import lock_shards
@@ -44,7 +44,8 @@ def prepare_promotion(folder: str, *, files: Files | None = None) -> ReplicaEnd:
             shown = read_mark(files, shard_dir)
             if shown is None or shown.writer == NOBODY:
                 Cut.at(files, folder, shard, None).apply(files)
-                forget_mark(files, shard_dir)
+                files.remove(f"{shard_dir}/{MARK_NAME}")
+                files.sync_dir(shard_dir)
                 continue
             position = 0 if shown.byte_end == SEGMENT_HEADER_SIZE else shown.byte_end
             Cut.at(files, folder, shard, ByteEnd(shown.base_offset, position)).apply(files)
