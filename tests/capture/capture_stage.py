@@ -27,7 +27,7 @@ from millstream.wal.writing.submissions import follow
 
 CATCH_UP_S = 180
 """Longer than capture itself goes on without a connection, or with a disk that is full."""
-BEHIND_BYTES = 256 << 10
+BEHIND_BYTES = 64 << 10
 BREATH_S = 0.2
 STATEMENT_S = 120
 """How long a statement of a test may take."""
