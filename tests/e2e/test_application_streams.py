@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from tests.app.homes import done, make_home
+from tests.e2e.harness import land
 
 import millstream
 from millstream.testing.pytest_plugin import Database
@@ -28,6 +30,7 @@ def write(home: Path, first: int, last: int, column: str, **environ: str) -> sub
     )
 
 
+@pytest.mark.usefixtures("spark")
 def test_two_writers_and_capture_land_in_one_lake(tmp_path: Path, postgres: Database) -> None:
     with postgres.connect() as connection:
         connection.execute("CREATE TABLE orders (id bigint PRIMARY KEY)")
@@ -43,9 +46,11 @@ def test_two_writers_and_capture_land_in_one_lake(tmp_path: Path, postgres: Data
             write(home, first, first + 100, "mine"),
             write(home, first + 100, first + 200, "yours", MILLSTREAM_WRITER__NAME="b"),
         ]
-        done(home, "run", "--until-caught-up")
-        assert [other.wait() for other in others] == [0, 0]
-        done(home, "run", "--until-caught-up")
+        done(home, "capture", "run", "--until-caught-up")
+        assert land(home) == {}
+        assert [other.wait(600) for other in others] == [0, 0]
+        done(home, "capture", "run", "--until-caught-up")
+        assert land(home) == {}
         with millstream.open(home) as opened:
             visits = opened.query("select * from public.visits order by id").to_pylist()
             assert len(visits) == 50

@@ -9,30 +9,31 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
+from pyspark.sql import SparkSession
 from tests.app.homes import done, make_home, wait_for
+from tests.e2e.harness import land
 
 import millstream
 import millstream.aio
+from millstream.model.positions import StreamToken
 from millstream.testing._ports import free_port
 
 WEB = '[streams.web]\n[streams.web.keys]\n"public.users" = ["id"]\n'
-SPARK = """
-import sys
-from pathlib import Path
-from millstream.spark.session import SparkOptions, open_session
-spark = open_session(SparkOptions(Path(sys.argv[1])))
-rows = spark.range(0, 500, 1, 3).selectExpr("id % 50 as id", "'spark' as way", "id as n")
-sink = rows.write.format("millstream").mode("append")
-sink.options(url=sys.argv[2], stream="web", table="users", idempotency_id="the job").save()
-"""
 
 
 def rows(way: str, first: int, last: int) -> list[dict[str, Any]]:
     return [{"id": n % 50, "way": way, "n": n} for n in range(first, last)]
+
+
+def by_spark(spark: SparkSession, url: str) -> None:
+    rows = spark.range(0, 500, 1, 3).selectExpr("id % 50 as id", "'spark' as way", "id as n")
+    sink = rows.write.format("millstream").mode("append")
+    sink.options(url=url, stream="web", table="users", idempotency_id="the job").save()
 
 
 async def by_tasks(home: Path, url: str) -> None:
@@ -43,7 +44,24 @@ async def by_tasks(home: Path, url: str) -> None:
         )
 
 
-def test_every_way_into_a_stream_lands_in_one_lake(tmp_path: Path) -> None:
+def by_requests(home: Path, url: str) -> StreamToken:
+    """All others; tells a moment in their midst."""
+    body = "".join(json.dumps(row) + "\n" for row in rows("http", 0, 100))
+    for n in range(3):
+        headers = {"content-type": "application/x-ndjson", "idempotency-key": f"file {n % 2}"}
+        answer = httpx.post(f"{url}/v1/streams/web/tables/users", content=body, headers=headers, timeout=60)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["duplicate"] == (n == 2)
+    with millstream.connect(url) as there:
+        acks = [there.append("web", "users", rows("connect", n, n + 10)) for n in range(0, 100, 10)]
+        middle = acks[-1].token
+        session = there.session("web", "till")
+        session.append("clicks", [{"n": 1}, {"n": 2}])
+    asyncio.run(by_tasks(home, url))
+    return middle
+
+
+def test_every_way_into_a_stream_lands_in_one_lake(tmp_path: Path, spark: SparkSession) -> None:
     home = make_home(tmp_path / "web", WEB)
     address = f"127.0.0.1:{free_port()}"
     url = f"http://{address}"
@@ -51,6 +69,7 @@ def test_every_way_into_a_stream_lands_in_one_lake(tmp_path: Path) -> None:
     environ = {**os.environ, "HOME": "/nonexistent", "MILLSTREAM_HTTP__LISTEN": address}
     log = (tmp_path / "run.log").open("wb")
     running = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ)
+    beside = ThreadPoolExecutor(1)
     try:
 
         def ready() -> bool:
@@ -61,20 +80,9 @@ def test_every_way_into_a_stream_lands_in_one_lake(tmp_path: Path) -> None:
                 return False
 
         wait_for(ready, seconds=300, what=(tmp_path / "run.log").read_text)
-        spark = subprocess.Popen([sys.executable, "-c", SPARK, str(tmp_path / "spark"), url])
-        body = "".join(json.dumps(row) + "\n" for row in rows("http", 0, 100))
-        for n in range(3):
-            headers = {"content-type": "application/x-ndjson", "idempotency-key": f"file {n % 2}"}
-            answer = httpx.post(f"{url}/v1/streams/web/tables/users", content=body, headers=headers, timeout=60)
-            assert answer.status_code == 200, answer.text
-            assert answer.json()["duplicate"] == (n == 2)
-        with millstream.connect(url) as there:
-            acks = [there.append("web", "users", rows("connect", n, n + 10)) for n in range(0, 100, 10)]
-            middle = acks[-1].token
-            session = there.session("web", "till")
-            session.append("clicks", [{"n": 1}, {"n": 2}])
-        asyncio.run(by_tasks(home, url))
-        assert spark.wait(timeout=600) == 0
+        requests = beside.submit(by_requests, home, url)
+        by_spark(spark, url)  # on this thread, which Spark knows
+        middle = requests.result(timeout=600)
     finally:
         running.send_signal(signal.SIGTERM)
         try:
@@ -83,8 +91,10 @@ def test_every_way_into_a_stream_lands_in_one_lake(tmp_path: Path) -> None:
             running.kill()
             running.wait()
             log.close()
+            beside.shutdown()
     assert running.returncode == 0, (tmp_path / "run.log").read_text()
-    done(home, "run", "--until-caught-up")
+    done(home, "capture", "run", "--until-caught-up")
+    assert land(home, "web") == {}
     with millstream.open(home) as opened:
         records = [row for batch in opened.read("web", table="users") for row in batch.to_pylist()]
         ways = Counter(row["way"] for row in records)

@@ -24,7 +24,8 @@ segment_bytes = "16KiB"
 [spark]
 batch_bytes = "64KiB"
 """
-TRANSACTIONS, ROWS = 200, 100
+TRANSACTIONS, ROWS = 140, 100
+"""Some twenty batches: the replay is looked at, and killed, long before its end."""
 
 
 @contextmanager
@@ -40,6 +41,7 @@ def part(home: Home, name: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("spark")
 def test_a_replay_is_told_and_goes_on_after_a_kill(tmp_path: Path, postgres_server: EmbeddedPostgres) -> None:
     home = Home(tmp_path / "shop", postgres_server.create_database("replayed"), slot="replayed", extra_config=CONFIG)
     home.init()
@@ -124,7 +126,7 @@ def test_a_replay_is_told_and_goes_on_after_a_kill(tmp_path: Path, postgres_serv
     assert "replay is over" not in first_log.read_text()
     assert f"records {left}" in next(line for line in second_log.read_text().splitlines() if "replay is over" in line)
 
-    home.caught_up()
+    assert home.caught_up_here() == {}
     sql = "SELECT count(*) AS rows, md5(string_agg(body, ',' ORDER BY id)) AS sum FROM public.items"
     (lake,) = csv.DictReader(io.StringIO(home.command("query", sql, "--format", "csv")))
     assert (int(lake["rows"]), lake["sum"]) == there
